@@ -1,0 +1,167 @@
+"""The whole configuration: frozen, validated once. One TOML file plus dotted overrides (``--set window.size=3``).
+
+Field names carry their units. Nothing is silently corrected: a bad value raises :class:`dora.errors.InvalidValue`
+with the dotted field, the value and what is allowed.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dora.errors import InvalidValue
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+
+class WindowConfig(_Section):
+    """The sliding window of policy versions (design: the window and C3)."""
+
+    size: int = Field(2, ge=1, le=64, description="versions that may be live; staleness is at most size - 1")
+    groups_per_step: int = Field(0, ge=0, le=1 << 20, description="prompt groups a step takes; 0: the trainer says")
+
+
+class RolloutConfig(_Section):
+    """How responses are sampled, where a prompt does not say otherwise."""
+
+    group_size: int = Field(8, ge=1, le=4096, description="responses to one prompt")
+    max_tokens: int = Field(256, ge=1, le=1 << 22, description="longest response")
+    temperature: float = Field(1.0, ge=0.0, le=10.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=0, description="0: no limit")
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(1.0, gt=0.0, le=10.0)
+    ignore_eos: bool = False
+    seed: int = Field(0, ge=0, lt=1 << 63, description="every response's seed follows from this and its prompt id")
+    reference_version: int = Field(0, ge=0, description="the frozen version a KL term refers to")
+
+
+class BalanceConfig(_Section):
+    """Re-balancing (design: triggers, partition, moves) and handoff."""
+
+    policy: Literal["dora"] = "dora"
+    period_s: float = Field(30.0, gt=0.0, description="time trigger")
+    pressure: float = Field(0.9, gt=0.0, le=1.0, description="KV use above which a worker is relieved")
+    hysteresis: float = Field(0.6, ge=0.0, le=1.0, description="share of a DP group a periodic change must be worth")
+    level_gap: int = Field(2, ge=1, description="difference of requests between two DP groups that is levelled out")
+    handoff_timeout_s: float = Field(30.0, gt=0.0, description="after this a handoff is undone")
+    moves_at_once: int = Field(64, ge=1, le=1 << 16, description="handoffs in flight")
+
+
+class WorkersConfig(_Section):
+    """The rollout workers: one process, one DP group, one engine each."""
+
+    count: int = Field(2, ge=0, le=1024, description="workers that the service starts itself")
+    engine: Literal["vllm", "fake"] = Field("vllm", description="fake: no model, for tests of the service")
+    slots: int = Field(16, ge=1, le=4096, description="requests decoded at once")
+    kv_tokens: int = Field(32768, ge=64, description="KV-cache of one worker")
+    block_tokens: int = Field(32, ge=1, description="KV block; a multiple of 32 on CPU")
+    max_model_len_tokens: int = Field(2048, ge=16, description="prompt and response together")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int = Field(1, ge=1, le=256, description="CPU threads of one worker")
+    report_period_ms: int = Field(20, ge=1, le=10000, description="tokens are reported at least this often")
+    silence_timeout_s: float = Field(60.0, gt=0.0, description="a worker silent for so long is lost")
+    start_timeout_s: float = Field(300.0, gt=0.0)
+    restarts: int = Field(16, ge=0, description="times a dead worker is started again before the service gives up on it")
+
+
+class ServiceConfig(_Section):
+    """Addresses, secrets and limits of the service."""
+
+    listen: str = Field("127.0.0.1:7070", pattern=r"^.+:\d{1,5}$", description="host:port")
+    token: str = Field("", description="shared secret of all clients; empty: made at start and shown")
+    run_folder: str = Field("", description="shared memory of this service; empty: a new folder on tmpfs")
+    max_message_bytes: int = Field(64 << 20, ge=1 << 20, le=1 << 31)
+    prompts_queued_max: int = Field(4096, ge=1, description="a full queue refuses prompts")
+    drain_timeout_s: float = Field(30.0, ge=0.0)
+    tick_s: float = Field(0.5, gt=0.0, le=60.0)
+
+
+class RewardConfig(_Section):
+    """The verifier: a plug-in ``module:function``, run in processes of its own."""
+
+    function: str = Field("", pattern=r"^$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="empty: the prompt source's own")
+    timeout_s: float = Field(10.0, gt=0.0)
+    workers: int = Field(1, ge=1, le=256)
+    queued_max: int = Field(8192, ge=1)
+
+
+class Config(_Section):
+    """Everything ``dora serve`` needs."""
+
+    model: str = Field("smollm2", min_length=1, description="smollm2, tiny, tiny-moe, or a Hugging Face folder")
+    prompts: str = Field("reasoning-gym:chain_sum", min_length=1, description="task mix, JSONL file, tiny, or none")
+    record: str = Field("", description="folder for delivered trajectories and published versions; empty: none")
+    cache: str = Field("", description="folder for prepared models; empty: the user's cache folder")
+    window: WindowConfig = WindowConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    balance: BalanceConfig = BalanceConfig()
+    workers: WorkersConfig = WorkersConfig()
+    service: ServiceConfig = ServiceConfig()
+    reward: RewardConfig = RewardConfig()
+
+
+def load_config(file: Path | None = None, overrides: Iterable[str] = ()) -> Config:
+    """Reads ``file`` (TOML), applies ``overrides`` like ``"window.size=3"`` in order, validates.
+
+    Override values are TOML; a value that is no TOML is taken as a string.
+    """
+    tree: dict[str, Any] = {}
+    if file is not None:
+        try:
+            tree = tomllib.loads(file.read_text())
+        except OSError as error:
+            raise InvalidValue("--config", str(file), f"a readable TOML file ({error.strerror})") from error
+        except tomllib.TOMLDecodeError as error:
+            raise InvalidValue("--config", str(file), f"valid TOML ({error})") from error
+    for override in overrides:
+        _apply(tree, override)
+    return validated(tree)
+
+
+def validated(tree: Mapping[str, Any]) -> Config:
+    """A Config of a nested mapping; raises InvalidValue for the first field that is wrong."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = tuple(str(part) for part in first["loc"])
+        allowed = first["msg"]
+        if first["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(path[-1], _fields_at(path[:-1]), n=1)
+            allowed = f"one of {', '.join(_fields_at(path[:-1]))}" + (f"; did you mean {near[0]}?" if near else "")
+        raise InvalidValue(".".join(path), first["input"], allowed) from error
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise InvalidValue("--set", override, "section.field=value, e.g. window.size=3")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, name = key.strip().split(".")
+    node = tree
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise InvalidValue("--set", override, f"{section} is a field, not a section")
+    node[name] = value
+
+
+def _fields_at(path: tuple[str, ...]) -> list[str]:
+    section: type[BaseModel] = Config
+    for part in path:
+        field = section.model_fields.get(part)
+        if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
+            return []
+        section = field.annotation
+    return list(section.model_fields)

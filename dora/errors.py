@@ -1,0 +1,35 @@
+"""Errors that reach people. Each one names the field, the value that was given and what is allowed."""
+
+
+class DoraError(Exception):
+    """Base of every expected failure. Bugs raise other exceptions and crash."""
+
+
+class InvalidValue(DoraError):
+    """A value outside its domain: ``field`` was ``value``, while only ``allowed`` is accepted."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+        super().__init__(f"{field} = {value!r} is not allowed: {allowed}")
+
+
+class Conflict(InvalidValue):
+    """The value is well-formed but does not fit the present state (a duplicate id, a wrong version)."""
+
+
+class NotFound(InvalidValue):
+    """No such worker, request, group, version or file."""
+
+
+class SnapshotRefused(DoraError):
+    """A KV snapshot failed its check (identity, layout, version or checksum); the request must be re-prefilled."""
+
+
+class CanaryMismatch(DoraError):
+    """Freshly loaded weights do not reproduce the published canary logprobs."""
+
+
+class IllegalTransition(DoraError):
+    """An event that the state machine's table does not allow in the present state; the state is unchanged."""

@@ -1,0 +1,114 @@
+"""When to re-balance, and carrying a plan out (design: re-balancing)."""
+
+from collections.abc import Iterable
+
+from dora.errors import Conflict, NotFound
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core import fleet, handoffs
+from dora.orchestrator.core.lifecycle import fill
+from dora.orchestrator.core.snapshot import Move, Trigger
+from dora.orchestrator.core.state import RequestStatus, State
+
+PRESSURE_REST_S = 5.0  # pressure is looked at again after this
+
+
+def rebalance(state: State, trigger: Trigger) -> None:
+    """One cycle: plan on a snapshot, set targets, begin moves, load empty workers, supplement."""
+    state.plans_made += 1
+    state.counters.rebalances += 1
+    state.balanced_s = state.now_s
+    plan = state.policy.plan(state.snapshot(), trigger)
+    for seat, version in plan.targets.items():
+        worker = state.seats[seat]
+        assert worker is not None, f"the plan names the empty seat {seat}"
+        worker.target = version
+    _begin(state, plan.moves)
+    settle(state)
+
+
+def settle(state: State) -> None:
+    """Something changed hands: move on what is displaced, load what is empty, fill what is idle."""
+    state.settling = False
+    room = state.config.balance.moves_at_once - len(state.handoffs)
+    displaced = any(worker.rows and worker.vacating for worker in state.workers.values())
+    if displaced and room > 0:
+        _begin(state, state.policy.relieve(state.snapshot())[:room])
+    fleet.settle(state)
+    fill(state)
+
+
+def check(state: State) -> None:
+    """At the end of every event: what changed hands is settled, and nobody is left without a host or without work."""
+    if state.settling:
+        settle(state)
+    if not state.workers:
+        return
+    unhosted = _unhosted(state)
+    if unhosted and unhosted != state.unhosted:  # once for each new situation: there may be too few workers
+        state.unhosted = unhosted
+        rebalance(state, Trigger.MEMBERSHIP)
+    elif _dry(state):
+        rebalance(state, Trigger.DRAINED)
+
+
+def tick(state: State) -> None:
+    handoffs.overdue(state)
+    balance = state.config.balance
+    since_s = state.now_s - state.balanced_s
+    if since_s >= balance.period_s:
+        rebalance(state, Trigger.TIME)
+    elif since_s >= min(PRESSURE_REST_S, balance.period_s) and _pressed(state):
+        rebalance(state, Trigger.PRESSURE)
+
+
+def migrate(state: State, event: on.MigrateAsked) -> None:
+    """An operator moves one request. Raises NotFound or Conflict where it cannot move there."""
+    row = state.request_row.get(event.request_id)
+    target = state.workers.get(event.target_worker)
+    if row is None:
+        raise NotFound("request", event.request_id, "an admitted request that is not finished")
+    if target is None:
+        raise NotFound("--to", event.target_worker, f"one of {', '.join(sorted(state.workers))}")
+    version = int(state.requests["version"][row])
+    if state.requests["status"][row] != RequestStatus.RUNNING or row in state.handoffs:
+        raise Conflict("request", event.request_id, "a request that is running and in no handoff")
+    if state.owner(row) is target:
+        raise Conflict("--to", event.target_worker, "another worker than the one it is on")
+    if target.hosts != version:
+        raise Conflict("--to", event.target_worker, f"a worker that hosts version {version}, as the request needs (C1)")
+    handoffs.begin(state, row, target)
+
+
+def _begin(state: State, moves: Iterable[Move]) -> None:
+    for move in moves:
+        target = state.seats[move.target]
+        if target is not None and move.row not in state.handoffs and len(state.handoffs) < _handoffs_max(state):
+            handoffs.begin(state, move.row, target)
+
+
+def _handoffs_max(state: State) -> int:
+    return state.config.balance.moves_at_once
+
+
+def _unhosted(state: State) -> frozenset[int]:
+    """The versions that requests wait for while no worker has them or is to get them."""
+    waited = {version for version, rows in state.waiting.items() if rows}
+    if waited:
+        waited -= {worker.target for worker in state.workers.values() if not worker.draining}
+    return frozenset(waited)
+
+
+def _dry(state: State) -> bool:
+    """A worker of an old version has nothing left to do, while that version has no waiting or admissible work."""
+    window = state.window
+    for worker in state.workers.values():
+        version = worker.hosts
+        if 0 <= version < window.newest and not worker.held and not state.waiting.get(version):
+            if not state.backlog or window.admissible(version) < 1:
+                return True
+    return False
+
+
+def _pressed(state: State) -> bool:
+    limit = state.config.balance.pressure
+    return any(worker.kv_used > limit * worker.kv_tokens for worker in state.workers.values())

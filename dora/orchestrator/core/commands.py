@@ -1,0 +1,188 @@
+"""What the core wants done. The shell runs each command; its outcome, where it has one, is exactly one event.
+
+Commands to a worker carry that worker's epoch and a ``command_id`` that their ``CommandDone`` repeats.
+"""
+
+from dataclasses import dataclass
+
+from dora.types import Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class DrawPrompts:
+    """Ask the prompt source for at most ``count`` prompts. Outcome: PromptsOffered."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitGroup:
+    """A prompt became a group of ``version``; make its trajectories."""
+
+    group_id: str
+    prompt_id: str
+    version: int
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """Run the verifier on a finished response. Outcome: RequestScored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropGroup:
+    """A group was cancelled: forget its trajectories, record the reason."""
+
+    group_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverGroup:
+    """Send a finished group to the trainer; ``again``: it was sent to an earlier stream of this step."""
+
+    group_id: str
+    step: int
+    trainer_epoch: int
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStep:
+    """The step has all its groups: end its stream. ``exhausted``: it ends short because prompts ran out."""
+
+    step: int
+    trainer_epoch: int
+    exhausted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetGroup:
+    """A group was trained on and committed: its record may go."""
+
+    group_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetireVersion:
+    """No open or later group can be of this version: its weights may go."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSnapshot:
+    """A handoff is over: delete its KV snapshot."""
+
+    locator: str
+
+
+@dataclass(frozen=True, slots=True)
+class EvictWorker:
+    """The worker cannot be trusted any more (wrong version, failed loads): end it. Outcome: WorkerLost."""
+
+    worker_id: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorker:
+    """A drained worker is empty: let it leave. Outcome: WorkerLost."""
+
+    worker_id: str
+    epoch: int
+
+
+# ------------------------------------------------------------------------------ to a worker; outcome: one CommandDone
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCommand:
+    worker_id: str
+    epoch: int
+    command_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadVersion(WorkerCommand):
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartRequest(WorkerCommand):
+    """Begin a response, or resume it after its delivered tokens by re-prefilling them."""
+
+    request_id: str
+    version: int
+    arrival: Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveRequest(WorkerCommand):
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveSlot(WorkerCommand):
+    """Handoff: does the target take this request?"""
+
+    request_id: str
+    version: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelReservation(WorkerCommand):
+    """Handoff undone: drop the reservation, and the request if it was already copied in."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOut(WorkerCommand):
+    """Handoff: freeze the request after a step and write its snapshot; keep everything until told."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyIn(WorkerCommand):
+    """Handoff: check the snapshot and go on with the request."""
+
+    request_id: str
+    version: int
+    locator: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thaw(WorkerCommand):
+    """Handoff undone: the source goes on as if nothing had happened."""
+
+    request_id: str
+
+
+Command = (
+    DrawPrompts
+    | AdmitGroup
+    | ScoreRequest
+    | DropGroup
+    | DeliverGroup
+    | CloseStep
+    | ForgetGroup
+    | RetireVersion
+    | ReleaseSnapshot
+    | EvictWorker
+    | StopWorker
+    | LoadVersion
+    | StartRequest
+    | RemoveRequest
+    | ReserveSlot
+    | CancelReservation
+    | CopyOut
+    | CopyIn
+    | Thaw
+)

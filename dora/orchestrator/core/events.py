@@ -1,0 +1,160 @@
+"""What happens to the core. Every event is plain data; ``Machine.handle`` takes one at a time.
+
+``worker_epoch`` and ``trainer_epoch`` fence the past: an event of an epoch that is over is acknowledged and ignored.
+"""
+
+from dataclasses import dataclass, field
+
+from dora.types import FinishReason
+
+# ------------------------------------------------------------------------------------------------- prompts and groups
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedPrompt:
+    """A prompt as the core needs to know it."""
+
+    prompt_id: str
+    task_id: str
+    prompt_tokens: int
+    group_size: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptsOffered:
+    """The answer to DrawPrompts: at most as many prompts as were asked for; ``exhausted``: there will be no more."""
+
+    prompts: tuple[OfferedPrompt, ...]
+    exhausted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestScored:
+    """The verifier has judged a finished request."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCancelled:
+    """A user, a filter or an impossible prompt ends an open group. Recorded with its reason; never silent."""
+
+    group_id: str
+    reason: str
+
+
+# ------------------------------------------------------------------------------------------------------------ workers
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    worker_id: str
+    epoch: int
+    slots: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    worker_id: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A worker's report: response tokens delivered so far of each request that moved on, and who finished."""
+
+    worker_id: str
+    epoch: int
+    version: int  # the weights that sampled these tokens
+    tokens: dict[str, int] = field(default_factory=dict)  # request id -> response tokens delivered in all
+    finished: dict[str, FinishReason] = field(default_factory=dict)
+    waiting: int = 0
+    kv_used_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CommandDone:
+    """The one outcome of a command to a worker."""
+
+    worker_id: str
+    epoch: int
+    command_id: int
+    ok: bool = True
+    error: str = ""
+    error_kind: str = ""  # refused | not_movable | unknown_request | invalid
+    locator: str = ""  # CopyOut: where the snapshot lies
+    tokens: int = 0  # CopyOut: response tokens in the snapshot
+
+
+# ------------------------------------------------------------------------------------------------------------ trainer
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerAttached:
+    """A trainer became the active one; ``groups_per_step`` 0 takes what is set."""
+
+    trainer_epoch: int
+    groups_per_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequested:
+    """The trainer opened the stream of ``step``."""
+
+    trainer_epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommitted:
+    """The trainer trained on ``step``; the weights of version ``step + 1`` lie in the store."""
+
+    trainer_epoch: int
+    step: int
+
+
+# --------------------------------------------------------------------------------------------------- time and operator
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passes: triggers and time limits are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class MigrateAsked:
+    request_id: str
+    target_worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """Empty the worker and let it leave."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RebalanceAsked:
+    pass
+
+
+Event = (
+    PromptsOffered
+    | RequestScored
+    | GroupCancelled
+    | WorkerJoined
+    | WorkerLost
+    | Progress
+    | CommandDone
+    | TrainerAttached
+    | StepRequested
+    | StepCommitted
+    | Tick
+    | MigrateAsked
+    | DrainAsked
+    | RebalanceAsked
+)

@@ -1,0 +1,87 @@
+"""Workers come, load versions, leave and die. A death costs time, never a sample."""
+
+from dora.errors import Conflict, NotFound
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core import handoffs
+from dora.orchestrator.core.placement import orphan
+from dora.orchestrator.core.state import Pending, State, Worker
+
+LOAD_ATTEMPTS = 3
+
+
+def joined(state: State, event: on.WorkerJoined) -> None:
+    """A new epoch of a worker. Raises Conflict while the earlier epoch still lives."""
+    if event.worker_id in state.workers:
+        raise Conflict("worker_id", event.worker_id, "an id that no living worker has")
+    state.seat_worker(Worker(event.worker_id, event.epoch, state.free_seat(), event.slots, event.kv_tokens))
+
+
+def lost(state: State, event: on.WorkerLost) -> bool:
+    """Takes everything off a dead worker. Returns whether it was alive to the core until now."""
+    worker = state.worker_at(event.worker_id, event.epoch)
+    if worker is None:
+        return False
+    state.pending = {
+        number: pending
+        for number, pending in state.pending.items()
+        if (pending.command.worker_id, pending.command.epoch) != (event.worker_id, event.epoch)
+    }
+    handoffs.lost(state, worker)
+    for row in sorted(worker.rows, reverse=True):  # appended left: the earliest ends up first in line
+        state.take_away(row)
+        if row not in state.handoffs:  # else its snapshot is on the way to another worker
+            orphan(state, row)
+    del state.workers[worker.worker_id]
+    state.seats[worker.seat] = None
+    state.counters.workers_lost += not worker.stopping
+    return True
+
+
+def drain(state: State, event: on.DrainAsked) -> None:
+    """The worker is to be emptied and to leave."""
+    worker = state.workers.get(event.worker_id)
+    if worker is None:
+        raise NotFound("worker_id", event.worker_id, f"one of {', '.join(sorted(state.workers)) or '(none)'}")
+    if worker.draining:
+        raise Conflict("worker_id", event.worker_id, "a worker that is not draining already")
+    if not any(not other.draining for other in state.workers.values() if other is not worker):
+        raise Conflict("worker_id", event.worker_id, "not the last working one: its requests would have nowhere to go")
+    worker.draining = True
+
+
+def settle(state: State) -> None:
+    """Loads the target version into every worker that is empty and ready for it; lets drained ones leave."""
+    for worker in state.workers.values():
+        if worker.held or worker.loading >= 0 or worker.stopping:
+            continue
+        if worker.draining:
+            worker.stopping = True
+            state.out.append(do.StopWorker(worker.worker_id, worker.epoch))
+        elif worker.target >= 0 and worker.target != worker.loaded:
+            load(state, worker)
+
+
+def load(state: State, worker: Worker) -> None:
+    worker.loaded, worker.loading = -1, worker.target
+    state.send(do.LoadVersion(worker.worker_id, worker.epoch, state.command_id(), worker.target))
+
+
+def load_done(state: State, pending: Pending, event: on.CommandDone) -> None:
+    worker = state.workers[pending.command.worker_id]
+    version, worker.loading = worker.loading, -1
+    if event.ok:
+        worker.loaded, worker.load_failures = version, 0
+        return
+    state.counters.loads_failed += 1
+    worker.load_failures += 1
+    if worker.load_failures >= LOAD_ATTEMPTS:
+        reason = f"version {version} failed to load {LOAD_ATTEMPTS} times: {event.error}"
+        evict(state, worker, reason)
+
+
+def evict(state: State, worker: Worker, reason: str) -> None:
+    """Asks the shell to end the worker; its loss does the rest. Nothing new is given to it meanwhile."""
+    if not worker.stopping:
+        worker.stopping = worker.draining = True
+        state.out.append(do.EvictWorker(worker.worker_id, worker.epoch, reason))

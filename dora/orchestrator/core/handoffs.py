@@ -1,0 +1,181 @@
+"""Runs the handoff table: signals in, commands out, ownership moved exactly once."""
+
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.handoff import LIVE, Action, Handoff, Phase, Signal
+from dora.orchestrator.core.placement import orphan, start
+from dora.orchestrator.core.state import Pending, State, Worker
+
+
+def begin(state: State, row: int, target: Worker) -> None:
+    """Asks ``target`` to take the request of ``row``; the source goes on decoding meanwhile."""
+    source = state.owner(row)
+    assert source is not None and source is not target, "a handoff is between two workers"
+    request_id = state.request_id[row]
+    handoff = Handoff(row, request_id, source.worker_id, target.worker_id, state.plans_made, state.now_s)
+    state.handoffs[row] = handoff
+    state.requests["moving"][row] = True
+    target.inbound += 1
+    target.kv_claimed += _kv_tokens(state, row)
+    reserve = do.ReserveSlot(
+        target.worker_id,
+        target.epoch,
+        state.command_id(),
+        request_id,
+        int(state.requests["version"][row]),
+        _kv_tokens(state, row),
+    )
+    state.requests["claim_inbound"][row] = _kv_tokens(state, row)
+    state.send(reserve, row, handoff)
+
+
+def signal_row(state: State, row: int, signal: Signal) -> None:
+    """Signals the live handoff of a request, if it has one."""
+    handoff = state.handoffs.get(row)
+    if handoff is not None:
+        signal_handoff(state, handoff, signal)
+
+
+def signal_handoff(state: State, handoff: Handoff, signal: Signal) -> None:
+    was_live = handoff.phase in LIVE
+    actions = handoff.advance(signal)
+    if was_live and handoff.phase not in LIVE:
+        _close(state, handoff)
+    for action in actions:
+        _ACTIONS[action](state, handoff)
+
+
+def done(state: State, pending: Pending, event: on.CommandDone) -> None:
+    """The outcome of a handoff's command."""
+    handoff = pending.handoff
+    assert handoff is not None
+    command = pending.command
+    if isinstance(command, do.CopyOut) and handoff.phase is not Phase.COPYING:
+        if event.locator:  # the handoff was undone while the source copied
+            state.out.append(do.ReleaseSnapshot(event.locator))
+        return
+    if isinstance(command, do.ReserveSlot) and handoff.phase is Phase.PLANNED:
+        signal_handoff(state, handoff, Signal.RESERVED if event.ok else Signal.REFUSED)
+    elif isinstance(command, do.CopyOut):
+        handoff.locator = event.locator
+        signal_handoff(state, handoff, _copy_out_signal(event))
+    elif isinstance(command, do.CopyIn) and handoff.phase in (Phase.FROZEN, Phase.STRANDED):
+        signal_handoff(state, handoff, Signal.COPIED_IN if event.ok else Signal.COPY_REFUSED)
+    elif isinstance(command, do.RemoveRequest) and handoff.phase is Phase.COMMITTED:
+        signal_handoff(state, handoff, Signal.SOURCE_FREED)
+
+
+def _copy_out_signal(event: on.CommandDone) -> Signal:
+    if event.ok:
+        return Signal.FROZEN
+    return Signal.NOT_MOVABLE if event.error_kind == "not_movable" else Signal.COPY_FAILED
+
+
+def lost(state: State, worker: Worker) -> None:
+    """A worker died: settle every handoff it took part in."""
+    for handoff in list(state.handoffs.values()):
+        if handoff.source == worker.worker_id:
+            signal_handoff(state, handoff, Signal.SOURCE_LOST)
+        elif handoff.target == worker.worker_id:
+            signal_handoff(state, handoff, Signal.TARGET_LOST)
+
+
+def overdue(state: State) -> None:
+    """Undoes handoffs that take too long: a silent target must not keep a request frozen."""
+    limit_s = state.config.balance.handoff_timeout_s
+    for handoff in list(state.handoffs.values()):
+        if state.now_s - handoff.began_s >= limit_s:
+            signal_handoff(state, handoff, Signal.UNDO)
+
+
+# ------------------------------------------------------------------------------------------------------------ actions
+
+
+def _close(state: State, handoff: Handoff) -> None:
+    """The request is no longer between two workers."""
+    row = handoff.row
+    del state.handoffs[row]
+    state.requests["moving"][row] = False
+    target = state.workers.get(handoff.target)
+    if target is not None:
+        target.inbound -= 1
+        target.kv_claimed -= int(state.requests["claim_inbound"][row])
+    state.requests["claim_inbound"][row] = 0
+    state.settling = True
+    if handoff.phase is Phase.ABORTED:
+        state.counters.migrations_failed += 1
+
+
+def _commit(state: State, handoff: Handoff) -> None:
+    if state.owner(handoff.row) is not None:
+        state.take_away(handoff.row)
+    state.give(handoff.row, state.workers[handoff.target])
+    state.requests["moves"][handoff.row] += 1
+    state.counters.migrations_kv += 1
+
+
+def _free_source(state: State, handoff: Handoff) -> None:
+    source = state.workers[handoff.source]
+    command = do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), handoff.request_id)
+    state.send(command, handoff.row, handoff)
+
+
+def _copy_out(state: State, handoff: Handoff) -> None:
+    source = state.workers[handoff.source]
+    command = do.CopyOut(source.worker_id, source.epoch, state.command_id(), handoff.request_id)
+    state.send(command, handoff.row, handoff)
+
+
+def _copy_in(state: State, handoff: Handoff) -> None:
+    target = state.workers[handoff.target]
+    version = int(state.requests["version"][handoff.row])
+    command = do.CopyIn(
+        target.worker_id, target.epoch, state.command_id(), handoff.request_id, version, handoff.locator
+    )
+    state.send(command, handoff.row, handoff)
+
+
+def _thaw_source(state: State, handoff: Handoff) -> None:
+    source = state.workers[handoff.source]
+    state.send(do.Thaw(source.worker_id, source.epoch, state.command_id(), handoff.request_id))
+
+
+def _cancel_target(state: State, handoff: Handoff) -> None:
+    target = state.workers[handoff.target]
+    state.send(do.CancelReservation(target.worker_id, target.epoch, state.command_id(), handoff.request_id))
+
+
+def _restart_at_target(state: State, handoff: Handoff) -> None:
+    source = state.take_away(handoff.row)
+    state.send(do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), handoff.request_id))
+    start(state, handoff.row, state.workers[handoff.target])
+    state.requests["moves"][handoff.row] += 1
+    state.counters.migrations_failed -= 1  # it did move
+
+
+def _orphan(state: State, handoff: Handoff) -> None:
+    if state.owner(handoff.row) is not None:
+        state.take_away(handoff.row)
+    orphan(state, handoff.row)
+
+
+def _release_snapshot(state: State, handoff: Handoff) -> None:
+    state.out.append(do.ReleaseSnapshot(handoff.locator))
+
+
+def _kv_tokens(state: State, row: int) -> int:
+    requests = state.requests
+    return int(requests["prompt_tokens"][row] + requests["tokens"][row])
+
+
+_ACTIONS = {
+    Action.COPY_OUT: _copy_out,
+    Action.COPY_IN: _copy_in,
+    Action.COMMIT: _commit,
+    Action.FREE_SOURCE: _free_source,
+    Action.THAW_SOURCE: _thaw_source,
+    Action.CANCEL_TARGET: _cancel_target,
+    Action.RESTART_AT_TARGET: _restart_at_target,
+    Action.ORPHAN: _orphan,
+    Action.RELEASE_SNAPSHOT: _release_snapshot,
+}

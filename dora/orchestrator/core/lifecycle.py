@@ -1,0 +1,272 @@
+"""Prompts become groups, groups become responses, responses are scored, delivered, trained on, forgotten.
+
+C2 lives here: a group leaves the state only by ``commit`` (trained) or ``cancel`` (asked for, with its reason).
+"""
+
+from collections import deque
+
+from dora.errors import Conflict, InvalidValue, NotFound
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core import fleet, handoffs
+from dora.orchestrator.core.handoff import Signal
+from dora.orchestrator.core.placement import place_waiting, roomiest
+from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
+from dora.types import FinishReason
+
+BACKLOG_MIN_GROUPS = 16
+
+# ---------------------------------------------------------------------------------------------------------- admission
+
+
+def offered(state: State, event: on.PromptsOffered) -> None:
+    if len(event.prompts) > state.drawing:
+        raise InvalidValue("prompts", len(event.prompts), f"at most the {state.drawing} that were drawn")
+    state.drawing = 0
+    state.backlog.extend(event.prompts)
+    state.exhausted = event.exhausted
+    fill(state)
+    end_if_exhausted(state)
+
+
+def fill(state: State) -> None:
+    """Gives idle slots work: what waits first, then new groups, the newest version first (C3 by the window's rule)."""
+    window = state.window
+    for version in range(window.newest, window.oldest_live - 1, -1):
+        place_waiting(state, version)
+        while state.backlog and window.admissible(version) > 0 and not state.waiting.get(version):
+            if roomiest(state, version, state.backlog[0].prompt_tokens + 1) is None:
+                break
+            admit(state, state.backlog.popleft(), version)
+            place_waiting(state, version)
+    draw(state)
+
+
+def draw(state: State) -> None:
+    """Keeps a bounded backlog of prompts: two steps' worth."""
+    low = max(BACKLOG_MIN_GROUPS, state.window.groups_per_step)
+    if not state.exhausted and not state.drawing and len(state.backlog) < low and state.window.groups_per_step:
+        state.drawing = 2 * low - len(state.backlog)
+        state.out.append(do.DrawPrompts(state.drawing))
+
+
+def admit(state: State, prompt: on.OfferedPrompt, version: int) -> None:
+    state.window.admit(version)
+    group = state.groups.allocate()
+    group_id = f"g{state.groups_named}"
+    state.groups_named += 1
+    for name, value in (("status", GroupStatus.OPEN), ("version", version), ("unfinished", prompt.group_size)):
+        state.groups[name][group] = value
+    state.groups["unscored"][group] = prompt.group_size
+    state.group_id[group], state.group_row[group_id] = group_id, group
+    mean = state.lengths.mean_tokens(prompt.task_id, prompt.max_tokens)
+    rows = []
+    for index in range(prompt.group_size):
+        row = state.requests.allocate()
+        request_id = f"{group_id}.{index}"
+        columns = state.requests
+        columns["status"][row] = RequestStatus.WAITING
+        columns["group"][row], columns["version"][row] = group, version
+        columns["prompt_tokens"][row], columns["max_tokens"][row] = prompt.prompt_tokens, prompt.max_tokens
+        columns["mean_tokens"][row], columns["born_s"][row] = mean, state.now_s
+        state.request_id[row], state.request_row[request_id] = request_id, row
+        state.task[row] = prompt.task_id
+        rows.append(row)
+    state.members[group] = rows
+    state.waiting.setdefault(version, deque()).extend(rows)
+    state.counters.groups_admitted += 1
+    ids = tuple(state.request_id[row] for row in rows)
+    state.out.append(do.AdmitGroup(group_id, prompt.prompt_id, version, ids))
+
+
+# ----------------------------------------------------------------------------------------------------------- progress
+
+
+def progress(state: State, event: on.Progress) -> None:
+    """Takes over what a worker delivered. Reports on requests that it does not own are ignored (an older handoff)."""
+    worker = state.worker_at(event.worker_id, event.epoch)
+    if worker is None:
+        return
+    worker.kv_used, worker.waiting = event.kv_used_tokens, event.waiting
+    requests = state.requests
+    for request_id, tokens in event.tokens.items():
+        row = state.request_row.get(request_id)
+        if row is None or row not in worker.rows:
+            continue
+        if requests["version"][row] != event.version:  # C1: never take such a token over
+            state.counters.c1_violations += 1
+            fleet.evict(state, worker, f"it sampled {request_id} under version {event.version}")
+            return
+        requests["tokens"][row] = tokens
+        claim = int(requests["prompt_tokens"][row]) + tokens
+        if claim > requests["claim"][row]:
+            worker.kv_claimed += claim - int(requests["claim"][row])
+            requests["claim"][row] = claim
+    for request_id, reason in event.finished.items():
+        row = state.request_row.get(request_id)
+        if row is not None and row in worker.rows:
+            _finish(state, row, reason)
+    if event.finished:
+        fill(state)
+
+
+def _finish(state: State, row: int, _reason: FinishReason) -> None:
+    handoffs.signal_row(state, row, Signal.FINISHED)
+    state.take_away(row)
+    requests = state.requests
+    requests["status"][row] = RequestStatus.FINISHED
+    state.lengths.observe(state.task[row], int(requests["tokens"][row]))
+    state.groups["unfinished"][requests["group"][row]] -= 1
+    state.out.append(do.ScoreRequest(state.request_id[row]))
+
+
+def scored(state: State, event: on.RequestScored) -> None:
+    row = state.request_row.get(event.request_id)
+    if row is None or state.requests["status"][row] != RequestStatus.FINISHED:
+        return
+    state.requests["status"][row] = RequestStatus.SCORED
+    group = int(state.requests["group"][row])
+    state.groups["unscored"][group] -= 1
+    if not state.groups["unscored"][group]:
+        state.groups["status"][group] = GroupStatus.FINISHED
+        state.finished.setdefault(int(state.groups["version"][group]), deque()).append(group)
+        deliver(state)
+
+
+# ------------------------------------------------------------------------------------------------------------ trainer
+
+
+def attached(state: State, event: on.TrainerAttached) -> None:
+    window = state.window
+    if event.trainer_epoch <= state.trainer_epoch:
+        raise Conflict("trainer_epoch", event.trainer_epoch, f"above {state.trainer_epoch}")
+    if not event.groups_per_step and not window.groups_per_step:
+        raise InvalidValue("groups_per_step", 0, "at least 1, here or as window.groups_per_step")
+    if event.groups_per_step and window.groups_per_step not in (0, event.groups_per_step):
+        raise Conflict("groups_per_step", event.groups_per_step, f"{window.groups_per_step}, as already set")
+    if not window.groups_per_step:
+        window.set_groups_per_step(event.groups_per_step)
+    state.trainer_epoch = event.trainer_epoch
+    state.stream_step = None
+    state.settling = True
+    fill(state)
+
+
+def step_requested(state: State, event: on.StepRequested) -> None:
+    _check_epoch(state, event.trainer_epoch)
+    window = state.window
+    if event.step != window.newest:
+        raise Conflict("step", event.step, f"{window.newest}, the first that is not committed")
+    for group in state.leased:
+        state.out.append(do.DeliverGroup(state.group_id[group], event.step, state.trainer_epoch, again=True))
+    if window.step > event.step:
+        state.out.append(do.CloseStep(event.step, state.trainer_epoch))
+        return
+    state.stream_step = event.step
+    deliver(state)
+
+
+def deliver(state: State) -> None:
+    """Gives finished groups to the open stream: due ones first, then by deadline, while the rest stays feasible."""
+    window, counters = state.window, state.counters
+    while state.stream_step == window.step:
+        step = window.step
+        version = next(
+            (v for v in range(window.oldest_live, window.newest + 1) if state.finished.get(v) and window.takeable(v)),
+            None,
+        )
+        if version is None:
+            break
+        group = state.finished[version].popleft()
+        filled = window.take(version)
+        state.groups["status"][group] = GroupStatus.LEASED
+        state.leased.append(group)
+        counters.groups_taken += 1
+        counters.staleness_max = max(counters.staleness_max, step - version)
+        state.out.append(do.DeliverGroup(state.group_id[group], step, state.trainer_epoch))
+        if filled:
+            _close(state, step)
+    fill(state)
+    end_if_exhausted(state)
+
+
+def end_if_exhausted(state: State) -> None:
+    """No prompt is left, nothing is open: the step ends short, so that its trainer can commit what it has."""
+    window = state.window
+    done = state.exhausted and not state.backlog and not window.open_groups
+    if done and state.stream_step == window.step:
+        step = window.step
+        if state.leased:
+            window.close_short()
+        _close(state, step, exhausted=True)
+
+
+def _close(state: State, step: int, *, exhausted: bool = False) -> None:
+    state.out.append(do.CloseStep(step, state.trainer_epoch, exhausted))
+    state.stream_step = None
+    for version in range(state.retired, state.window.oldest_live):
+        state.out.append(do.RetireVersion(version))
+    state.retired = max(state.retired, state.window.oldest_live)
+
+
+def commit(state: State, event: on.StepCommitted) -> None:
+    """The step was trained and its weights are stored: forget its groups, begin the next version."""
+    check_commit(state, event.trainer_epoch, event.step)
+    for group in state.leased:
+        state.out.append(do.ForgetGroup(state.group_id[group]))
+        _free(state, group)
+        state.counters.groups_trained += 1
+    state.leased.clear()
+    state.window.publish()
+
+
+def check_commit(state: State, trainer_epoch: int, step: int) -> None:
+    """Raises Conflict where ``step`` cannot be committed now."""
+    _check_epoch(state, trainer_epoch)
+    if step != state.window.newest:
+        raise Conflict("step", step, f"{state.window.newest}, the first that is not committed")
+    if state.window.step <= step:
+        raise Conflict("step", step, f"a step that was filled; this one still takes {state.window.left} groups")
+
+
+def _check_epoch(state: State, trainer_epoch: int) -> None:
+    if trainer_epoch != state.trainer_epoch:
+        raise Conflict("trainer_epoch", trainer_epoch, f"{state.trainer_epoch}: another trainer has attached since")
+
+
+# ------------------------------------------------------------------------------------------------------------- cancel
+
+
+def cancel(state: State, event: on.GroupCancelled) -> None:
+    """Ends an open group and gives its place back. Raises NotFound, or Conflict once a step has taken it."""
+    group = state.group_row.get(event.group_id)
+    if group is None:
+        raise NotFound("group_id", event.group_id, "an admitted group that was not committed yet")
+    if state.groups["status"][group] == GroupStatus.LEASED:
+        raise Conflict("group_id", event.group_id, "a group that no step has taken")
+    version = int(state.groups["version"][group])
+    for row in state.members[group]:
+        handoffs.signal_row(state, row, Signal.UNDO)
+        status = state.requests["status"][row]
+        if status == RequestStatus.RUNNING:
+            worker = state.take_away(row)
+            request_id = state.request_id[row]
+            state.send(do.RemoveRequest(worker.worker_id, worker.epoch, state.command_id(), request_id))
+        elif status == RequestStatus.WAITING:
+            state.waiting[version].remove(row)
+    if state.groups["status"][group] == GroupStatus.FINISHED:
+        state.finished[version].remove(group)
+    state.window.give_back(version)
+    state.out.append(do.DropGroup(event.group_id, event.reason))
+    state.counters.groups_cancelled += 1
+    _free(state, group)
+    deliver(state)
+
+
+def _free(state: State, group: int) -> None:
+    for row in state.members.pop(group):
+        del state.request_row[state.request_id.pop(row)]
+        del state.task[row]
+        state.requests.free(row)
+    del state.group_row[state.group_id.pop(group)]
+    state.groups.free(group)

@@ -1,0 +1,122 @@
+"""The one entrance to the core: an event in, commands out."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from dora.config import Config
+from dora.orchestrator.core import balance, fleet, handoffs, lifecycle
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.commands import Command
+from dora.orchestrator.core.snapshot import Trigger
+from dora.orchestrator.core.state import Counters, State
+
+
+class Machine:
+    """Window, admission, partition and handoff of a whole service, as a deterministic object.
+
+    ``handle`` takes every event, in order, with the time it happened at, and returns the commands to run, in order.
+    An event that is not allowed raises a DoraError and changes nothing; one of an epoch that is over is ignored.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._state = State(config)
+
+    def handle(self, event: on.Event, now_s: float) -> list[Command]:
+        state = self._state
+        state.now_s = now_s
+        assert not state.out
+        try:
+            _HANDLERS[type(event)](state, event)
+            balance.check(state)
+            live = state.window.newest - state.window.oldest_live + 1
+            state.counters.versions_live_max = max(state.counters.versions_live_max, live)
+            return state.out
+        finally:
+            state.out = []
+
+    @property
+    def counters(self) -> Counters:
+        """A copy of the counters since the start."""
+        return replace(self._state.counters)
+
+    @property
+    def state(self) -> State:
+        """The state, to read: operators' views, invariants. Only ``handle`` may change it."""
+        return self._state
+
+    def owns(self, worker_id: str, epoch: int, request_id: str) -> bool:
+        """Whether a report of this worker on this request counts (the shell drops tokens of any other)."""
+        worker = self._state.worker_at(worker_id, epoch)
+        row = self._state.request_row.get(request_id)
+        return worker is not None and row is not None and row in worker.rows
+
+    def check_commit(self, trainer_epoch: int, step: int) -> None:
+        """Raises Conflict where StepCommitted would be refused; asked before the weights are stored."""
+        lifecycle.check_commit(self._state, trainer_epoch, step)
+
+
+def _joined(state: State, event: on.WorkerJoined) -> None:
+    fleet.joined(state, event)
+    balance.rebalance(state, Trigger.MEMBERSHIP)
+
+
+def _lost(state: State, event: on.WorkerLost) -> None:
+    if fleet.lost(state, event):
+        balance.rebalance(state, Trigger.MEMBERSHIP)
+
+
+def _drain(state: State, event: on.DrainAsked) -> None:
+    fleet.drain(state, event)
+    balance.rebalance(state, Trigger.OPERATOR)
+
+
+def _committed(state: State, event: on.StepCommitted) -> None:
+    lifecycle.commit(state, event)
+    balance.rebalance(state, Trigger.UPDATE)
+
+
+def _done(state: State, event: on.CommandDone) -> None:
+    pending = state.pending.get(event.command_id)
+    if pending is None or (pending.command.worker_id, pending.command.epoch) != (event.worker_id, event.epoch):
+        return  # of an epoch that is over
+    del state.pending[event.command_id]
+    state.settling = True
+    if pending.handoff is not None:
+        handoffs.done(state, pending, event)
+    elif isinstance(pending.command, do.LoadVersion):
+        fleet.load_done(state, pending, event)
+    elif isinstance(pending.command, do.StartRequest) and not event.ok:
+        _start_failed(state, pending.command, event)
+
+
+def _start_failed(state: State, command: do.StartRequest, event: on.CommandDone) -> None:
+    """A request that no engine can take is cancelled with its reason; an engine that disagrees with us is replaced."""
+    row = state.request_row.get(command.request_id)
+    worker = state.workers[command.worker_id]
+    if row is None or row not in worker.rows:
+        return
+    if event.error_kind == "invalid":
+        group_id = state.group_id[int(state.requests["group"][row])]
+        lifecycle.cancel(state, on.GroupCancelled(group_id, event.error))
+    else:
+        fleet.evict(state, worker, f"{command.request_id} could not start: {event.error}")
+
+
+_HANDLERS: dict[type, Callable[[State, Any], None]] = {
+    on.PromptsOffered: lifecycle.offered,
+    on.RequestScored: lifecycle.scored,
+    on.GroupCancelled: lifecycle.cancel,
+    on.WorkerJoined: _joined,
+    on.WorkerLost: _lost,
+    on.Progress: lifecycle.progress,
+    on.CommandDone: _done,
+    on.TrainerAttached: lifecycle.attached,
+    on.StepRequested: lifecycle.step_requested,
+    on.StepCommitted: _committed,
+    on.Tick: lambda state, _event: balance.tick(state),
+    on.MigrateAsked: balance.migrate,
+    on.DrainAsked: _drain,
+    on.RebalanceAsked: lambda state, _event: balance.rebalance(state, Trigger.OPERATOR),
+}

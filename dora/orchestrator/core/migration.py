@@ -1,0 +1,95 @@
+"""Which requests move where (design: re-balancing, step 3; paper 004, section 4.3).
+
+A request moves when its DP group is to change version or leave, or when groups of one version are unevenly loaded.
+What finds no room finishes in place. A target may be over-subscribed once over: what exceeds its slots queues there
+with its KV in host memory, which frees the source for its new version at once.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from dora.orchestrator.core.snapshot import Move, Snapshot
+
+QUEUE_SLOTS = 2  # a target holds at most this many times its slots
+SHORTEST_MOVE_TOKENS = 2  # a request this near its certain end is not worth a move
+
+
+def plan_moves(snapshot: Snapshot, targets: Mapping[int, int], level_gap: int, moves_max: int) -> tuple[Move, ...]:
+    """At most ``moves_max`` moves: first off the groups that change or leave, then levelling within each version."""
+    board = _Board(snapshot, targets)
+    moves = board.displaced(moves_max)
+    return (*moves, *board.level(level_gap, moves_max - len(moves)))
+
+
+class _Board:
+    """Loads as they would be once the moves planned so far are done."""
+
+    def __init__(self, snapshot: Snapshot, targets: Mapping[int, int]) -> None:
+        workers = snapshot.workers
+        self.requests = snapshot.requests
+        self.held = workers.held.copy()
+        self.claimed = workers.kv_claimed.copy()
+        self.slots = workers.slots
+        self.capacity = workers.kv_tokens
+        target = workers.target.copy()
+        for seat, version in targets.items():
+            target[seat] = version
+        self.stays = workers.alive & ~workers.draining & (workers.loaded == target) & (workers.loaded >= 0)
+        self.version = workers.loaded
+        self.moved: set[int] = set()
+
+    def displaced(self, moves_max: int) -> list[Move]:
+        requests = self.requests
+        leaves = requests.movable & ~self.stays[requests.worker] & (requests.worker >= 0)
+        rows = np.flatnonzero(leaves & (requests.remaining_tokens > SHORTEST_MOVE_TOKENS))
+        rows = rows[np.argsort(-requests.remaining_tokens[rows], kind="stable")]  # the longest gain most
+        moves: list[Move] = []
+        for row in rows.tolist():
+            if len(moves) >= moves_max:
+                break
+            seat = self._roomiest(int(requests.version[row]), self._claim(row))
+            if seat is not None:
+                moves.append(self._move(row, seat))
+        return moves
+
+    def level(self, gap: int, moves_max: int) -> list[Move]:
+        moves: list[Move] = []
+        for version in np.unique(self.version[self.stays]).tolist():
+            seats = np.flatnonzero(self.stays & (self.version == version))
+            while len(seats) > 1 and len(moves) < moves_max:
+                source = int(seats[np.argmax(self.held[seats])])
+                target = int(seats[np.argmin(self.held[seats])])
+                row = self._longest_on(source) if self.held[source] - self.held[target] >= max(gap, 2) else None
+                if row is None or self.claimed[target] + self._claim(row) > self.capacity[target]:
+                    break
+                moves.append(self._move(row, target))
+        return moves
+
+    def _roomiest(self, version: int, claim: int) -> int | None:
+        fits = self.stays & (self.version == version) & (self.held < QUEUE_SLOTS * self.slots)
+        fits &= (self.claimed + claim <= self.capacity) | (self.held == 0)
+        if not fits.any():
+            return None
+        return int(np.where(fits, self.slots - self.held, np.iinfo(np.int64).min).argmax())
+
+    def _longest_on(self, seat: int) -> int | None:
+        requests = self.requests
+        rows = np.flatnonzero(requests.movable & (requests.worker == seat))
+        rows = rows[requests.remaining_tokens[rows] > SHORTEST_MOVE_TOKENS]
+        rows = rows[~np.isin(rows, list(self.moved))]
+        return int(rows[np.argmax(requests.remaining_tokens[rows])]) if len(rows) else None
+
+    def _claim(self, row: int) -> int:
+        requests = self.requests
+        return int(requests.prompt_tokens[row] + requests.tokens[row] + requests.remaining_tokens[row])
+
+    def _move(self, row: int, seat: int) -> Move:
+        source = int(self.requests.worker[row])
+        claim = self._claim(row)
+        self.held[source] -= 1
+        self.held[seat] += 1
+        self.claimed[source] -= claim
+        self.claimed[seat] += claim
+        self.moved.add(row)
+        return Move(row, seat)

@@ -1,0 +1,78 @@
+"""How many DP groups each version gets, and which ones (paper 004, section 4.3; design: re-balancing)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+def proportional(work: Mapping[int, float], groups: int, newest: int) -> dict[int, int]:
+    """DP groups per version, proportional to its remaining work in tokens, by largest remainders.
+
+    Every version with work gets at least one; where there are fewer groups than such versions the earliest deadline
+    (the oldest version) goes first. Groups that nobody needs go to ``newest``. The counts sum to ``groups``.
+    """
+    counts = dict.fromkeys(sorted({*work, newest}), 0)
+    needy = [version for version in sorted(work) if work[version] > 0]
+    for version in needy[:groups]:
+        counts[version] = 1
+    spare = groups - sum(counts.values())
+    total = sum(work[version] for version in needy)
+    if spare and total > 0:
+        # The share above the guaranteed one; a version whose share is below one already has more than its due.
+        extra = {version: max(0.0, work[version] / total * groups - 1) for version in needy}
+        scale = spare / sum(extra.values()) if sum(extra.values()) > 0 else 0.0
+        quota = {version: extra[version] * scale for version in needy}
+        for version in needy:
+            counts[version] += int(quota[version])
+        remainders = sorted(needy, key=lambda version: (int(quota[version]) - quota[version], -version))
+        for version in remainders[: groups - sum(counts.values())]:
+            counts[version] += 1
+    counts[newest] += groups - sum(counts.values())
+    return {version: count for version, count in counts.items() if count}
+
+
+def settled(counts: Mapping[int, int], work: Mapping[int, float], wanted: Mapping[int, int], hysteresis: float) -> bool:
+    """Whether the present ``counts`` are near enough to the proportional share to be left alone.
+
+    They are not where a version that should have a DP group has none (or the reverse), nor where some version's count
+    is off its share by more than rounding (half a group) plus ``hysteresis`` of a group.
+    """
+    total, groups = sum(work.values()), sum(counts.values())
+    if counts == wanted:
+        return True
+    for version in {*counts, *wanted}:
+        have, share = counts.get(version, 0), work.get(version, 0.0) / total * groups if total else 0.0
+        if (have == 0) != (wanted.get(version, 0) == 0) or abs(have - share) > 0.5 + hysteresis:
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One DP group as the assignment sees it."""
+
+    worker: int
+    loaded: int  # the version in its memory; -1: none
+    target: int  # the version it is to host; -1: none
+    kv_tokens: int  # live KV that would have to move if it changed version
+
+
+def assign(seats: Sequence[Seat], counts: Mapping[int, int]) -> dict[int, int]:
+    """Which DP group hosts which version, so that the least KV moves. Returns worker -> version.
+
+    A group keeps its version where it can: first those that already have it in memory, the fullest first; the emptiest
+    change. ``counts`` sum to the number of seats.
+    """
+    open_seats = {version: count for version, count in counts.items() if count}
+    chosen: dict[int, int] = {}
+    for keeps in ("loaded", "target"):
+        for seat in sorted(seats, key=lambda seat: (-seat.kv_tokens, seat.target != seat.loaded, seat.worker)):
+            version = getattr(seat, keeps)
+            if seat.worker not in chosen and open_seats.get(version, 0):
+                chosen[seat.worker] = version
+                open_seats[version] -= 1
+    rest = [seat for seat in seats if seat.worker not in chosen]
+    vacant = [version for version in sorted(open_seats) for _ in range(open_seats[version])]
+    # the emptiest groups go to the oldest version that lacks one: it has the earliest deadline
+    for seat, version in zip(sorted(rest, key=lambda seat: (seat.kv_tokens, seat.worker)), vacant, strict=True):
+        chosen[seat.worker] = version
+    return chosen

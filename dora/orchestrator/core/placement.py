@@ -1,0 +1,53 @@
+"""Puts waiting requests on workers: new ones, and those whose worker is gone (resumed by re-prefilling)."""
+
+from collections import deque
+
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core.state import RequestStatus, State, Worker
+
+
+def roomiest(state: State, version: int, need_tokens: int) -> Worker | None:
+    """The worker of this version with the most free slots and room for ``need_tokens`` more KV."""
+    best, best_free = None, 0
+    for worker in state.hosts_of(version):
+        free = worker.slots - worker.held
+        if free > best_free and (not worker.held or worker.kv_claimed + need_tokens <= worker.kv_tokens):
+            best, best_free = worker, free
+    return best
+
+
+def place_waiting(state: State, version: int) -> None:
+    """Starts what waits for this version while there is room, first come first served, orphans before all."""
+    waiting = state.waiting.get(version)
+    while waiting:
+        row = waiting[0]
+        need = int(state.requests["prompt_tokens"][row] + state.requests["tokens"][row] + 1)
+        worker = roomiest(state, version, need)
+        if worker is None:
+            return
+        waiting.popleft()
+        start(state, row, worker)
+
+
+def start(state: State, row: int, worker: Worker) -> None:
+    """Sends a request that nobody holds to a worker: new, or resumed after its delivered tokens."""
+    state.give(row, worker)
+    resumed = bool(state.requests["tokens"][row])
+    command = do.StartRequest(
+        worker.worker_id,
+        worker.epoch,
+        state.command_id(),
+        state.request_id[row],
+        int(state.requests["version"][row]),
+        "re-prefilled" if resumed else "new",
+    )
+    state.send(command, row)
+    state.counters.migrations_reprefill += resumed
+
+
+def orphan(state: State, row: int) -> None:
+    """Nobody holds the request now: it waits, first in line, for another worker of its version."""
+    state.requests["status"][row] = RequestStatus.WAITING
+    state.waiting.setdefault(int(state.requests["version"][row]), deque()).appendleft(row)
+    state.counters.requests_orphaned += 1
+    state.settling = True

@@ -1,0 +1,85 @@
+"""What a policy sees, and what it answers. A snapshot is a frozen view; a policy is a pure function of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from numpy.typing import NDArray
+
+
+class Trigger(Enum):
+    """Why a re-balancing cycle runs."""
+
+    UPDATE = "update"  # a version was published
+    PRESSURE = "pressure"  # a worker's KV use is above the threshold, or requests queue up
+    TIME = "time"  # the period is over
+    MEMBERSHIP = "membership"  # a worker came or went, or a version's last DP group did
+    DRAINED = "drained"  # a DP group of an old version has run dry
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerColumns:
+    """One entry a seat; entries where ``alive`` is False are empty seats."""
+
+    alive: NDArray  # bool
+    loaded: NDArray  # int64, version in memory, -1: none
+    target: NDArray  # int64, version it is to host, -1: none
+    draining: NDArray  # bool: is to leave
+    slots: NDArray  # int64
+    held: NDArray  # int64: requests it owns or that are on their way to it
+    kv_tokens: NDArray  # int64, capacity
+    kv_claimed: NDArray  # int64, prompts + expected lengths of what it holds
+    kv_used: NDArray  # int64, as last reported
+    waiting: NDArray  # int64, queued inside the engine, as last reported
+
+
+@dataclass(frozen=True, slots=True)
+class RequestColumns:
+    """One entry a row of the request table; rows where ``unfinished`` is False mean nothing."""
+
+    unfinished: NDArray  # bool
+    movable: NDArray  # bool: on a worker and in no handoff
+    version: NDArray  # int64
+    worker: NDArray  # int64 seat, -1: waiting for one
+    prompt_tokens: NDArray  # int64
+    tokens: NDArray  # int64, response tokens so far
+    remaining_tokens: NDArray  # float64, predicted
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    now_s: float
+    step: int
+    newest: int
+    admissible: Mapping[int, int]  # version -> groups that may still be admitted
+    group_tokens: float  # predicted tokens of one new group
+    workers: WorkerColumns
+    requests: RequestColumns
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Migrate the request in ``row`` to the worker in ``target``."""
+
+    row: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``targets``: seat -> version it is to host, for every living seat that is not draining; ``moves``: in order."""
+
+    targets: Mapping[int, int] = field(default_factory=dict)
+    moves: tuple[Move, ...] = ()
+
+
+class Policy(Protocol):
+    """A re-balancing strategy. Pure: the same snapshot gives the same plan."""
+
+    def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
+        """A whole cycle: partition and moves."""
+
+    def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
+        """Only moves, under the present targets: called as earlier moves end and room appears."""

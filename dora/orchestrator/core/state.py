@@ -1,0 +1,263 @@
+"""Everything the core knows, in one place. The modules beside this one are functions over it."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+from dora.config import Config
+from dora.orchestrator.core.commands import Command, WorkerCommand
+from dora.orchestrator.core.events import OfferedPrompt
+from dora.orchestrator.core.handoff import Handoff
+from dora.orchestrator.core.lengths import LengthMeans, remaining_tokens
+from dora.orchestrator.core.policies import POLICIES
+from dora.orchestrator.core.snapshot import RequestColumns, Snapshot, WorkerColumns
+from dora.orchestrator.core.table import Table
+from dora.orchestrator.core.window import Window
+
+
+class RequestStatus(IntEnum):
+    """0 is a free row."""
+
+    WAITING = 1  # admitted, on no worker
+    RUNNING = 2  # owned by a worker
+    FINISHED = 3  # complete, being scored
+    SCORED = 4
+
+
+class GroupStatus(IntEnum):
+    OPEN = 1  # some response is unfinished or unscored
+    FINISHED = 2  # waits for a step
+    LEASED = 3  # taken by the step that the trainer has not committed
+
+
+@dataclass(slots=True)
+class Worker:
+    """One DP group. ``loaded``/``target``/``loading``: versions in memory, wanted, and on their way; -1: none."""
+
+    worker_id: str
+    epoch: int
+    seat: int
+    slots: int
+    kv_tokens: int
+    loaded: int = -1
+    target: int = -1
+    loading: int = -1
+    draining: bool = False
+    stopping: bool = False
+    load_failures: int = 0
+    rows: set[int] = field(default_factory=set)  # requests it owns
+    inbound: int = 0  # handoffs on their way to it
+    kv_claimed: int = 0  # prompts and expected lengths of both
+    kv_used: int = 0
+    waiting: int = 0
+
+    @property
+    def hosts(self) -> int:
+        """The version it takes requests of; -1: none."""
+        return self.loaded if self.loaded == self.target and self.loading < 0 and not self.draining else -1
+
+    @property
+    def vacating(self) -> bool:
+        return self.loaded >= 0 and self.hosts < 0
+
+    @property
+    def held(self) -> int:
+        return len(self.rows) + self.inbound
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A command to a worker whose outcome is due."""
+
+    command: WorkerCommand
+    row: int = -1
+    handoff: Handoff | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start; shown to operators."""
+
+    groups_admitted: int = 0
+    groups_taken: int = 0
+    groups_trained: int = 0
+    groups_cancelled: int = 0
+    migrations_kv: int = 0
+    migrations_reprefill: int = 0
+    migrations_failed: int = 0
+    requests_orphaned: int = 0
+    workers_lost: int = 0
+    loads_failed: int = 0
+    staleness_max: int = 0
+    versions_live_max: int = 0
+    rebalances: int = 0
+    c1_violations: int = 0
+
+
+class State:
+    """The core's whole state. ``out`` collects the commands of the event now handled."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.window = Window(config.window.size, config.window.groups_per_step)
+        self.policy = POLICIES[config.balance.policy](config.balance)
+        self.out: list[Command] = []
+        self.now_s = 0.0
+        # prompts
+        self.backlog: deque[OfferedPrompt] = deque()  # bounded: never more than DrawPrompts asked for
+        self.drawing = 0
+        self.exhausted = False
+        # groups and requests: numpy columns, names beside them
+        self.groups = Table({"status": np.int8, "version": np.int64, "unfinished": np.int64, "unscored": np.int64})
+        self.group_id: dict[int, str] = {}
+        self.group_row: dict[str, int] = {}
+        self.members: dict[int, list[int]] = {}  # group row -> request rows
+        self.requests = Table(
+            {
+                "status": np.int8,
+                "group": np.int64,
+                "version": np.int64,
+                "worker": np.int64,  # seat + 1, so that 0 is none
+                "prompt_tokens": np.int64,
+                "tokens": np.int64,
+                "max_tokens": np.int64,
+                "mean_tokens": np.float64,
+                "claim": np.int64,
+                "claim_inbound": np.int64,  # claimed at the target of its handoff
+                "moving": np.bool_,
+                "moves": np.int64,
+                "born_s": np.float64,
+            }
+        )
+        self.request_id: dict[int, str] = {}
+        self.request_row: dict[str, int] = {}
+        self.task: dict[int, str] = {}  # request row -> task id
+        self.waiting: dict[int, deque[int]] = {}  # version -> request rows on no worker
+        self.finished: dict[int, deque[int]] = {}  # version -> group rows that wait for a step
+        # trainer
+        self.trainer_epoch = 0
+        self.stream_step: int | None = None  # the step whose stream is open
+        self.leased: list[int] = []  # group rows taken by the step not yet committed
+        self.retired = 0  # versions below are retired
+        # workers and handoffs
+        self.workers: dict[str, Worker] = {}
+        self.seats: list[Worker | None] = []
+        self.handoffs: dict[int, Handoff] = {}  # request row -> live handoff
+        self.pending: dict[int, Pending] = {}
+        self.balanced_s = 0.0
+        self.unhosted: frozenset[int] = frozenset()  # versions found without a host at the last look
+        self.settling = False  # a version, worker or request changed hands: look for work to move
+        # ids
+        self.commands_sent = 0
+        self.groups_named = 0
+        self.plans_made = 0
+        self.lengths = LengthMeans()
+        self.counters = Counters()
+
+    # ------------------------------------------------------------------------------------------------ small readings
+
+    def owner(self, row: int) -> Worker | None:
+        seat = int(self.requests["worker"][row]) - 1
+        return self.seats[seat] if seat >= 0 else None
+
+    def worker_at(self, worker_id: str, epoch: int) -> Worker | None:
+        """The living worker of this id and epoch; None if either is over."""
+        worker = self.workers.get(worker_id)
+        return worker if worker is not None and worker.epoch == epoch else None
+
+    def hosts_of(self, version: int) -> Iterator[Worker]:
+        return (worker for worker in self.workers.values() if worker.hosts == version)
+
+    # --------------------------------------------------------------------------------------------------- small writes
+
+    def command_id(self) -> int:
+        self.commands_sent += 1
+        return self.commands_sent
+
+    def send(self, command: WorkerCommand, row: int = -1, handoff: Handoff | None = None) -> None:
+        """Sends a command to a worker and waits for its outcome."""
+        self.pending[command.command_id] = Pending(command, row, handoff)
+        self.out.append(command)  # type: ignore[arg-type]  # every subclass is a Command
+
+    def seat_worker(self, worker: Worker) -> None:
+        if worker.seat == len(self.seats):
+            self.seats.append(worker)
+        else:
+            self.seats[worker.seat] = worker
+        self.workers[worker.worker_id] = worker
+
+    def free_seat(self) -> int:
+        return next((seat for seat, worker in enumerate(self.seats) if worker is None), len(self.seats))
+
+    def give(self, row: int, worker: Worker) -> None:
+        """The worker owns the request from now on."""
+        requests = self.requests
+        claim = int(requests["prompt_tokens"][row] + max(requests["tokens"][row], requests["mean_tokens"][row]))
+        requests["status"][row] = RequestStatus.RUNNING
+        requests["worker"][row] = worker.seat + 1
+        requests["claim"][row] = claim
+        worker.rows.add(row)
+        worker.kv_claimed += claim
+
+    def take_away(self, row: int) -> Worker:
+        """Its worker owns the request no more. Returns that worker."""
+        worker = self.owner(row)
+        assert worker is not None, f"request {self.request_id[row]} is on no worker"
+        worker.rows.discard(row)
+        worker.kv_claimed -= int(self.requests["claim"][row])
+        self.requests["worker"][row] = 0
+        self.requests["claim"][row] = 0
+        self.settling = True
+        return worker
+
+    # -------------------------------------------------------------------------------------------------------- snapshot
+
+    def snapshot(self) -> Snapshot:
+        """A frozen view for planners: copies of the worker columns (few), views of the request columns (many)."""
+        requests = self.requests
+        status = requests["status"]
+        task_tokens = float(np.mean(requests["mean_tokens"][status > 0])) if len(requests) else 1.0
+        group_size = max(1, len(requests)) / max(1, len(self.groups))
+        window = self.window
+        return Snapshot(
+            now_s=self.now_s,
+            step=window.step,
+            newest=window.newest,
+            admissible={v: window.admissible(v) for v in range(window.oldest_live, window.newest + 1)},
+            group_tokens=task_tokens * group_size,
+            workers=self._worker_columns(),
+            requests=RequestColumns(
+                unfinished=(status == RequestStatus.WAITING) | (status == RequestStatus.RUNNING),
+                movable=(status == RequestStatus.RUNNING) & ~requests["moving"],
+                version=requests["version"],
+                worker=requests["worker"] - 1,
+                prompt_tokens=requests["prompt_tokens"],
+                tokens=requests["tokens"],
+                remaining_tokens=remaining_tokens(
+                    requests["mean_tokens"], requests["tokens"], requests["max_tokens"]
+                ),
+            ),
+        )
+
+    def _worker_columns(self) -> WorkerColumns:
+        empty = Worker("", 0, 0, 0, 0)
+        seats = [worker or empty for worker in self.seats]
+
+        def column(name: str) -> np.ndarray:
+            return np.array([getattr(worker, name) for worker in seats], dtype=np.int64)
+
+        return WorkerColumns(
+            alive=np.array([worker is not None and not worker.stopping for worker in self.seats], dtype=bool),
+            loaded=column("loaded"),
+            target=column("target"),
+            draining=np.array([worker.draining for worker in seats], dtype=bool),
+            slots=column("slots"),
+            held=column("held"),
+            kv_tokens=column("kv_tokens"),
+            kv_claimed=column("kv_claimed"),
+            kv_used=column("kv_used"),
+            waiting=column("waiting"),
+        )

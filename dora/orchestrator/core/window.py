@@ -1,0 +1,114 @@
+"""The sliding window of policy versions and the rule that keeps staleness bounded (C3).
+
+Symbols (design: the window and C3). Version ``v`` is the weights after ``v`` steps. ``s`` is the step now being filled,
+``B`` the prompt groups a step takes, ``left`` what step ``s`` still takes, ``W`` the window. A group of version ``v``
+has the deadline ``v + W - 1``: trained then at the latest, its staleness is at most ``W - 1``. With ``open(d)`` the
+admitted groups of deadline ``<= d`` that no step has taken,
+
+    feasible  <=>  open(d) <= left + B * (d - s)   for every d in s .. s + W - 1
+
+Earliest-deadline-first feasibility: the groups due by ``d`` fit into the places that steps ``s .. d`` still have.
+Admission and taking keep it true, so every group is taken by its deadline (proof: docs/invariants.md).
+"""
+
+from dora.errors import IllegalTransition
+
+
+class Window:
+    """Counts of open groups by deadline. Pure arithmetic: O(W) an operation, no group is named here."""
+
+    def __init__(self, size: int, groups_per_step: int) -> None:
+        self.size = size
+        self.groups_per_step = groups_per_step  # 0 until the first trainer says
+        self.step = 0
+        self.left = groups_per_step
+        self.newest = 0
+        self._open = [0] * size  # [k]: open groups of deadline step + k
+
+    def set_groups_per_step(self, groups: int) -> None:
+        """Sets B, once, before anything is admitted. Raises IllegalTransition afterwards."""
+        if self.groups_per_step:
+            raise IllegalTransition(f"groups_per_step is {self.groups_per_step} and cannot become {groups}")
+        self.groups_per_step = groups
+        self.left = groups
+
+    @property
+    def oldest_live(self) -> int:
+        """The oldest version whose deadline is not before the step now being filled."""
+        return max(0, self.step - self.size + 1)
+
+    @property
+    def open_groups(self) -> int:
+        return sum(self._open)
+
+    def deadline(self, version: int) -> int:
+        """The last step that may train on ``version``."""
+        return version + self.size - 1
+
+    def slack(self) -> list[int]:
+        """``left + B * k - open(s + k)`` for k in 0 .. W-1; the state is feasible iff none is negative."""
+        slack, total = [], 0
+        for k, count in enumerate(self._open):
+            total += count
+            slack.append(self.left + self.groups_per_step * k - total)
+        return slack
+
+    def admissible(self, version: int) -> int:
+        """How many more groups of ``version`` may be admitted now."""
+        offset = self.deadline(version) - self.step
+        if offset < 0 or version > self.newest or not self.groups_per_step:
+            return 0
+        return min(self.slack()[offset:])
+
+    def admit(self, version: int) -> None:
+        """Counts one admitted group. Raises IllegalTransition where the state would become infeasible."""
+        if self.admissible(version) < 1:
+            raise IllegalTransition(f"a group of version {version} does not fit: slack {self.slack()}")
+        self._open[self.deadline(version) - self.step] += 1
+
+    def takeable(self, version: int) -> bool:
+        """Whether step ``s`` may take a group of ``version`` and still keep every earlier deadline."""
+        offset = self.deadline(version) - self.step
+        return self.left > 0 and all(slack > 0 for slack in self.slack()[:offset])
+
+    def take(self, version: int) -> bool:
+        """Step ``s`` takes an open group. True where that filled the step: the window then stands at step ``s + 1``.
+
+        Raises IllegalTransition for a group that is not open or that may not be taken before an earlier deadline.
+        """
+        offset = self.deadline(version) - self.step
+        if not 0 <= offset < self.size or not self._open[offset] or not self.takeable(version):
+            raise IllegalTransition(f"step {self.step} may not take a group of version {version}: {self._open}")
+        self._open[offset] -= 1
+        self.left -= 1
+        if self.left:
+            return False
+        # left = 0 and feasible, so nothing due at s is still open: the slot that falls out of the window is empty.
+        self._open = [*self._open[1:], 0]
+        self.step += 1
+        self.left = self.groups_per_step
+        return True
+
+    def close_short(self) -> None:
+        """Prompts ran out: step ``s`` ends with what it has. Raises IllegalTransition while a group is open."""
+        if self.open_groups or self.left == self.groups_per_step:
+            raise IllegalTransition(f"step {self.step} cannot end short: open {self._open}, left {self.left}")
+        self.step += 1
+        self.left = self.groups_per_step
+
+    def give_back(self, version: int) -> None:
+        """An open group was cancelled: its place is free again."""
+        offset = self.deadline(version) - self.step
+        if not 0 <= offset < self.size or not self._open[offset]:
+            raise IllegalTransition(f"no open group of version {version} to give back: {self._open}")
+        self._open[offset] -= 1
+
+    def publish(self) -> int:
+        """The step of the newest version was trained: the next version begins. Returns it.
+
+        Raises IllegalTransition unless that step has taken all its groups.
+        """
+        if self.newest >= self.step:
+            raise IllegalTransition(f"version {self.newest + 1} before step {self.newest} was filled")
+        self.newest += 1
+        return self.newest

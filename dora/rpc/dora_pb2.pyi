@@ -1,0 +1,699 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AttachRequest(_message.Message):
+    __slots__ = ("groups_per_step", "client_name")
+    GROUPS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    groups_per_step: int
+    client_name: str
+    def __init__(self, groups_per_step: _Optional[int] = ..., client_name: _Optional[str] = ...) -> None: ...
+
+class AttachReply(_message.Message):
+    __slots__ = ("trainer_epoch", "next_step", "groups_per_step", "window_versions", "model", "store_folder", "store_proof", "store_proof_bytes", "max_message_bytes", "reference_version", "tensors")
+    TRAINER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    STORE_FOLDER_FIELD_NUMBER: _ClassVar[int]
+    STORE_PROOF_FIELD_NUMBER: _ClassVar[int]
+    STORE_PROOF_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    trainer_epoch: int
+    next_step: int
+    groups_per_step: int
+    window_versions: int
+    model: str
+    store_folder: str
+    store_proof: str
+    store_proof_bytes: bytes
+    max_message_bytes: int
+    reference_version: int
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorHeader]
+    def __init__(self, trainer_epoch: _Optional[int] = ..., next_step: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., window_versions: _Optional[int] = ..., model: _Optional[str] = ..., store_folder: _Optional[str] = ..., store_proof: _Optional[str] = ..., store_proof_bytes: _Optional[bytes] = ..., max_message_bytes: _Optional[int] = ..., reference_version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ...) -> None: ...
+
+class TensorHeader(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "optional")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OPTIONAL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    optional: bool
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., optional: _Optional[bool] = ...) -> None: ...
+
+class StreamStepRequest(_message.Message):
+    __slots__ = ("trainer_epoch", "step")
+    TRAINER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    trainer_epoch: int
+    step: int
+    def __init__(self, trainer_epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class TrajectoryBatch(_message.Message):
+    __slots__ = ("step", "groups", "end_of_prompts")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    END_OF_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    groups: _containers.RepeatedCompositeFieldContainer[TrajectoryGroup]
+    end_of_prompts: bool
+    def __init__(self, step: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[TrajectoryGroup, _Mapping]]] = ..., end_of_prompts: _Optional[bool] = ...) -> None: ...
+
+class TrajectoryGroup(_message.Message):
+    __slots__ = ("group_id", "trajectories")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    trajectories: _containers.RepeatedCompositeFieldContainer[Trajectory]
+    def __init__(self, group_id: _Optional[str] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ...) -> None: ...
+
+class Trajectory(_message.Message):
+    __slots__ = ("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size", "behaviour_version", "reference_version", "trained_step", "staleness", "prompt_token_ids", "response_token_ids", "logprobs", "loss_mask", "sampling", "reward", "reward_valid", "reward_components", "verifier_log", "finish_reason", "started_at", "finished_at", "worker_history", "length_tokens", "events")
+    class RewardComponentsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    TRAJECTORY_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BEHAVIOUR_VERSION_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_STEP_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    REWARD_VALID_FIELD_NUMBER: _ClassVar[int]
+    REWARD_COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIER_LOG_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STARTED_AT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_AT_FIELD_NUMBER: _ClassVar[int]
+    WORKER_HISTORY_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    trajectory_id: str
+    group_id: str
+    prompt_id: str
+    task_id: str
+    sample_index: int
+    group_size: int
+    behaviour_version: int
+    reference_version: int
+    trained_step: int
+    staleness: int
+    prompt_token_ids: bytes
+    response_token_ids: bytes
+    logprobs: bytes
+    loss_mask: bytes
+    sampling: Sampling
+    reward: float
+    reward_valid: bool
+    reward_components: _containers.ScalarMap[str, float]
+    verifier_log: str
+    finish_reason: str
+    started_at: float
+    finished_at: float
+    worker_history: _containers.RepeatedCompositeFieldContainer[Segment]
+    length_tokens: int
+    events: _containers.RepeatedCompositeFieldContainer[EnvironmentEvent]
+    def __init__(self, trajectory_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., behaviour_version: _Optional[int] = ..., reference_version: _Optional[int] = ..., trained_step: _Optional[int] = ..., staleness: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., response_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., reward: _Optional[float] = ..., reward_valid: _Optional[bool] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., verifier_log: _Optional[str] = ..., finish_reason: _Optional[str] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., worker_history: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., length_tokens: _Optional[int] = ..., events: _Optional[_Iterable[_Union[EnvironmentEvent, _Mapping]]] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "ignore_eos")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
+
+class Segment(_message.Message):
+    __slots__ = ("worker", "first_token", "last_token", "arrival", "version")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LAST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    first_token: int
+    last_token: int
+    arrival: str
+    version: int
+    def __init__(self, worker: _Optional[str] = ..., first_token: _Optional[int] = ..., last_token: _Optional[int] = ..., arrival: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class EnvironmentEvent(_message.Message):
+    __slots__ = ("position_token", "kind", "name", "content", "at")
+    POSITION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    position_token: int
+    kind: str
+    name: str
+    content: str
+    at: float
+    def __init__(self, position_token: _Optional[int] = ..., kind: _Optional[str] = ..., name: _Optional[str] = ..., content: _Optional[str] = ..., at: _Optional[float] = ...) -> None: ...
+
+class WeightChunk(_message.Message):
+    __slots__ = ("header", "content")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    header: WeightFileHeader
+    content: bytes
+    def __init__(self, header: _Optional[_Union[WeightFileHeader, _Mapping]] = ..., content: _Optional[bytes] = ...) -> None: ...
+
+class WeightFileHeader(_message.Message):
+    __slots__ = ("trainer_epoch", "version", "file_name", "file_bytes")
+    TRAINER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FILE_NAME_FIELD_NUMBER: _ClassVar[int]
+    FILE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    trainer_epoch: int
+    version: int
+    file_name: str
+    file_bytes: int
+    def __init__(self, trainer_epoch: _Optional[int] = ..., version: _Optional[int] = ..., file_name: _Optional[str] = ..., file_bytes: _Optional[int] = ...) -> None: ...
+
+class UploadReply(_message.Message):
+    __slots__ = ("file_bytes",)
+    FILE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    file_bytes: int
+    def __init__(self, file_bytes: _Optional[int] = ...) -> None: ...
+
+class WeightFile(_message.Message):
+    __slots__ = ("name", "file_bytes", "blake3")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FILE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLAKE3_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    file_bytes: int
+    blake3: bytes
+    def __init__(self, name: _Optional[str] = ..., file_bytes: _Optional[int] = ..., blake3: _Optional[bytes] = ...) -> None: ...
+
+class Canary(_message.Message):
+    __slots__ = ("token_ids", "logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    logprobs: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
+
+class CommitStepRequest(_message.Message):
+    __slots__ = ("trainer_epoch", "step", "version", "files", "canary", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    TRAINER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    trainer_epoch: int
+    step: int
+    version: int
+    files: _containers.RepeatedCompositeFieldContainer[WeightFile]
+    canary: Canary
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, trainer_epoch: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., files: _Optional[_Iterable[_Union[WeightFile, _Mapping]]] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class CommitStepReply(_message.Message):
+    __slots__ = ("next_step", "groups_trained")
+    NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_TRAINED_FIELD_NUMBER: _ClassVar[int]
+    next_step: int
+    groups_trained: int
+    def __init__(self, next_step: _Optional[int] = ..., groups_trained: _Optional[int] = ...) -> None: ...
+
+class SubmitRequest(_message.Message):
+    __slots__ = ("prompts",)
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
+    def __init__(self, prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ...) -> None: ...
+
+class Prompt(_message.Message):
+    __slots__ = ("prompt_id", "task_id", "token_ids", "text", "group_size", "sampling_json", "verifier_json")
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_JSON_FIELD_NUMBER: _ClassVar[int]
+    VERIFIER_JSON_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: str
+    task_id: str
+    token_ids: bytes
+    text: str
+    group_size: int
+    sampling_json: str
+    verifier_json: str
+    def __init__(self, prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., text: _Optional[str] = ..., group_size: _Optional[int] = ..., sampling_json: _Optional[str] = ..., verifier_json: _Optional[str] = ...) -> None: ...
+
+class SubmitReply(_message.Message):
+    __slots__ = ("accepted", "queue_free")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FREE_FIELD_NUMBER: _ClassVar[int]
+    accepted: int
+    queue_free: int
+    def __init__(self, accepted: _Optional[int] = ..., queue_free: _Optional[int] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("period_ms",)
+    PERIOD_MS_FIELD_NUMBER: _ClassVar[int]
+    period_ms: int
+    def __init__(self, period_ms: _Optional[int] = ...) -> None: ...
+
+class Status(_message.Message):
+    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    FILLING_STEP_FIELD_NUMBER: _ClassVar[int]
+    FILLING_LEFT_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    uptime_s: float
+    window_versions: int
+    groups_per_step: int
+    filling_step: int
+    filling_left: int
+    newest_version: int
+    trainer: str
+    versions: _containers.RepeatedCompositeFieldContainer[VersionStatus]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    counters: _containers.ScalarMap[str, float]
+    steps: _containers.RepeatedCompositeFieldContainer[StepMetrics]
+    draining: bool
+    prompts_queued: int
+    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ...) -> None: ...
+
+class VersionStatus(_message.Message):
+    __slots__ = ("version", "deadline_step", "newest", "workers", "groups_open", "groups_finished", "requests_running", "requests_waiting")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_STEP_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_OPEN_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    deadline_step: int
+    newest: bool
+    workers: int
+    groups_open: int
+    groups_finished: int
+    requests_running: int
+    requests_waiting: int
+    def __init__(self, version: _Optional[int] = ..., deadline_step: _Optional[int] = ..., newest: _Optional[bool] = ..., workers: _Optional[int] = ..., groups_open: _Optional[int] = ..., groups_finished: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("worker_id", "epoch", "state", "version", "target_version", "running", "waiting", "slots", "kv_use", "tokens_per_s", "pid", "host", "reason")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TARGET_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    KV_USE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: int
+    state: str
+    version: int
+    target_version: int
+    running: int
+    waiting: int
+    slots: int
+    kv_use: float
+    tokens_per_s: float
+    pid: int
+    host: str
+    reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., target_version: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., kv_use: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class StepMetrics(_message.Message):
+    __slots__ = ("step", "committed_at", "mean_reward", "staleness_mean", "staleness_max", "tokens", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_AT_FIELD_NUMBER: _ClassVar[int]
+    MEAN_REWARD_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_MEAN_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    committed_at: float
+    mean_reward: float
+    staleness_mean: float
+    staleness_max: int
+    tokens: int
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, step: _Optional[int] = ..., committed_at: _Optional[float] = ..., mean_reward: _Optional[float] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., tokens: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class TrajectoriesRequest(_message.Message):
+    __slots__ = ("state", "limit")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    limit: int
+    def __init__(self, state: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class TrajectoriesReply(_message.Message):
+    __slots__ = ("trajectories", "total")
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    trajectories: _containers.RepeatedCompositeFieldContainer[TrajectoryStatus]
+    total: int
+    def __init__(self, trajectories: _Optional[_Iterable[_Union[TrajectoryStatus, _Mapping]]] = ..., total: _Optional[int] = ...) -> None: ...
+
+class TrajectoryStatus(_message.Message):
+    __slots__ = ("trajectory_id", "group_id", "prompt_id", "state", "version", "deadline_step", "worker", "tokens", "max_tokens", "age_s", "moves")
+    TRAJECTORY_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_STEP_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    trajectory_id: str
+    group_id: str
+    prompt_id: str
+    state: str
+    version: int
+    deadline_step: int
+    worker: str
+    tokens: int
+    max_tokens: int
+    age_s: float
+    moves: int
+    def __init__(self, trajectory_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., deadline_step: _Optional[int] = ..., worker: _Optional[str] = ..., tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., age_s: _Optional[float] = ..., moves: _Optional[int] = ...) -> None: ...
+
+class MigrateRequest(_message.Message):
+    __slots__ = ("trajectory_id", "target_worker")
+    TRAJECTORY_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_WORKER_FIELD_NUMBER: _ClassVar[int]
+    trajectory_id: str
+    target_worker: str
+    def __init__(self, trajectory_id: _Optional[str] = ..., target_worker: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class RebalanceRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class OperatorReply(_message.Message):
+    __slots__ = ("message", "moves", "loads")
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    moves: int
+    loads: int
+    def __init__(self, message: _Optional[str] = ..., moves: _Optional[int] = ..., loads: _Optional[int] = ...) -> None: ...
+
+class WorkerMessage(_message.Message):
+    __slots__ = ("hello", "report", "outcome")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    hello: WorkerHello
+    report: WorkerReport
+    outcome: WorkerOutcome
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., outcome: _Optional[_Union[WorkerOutcome, _Mapping]] = ...) -> None: ...
+
+class WorkerHello(_message.Message):
+    __slots__ = ("worker_id", "pid", "host", "fingerprint", "slots", "kv_tokens", "block_tokens", "max_model_len_tokens", "vocab_size", "dtype")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    pid: int
+    host: str
+    fingerprint: str
+    slots: int
+    kv_tokens: int
+    block_tokens: int
+    max_model_len_tokens: int
+    vocab_size: int
+    dtype: str
+    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., fingerprint: _Optional[str] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_model_len_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class WorkerReport(_message.Message):
+    __slots__ = ("deltas", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at")
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    KV_USED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REPREFILLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
+    running: int
+    waiting: int
+    kv_used_tokens: int
+    reprefilled_tokens: int
+    generated_tokens: int
+    version: int
+    at: float
+    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ...) -> None: ...
+
+class TokenDelta(_message.Message):
+    __slots__ = ("request_id", "version", "first_token", "token_ids", "logprobs", "finish_reason")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    version: int
+    first_token: int
+    token_ids: bytes
+    logprobs: bytes
+    finish_reason: str
+    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+
+class WorkerOutcome(_message.Message):
+    __slots__ = ("command_id", "ok", "error", "error_kind", "locator", "snapshot_bytes", "tokens", "at", "canary")
+    COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
+    OK_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    ERROR_KIND_FIELD_NUMBER: _ClassVar[int]
+    LOCATOR_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
+    command_id: int
+    ok: bool
+    error: str
+    error_kind: str
+    locator: str
+    snapshot_bytes: int
+    tokens: int
+    at: float
+    canary: Canary
+    def __init__(self, command_id: _Optional[int] = ..., ok: _Optional[bool] = ..., error: _Optional[str] = ..., error_kind: _Optional[str] = ..., locator: _Optional[str] = ..., snapshot_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., at: _Optional[float] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ...) -> None: ...
+
+class WorkerCommand(_message.Message):
+    __slots__ = ("command_id", "welcome", "load_version", "start_request", "remove_request", "reserve_slot", "cancel_reservation", "copy_out", "copy_in", "thaw", "shutdown")
+    COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    LOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    START_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_SLOT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    COPY_OUT_FIELD_NUMBER: _ClassVar[int]
+    COPY_IN_FIELD_NUMBER: _ClassVar[int]
+    THAW_FIELD_NUMBER: _ClassVar[int]
+    SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    command_id: int
+    welcome: Welcome
+    load_version: LoadVersion
+    start_request: StartRequest
+    remove_request: RemoveRequest
+    reserve_slot: ReserveSlot
+    cancel_reservation: CancelReservation
+    copy_out: CopyOut
+    copy_in: CopyIn
+    thaw: Thaw
+    shutdown: Shutdown
+    def __init__(self, command_id: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., load_version: _Optional[_Union[LoadVersion, _Mapping]] = ..., start_request: _Optional[_Union[StartRequest, _Mapping]] = ..., remove_request: _Optional[_Union[RemoveRequest, _Mapping]] = ..., reserve_slot: _Optional[_Union[ReserveSlot, _Mapping]] = ..., cancel_reservation: _Optional[_Union[CancelReservation, _Mapping]] = ..., copy_out: _Optional[_Union[CopyOut, _Mapping]] = ..., copy_in: _Optional[_Union[CopyIn, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("epoch", "snapshot_folder", "report_period_ms")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FOLDER_FIELD_NUMBER: _ClassVar[int]
+    REPORT_PERIOD_MS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    snapshot_folder: str
+    report_period_ms: int
+    def __init__(self, epoch: _Optional[int] = ..., snapshot_folder: _Optional[str] = ..., report_period_ms: _Optional[int] = ...) -> None: ...
+
+class LoadVersion(_message.Message):
+    __slots__ = ("version", "folder", "canary")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    folder: str
+    canary: Canary
+    def __init__(self, version: _Optional[int] = ..., folder: _Optional[str] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ...) -> None: ...
+
+class StartRequest(_message.Message):
+    __slots__ = ("request_id", "version", "prompt_token_ids", "sampling", "output_token_ids", "logprobs")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    version: int
+    prompt_token_ids: bytes
+    sampling: Sampling
+    output_token_ids: bytes
+    logprobs: bytes
+    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., output_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
+
+class RemoveRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class ReserveSlot(_message.Message):
+    __slots__ = ("request_id", "version", "kv_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    version: int
+    kv_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., kv_tokens: _Optional[int] = ...) -> None: ...
+
+class CancelReservation(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class CopyOut(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class CopyIn(_message.Message):
+    __slots__ = ("request_id", "version", "locator")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LOCATOR_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    version: int
+    locator: str
+    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., locator: _Optional[str] = ...) -> None: ...
+
+class Thaw(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class Shutdown(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,130 @@
+"""Plain data shared by every part. This module imports nothing of DORA and nothing heavy.
+
+Units are in the names: ``_s`` seconds, ``_ms`` milliseconds, ``_tokens`` tokens, ``_bytes`` bytes.
+A *request* is one response being generated; its id is the trajectory's id.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
+Arrival = Literal["new", "migrated", "parked", "re-prefilled"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one response is sampled. ``seed`` is always explicit, so that a response can be resumed exactly."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int = 256
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, sampled ``group_size`` times under one policy version."""
+
+    prompt_id: str
+    task_id: str
+    token_ids: tuple[int, ...]
+    text: str = ""
+    group_size: int = 0  # 0: the service's default
+    sampling: Mapping[str, float | int | bool] = field(default_factory=dict)  # overrides of SamplingParams fields
+    verifier_json: str = "{}"  # whatever the reward function needs: the answer, the entry, ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What an engine needs to generate, or go on generating, one response.
+
+    ``output_token_ids`` and ``logprobs`` are what was already delivered: a resumed request keeps them as *outputs*,
+    so that penalties, ``max_tokens`` and the seeded random stream continue as if nothing had happened.
+    """
+
+    request_id: str
+    version: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New tokens of one request since the last step. ``logprobs`` are the model's own (before temperature)."""
+
+    request_id: str
+    version: int  # the weights that sampled these tokens
+    first_token: int  # index of token_ids[0] within the response
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapability:
+    """What a worker's engine can hold; sent once at registration."""
+
+    fingerprint: str  # hash of the model's config and tensor names/shapes, the KV layout and dtype
+    slots: int  # requests decoded at once
+    kv_tokens: int  # tokens that fit in the KV-cache
+    block_tokens: int
+    max_model_len_tokens: int
+    vocab_size: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A momentary view of one engine."""
+
+    running: int
+    waiting: int
+    kv_used_tokens: int
+    reprefilled_tokens: int  # cumulative: tokens whose KV was computed a second time
+    generated_tokens: int  # cumulative
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A fixed prompt and its logprobs under one version, published with the weights.
+
+    ``logprobs[i]`` is the natural log probability of ``token_ids[i + 1]`` given ``token_ids[: i + 1]``.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch ``[first_token, last_token]`` of one response on one worker, and how the request came there."""
+
+    worker_id: str
+    first_token: int
+    last_token: int
+    arrival: Arrival
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A verifier's verdict. ``valid`` is False when the function raised, hung or returned no finite number:
+
+    the trajectory is still delivered (nothing admitted is dropped), its reward must not be trained on.
+    """
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    log: str = ""
+    valid: bool = True

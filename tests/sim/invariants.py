@@ -1,0 +1,77 @@
+"""The three promises, checked on the core's state after an event. Each function raises AssertionError with the facts."""
+
+from collections import Counter
+
+from dora.orchestrator.core.handoff import LIVE, Phase
+from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
+
+
+def check_state(state: State) -> None:
+    check_window(state)
+    check_ownership(state)
+    check_groups(state)
+    check_capacity(state)
+
+
+def check_window(state: State) -> None:
+    """C3: the state is feasible, and the counts agree with the groups."""
+    window = state.window
+    assert min(window.slack()) >= 0, f"infeasible: slack {window.slack()} at step {window.step}"
+    assert window.newest in (window.step - 1, window.step), f"newest {window.newest} at step {window.step}"
+    by_deadline = Counter(
+        window.deadline(int(state.groups["version"][row]))
+        for row in state.group_id
+        if state.groups["status"][row] in (GroupStatus.OPEN, GroupStatus.FINISHED)
+    )
+    counted = {window.step + k: n for k, n in enumerate(window._open) if n}
+    assert counted == dict(by_deadline), f"open groups {dict(by_deadline)} are counted as {counted}"
+
+
+def check_ownership(state: State) -> None:
+    """C2: each unfinished request is in exactly one place."""
+    places: Counter[int] = Counter()
+    for worker in state.workers.values():
+        places.update(worker.rows)
+        assert state.seats[worker.seat] is worker
+        for row in worker.rows:
+            assert state.requests["worker"][row] == worker.seat + 1
+            assert state.requests["status"][row] == RequestStatus.RUNNING
+    for version, rows in state.waiting.items():
+        places.update(rows)
+        for row in rows:
+            assert state.requests["status"][row] == RequestStatus.WAITING
+            assert state.requests["version"][row] == version
+    for row, handoff in state.handoffs.items():
+        assert handoff.phase in LIVE and state.requests["moving"][row], (handoff.phase, row)
+        if handoff.phase is Phase.STRANDED:
+            places[row] += 1
+    for row, request_id in state.request_id.items():
+        unfinished = state.requests["status"][row] in (RequestStatus.WAITING, RequestStatus.RUNNING)
+        assert places[row] == int(unfinished), f"{request_id} is in {places[row]} places"
+
+
+def check_groups(state: State) -> None:
+    """Counts of unfinished and unscored responses agree with the requests; finished groups wait exactly once."""
+    queued: Counter[int] = Counter()
+    for rows in state.finished.values():
+        queued.update(rows)
+    queued.update(state.leased)
+    for group, rows in state.members.items():
+        status = [int(state.requests["status"][row]) for row in rows]
+        unfinished = sum(value in (RequestStatus.WAITING, RequestStatus.RUNNING) for value in status)
+        unscored = sum(value != RequestStatus.SCORED for value in status)
+        assert state.groups["unfinished"][group] == unfinished
+        assert state.groups["unscored"][group] == unscored
+        assert queued[group] == int(unscored == 0), f"{state.group_id[group]} is queued {queued[group]} times"
+
+
+def check_capacity(state: State) -> None:
+    for worker in state.workers.values():
+        assert worker.inbound == sum(h.target == worker.worker_id for h in state.handoffs.values())
+        claims = sum(int(state.requests["claim"][row]) for row in worker.rows)
+        inbound = sum(
+            int(state.requests["claim_inbound"][row])
+            for row, handoff in state.handoffs.items()
+            if handoff.target == worker.worker_id
+        )
+        assert worker.kv_claimed == claims + inbound, f"{worker.worker_id} claims {worker.kv_claimed}"
