@@ -1,0 +1,134 @@
+"""The prompt feed: what was submitted over gRPC first, then the prompt source. Bounded; every prompt is checked once."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from dora.config import Config
+from dora.errors import Conflict, DoraError, InvalidValue
+from dora.orchestrator.book import sampling_of
+from dora.rpc.errors import LimitExceeded
+from dora.types import Prompt, SamplingParams
+
+log = logging.getLogger("dora.prompts")
+
+_SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 10.0),
+    "top_p": (1e-9, 1.0),
+    "top_k": (0, 1 << 31),
+    "min_p": (0.0, 1.0),
+    "seed": (0, (1 << 63) - 1),
+    "max_tokens": (1, 1 << 22),
+    "min_tokens": (0, 1 << 22),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-9, 10.0),
+    "ignore_eos": (0, 1),
+}
+
+
+class PromptFeed:
+    """``live`` prompt ids are queued, drawn or in an open group: an id may come again once its group is committed."""
+
+    def __init__(self, config: Config, source: Iterator[Prompt] | None, refused: Callable[[str], None]) -> None:
+        self._config = config
+        self._source = source
+        self._refused = refused
+        self._queue: deque[Prompt] = deque()  # at most service.prompts_queued_max
+        self._arrived = asyncio.Event()
+        self._live: set[str] = set()
+        self.closed = False  # no further prompt is taken in: the service drains
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def submit(self, prompts: Sequence[Prompt]) -> int:
+        """Queues all or none. Raises for a full queue, a live id, a prompt that cannot be generated. Returns free places."""
+        limit = self._config.service.prompts_queued_max
+        if self.closed:
+            raise Conflict("prompts", len(prompts), "none: the service drains")
+        if len(self._queue) + len(prompts) > limit:
+            raise LimitExceeded("prompts", len(prompts), f"at most {limit - len(self._queue)} now (queue of {limit})")
+        checked = [self._checked(prompt) for prompt in prompts]
+        names = [prompt.prompt_id for prompt in checked]
+        for position, name in enumerate(names):
+            if name in self._live or name in names[:position]:
+                raise Conflict("prompt_id", name, "an id that is neither queued nor being generated")
+        self._live.update(names)
+        self._queue.extend(checked)
+        self._arrived.set()
+        return limit - len(self._queue)
+
+    async def take(self, count: int) -> tuple[list[Prompt], bool]:
+        """1 to ``count`` prompts, waiting for the first; True with none left: there will be no more."""
+        while not self.closed:
+            taken = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
+            if not taken and self._source is not None:
+                taken = await self._from_source(count)
+            if taken:
+                return taken, False
+            if self._source is None:
+                self._arrived.clear()
+                await self._arrived.wait()
+        return [], True
+
+    def close(self) -> None:
+        self.closed = True
+        self._arrived.set()
+
+    def release(self, prompt_id: str) -> None:
+        """The prompt's group was committed or cancelled."""
+        self._live.discard(prompt_id)
+
+    async def _from_source(self, count: int) -> list[Prompt]:
+        """Bad prompts are refused one by one, with their reason. A source that ends is not asked again."""
+        assert self._source is not None
+        drawn = await asyncio.to_thread(lambda: list(islice(self._source, count)))
+        if len(drawn) < count:
+            self._source = None
+        good = []
+        for prompt in drawn:
+            try:
+                if prompt.prompt_id in self._live:
+                    raise Conflict("prompt_id", prompt.prompt_id, "an id that is neither queued nor being generated")
+                good.append(self._checked(prompt))
+            except DoraError as error:
+                log.error("prompt refused: %s", error)
+                self._refused(str(error))
+                continue
+            self._live.add(prompt.prompt_id)
+        if self._source is None and not good and not self._queue:
+            self.closed = self._config.prompts != "none"
+        return good
+
+    def _checked(self, prompt: Prompt) -> Prompt:
+        """The prompt with its group size filled in. Raises InvalidValue where no engine could generate it."""
+        if not prompt.prompt_id:
+            raise InvalidValue("prompt_id", "", "a non-empty id")
+        if not prompt.token_ids:
+            raise InvalidValue(f"prompt {prompt.prompt_id}: token_ids", "(none)", "at least one token")
+        group_size = prompt.group_size or self._config.rollout.group_size
+        if not 1 <= group_size <= 4096:
+            raise InvalidValue(f"prompt {prompt.prompt_id}: group_size", group_size, "1 to 4096")
+        sampling = self._check_sampling(prompt)
+        limit = self._config.workers.max_model_len_tokens
+        if len(prompt.token_ids) + sampling.max_tokens > limit:
+            raise InvalidValue(
+                f"prompt {prompt.prompt_id}: tokens",
+                len(prompt.token_ids),
+                f"at most {limit - sampling.max_tokens}: workers.max_model_len_tokens {limit} "
+                f"less max_tokens {sampling.max_tokens}",
+            )
+        return replace(prompt, group_size=group_size)
+
+    def _check_sampling(self, prompt: Prompt) -> SamplingParams:
+        for name, value in prompt.sampling.items():
+            if name not in _SAMPLING_RANGES:
+                raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.{name}", value, ", ".join(_SAMPLING_RANGES))
+            low, high = _SAMPLING_RANGES[name]
+            if not isinstance(value, (int, float)) or not low <= value <= high:
+                raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.{name}", value, f"{low:g} to {high:g}")
+        return sampling_of(self._config.rollout, prompt)

@@ -1,0 +1,126 @@
+"""Starts the rollout workers as processes of their own, starts dead ones again, stops all at the end."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dora.config import WorkersConfig
+from dora.errors import DoraError
+
+RESTART_PAUSE_S = 0.5  # doubled at each early death, up to
+RESTART_PAUSE_MAX_S = 15.0
+HEALTHY_S = 30.0  # a process that lived so long has earned a quick restart
+LOG_TAIL_BYTES = 2000
+STOP_GRACE_S = 10.0
+
+
+class WorkerStartError(DoraError):
+    """A worker process ended before it ever answered."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One worker id and the process that now has it."""
+
+    worker_id: str
+    process: asyncio.subprocess.Process | None = None
+    leaving: bool = False
+    restarts: int = 0
+
+
+class Launcher:
+    """``command(worker_id)`` is the argv after the interpreter; ``environment`` is added to this process's."""
+
+    def __init__(
+        self,
+        config: WorkersConfig,
+        command: Callable[[str], list[str]],
+        environment: Mapping[str, str],
+        log_folder: Path,
+    ) -> None:
+        self._config = config
+        self._command = command
+        self._environment = {**os.environ, **environment}
+        self._log_folder = log_folder
+        self._slots = {name: _Slot(name) for name in (f"w{i}" for i in range(config.count))}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def start(self) -> None:
+        self._log_folder.mkdir(parents=True, exist_ok=True)
+        self._tasks = [asyncio.create_task(self._keep(slot), name=slot.worker_id) for slot in self._slots.values()]
+
+    def kill(self, worker_id: str) -> None:
+        """Ends an untrusted worker at once; it is started again. Ids that others started are ignored."""
+        slot = self._slots.get(worker_id)
+        if slot is not None and slot.process is not None and slot.process.returncode is None:
+            slot.process.kill()
+
+    def let_go(self, worker_id: str) -> None:
+        """The worker was drained and leaves: do not start it again."""
+        if worker_id in self._slots:
+            self._slots[worker_id].leaving = True
+
+    async def close(self) -> None:
+        """Asks every process to end, then makes it."""
+        for slot in self._slots.values():
+            slot.leaving = True
+            if slot.process is not None and slot.process.returncode is None:
+                slot.process.send_signal(signal.SIGTERM)
+        if not self._tasks:
+            return
+        _, slow = await asyncio.wait(self._tasks, timeout=STOP_GRACE_S)
+        for slot in self._slots.values():
+            if slot.process is not None and slot.process.returncode is None:
+                slot.process.kill()
+        if slow:
+            await asyncio.wait(slow)
+        if not self.failed.done():
+            self.failed.cancel()
+
+    async def _keep(self, slot: _Slot) -> None:
+        loop = asyncio.get_running_loop()
+        pause_s = RESTART_PAUSE_S
+        log = self._log_folder / f"{slot.worker_id}.log"
+        while not slot.leaving:
+            began_s = loop.time()
+            with log.open("ab") as sink:
+                slot.process = await asyncio.create_subprocess_exec(
+                    sys.executable, *self._command(slot.worker_id), env=self._environment, stdout=sink, stderr=sink
+                )
+            code = await slot.process.wait()
+            if slot.leaving:
+                return
+            if slot.restarts >= self._config.restarts:
+                self._fail(f"worker {slot.worker_id} ended {slot.restarts + 1} times, last with {code}: {_tail(log)}")
+                return
+            slot.restarts += 1
+            pause_s = RESTART_PAUSE_S if loop.time() - began_s > HEALTHY_S else min(2 * pause_s, RESTART_PAUSE_MAX_S)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(pause_s)
+
+    def early_death(self) -> str | None:
+        """Why a worker that never answered has died already twice; None while all is well."""
+        for slot in self._slots.values():
+            if slot.restarts >= 2:
+                return f"worker {slot.worker_id} ends at start: {_tail(self._log_folder / f'{slot.worker_id}.log')}"
+        return None
+
+    def _fail(self, reason: str) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(WorkerStartError(reason))
+
+
+def _tail(log: Path) -> str:
+    """The last lines that a dead worker wrote."""
+    try:
+        text = log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+    except OSError as error:
+        return str(error)
+    lines = [line for line in text.splitlines() if line.strip()]
+    return " | ".join(lines[-3:]) or "it wrote nothing"

@@ -1,0 +1,252 @@
+"""One service from start to end: model, store, gRPC, workers; then drain.
+
+    async with contexts, innermost last:  run folder ─▶ verifier ─▶ runtime + gRPC server ─▶ workers
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from dora.config import Config
+from dora.errors import DoraError, InvalidValue
+from dora.kvtransfer.shm import ShmTransport
+from dora.models import default_cache, resolve_model
+from dora.orchestrator.feed import PromptFeed
+from dora.orchestrator.launcher import Launcher, WorkerStartError
+from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.service import OperatorService, PromptService, TrainerService, WorkerService
+from dora.prompts import resolve_prompts
+from dora.record import Recorder
+from dora.rewards import RewardRunner
+from dora.rpc import dora_pb2_grpc as stubs
+from dora.rpc.channel import server_interceptors, server_options
+from dora.weights.store import WeightStore
+
+log = logging.getLogger("dora.service")
+
+POLL_S = 0.1
+STREAM_END_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceHandle:
+    """How to reach a running service."""
+
+    address: str
+    token: str
+    run_folder: Path
+    model: Path
+
+
+async def serve(
+    config: Config,
+    *,
+    ready: Callable[[ServiceHandle], None],
+    stop: asyncio.Event,
+    progress: Callable[[str], None],
+) -> int:
+    """Runs a service until ``stop`` is set, then drains it. ``ready`` is called once all workers answer.
+
+    Draining: nothing new is admitted; a trainer that is attached gets what was admitted, and ``service.drain_timeout_s``
+    to commit it; then workers end. Returns 0. Raises InvalidValue for a bad configuration, WorkerStartError where
+    the workers do not start.
+    """
+    progress(f"preparing the model {config.model}")
+    model = await _prepared(config)
+    async with contextlib.AsyncExitStack() as stack:
+        run_folder = stack.enter_context(_run_folder(config))
+        store = await asyncio.to_thread(WeightStore, run_folder / "weights", model)
+        recorder = Recorder(Path(config.record), model) if config.record else None
+        if recorder is not None:
+            await asyncio.to_thread(recorder.version, 0, store.folder(0))
+        source = await asyncio.to_thread(resolve_prompts, config.prompts, model, config.rollout.seed)
+        verifier = await stack.enter_async_context(_verifier(config, source, model))
+        snapshots = run_folder / "kv"
+        runtime = Runtime(
+            config,
+            feed=lambda refused: PromptFeed(config, iter(source) if source is not None else None, refused),
+            verifier=verifier,
+            store=store,
+            transport=ShmTransport(snapshots),
+            recorder=recorder,
+        )
+        stack.push_async_callback(runtime.close)
+        token = config.service.token or secrets.token_urlsafe(24)
+        address = await stack.enter_async_context(_server(config, runtime, model, snapshots, token))
+        launcher = Launcher(
+            config.workers,
+            lambda worker_id: _worker_argv(config, worker_id, address, model),
+            {"DORA_TOKEN": token, **_worker_environment(config)},
+            run_folder / "logs",
+        )
+        runtime.processes = launcher
+        stack.push_async_callback(launcher.close)
+        launcher.start()
+        ticking = asyncio.create_task(runtime.ticks())
+        stack.callback(ticking.cancel)
+        progress(f"starting {config.workers.count} workers")
+        failures = (runtime.failed, launcher.failed, ticking)
+        if await _until_ready(config, runtime, launcher, stop, failures):
+            ready(ServiceHandle(address, token, run_folder, model))
+            await _first(stop, *failures)
+            progress("draining")
+            await _drain(config, runtime, failures)
+    return 0
+
+
+async def _prepared(config: Config) -> Path:
+    """The model's folder. A named model is made by a process of its own: the service itself loads no torch."""
+    cache = Path(config.cache) if config.cache else default_cache()
+    argv = [sys.executable, "-m", "dora.models", config.model, str(cache)]
+    process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.PIPE)
+    _, errors = await process.communicate()
+    if process.returncode:
+        lines = errors.decode(errors="replace").strip().splitlines()
+        raise InvalidValue("--model", config.model, lines[-1] if lines else "a model that can be prepared")
+    return resolve_model(config.model, cache)
+
+
+@contextlib.contextmanager
+def _run_folder(config: Config):  # type: ignore[no-untyped-def]
+    """Shared memory of this service: weights, KV snapshots, logs. Removed at the end if we made it."""
+    if config.service.run_folder:
+        folder = Path(config.service.run_folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidValue("service.run_folder", str(folder), f"a folder to write in ({error.strerror})") from error
+        yield folder
+        return
+    shared = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="dora-", dir=shared if os.access(shared, os.W_OK) else None))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.asynccontextmanager
+async def _verifier(config: Config, source: object, model: Path) -> AsyncIterator[RewardRunner]:
+    function = config.reward.function or getattr(source, "reward", "")
+    if not function:
+        raise InvalidValue("reward.function", "", f"module:function, since prompts {config.prompts!r} bring none")
+    runner = await RewardRunner.start(
+        function,
+        tokenizer_folder=model,
+        workers=config.reward.workers,
+        timeout_s=config.reward.timeout_s,
+        queue_max=config.reward.queued_max,
+    )
+    try:
+        yield runner
+    finally:
+        await runner.close()
+
+
+@contextlib.asynccontextmanager
+async def _server(
+    config: Config, runtime: Runtime, model: Path, snapshots: Path, token: str
+) -> AsyncIterator[str]:
+    """The gRPC server; yields the address it really listens at (port 0 takes a free one)."""
+    server = grpc.aio.server(
+        interceptors=server_interceptors(token), options=server_options(config.service.max_message_bytes)
+    )
+    stubs.add_TrainerServicer_to_server(TrainerService(runtime, model), server)
+    stubs.add_PromptsServicer_to_server(PromptService(runtime), server)
+    stubs.add_OperatorServicer_to_server(OperatorService(runtime, model), server)
+    stubs.add_WorkerServicer_to_server(WorkerService(runtime, snapshots), server)
+    host, _, port = config.service.listen.rpartition(":")
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise InvalidValue("--listen", config.service.listen, "an address that is free and ours to listen at") from error
+    await server.start()
+    try:
+        yield f"{host}:{bound}"
+    finally:
+        await server.stop(grace=STREAM_END_S)
+
+
+def _worker_argv(config: Config, worker_id: str, address: str, model: Path) -> list[str]:
+    workers = config.workers
+    options = {
+        "--orchestrator": address,
+        "--worker-id": worker_id,
+        "--engine": workers.engine,
+        "--model": str(model),
+        "--slots": workers.slots,
+        "--kv-tokens": workers.kv_tokens,
+        "--block-tokens": workers.block_tokens,
+        "--max-model-len-tokens": workers.max_model_len_tokens,
+        "--dtype": workers.dtype,
+    }
+    return ["-m", "dora.worker", *(str(part) for option in options.items() for part in option)]
+
+
+def _worker_environment(config: Config) -> dict[str, str]:
+    """Threads are fixed before numpy and torch load."""
+    threads = str(config.workers.threads)
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+
+
+async def _until_ready(
+    config: Config, runtime: Runtime, launcher: Launcher, stop: asyncio.Event, failures: tuple[asyncio.Future, ...]
+) -> bool:
+    """Whether all workers hold version 0 (False: stopped before). Raises where they die at start or take too long."""
+    loop = asyncio.get_running_loop()
+    ends_s = loop.time() + config.workers.start_timeout_s
+    while not stop.is_set():
+        ready = sum(worker.hosts >= 0 for worker in runtime.machine.state.workers.values())
+        if ready >= config.workers.count:
+            return True
+        reason = launcher.early_death()
+        if reason is None and loop.time() > ends_s:
+            reason = f"{ready} of {config.workers.count} workers answered in {config.workers.start_timeout_s:g} s"
+        if reason is not None:
+            raise WorkerStartError(reason)
+        await asyncio.wait(failures, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        _raise_failure(failures)
+    return False
+
+
+async def _first(stop: asyncio.Event, *failures: asyncio.Future) -> None:
+    """Waits for the stop; raises the first failure."""
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({stopping, *failures}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+    _raise_failure(failures)
+
+
+async def _drain(config: Config, runtime: Runtime, failures: tuple[asyncio.Future, ...]) -> None:
+    """Admits no more; an attached trainer may take and commit what is open, within the time limit."""
+    runtime.feed.close()
+    loop = asyncio.get_running_loop()
+    ends_s = loop.time() + config.service.drain_timeout_s
+    while runtime.trainer_present() and runtime.machine.state.group_row and loop.time() < ends_s:
+        await asyncio.wait(failures, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        _raise_failure(failures)
+    left = len(runtime.machine.state.group_row)
+    log.info("drained; %d groups were not taken by a trainer", left)
+
+
+def _raise_failure(failures: tuple[asyncio.Future, ...]) -> None:
+    for failure in failures:
+        if failure.done() and not failure.cancelled() and (error := failure.exception()) is not None:
+            if isinstance(error, DoraError):
+                raise error
+            raise RuntimeError("the service failed; this is a bug") from error
+
+
+__all__ = ["ServiceHandle", "serve"]

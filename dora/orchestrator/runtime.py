@@ -1,0 +1,374 @@
+"""The asyncio shell around the core: events in, commands carried out. It does what the core decided, nothing else.
+
+    gRPC, timers ──▶ post(event) ──▶ machine.handle ──▶ commands ──▶ _carry_out ──▶ sessions, book, verifier, store
+                          ▲                                                                    │
+                          └───────────────────── one outcome event each ◀──────────────────────┘
+
+``post`` runs in the event loop and never waits, so the book and the core always agree.
+"""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from dora.config import Config
+from dora.kvtransfer.snapshot import KvTransport
+from dora.orchestrator.book import Book, BookError
+from dora.orchestrator.core import Machine
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.feed import PromptFeed
+from dora.orchestrator.sessions import StepStream, WorkerSession
+from dora.orchestrator.telemetry import Telemetry
+from dora.record import Recorder
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+from dora.types import Prompt, Reward, TokenDelta
+from dora.weights.store import WeightStore
+
+log = logging.getLogger("dora.service")
+
+TRAINER_ABSENT_S = 2.0  # a trainer that holds no stream and no lease for so long has gone
+
+
+class Verifier(Protocol):
+    """Scores one response outside the event loop; never raises for what the user's function does."""
+
+    async def score(
+        self, prompt_text: str, response_text: str | None, token_ids: tuple[int, ...], verifier_json: str
+    ) -> Reward: ...
+
+
+class WorkerProcesses(Protocol):
+    """Whoever started the workers."""
+
+    def kill(self, worker_id: str) -> None: ...
+    def let_go(self, worker_id: str) -> None: ...
+
+
+class Runtime:
+    """One service's orchestrator."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        feed: Callable[[Callable[[str], None]], PromptFeed],
+        verifier: Verifier,
+        store: WeightStore,
+        transport: KvTransport,
+        recorder: Recorder | None,
+        processes: WorkerProcesses | None = None,
+    ) -> None:
+        self.config = config
+        self.machine = Machine(config)
+        self.book = Book(config.rollout)
+        self.telemetry = Telemetry()
+        self.feed = feed(self._prompt_refused)
+        self.verifier = verifier
+        self.store = store
+        self.transport = transport
+        self.recorder = recorder
+        self.processes = processes
+        self.sessions: dict[str, WorkerSession] = {}
+        self.stream: StepStream | None = None
+        self.epochs = 0
+        self.trainer_name = ""
+        self.trainer_seen_s = -TRAINER_ABSENT_S
+        self.started_at = time.time()
+        self.lost_reasons: dict[str, str] = {}
+        self.changed = asyncio.Event()  # set, then cleared, whenever something visible happened
+        self._drawn: dict[str, Prompt] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._recorded: asyncio.Task[None] | None = None
+        self._posted: list[on.Event] = []
+        self._posting = False
+
+    # --------------------------------------------------------------------------------------------------------- events
+
+    def post(self, event: on.Event) -> None:
+        """Hands an event to the core and carries out its commands. Raises what the core raises; then nothing changed."""
+        assert not self._posting, "an event was posted while another is handled; use post_soon"
+        self._posting = True
+        try:
+            commands = self.machine.handle(event, time.monotonic())
+            for command in commands:
+                self._carry_out(command)
+        finally:
+            self._posting = False
+        self.changed.set()
+        self.changed.clear()
+
+    def post_soon(self, event: on.Event) -> None:
+        """Posts after what is being handled now."""
+        asyncio.get_running_loop().call_soon(self.post, event)
+
+    def trainer_present(self) -> bool:
+        """Whether a trainer streams, trains on leased groups, or did so a moment ago."""
+        if self.stream is not None or self.machine.state.leased:
+            self.trainer_seen_s = time.monotonic()
+        return time.monotonic() - self.trainer_seen_s < TRAINER_ABSENT_S
+
+    async def ticks(self) -> None:
+        """Time for the core, and an end for workers that have gone silent."""
+        while True:
+            await asyncio.sleep(self.config.service.tick_s)
+            limit_s = self.config.workers.silence_timeout_s
+            for session in list(self.sessions.values()):
+                silent_s = time.monotonic() - session.heard_s
+                if silent_s > limit_s:
+                    self.lost_reasons[session.worker_id] = f"silent for {silent_s:.0f} s"
+                    session.give_up()
+            self.post(on.Tick())
+
+    # -------------------------------------------------------------------------------------------------------- workers
+
+    def worker_report(self, session: WorkerSession, report: pb.WorkerReport) -> None:
+        """Takes over the tokens of requests that this worker owns; the rest belongs to an older handoff."""
+        now, at = time.monotonic(), time.time()
+        session.heard_s, session.waiting = now, report.waiting
+        session.rate.observe(now, report.generated_tokens)
+        self.telemetry.tokens_reprefilled += report.reprefilled_tokens - session.reprefilled_tokens
+        session.reprefilled_tokens = report.reprefilled_tokens
+        tokens, finished = {}, {}
+        for message in report.deltas:
+            delta = convert.delta_from_wire(message)
+            if not self.machine.owns(session.worker_id, session.epoch, delta.request_id):
+                continue
+            self._append(session.worker_id, delta, at)
+            tokens[delta.request_id] = len(self.book[delta.request_id].tokens)
+            if delta.finish_reason is not None:
+                finished[delta.request_id] = delta.finish_reason
+        version = report.version
+        self.post(
+            on.Progress(
+                session.worker_id, session.epoch, version, tokens, finished, report.waiting, report.kv_used_tokens
+            )
+        )
+
+    def _append(self, worker_id: str, delta: TokenDelta, at: float) -> None:
+        entry = self.book[delta.request_id]
+        before, last_at = len(entry.tokens), entry.last_token_at
+        arrival = entry.append(worker_id, delta, at)
+        if arrival == "migrated" and before:
+            self.telemetry.blackouts_ms.append((at - last_at) * 1000)
+        self.telemetry.tokens(len(entry.tokens) - before, at)
+
+    def worker_outcome(self, session: WorkerSession, outcome: pb.WorkerOutcome) -> None:
+        session.heard_s = time.monotonic()
+        if not outcome.ok:
+            log.warning("%s: command %d: %s", session.worker_id, outcome.command_id, outcome.error)
+        self.post(
+            on.CommandDone(
+                session.worker_id,
+                session.epoch,
+                outcome.command_id,
+                outcome.ok,
+                outcome.error,
+                outcome.error_kind,
+                outcome.locator,
+                outcome.tokens,
+            )
+        )
+
+    # ------------------------------------------------------------------------------------------------------- commands
+
+    def _carry_out(self, command: do.Command) -> None:
+        if isinstance(command, do.WorkerCommand):
+            self._to_worker(command)
+        else:
+            self._CARRY_OUT[type(command)](self, command)
+
+    def _to_worker(self, command: do.WorkerCommand) -> None:
+        session = self.sessions.get(command.worker_id)
+        if session is None or session.epoch != command.epoch:
+            return  # it broke a moment ago; its loss is on the way to the core
+        message = pb.WorkerCommand(command_id=command.command_id)
+        match command:
+            case do.LoadVersion(version=version):
+                canary = self.store.canary(version)
+                wire = convert.canary_to_wire(canary) if canary else pb.Canary()
+                folder = str(self.store.folder(version))
+                message.load_version.CopyFrom(pb.LoadVersion(version=version, folder=folder, canary=wire))
+            case do.StartRequest(request_id=request_id, arrival=arrival):
+                entry = self.book[request_id]
+                entry.arrivals[command.worker_id] = arrival
+                message.start_request.CopyFrom(convert.request_to_wire(entry.spec()))
+            case do.RemoveRequest(request_id=request_id):
+                message.remove_request.request_id = request_id
+            case do.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens):
+                reserve = pb.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens)
+                message.reserve_slot.CopyFrom(reserve)
+            case do.CancelReservation(request_id=request_id):
+                message.cancel_reservation.request_id = request_id
+            case do.CopyOut(request_id=request_id):
+                message.copy_out.request_id = request_id
+            case do.CopyIn(request_id=request_id, version=version, locator=locator):
+                self.book[request_id].arrivals[command.worker_id] = "migrated"
+                message.copy_in.CopyFrom(pb.CopyIn(request_id=request_id, version=version, locator=locator))
+            case do.Thaw(request_id=request_id):
+                message.thaw.request_id = request_id
+        session.send(message)
+
+    def _draw_prompts(self, command: do.DrawPrompts) -> None:
+        async def draw() -> None:
+            prompts, exhausted = await self.feed.take(command.count)
+            self._drawn.update((prompt.prompt_id, prompt) for prompt in prompts)
+            rollout = self.config.rollout
+            self.post(
+                on.PromptsOffered(
+                    tuple(
+                        on.OfferedPrompt(
+                            prompt.prompt_id,
+                            prompt.task_id,
+                            len(prompt.token_ids),
+                            prompt.group_size,
+                            int(prompt.sampling.get("max_tokens", rollout.max_tokens)),
+                        )
+                        for prompt in prompts
+                    ),
+                    exhausted,
+                )
+            )
+
+        self.spawn(draw())
+
+    def _admit_group(self, command: do.AdmitGroup) -> None:
+        prompt = self._drawn.pop(command.prompt_id)
+        self.book.admit(command.group_id, prompt, command.version, command.request_ids, time.time())
+
+    def _score_request(self, command: do.ScoreRequest) -> None:
+        entry = self.book[command.request_id]
+
+        async def score() -> None:
+            reward = await self.verifier.score(
+                entry.prompt.text, None, tuple(entry.tokens), entry.prompt.verifier_json
+            )
+            if not reward.valid:
+                self.telemetry.rewards_failed += 1
+                log.error("%s: %s", entry.request_id, reward.log)
+            entry.reward = reward
+            self.telemetry.trajectories_finished += 1
+            self.post(on.RequestScored(entry.request_id))
+
+        self.spawn(score())
+
+    def _drop_group(self, command: do.DropGroup) -> None:
+        log.warning("group %s was cancelled: %s", command.group_id, command.reason)
+        self.feed.release(self.book.forget(command.group_id).prompt_id)
+
+    def _deliver_group(self, command: do.DeliverGroup) -> None:
+        group, first = self.book.deliver(command.group_id, command.step)
+        if first and self.recorder is not None:
+            self.record(functools.partial(self.recorder.trajectories, group.trajectories))
+        stream = self.stream
+        if stream is not None and (stream.trainer_epoch, stream.step) == (command.trainer_epoch, command.step):
+            stream.put(group)
+
+    def _close_step(self, command: do.CloseStep) -> None:
+        stream = self.stream
+        if stream is not None and (stream.trainer_epoch, stream.step) == (command.trainer_epoch, command.step):
+            stream.close(exhausted=command.exhausted)
+            self.stream = None
+
+    def _forget_group(self, command: do.ForgetGroup) -> None:
+        self.feed.release(self.book.forget(command.group_id).prompt_id)
+
+    def _retire_version(self, command: do.RetireVersion) -> None:
+        if self.recorder is not None:  # after its copy was recorded
+            self.record(functools.partial(self.store.retire, command.version))
+        else:
+            self.store.retire(command.version)
+
+    def _release_snapshot(self, command: do.ReleaseSnapshot) -> None:
+        self.transport.release(command.locator)
+
+    def _evict_worker(self, command: do.EvictWorker) -> None:
+        log.error("worker %s is replaced: %s", command.worker_id, command.reason)
+        self.lost_reasons[command.worker_id] = command.reason
+        session = self.sessions.get(command.worker_id)
+        if session is not None and session.epoch == command.epoch:
+            session.give_up()
+        if self.processes is not None:
+            self.processes.kill(command.worker_id)
+
+    def _stop_worker(self, command: do.StopWorker) -> None:
+        self.lost_reasons[command.worker_id] = "drained"
+        if self.processes is not None:
+            self.processes.let_go(command.worker_id)
+        session = self.sessions.get(command.worker_id)
+        if session is not None and session.epoch == command.epoch:
+            session.send(pb.WorkerCommand(shutdown=pb.Shutdown()))
+            session.finish()
+
+    _CARRY_OUT: dict[type, Callable[["Runtime", Any], None]] = {
+        do.DrawPrompts: _draw_prompts,
+        do.AdmitGroup: _admit_group,
+        do.ScoreRequest: _score_request,
+        do.DropGroup: _drop_group,
+        do.DeliverGroup: _deliver_group,
+        do.CloseStep: _close_step,
+        do.ForgetGroup: _forget_group,
+        do.RetireVersion: _retire_version,
+        do.ReleaseSnapshot: _release_snapshot,
+        do.EvictWorker: _evict_worker,
+        do.StopWorker: _stop_worker,
+    }
+
+    # ----------------------------------------------------------------------------------------------------- background
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs one command's waiting part. A failure there is a bug and ends the service."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def record(self, write: Callable[[], Any]) -> None:
+        """Writes of the record, one after the other, in a thread."""
+        before = self._recorded
+
+        async def after() -> None:
+            if before is not None:
+                await before
+            await asyncio.to_thread(write)
+
+        self._recorded = asyncio.create_task(after())
+        self._tasks.add(self._recorded)
+        self._recorded.add_done_callback(self._task_done)
+
+    async def recorded(self) -> None:
+        """Waits until all that was delivered is on disk."""
+        if self._recorded is not None:
+            await self._recorded
+
+    async def close(self) -> None:
+        if self.stream is not None:
+            self.stream.close(superseded=True)
+        await self.recorded()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        log.critical("the service failed: %r", error, exc_info=error)
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    @functools.cached_property
+    def failed(self) -> asyncio.Future[None]:
+        """Resolves with the bug that ends the service."""
+        return asyncio.get_running_loop().create_future()
+
+    def _prompt_refused(self, _reason: str) -> None:
+        self.telemetry.prompts_refused += 1
+
+
+__all__ = ["BookError", "Runtime"]

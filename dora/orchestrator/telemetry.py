@@ -1,0 +1,93 @@
+"""Numbers for operators: rates, blackouts, steps. Bounded memory."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dora.trajectory import TrajectoryGroup
+
+BLACKOUTS_KEPT = 4096
+STEPS_KEPT = 512
+RATE_WINDOW_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One committed step, as operators see it."""
+
+    step: int
+    committed_at: float
+    mean_reward: float
+    staleness_mean: float
+    staleness_max: int
+    tokens: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Rate:
+    """Tokens per second over the last few seconds, from a growing counter."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int]] = deque(maxlen=1024)
+
+    def observe(self, at: float, total: int) -> None:
+        self._points.append((at, total))
+        while len(self._points) > 2 and self._points[0][0] < at - RATE_WINDOW_S:
+            self._points.popleft()
+
+    def per_s(self, now: float) -> float:
+        if len(self._points) < 2 or now - self._points[-1][0] > RATE_WINDOW_S:
+            return 0.0
+        (began, first), (ended, last) = self._points[0], self._points[-1]
+        return (last - first) / (ended - began) if ended > began else 0.0
+
+
+class Telemetry:
+    def __init__(self) -> None:
+        self.tokens_delivered = 0
+        self.tokens_reprefilled = 0
+        self.trajectories_finished = 0
+        self.rewards_failed = 0
+        self.prompts_refused = 0
+        self.blackouts_ms: deque[float] = deque(maxlen=BLACKOUTS_KEPT)
+        self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
+        self.first_token_at = 0.0
+        self.last_token_at = 0.0
+
+    def tokens(self, count: int, at: float) -> None:
+        if count:
+            self.first_token_at = self.first_token_at or at
+            self.last_token_at = at
+            self.tokens_delivered += count
+
+    def step(self, step: int, groups: list[TrajectoryGroup], metrics: dict[str, float], at: float) -> None:
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        rewards = [t.reward for t in trajectories if t.reward_valid]
+        staleness = [t.staleness for t in trajectories]
+        self.steps.append(
+            StepRecord(
+                step,
+                at,
+                float(np.mean(rewards)) if rewards else 0.0,
+                float(np.mean(staleness)) if staleness else 0.0,
+                max(staleness, default=0),
+                sum(t.length_tokens for t in trajectories),
+                metrics,
+            )
+        )
+
+    def counters(self) -> dict[str, float]:
+        """Beside the core's own counters."""
+        busy_s = self.last_token_at - self.first_token_at
+        blackouts = np.asarray(self.blackouts_ms) if self.blackouts_ms else np.zeros(1)
+        return {
+            "tokens_generated": self.tokens_delivered,
+            "tokens_reprefilled": self.tokens_reprefilled,
+            "tokens_per_s": self.tokens_delivered / busy_s if busy_s > 0 else 0.0,
+            "trajectories_finished": self.trajectories_finished,
+            "rewards_failed": self.rewards_failed,
+            "prompts_refused": self.prompts_refused,
+            "blackout_ms_p50": float(np.percentile(blackouts, 50)),
+            "blackout_ms_p99": float(np.percentile(blackouts, 99)),
+        }

@@ -1,0 +1,146 @@
+"""What operators see: read-only pictures of the runtime as wire messages."""
+
+import time
+from dataclasses import asdict
+
+import numpy as np
+
+from dora.orchestrator.core.state import GroupStatus, RequestStatus, State, Worker
+from dora.orchestrator.runtime import Runtime
+from dora.rpc import dora_pb2 as pb
+
+TRAJECTORIES_DEFAULT = 100
+
+
+def status(runtime: Runtime, model: str) -> pb.Status:
+    state = runtime.machine.state
+    window = state.window
+    return pb.Status(
+        model=model,
+        uptime_s=time.time() - runtime.started_at,
+        window_versions=window.size,
+        groups_per_step=window.groups_per_step,
+        filling_step=window.step,
+        filling_left=window.left,
+        newest_version=window.newest,
+        trainer=runtime.trainer_name,
+        versions=[_version(state, v) for v in range(window.oldest_live, window.newest + 1)],
+        workers=[_worker(runtime, worker) for worker in sorted(state.workers.values(), key=lambda w: w.worker_id)]
+        + [
+            pb.WorkerStatus(worker_id=name, state="lost", version=-1, target_version=-1, reason=reason)
+            for name, reason in sorted(runtime.lost_reasons.items())
+            if name not in state.workers
+        ],
+        counters=counters(runtime),
+        steps=[pb.StepMetrics(**asdict(step)) for step in runtime.telemetry.steps],
+        draining=runtime.feed.closed,
+        prompts_queued=len(runtime.feed) + len(state.backlog),
+    )
+
+
+def counters(runtime: Runtime) -> dict[str, float]:
+    """The core's counters and the shell's. ``groups_lost``: admitted, yet neither open, leased, trained nor cancelled."""
+    state = runtime.machine.state
+    core = {name: float(value) for name, value in asdict(state.counters).items()}
+    held = len(state.group_row)
+    lost = core["groups_admitted"] - core["groups_trained"] - core["groups_cancelled"] - held
+    return {
+        **core,
+        **runtime.telemetry.counters(),
+        "groups_lost": lost,
+        "groups_open": held,
+        "handoffs_now": len(state.handoffs),
+    }
+
+
+def _version(state: State, version: int) -> pb.VersionStatus:
+    groups, requests = state.groups, state.requests
+    of_version = groups["version"] == version
+    is_open = (groups["status"] == GroupStatus.OPEN) | (groups["status"] == GroupStatus.FINISHED)
+    finished = groups["status"] == GroupStatus.FINISHED
+    mine = requests["version"] == version
+    return pb.VersionStatus(
+        version=version,
+        deadline_step=state.window.deadline(version),
+        newest=version == state.window.newest,
+        workers=sum(worker.target == version for worker in state.workers.values()),
+        groups_open=int(np.count_nonzero(of_version & is_open)),
+        groups_finished=int(np.count_nonzero(of_version & finished)),
+        requests_running=int(np.count_nonzero(mine & (requests["status"] == RequestStatus.RUNNING))),
+        requests_waiting=int(np.count_nonzero(mine & (requests["status"] == RequestStatus.WAITING))),
+    )
+
+
+def _worker(runtime: Runtime, worker: Worker) -> pb.WorkerStatus:
+    session = runtime.sessions.get(worker.worker_id)
+    return pb.WorkerStatus(
+        worker_id=worker.worker_id,
+        epoch=worker.epoch,
+        state=_worker_state(worker),
+        version=worker.loaded,
+        target_version=worker.target,
+        running=len(worker.rows) - min(worker.waiting, len(worker.rows)),
+        waiting=min(worker.waiting, len(worker.rows)),
+        slots=worker.slots,
+        kv_use=worker.kv_used / worker.kv_tokens,
+        tokens_per_s=session.rate.per_s(time.monotonic()) if session else 0.0,
+        pid=session.pid if session else 0,
+        host=session.host if session else "",
+    )
+
+
+def _worker_state(worker: Worker) -> str:
+    if worker.draining:
+        return "draining"
+    if worker.loading >= 0:
+        return "loading"
+    if worker.loaded < 0:
+        return "joining"
+    return "vacating" if worker.vacating else "ready"
+
+
+def trajectories(runtime: Runtime, wanted: str, limit: int) -> pb.TrajectoriesReply:
+    """Admitted responses that no commit has ended, the oldest first."""
+    state = runtime.machine.state
+    found: list[pb.TrajectoryStatus] = []
+    total = 0
+    now = time.time()
+    for _, entries in runtime.book.groups():
+        for entry in entries:
+            row = state.request_row[entry.request_id]
+            word = _request_state(state, row)
+            if wanted and word != wanted:
+                continue
+            total += 1
+            if len(found) >= (limit or TRAJECTORIES_DEFAULT):
+                continue
+            owner = state.owner(row)
+            found.append(
+                pb.TrajectoryStatus(
+                    trajectory_id=entry.request_id,
+                    group_id=entry.group_id,
+                    prompt_id=entry.prompt.prompt_id,
+                    state=word,
+                    version=entry.version,
+                    deadline_step=state.window.deadline(entry.version),
+                    worker=owner.worker_id if owner else "",
+                    tokens=len(entry.tokens),
+                    max_tokens=entry.sampling.max_tokens,
+                    age_s=now - entry.started_at,
+                    moves=int(state.requests["moves"][row]),
+                )
+            )
+    return pb.TrajectoriesReply(trajectories=found, total=total)
+
+
+STATES = ("waiting", "running", "moving", "finished", "leased")
+
+
+def _request_state(state: State, row: int) -> str:
+    status = RequestStatus(int(state.requests["status"][row]))
+    if status is RequestStatus.WAITING:
+        return "waiting"
+    if status is RequestStatus.RUNNING:
+        return "moving" if state.requests["moving"][row] else "running"
+    leased = state.groups["status"][state.requests["group"][row]] == GroupStatus.LEASED
+    return "leased" if leased else "finished"

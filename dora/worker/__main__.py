@@ -1,0 +1,82 @@
+"""``python -m dora.worker``: one rollout worker, that is one DP group. Started by the service, or by hand on any host."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from dora.errors import DoraError, InvalidValue
+from dora.worker.engine import RolloutEngine
+from dora.worker.link import Link
+from dora.worker.loop import EngineLoop
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.worker_id} %(levelname)s %(message)s")
+    token = os.environ.get("DORA_TOKEN", "")
+    try:
+        if not token:
+            raise InvalidValue("DORA_TOKEN", "", "the service's token, in the environment")
+        engine = make_engine(options)
+    except DoraError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    link = Link(options.orchestrator, token, options.worker_id, engine.capability)
+    try:
+        welcome = link.open()
+        EngineLoop(engine, link, welcome).run(stop)
+    except DoraError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    finally:
+        link.close()
+        engine.close()
+    return 0
+
+
+def make_engine(options: argparse.Namespace) -> RolloutEngine:
+    """The engine by name; vLLM is imported only here."""
+    if options.engine == "fake":
+        from dora.worker.fake_engine import FakeEngine
+
+        return FakeEngine(
+            slots=options.slots,
+            kv_tokens=options.kv_tokens,
+            block_tokens=options.block_tokens,
+            max_model_len_tokens=options.max_model_len_tokens,
+        )
+    from dora.worker.vllm_engine import VllmEngine
+
+    return VllmEngine(
+        Path(options.model),
+        slots=options.slots,
+        kv_tokens=options.kv_tokens,
+        block_tokens=options.block_tokens,
+        max_model_len_tokens=options.max_model_len_tokens,
+        dtype=options.dtype,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dora.worker", description=__doc__)
+    parser.add_argument("--orchestrator", required=True, help="the service's host:port")
+    parser.add_argument("--worker-id", required=True)
+    parser.add_argument("--engine", choices=("vllm", "fake"), default="vllm")
+    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser.add_argument("--slots", type=int, default=16, help="requests decoded at once")
+    parser.add_argument("--kv-tokens", type=int, default=32768, help="KV-cache, in tokens")
+    parser.add_argument("--block-tokens", type=int, default=32)
+    parser.add_argument("--max-model-len-tokens", type=int, default=2048)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

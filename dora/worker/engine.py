@@ -1,0 +1,70 @@
+"""What a rollout worker asks of an inference engine. One object, one thread, one process, one policy version.
+
+The worker calls :meth:`RolloutEngine.step` in a loop and everything else *between* steps, so an engine needs no locks
+and nothing is in flight when a request is frozen, exported or imported. Implementations: ``vllm_engine.VllmEngine``
+and ``fake_engine.FakeEngine``; both pass ``tests/contract/test_engine.py``.
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+from dora.kvtransfer.snapshot import KvSnapshot
+from dora.types import Canary, EngineCapability, EngineLoad, RequestSpec, TokenDelta
+
+
+class RolloutEngine(Protocol):
+    """One DP group's engine."""
+
+    @property
+    def capability(self) -> EngineCapability: ...
+
+    @property
+    def version(self) -> int | None:
+        """The policy version loaded, None before the first load and while a failed load is being repeated."""
+
+    def load_weights(self, version: int, folder: Path, canary: Canary | None) -> Canary:
+        """Replaces the weights in place by ``folder/*.safetensors`` (Hugging Face names) and fences caches by version.
+
+        Returns the canary as this engine reproduces it (for ``canary=None``: of a built-in prompt).
+        Raises InvalidValue for missing, unknown or misshapen tensors, Conflict while requests are still held,
+        CanaryMismatch where logprobs differ from ``canary`` by more than the tolerance; after any of these
+        ``version`` is None until a load succeeds.
+        """
+
+    def add(self, request: RequestSpec) -> None:
+        """Starts a request, or resumes it exactly from its outputs by re-prefilling them (counted).
+
+        Raises InvalidValue where prompt plus outputs do not fit the context, Conflict for a known id or when
+        ``request.version`` is not the version loaded.
+        """
+
+    def step(self) -> list[TokenDelta]:
+        """Runs one engine step; the tokens it produced. Returns at once with [] when there is nothing to run."""
+
+    def freeze(self, request_id: str) -> None:
+        """Stops scheduling the request and keeps its blocks. Raises NotFound for an unknown or finished request."""
+
+    def thaw(self, request_id: str) -> None:
+        """Undoes ``freeze``: the request goes on as if nothing had happened."""
+
+    def export(self, request_id: str) -> KvSnapshot | None:
+        """Copies a frozen request's state and KV, the partial tail block included.
+
+        None where this request's KV cannot move exactly (in mid-prefill, say): it must then be re-prefilled.
+        """
+
+    def admit(self, snapshot: KvSnapshot) -> None:
+        """Resumes a request from its snapshot with no token re-prefilled.
+
+        Raises SnapshotRefused where identity, layout, version or checksum do not match, Conflict for a known id.
+        """
+
+    def remove(self, request_id: str) -> None:
+        """Forgets a request, running or frozen, and frees its blocks. Unknown ids are ignored."""
+
+    def load(self) -> EngineLoad: ...
+
+    def has_work(self) -> bool:
+        """Whether ``step`` would do anything."""
+
+    def close(self) -> None: ...

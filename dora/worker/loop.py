@@ -1,0 +1,183 @@
+"""The worker's one loop: obey commands between engine steps, step, report.
+
+Order is the protocol: whatever the engine produced before a command's outcome is reported before that outcome.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from dora.errors import CanaryMismatch, Conflict, DoraError, InvalidValue, NotFound, SnapshotRefused
+from dora.kvtransfer.shm import ShmTransport
+from dora.kvtransfer.snapshot import KvTransport
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+from dora.types import TokenDelta
+from dora.worker.engine import RolloutEngine
+
+log = logging.getLogger("dora.worker")
+
+IDLE_S = 0.5  # an idle worker looks up, and is heard of, this often
+QUEUE_SLOTS = 2  # requests taken in by handoff: this many times the slots
+
+
+class Orders(Protocol):
+    """Where commands come from and messages go; ``Link``, or a list in a test."""
+
+    def take(self, timeout_s: float) -> pb.WorkerCommand | None: ...
+    def send(self, message: pb.WorkerMessage) -> None: ...
+
+
+class EngineLoop:
+    """Owns the engine. ``run`` returns at Shutdown or when told to stop."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        orders: Orders,
+        welcome: pb.Welcome,
+        transport: KvTransport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._orders = orders
+        self._transport = transport or ShmTransport(Path(welcome.snapshot_folder))
+        self._period_s = welcome.report_period_ms / 1000
+        self._clock = clock
+        self._deltas: list[TokenDelta] = []
+        self._reported_s = clock()
+        self._reserved: set[str] = set()
+        self._shutdown = False
+
+    def run(self, stop: threading.Event) -> None:
+        while not (stop.is_set() or self._shutdown):
+            self.turn()
+
+    def turn(self) -> None:
+        """All commands that wait (one awaited, if there is nothing to run), one step, one report where due."""
+        timeout_s = 0.0 if self._engine.has_work() else IDLE_S
+        while (command := self._orders.take(timeout_s)) is not None:
+            self._obey(command)
+            timeout_s = 0.0
+        if self._engine.has_work():
+            self._deltas.extend(self._engine.step())
+        if self._due():
+            self._report()
+
+    def _due(self) -> bool:
+        waited_s = self._clock() - self._reported_s
+        if any(delta.finish_reason for delta in self._deltas):
+            return True
+        return waited_s >= (self._period_s if self._deltas else IDLE_S)
+
+    def _report(self) -> None:
+        load = self._engine.load()
+        version = self._engine.version
+        report = pb.WorkerReport(
+            deltas=[convert.delta_to_wire(delta) for delta in self._deltas],
+            running=load.running,
+            waiting=load.waiting,
+            kv_used_tokens=load.kv_used_tokens,
+            reprefilled_tokens=load.reprefilled_tokens,
+            generated_tokens=load.generated_tokens,
+            version=-1 if version is None else version,
+            at=time.time(),
+        )
+        self._deltas.clear()
+        self._reported_s = self._clock()
+        self._orders.send(pb.WorkerMessage(report=report))
+
+    def _obey(self, command: pb.WorkerCommand) -> None:
+        kind = command.WhichOneof("kind")
+        if kind == "shutdown":
+            self._shutdown = True
+            return
+        outcome = pb.WorkerOutcome(command_id=command.command_id, ok=True, at=time.time())
+        try:
+            _OBEY[kind](self, getattr(command, kind), outcome)
+        except DoraError as error:
+            outcome.ok, outcome.error, outcome.error_kind = False, str(error), _error_kind(error)
+            log.warning("%s: %s", kind, error)
+        if self._deltas or kind == "load_version":
+            self._report()
+        self._orders.send(pb.WorkerMessage(outcome=outcome))
+
+    def _load_version(self, order: pb.LoadVersion, outcome: pb.WorkerOutcome) -> None:
+        began_s = self._clock()
+        canary = convert.canary_from_wire(order.canary)
+        found = self._engine.load_weights(order.version, Path(order.folder), canary)
+        outcome.canary.CopyFrom(convert.canary_to_wire(found))
+        log.info("version %d loaded in %.0f ms", order.version, (self._clock() - began_s) * 1000)
+
+    def _start_request(self, order: pb.StartRequest, outcome: pb.WorkerOutcome) -> None:
+        self._engine.add(convert.request_from_wire(order))
+
+    def _remove_request(self, order: pb.RemoveRequest, outcome: pb.WorkerOutcome) -> None:
+        self._engine.remove(order.request_id)
+
+    def _reserve_slot(self, order: pb.ReserveSlot, outcome: pb.WorkerOutcome) -> None:
+        if order.version != self._engine.version:
+            raise Conflict("version", order.version, f"{self._engine.version}, the one loaded")
+        load, capability = self._engine.load(), self._engine.capability
+        held, limit = load.running + load.waiting + len(self._reserved), QUEUE_SLOTS * capability.slots
+        if held >= limit:
+            raise Conflict("requests held", held, f"below {limit}")
+        if order.kv_tokens > capability.kv_tokens:
+            raise Conflict("kv_tokens", order.kv_tokens, f"at most {capability.kv_tokens}")
+        self._reserved.add(order.request_id)
+
+    def _cancel_reservation(self, order: pb.CancelReservation, outcome: pb.WorkerOutcome) -> None:
+        self._reserved.discard(order.request_id)
+        self._engine.remove(order.request_id)  # it may have been copied in before the handoff was undone
+
+    def _copy_out(self, order: pb.CopyOut, outcome: pb.WorkerOutcome) -> None:
+        self._engine.freeze(order.request_id)
+        snapshot = self._engine.export(order.request_id)
+        if snapshot is None:
+            raise NotMovable(f"{order.request_id} cannot move exactly just now")
+        outcome.tokens = len(snapshot.request.output_token_ids)
+        outcome.locator = self._transport.put(snapshot)
+        outcome.snapshot_bytes = sum(blocks.nbytes for blocks in snapshot.blocks.values())
+
+    def _copy_in(self, order: pb.CopyIn, outcome: pb.WorkerOutcome) -> None:
+        self._reserved.discard(order.request_id)
+        snapshot = self._transport.get(order.locator)
+        found = snapshot.request
+        if (found.request_id, found.version) != (order.request_id, order.version):
+            raise SnapshotRefused(
+                f"snapshot of {found.request_id} version {found.version}; "
+                f"expected {order.request_id} version {order.version}"
+            )
+        self._engine.admit(snapshot)
+
+    def _thaw(self, order: pb.Thaw, outcome: pb.WorkerOutcome) -> None:
+        self._engine.thaw(order.request_id)
+
+
+class NotMovable(DoraError):
+    """The request's KV cannot move exactly; it must be re-prefilled."""
+
+
+_OBEY: dict[str, Callable] = {
+    "load_version": EngineLoop._load_version,
+    "start_request": EngineLoop._start_request,
+    "remove_request": EngineLoop._remove_request,
+    "reserve_slot": EngineLoop._reserve_slot,
+    "cancel_reservation": EngineLoop._cancel_reservation,
+    "copy_out": EngineLoop._copy_out,
+    "copy_in": EngineLoop._copy_in,
+    "thaw": EngineLoop._thaw,
+}
+
+
+def _error_kind(error: DoraError) -> str:
+    if isinstance(error, NotMovable):
+        return "not_movable"
+    if isinstance(error, NotFound):
+        return "unknown_request"
+    if isinstance(error, (Conflict, SnapshotRefused, CanaryMismatch)):
+        return "refused"
+    return "invalid" if isinstance(error, InvalidValue) else "refused"
