@@ -1,4 +1,4 @@
-"""The prompt feed: what was submitted over gRPC first, then the prompt source. Bounded; every prompt is checked once."""
+"""The prompt feed: what was submitted over gRPC first, then the prompt source. Bounded; each prompt is checked once."""
 
 import asyncio
 import logging
@@ -46,10 +46,10 @@ class PromptFeed:
         return len(self._queue)
 
     def submit(self, prompts: Sequence[Prompt]) -> int:
-        """Queues all or none. Raises for a full queue, a live id, a prompt that cannot be generated. Returns free places."""
+        """Queues all or none; returns the free places. Raises for a full queue, a live id, an impossible prompt."""
         limit = self._config.service.prompts_queued_max
         if self.closed:
-            raise Conflict("prompts", len(prompts), "none: the service drains")
+            raise Conflict("prompts", len(prompts), "none: the prompts have ended or the service drains")
         if len(self._queue) + len(prompts) > limit:
             raise LimitExceeded("prompts", len(prompts), f"at most {limit - len(self._queue)} now (queue of {limit})")
         checked = [self._checked(prompt) for prompt in prompts]
@@ -85,8 +85,9 @@ class PromptFeed:
 
     async def _from_source(self, count: int) -> list[Prompt]:
         """Bad prompts are refused one by one, with their reason. A source that ends is not asked again."""
-        assert self._source is not None
-        drawn = await asyncio.to_thread(lambda: list(islice(self._source, count)))
+        source = self._source
+        assert source is not None
+        drawn = await asyncio.to_thread(lambda: list(islice(source, count)))
         if len(drawn) < count:
             self._source = None
         good = []

@@ -1,6 +1,6 @@
 """One service from start to end: model, store, gRPC, workers; then drain.
 
-    async with contexts, innermost last:  run folder ─▶ verifier ─▶ runtime + gRPC server ─▶ workers
+async with contexts, innermost last:  run folder ─▶ verifier ─▶ runtime + gRPC server ─▶ workers
 """
 
 import asyncio
@@ -11,9 +11,10 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -25,8 +26,8 @@ from dora.orchestrator.feed import PromptFeed
 from dora.orchestrator.launcher import Launcher, WorkerStartError
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.service import OperatorService, PromptService, TrainerService, WorkerService
-from dora.prompts import resolve_prompts
-from dora.record import Recorder
+from dora.prompts import ChatTokenizer, PromptSource, resolve_prompts
+from dora.record import TRAJECTORIES_FILE, Recorder
 from dora.rewards import RewardRunner
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import server_interceptors, server_options
@@ -36,6 +37,8 @@ log = logging.getLogger("dora.service")
 
 POLL_S = 0.1
 STREAM_END_S = 1.0
+
+Failures: TypeAlias = tuple[asyncio.Future[None], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +60,24 @@ async def serve(
 ) -> int:
     """Runs a service until ``stop`` is set, then drains it. ``ready`` is called once all workers answer.
 
-    Draining: nothing new is admitted; a trainer that is attached gets what was admitted, and ``service.drain_timeout_s``
-    to commit it; then workers end. Returns 0. Raises InvalidValue for a bad configuration, WorkerStartError where
-    the workers do not start.
+    Draining: nothing new is admitted; a trainer that is attached gets what was admitted, and
+    ``service.drain_timeout_s`` to commit it; then workers end. Returns 0. Raises InvalidValue for a bad
+    configuration, WorkerStartError where the workers do not start.
     """
     progress(f"preparing the model {config.model}")
     model = await _prepared(config)
     async with contextlib.AsyncExitStack() as stack:
         run_folder = stack.enter_context(_run_folder(config))
         store = await asyncio.to_thread(WeightStore, run_folder / "weights", model)
-        recorder = Recorder(Path(config.record), model) if config.record else None
-        if recorder is not None:
-            await asyncio.to_thread(recorder.version, 0, store.folder(0))
-        source = await asyncio.to_thread(resolve_prompts, config.prompts, model, config.rollout.seed)
+        recorder = await _recorder(config, store, stack)
+        source = await asyncio.to_thread(
+            lambda: resolve_prompts(config.prompts, ChatTokenizer(model), config.rollout.seed)
+        )
         verifier = await stack.enter_async_context(_verifier(config, source, model))
         snapshots = run_folder / "kv"
         runtime = Runtime(
             config,
-            feed=lambda refused: PromptFeed(config, iter(source) if source is not None else None, refused),
+            feed=lambda refused: PromptFeed(config, iter(source), refused),
             verifier=verifier,
             store=store,
             transport=ShmTransport(snapshots),
@@ -107,17 +110,22 @@ async def serve(
 async def _prepared(config: Config) -> Path:
     """The model's folder. A named model is made by a process of its own: the service itself loads no torch."""
     cache = Path(config.cache) if config.cache else default_cache()
-    argv = [sys.executable, "-m", "dora.models", config.model, str(cache)]
-    process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.PIPE)
-    _, errors = await process.communicate()
-    if process.returncode:
+    if not (Path(config.model) / "config.json").is_file():
+        argv = [sys.executable, "-m", "dora", "prepare", config.model, "--cache", str(cache)]
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+        )
+        _, errors = await process.communicate()
         lines = errors.decode(errors="replace").strip().splitlines()
-        raise InvalidValue("--model", config.model, lines[-1] if lines else "a model that can be prepared")
+        if process.returncode and not lines:
+            raise InvalidValue("--model", config.model, f"a model that can be made (ended with {process.returncode})")
+        if process.returncode:
+            raise DoraError(lines[-1].removeprefix("error: "))
     return resolve_model(config.model, cache)
 
 
 @contextlib.contextmanager
-def _run_folder(config: Config):  # type: ignore[no-untyped-def]
+def _run_folder(config: Config) -> Iterator[Path]:
     """Shared memory of this service: weights, KV snapshots, logs. Removed at the end if we made it."""
     if config.service.run_folder:
         folder = Path(config.service.run_folder)
@@ -135,17 +143,30 @@ def _run_folder(config: Config):  # type: ignore[no-untyped-def]
         shutil.rmtree(folder, ignore_errors=True)
 
 
+async def _recorder(config: Config, store: WeightStore, stack: contextlib.AsyncExitStack) -> Recorder | None:
+    if not config.record:
+        return None
+    folder = Path(config.record)
+    if (folder / TRAJECTORIES_FILE).exists():  # ids begin anew with each service
+        raise InvalidValue("record", config.record, "a folder without an earlier record")
+    recorder = await asyncio.to_thread(Recorder, folder)
+    stack.callback(recorder.close)
+    await asyncio.to_thread(recorder.keep_version, 0, store.folder(0))
+    return recorder
+
+
 @contextlib.asynccontextmanager
-async def _verifier(config: Config, source: object, model: Path) -> AsyncIterator[RewardRunner]:
-    function = config.reward.function or getattr(source, "reward", "")
+async def _verifier(config: Config, source: PromptSource, model: Path) -> AsyncIterator[RewardRunner]:
+    function = config.reward.function or source.reward
     if not function:
         raise InvalidValue("reward.function", "", f"module:function, since prompts {config.prompts!r} bring none")
+    reward = config.reward
     runner = await RewardRunner.start(
         function,
         tokenizer_folder=model,
-        workers=config.reward.workers,
-        timeout_s=config.reward.timeout_s,
-        queue_max=config.reward.queued_max,
+        workers=reward.workers,
+        timeout_s=reward.timeout_s,
+        queue_max=reward.queued_max,
     )
     try:
         yield runner
@@ -154,9 +175,7 @@ async def _verifier(config: Config, source: object, model: Path) -> AsyncIterato
 
 
 @contextlib.asynccontextmanager
-async def _server(
-    config: Config, runtime: Runtime, model: Path, snapshots: Path, token: str
-) -> AsyncIterator[str]:
+async def _server(config: Config, runtime: Runtime, model: Path, snapshots: Path, token: str) -> AsyncIterator[str]:
     """The gRPC server; yields the address it really listens at (port 0 takes a free one)."""
     server = grpc.aio.server(
         interceptors=server_interceptors(token), options=server_options(config.service.max_message_bytes)
@@ -169,7 +188,7 @@ async def _server(
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
-        raise InvalidValue("--listen", config.service.listen, "an address that is free and ours to listen at") from error
+        raise InvalidValue("--listen", config.service.listen, "a free address of this host") from error
     await server.start()
     try:
         yield f"{host}:{bound}"
@@ -200,7 +219,7 @@ def _worker_environment(config: Config) -> dict[str, str]:
 
 
 async def _until_ready(
-    config: Config, runtime: Runtime, launcher: Launcher, stop: asyncio.Event, failures: tuple[asyncio.Future, ...]
+    config: Config, runtime: Runtime, launcher: Launcher, stop: asyncio.Event, failures: Failures
 ) -> bool:
     """Whether all workers hold version 0 (False: stopped before). Raises where they die at start or take too long."""
     loop = asyncio.get_running_loop()
@@ -219,17 +238,18 @@ async def _until_ready(
     return False
 
 
-async def _first(stop: asyncio.Event, *failures: asyncio.Future) -> None:
+async def _first(stop: asyncio.Event, *failures: asyncio.Future[None]) -> None:
     """Waits for the stop; raises the first failure."""
     stopping = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({stopping, *failures}, return_when=asyncio.FIRST_COMPLETED)
+        ends: list[asyncio.Future[Any]] = [stopping, *failures]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
         stopping.cancel()
     _raise_failure(failures)
 
 
-async def _drain(config: Config, runtime: Runtime, failures: tuple[asyncio.Future, ...]) -> None:
+async def _drain(config: Config, runtime: Runtime, failures: Failures) -> None:
     """Admits no more; an attached trainer may take and commit what is open, within the time limit."""
     runtime.feed.close()
     loop = asyncio.get_running_loop()
@@ -241,7 +261,7 @@ async def _drain(config: Config, runtime: Runtime, failures: tuple[asyncio.Futur
     log.info("drained; %d groups were not taken by a trainer", left)
 
 
-def _raise_failure(failures: tuple[asyncio.Future, ...]) -> None:
+def _raise_failure(failures: Failures) -> None:
     for failure in failures:
         if failure.done() and not failure.cancelled() and (error := failure.exception()) is not None:
             if isinstance(error, DoraError):

@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from dora.config import Config
 from dora.kvtransfer.snapshot import KvTransport
@@ -90,7 +90,7 @@ class Runtime:
     # --------------------------------------------------------------------------------------------------------- events
 
     def post(self, event: on.Event) -> None:
-        """Hands an event to the core and carries out its commands. Raises what the core raises; then nothing changed."""
+        """Hands an event to the core and carries out its commands. What the core refuses raises and changes nothing."""
         assert not self._posting, "an event was posted while another is handled; use post_soon"
         self._posting = True
         try:
@@ -244,9 +244,7 @@ class Runtime:
         entry = self.book[command.request_id]
 
         async def score() -> None:
-            reward = await self.verifier.score(
-                entry.prompt.text, None, tuple(entry.tokens), entry.prompt.verifier_json
-            )
+            reward = await self.verifier.score(entry.prompt.text, None, tuple(entry.tokens), entry.prompt.verifier_json)
             if not reward.valid:
                 self.telemetry.rewards_failed += 1
                 log.error("%s: %s", entry.request_id, reward.log)
@@ -263,7 +261,7 @@ class Runtime:
     def _deliver_group(self, command: do.DeliverGroup) -> None:
         group, first = self.book.deliver(command.group_id, command.step)
         if first and self.recorder is not None:
-            self.record(functools.partial(self.recorder.trajectories, group.trajectories))
+            self.record(functools.partial(self.recorder.append, group.trajectories))
         stream = self.stream
         if stream is not None and (stream.trainer_epoch, stream.step) == (command.trainer_epoch, command.step):
             stream.put(group)
@@ -304,7 +302,7 @@ class Runtime:
             session.send(pb.WorkerCommand(shutdown=pb.Shutdown()))
             session.finish()
 
-    _CARRY_OUT: dict[type, Callable[["Runtime", Any], None]] = {
+    _CARRY_OUT: ClassVar[dict[type, Callable[["Runtime", Any], None]]] = {
         do.DrawPrompts: _draw_prompts,
         do.AdmitGroup: _admit_group,
         do.ScoreRequest: _score_request,

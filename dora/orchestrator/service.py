@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -22,6 +23,8 @@ from dora.rpc import dora_pb2_grpc as stubs
 from dora.weights.files import WeightFile
 
 log = logging.getLogger("dora.service")
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 WATCH_PERIOD_MIN_MS = 50
 WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -38,7 +41,7 @@ class TrainerService(stubs.TrainerServicer):
         self._changing = asyncio.Lock()
         self._last_commit: tuple[int, bytes] | None = None
 
-    async def Attach(self, request: pb.AttachRequest, context: grpc.aio.ServicerContext) -> pb.AttachReply:
+    async def Attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachReply:
         runtime = self._runtime
         async with self._changing:
             runtime.post(on.TrainerAttached(self._epoch + 1, request.groups_per_step))
@@ -62,11 +65,13 @@ class TrainerService(stubs.TrainerServicer):
             store_proof_bytes=runtime.store.proof_bytes,
             max_message_bytes=runtime.config.service.max_message_bytes,
             reference_version=runtime.config.rollout.reference_version,
+            tensors=[
+                pb.TensorHeader(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, optional=tensor.optional)
+                for tensor in runtime.store.reference.tensors
+            ],
         )
 
-    async def StreamStep(
-        self, request: pb.StreamStepRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.TrajectoryBatch]:
+    async def StreamStep(self, request: pb.StreamStepRequest, context: Context) -> AsyncIterator[pb.TrajectoryBatch]:
         runtime = self._runtime
         stream = StepStream(request.trainer_epoch, request.step)
         before, runtime.stream = runtime.stream, stream
@@ -88,13 +93,11 @@ class TrainerService(stubs.TrainerServicer):
             if runtime.stream is stream:
                 runtime.stream = None
         if stream.superseded:
-            raise Conflict("trainer_epoch", request.trainer_epoch, "the stream that was opened last, while not draining")
+            raise Conflict("trainer_epoch", request.trainer_epoch, "the stream that was opened last")
         if stream.exhausted:
             yield pb.TrajectoryBatch(step=request.step, end_of_prompts=True)
 
-    async def UploadWeights(
-        self, request_iterator: AsyncIterator[pb.WeightChunk], context: grpc.aio.ServicerContext
-    ) -> pb.UploadReply:
+    async def UploadWeights(self, request_iterator: AsyncIterator[pb.WeightChunk], context: Context) -> pb.UploadReply:
         first = await anext(aiter(request_iterator), None)
         if first is None or not first.HasField("header"):
             raise InvalidValue("header", None, "in the first message of an upload")
@@ -109,7 +112,7 @@ class TrainerService(stubs.TrainerServicer):
                 await asyncio.to_thread(upload.append, chunk.content)
             return pb.UploadReply(file_bytes=await asyncio.to_thread(upload.finish))
 
-    async def CommitStep(self, request: pb.CommitStepRequest, context: grpc.aio.ServicerContext) -> pb.CommitStepReply:
+    async def CommitStep(self, request: pb.CommitStepRequest, context: Context) -> pb.CommitStepReply:
         runtime = self._runtime
         async with self._changing:
             digest = _commit_digest(request)
@@ -129,7 +132,7 @@ class TrainerService(stubs.TrainerServicer):
                 )
             )
             if runtime.recorder is not None:
-                runtime.record(functools.partial(runtime.recorder.version, request.version, folder))
+                runtime.record(functools.partial(runtime.recorder.keep_version, request.version, folder))
             runtime.telemetry.step(request.step, runtime.book.leased(), dict(request.metrics), time.time())
             runtime.post(on.StepCommitted(request.trainer_epoch, request.step))
             self._last_commit = (request.step, digest)
@@ -160,7 +163,7 @@ class PromptService(stubs.PromptsServicer):
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
-    async def Submit(self, request: pb.SubmitRequest, context: grpc.aio.ServicerContext) -> pb.SubmitReply:
+    async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitReply:
         prompts = [convert.prompt_from_wire(prompt) for prompt in request.prompts]
         free = self._runtime.feed.submit(prompts)
         return pb.SubmitReply(accepted=len(prompts), queue_free=free)
@@ -171,33 +174,29 @@ class OperatorService(stubs.OperatorServicer):
         self._runtime = runtime
         self._model = str(model)
 
-    async def GetStatus(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.Status:
+    async def GetStatus(self, request: pb.StatusRequest, context: Context) -> pb.Status:
         return views.status(self._runtime, self._model)
 
-    async def WatchStatus(
-        self, request: pb.WatchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.Status]:
+    async def WatchStatus(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.Status]:
         if request.period_ms < WATCH_PERIOD_MIN_MS:
             raise InvalidValue("period_ms", request.period_ms, f"at least {WATCH_PERIOD_MIN_MS}")
         while True:
             yield views.status(self._runtime, self._model)
             await asyncio.sleep(request.period_ms / 1000)
 
-    async def ListTrajectories(
-        self, request: pb.TrajectoriesRequest, context: grpc.aio.ServicerContext
-    ) -> pb.TrajectoriesReply:
+    async def ListTrajectories(self, request: pb.TrajectoriesRequest, context: Context) -> pb.TrajectoriesReply:
         if request.state and request.state not in views.STATES:
             raise InvalidValue("state", request.state, ", ".join(views.STATES))
         return views.trajectories(self._runtime, request.state, request.limit)
 
-    async def Migrate(self, request: pb.MigrateRequest, context: grpc.aio.ServicerContext) -> pb.OperatorReply:
+    async def Migrate(self, request: pb.MigrateRequest, context: Context) -> pb.OperatorReply:
         self._runtime.post(on.MigrateAsked(request.trajectory_id, request.target_worker))
         return pb.OperatorReply(message=f"{request.trajectory_id} moves to {request.target_worker}", moves=1)
 
-    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.OperatorReply:
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.OperatorReply:
         return self._change(on.DrainAsked(request.worker_id), f"{request.worker_id} is being emptied and will leave")
 
-    async def Rebalance(self, request: pb.RebalanceRequest, context: grpc.aio.ServicerContext) -> pb.OperatorReply:
+    async def Rebalance(self, request: pb.RebalanceRequest, context: Context) -> pb.OperatorReply:
         return self._change(on.RebalanceAsked(), "a re-balancing cycle was run")
 
     def _change(self, event: on.Event, message: str) -> pb.OperatorReply:
@@ -218,7 +217,7 @@ class WorkerService(stubs.WorkerServicer):
         self._fingerprint = ""
 
     async def Connect(
-        self, request_iterator: AsyncIterator[pb.WorkerMessage], context: grpc.aio.ServicerContext
+        self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Context
     ) -> AsyncIterator[pb.WorkerCommand]:
         runtime = self._runtime
         session = self._admit(await anext(aiter(request_iterator), None))

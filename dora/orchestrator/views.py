@@ -39,7 +39,7 @@ def status(runtime: Runtime, model: str) -> pb.Status:
 
 
 def counters(runtime: Runtime) -> dict[str, float]:
-    """The core's counters and the shell's. ``groups_lost``: admitted, yet neither open, leased, trained nor cancelled."""
+    """The core's counters and the shell's. ``groups_lost``: admitted, yet neither held, trained nor cancelled."""
     state = runtime.machine.state
     core = {name: float(value) for name, value in asdict(state.counters).items()}
     held = len(state.group_row)

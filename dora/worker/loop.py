@@ -161,7 +161,7 @@ class NotMovable(DoraError):
     """The request's KV cannot move exactly; it must be re-prefilled."""
 
 
-_OBEY: dict[str, Callable] = {
+_OBEY: dict[str, Callable[..., None]] = {
     "load_version": EngineLoop._load_version,
     "start_request": EngineLoop._start_request,
     "remove_request": EngineLoop._remove_request,

@@ -1,4 +1,4 @@
-"""The three promises, checked on the core's state after an event. Each function raises AssertionError with the facts."""
+"""The three promises, checked on the core's state after an event. Each check raises AssertionError with the facts."""
 
 from collections import Counter
 

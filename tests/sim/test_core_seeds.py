@@ -22,7 +22,9 @@ def test_promises_hold_under_random_orders(block: int) -> None:
             world.settle(steps=2)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-        missing = set(world.delivered) - set(world.trained) - {
-            group for group, step in world.delivered.items() if step >= world.machine.state.window.newest
-        }
+        missing = (
+            set(world.delivered)
+            - set(world.trained)
+            - {group for group, step in world.delivered.items() if step >= world.machine.state.window.newest}
+        )
         assert not missing, f"seed {seed}: delivered for a committed step but never trained {missing}"

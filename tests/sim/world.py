@@ -198,9 +198,7 @@ class World:
             del worker.requests[request_id]
         if tokens:
             used = sum(request.tokens for request in worker.requests.values())
-            worker.outbox.append(
-                on.Progress(worker.worker_id, worker.epoch, worker.version, tokens, finished, 0, used)
-            )
+            worker.outbox.append(on.Progress(worker.worker_id, worker.epoch, worker.version, tokens, finished, 0, used))
 
     def obey(self, worker: SimWorker, command: do.WorkerCommand) -> None:
         done = {"worker_id": worker.worker_id, "epoch": worker.epoch, "command_id": command.command_id}

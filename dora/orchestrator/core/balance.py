@@ -103,9 +103,9 @@ def _dry(state: State) -> bool:
     window = state.window
     for worker in state.workers.values():
         version = worker.hosts
-        if 0 <= version < window.newest and not worker.held and not state.waiting.get(version):
-            if not state.backlog or window.admissible(version) < 1:
-                return True
+        idle = 0 <= version < window.newest and not worker.held and not state.waiting.get(version)
+        if idle and (not state.backlog or window.admissible(version) < 1):
+            return True
     return False
 
 

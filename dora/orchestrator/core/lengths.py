@@ -1,7 +1,8 @@
 """Predicted response lengths: running means by task. The seam for better predictors (issue: length prediction)."""
 
 import numpy as np
-from numpy.typing import NDArray
+
+from dora.orchestrator.core.table import Column
 
 
 class LengthMeans:
@@ -20,6 +21,6 @@ class LengthMeans:
         return min(self._mean.get(task_id, max_tokens / 2), float(max_tokens))
 
 
-def remaining_tokens(mean: NDArray, tokens: NDArray, max_tokens: NDArray) -> NDArray:
+def remaining_tokens(mean: Column, tokens: Column, max_tokens: Column) -> Column:
     """Expected tokens still to come: what the mean leaves, yet never less than half a mean (long ones stay long)."""
     return np.minimum(max_tokens - tokens, np.maximum(mean - tokens, 0.5 * mean))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from numpy.typing import NDArray
+from dora.orchestrator.core.table import Column
 
 
 class Trigger(Enum):
@@ -23,29 +23,29 @@ class Trigger(Enum):
 class WorkerColumns:
     """One entry a seat; entries where ``alive`` is False are empty seats."""
 
-    alive: NDArray  # bool
-    loaded: NDArray  # int64, version in memory, -1: none
-    target: NDArray  # int64, version it is to host, -1: none
-    draining: NDArray  # bool: is to leave
-    slots: NDArray  # int64
-    held: NDArray  # int64: requests it owns or that are on their way to it
-    kv_tokens: NDArray  # int64, capacity
-    kv_claimed: NDArray  # int64, prompts + expected lengths of what it holds
-    kv_used: NDArray  # int64, as last reported
-    waiting: NDArray  # int64, queued inside the engine, as last reported
+    alive: Column  # bool
+    loaded: Column  # int64, version in memory, -1: none
+    target: Column  # int64, version it is to host, -1: none
+    draining: Column  # bool: is to leave
+    slots: Column  # int64
+    held: Column  # int64: requests it owns or that are on their way to it
+    kv_tokens: Column  # int64, capacity
+    kv_claimed: Column  # int64, prompts + expected lengths of what it holds
+    kv_used: Column  # int64, as last reported
+    waiting: Column  # int64, queued inside the engine, as last reported
 
 
 @dataclass(frozen=True, slots=True)
 class RequestColumns:
     """One entry a row of the request table; rows where ``unfinished`` is False mean nothing."""
 
-    unfinished: NDArray  # bool
-    movable: NDArray  # bool: on a worker and in no handoff
-    version: NDArray  # int64
-    worker: NDArray  # int64 seat, -1: waiting for one
-    prompt_tokens: NDArray  # int64
-    tokens: NDArray  # int64, response tokens so far
-    remaining_tokens: NDArray  # float64, predicted
+    unfinished: Column  # bool
+    movable: Column  # bool: on a worker and in no handoff
+    version: Column  # int64
+    worker: Column  # int64 seat, -1: waiting for one
+    prompt_tokens: Column  # int64
+    tokens: Column  # int64, response tokens so far
+    remaining_tokens: Column  # float64, predicted
 
 
 @dataclass(frozen=True, slots=True)

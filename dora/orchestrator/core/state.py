@@ -14,7 +14,7 @@ from dora.orchestrator.core.handoff import Handoff
 from dora.orchestrator.core.lengths import LengthMeans, remaining_tokens
 from dora.orchestrator.core.policies import POLICIES
 from dora.orchestrator.core.snapshot import RequestColumns, Snapshot, WorkerColumns
-from dora.orchestrator.core.table import Table
+from dora.orchestrator.core.table import Column, Table
 from dora.orchestrator.core.window import Window
 
 
@@ -236,9 +236,7 @@ class State:
                 worker=requests["worker"] - 1,
                 prompt_tokens=requests["prompt_tokens"],
                 tokens=requests["tokens"],
-                remaining_tokens=remaining_tokens(
-                    requests["mean_tokens"], requests["tokens"], requests["max_tokens"]
-                ),
+                remaining_tokens=remaining_tokens(requests["mean_tokens"], requests["tokens"], requests["max_tokens"]),
             ),
         )
 
@@ -246,7 +244,7 @@ class State:
         empty = Worker("", 0, 0, 0, 0)
         seats = [worker or empty for worker in self.seats]
 
-        def column(name: str) -> np.ndarray:
+        def column(name: str) -> Column:
             return np.array([getattr(worker, name) for worker in seats], dtype=np.int64)
 
         return WorkerColumns(

@@ -5,20 +5,23 @@ get whole columns as views (see snapshot.py).
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
+Column = NDArray[Any]
 
 
 class Table:
     """Growable named columns with a free list. ``table["tokens"][row]`` reads one cell."""
 
     def __init__(self, columns: Mapping[str, DTypeLike], rows: int = 1024) -> None:
-        self._columns: dict[str, NDArray] = {name: np.zeros(rows, dtype=dtype) for name, dtype in columns.items()}
+        self._columns: dict[str, Column] = {name: np.zeros(rows, dtype=dtype) for name, dtype in columns.items()}
         self._free = list(range(rows - 1, -1, -1))
         self._rows = rows
 
-    def __getitem__(self, name: str) -> NDArray:
+    def __getitem__(self, name: str) -> Column:
         return self._columns[name]
 
     def __len__(self) -> int:

@@ -67,9 +67,12 @@ class Window:
         self._open[self.deadline(version) - self.step] += 1
 
     def takeable(self, version: int) -> bool:
-        """Whether step ``s`` may take a group of ``version`` and still keep every earlier deadline."""
+        """Whether step ``s`` may take a group of ``version`` and still keep every earlier deadline.
+
+        Never while the step before is uncommitted: one step at a time is with the trainer.
+        """
         offset = self.deadline(version) - self.step
-        return self.left > 0 and all(slack > 0 for slack in self.slack()[:offset])
+        return self.left > 0 and self.newest == self.step and all(slack > 0 for slack in self.slack()[:offset])
 
     def take(self, version: int) -> bool:
         """Step ``s`` takes an open group. True where that filled the step: the window then stands at step ``s + 1``.

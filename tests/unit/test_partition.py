@@ -1,0 +1,64 @@
+"""Proportional partition and locality (Hypothesis)."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora.orchestrator.core.partition import Seat, assign, proportional, settled
+
+WORK = st.dictionaries(st.integers(0, 9), st.floats(0, 1e6, allow_nan=False), max_size=6)
+
+
+@given(WORK, st.integers(1, 40), st.integers(0, 9))
+def test_counts_sum_and_nobody_starves(work: dict[int, float], groups: int, newest: int) -> None:
+    counts = proportional(work, groups, newest)
+    assert sum(counts.values()) == groups
+    needy = [version for version in sorted(work) if work[version] > 0]
+    for version in needy[:groups]:
+        assert counts.get(version, 0) >= 1
+    for version in counts:
+        assert version in needy or version == newest  # no group for a version without work
+
+
+@given(WORK, st.integers(8, 40), st.integers(0, 9))
+def test_shares_are_proportional(work: dict[int, float], groups: int, newest: int) -> None:
+    """Once every version has its one group, more work never gets fewer groups."""
+    counts = proportional(work, groups, newest)
+    needy = sorted(version for version in work if work[version] > 0)
+    for one in needy:
+        for other in needy:
+            if work[one] > work[other]:
+                assert counts[one] >= counts[other] - 1
+
+
+def test_exact_shares() -> None:
+    assert proportional({3: 300.0, 4: 100.0}, 8, 4) == {3: 6, 4: 2}
+    assert proportional({3: 1.0, 4: 999.0}, 4, 4) == {3: 1, 4: 3}
+    assert proportional({1: 5.0, 2: 5.0, 3: 5.0}, 2, 3) == {1: 1, 2: 1}  # too few: the oldest versions go first
+    assert proportional({}, 3, 7) == {7: 3}
+
+
+@given(st.data())
+def test_assignment_keeps_what_it_can(data: st.DataObject) -> None:
+    versions = data.draw(st.lists(st.integers(-1, 3), min_size=1, max_size=12))
+    seats = [
+        Seat(worker, loaded, loaded if loaded >= 0 else data.draw(st.integers(-1, 3)), data.draw(st.integers(0, 99)))
+        for worker, loaded in enumerate(versions)
+    ]
+    wanted = Counter(data.draw(st.lists(st.integers(0, 3), min_size=len(seats), max_size=len(seats))))
+    chosen = assign(seats, wanted)
+    assert Counter(chosen.values()) == wanted and set(chosen) == {seat.worker for seat in seats}
+    for version, count in wanted.items():
+        had = [seat for seat in seats if seat.loaded == version]
+        kept = [seat for seat in had if chosen[seat.worker] == version]
+        assert len(kept) == min(count, len(had))  # locality: no group changes version without need
+        gone = [seat.kv_tokens for seat in had if chosen[seat.worker] != version]
+        assert not gone or max(gone) <= min((seat.kv_tokens for seat in kept), default=max(gone))  # the emptiest go
+
+
+def test_hysteresis() -> None:
+    counts, work = {1: 3, 2: 1}, {1: 500.0, 2: 500.0}
+    assert not settled(counts, work, proportional(work, 4, 2), hysteresis=0.4)
+    assert settled(counts, {1: 600.0, 2: 400.0}, {1: 2, 2: 2}, hysteresis=0.4)
+    assert not settled({1: 4}, work, {1: 2, 2: 2}, hysteresis=1.0)  # a version without a group is never settled

@@ -1,0 +1,125 @@
+"""The window's arithmetic under random histories (Hypothesis): feasible always, deadlines kept, nothing stuck."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dora.errors import IllegalTransition
+from dora.orchestrator.core.window import Window
+
+SIZES = st.integers(1, 5)
+GROUPS = st.integers(1, 6)
+CHOICES = st.lists(st.tuples(st.sampled_from(["admit", "take", "cancel", "publish"]), st.integers(0, 4)), max_size=200)
+
+
+def apply(window: Window, open_versions: list[int], what: str, pick: int) -> int | None:
+    """One random wish; illegal ones must raise and change nothing. Returns the staleness of a group taken."""
+    before = (window.step, window.left, window.newest, window.slack())
+    version = window.oldest_live + pick % window.size
+    try:
+        if what == "admit":
+            window.admit(version)
+            open_versions.append(version)
+        elif what == "publish":
+            window.publish()
+        elif open_versions:
+            version = open_versions[pick % len(open_versions)]
+            step = window.step
+            if what == "cancel":
+                window.give_back(version)
+            else:
+                window.take(version)
+            open_versions.remove(version)
+            return step - version if what == "take" else None
+    except IllegalTransition:
+        assert before == (window.step, window.left, window.newest, window.slack())
+    return None
+
+
+@given(SIZES, GROUPS, CHOICES)
+@settings(max_examples=400, deadline=None)
+def test_always_feasible_and_never_stale(size: int, groups: int, choices: list[tuple[str, int]]) -> None:
+    window, open_versions = Window(size, groups), []
+    for what, pick in choices:
+        staleness = apply(window, open_versions, what, pick)
+        assert min(window.slack()) >= 0
+        assert staleness is None or 0 <= staleness <= size - 1
+        assert window.open_groups == len(open_versions)
+        assert all(window.deadline(version) >= window.step for version in open_versions)
+        assert window.newest in (window.step - 1, window.step)
+
+
+@given(SIZES, GROUPS, CHOICES)
+@settings(max_examples=200, deadline=None)
+def test_never_stuck(size: int, groups: int, choices: list[tuple[str, int]]) -> None:
+    """From any reachable state, taking the earliest deadline and admitting the newest version fills step after step."""
+    window, open_versions = Window(size, groups), []
+    for what, pick in choices:
+        apply(window, open_versions, what, pick)
+    goal = window.step + 3
+    for _ in range(20 * groups * (size + 3)):
+        if window.step >= goal:
+            return
+        if window.newest < window.step:
+            window.publish()
+        elif open_versions and window.takeable(min(open_versions)):
+            window.take(min(open_versions))
+            open_versions.remove(min(open_versions))
+        else:
+            window.admit(window.newest)
+            open_versions.append(window.newest)
+    raise AssertionError(f"stuck at step {window.step}: slack {window.slack()}")
+
+
+@given(SIZES, GROUPS)
+def test_admissible_is_exact(size: int, groups: int) -> None:
+    window = Window(size, groups)
+    for _ in range(window.admissible(0)):
+        window.admit(0)
+    with pytest.raises(IllegalTransition):
+        window.admit(0)
+    assert window.open_groups == groups * size  # version 0 may fill the steps 0 .. W-1
+
+
+def test_one_version_is_synchronous() -> None:
+    window = Window(1, 2)
+    window.admit(0)
+    window.admit(0)
+    window.take(0)
+    assert window.take(0)
+    assert window.admissible(0) == 0  # version 0 is over, version 1 not yet published
+    assert window.publish() == 1
+    assert window.admissible(1) == 2
+
+
+def test_a_later_deadline_waits_for_an_earlier_one() -> None:
+    window = Window(2, 2)
+    for _ in range(4):
+        window.admit(0)
+    window.take(0)
+    window.take(0)
+    window.publish()
+    window.admit(1)
+    window.admit(1)
+    assert not window.takeable(1)  # two groups of version 0 are due at step 1, which takes two
+    with pytest.raises(IllegalTransition):
+        window.take(1)
+
+
+def test_short_step_needs_an_empty_window() -> None:
+    window = Window(2, 3)
+    with pytest.raises(IllegalTransition):
+        window.close_short()
+    window.admit(0)
+    window.take(0)
+    window.close_short()
+    assert (window.step, window.left) == (1, 3)
+
+
+def test_groups_per_step_is_set_once() -> None:
+    window = Window(2, 0)
+    assert window.admissible(0) == 0
+    window.set_groups_per_step(4)
+    assert window.admissible(0) == 8
+    with pytest.raises(IllegalTransition):
+        window.set_groups_per_step(5)
