@@ -65,7 +65,7 @@ async def serve(
     configuration, WorkerStartError where the workers do not start.
     """
     progress(f"preparing the model {config.model}")
-    model = await _prepared(config)
+    model = await _prepared(config, progress)
     async with contextlib.AsyncExitStack() as stack:
         run_folder = stack.enter_context(_run_folder(config))
         store = await asyncio.to_thread(WeightStore, run_folder / "weights", model)
@@ -107,20 +107,21 @@ async def serve(
     return 0
 
 
-async def _prepared(config: Config) -> Path:
+async def _prepared(config: Config, progress: Callable[[str], None]) -> Path:
     """The model's folder. A named model is made by a process of its own: the service itself loads no torch."""
     cache = Path(config.cache) if config.cache else default_cache()
     if not (Path(config.model) / "config.json").is_file():
-        argv = [sys.executable, "-m", "dora", "prepare", config.model, "--cache", str(cache)]
+        argv = [sys.executable, "-m", "dora.models", config.model, str(cache)]
         process = await asyncio.create_subprocess_exec(
             *argv, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
         )
-        _, errors = await process.communicate()
-        lines = errors.decode(errors="replace").strip().splitlines()
-        if process.returncode and not lines:
-            raise InvalidValue("--model", config.model, f"a model that can be made (ended with {process.returncode})")
-        if process.returncode:
-            raise DoraError(lines[-1].removeprefix("error: "))
+        assert process.stderr is not None
+        last = f"ended with {process.returncode}"
+        async for line in process.stderr:
+            last = line.decode(errors="replace").strip() or last
+            progress(last)
+        if await process.wait():
+            raise InvalidValue("--model", config.model, f"a model that can be made ({last})")
     return resolve_model(config.model, cache)
 
 

@@ -1,0 +1,48 @@
+"""Folders that are made once and re-used: written beside their place, then renamed, so they are whole or absent.
+
+A folder carries ``recipe.json``, what it was made from; a folder with another recipe is refused, never overwritten.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from dora.errors import Conflict
+
+RECIPE_FILE = "recipe.json"
+
+
+def prepare_once(folder: Path, recipe: Mapping[str, str | int], make: Callable[[Path], None]) -> Path:
+    """Returns ``folder``, filled by ``make(empty folder)`` unless a folder of the same recipe is there already.
+
+    Safe when several processes prepare the same folder at once: the first rename wins, the others use its result.
+    Raises Conflict where ``folder`` exists with another recipe, or with none.
+    """
+    if folder.exists():
+        return _existing(folder, recipe)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        made = unfinished / "made"  # a folder of its own: mkdtemp's is private to the user, this one follows the umask
+        made.mkdir()
+        make(made)
+        (made / RECIPE_FILE).write_text(json.dumps(dict(recipe), indent=2) + "\n")
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+            return _existing(folder, recipe)
+    finally:
+        shutil.rmtree(unfinished)
+    return folder
+
+
+def _existing(folder: Path, recipe: Mapping[str, str | int]) -> Path:
+    file = folder / RECIPE_FILE
+    found = json.loads(file.read_text()) if file.is_file() else None
+    if found != dict(recipe):
+        raise Conflict("folder", str(folder), f"a folder not yet there, or one with {RECIPE_FILE} = {dict(recipe)}")
+    return folder

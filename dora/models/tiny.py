@@ -1,0 +1,81 @@
+"""Random models of a few hundred thousand parameters, for tests and for ``make demo MODEL=tiny``.
+
+Architectures of real families (Qwen3, Qwen3-MoE) at the smallest size that the CPU engine runs: heads of 64, fp32.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from dora.errors import InvalidValue
+from dora.models.prepared import prepare_once
+from dora.models.tiny_vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCABULARY, write_tokenizer
+
+TinyKind = Literal["dense", "moe"]
+RECIPE = 1  # raise it with any change of what is written here
+CONTEXT_TOKENS = 512
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": CONTEXT_TOKENS,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "initializer_range": 0.1,  # ten times the usual: a distribution that is far from flat, so that errors show
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+    "dtype": "float32",
+}
+_DENSE = {**_COMMON, "tie_word_embeddings": True}
+_MOE = {
+    **_COMMON,
+    "tie_word_embeddings": False,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def make_tiny(kind: TinyKind, folder: Path, seed: int = 0) -> Path:
+    """Writes a random model with its tokenizer to ``folder`` and returns it; a folder of the same recipe is re-used.
+
+    The folder holds config.json, generation_config.json, model.safetensors (fp32, checkpoint names), tokenizer.json,
+    tokenizer_config.json. The same seed gives the same bytes. torch's global random state is left as it was.
+    Raises InvalidValue for an unknown kind, Conflict where ``folder`` holds something else.
+    """
+    if kind not in ("dense", "moe"):
+        raise InvalidValue("kind", kind, "dense or moe")
+    recipe: dict[str, str | int] = {"model": f"tiny-{kind}", "recipe": RECIPE, "seed": seed}
+    return prepare_once(folder, recipe, lambda made: _write(kind, made, seed))
+
+
+def _write(kind: TinyKind, folder: Path, seed: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3MoeConfig
+
+    from dora.models.checkpoint_names import to_checkpoint
+
+    config = Qwen3Config(**_DENSE) if kind == "dense" else Qwen3MoeConfig(**_MOE)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=True).save_pretrained(
+        folder
+    )
+    checkpoint = to_checkpoint(model.state_dict(), config.to_dict())
+    save_file(checkpoint, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(folder)

@@ -1,0 +1,152 @@
+"""Prompts from a JSON Lines file, read, checked and tokenised once, before anything starts.
+
+One object a line. Exactly one of
+    prompt            text, tokenised as it stands, without a chat template
+    prompt_token_ids  list of token ids
+    messages          list of {"role", "content"}, put through the model's chat template
+and, each optional,
+    prompt_id         unique in the file; by default "<file>:<line>"
+    task_id           by default the file's name without ending
+    answer            any JSON value, given to the reward function as verifier["answer"]
+    verifier          object, given to the reward function as it is (with "answer" added where there is one)
+    group_size        responses to this prompt; 0: the service's default
+    sampling          object of SamplingParams fields, e.g. {"temperature": 0.7, "max_tokens": 64}
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from dora.errors import Conflict, InvalidValue
+from dora.prompts.source import PromptSource, check_length
+from dora.prompts.tokenizer import ChatTokenizer
+from dora.types import Prompt, SamplingParams
+
+REWARD = "dora.rewards.answer:score"
+_FORMS = ("prompt", "prompt_token_ids", "messages")
+_FIELDS = (*_FORMS, "prompt_id", "task_id", "answer", "verifier", "group_size", "sampling")
+_SAMPLING_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+
+
+def jsonl_source(path: Path, tokenizer: ChatTokenizer, limit_tokens: int | None = None) -> PromptSource:
+    """The prompts of a file, in its order. Blank lines are skipped.
+
+    Raises InvalidValue with the file and the line number for the first malformed line, Conflict for an id that
+    appeared before.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValue("--prompts", str(path), f"a readable UTF-8 file ({error})") from error
+    prompts: list[Prompt] = []
+    lines_by_id: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        prompt = check_length(_prompt(line, _Place(path, number), tokenizer), limit_tokens)
+        if prompt.prompt_id in lines_by_id:
+            first = lines_by_id[prompt.prompt_id]
+            raise Conflict(f"{path}:{number}: prompt_id", prompt.prompt_id, f"an id not used before (see line {first})")
+        lines_by_id[prompt.prompt_id] = number
+        prompts.append(prompt)
+    if not prompts:
+        raise InvalidValue("--prompts", str(path), "a file with at least one prompt")
+    return PromptSource(path.stem, REWARD, lambda index: prompts[index] if index < len(prompts) else None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    """A line of a file, to name in errors."""
+
+    path: Path
+    number: int
+
+    def invalid(self, field: str, value: object, allowed: str) -> InvalidValue:
+        return InvalidValue(f"{self.path}:{self.number}: {field}", value, allowed)
+
+
+def _prompt(line: str, place: _Place, tokenizer: ChatTokenizer) -> Prompt:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise place.invalid("line", line[:80], f"one JSON object ({error})") from error
+    if not isinstance(record, dict):
+        raise place.invalid("line", line[:80], "one JSON object")
+    for unknown in sorted(set(record) - set(_FIELDS)):
+        raise place.invalid(unknown, record[unknown], f"only the fields {', '.join(_FIELDS)}")
+    text, token_ids = _tokens(record, place, tokenizer)
+    return Prompt(
+        prompt_id=_field(record, "prompt_id", str, f"{place.path.stem}:{place.number}", place),
+        task_id=_field(record, "task_id", str, place.path.stem, place),
+        token_ids=token_ids,
+        text=text,
+        group_size=_group_size(record, place),
+        sampling=_sampling(record, place),
+        verifier_json=_verifier_json(record, place),
+    )
+
+
+def _tokens(record: dict[str, Any], place: _Place, tokenizer: ChatTokenizer) -> tuple[str, tuple[int, ...]]:
+    forms = [form for form in _FORMS if form in record]
+    if len(forms) != 1:
+        raise place.invalid("prompt", forms, f"exactly one of {', '.join(_FORMS)}")
+    if forms == ["prompt"]:
+        text = _field(record, "prompt", str, "", place)
+        return text, tokenizer.encode(text)
+    if forms == ["messages"]:
+        return tokenizer.encode_chat(_messages(record["messages"], place))
+    token_ids = record["prompt_token_ids"]
+    if not isinstance(token_ids, list):
+        raise place.invalid("prompt_token_ids", token_ids, "a list of token ids")
+    for token_id in token_ids:
+        if type(token_id) is not int or not 0 <= token_id < tokenizer.vocab_size:
+            raise place.invalid("prompt_token_ids", token_id, f"integers from 0 to {tokenizer.vocab_size - 1}")
+    return tokenizer.decode(token_ids), tuple(token_ids)
+
+
+def _messages(value: Any, place: _Place) -> list[dict[str, str]]:
+    if not isinstance(value, list) or not value:
+        raise place.invalid("messages", value, "a list of {role, content} objects, at least one")
+    for message in value:
+        ok = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        if not ok:
+            raise place.invalid("messages", message, "objects with the texts role and content")
+    return value
+
+
+def _group_size(record: dict[str, Any], place: _Place) -> int:
+    value = _field(record, "group_size", int, 0, place)
+    if value < 0:
+        raise place.invalid("group_size", value, "an integer from 0 on (0: the service's default)")
+    return value
+
+
+def _sampling(record: dict[str, Any], place: _Place) -> dict[str, Any]:
+    """Names and types only; the service checks the ranges when it merges them with its own."""
+    sampling = _field(record, "sampling", dict, {}, place)
+    for name, value in sampling.items():
+        if name not in _SAMPLING_DEFAULTS:
+            raise place.invalid(f"sampling.{name}", value, f"one of {', '.join(_SAMPLING_DEFAULTS)}")
+        default = _SAMPLING_DEFAULTS[name]
+        if isinstance(default, tuple):
+            raise place.invalid(f"sampling.{name}", value, "a field of the service's configuration, not of a prompt")
+        fits = type(value) is type(default) or (type(default) is float and type(value) is int)
+        if not fits:
+            raise place.invalid(f"sampling.{name}", value, f"a value like {default!r}")
+    return sampling
+
+
+def _verifier_json(record: dict[str, Any], place: _Place) -> str:
+    verifier = dict(_field(record, "verifier", dict, {}, place))
+    if "answer" in record:
+        verifier["answer"] = record["answer"]
+    return json.dumps(verifier)
+
+
+def _field(record: dict[str, Any], name: str, kind: type, default: Any, place: _Place) -> Any:
+    value = record.get(name, default)
+    if type(value) is not kind or (kind is str and not value):
+        names = {str: "a text that is not empty", int: "an integer", dict: "an object"}
+        raise place.invalid(name, value, names[kind])
+    return value

@@ -1,0 +1,19 @@
+"""Rewards: plug-in functions, ``module:function``, each run in processes of its own and limited in time.
+
+A reward function is plain Python:
+
+    def score(prompt_text: str, response_text: str, response_token_ids: list[int], verifier: dict) -> float
+
+``response_text`` is the response without special tokens, ``verifier`` what came with the prompt (the answer, say).
+It may return a mapping instead, whose keys besides ``reward`` are optional:
+
+    {"reward": 0.5, "components": {"format": 1.0, "answer": 0.0}, "log": "no answer found"}
+
+Rewards and components are finite numbers. A function that raises, takes too long, ends its process or returns anything
+else costs no sample: its trajectory is delivered with ``Reward(valid=False, value=0.0, log=...)``. What it prints to
+stdout goes to stderr. One process runs one call at a time; a function need not be thread-safe.
+"""
+
+from dora.rewards.runner import RewardRunner
+
+__all__ = ["RewardRunner"]

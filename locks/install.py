@@ -1,0 +1,107 @@
+"""Creates ``.venv`` from a lock, once. Run by ``make setup``; needs nothing but Python's standard library.
+
+A stamp in the environment holds the hash of the lock and of pyproject.toml: while it fits, nothing is done. Written for
+old interpreters too, so that one that is too old can say so.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+LOCK = os.path.join(ROOT, "locks", "cpu.txt")
+VENV = os.path.join(ROOT, ".venv")
+VENV_PYTHON = os.path.join(VENV, "bin", "python")
+LOG = os.path.join(VENV, "setup.log")
+STAMP = os.path.join(VENV, "setup.stamp")
+PYTHON_MIN = (3, 11)
+DISK_FREE_MIN_GB = 6  # the environment takes 2.3, pip's downloads and unpacking the rest
+LOG_TAIL_LINES = 30
+CHECK = """
+import importlib.util, sys
+import torch
+if torch.version.cuda is not None:
+    sys.exit("torch " + torch.__version__ + " is a CUDA build; the lock needs the CPU build")
+for name in ("torchvision", "torchaudio", "torchcodec"):
+    if importlib.util.find_spec(name):
+        sys.exit(name + " is installed and breaks transformers here; remove it: .venv/bin/pip uninstall " + name)
+import vllm
+"""
+
+
+def fail(message):
+    """Ends the set-up with one plain message."""
+    sys.exit("set-up failed: " + message)
+
+
+def fingerprint():
+    """The hash of everything that decides what is installed."""
+    digest = hashlib.sha256(repr(sys.version_info[:2]).encode())
+    for path in (LOCK, os.path.join(ROOT, "pyproject.toml")):
+        with open(path, "rb") as file:
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+def is_done(expected):
+    """Whether an earlier run ended well with the same lock."""
+    if not (os.path.exists(STAMP) and os.path.exists(VENV_PYTHON)):
+        return False
+    with open(STAMP) as file:
+        return file.read() == expected
+
+
+def check_python():
+    """Refuses a Python that is too old."""
+    if sys.version_info[:2] < PYTHON_MIN:
+        found = ".".join(str(part) for part in sys.version_info[:2])
+        fail(f"Python {found} is too old, 3.11 or newer is needed; name another one: make setup PYTHON=python3.11")
+
+
+def check_disk():
+    """Refuses a disk that is too full, before anything is written."""
+    free_gb = shutil.disk_usage(ROOT).free / 1e9
+    if free_gb < DISK_FREE_MIN_GB:
+        fail(f"{free_gb:.1f} GB are free in {ROOT}, {DISK_FREE_MIN_GB} GB are needed")
+
+
+def run(title, command, hint):
+    """Runs one step with its output in the log; on failure shows the log's end and the hint."""
+    print("set-up: " + title + " ...", flush=True)
+    with open(LOG, "a") as log:
+        code = subprocess.call(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+    if code != 0:
+        with open(LOG) as log:
+            print("".join(log.readlines()[-LOG_TAIL_LINES:]), file=sys.stderr)
+        fail(f"{title} ended with code {code}; {hint}. The whole log: {LOG}")
+
+
+def main():
+    """The whole set-up; a second run re-uses everything."""
+    check_python()
+    expected = fingerprint()
+    if is_done(expected):
+        return
+    start_s = time.monotonic()
+    if not os.path.exists(VENV_PYTHON):
+        check_disk()
+        print("set-up: creating .venv ...", flush=True)
+        if subprocess.call([sys.executable, "-m", "venv", VENV]) != 0:
+            fail("'python3 -m venv' does not work; on Debian and Ubuntu install python3-venv")
+    if os.path.exists(LOG):
+        os.remove(LOG)
+    pip = [VENV_PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps"]
+    hint = "pip needs a package index and a place with PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)"
+    run("installing locks/cpu.txt (1 to 3 minutes)", [*pip, "-r", LOCK], hint)
+    run("installing dora", [*pip, "--no-build-isolation", "--editable", ROOT], "see the log")
+    run("checking torch and vLLM", [VENV_PYTHON, "-c", CHECK], "remove .venv and try again")
+    with open(STAMP, "w") as file:
+        file.write(expected)
+    print(f"set-up: done in {time.monotonic() - start_s:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

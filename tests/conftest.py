@@ -1,0 +1,29 @@
+"""Models for tests: tiny random ones, made once a run, and the real one, kept in the user's cache."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dora.models import resolve_model
+from dora.models.tiny import make_tiny
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, not even asked for
+
+
+@pytest.fixture(scope="session")
+def tiny_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Qwen3."""
+    return make_tiny("dense", tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Qwen3-MoE."""
+    return make_tiny("moe", tmp_path_factory.mktemp("models") / "tiny-moe")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct, converted on first use and shared with the demo."""
+    return resolve_model("smollm2")

@@ -1,0 +1,58 @@
+"""What is loaded when, and what the pure core may use. lint-imports checks the rest of the import rules."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import dora
+
+ROOT = Path(dora.__file__).parent
+CORE = ROOT / "orchestrator" / "core"
+CORE_MAY_IMPORT = ("dora.types", "dora.config", "dora.errors", "dora.orchestrator.core")
+IMPURE = {"asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "secrets", "socket", "subprocess", "sys",
+          "tempfile", "threading", "time", "uuid"}  # fmt: skip
+HEAVY = ("torch", "transformers", "vllm")
+LIGHT = (
+    "dora",
+    "dora.cli",
+    "dora.client",
+    "dora.models",
+    "dora.orchestrator.core.machine",
+    "dora.orchestrator.main",
+    "dora.prompts",
+    "dora.rewards",
+)
+
+
+def imported_names(file: Path) -> set[str]:
+    """Every module that a file imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            names.add(node.module or "")
+    return names
+
+
+def test_dora_its_cli_and_its_core_load_neither_torch_nor_vllm() -> None:
+    script = f"import sys, {', '.join(LIGHT)}; print(*(name for name in {HEAVY} if name in sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert loaded.split() == []
+
+
+def test_the_core_imports_no_clock_no_randomness_no_io() -> None:
+    files = sorted(CORE.rglob("*.py"))
+    assert files
+    for file in files:
+        impure = {name for name in imported_names(file) if name.partition(".")[0] in IMPURE}
+        assert not impure, f"{file.relative_to(ROOT)} imports {sorted(impure)}"
+
+
+def test_the_core_imports_only_types_config_and_errors_of_dora() -> None:
+    for file in sorted(CORE.rglob("*.py")):
+        for name in imported_names(file):
+            inside = not name.startswith("dora") or name.startswith(CORE_MAY_IMPORT)
+            assert inside, f"{file.relative_to(ROOT)} imports {name}"

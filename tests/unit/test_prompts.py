@@ -1,0 +1,196 @@
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reasoning_gym
+from transformers import AutoTokenizer
+
+from dora.errors import Conflict, InvalidValue
+from dora.models.tiny_vocabulary import CLASSES
+from dora.prompts import ChatTokenizer, jsonl_source, parse_mix, resolve_prompts
+
+CHAT = [{"role": "user", "content": "What is 2+2?\n é"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dense: Path) -> ChatTokenizer:
+    return ChatTokenizer(tiny_dense)
+
+
+def write(folder: Path, *lines: Any) -> Path:
+    """A prompts file of objects, or of texts as they stand."""
+    file = folder / "prompts.jsonl"
+    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return file
+
+
+def check_same_ids_as_transformers(folder: Path) -> None:
+    ours, theirs = ChatTokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    text, token_ids = ours.encode_chat(CHAT)
+    assert text == theirs.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    assert list(token_ids) == theirs.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+    assert list(ours.encode("plain text")) == theirs("plain text").input_ids
+    assert ours.decode(token_ids) == theirs.decode(token_ids, skip_special_tokens=True)
+    assert ours.vocab_size == len(theirs)
+
+
+def test_tokens_are_those_of_transformers(tiny_dense: Path) -> None:
+    check_same_ids_as_transformers(tiny_dense)
+
+
+@pytest.mark.e2e
+def test_tokens_of_the_real_model_are_those_of_transformers(smollm2: Path) -> None:
+    check_same_ids_as_transformers(smollm2)
+
+
+def test_a_chat_template_may_be_missing_wrong_or_refuse(tiny_dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((tiny_dense / "tokenizer.json").read_bytes())
+    with pytest.raises(InvalidValue, match="has a chat template"):
+        ChatTokenizer(tmp_path).render(CHAT)
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(InvalidValue, match="a valid Jinja template"):
+        ChatTokenizer(tmp_path).render(CHAT)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system message') }}")
+    with pytest.raises(InvalidValue, match="no system message"):
+        ChatTokenizer(tmp_path).render(CHAT)
+
+
+@pytest.mark.parametrize("spec", ["tiny", "reasoning-gym:chain_sum:2,leg_counting:1"])
+def test_endless_sources_are_functions_of_seed_and_index(spec: str, tokenizer: ChatTokenizer) -> None:
+    prompts = list(islice(resolve_prompts(spec, tokenizer, seed=3), 1100))
+    again = resolve_prompts(spec, tokenizer, seed=3)
+    assert list(islice(again.starting_at(1000), 100)) == prompts[1000:]
+    assert prompts[:5] == list(islice(again, 5))
+    assert len({prompt.prompt_id for prompt in prompts}) == len(prompts)
+    other = list(islice(resolve_prompts(spec, tokenizer, seed=4), 1100))
+    assert [prompt.text for prompt in other] != [prompt.text for prompt in prompts]
+    assert not {prompt.prompt_id for prompt in other} & {prompt.prompt_id for prompt in prompts}
+
+
+def test_tiny_prompts_name_a_class_and_carry_its_characters(tokenizer: ChatTokenizer) -> None:
+    source = resolve_prompts("tiny", tokenizer)
+    assert source.reward == "dora.rewards.tiny:score"
+    seen = set()
+    for prompt in islice(source, 100):
+        word = prompt.text.removeprefix("<bos>")
+        seen.add(word)
+        assert json.loads(prompt.verifier_json) == {"characters": CLASSES[word]}
+        assert len(prompt.token_ids) == 2 and prompt.task_id == f"tiny.{word.lower()}"
+    assert seen == set(CLASSES)
+
+
+def test_a_mix_follows_its_weights_and_its_entries_can_be_scored(tokenizer: ChatTokenizer) -> None:
+    source = resolve_prompts("reasoning-gym:chain_sum:3,leg_counting", tokenizer)
+    prompts = list(islice(source, 1000))
+    tasks = Counter(prompt.task_id for prompt in prompts)
+    assert 700 < tasks["chain_sum"] < 800 and tasks.total() == 1000
+    assert len({prompt.text for prompt in prompts}) > 950
+    for prompt in prompts[:20]:
+        verifier = json.loads(prompt.verifier_json)
+        score = reasoning_gym.get_score_answer_fn(verifier["task"])
+        assert verifier["entry"]["question"] in prompt.text
+        assert score(answer=verifier["entry"]["answer"], entry=verifier["entry"]) == 1.0
+
+
+def test_mix_weights() -> None:
+    assert parse_mix("a") == {"a": 1.0}
+    assert parse_mix("a:2, b:0.5") == {"a": 2.0, "b": 0.5}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "reasoning-gym:",
+        "reasoning-gym:chain_sum:0",
+        "reasoning-gym:chain_sum:-1",
+        "reasoning-gym:chain_sum:nan",
+        "reasoning-gym:chain_sum:much",
+        "reasoning-gym:chain_sum,chain_sum",
+        "reasoning-gym:no_such_task",
+        "reasoning-gym:arc_agi",  # its verifier wants tuples, which JSON does not have
+        "absent.jsonl",
+        "prompts.txt",
+    ],
+)
+def test_a_bad_source_is_refused(spec: str, tokenizer: ChatTokenizer) -> None:
+    with pytest.raises(InvalidValue, match="--prompts"):
+        resolve_prompts(spec, tokenizer)
+
+
+def test_none_has_no_prompts(tokenizer: ChatTokenizer) -> None:
+    assert list(resolve_prompts("none", tokenizer)) == []
+
+
+def test_a_file_gives_its_prompts_in_order(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        {"prompt": "ab1", "answer": 7},
+        "",
+        {"prompt_token_ids": [5, 6], "prompt_id": "mine", "task_id": "sums", "group_size": 4},
+        {"messages": [{"role": "user", "content": "EARLY"}], "sampling": {"temperature": 1, "max_tokens": 9}},
+        {"prompt": "x", "verifier": {"unit": "m"}, "answer": "3"},
+    )
+    source = resolve_prompts(str(file), tokenizer)
+    first, second, third, fourth = source
+    assert (first.prompt_id, first.task_id, first.text) == ("prompts:1", "prompts", "ab1")
+    assert first.token_ids == tokenizer.encode("ab1") and json.loads(first.verifier_json) == {"answer": 7}
+    assert (second.prompt_id, second.task_id, second.token_ids, second.group_size) == ("mine", "sums", (5, 6), 4)
+    assert second.text == "SIGNSEARLY"
+    assert third.text == "<bos>EARLY" and third.sampling == {"temperature": 1, "max_tokens": 9}
+    assert json.loads(fourth.verifier_json) == {"unit": "m", "answer": "3"}
+    assert list(source.starting_at(3)) == [fourth]
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "reason"),
+    [
+        ("{", "line", "one JSON object"),
+        ("[1]", "line", "one JSON object"),
+        ({}, "prompt", "exactly one of prompt, prompt_token_ids, messages"),
+        ({"prompt": "a", "messages": []}, "prompt", "exactly one of"),
+        ({"prompt": ""}, "prompt", "a text that is not empty"),
+        ({"prompt": 3}, "prompt", "a text"),
+        ({"prompt": "a", "anwser": 1}, "anwser", "only the fields prompt"),
+        ({"prompt_token_ids": "a"}, "prompt_token_ids", "a list of token ids"),
+        ({"prompt_token_ids": [1, 64]}, "prompt_token_ids", "integers from 0 to 63"),
+        ({"prompt_token_ids": [True]}, "prompt_token_ids", "integers"),
+        ({"messages": []}, "messages", "at least one"),
+        ({"messages": [{"role": "user"}]}, "messages", "role and content"),
+        ({"prompt": "a", "group_size": -1}, "group_size", "an integer from 0"),
+        ({"prompt": "a", "group_size": "4"}, "group_size", "an integer"),
+        ({"prompt": "a", "sampling": {"heat": 1}}, "sampling.heat", "one of temperature"),
+        ({"prompt": "a", "sampling": {"max_tokens": 1.5}}, "sampling.max_tokens", "a value like 256"),
+        ({"prompt": "a", "prompt_id": 3}, "prompt_id", "a text"),
+        ({"prompt": "a", "verifier": "x"}, "verifier", "an object"),
+    ],
+)
+def test_a_malformed_line_is_named(
+    line: Any, field: str, reason: str, tokenizer: ChatTokenizer, tmp_path: Path
+) -> None:
+    file = write(tmp_path, {"prompt": "a"}, line)
+    with pytest.raises(InvalidValue, match=reason) as caught:
+        jsonl_source(file, tokenizer)
+    assert caught.value.field == f"{file}:2: {field}"
+
+
+def test_a_duplicate_prompt_id_is_a_conflict(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    file = write(tmp_path, {"prompt": "a", "prompt_id": "one"}, {"prompt": "b", "prompt_id": "one"})
+    with pytest.raises(Conflict, match=r"prompts\.jsonl:2: prompt_id = 'one' .*line 1"):
+        jsonl_source(file, tokenizer)
+
+
+def test_an_empty_file_is_refused(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match="at least one prompt"):
+        jsonl_source(write(tmp_path, ""), tokenizer)
+
+
+def test_a_prompt_over_the_limit_is_named_with_length_and_limit(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    file = write(tmp_path, {"prompt": "abc"}, {"prompt": "abcd", "prompt_id": "long"})
+    assert len(list(resolve_prompts(str(file), tokenizer, limit_tokens=4))) == 2
+    with pytest.raises(InvalidValue, match=r"prompt long: length in tokens = 4 .*at most 3"):
+        resolve_prompts(str(file), tokenizer, limit_tokens=3)
+    with pytest.raises(InvalidValue, match="at most 1"):
+        next(iter(resolve_prompts("tiny", tokenizer, limit_tokens=1)))
