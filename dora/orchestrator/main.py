@@ -75,6 +75,7 @@ async def serve(
         )
         verifier = await stack.enter_async_context(_verifier(config, source, model))
         snapshots = run_folder / "kv"
+        snapshots.mkdir(exist_ok=True)
         runtime = Runtime(
             config,
             feed=lambda refused: PromptFeed(config, iter(source), refused),
@@ -116,12 +117,12 @@ async def _prepared(config: Config, progress: Callable[[str], None]) -> Path:
             *argv, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
         )
         assert process.stderr is not None
-        last = f"ended with {process.returncode}"
+        last = "a model that can be made"
         async for line in process.stderr:
             last = line.decode(errors="replace").strip() or last
             progress(last)
         if await process.wait():
-            raise InvalidValue("--model", config.model, f"a model that can be made ({last})")
+            raise InvalidValue("--model", config.model, last)
     return resolve_model(config.model, cache)
 
 

@@ -159,8 +159,9 @@ class Runtime:
 
     def worker_outcome(self, session: WorkerSession, outcome: pb.WorkerOutcome) -> None:
         session.heard_s = time.monotonic()
-        if not outcome.ok:
-            log.warning("%s: command %d: %s", session.worker_id, outcome.command_id, outcome.error)
+        if not outcome.ok:  # an unknown request is one that finished a moment before: expected
+            level = logging.DEBUG if outcome.error_kind == "unknown_request" else logging.WARNING
+            log.log(level, "%s: command %d: %s", session.worker_id, outcome.command_id, outcome.error)
         self.post(
             on.CommandDone(
                 session.worker_id,

@@ -40,7 +40,7 @@ def signal_handoff(state: State, handoff: Handoff, signal: Signal) -> None:
     was_live = handoff.phase in LIVE
     actions = handoff.advance(signal)
     if was_live and handoff.phase not in LIVE:
-        _close(state, handoff)
+        _close(state, handoff, signal)
     for action in actions:
         _ACTIONS[action](state, handoff)
 
@@ -91,7 +91,7 @@ def overdue(state: State) -> None:
 # ------------------------------------------------------------------------------------------------------------ actions
 
 
-def _close(state: State, handoff: Handoff) -> None:
+def _close(state: State, handoff: Handoff, signal: Signal) -> None:
     """The request is no longer between two workers."""
     row = handoff.row
     del state.handoffs[row]
@@ -102,7 +102,9 @@ def _close(state: State, handoff: Handoff) -> None:
         target.kv_claimed -= int(state.requests["claim_inbound"][row])
     state.requests["claim_inbound"][row] = 0
     state.settling = True
-    if handoff.phase is Phase.ABORTED:
+    if signal in (Signal.FINISHED, Signal.COPY_FAILED):
+        state.counters.migrations_overtaken += 1
+    elif handoff.phase is Phase.ABORTED and signal is not Signal.NOT_MOVABLE:
         state.counters.migrations_failed += 1
 
 
@@ -150,7 +152,6 @@ def _restart_at_target(state: State, handoff: Handoff) -> None:
     state.send(do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), handoff.request_id))
     start(state, handoff.row, state.workers[handoff.target])
     state.requests["moves"][handoff.row] += 1
-    state.counters.migrations_failed -= 1  # it did move
 
 
 def _orphan(state: State, handoff: Handoff) -> None:

@@ -87,7 +87,8 @@ class Counters:
     groups_cancelled: int = 0
     migrations_kv: int = 0
     migrations_reprefill: int = 0
-    migrations_failed: int = 0
+    migrations_failed: int = 0  # undone: refused, timed out, a worker lost
+    migrations_overtaken: int = 0  # the response ended first
     requests_orphaned: int = 0
     workers_lost: int = 0
     loads_failed: int = 0

@@ -1,0 +1,99 @@
+"""A request may come to the model runner with outputs that another engine sampled.
+
+vLLM's runner takes every new request as a prompt without outputs. Outputs re-sent as prompt change what follows: the
+penalties of outputs, ``min_tokens`` and ``max_tokens`` count from the prompt's end, and the seeded random stream starts
+anew. Here a new request whose sampling parameters carry ``OUTPUTS_KEY`` enters with those outputs *as outputs*, and its
+random stream advanced by what they drew. The scheduler's half is ``dora.worker.vllm_scheduler``.
+
+The CPU sampler draws one ``torch.randint(0, 2**31)`` for each token of a seeded request (vllm/v1/sample/ops/
+topk_topp_sampler.py, ``forward_cpu``); other samplers draw otherwise, and ``verify`` refuses them.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+import vllm.v1.worker.cpu_worker as cpu_worker
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+from dora.engine_patches.parts import runner_of
+from dora.engine_patches.patch import Patch, PatchFailed, nothing
+
+NAME: Final = "exact_resume"
+OUTPUTS_KEY: Final = "dora_outputs"  # in SamplingParams.extra_args: the tokens sampled so far
+_DRAW_LIMIT: Final = 2**31
+
+
+def resumed_outputs(extra_args: Mapping[str, Any] | None) -> list[int]:
+    """The outputs that a request already has; empty for one that starts here."""
+    return list((extra_args or {}).get(OUTPUTS_KEY, ()))
+
+
+def advance(generator: torch.Generator, draws: int) -> None:
+    """Takes what ``draws`` sampled tokens took from a request's random stream."""
+    torch.randint(0, _DRAW_LIMIT, (draws,), generator=generator, dtype=torch.long)
+
+
+class ResumingModelRunner(CPUModelRunner):
+    """vLLM's CPU model runner, to which a request may come with outputs."""
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        for new in scheduler_output.scheduled_new_reqs:
+            if resumed_outputs(new.sampling_params.extra_args):
+                self.requests[new.req_id] = self._resumed_state(new)
+        return super()._update_states(scheduler_output)
+
+    def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
+        # vLLM's hook for a new request whose state is there already: it asks for the state to put in the batch.
+        if resumed_outputs(new_req_data.sampling_params.extra_args):
+            return self.requests[req_id]
+        return super()._update_streaming_request(req_id, new_req_data)
+
+    def _resumed_state(self, new: NewRequestData) -> CachedRequestState:
+        outputs = resumed_outputs(new.sampling_params.extra_args)
+        generator = None
+        if new.sampling_params.temperature > 0:
+            generator = torch.Generator(device=self.device)
+            generator.manual_seed(new.sampling_params.seed)
+            advance(generator, len(outputs))
+        return CachedRequestState(
+            req_id=new.req_id,
+            prompt_token_ids=new.prompt_token_ids,
+            mm_features=[],
+            sampling_params=new.sampling_params,
+            generator=generator,
+            block_ids=new.block_ids,
+            num_computed_tokens=new.num_computed_tokens,
+            output_token_ids=outputs,
+        )
+
+
+def _apply() -> None:
+    cpu_worker.CPUModelRunner = ResumingModelRunner  # the name under which the CPU worker makes its runner
+
+
+def _verify(core: Any) -> None:
+    runner = runner_of(core)
+    if not isinstance(runner, ResumingModelRunner):
+        raise PatchFailed(NAME, f"the model runner is {type(runner).__name__}")
+    sampler = runner.sampler.topk_topp_sampler
+    if sampler.forward != sampler.forward_cpu:
+        raise PatchFailed(NAME, f"the sampler is {sampler.forward.__name__}, whose draws are not known")
+    one_by_one, at_once = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
+    for _ in range(5):
+        torch.randint(0, _DRAW_LIMIT, (1,), generator=one_by_one, dtype=torch.long)
+    advance(at_once, 5)
+    if not torch.equal(one_by_one.get_state(), at_once.get_state()):
+        raise PatchFailed(NAME, "five draws at once do not advance the random stream as five single draws do")
+
+
+PATCH = Patch(
+    name=NAME,
+    vllm_range=">=0.32,<0.33",
+    reason="a resumed request must go on with its outputs as outputs and its random stream where it was",
+    apply=_apply,
+    verify=_verify,
+    after_reload=nothing,
+)

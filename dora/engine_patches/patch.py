@@ -1,0 +1,39 @@
+"""What a patch declares."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from dora.errors import DoraError, InvalidValue
+
+
+class PatchFailed(DoraError):
+    """A patch did not take effect on this engine; the engine must not serve."""
+
+    def __init__(self, patch: str, finding: str) -> None:
+        super().__init__(f"engine patch {patch!r} did not take effect: {finding}")
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One change to vLLM. ``core`` below is vLLM's EngineCore, ``model`` the torch module that it runs."""
+
+    name: str
+    vllm_range: str  # PEP 440 specifiers of the versions it is written for
+    reason: str
+    apply: Callable[[], None]  # before the engine is made; may be repeated
+    verify: Callable[[Any], None]  # on the engine that was made; raises PatchFailed
+    after_reload: Callable[[Any], None]  # on the model, after its weights were replaced in place
+
+    def check_version(self, vllm_version: str) -> None:
+        """Raises InvalidValue unless the patch is written for this vLLM."""
+        release = Version(vllm_version).public  # a local part, such as +cpu, says how it was built
+        if not SpecifierSet(self.vllm_range).contains(release, prereleases=True):
+            raise InvalidValue("vLLM version", vllm_version, f"{self.vllm_range}, which patch {self.name!r} is for")
+
+
+def nothing(*_: Any) -> None:
+    """For a patch that has nothing to do at one of its moments."""

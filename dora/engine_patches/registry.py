@@ -1,0 +1,31 @@
+"""All patches, in the order in which they apply."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import vllm
+
+from dora.engine_patches import exact_resume, moe_experts, tied_head
+from dora.engine_patches.patch import Patch
+
+PATCHES: Final[tuple[Patch, ...]] = (exact_resume.PATCH, tied_head.PATCH, moe_experts.PATCH)
+
+
+def apply(patches: Sequence[Patch] = PATCHES) -> None:
+    """Applies all patches; before the engine is made. Raises InvalidValue for a vLLM that one is not written for."""
+    for patch in patches:
+        patch.check_version(vllm.__version__)
+    for patch in patches:
+        patch.apply()
+
+
+def verify(core: Any, patches: Sequence[Patch] = PATCHES) -> None:
+    """Proves on a fresh engine that every patch took. Raises PatchFailed, naming the first that did not."""
+    for patch in patches:
+        patch.verify(core)
+
+
+def after_reload(model: Any, patches: Sequence[Patch] = PATCHES) -> None:
+    """Repairs what vLLM leaves behind when a model's weights were replaced in place."""
+    for patch in patches:
+        patch.after_reload(model)

@@ -1,0 +1,95 @@
+"""How KV from another engine enters vLLM: its KV connector, in both of its roles.
+
+The scheduler's half is asked, whenever a request gets a slot and blocks, how many tokens come from outside; the runner's
+half writes them before the forward pass of that very step. Until then the snapshot waits here, held.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from dora.kvtransfer.snapshot import KvSnapshot
+from dora.worker.vllm_blocks import BlockStore
+
+
+@dataclass
+class _Import:
+    """Blocks to write, and where."""
+
+    block_ids: list[int]
+    blocks: Mapping[str, np.ndarray]
+
+
+@dataclass
+class _Imports(KVConnectorMetadata):
+    """What one step brings in."""
+
+    imports: list[_Import]
+
+
+class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
+    """Named in vLLM's KVTransferConfig. Export needs no connector: between steps blocks are simply read."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._offered: dict[str, KvSnapshot] = {}
+        self._imports: list[_Import] = []
+        self._block_count: int = kv_cache_config.num_blocks
+        self.store: BlockStore | None = None  # in the runner's role, once the caches exist
+
+    # The scheduler's half.
+
+    def offer(self, request_id: str, snapshot: KvSnapshot) -> None:
+        """Keeps a snapshot until its request is first scheduled."""
+        self._offered[request_id] = snapshot
+
+    def offered(self, request_id: str) -> KvSnapshot | None:
+        """The snapshot that still waits for this request to be scheduled."""
+        return self._offered.get(request_id)
+
+    def is_offered(self, request_id: str) -> bool:
+        return request_id in self._offered
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        snapshot = self._offered.get(request.request_id)
+        return (0, False) if snapshot is None else (snapshot.kv_tokens - num_computed_tokens, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens > 0:
+            snapshot = self._offered.pop(request.request_id)
+            count = len(next(iter(snapshot.blocks.values())))
+            self._imports.append(_Import(blocks.get_block_ids()[0][:count], snapshot.blocks))
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        imports, self._imports = self._imports, []
+        return _Imports(imports)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        self._offered.pop(request.request_id, None)
+        return False, None
+
+    # The runner's half.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.store = BlockStore(kv_caches, self._block_count)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for entry in self._get_connector_metadata().imports:
+            self.store.write(entry.block_ids, entry.blocks)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: ``start_load_kv`` has written everything."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is saved on the way."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved on the way."""

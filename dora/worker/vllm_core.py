@@ -1,0 +1,114 @@
+"""Starting vLLM in this process, patched and verified, and what identifies the engine that came up."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import vllm
+from blake3 import blake3
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from dora.engine_patches import registry
+from dora.errors import InvalidValue
+from dora.kvtransfer.snapshot import KvLayout
+from dora.weights.reference import Reference
+from dora.worker.vllm_connector import SnapshotConnector
+from dora.worker.vllm_scheduler import HoldingScheduler
+
+_INCIDENTAL: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")  # config.json: not the model's
+_PROFILE_BYTES: Final = 1 << 20  # vLLM wants a size here; the number of blocks overrides it
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How one engine is made."""
+
+    slots: int
+    kv_tokens: int
+    block_tokens: int
+    max_model_len_tokens: int
+    dtype: str
+
+
+def start(model: Path, settings: EngineSettings) -> EngineCore:
+    """A patched engine with random weights. Raises InvalidValue for settings that vLLM refuses, naming its reason."""
+    registry.apply()
+    blocks = settings.kv_tokens // settings.block_tokens
+    arguments = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        load_format="dummy",  # weights arrive with their version
+        dtype=settings.dtype,
+        enforce_eager=True,
+        distributed_executor_backend="uni",
+        max_model_len=settings.max_model_len_tokens,
+        max_num_seqs=settings.slots,
+        # Chunked prefill breaks seeded requests on CPU, so a step must have room for the longest prompt beside decodes.
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=settings.max_model_len_tokens + settings.slots,
+        async_scheduling=False,  # between steps nothing may be in flight
+        enable_prefix_caching=True,
+        block_size=settings.block_tokens,
+        kv_cache_memory_bytes=_PROFILE_BYTES,
+        num_gpu_blocks_override=blocks + 1,  # vLLM keeps one block for itself
+        logprobs_mode="raw_logprobs",
+        scheduler_cls=HoldingScheduler,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector=SnapshotConnector.__name__,
+            kv_connector_module_path=SnapshotConnector.__module__,
+            kv_role="kv_consumer",
+        ),
+        disable_log_stats=True,
+    )
+    try:
+        vllm_config = arguments.create_engine_config()
+        core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    except ValueError as error:
+        raise InvalidValue("engine settings", settings, str(error)) from error
+    registry.verify(core)
+    return core
+
+
+def runner_connector() -> SnapshotConnector:
+    """The runner's half of the connector: a process has one."""
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, SnapshotConnector)
+    return connector
+
+
+def is_movable(core: EngineCore) -> bool:
+    """Whether a request's whole state is its tokens and one list of blocks: full attention, one group."""
+    groups = core.scheduler.kv_cache_config.kv_cache_groups
+    return len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+
+
+def layout_of(core: EngineCore, reference: Reference, settings: EngineSettings) -> KvLayout:
+    """What must agree for this engine's KV to mean the same in another one."""
+    layers = runner_connector().store.layers
+    backend = _backend(core)
+    identity = {
+        "config": _model_config(reference.folder),
+        "tensors": [(tensor.name, tensor.dtype, tensor.shape) for tensor in reference.tensors],
+        "kv": [backend, settings.block_tokens, layers],
+        "dtype": settings.dtype,
+    }
+    fingerprint = blake3(json.dumps(identity, sort_keys=True).encode()).hexdigest(32)
+    return KvLayout(fingerprint, backend, settings.dtype, settings.block_tokens, layers)
+
+
+def _backend(core: EngineCore) -> str:
+    """Attention backends, instruction sets and vLLM release: what shapes the inside of a block."""
+    context = core.vllm_config.compilation_config.static_forward_context
+    kinds = {f"{layer.attn_backend.get_name()}/{getattr(layer, 'isa', 'any')}" for layer in context.values()}
+    return ",".join([*sorted(kinds), f"vllm-{vllm.__version__}"])
+
+
+def _model_config(folder: Path) -> dict[str, Any]:
+    config = json.loads((folder / "config.json").read_text())
+    return {name: value for name, value in config.items() if name not in _INCIDENTAL}

@@ -1,0 +1,269 @@
+"""vLLM as a rollout engine: in this process, stepped by its owner, nothing in flight between steps.
+
+Nothing here is specific to a device but what it is built from: ``vllm_core`` starts vLLM, ``vllm_scheduler`` holds and
+resumes requests, ``vllm_connector`` brings KV in, ``vllm_weights`` replaces weights. vLLM is imported with the first
+engine; one process has one engine, as vLLM's KV connector is the process's.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from dora.errors import CanaryMismatch, Conflict, InvalidValue, NotFound
+from dora.kvtransfer.layout import blocks_for, check_consistent, check_layout, rng_draws
+from dora.kvtransfer.layout import check_version as check_snapshot_version
+from dora.kvtransfer.snapshot import KvSnapshot
+from dora.types import Canary, EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
+from dora.weights.canary import CANARY_TOKENS, canary_token_ids, check_canary
+from dora.weights.reference import read_reference
+from dora.worker import vllm_environment
+from dora.worker.engine_checks import check_request, check_version, max_difference
+
+Dtype = Literal["float32", "bfloat16"]
+# Largest difference of a logprob that is still rounding; measured 5e-5 and 0.2 between this engine and transformers.
+CANARY_TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 0.25}
+_FINISH: Final[dict[str, FinishReason]] = {"stop": "stop", "length": "length"}
+
+
+@dataclass(slots=True)
+class _Live:
+    """One request in the engine. ``outputs`` and ``logprobs`` hold the whole response so far."""
+
+    request: RequestSpec
+    engine_id: str
+    outputs: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class VllmEngine:
+    """A ``RolloutEngine``. It starts with random weights: ``version`` is None until ``load_weights``.
+
+    Re-prefilled tokens are those whose KV had been computed before, here or elsewhere: prompt and outputs without the
+    last token and without what the prefix cache still held.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        slots: int,
+        kv_tokens: int,
+        max_model_len_tokens: int,
+        dtype: Dtype = "float32",
+        block_tokens: int = 32,
+        canary_tolerance: float | None = None,
+    ) -> None:
+        """Raises InvalidValue for a folder that is no model or settings that vLLM refuses, PatchFailed."""
+        if dtype not in CANARY_TOLERANCE:
+            raise InvalidValue("dtype", dtype, " or ".join(CANARY_TOLERANCE))
+        self._reference = read_reference(model)
+        vllm_environment.prepare()
+        from dora.worker import vllm_core, vllm_requests, vllm_weights
+
+        self._requests, self._weights = vllm_requests, vllm_weights
+        settings = vllm_core.EngineSettings(slots, kv_tokens, block_tokens, max_model_len_tokens, dtype)
+        self._core: Any = vllm_core.start(model, settings)
+        self._store = vllm_core.runner_connector().store
+        self._movable = vllm_core.is_movable(self._core)
+        self._layout = vllm_core.layout_of(self._core, self._reference, settings)
+        self._stops = vllm_requests.stop_tokens(model)
+        self._canary_tolerance = CANARY_TOLERANCE[dtype] if canary_tolerance is None else canary_tolerance
+        self._capability = EngineCapability(
+            fingerprint=self._layout.fingerprint,
+            slots=slots,
+            kv_tokens=kv_tokens // block_tokens * block_tokens,
+            block_tokens=block_tokens,
+            max_model_len_tokens=max_model_len_tokens,
+            vocab_size=self._reference.vocab_size,
+            dtype=dtype,
+        )
+        self._version: int | None = None
+        self._live: dict[str, _Live] = {}
+        self._by_engine_id: dict[str, _Live] = {}
+        self._serial = 0
+        self._generated_tokens = 0
+
+    @property
+    def capability(self) -> EngineCapability:
+        return self._capability
+
+    @property
+    def version(self) -> int | None:
+        return self._version
+
+    def load_weights(self, version: int, folder: Path, canary: Canary | None) -> Canary:
+        if self._live:
+            raise Conflict("requests held", len(self._live), "0 while weights are replaced")
+        self._version = None
+        if canary is not None:
+            self._check_canary(canary)
+        files = self._weights.check_files(folder, self._reference)
+        self._weights.replace(self._core, files)
+        self._reset_prefix_cache()
+        found = self._score(canary.token_ids if canary is not None else self._own_canary_tokens())
+        self._reset_prefix_cache()
+        if canary is not None:
+            difference = max_difference(found.logprobs, canary.logprobs)
+            if not difference <= self._canary_tolerance:
+                raise CanaryMismatch(
+                    f"version {version}: logprobs differ from the canary by {difference:.3g}, "
+                    f"allowed is {self._canary_tolerance:g}"
+                )
+        self._version = version
+        return found
+
+    def add(self, request: RequestSpec) -> None:
+        self._check_new(request)
+        check_version(request.version, self._version)
+        self._enter(request)
+
+    def step(self) -> list[TokenDelta]:
+        if not self.has_work():
+            return []
+        outputs, _ = self._core.step()
+        return [self._delta(output) for batch in outputs.values() for output in batch.outputs]
+
+    def freeze(self, request_id: str) -> None:
+        live = self._find(request_id)
+        if live.engine_id not in self._scheduler.held:
+            self._scheduler.hold(live.engine_id)
+
+    def thaw(self, request_id: str) -> None:
+        live = self._find(request_id)
+        if live.engine_id in self._scheduler.held:
+            self._scheduler.take_up(live.engine_id)
+
+    def export(self, request_id: str) -> KvSnapshot | None:
+        live = self._find(request_id)
+        if live.engine_id not in self._scheduler.held:
+            raise Conflict("request_id", request_id, "a frozen request")
+        waiting: KvSnapshot | None = self._scheduler.connector.offered(live.engine_id)
+        if waiting is not None:  # admitted and not yet scheduled: it moves on as it came
+            return waiting
+        state = self._scheduler.requests[live.engine_id]
+        kv_tokens = len(live.request.prompt_token_ids) + len(live.outputs) - 1
+        if not (self._movable and live.outputs and state.num_computed_tokens == kv_tokens):
+            return None
+        block_ids = self._scheduler.kv_cache_manager.get_block_ids(live.engine_id)[0]
+        return KvSnapshot(
+            layout=self._layout,
+            request=RequestSpec(
+                request_id=request_id,
+                version=live.request.version,
+                prompt_token_ids=live.request.prompt_token_ids,
+                sampling=live.request.sampling,
+                output_token_ids=tuple(live.outputs),
+                logprobs=tuple(live.logprobs),
+            ),
+            kv_tokens=kv_tokens,
+            rng_draws=rng_draws(len(live.outputs), live.request.sampling.temperature),
+            blocks=self._store.read(block_ids[: blocks_for(kv_tokens, self._layout.block_tokens)]),
+        )
+
+    def admit(self, snapshot: KvSnapshot) -> None:
+        self._check_new(snapshot.request)
+        check_snapshot_version(snapshot.request.version, self._version)
+        check_layout(snapshot.layout, self._layout)
+        check_consistent(snapshot)
+        self._enter(snapshot.request, snapshot)
+
+    def remove(self, request_id: str) -> None:
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            del self._by_engine_id[live.engine_id]
+            self._core.abort_requests([live.engine_id])
+
+    def load(self) -> EngineLoad:
+        pool = self._scheduler.kv_cache_manager.block_pool
+        blocks_used = self._capability.kv_tokens // self._capability.block_tokens - pool.get_num_free_blocks()
+        return EngineLoad(
+            running=self._scheduler.running_count(),
+            waiting=self._scheduler.waiting_count(),
+            kv_used_tokens=blocks_used * self._capability.block_tokens,
+            reprefilled_tokens=self._scheduler.reprefilled_tokens,
+            generated_tokens=self._generated_tokens,
+        )
+
+    def has_work(self) -> bool:
+        return self._scheduler.get_num_unfinished_requests() > 0
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._core.scheduler
+
+    def _check_new(self, request: RequestSpec) -> None:
+        if request.request_id in self._live:
+            raise Conflict("request_id", request.request_id, "an id that this engine does not hold")
+        check_request(request, self._capability)
+
+    def _find(self, request_id: str) -> _Live:
+        live = self._live.get(request_id)
+        if live is None:
+            raise NotFound("request_id", request_id, "a request that this engine holds")
+        return live
+
+    def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None = None) -> None:
+        live = _Live(
+            request, self._next_engine_id(request.request_id), list(request.output_token_ids), list(request.logprobs)
+        )
+        core_request = self._requests.to_vllm(request, live.engine_id, self._stops)
+        self._live[request.request_id] = self._by_engine_id[live.engine_id] = live
+        if snapshot is not None:
+            self._scheduler.connector.offer(live.engine_id, snapshot)
+        self._submit(core_request)
+
+    def _next_engine_id(self, name: str) -> str:
+        """Unique: the runner may still know the last request of this name, removed a moment ago."""
+        self._serial += 1
+        return f"{self._serial}-{name}"
+
+    def _submit(self, core_request: Any) -> None:
+        prepared, wave = self._core.preprocess_add_request(core_request)
+        self._core.add_request(prepared, wave)
+
+    def _delta(self, output: Any) -> TokenDelta:
+        live = self._by_engine_id[output.request_id]
+        first_token = len(live.outputs)
+        logprobs = [float(row[0]) for row in output.new_logprobs.logprobs]
+        live.outputs.extend(output.new_token_ids)
+        live.logprobs.extend(logprobs)
+        self._generated_tokens += len(output.new_token_ids)
+        finish_reason = None
+        if output.finish_reason is not None:
+            finish_reason = _FINISH[str(output.finish_reason)]
+            del self._live[live.request.request_id], self._by_engine_id[live.engine_id]
+        return TokenDelta(
+            request_id=live.request.request_id,
+            version=live.request.version,
+            first_token=first_token,
+            token_ids=tuple(output.new_token_ids),
+            logprobs=tuple(logprobs),
+            finish_reason=finish_reason,
+        )
+
+    def _reset_prefix_cache(self) -> None:
+        if not self._core.reset_prefix_cache():
+            raise RuntimeError("the prefix cache was not reset: blocks are in use although no request is held")
+
+    def _check_canary(self, canary: Canary) -> None:
+        check_canary(canary, self._capability.vocab_size)
+        limit = self._capability.max_model_len_tokens
+        if not 2 <= len(canary.token_ids) < limit:
+            raise InvalidValue("canary.token_ids", f"{len(canary.token_ids)} tokens", f"2 to {limit - 1}")
+
+    def _own_canary_tokens(self) -> tuple[int, ...]:
+        return canary_token_ids(
+            self._capability.vocab_size, min(CANARY_TOKENS, self._capability.max_model_len_tokens - 1)
+        )
+
+    def _score(self, token_ids: tuple[int, ...]) -> Canary:
+        """The logprobs of a token sequence. Only while no request is held; counts nowhere."""
+        self._submit(self._requests.scoring(token_ids, self._next_engine_id("canary")))
+        while self.has_work():
+            outputs, _ = self._core.step()
+        (scored,) = (output for batch in outputs.values() for output in batch.outputs)
+        logprobs = scored.new_prompt_logprobs_tensors.logprobs[:, 0]
+        return Canary(tuple(token_ids), tuple(logprobs.tolist()))

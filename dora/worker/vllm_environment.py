@@ -1,0 +1,30 @@
+"""The process that vLLM will live in. vLLM reads its environment while it is imported, so this comes first."""
+
+import logging
+import os
+import warnings
+from collections.abc import MutableMapping
+from typing import Final
+
+# Set unless the operator has set them.
+_DEFAULTS: Final = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",  # a model is a folder; nothing is looked up
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+# What this engine is built on, whatever the operator has set.
+_REQUIRED: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler must be in reach between steps
+}
+
+
+def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Sets the environment for vLLM in this process and quietens it. May be repeated."""
+    for name, value in _DEFAULTS.items():
+        environment.setdefault(name, value)
+    environment.update(_REQUIRED)
+    logging.getLogger("vllm").setLevel(environment["VLLM_LOGGING_LEVEL"])
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|vllm)\.")

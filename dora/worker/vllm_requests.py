@@ -1,0 +1,72 @@
+"""A request in vLLM's terms."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm.sampling_params import SamplingParams as VllmSampling
+from vllm.v1.engine import EngineCoreRequest
+
+from dora.engine_patches.exact_resume import OUTPUTS_KEY
+from dora.errors import InvalidValue
+from dora.types import RequestSpec
+
+
+def stop_tokens(model: Path) -> tuple[int, ...]:
+    """The token ids that end a response of this model: of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = model / name
+        found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        if found is not None:
+            return (found,) if isinstance(found, int) else tuple(found)
+    return ()
+
+
+def to_vllm(request: RequestSpec, engine_id: str, stops: Sequence[int]) -> EngineCoreRequest:
+    """The engine's request for ``request``; ``stops`` end it unless it ignores them. Raises InvalidValue."""
+    wanted = request.sampling
+    stop_token_ids = sorted({*wanted.stop_token_ids, *(() if wanted.ignore_eos else stops)})
+    try:
+        sampling = VllmSampling(
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            top_k=wanted.top_k,
+            min_p=wanted.min_p,
+            seed=wanted.seed,
+            max_tokens=wanted.max_tokens,
+            min_tokens=wanted.min_tokens,
+            presence_penalty=wanted.presence_penalty,
+            frequency_penalty=wanted.frequency_penalty,
+            repetition_penalty=wanted.repetition_penalty,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=True,  # the model's own ends are among stop_token_ids
+            logprobs=0,  # that of the sampled token
+            detokenize=False,
+            extra_args={OUTPUTS_KEY: list(request.output_token_ids)} if request.output_token_ids else None,
+        )
+    except ValueError as error:
+        raise InvalidValue("sampling", wanted, str(error)) from error
+    # A salt for each version: KV of one version is never found by a request of another.
+    return _core_request(engine_id, request.prompt_token_ids, sampling, f"version-{request.version}")
+
+
+def scoring(token_ids: Sequence[int], engine_id: str) -> EngineCoreRequest:
+    """A request that yields the logprobs of its own prompt (and one token that nobody reads)."""
+    sampling = VllmSampling(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+    return _core_request(engine_id, token_ids, sampling, engine_id)
+
+
+def _core_request(engine_id: str, token_ids: Sequence[int], sampling: Any, salt: str) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=engine_id,
+        prompt_token_ids=list(token_ids),
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=salt,
+        data_parallel_rank=None,
+    )

@@ -1,0 +1,344 @@
+"""What the trainer's client and a service promise each other, over real gRPC.
+
+The ``service`` fixture is a parameter: everything in the first part holds for any service that serves two groups a
+step of its own making; the second part breaks connections, which takes the scripted service.
+"""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dora
+from dora.client import Step
+from dora.errors import Conflict, InvalidValue
+from dora.models.tiny import make_tiny
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.errors import LimitExceeded, ServiceUnavailable, Unauthenticated
+from dora.types import Prompt
+from dora.weights.canary import compute_canary
+from tests.contract.trainer_service import TOKEN, Running, start_service
+
+GROUPS = 2
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("dense", tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(params=["scripted"])
+async def service(request: pytest.FixtureRequest, tmp_path: Path, model_folder: Path) -> AsyncIterator[Running]:
+    running = await start_service(tmp_path / "store", model_folder)
+    yield running
+    await running.server.stop(None)
+
+
+@pytest.fixture
+def tensors(model_folder: Path) -> dict[str, Any]:
+    from safetensors.numpy import load_file
+
+    return load_file(model_folder / "model.safetensors")
+
+
+def trainer_of(service: Running, **options: Any) -> dora.Trainer:
+    return dora.Trainer(service.address, **{"token": TOKEN, "reconnect_s": 20.0, **options})
+
+
+async def group_ids(step: Step) -> list[str]:
+    return [group.group_id async for group in step]
+
+
+# ------------------------------------------------------------------------------------------ any service
+
+
+async def test_whole_groups_arrive_and_versions_are_published(service: Running, tensors: dict[str, Any]) -> None:
+    seen = []
+    async with trainer_of(service) as trainer:
+        async for step in trainer.steps(groups=GROUPS):
+            async for group in step:
+                assert len(group) == group.trajectories[0].group_size
+                assert group.tokens().shape == group.logprobs().shape == group.loss_mask().shape
+                assert group.tokens().dtype == np.int32 and group.logprobs().dtype == np.float32
+                seen.append(group.group_id)
+            commit = await step.commit(weights=tensors, metrics={"loss": 0.5})
+            assert commit.version == step.number + 1
+            if step.number == 2:
+                break
+    assert len(seen) == len(set(seen)) == 3 * GROUPS
+
+
+async def test_commit_is_idempotent(service: Running, tensors: dict[str, Any]) -> None:
+    async with trainer_of(service) as trainer:
+        step = await anext(trainer.steps(groups=GROUPS))
+        await group_ids(step)
+        assert await step.commit(tensors) == await step.commit(tensors)
+        assert (await trainer.attach(GROUPS)).next_step == 1
+
+
+async def test_uncommitted_groups_come_again_to_the_next_trainer(service: Running, tensors: dict[str, Any]) -> None:
+    async with trainer_of(service) as first, trainer_of(service) as second:
+        step = await anext(first.steps(groups=GROUPS))
+        taken = await group_ids(step)
+        again = await anext(second.steps(groups=GROUPS))
+        assert sorted(await group_ids(again)) == sorted(taken)
+        with pytest.raises(Conflict, match="trainer_epoch"):
+            await step.commit(tensors)
+        await again.commit(tensors)
+
+
+async def test_commit_before_all_groups_were_taken_is_refused(service: Running, tensors: dict[str, Any]) -> None:
+    async with trainer_of(service) as trainer:
+        steps = trainer.steps(groups=GROUPS)
+        step = await anext(steps)
+        await anext(step)
+        with pytest.raises(Conflict, match="1 of 2 groups were taken"):
+            await step.commit(tensors)
+        with pytest.raises(Conflict, match="committed before the next one"):
+            await anext(steps)
+
+
+async def test_wrong_weights_name_the_tensor_and_the_service_goes_on(service: Running, tensors: dict[str, Any]) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    async with trainer_of(service) as trainer:
+        step = await anext(trainer.steps(groups=GROUPS))
+        await group_ids(step)
+        with pytest.raises(InvalidValue, match=rf"{name}: shape = \[256, 128\] .*\[128, 256\]"):
+            await step.commit({**tensors, name: tensors[name].T})
+        with pytest.raises(InvalidValue, match="weights: tensor = 'surplus'"):
+            await step.commit({**tensors, "surplus": tensors[name]})
+        with pytest.raises(InvalidValue, match=rf"weights: {name} = None"):
+            await step.commit({key: value for key, value in tensors.items() if key != name})
+        with pytest.raises(InvalidValue, match="weights = 'int'"):
+            await step.commit(7)  # type: ignore[arg-type]
+        assert (await step.commit(tensors)).version == 1
+
+
+async def test_the_service_itself_refuses_wrong_versions_and_weights(service: Running, tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    from dora.weights.files import hash_file
+
+    async with trainer_of(service) as trainer:
+        await group_ids(await anext(trainer.steps(groups=GROUPS)))
+        epoch = trainer.attachment.epoch
+        request = pb.CommitStepRequest(trainer_epoch=epoch, step=0, version=7)
+        with pytest.raises(Conflict, match="version = 7") as refused:
+            await trainer.connection.call(trainer.stub.CommitStep, request)
+        assert refused.value.field == "version" and refused.value.value == "7"
+
+        assert trainer.attachment.store_folder is not None
+        incoming = trainer.attachment.store_folder / "incoming" / f"{epoch}-1"
+        incoming.mkdir()
+        save_file({"nonsense": np.zeros(3, np.float32)}, incoming / "model.safetensors")
+        found = hash_file(incoming / "model.safetensors")
+        file = pb.WeightFile(name=found.name, file_bytes=found.file_bytes, blake3=found.blake3)
+        request = pb.CommitStepRequest(trainer_epoch=epoch, step=0, version=1, files=[file])
+        with pytest.raises(InvalidValue, match=r"weights: .* = None .*present, shape \["):
+            await trainer.connection.call(trainer.stub.CommitStep, request)
+
+
+async def test_without_the_token_nothing_is_served(service: Running) -> None:
+    for token in ("", "wrong"):
+        async with trainer_of(service, token=token) as trainer:
+            with pytest.raises(Unauthenticated, match="token") as refused:
+                await trainer.attach(GROUPS)
+            assert refused.value.field == "token" and TOKEN not in str(refused.value)
+            stream = trainer.stub.StreamStep(pb.StreamStepRequest(), metadata=trainer.connection.metadata)
+            with pytest.raises(Unauthenticated, match="token"):
+                await trainer.connection.read(stream)
+
+
+async def test_groups_per_step_must_agree(service: Running) -> None:
+    async with trainer_of(service) as trainer:
+        await trainer.attach(GROUPS)
+        with pytest.raises(InvalidValue, match="groups_per_step"):
+            await trainer.attach(GROUPS + 1)
+        assert (await trainer.attach()).groups_per_step == GROUPS
+
+
+async def test_prompts_are_queued_all_or_nothing(service: Running) -> None:
+    prompts = [Prompt(f"prompt-{index}", "toy", (5, 6, 7), sampling={"temperature": 0.7}) for index in range(3)]
+    async with dora.Prompts(service.address, TOKEN) as client:
+        assert (await client.submit(prompts)).accepted == 3
+        with pytest.raises(Conflict, match="prompt-0"):
+            await client.submit([Prompt("new", "toy", (5,)), prompts[0]])
+        assert (await client.submit([Prompt("new", "toy", (5,))])).accepted == 1
+
+
+async def test_a_message_over_the_limit_is_refused_before_it_is_sent(service: Running) -> None:
+    huge = Prompt("huge", "toy", tuple(range(300_000)))
+    async with dora.Prompts(service.address, TOKEN, max_message_bytes=1 << 20) as client:
+        with pytest.raises(LimitExceeded, match="SubmitRequest: message bytes = 1200"):
+            await client.submit([huge])
+    async with dora.Prompts(service.address, TOKEN) as unaware:  # the service refuses what its client let pass
+        if service.service.max_message_bytes == 1 << 20:
+            with pytest.raises(LimitExceeded):
+                await unaware.submit([huge])
+        assert (await unaware.submit([Prompt("small", "toy", (1,))])).accepted == 1
+
+
+async def test_a_module_is_published_with_its_canary(service: Running, model_folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    module.train()
+    async with trainer_of(service) as trainer:
+        step = await anext(trainer.steps(groups=GROUPS))
+        await group_ids(step)
+        await step.commit(weights=module)
+    assert module.training
+    store = service.service.store
+    assert store.canary(1) == compute_canary(module)
+    reloaded = AutoModelForCausalLM.from_pretrained(store.folder(1), dtype=torch.float32)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, reloaded.state_dict()[name]), name
+
+
+async def test_a_refused_upload_says_why_however_long_it_is(service: Running) -> None:
+    async with trainer_of(service) as trainer:
+        epoch = (await trainer.attach(GROUPS)).epoch
+
+        async def messages(name: str, announced_bytes: int) -> AsyncIterator[pb.WeightChunk]:
+            header = {"trainer_epoch": epoch, "version": 1, "file_name": name, "file_bytes": announced_bytes}
+            yield pb.WeightChunk(header=pb.WeightFileHeader(**header))
+            for _ in range(64):
+                yield pb.WeightChunk(content=bytes(1 << 19))
+
+        for name, announced_bytes, complaint in (
+            ("../model.safetensors", 32 << 20, "file name"),
+            ("model.safetensors", 1 << 40, "file_bytes = 1099511627776"),
+            ("model.safetensors", 1 << 20, "more than 1048576"),
+            ("model.safetensors", 33 << 20, "file_bytes = 33554432"),
+        ):
+            with pytest.raises(InvalidValue, match=complaint):
+                await trainer.connection.upload(trainer.stub.UploadWeights, messages(name, announced_bytes))
+
+
+# ----------------------------------------------------------------------------------- the scripted service
+
+
+async def test_a_broken_stream_is_attached_again_and_no_group_comes_twice(
+    service: Running, tensors: dict[str, Any]
+) -> None:
+    service.service.faults.after_groups = [1, 0, 1]
+    async with trainer_of(service) as trainer:
+        step = await anext(trainer.steps(groups=4))
+        assert await group_ids(step) == ["s0-g0", "s0-g1", "s0-g2", "s0-g3"]
+        await step.commit(tensors)
+    assert service.service.epoch == 4
+    assert service.service.next_step == 1
+
+
+async def test_a_stream_that_ends_early_without_a_word_is_a_broken_one(service: Running) -> None:
+    service.service.faults.after_groups = [1]
+    service.service.faults.quiet_ends = 1
+    async with trainer_of(service) as trainer:
+        step = await anext(trainer.steps(groups=GROUPS))
+        assert await group_ids(step) == ["s0-g0", "s0-g1"]
+
+
+async def test_a_restarted_service_is_found_again(service: Running, tensors: dict[str, Any]) -> None:
+    async with trainer_of(service) as trainer:
+        steps = trainer.steps(groups=GROUPS)
+        step = await anext(steps)
+        await anext(step)
+        await service.restart()
+        assert await group_ids(step) == ["s0-g1"]
+        await service.restart()
+        await step.commit(tensors)
+        step = await anext(steps)
+        assert await group_ids(step) == ["s1-g0", "s1-g1"]
+
+
+async def test_a_commit_lost_before_it_was_carried_out_is_repeated(service: Running, tensors: dict[str, Any]) -> None:
+    service.service.faults.before_commit = 2
+    async with trainer_of(service) as trainer:
+        step = await anext(trainer.steps(groups=GROUPS))
+        await group_ids(step)
+        commit = await step.commit(tensors)
+    assert (commit.version, commit.groups_trained) == (1, GROUPS)
+    assert len(service.service.commits) == 1 and service.service.epoch == 3
+
+
+async def test_a_commit_whose_reply_was_lost_is_not_repeated(service: Running, tensors: dict[str, Any]) -> None:
+    service.service.faults.after_commit = 1
+    async with trainer_of(service) as trainer:
+        steps = trainer.steps(groups=GROUPS)
+        step = await anext(steps)
+        await group_ids(step)
+        commit = await step.commit(tensors)
+        assert (commit.version, commit.groups_trained) == (1, None)
+        assert (await anext(steps)).number == 1
+    assert len(service.service.commits) == 1
+
+
+async def test_a_step_that_was_filled_with_other_groups_is_not_trained_as_if_it_were_the_same(
+    service: Running, tensors: dict[str, Any]
+) -> None:
+    service.service.faults.other_groups = True
+    service.service.faults.after_groups = [1]
+    async with trainer_of(service) as trainer:
+        with pytest.raises(Conflict, match=r"other groups in place of \['s0-g100'\]"):
+            await group_ids(await anext(trainer.steps(groups=GROUPS)))
+
+        step = await anext(trainer.steps())
+        await group_ids(step)
+        service.service.faults.before_commit = 1
+        with pytest.raises(Conflict, match="other groups into it since it was trained"):
+            await step.commit(tensors)
+    assert service.service.next_step == 0
+
+
+async def test_patience_ends(service: Running) -> None:
+    await service.server.stop(None)
+    async with trainer_of(service, connect_s=0.2) as trainer:
+        with pytest.raises(ServiceUnavailable, match=r"not reachable for 0\.2 s"):
+            await trainer.attach(GROUPS)
+
+
+async def test_another_host_uploads(service: Running, tensors: dict[str, Any], model_folder: Path) -> None:
+    service.service.shared = False
+    async with trainer_of(service) as trainer:
+        steps = trainer.steps(groups=GROUPS)
+        step = await anext(steps)
+        assert trainer.attachment.store_folder is None
+        await group_ids(step)
+        await step.commit(tensors)
+        step = await anext(steps)
+        await group_ids(step)
+        await step.commit(model_folder / "model.safetensors")
+    assert service.service.uploads == ["model.safetensors", "model.safetensors"]
+    assert service.service.store.versions() == (0, 1, 2)
+
+
+async def test_steps_end_with_the_prompts(tmp_path: Path, model_folder: Path, tensors: dict[str, Any]) -> None:
+    service = await start_service(tmp_path / "store", model_folder, total_groups=4)
+    async with trainer_of(service) as trainer:
+        numbers = []
+        async for step in trainer.steps(groups=GROUPS):
+            numbers.append(step.number)
+            await group_ids(step)
+            await step.commit(tensors)
+        assert numbers == [0, 1]
+    await service.server.stop(None)
+
+
+async def test_a_short_last_step_cannot_be_committed(
+    tmp_path: Path, model_folder: Path, tensors: dict[str, Any]
+) -> None:
+    service = await start_service(tmp_path / "store", model_folder, total_groups=3)
+    async with trainer_of(service) as trainer:
+        async for step in trainer.steps(groups=GROUPS):
+            taken = await group_ids(step)
+            if step.end_of_prompts:
+                assert len(taken) == 1
+                with pytest.raises(Conflict, match="the prompts ended after 1 of 2 groups"):
+                    await step.commit(tensors)
+            else:
+                await step.commit(tensors)
+    assert service.service.next_step == 1
+    await service.server.stop(None)

@@ -1,0 +1,139 @@
+"""The whole service with fake engines: processes, gRPC, handoffs, deaths; fast enough to try many things."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import dora
+from dora.client import Operator
+from dora.errors import Conflict, DoraError, InvalidValue, NotFound
+from dora.rpc.errors import LimitExceeded, Unauthenticated
+from dora.types import Prompt
+from tests.service import check_promises, configured, running, train, until
+
+GROUPS = 4
+
+
+async def test_three_steps_two_versions(tiny_dense: Path) -> None:
+    async with running(configured(tiny_dense, workers__engine="fake", window__size=2)) as handle:
+        async with dora.Trainer(handle.address, token=handle.token) as trainer:
+            steps = await train(handle, trainer, steps=4, groups=GROUPS)
+        async with Operator(handle.address, handle.token) as operator:
+            status = await operator.status()
+    check_promises(steps, window=2, groups=GROUPS)
+    counters = status.counters
+    assert counters["groups_trained"] == 4 * GROUPS
+    assert counters["groups_lost"] == counters["c1_violations"] == 0
+    assert counters["versions_live_max"] == 2
+    assert counters["migrations_kv"] > 0
+    assert counters["tokens_reprefilled"] == 0
+
+
+@pytest.mark.parametrize("victim", ["w0", "w1"])
+async def test_a_killed_worker_costs_no_sample(tiny_dense: Path, victim: str) -> None:
+    async with (
+        running(configured(tiny_dense, workers__engine="fake", window__size=2)) as handle,
+        Operator(handle.address, handle.token) as operator,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        training = asyncio.create_task(train(handle, trainer, steps=6, groups=GROUPS))
+        status = await until(operator, lambda status: status.counters["groups_trained"] >= GROUPS)
+        os.kill(next(worker.pid for worker in status.workers if worker.worker_id == victim), signal.SIGKILL)
+        steps = await training
+        status = await operator.status()
+    check_promises(steps, window=2, groups=GROUPS)
+    assert status.counters["workers_lost"] >= 1
+    assert status.counters["groups_lost"] == 0
+
+
+async def test_a_trainer_that_dies_leaves_its_groups_to_the_next(tiny_dense: Path) -> None:
+    async with running(configured(tiny_dense, workers__engine="fake")) as handle:
+        async with dora.Trainer(handle.address, token=handle.token) as first:
+            async for step in first.steps(groups=GROUPS):
+                taken = [(await anext(step)).group_id for _ in range(2)]
+                break
+        async with dora.Trainer(handle.address, token=handle.token) as second:
+            steps = await train(handle, second, steps=2, groups=GROUPS)
+        check_promises(steps, window=2, groups=GROUPS)
+        assert set(taken) <= {group.group_id for group in steps[0]}
+        async with dora.Trainer(handle.address, token=handle.token) as third:
+            with pytest.raises(Conflict, match="groups_per_step"):
+                await third.attach(GROUPS + 1)
+
+
+async def test_draining_delivers_what_was_admitted(tiny_dense: Path) -> None:
+    """At the end of prompts and at SIGTERM alike, the last step is short, is committed, and nothing is left."""
+    async with running(configured(tiny_dense, workers__engine="fake", prompts="none", reward__function=REWARD)) as handle:
+        prompts = [Prompt(f"p{i}", "echo", (1, 2, 3)) for i in range(GROUPS + 2)]
+        async with dora.Prompts(handle.address, handle.token) as submitter:
+            await submitter.submit(prompts)
+        async with dora.Trainer(handle.address, token=handle.token) as trainer:
+            async for step in trainer.steps(groups=GROUPS):
+                groups = [group async for group in step]
+                await step.commit(weights=handle.model)
+                assert len(groups) == GROUPS
+                break
+
+
+REWARD = "dora.rewards.tiny:score"
+
+
+async def test_bad_input_is_refused_and_nothing_is_lost(tiny_dense: Path) -> None:
+    config = configured(tiny_dense, workers__engine="fake", service__prompts_queued_max=8, prompts="none", reward__function=REWARD)
+    async with running(config) as handle, dora.Prompts(handle.address, handle.token) as submitter:
+        good = Prompt("p0", "echo", (1, 2, 3))
+        await submitter.submit([good])
+        with pytest.raises(Conflict, match="p0"):
+            await submitter.submit([good])
+        with pytest.raises(InvalidValue, match="tokens = 250 is not allowed: at most 208"):
+            await submitter.submit([Prompt("long", "echo", (1,) * 250)])
+        with pytest.raises(InvalidValue, match="temperature"):
+            await submitter.submit([Prompt("hot", "echo", (1,), sampling={"temperature": 99.0})])
+        with pytest.raises(LimitExceeded, match="queue of 8"):
+            await submitter.submit([Prompt(f"many{i}", "echo", (1,)) for i in range(9)])
+        async with dora.Prompts(handle.address, "wrong") as stranger:
+            with pytest.raises(Unauthenticated, match="token"):
+                await stranger.submit([Prompt("p1", "echo", (1,))])
+        async with Operator(handle.address, handle.token) as operator:
+            with pytest.raises(NotFound, match="nobody"):
+                await operator.drain("nobody")
+            with pytest.raises(NotFound, match=r"g99\.0"):
+                await operator.migrate("g99.0", "w0")
+            status = await operator.status()
+            assert status.prompts_queued == 1  # only the good one
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [("prompts", "nothing-such", "--prompts"), ("reward__function", "no_module:fn", "--reward"), ("model", "/nowhere", "--model")],
+)
+async def test_a_bad_start_says_what_is_wrong(tiny_dense: Path, field: str, value: str, message: str) -> None:
+    with pytest.raises(DoraError, match=message):
+        async with running(configured(tiny_dense, **{"workers__engine": "fake", field: value})):
+            pass
+
+
+async def test_a_busy_port_is_named(tiny_dense: Path) -> None:
+    async with running(configured(tiny_dense, workers__engine="fake")) as handle:
+        with pytest.raises(InvalidValue, match=handle.address):
+            async with running(configured(tiny_dense, workers__engine="fake", service__listen=handle.address)):
+                pass
+
+
+async def test_a_drained_worker_leaves(tiny_dense: Path) -> None:
+    async with (
+        running(configured(tiny_dense, workers__engine="fake")) as handle,
+        Operator(handle.address, handle.token) as operator,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        training = asyncio.create_task(train(handle, trainer, steps=4, groups=GROUPS))
+        await until(operator, lambda status: status.counters["groups_admitted"] > 0)
+        await operator.drain("w0")
+        await until(operator, lambda status: any(w.worker_id == "w0" and w.state == "lost" for w in status.workers))
+        with pytest.raises(Conflict, match="last"):
+            await operator.drain("w1")
+        steps = await training
+    check_promises(steps, window=2, groups=GROUPS)

@@ -1,0 +1,90 @@
+"""A whole service for tests: real orchestrator, gRPC and worker processes, in one ``async with``."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from dora.client import Operator, Trainer
+from dora.config import Config, load_config
+from dora.orchestrator.main import ServiceHandle, serve
+from dora.trajectory import TrajectoryGroup
+
+
+def configured(model: Path, **fields: Any) -> Config:
+    """A small service on a free port. ``fields`` are dotted names with ``__`` for the dot."""
+    tree = {
+        "model": str(model),
+        "prompts": "tiny",
+        "service.listen": "127.0.0.1:0",
+        "service.tick_s": 0.1,
+        "service.drain_timeout_s": 20,
+        "workers.slots": 8,
+        "workers.kv_tokens": 4096,
+        "workers.max_model_len_tokens": 256,
+        "rollout.group_size": 4,
+        "rollout.max_tokens": 48,
+        **{name.replace("__", "."): value for name, value in fields.items()},
+    }
+    return load_config(None, [f"{key}={_toml(value)}" for key, value in tree.items()])
+
+
+def _toml(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[ServiceHandle]:
+    """The service, ready; stopped and drained at the end. Raises what ``serve`` raises."""
+    stop = asyncio.Event()
+    ready: asyncio.Future[ServiceHandle] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(serve(config, ready=ready.set_result, stop=stop, progress=lambda _: None))
+    try:
+        await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        yield ready.result()
+    finally:
+        stop.set()
+        await task
+
+
+async def train(
+    handle: ServiceHandle, trainer: Trainer, steps: int, groups: int, weights: Any = None
+) -> list[list[TrajectoryGroup]]:
+    """Takes and commits ``steps`` steps; each commit publishes ``weights`` (default: the model's own files)."""
+    taken = []
+    async for step in trainer.steps(groups=groups):
+        taken.append([group async for group in step])
+        await step.commit(weights=weights if weights is not None else handle.model)
+        if len(taken) == steps:
+            break
+    return taken
+
+
+async def until(operator: Operator, condition: Any) -> Any:
+    """The first watched status for which ``condition`` holds."""
+    async for status in operator.watch(period_ms=50):
+        if condition(status):
+            return status
+    raise AssertionError("the service stopped being watched")
+
+
+def check_promises(steps: list[list[TrajectoryGroup]], window: int, groups: int) -> None:
+    """C1-C3 as a trainer sees them."""
+    seen: set[str] = set()
+    for number, step in enumerate(steps):
+        assert len(step) == groups
+        for group in step:
+            assert group.group_id not in seen
+            seen.add(group.group_id)
+            assert len(group) == group.trajectories[0].group_size
+            for trajectory in group.trajectories:
+                assert trajectory.trained_step == number
+                assert trajectory.staleness == number - trajectory.behaviour_version
+                assert 0 <= trajectory.staleness <= window - 1
+                assert {segment.version for segment in trajectory.worker_history} == {trajectory.behaviour_version}
+                edges = [(segment.first_token, segment.last_token) for segment in trajectory.worker_history]
+                assert edges[0][0] == 0 and edges[-1][1] == trajectory.length_tokens - 1
+                assert all(before[1] + 1 == after[0] for before, after in zip(edges, edges[1:], strict=False))

@@ -1,0 +1,198 @@
+"""Wire messages and types: round trips, little-endian bytes, and what is refused. Errors through a real status too."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from dora.errors import CanaryMismatch, Conflict, DoraError, InvalidValue, NotFound
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.channel import TokenInterceptor, bearer, open_channel
+from dora.rpc.convert import (
+    canary_from_wire,
+    canary_to_wire,
+    capability_from_wire,
+    delta_from_wire,
+    delta_to_wire,
+    group_from_wire,
+    group_to_wire,
+    hello_to_wire,
+    prompt_from_wire,
+    prompt_to_wire,
+    request_from_wire,
+    request_to_wire,
+    sampling_from_wire,
+    sampling_to_wire,
+    trajectory_batches,
+    trajectory_from_wire,
+    trajectory_to_wire,
+)
+from dora.rpc.errors import (
+    CallFailed,
+    LimitExceeded,
+    ServiceUnavailable,
+    Unauthenticated,
+    abort,
+    from_rpc_error,
+)
+from dora.trajectory import EnvironmentEvent
+from dora.types import Canary, EngineCapability, Prompt, RequestSpec, SamplingParams, TokenDelta
+from tests.contract.trainer_service import make_group, make_trajectory
+
+SAMPLING = SamplingParams(
+    temperature=0.7,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.05,
+    seed=(1 << 63) - 1,
+    max_tokens=33,
+    min_tokens=2,
+    presence_penalty=0.1,
+    frequency_penalty=-0.2,
+    repetition_penalty=1.3,
+    stop_token_ids=(2, 7),
+    ignore_eos=True,
+)
+LOGPROBS = tuple(np.array([-0.1, -2.5, -1e-7], np.float32).tolist())
+
+
+def over_the_wire(message: Any) -> Any:
+    return type(message).FromString(message.SerializeToString())
+
+
+def test_sampling_keeps_every_field() -> None:
+    assert sampling_from_wire(over_the_wire(sampling_to_wire(SAMPLING))) == SAMPLING
+
+
+def test_a_trajectory_keeps_every_field() -> None:
+    event = EnvironmentEvent(1, "observation", "game", "you lose", 3.0)
+    trajectory = make_trajectory(4, 1, 1, sampling=SAMPLING, events=(event,), verifier_log="näh", reward_valid=False)
+    again = trajectory_from_wire(over_the_wire(trajectory_to_wire(trajectory)))
+    assert again.to_json_dict() == trajectory.to_json_dict()
+    assert again.logprobs.tobytes() == trajectory.logprobs.tobytes()
+
+
+def test_arrays_travel_as_little_endian_bytes() -> None:
+    message = trajectory_to_wire(make_trajectory(0, 0, 0, prompt_token_ids=[1, 258]))
+    assert message.prompt_token_ids == b"\x01\x00\x00\x00\x02\x01\x00\x00"
+    assert len(message.logprobs) == 3 * 4 and len(message.loss_mask) == 3
+
+
+def test_a_group_keeps_its_order() -> None:
+    group = make_group(2, 5, group_size=4)
+    again = group_from_wire(over_the_wire(group_to_wire(group)))
+    assert [each.trajectory_id for each in again.trajectories] == [each.trajectory_id for each in group.trajectories]
+
+
+def test_requests_deltas_prompts_canaries_and_capabilities_round_trip() -> None:
+    request = RequestSpec("r", 3, (1, 2), SAMPLING, (4, 5, 6), LOGPROBS)
+    assert request_from_wire(over_the_wire(request_to_wire(request))) == request
+    for reason in (None, "stop"):
+        delta = TokenDelta("r", 3, 7, (4, 5, 6), LOGPROBS, reason)  # type: ignore[arg-type]
+        assert delta_from_wire(over_the_wire(delta_to_wire(delta))) == delta
+    prompt = Prompt("p", "t", (1, 2), "text", 4, {"temperature": 0.5, "ignore_eos": True}, '{"answer": 3}')
+    assert prompt_from_wire(over_the_wire(prompt_to_wire(prompt))) == prompt
+    canary = Canary((1, 2, 3, 4), LOGPROBS)
+    assert canary_from_wire(over_the_wire(canary_to_wire(canary))) == canary
+    assert canary_from_wire(pb.Canary()) is None
+    capability = EngineCapability("f", 8, 1024, 32, 512, 64, "float32")
+    assert capability_from_wire(over_the_wire(hello_to_wire("w", 1, "host", capability))) == capability
+
+
+@pytest.mark.parametrize(
+    ("message", "from_wire", "complaint"),
+    [
+        (pb.TokenDelta(token_ids=b"\0" * 8, logprobs=b"\0" * 4), delta_from_wire, "logprobs = 1 .*that is 2"),
+        (pb.TokenDelta(token_ids=b"\0" * 7), delta_from_wire, "token_ids: bytes = 7 .*multiple of 4"),
+        (pb.TokenDelta(finish_reason="bored"), delta_from_wire, "finish_reason = 'bored'"),
+        (pb.StartRequest(output_token_ids=b"\0" * 4), request_from_wire, "logprobs = 0"),
+        (pb.Canary(token_ids=b"\0" * 8, logprobs=b"\0" * 8), canary_from_wire, "canary.logprobs = 2 .*one fewer"),
+        (pb.Prompt(sampling_json="[1]"), prompt_from_wire, "sampling_json"),
+        (pb.Prompt(sampling_json="{"), prompt_from_wire, "sampling_json"),
+        (pb.Trajectory(response_token_ids=b"\0" * 8), trajectory_from_wire, "len.logprobs. = 0"),
+    ],
+)
+def test_malformed_messages_are_refused(message: Any, from_wire: Any, complaint: str) -> None:
+    with pytest.raises(InvalidValue, match=complaint):
+        from_wire(message)
+
+
+def test_an_unknown_arrival_is_refused() -> None:
+    message = trajectory_to_wire(make_trajectory(0, 0, 0))
+    message.worker_history[0].arrival = "teleported"
+    with pytest.raises(InvalidValue, match="arrival = 'teleported'"):
+        trajectory_from_wire(message)
+
+
+def test_batches_hold_whole_groups_and_about_the_asked_size() -> None:
+    groups = [make_group(0, index) for index in range(20)]
+    one_bytes = group_to_wire(groups[0]).ByteSize()
+    batches = list(trajectory_batches(0, groups, batch_bytes=3 * one_bytes + one_bytes // 2))
+    assert [group.group_id for batch in batches for group in batch.groups] == [group.group_id for group in groups]
+    assert [len(batch.groups) for batch in batches[:-1]] == [3] * (len(batches) - 1)
+    with pytest.raises(LimitExceeded, match="group s0-g0: message bytes"):
+        list(trajectory_batches(0, groups, max_message_bytes=100))
+
+
+class AbortedContext:
+    """Keeps what a call was ended with, as grpc.aio's context would send it."""
+
+    async def abort(self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, str], ...]) -> None:
+        self.error = SimpleNamespace(code=lambda: code, details=lambda: details, trailing_metadata=lambda: metadata)
+        raise RuntimeError("aborted")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidValue("field", 3, "4 or more"),
+        Conflict("version", 7, "8"),
+        NotFound("worker", "w ü%\n", "one of w0, w1"),
+        Unauthenticated("token", "(none)", "the token"),
+        LimitExceeded("prompts", 5000, "at most 4096 queued"),
+    ],
+)
+async def test_errors_keep_their_kind_and_their_three_parts(error: InvalidValue) -> None:
+    context: Any = AbortedContext()
+    with pytest.raises(RuntimeError, match="aborted"):
+        await abort(context, error)
+    assert all(value.isascii() and value.isprintable() for _, value in context.error.trailing_metadata())
+    found = from_rpc_error(context.error)
+    assert type(found) is type(error) and isinstance(found, InvalidValue)
+    assert str(found) == str(error)
+    assert (found.field, found.value, found.allowed) == (error.field, str(error.value), error.allowed)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, ServiceUnavailable),
+        (grpc.StatusCode.CANCELLED, ServiceUnavailable),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, LimitExceeded),
+        (grpc.StatusCode.UNKNOWN, CallFailed),
+        (grpc.StatusCode.UNIMPLEMENTED, CallFailed),
+    ],
+)
+def test_statuses_that_grpc_itself_gives(code: grpc.StatusCode, kind: type[DoraError]) -> None:
+    error: Any = SimpleNamespace(code=lambda: code, details=lambda: "why", trailing_metadata=lambda: None)
+    assert type(from_rpc_error(error)) is kind
+    assert "why" in str(from_rpc_error(error))
+
+
+async def test_an_error_without_a_field_is_internal_and_long_ones_are_shortened() -> None:
+    context: Any = AbortedContext()
+    with pytest.raises(RuntimeError):
+        await abort(context, CanaryMismatch("off by one " * 1000))
+    assert context.error.code() is grpc.StatusCode.INTERNAL and len(context.error.details()) <= 512
+
+
+def test_tokens_and_addresses_that_cannot_work_are_refused() -> None:
+    with pytest.raises(InvalidValue, match="token"):
+        bearer("new\nline")
+    with pytest.raises(InvalidValue, match="token"):
+        TokenInterceptor("")
+    for address in ("nowhere", "host:", ":7070", "host:99999", "host:http"):
+        with pytest.raises(InvalidValue, match="address"):
+            open_channel(address)

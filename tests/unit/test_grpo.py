@@ -1,0 +1,255 @@
+"""The reference trainer's mathematics, against hand computations, and whether it learns."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dora.errors import InvalidValue
+from dora.models.tiny import make_tiny
+from dora.trainers.grpo import GrpoConfig, main, parse_arguments, step_json, step_line, train
+from dora.trainers.learner import Learner, LearnerConfig, micro_batches, response_logprobs
+from dora.trainers.loss import clipped_token_loss, group_advantages, kl_sum
+from dora.trajectory import Trajectory, TrajectoryGroup
+from tests.contract.trainer_service import TOKEN, make_group, make_trajectory, start_service
+
+
+def responses(texts: Sequence[Sequence[int]], rewards: Sequence[float], logprob: float = -1.0) -> TrajectoryGroup:
+    members = tuple(
+        make_trajectory(
+            0,
+            0,
+            index,
+            group_size=len(texts),
+            response_token_ids=list(text),
+            logprobs=[logprob] * len(text),
+            loss_mask=[1] * len(text),
+            length_tokens=len(text),
+            worker_history=(),
+            reward=reward,
+            reward_valid=math.isfinite(reward),
+        )
+        for index, (text, reward) in enumerate(zip(texts, rewards, strict=True))
+    )
+    return TrajectoryGroup("s0-g0", members)
+
+
+def test_advantages_are_standard_scores_of_the_valid_rewards() -> None:
+    rewards, valid = np.array([1.0, 0.0, 5.0, 0.0]), np.array([True, True, False, True])
+    third = 1 / 3
+    deviation = math.sqrt((2 * third**2 + (1 - third) ** 2) / 3)
+    expected = [(1 - third) / deviation, -third / deviation, 0.0, -third / deviation]
+    assert group_advantages(rewards, valid) == pytest.approx(expected)
+    assert not group_advantages(np.array([0.3, 0.3, 0.3]), np.ones(3, bool)).any()
+    assert not group_advantages(np.array([0.3, math.nan]), np.array([True, False])).any()
+
+
+def test_token_loss_against_a_hand_computation() -> None:
+    # ratios: 1.5 (clipped at 1.28 for a gain), 0.5 (clipped at 0.8 for a loss), 1.1, 0.9; one token is masked
+    ratios = torch.tensor([[1.5, 0.5, 1.1], [1.5, 0.5, 0.9]])
+    behaviour = torch.full((2, 3), -2.0)
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    found = clipped_token_loss(
+        behaviour + ratios.log(), behaviour, torch.tensor([2.0, -1.0]), mask, eps_low=0.2, eps_high=0.28
+    )
+    gain = 2.0 * 1.28 + 2.0 * 0.5  # min(3.0, 2.56), min(1.0, 1.6)
+    loss = -1.5 + -0.8 + -0.9  # min(-1.5, -1.28), min(-0.5, -0.8), unclipped
+    assert float(found.loss_sum) == pytest.approx(-(gain + loss), rel=1e-5)
+    assert (found.tokens, found.tokens_clipped) == (5, 2)
+    assert found.ratio_max == pytest.approx(1.5)
+    assert found.logprob_diff_sum == pytest.approx(2 * abs(math.log(1.5)) + 2 * math.log(2) - math.log(0.9), rel=1e-5)
+
+
+def test_clipped_and_masked_tokens_have_no_gradient_and_others_the_policy_gradient() -> None:
+    logprobs = torch.tensor([[-2.0 + math.log(1.5), -2.0, math.nan]], requires_grad=True)
+    behaviour = torch.tensor([[-2.0, -2.0, 0.0]])
+    mask = torch.tensor([[True, True, False]])
+    found = clipped_token_loss(logprobs, behaviour, torch.tensor([3.0]), mask, eps_low=0.2, eps_high=0.28)
+    found.loss_sum.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[0].tolist() == pytest.approx([0.0, -3.0, 0.0])
+
+
+def test_the_gradient_agrees_with_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(0)
+    behaviour = -torch.rand(2, 4, generator=generator, dtype=torch.float64)
+    logprobs = (behaviour + 0.1 * torch.randn(2, 4, generator=generator, dtype=torch.float64)).requires_grad_()
+    mask = torch.tensor([[True] * 4, [True] * 2 + [False] * 2])
+    advantages = torch.tensor([1.0, -0.5], dtype=torch.float64)
+
+    def loss(values: torch.Tensor) -> torch.Tensor:
+        found = clipped_token_loss(values, behaviour, advantages, mask, eps_low=0.2, eps_high=0.28)
+        return found.loss_sum + 0.3 * kl_sum(values, behaviour, mask)
+
+    assert torch.autograd.gradcheck(loss, (logprobs,))
+
+
+def test_micro_batches_hold_every_row_once_within_the_limit() -> None:
+    rows = [
+        (trajectory, 1.0)
+        for trajectory in responses([[5] * length for length in (3, 9, 1, 4, 4, 30)], [0.0] * 6).trajectories
+    ]
+    batches = list(micro_batches(rows, tokens_max=24))
+    assert sorted(row[0].sample_index for batch in batches for row in batch) == list(range(6))
+    for batch in batches:
+        longest = max(len(row[0].prompt_token_ids) + row[0].length_tokens for row in batch)
+        assert len(batch) == 1 or len(batch) * longest <= 24
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("dense", tmp_path_factory.mktemp("models") / "tiny")
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_padding_and_micro_batches_change_neither_logprobs_nor_gradients(model_folder: Path) -> None:
+    group = responses([[5, 6, 7], [8] * 9, [9, 10]], [1.0, 0.0, 0.5])
+    gradients = []
+    for tokens_max in (1, 4096):
+        module = load(model_folder)
+        learner = Learner(module, LearnerConfig(micro_batch_tokens=tokens_max))
+        learner.add_group(group)
+        gradients.append([parameter.grad.clone() for parameter in module.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    together = response_logprobs(module, group.trajectories)
+    for row, trajectory in enumerate(group.trajectories):
+        alone = response_logprobs(module, [trajectory])[0]
+        assert torch.allclose(together[row, : trajectory.length_tokens], alone, atol=1e-5)
+
+
+def test_a_step_is_one_mean_over_all_its_tokens(model_folder: Path) -> None:
+    """Two groups of different lengths: the gradient is that of sum / tokens, not of a mean of means."""
+    groups = [responses([[5, 6], [7, 8]], [1.0, 0.0]), responses([[9] * 7, [10] * 5], [0.0, 1.0])]
+    module = load(model_folder)
+    total, tokens = torch.zeros(()), 0
+    for group in groups:
+        advantages = group_advantages(group.rewards, group.rewards_valid)
+        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+            logprobs = response_logprobs(module, [trajectory])[0]
+            ratio = (logprobs - torch.from_numpy(trajectory.logprobs.copy())).exp()
+            clipped = ratio.clamp(0.8, 1.28)
+            total = total - torch.minimum(ratio * float(advantage), clipped * float(advantage)).sum()
+            tokens += trajectory.length_tokens
+    (total / tokens).backward()
+    expected = [parameter.grad.clone() for parameter in module.parameters()]
+    norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in expected))
+
+    learner = Learner(load(model_folder), LearnerConfig(grad_norm_max=1e9))
+    for group in groups:
+        learner.add_group(group)
+    metrics = learner.finish_step()
+    assert metrics.loss == pytest.approx(float(total.detach()) / tokens, rel=1e-4)
+    assert metrics.grad_norm == pytest.approx(norm, rel=1e-4)
+    assert (metrics.tokens_trained, metrics.groups, metrics.groups_trained) == (tokens, 2, 2)
+
+
+def test_groups_that_teach_nothing_leave_the_weights_alone(model_folder: Path) -> None:
+    module = load(model_folder)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    learner = Learner(module, LearnerConfig(learning_rate=0.1))
+    learner.add_group(responses([[5], [6]], [0.5, 0.5]))
+    learner.add_group(responses([[5], [6]], [1.0, math.nan]))
+    metrics = learner.finish_step()
+    assert (metrics.groups, metrics.groups_trained, metrics.tokens_trained, metrics.rewards_invalid) == (2, 0, 0, 1)
+    assert metrics.reward_mean == pytest.approx(2 / 3)
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert "reward_mean" not in replace(metrics, reward_mean=math.nan).numbers()
+
+
+def test_invalid_rewards_are_masked_out_of_a_group(model_folder: Path) -> None:
+    with_invalid, without = Learner(load(model_folder), LearnerConfig()), Learner(load(model_folder), LearnerConfig())
+    with_invalid.add_group(responses([[5, 6], [7, 8], [9] * 9], [1.0, 0.0, math.nan]))
+    without.add_group(responses([[5, 6], [7, 8]], [1.0, 0.0]))
+    assert with_invalid.finish_step().grad_norm == pytest.approx(without.finish_step().grad_norm, rel=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_is_not_taken(model_folder: Path) -> None:
+    module = load(model_folder)
+    learner = Learner(module, LearnerConfig(learning_rate=0.1))
+    bad = responses([[5], [6]], [1.0, 0.0], logprob=math.nan)
+    learner.add_group(bad)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    metrics = learner.finish_step()
+    assert metrics.step_skipped and metrics.numbers()["step_skipped"] == 1.0
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+
+
+class Bandit(torch.nn.Module):
+    """A policy over 8 tokens that looks at nothing: logits are its only parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.zeros(8))
+
+    def forward(self, input_ids: torch.Tensor, logits_to_keep: int, **unused: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.logits.expand(input_ids.shape[0], logits_to_keep, 8))
+
+
+@pytest.mark.parametrize("kl_coefficient", [0.0, 0.1])
+def test_a_bandit_learns_the_arm_that_pays(kl_coefficient: float) -> None:
+    bandit = Bandit()
+    learner = Learner(bandit, LearnerConfig(learning_rate=0.1, kl_coefficient=kl_coefficient))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        policy = torch.log_softmax(bandit.logits.detach(), 0)
+        for _ in range(4):
+            arms = torch.multinomial(policy.exp(), 8, replacement=True, generator=generator).tolist()
+            group = responses([[arm] for arm in arms], [float(arm == 3) for arm in arms])
+            members = [replace(each, logprobs=policy.numpy()[each.response_token_ids]) for each in group.trajectories]
+            learner.add_group(TrajectoryGroup(group.group_id, tuple(members)))
+        learner.finish_step()
+    assert float(torch.softmax(bandit.logits.detach(), 0)[3]) > 0.6
+
+
+async def test_the_trainer_trains_and_publishes_over_grpc(tmp_path: Path, model_folder: Path) -> None:
+    service = await start_service(tmp_path / "store", model_folder)
+    seen = []
+    config = GrpoConfig(service.address, TOKEN, groups=2, steps=2, learner=LearnerConfig(learning_rate=1e-3))
+    report = await train(config, seen.append)
+    assert [step.step for step in report.steps] == [0, 1] and list(report.steps) == seen
+    assert report.steps[1].group_ids == ("s1-g0", "s1-g1")
+    assert report.steps[0].metrics.tokens_trained == 2 * (3 + 4)
+    commits = service.service.commits
+    assert [commit.version for commit in commits] == [1, 2] and commits[0].metrics["reward_mean"] == 0.5
+    store = service.service.store
+    first, second = (load(store.folder(version)).state_dict() for version in (1, 2))
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    assert "reward 0.500" in step_line(report.steps[0]) and '"step": 0' in step_json(report.steps[0])
+
+    # A trainer that comes later goes on from the newest version, not from the first.
+    again = await train(replace(config, steps=1, learner=LearnerConfig(learning_rate=1e-12)))
+    assert again.steps[0].step == 2
+    third = load(store.folder(3)).state_dict()
+    assert all(torch.allclose(second[name], third[name], atol=1e-6) for name in second)
+    await service.server.stop(None)
+
+
+def test_arguments_and_limits() -> None:
+    config, as_json = parse_arguments(["--token", "t", "--lr", "0.5", "--groups", "3", "--json"])
+    assert (config.learner.learning_rate, config.groups, as_json) == (0.5, 3, True)
+    for changes in ({"learning_rate": 0.0}, {"eps_low": 1.0}, {"kl_coefficient": -1.0}, {"grad_norm_max": math.nan}):
+        with pytest.raises(InvalidValue, match=next(iter(changes))):
+            LearnerConfig(**changes)
+    with pytest.raises(InvalidValue, match="threads = 0"):
+        GrpoConfig("127.0.0.1:1", "t", threads=0)
+
+
+def test_the_command_fails_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--address", "nowhere", "--token", "t"]) == 1
+    assert capsys.readouterr().err.startswith("error: address = 'nowhere'")
+
+
+def test_groups_of_the_fake_service_share_one_prompt() -> None:
+    group = make_group(0, 0)
+    assert isinstance(group.trajectories[0], Trajectory) and group.prompt_token_ids.tolist() == [1, 2]

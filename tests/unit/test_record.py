@@ -1,0 +1,58 @@
+"""The record: each trajectory once, whole lines, versions as loadable folders."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dora.errors import InvalidValue
+from dora.models.tiny import make_tiny
+from dora.record import Recorder
+from dora.verify.check import read_trajectories
+from dora.weights.store import WeightStore
+from tests.contract.trainer_service import make_group
+
+
+def test_each_trajectory_is_written_once_over_restarts(tmp_path: Path) -> None:
+    first, second = make_group(0, 0), make_group(0, 1)
+    with Recorder(tmp_path) as recorder:
+        assert recorder.append(first.trajectories) == 2
+        assert recorder.append(first.trajectories) == 0
+        assert len(read_trajectories(tmp_path / "trajectories.jsonl")) == 2  # flushed
+    with Recorder(tmp_path) as recorder:
+        assert recorder.append([*first.trajectories, *second.trajectories]) == 2
+    ids = [each.trajectory_id for each in read_trajectories(tmp_path / "trajectories.jsonl")]
+    assert ids == ["s0-g0-0", "s0-g0-1", "s0-g1-0", "s0-g1-1"]
+
+
+def test_a_line_torn_by_a_crash_is_written_again(tmp_path: Path) -> None:
+    group = make_group(0, 0)
+    with Recorder(tmp_path) as recorder:
+        recorder.append(group.trajectories)
+    file = tmp_path / "trajectories.jsonl"
+    file.write_bytes(file.read_bytes()[:-20])
+    with Recorder(tmp_path) as recorder:
+        assert recorder.append(group.trajectories) == 1
+    assert len(read_trajectories(file)) == 2
+
+
+def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "trajectories.jsonl").write_text(json.dumps({"name": "shopping"}) + "\n")
+    with pytest.raises(InvalidValue, match="line 1"):
+        Recorder(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidValue, match="record"):
+        Recorder(tmp_path / "file")
+
+
+def test_versions_are_kept_as_hugging_face_folders_after_the_store_lets_go(tmp_path: Path) -> None:
+    model = make_tiny("dense", tmp_path / "model")
+    store = WeightStore(tmp_path / "store", model)
+    recorder = Recorder(tmp_path / "record")
+    kept = recorder.keep_version(0, store.folder(0))
+    assert recorder.keep_version(0, store.folder(0)) == kept
+    store.retire(0)
+    names = {file.name for file in kept.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors"} <= names
+    assert not any(file.is_symlink() or file.name.startswith("dora-") for file in kept.iterdir())
+    assert (kept / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()

@@ -1,0 +1,153 @@
+"""Verification finds what is wrong with a record, and nothing in a sound one."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dora.errors import InvalidValue
+from dora.models.tiny import make_tiny
+from dora.record import Recorder
+from dora.trajectory import Trajectory
+from dora.types import Segment
+from dora.verify import verify
+from tests.contract.trainer_service import make_trajectory
+
+Line = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [make_tiny("moe", folder / str(seed), seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def trajectories(models: list[Path]) -> list[Trajectory]:
+    """Two groups, of versions 0 and 1, trained in step 1; logprobs one sequence at a time, with no padding."""
+    made = []
+    for version, folder in enumerate(models):
+        module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for sample in range(3):
+            response = [(7 * sample + 3 * token) % 60 + 4 for token in range(4 + 5 * sample)]
+            ids = torch.tensor([[1, 5 + version, *response]])
+            with torch.no_grad():
+                logprobs = torch.log_softmax(module(ids).logits[0, 1:-1], -1).gather(1, ids[0, 2:, None])[:, 0]
+            tokens = len(response)
+            segments = (Segment("w0", 0, 1, "new", version), Segment("w1", 2, tokens - 1, "migrated", version))
+            made.append(
+                make_trajectory(
+                    1,
+                    version,
+                    sample,
+                    group_size=3,
+                    behaviour_version=version,
+                    staleness=1 - version,
+                    prompt_token_ids=[1, 5 + version],
+                    response_token_ids=response,
+                    logprobs=logprobs.numpy(),
+                    loss_mask=[1] * tokens,
+                    length_tokens=tokens,
+                    worker_history=segments,
+                )
+            )
+    return made
+
+
+@pytest.fixture
+def record(tmp_path: Path, models: list[Path], trajectories: list[Trajectory]) -> Path:
+    with Recorder(tmp_path) as recorder:
+        recorder.append(trajectories)
+        for version, folder in enumerate(models):
+            recorder.keep_version(version, folder)
+    return tmp_path
+
+
+def rewrite(record: Path, change: Callable[[list[Line]], None]) -> None:
+    file = record / "trajectories.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    change(lines)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_sound_record_passes(record: Path, trajectories: list[Trajectory]) -> None:
+    report = verify(record, window_versions=2)
+    assert report.ok and report.violations == ()
+    assert (report.trajectories, report.versions, report.atol) == (6, (0, 1), 1e-3)
+    assert report.tokens == sum(each.length_tokens for each in trajectories)
+    assert 0 < report.max_abs_diff < 5e-5 and 0 < report.mean_abs_diff <= report.max_abs_diff
+    assert verify(record, limit=2).tokens < report.tokens
+
+
+def test_one_corrupted_logprob_is_found(record: Path) -> None:
+    def corrupt(lines: list[Line]) -> None:
+        lines[4]["logprobs"][2] -= 0.01
+
+    rewrite(record, corrupt)
+    report = verify(record)
+    assert report.violations_total == 1 and "trajectory s1-g1-1, token 2" in report.violations[0]
+    assert report.max_abs_diff == pytest.approx(0.01, abs=1e-3)
+    assert verify(record, atol=0.02).ok
+
+
+def test_a_trajectory_under_another_version_is_found(record: Path) -> None:
+    def swap(lines: list[Line]) -> None:
+        for line in lines[:3]:
+            line["behaviour_version"], line["staleness"] = 1, 0
+            for segment in line["worker_history"]:
+                segment["version"] = 1
+
+    rewrite(record, swap)
+    report = verify(record)
+    assert report.violations_total == 3 and all("version 1 gives" in sentence for sentence in report.violations)
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "sentence"),
+    [
+        (0, {"worker_history": (Segment("w0", 0, 3, "new", 1),)}, "of version 0 has tokens of versions [1] (C1)"),
+        (0, {"worker_history": (Segment("w0", 0, 1, "new", 0),)}, "segments hold 2 tokens, its response 4"),
+        (0, {"worker_history": (Segment("w0", 1, 3, "new", 0),)}, "expected to begin at 0"),
+        (0, {"worker_history": (Segment("w0", 0, 3, "migrated", 0),)}, "segment 0 arrived 'migrated'"),
+        (0, {"staleness": 0}, "states a staleness of 0; trained step less version is 1"),
+        (0, {"trained_step": 2, "staleness": 2}, "has a staleness of 2, over the window's 1 (C3)"),
+        (5, {"trained_step": 0, "staleness": -1}, "before its version was published"),
+        (0, {"logprobs": np.array([0.5, -1, -1, -1])}, "has logprobs that are none: [0.5]"),
+        (0, {"loss_mask": [1, 2, 1, 1]}, "loss mask of other values"),
+        (0, {"sample_index": 1}, "group s1-g0 of 3 lacks the samples [0]"),
+        (0, {"prompt_token_ids": [1, 9]}, "group s1-g0 has several prompts"),
+        (0, {"finished_at": 0.0}, "finished before it started"),
+    ],
+)
+def test_every_broken_promise_is_a_sentence(
+    tmp_path: Path, trajectories: list[Trajectory], index: int, change: dict[str, Any], sentence: str
+) -> None:
+    changed = [replace(each, **change) if place == index else each for place, each in enumerate(trajectories)]
+    with Recorder(tmp_path) as recorder:
+        recorder.append(changed)
+    report = verify(tmp_path, window_versions=2)
+    assert not report.ok and any(sentence in found for found in report.violations), report.violations
+
+
+def test_a_repeated_line_and_a_missing_version_are_found(record: Path) -> None:
+    rewrite(record, lambda lines: lines.append(lines[0]))
+    (record / "versions" / "1").rename(record / "versions" / "7")
+    report = verify(record)
+    assert "trajectory s1-g0-0 is recorded 2 times." in report.violations
+    assert "version 1 sampled 3 trajectories and is not in the record." in report.violations
+
+
+def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match="readable file"):
+        verify(tmp_path)
+    (tmp_path / "trajectories.jsonl").write_text("{\n")
+    with pytest.raises(InvalidValue, match="line 1"):
+        verify(tmp_path)
+    with pytest.raises(InvalidValue, match="limit = 0"):
+        verify(tmp_path, limit=0)
