@@ -32,5 +32,7 @@ class BlockStore:
 
 def _raw_blocks(tensor: torch.Tensor, block_count: int) -> np.ndarray:
     if tensor.shape[0] != block_count or not tensor.is_contiguous():
-        raise RuntimeError(f"KV tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()}: not {block_count} blocks")
+        raise RuntimeError(
+            f"KV tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()}: not {block_count} blocks"
+        )
     return tensor.view(block_count, -1).view(torch.uint8).numpy()

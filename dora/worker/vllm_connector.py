@@ -1,7 +1,7 @@
 """How KV from another engine enters vLLM: its KV connector, in both of its roles.
 
-The scheduler's half is asked, whenever a request gets a slot and blocks, how many tokens come from outside; the runner's
-half writes them before the forward pass of that very step. Until then the snapshot waits here, held.
+The scheduler's half is asked, whenever a request gets a slot and blocks, how many tokens come from outside; the
+runner's half writes them before the forward pass of that very step. Until then the snapshot waits here, held.
 """
 
 from collections.abc import Mapping

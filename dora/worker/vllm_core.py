@@ -1,10 +1,13 @@
 """Starting vLLM in this process, patched and verified, and what identifies the engine that came up."""
 
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 import vllm
 from blake3 import blake3
 from vllm.config import KVTransferConfig
@@ -39,6 +42,9 @@ class EngineSettings:
 def start(model: Path, settings: EngineSettings) -> EngineCore:
     """A patched engine with random weights. Raises InvalidValue for settings that vLLM refuses, naming its reason."""
     registry.apply()
+    # torch may have been imported before the environment was set. More threads than one split a matrix product by its
+    # rows, so that a request's last bits depend on its neighbours (measured: 2e-6).
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     blocks = settings.kv_tokens // settings.block_tokens
     arguments = EngineArgs(
         model=str(model),
@@ -91,7 +97,7 @@ def is_movable(core: EngineCore) -> bool:
 def layout_of(core: EngineCore, reference: Reference, settings: EngineSettings) -> KvLayout:
     """What must agree for this engine's KV to mean the same in another one."""
     layers = runner_connector().store.layers
-    backend = _backend(core)
+    backend = _backend(core, [name for name, _ in layers])
     identity = {
         "config": _model_config(reference.folder),
         "tensors": [(tensor.name, tensor.dtype, tensor.shape) for tensor in reference.tensors],
@@ -102,10 +108,11 @@ def layout_of(core: EngineCore, reference: Reference, settings: EngineSettings) 
     return KvLayout(fingerprint, backend, settings.dtype, settings.block_tokens, layers)
 
 
-def _backend(core: EngineCore) -> str:
+def _backend(core: EngineCore, layers: Sequence[str]) -> str:
     """Attention backends, instruction sets and vLLM release: what shapes the inside of a block."""
     context = core.vllm_config.compilation_config.static_forward_context
-    kinds = {f"{layer.attn_backend.get_name()}/{getattr(layer, 'isa', 'any')}" for layer in context.values()}
+    attentions = [context[name] for name in layers]
+    kinds = {f"{layer.attn_backend.get_name()}/{getattr(layer, 'isa', 'any')}" for layer in attentions}
     return ",".join([*sorted(kinds), f"vllm-{vllm.__version__}"])
 
 

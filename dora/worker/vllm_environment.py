@@ -11,6 +11,8 @@ _DEFAULTS: Final = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",  # a model is a folder; nothing is looked up
     "TOKENIZERS_PARALLELISM": "false",
+    # Eager throughout: compiling small helpers costs seconds a start, and a C++ compiler that may not be there.
+    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -293,6 +293,22 @@ async def test_a_step_that_was_filled_with_other_groups_is_not_trained_as_if_it_
     assert service.service.next_step == 0
 
 
+async def test_an_upload_cut_off_by_a_restart_is_a_broken_connection(service: Running) -> None:
+    async with trainer_of(service) as trainer:
+        epoch = (await trainer.attach(GROUPS)).epoch
+
+        async def messages() -> AsyncIterator[pb.WeightChunk]:
+            header = pb.WeightFileHeader(trainer_epoch=epoch, version=1, file_name="a.safetensors", file_bytes=32 << 20)
+            yield pb.WeightChunk(header=header)
+            for index in range(64):
+                if index == 8:
+                    await service.restart()
+                yield pb.WeightChunk(content=bytes(1 << 19))
+
+        with pytest.raises(ServiceUnavailable):
+            await trainer.connection.upload(trainer.stub.UploadWeights, messages())
+
+
 async def test_patience_ends(service: Running) -> None:
     await service.server.stop(None)
     async with trainer_of(service, connect_s=0.2) as trainer:

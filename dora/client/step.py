@@ -1,0 +1,202 @@
+"""One training step at the trainer: its groups as they finish, then one commit."""
+
+import asyncio
+import tempfile
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from dora.client.attachment import Attachment
+from dora.client.publication import Weights, canary_of, place_weights, upload
+from dora.errors import Conflict
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.convert import canary_to_wire, group_from_wire
+from dora.rpc.errors import ServiceUnavailable
+from dora.trajectory import TrajectoryGroup
+from dora.types import Canary
+from dora.weights.files import WeightFile
+
+if TYPE_CHECKING:
+    from dora.client.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What a commit did."""
+
+    version: int  # the version it published
+    groups_trained: int | None  # since the service started; None where only the reply was lost
+
+
+class Step:
+    """An asynchronous iterator over the step's groups: each exactly once, whatever the connection does.
+
+    When the connection breaks, the trainer attaches again and the service repeats the groups; those that were taken
+    already are left out. Not for use by several tasks at once.
+    """
+
+    def __init__(self, trainer: "Trainer", number: int) -> None:
+        self.number = number
+        self.end_of_prompts = False  # known after iterating: the step ended short and cannot be committed
+        self._trainer = trainer
+        self._stream: Any = None
+        self._pending: deque[TrajectoryGroup] = deque()  # at most one message's groups
+        self._seen: set[str] = set()
+        self._repeated: set[str] = set()  # delivered by the present stream
+        self._complete = False
+        self._commit: Commit | None = None
+
+    @property
+    def version(self) -> int:
+        """The newest policy version: the one that this step improves on."""
+        return self.number
+
+    @property
+    def groups_taken(self) -> int:
+        return len(self._seen) - len(self._pending)
+
+    @property
+    def committed(self) -> bool:
+        return self._commit is not None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TrajectoryGroup:
+        """Raises Conflict where another trainer has taken over, ServiceUnavailable when reconnecting failed."""
+        if not await self.has_groups():
+            raise StopAsyncIteration
+        return self._pending.popleft()
+
+    async def has_groups(self) -> bool:
+        """Waits until there is a group to take; False when there are no more."""
+        while not self._pending and not self._complete:
+            await self._receive()
+        return bool(self._pending)
+
+    async def commit(
+        self,
+        weights: Weights,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        canary: Canary | None = None,
+    ) -> Commit:
+        """Acknowledges the step's groups and publishes ``weights`` as version ``number + 1``.
+
+        ``weights`` is a torch module, tensors by checkpoint name (torch or numpy), or safetensors file(s) or folder;
+        they must not change before it returns. The canary of a module is computed, of the others it may be given.
+        ``metrics`` are shown to operators. Repeating it is safe: a step is committed once.
+
+        Raises Conflict before all groups were taken or where another trainer took over, InvalidValue for weights
+        that do not fit the model, ServiceUnavailable when reconnecting failed.
+        """
+        if self._commit is not None:
+            return self._commit
+        self._check_taken()
+        if canary is None:
+            canary = await asyncio.to_thread(canary_of, weights, self._trainer.attachment.tensors)
+        sent = False
+        while True:
+            attachment = self._trainer.attachment
+            try:
+                files = await self._publish(attachment, weights)
+                request = self._commit_request(attachment, files, canary, metrics or {})
+                sent = True
+                reply = await self._trainer.connection.call(self._trainer.stub.CommitStep, request)
+                self._commit = Commit(self.number + 1, reply.groups_trained)
+                break
+            except ServiceUnavailable as error:
+                attachment = await self._trainer.attach_again(error)
+                if sent and attachment.next_step == self.number + 1:
+                    self._commit = Commit(self.number + 1, None)
+                    break
+                await self._lease_again(attachment)
+        self._trainer.patience.progress()
+        return self._commit
+
+    async def _receive(self) -> None:
+        """Takes one message of the stream, reconnecting as needed."""
+        try:
+            if self._stream is None:
+                request = pb.StreamStepRequest(trainer_epoch=self._trainer.attachment.epoch, step=self.number)
+                self._stream = self._trainer.stub.StreamStep(request, metadata=self._trainer.connection.metadata)
+                self._repeated.clear()
+            batch: pb.TrajectoryBatch | None = await self._trainer.connection.read(self._stream)
+            if batch is None:
+                self._finish()
+                return
+        except ServiceUnavailable as error:
+            self._stream = None
+            self._check_current(await self._trainer.attach_again(error))
+            return
+        self._trainer.patience.progress()
+        self.end_of_prompts = self.end_of_prompts or batch.end_of_prompts
+        for message in batch.groups:
+            self._repeated.add(message.group_id)
+            if message.group_id not in self._seen:
+                self._seen.add(message.group_id)
+                self._pending.append(group_from_wire(message))
+
+    def _finish(self) -> None:
+        groups_per_step = self._trainer.attachment.groups_per_step
+        if not self.end_of_prompts and len(self._repeated) < groups_per_step:
+            # The service is going down: an end that it did not declare is as good as a broken connection.
+            raise ServiceUnavailable(f"the stream ended after {len(self._repeated)} of {groups_per_step} groups")
+        if self._repeated != self._seen:
+            gone = sorted(self._seen - self._repeated)
+            raise Conflict("step", self.number, f"left; the service has put other groups in place of {gone}")
+        self._complete = True
+
+    async def _lease_again(self, attachment: Attachment) -> None:
+        """After attaching again in mid-commit: the new lease must cover the very groups that were trained."""
+        self._check_current(attachment)
+        self._stream, self._complete = None, False
+        if await self.has_groups():
+            raise Conflict("step", self.number, "left; the service has put other groups into it since it was trained")
+
+    async def _publish(self, attachment: Attachment, weights: Weights) -> tuple[WeightFile, ...]:
+        version = self.number + 1
+        if attachment.store_folder is not None:
+            folder = attachment.store_folder / "incoming" / f"{attachment.epoch}-{version}"
+            return await asyncio.to_thread(place_weights, weights, attachment.tensors, folder)
+        scratch = await asyncio.to_thread(tempfile.TemporaryDirectory, prefix="dora-weights-")
+        try:
+            folder = Path(scratch.name)
+            files = await asyncio.to_thread(place_weights, weights, attachment.tensors, folder, link=True)
+            method = self._trainer.stub.UploadWeights
+            await upload(self._trainer.connection, method, attachment.epoch, version, folder, files)
+        finally:
+            await asyncio.to_thread(scratch.cleanup)
+        return files
+
+    def _commit_request(
+        self,
+        attachment: Attachment,
+        files: Sequence[WeightFile],
+        canary: Canary | None,
+        metrics: Mapping[str, float],
+    ) -> pb.CommitStepRequest:
+        return pb.CommitStepRequest(
+            trainer_epoch=attachment.epoch,
+            step=self.number,
+            version=self.number + 1,
+            files=[pb.WeightFile(name=file.name, file_bytes=file.file_bytes, blake3=file.blake3) for file in files],
+            canary=canary_to_wire(canary) if canary is not None else None,
+            metrics=dict(metrics),
+        )
+
+    def _check_taken(self) -> None:
+        groups_per_step = self._trainer.attachment.groups_per_step
+        if not self._complete or self._pending:
+            allowed = f"iterated to its end before commit; {self.groups_taken} of {groups_per_step} groups were taken"
+            raise Conflict("step", self.number, allowed)
+        if self.end_of_prompts:
+            allowed = f"left uncommitted: the prompts ended after {len(self._seen)} of {groups_per_step} groups"
+            raise Conflict("step", self.number, allowed)
+
+    def _check_current(self, attachment: Attachment) -> None:
+        if attachment.next_step != self.number:
+            allowed = f"{attachment.next_step}, the service's next: another trainer committed in the meantime"
+            raise Conflict("step", self.number, allowed)

@@ -1,0 +1,133 @@
+"""Recomputes the three promises from what was delivered and what was trained, without asking the service.
+
+The record (one row a delivered trajectory) and the trainer's own list of group ids are two witnesses that the
+service's counters cannot influence; :mod:`dora.demo.report` compares them with those counters.
+"""
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from dora.errors import InvalidValue
+
+Row = Mapping[str, Any]  # one delivered trajectory, keys as in the trajectory record
+Trained = Mapping[int, Sequence[str]]  # group ids that the trainer trained, by committed step
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What record and trainer say together. Ids are sorted."""
+
+    groups_trained: int
+    groups_lost: tuple[str, ...]  # trained but not (wholly) recorded, or delivered for a committed step and not trained
+    groups_duplicated: tuple[str, ...]
+    c1_violations: tuple[str, ...]  # trajectory ids sampled by more than one version
+    staleness_max: int  # over committed steps
+    staleness_misstated: tuple[str, ...]  # trajectory ids whose own staleness is not trained step - behaviour version
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """One committed step, of its recorded trajectories. ``mean_reward`` is None where no reward was valid."""
+
+    step: int
+    mean_reward: float | None
+    staleness_mean: float
+    staleness_max: int
+    trajectories: int
+    tokens: int
+
+
+def read_record(path: Path) -> list[Row]:
+    """The rows of a ``trajectories.jsonl``. Raises InvalidValue for a missing file or a torn line."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise InvalidValue("record", str(path), f"a readable file ({error.strerror})") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise InvalidValue(f"{path.name} line {number}", line[:80], "one JSON object a line") from error
+    return rows
+
+
+def audit(rows: Sequence[Row], trained: Trained) -> Audit:
+    """Checks C1 to C3 over ``rows``.
+
+    A group is lost when the trainer trained it and the record lacks a sample of it, when the record holds only a
+    part of it, or when it was delivered for a step that was committed without it. It is duplicated when it was
+    trained twice or one of its trajectories was delivered twice.
+    """
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row["group_id"]].append(row)
+    times_trained = Counter(group_id for ids in trained.values() for group_id in ids)
+    lost = {group_id for group_id in times_trained if group_id not in groups}
+    lost |= {group_id for group_id, members in groups.items() if not _whole(members)}
+    lost |= {
+        group_id
+        for group_id, members in groups.items()
+        if group_id not in times_trained and any(row["trained_step"] in trained for row in members)
+    }
+    duplicated = {group_id for group_id, times in times_trained.items() if times > 1}
+    duplicated |= {group_id for group_id, members in groups.items() if _repeats(members)}
+    return Audit(
+        groups_trained=len(times_trained),
+        groups_lost=tuple(sorted(lost)),
+        groups_duplicated=tuple(sorted(duplicated)),
+        c1_violations=tuple(sorted(row["trajectory_id"] for row in rows if _mixed(row))),
+        staleness_max=max((_staleness(row) for row in rows if row["trained_step"] in trained), default=0),
+        staleness_misstated=tuple(
+            sorted(row["trajectory_id"] for row in rows if row["staleness"] != _staleness(row)),
+        ),
+    )
+
+
+def step_summaries(rows: Iterable[Row], trained: Trained) -> list[StepSummary]:
+    """One summary for every committed step, in order; steps of which nothing was recorded are left out."""
+    members: dict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["trained_step"] in trained:
+            members[row["trained_step"]].append(row)
+    return [_summary(step, members[step]) for step in sorted(members)]
+
+
+def _summary(step: int, rows: Sequence[Row]) -> StepSummary:
+    rewards = [row["reward"] for row in rows if _valid(row)]
+    staleness = [_staleness(row) for row in rows]
+    return StepSummary(
+        step=step,
+        mean_reward=fmean(rewards) if rewards else None,
+        staleness_mean=fmean(staleness),
+        staleness_max=max(staleness),
+        trajectories=len(rows),
+        tokens=sum(row["length_tokens"] for row in rows),
+    )
+
+
+def _valid(row: Row) -> bool:
+    reward = row["reward"]
+    return reward is not None and math.isfinite(reward) and row.get("reward_valid", True)
+
+
+def _staleness(row: Row) -> int:
+    return int(row["trained_step"]) - int(row["behaviour_version"])
+
+
+def _mixed(row: Row) -> bool:
+    return any(segment["version"] != row["behaviour_version"] for segment in row["worker_history"])
+
+
+def _whole(members: Sequence[Row]) -> bool:
+    return {row["sample_index"] for row in members} == set(range(members[0]["group_size"]))
+
+
+def _repeats(members: Sequence[Row]) -> bool:
+    return len({row["trajectory_id"] for row in members}) < len(members)

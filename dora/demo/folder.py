@@ -1,0 +1,61 @@
+"""The demo's output folder: what it makes there, and nothing else, is what an earlier run's clearing removes."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from dora.errors import InvalidValue
+from dora.record import TRAJECTORIES_FILE, VERSIONS_FOLDER
+
+
+@dataclass(frozen=True, slots=True)
+class OutFolder:
+    """Paths of one demo run."""
+
+    root: Path
+
+    @property
+    def record(self) -> Path:
+        return self.root / "record"
+
+    @property
+    def trajectories(self) -> Path:
+        return self.record / TRAJECTORIES_FILE
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.json"
+
+    @property
+    def series(self) -> Path:
+        return self.root / "series.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        return self.root / "timeline.png"
+
+    @property
+    def trained(self) -> Path:
+        """One JSON line a step, as the trainer printed it: the second witness beside the record."""
+        return self.root / "trained.jsonl"
+
+    @property
+    def trainer_log(self) -> Path:
+        return self.root / "trainer.log"
+
+    @property
+    def service_log(self) -> Path:
+        return self.root / "service.log"
+
+    def clear(self) -> None:
+        """Makes the folder, without the files of an earlier demo. Raises InvalidValue where it cannot be written."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            for file in (self.report, self.series, self.timeline, self.trained, self.trainer_log, self.service_log):
+                file.unlink(missing_ok=True)
+            self.trajectories.unlink(missing_ok=True)
+            for version in (self.record / VERSIONS_FOLDER).glob("*"):
+                if version.name.isdigit():
+                    shutil.rmtree(version)
+        except OSError as error:
+            raise InvalidValue("--out", str(self.root), f"a folder that can be written ({error.strerror})") from error

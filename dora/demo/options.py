@@ -1,0 +1,87 @@
+"""What a demo is asked to do, and the service's configuration that follows from it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dora.cli.settings import overrides_of
+from dora.config import Config, load_config
+from dora.demo.presets import DemoPreset, preset
+from dora.errors import InvalidValue
+
+DRAIN_TIMEOUT_S = 0.0  # the trainer has all it wanted by then: what else is in flight need not be finished
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """``None``: as the model's preset has it."""
+
+    model: str
+    out: Path
+    steps: int | None = None
+    groups: int | None = None
+    group_size: int | None = None
+    window: int | None = None
+    workers: int | None = None
+    max_tokens: int | None = None
+    learning_rate: float | None = None
+    seed: int = 0
+    settings: tuple[str, ...] = ()  # overrides of the service's configuration, "section.field=value"
+    kill_worker_after_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidValue for what the service's configuration would not notice."""
+        for name in ("steps", "groups"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidValue(f"--{name}", value, "1 or more")
+        if self.learning_rate is not None and not self.learning_rate > 0:
+            raise InvalidValue("--lr", self.learning_rate, "above 0")
+        if self.kill_worker_after_s is not None and self.kill_worker_after_s < 0:
+            raise InvalidValue("--kill-worker-after", self.kill_worker_after_s, "0 or more seconds")
+
+    @property
+    def preset(self) -> DemoPreset:
+        return preset(self.model)
+
+    @property
+    def steps_asked(self) -> int:
+        return self.preset.steps if self.steps is None else self.steps
+
+    @property
+    def rate(self) -> float:
+        """The trainer's learning rate."""
+        return self.preset.learning_rate if self.learning_rate is None else self.learning_rate
+
+
+def service_config(options: DemoOptions, record: Path) -> Config:
+    """The preset, then ``options.settings``, then the options that were given. Raises InvalidValue as load_config."""
+    chosen = options.preset
+    defaults = overrides_of(
+        {
+            "prompts": chosen.prompts,
+            "window.size": chosen.window,
+            "window.groups_per_step": chosen.groups,
+            "rollout.group_size": chosen.group_size,
+            "rollout.max_tokens": chosen.max_tokens,
+            "rollout.temperature": chosen.temperature,
+            "rollout.seed": options.seed,
+            "workers.count": chosen.workers,
+            "workers.slots": chosen.slots,
+            "workers.kv_tokens": chosen.kv_tokens,
+            "workers.max_model_len_tokens": chosen.max_model_len_tokens,
+            "service.listen": "127.0.0.1:0",
+            "service.drain_timeout_s": DRAIN_TIMEOUT_S,
+        }
+    )
+    given = overrides_of(
+        {
+            "model": options.model,
+            "record": str(record),
+            "window.size": options.window,
+            "window.groups_per_step": options.groups,
+            "rollout.group_size": options.group_size,
+            "rollout.max_tokens": options.max_tokens,
+            "workers.count": options.workers,
+        }
+    )
+    return load_config(None, [*defaults, *options.settings, *given])

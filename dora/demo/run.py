@@ -1,0 +1,210 @@
+"""Runs the demo: service in this process, trainer as a child, both watched; then the audit.
+
+serve() ─▶ ready ─▶ trainer process ──── a JSON line a step ─────▶ trained
+              └───▶ WatchStatus ─▶ screen, series.jsonl
+trainer ends ─▶ books are read ─▶ drain ─▶ record is read ─▶ report.json, timeline.png
+"""
+
+import asyncio
+import json
+import logging
+import os
+import platform
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dora.client import Operator
+from dora.config import Config
+from dora.demo.audit import read_record, step_summaries
+from dora.demo.folder import OutFolder
+from dora.demo.options import DemoOptions, service_config
+from dora.demo.report import DemoRun, DemoSeconds, build_report
+from dora.demo.screen import Screen
+from dora.demo.series import read_series, sample_json, sample_of
+from dora.demo.timeline import draw_timeline
+from dora.demo.trainer_process import TrainerProcess
+from dora.errors import DoraError
+from dora.orchestrator.main import ServiceHandle, serve
+from dora.rpc.dora_pb2 import Status
+
+WATCH_PERIOD_MS = 250
+HELD_TRAJECTORIES_MAX = 1_000_000
+BOOKS_TRIES = 50
+
+
+class BooksUnsettled(DoraError):
+    """The service's books changed during every reading of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What the service held when the trainer had ended."""
+
+    status: Status
+    groups_open: int
+    groups_overdue: int
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What was seen of a run while the service was up."""
+
+    books: Books
+    trained: dict[int, list[str]]
+    rollout_s: float
+    trainer_failure: str  # empty: it ended as it should
+
+
+Use = Callable[[ServiceHandle], Coroutine[Any, Any, Watched]]
+
+
+async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> dict[str, Any]:
+    """The report, also written to ``folder`` with record, series and timeline. Raises DoraError as ``serve`` does."""
+    config = service_config(options, folder.record)
+    clock = asyncio.get_running_loop().time
+    started_s = clock()
+    folder.clear()
+    with _logging_to(folder.service_log):
+        watched = await _with_service(
+            config, screen, lambda handle: _watched_run(handle, options, config, folder, screen)
+        )
+    rows = read_record(folder.trajectories)
+    run = DemoRun(
+        model=options.model,
+        window=config.window.size,
+        workers=config.workers.count,
+        groups_per_step=config.window.groups_per_step,
+        group_size=config.rollout.group_size,
+        steps_asked=options.steps_asked,
+        groups_open_at_end=watched.books.groups_open,
+        groups_overdue_at_end=watched.books.groups_overdue,
+    )
+    seconds = DemoSeconds(total=clock() - started_s, rollout=watched.rollout_s)
+    report = build_report(rows, dict(watched.books.status.counters), watched.trained, seconds, run)
+    if watched.trainer_failure:
+        report["failures"].append(watched.trainer_failure)
+    folder.report.write_text(json.dumps(report, indent=2) + "\n")
+    title = f"dora demo: {run.model}, {report['steps']} steps, window {run.window}, {run.workers} workers"
+    steps = step_summaries(rows, watched.trained)
+    await asyncio.to_thread(draw_timeline, read_series(folder.series), steps, title, run.window, folder.timeline)
+    return report
+
+
+@contextmanager
+def _logging_to(file: Path) -> Iterator[None]:
+    """The service's log goes to a file: on the terminal it would tear the live view."""
+    logger = logging.getLogger("dora")
+    handler = logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
+        handler.close()
+
+
+async def _with_service(config: Config, screen: Screen, use: Use) -> Watched:
+    """Serves while ``use(handle)`` runs, then drains. Whichever of the two fails ends the other."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    ready: asyncio.Future[ServiceHandle] = loop.create_future()
+    service = asyncio.create_task(serve(config, ready=ready.set_result, stop=stop, progress=screen.line))
+    using: asyncio.Task[Watched] | None = None
+    either: list[asyncio.Future[Any]] = [ready, service]
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            await service  # raises: it ended before it was ready
+        using = asyncio.create_task(use(ready.result()))
+        await asyncio.wait({using, service}, return_when=asyncio.FIRST_COMPLETED)
+        if not using.done():
+            await service
+        return await using
+    finally:
+        if using is not None and not using.done():
+            using.cancel()
+            await asyncio.wait({using})
+        stop.set()
+        await asyncio.wait({service})
+        if not service.cancelled() and (error := service.exception()) is not None:
+            raise error
+
+
+async def _watched_run(
+    handle: ServiceHandle, options: DemoOptions, config: Config, folder: OutFolder, screen: Screen
+) -> Watched:
+    """Trains and watches until the trainer ends, then reads the service's books."""
+    screen.line(f"serving on {handle.address}; starting the trainer")
+    clock = asyncio.get_running_loop().time
+    ready_s = clock()
+    arguments = ["--address", handle.address, "--steps", str(options.steps_asked), "--lr", str(options.rate)]
+    arguments += ["--groups", str(config.window.groups_per_step)]
+    threads = options.preset.trainer_threads
+    async with (
+        Operator(handle.address, handle.token) as operator,
+        TrainerProcess(arguments, handle.token, threads, folder.trainer_log, folder.trained) as trainer,
+    ):
+        watching = asyncio.create_task(_watch(operator, options.kill_worker_after_s, folder, screen))
+        try:
+            code = await trainer.run(on_step=lambda done: None)
+            rollout_s = clock() - ready_s
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+        books = await _read_books(operator)
+    screen.show(books.status, last=True)
+    failure = f"the trainer ended with exit code {code}: {trainer.last_words()}" if code else ""
+    return Watched(books, trainer.trained, rollout_s, failure)
+
+
+async def _watch(operator: Operator, kill_after_s: float | None, folder: OutFolder, screen: Screen) -> None:
+    """Writes the series and shows every status, until cancelled; kills one worker when it is time."""
+    clock = asyncio.get_running_loop().time
+    started_s = clock()
+    with folder.series.open("w") as series:
+        async for status in operator.watch(WATCH_PERIOD_MS):
+            now_s = clock() - started_s
+            series.write(sample_json(sample_of(status, now_s)) + "\n")
+            series.flush()
+            screen.show(status)
+            if kill_after_s is not None and now_s >= kill_after_s and _kill_busiest(status, screen):
+                kill_after_s = None
+
+
+def _kill_busiest(status: Status, screen: Screen) -> bool:
+    """SIGKILL to the busiest worker of this host; False while none is at work."""
+    mine = [worker for worker in status.workers if worker.pid and worker.running and worker.host == platform.node()]
+    if not mine:
+        return False
+    victim = max(mine, key=lambda worker: worker.running)
+    with suppress(ProcessLookupError):
+        os.kill(victim.pid, signal.SIGKILL)
+        screen.line(f"killed {victim.worker_id} (pid {victim.pid}, {victim.running} requests), as asked")
+    return True
+
+
+async def _read_books(operator: Operator) -> Books:
+    """Counters and held trajectories of one moment: read again until nothing was admitted in between."""
+    before = await operator.status()
+    for _ in range(BOOKS_TRIES):
+        held = await operator.trajectories(limit=HELD_TRAJECTORIES_MAX)
+        after = await operator.status()
+        if all(before.counters[name] == after.counters[name] for name in ("groups_admitted", "groups_taken")):
+            open_groups = {row.group_id for row in held.trajectories}
+            overdue = {
+                row.group_id
+                for row in held.trajectories
+                if row.state != "leased" and row.deadline_step < after.filling_step
+            }
+            return Books(after, len(open_groups), len(overdue))
+        before = after
+    raise BooksUnsettled(f"groups were admitted during each of {BOOKS_TRIES} readings of the service's books")

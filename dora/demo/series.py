@@ -1,0 +1,82 @@
+"""The demo's time series: one JSON object a line in ``series.jsonl``, one line a sample of the service's status."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dora.rpc.dora_pb2 import Status
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSample:
+    """One DP group at one moment. ``version`` is -1 while it holds none."""
+
+    worker: str
+    state: str
+    version: int
+    target_version: int
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The service at ``t_s`` seconds after it became ready."""
+
+    t_s: float
+    step: int  # the newest version = steps committed
+    running: int
+    waiting: int
+    finished: int  # groups finished and waiting for a step
+    reward: float | None  # mean of the latest committed step
+    workers: tuple[WorkerSample, ...]
+    counters: dict[str, float]
+
+
+def sample_of(status: Status, t_s: float) -> Sample:
+    """Reduces a status to what the plot draws."""
+    workers = tuple(
+        WorkerSample(w.worker_id, w.state, w.version, w.target_version, w.running, w.waiting) for w in status.workers
+    )
+    return Sample(
+        t_s=round(t_s, 3),
+        step=status.newest_version,
+        running=sum(worker.running for worker in workers),
+        waiting=sum(worker.waiting for worker in workers),
+        finished=sum(version.groups_finished for version in status.versions),
+        reward=status.steps[-1].mean_reward if status.steps else None,
+        workers=workers,
+        counters=dict(status.counters),
+    )
+
+
+def sample_json(sample: Sample) -> str:
+    """One line of ``series.jsonl``, without its line end."""
+    return json.dumps(asdict(sample), separators=(",", ":"))
+
+
+def read_series(path: Path) -> list[Sample]:
+    """The samples of a ``series.jsonl``, in the order they were taken."""
+    return [_parsed(line) for line in path.read_text().splitlines()]
+
+
+def stretches(samples: Sequence[Sample], worker: str) -> list[tuple[float, float, int, str]]:
+    """The life of one DP group as ``(start_s, end_s, version, state)``, adjoining samples alike joined."""
+    joined: list[tuple[float, float, int, str]] = []
+    for sample in samples:
+        for row in sample.workers:
+            if row.worker != worker:
+                continue
+            if joined and joined[-1][2:] == (row.version, row.state):
+                joined[-1] = (joined[-1][0], sample.t_s, row.version, row.state)
+            else:
+                if joined:
+                    joined[-1] = (joined[-1][0], sample.t_s, *joined[-1][2:])
+                joined.append((sample.t_s, sample.t_s, row.version, row.state))
+    return joined
+
+
+def _parsed(line: str) -> Sample:
+    tree = json.loads(line)
+    return Sample(**{**tree, "workers": tuple(WorkerSample(**row) for row in tree["workers"])})

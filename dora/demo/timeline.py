@@ -1,0 +1,142 @@
+"""Draws ``timeline.png``: reward and staleness by step, DP groups and requests over time. Matplotlib loads on use."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from dora.demo.audit import StepSummary
+from dora.demo.series import Sample, stretches
+
+INK, SOFT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+BLUE, ORANGE, GREEN = "#2563eb", "#d97706", "#0f9d76"
+TITLE_GROUPS = (
+    "DP groups, coloured by the policy version they host (hatched: joining, loading or lost; dotted: a commit)"
+)
+SETTLED_STATES = ("ready", "vacating", "draining")  # the others hatch: joining, loading, lost
+
+
+def draw_timeline(samples: Sequence[Sample], steps: Sequence[StepSummary], title: str, window: int, path: Path) -> None:
+    """Writes the four panels to ``path``. Raises nothing for an empty series: its panels stay empty."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style = {
+        "font.size": 10, "axes.edgecolor": GRID, "axes.labelcolor": INK, "text.color": INK, "xtick.color": SOFT,
+        "ytick.color": SOFT, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
+    }  # fmt: skip
+    with pyplot.rc_context(style):
+        figure, grid = pyplot.subplot_mosaic(
+            [["reward", "staleness"], ["groups", "groups"], ["requests", "requests"]],
+            figsize=(13, 9.5), height_ratios=[1.15, 0.9, 1.0], layout="constrained",
+        )  # fmt: skip
+        figure.suptitle(title, fontsize=14, fontweight="bold", x=0.01, ha="left")
+        _draw_reward(grid["reward"], steps)
+        _draw_staleness(grid["staleness"], steps, window)
+        _draw_groups(grid["groups"], samples)
+        _draw_requests(grid["requests"], samples)
+        grid["requests"].sharex(grid["groups"])
+        if len(samples) > 1:
+            grid["groups"].set_xlim(0, samples[-1].t_s)
+        figure.savefig(path, dpi=120)
+        pyplot.close(figure)
+
+
+def _draw_reward(axes: Any, steps: Sequence[StepSummary]) -> None:
+    _panel(axes, "Mean reward", "training step", "reward")
+    _whole_ticks(axes.xaxis)
+    scored = [(step.step, step.mean_reward) for step in steps if step.mean_reward is not None]
+    if not scored:
+        return
+    numbers, rewards = zip(*scored, strict=True)
+    marker = "o" if len(scored) <= 25 else ""
+    axes.plot(numbers, rewards, color=BLUE, alpha=0.35 if len(scored) > 10 else 1.0, marker=marker, label="step")
+    if len(scored) > 10:
+        axes.plot(numbers, _running_mean(rewards, 10), color=BLUE, linewidth=2.2, label="mean of 10 steps")
+        axes.legend(frameon=False, loc="upper left")
+    axes.set_ylim(bottom=min(0.0, *rewards))
+
+
+def _draw_staleness(axes: Any, steps: Sequence[StepSummary], window: int) -> None:
+    _panel(axes, "Staleness of what was trained", "training step", "versions")
+    _whole_ticks(axes.xaxis)
+    _whole_ticks(axes.yaxis)
+    numbers = [step.step for step in steps]
+    axes.bar(numbers, [step.staleness_max for step in steps], color=ORANGE, alpha=0.3, width=0.8, label="max")
+    marker = "o" if len(steps) <= 25 else ""
+    axes.plot(numbers, [step.staleness_mean for step in steps], color=ORANGE, linewidth=2, marker=marker, label="mean")
+    axes.axhline(window - 1, color=INK, linestyle=(0, (4, 3)), linewidth=1, label=f"bound: window - 1 = {window - 1}")
+    axes.set_ylim(0, window - 1 + 0.75)
+    axes.legend(frameon=False, loc="upper left", ncols=3)
+
+
+def _draw_groups(axes: Any, samples: Sequence[Sample]) -> None:
+    _panel(axes, TITLE_GROUPS, "", "")
+    axes.grid(axis="y", visible=False)
+    workers = sorted({row.worker for sample in samples for row in sample.workers})
+    end_s = samples[-1].t_s if samples else 1.0
+    for row, worker in enumerate(workers):
+        for start_s, stop_s, version, state in stretches(samples, worker):
+            _draw_stretch(axes, row, (start_s, stop_s), version, state, end_s)
+    axes.set_yticks(range(len(workers)), workers)
+    axes.set_ylim(len(workers) - 0.45, -0.55)
+    _mark_commits(axes, samples)
+
+
+def _draw_stretch(axes: Any, row: int, span_s: tuple[float, float], version: int, state: str, end_s: float) -> None:
+    width_s = max(span_s[1] - span_s[0], end_s / 1000)
+    settled = state in SETTLED_STATES and version >= 0
+    axes.broken_barh(
+        [(span_s[0], width_s)], (row - 0.34, 0.68), facecolor=_version_colour(version) if settled else "#f1f3f5",
+        edgecolor="white" if settled else SOFT, hatch="" if settled else "////", linewidth=0.6,
+    )  # fmt: skip
+    if settled and width_s > end_s / 40:
+        middle_s = span_s[0] + width_s / 2
+        axes.text(middle_s, row, f"v{version}", ha="center", va="center", color="white", fontsize=9, fontweight="bold")
+
+
+def _draw_requests(axes: Any, samples: Sequence[Sample]) -> None:
+    _panel(axes, "Requests and finished groups", "seconds since the service was ready", "count")
+    _whole_ticks(axes.yaxis)
+    times_s = [sample.t_s for sample in samples]
+    running = [sample.running for sample in samples]
+    axes.fill_between(times_s, running, step="post", color=BLUE, alpha=0.15, linewidth=0)
+    axes.step(times_s, running, where="post", color=BLUE, label="requests running")
+    axes.step(times_s, [s.waiting for s in samples], where="post", color=SOFT, label="requests waiting")
+    axes.step(times_s, [s.finished for s in samples], where="post", color=GREEN, label="groups finished, not yet taken")
+    _mark_commits(axes, samples)
+    axes.set_ylim(0, max([1, *running, *(s.waiting for s in samples), *(s.finished for s in samples)]) * 1.25)
+    axes.legend(frameon=False, loc="upper left", ncols=3)
+
+
+def _mark_commits(axes: Any, samples: Sequence[Sample]) -> None:
+    commits_s = [after.t_s for before, after in pairwise(samples) if after.step > before.step]
+    for commit_s in commits_s:
+        axes.axvline(commit_s, color=INK, linewidth=0.8, linestyle=":", alpha=0.6 if len(commits_s) <= 25 else 0.25)
+
+
+def _panel(axes: Any, title: str, x_label: str, y_label: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(color=GRID, linewidth=0.8)
+
+
+def _whole_ticks(axis: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+
+
+def _version_colour(version: int) -> Any:
+    """Ten colours in turn: neighbouring versions never look alike."""
+    from matplotlib import colormaps
+
+    return colormaps["tab10"](version % 10)
+
+
+def _running_mean(values: Sequence[float], width: int) -> list[float]:
+    return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]

@@ -1,0 +1,70 @@
+"""The reference trainer as a process of its own: torch stays out of the service's process."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+LINE_BYTES_MAX = 16 << 20  # a step's line names every group of the step
+STOP_GRACE_S = 10.0
+
+
+class TrainerProcess:
+    """``python -m dora.trainers.grpo --json``; ``trained`` grows by one step for each line that it prints.
+
+    The token travels in the environment, where other users of the host cannot read it.
+    """
+
+    def __init__(self, arguments: list[str], token: str, threads: int, log: Path, trained_file: Path) -> None:
+        self._argv = [sys.executable, "-m", "dora.trainers.grpo", *arguments, "--threads", str(threads), "--json"]
+        self._environment = {**os.environ, "DORA_TOKEN": token, "OMP_NUM_THREADS": str(threads)}
+        self._log = log
+        self._trained_file = trained_file
+        self._process: asyncio.subprocess.Process | None = None
+        self.trained: dict[int, list[str]] = {}
+
+    async def run(self, on_step: Callable[[int], None]) -> int:
+        """Reads the trainer's lines until it ends; its exit code. ``on_step`` is told the steps done so far."""
+        with self._log.open("wb") as log, self._trained_file.open("wb") as trained_file:
+            process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                env=self._environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                limit=LINE_BYTES_MAX,
+            )
+            self._process = process
+            assert process.stdout is not None
+            async for line in process.stdout:
+                step = json.loads(line)
+                # A step trained twice must show: it adds to the list rather than replacing it.
+                self.trained.setdefault(step["step"], []).extend(step["group_ids"])
+                trained_file.write(line)
+                trained_file.flush()
+                on_step(len(self.trained))
+            return await process.wait()
+
+    def last_words(self) -> str:
+        """The last line that the trainer wrote to stderr."""
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1] if lines else "it wrote nothing"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), STOP_GRACE_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()

@@ -1,0 +1,277 @@
+"""Wire messages <-> types: the only place that knows both. Arrays are raw little-endian bytes.
+
+``*_to_wire`` never fails for a valid value; ``*_from_wire`` raises InvalidValue for anything malformed, naming the
+message's field.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Final, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from dora.errors import InvalidValue
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.channel import BATCH_BYTES, MAX_MESSAGE_BYTES, check_message_bytes
+from dora.trajectory import EnvironmentEvent, Trajectory, TrajectoryGroup
+from dora.types import (
+    Arrival,
+    Canary,
+    EngineCapability,
+    FinishReason,
+    Prompt,
+    RequestSpec,
+    SamplingParams,
+    Segment,
+    TokenDelta,
+)
+
+_INT32: Final = np.dtype("<i4")
+_FLOAT32: Final = np.dtype("<f4")
+_UINT8: Final = np.dtype("u1")
+
+# Fields that bear the same name on both sides and need no conversion.
+_SAMPLING: Final = tuple(each.name for each in fields(SamplingParams))
+_CAPABILITY: Final = tuple(each.name for each in fields(EngineCapability))
+_TRAJECTORY: Final = (
+    *("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size"),
+    *("behaviour_version", "reference_version", "trained_step", "staleness"),
+    *("reward", "reward_valid", "verifier_log", "finish_reason", "started_at", "finished_at", "length_tokens"),
+)
+
+
+def sampling_to_wire(sampling: SamplingParams) -> pb.Sampling:
+    return pb.Sampling(**_named(sampling, _SAMPLING))
+
+
+def sampling_from_wire(message: pb.Sampling) -> SamplingParams:
+    return SamplingParams(**{**_named(message, _SAMPLING), "stop_token_ids": tuple(message.stop_token_ids)})
+
+
+def trajectory_to_wire(trajectory: Trajectory) -> pb.Trajectory:
+    return pb.Trajectory(
+        **_named(trajectory, _TRAJECTORY),
+        prompt_token_ids=_bytes(trajectory.prompt_token_ids, _INT32),
+        response_token_ids=_bytes(trajectory.response_token_ids, _INT32),
+        logprobs=_bytes(trajectory.logprobs, _FLOAT32),
+        loss_mask=_bytes(trajectory.loss_mask, _UINT8),
+        sampling=sampling_to_wire(trajectory.sampling),
+        reward_components=dict(trajectory.reward_components),
+        worker_history=[_segment_to_wire(segment) for segment in trajectory.worker_history],
+        events=[
+            pb.EnvironmentEvent(
+                position_token=event.position_token,
+                kind=event.kind,
+                name=event.name,
+                content=event.content,
+                at=event.at,
+            )
+            for event in trajectory.events
+        ],
+    )
+
+
+def trajectory_from_wire(message: pb.Trajectory) -> Trajectory:
+    """The arrays are views of the message's bytes: nothing is copied. Raises InvalidValue where lengths differ."""
+    return Trajectory(
+        **_named(message, _TRAJECTORY),
+        prompt_token_ids=_array(message.prompt_token_ids, _INT32, "prompt_token_ids"),
+        response_token_ids=_array(message.response_token_ids, _INT32, "response_token_ids"),
+        logprobs=_array(message.logprobs, _FLOAT32, "logprobs"),
+        loss_mask=_array(message.loss_mask, _UINT8, "loss_mask"),
+        sampling=sampling_from_wire(message.sampling),
+        reward_components=dict(message.reward_components),
+        worker_history=tuple(_segment_from_wire(segment) for segment in message.worker_history),
+        events=tuple(
+            EnvironmentEvent(event.position_token, event.kind, event.name, event.content, event.at)
+            for event in message.events
+        ),
+    )
+
+
+def group_to_wire(group: TrajectoryGroup) -> pb.TrajectoryGroup:
+    return pb.TrajectoryGroup(
+        group_id=group.group_id, trajectories=[trajectory_to_wire(each) for each in group.trajectories]
+    )
+
+
+def group_from_wire(message: pb.TrajectoryGroup) -> TrajectoryGroup:
+    return TrajectoryGroup(message.group_id, tuple(trajectory_from_wire(each) for each in message.trajectories))
+
+
+def trajectory_batches(
+    step: int,
+    groups: Iterable[TrajectoryGroup],
+    *,
+    batch_bytes: int = BATCH_BYTES,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> Iterator[pb.TrajectoryBatch]:
+    """Messages of about ``batch_bytes``, whole groups in order. Raises LimitExceeded for a group over the limit."""
+    batch = pb.TrajectoryBatch(step=step)
+    held_bytes = 0
+    for group in groups:
+        message = group_to_wire(group)
+        group_bytes = message.ByteSize()
+        if batch.groups and held_bytes + group_bytes > batch_bytes:
+            yield batch
+            batch, held_bytes = pb.TrajectoryBatch(step=step), 0
+        batch.groups.append(message)
+        check_message_bytes(f"group {group.group_id}", batch, max_message_bytes)
+        held_bytes += group_bytes
+    if batch.groups:
+        yield batch
+
+
+def request_to_wire(request: RequestSpec) -> pb.StartRequest:
+    return pb.StartRequest(
+        request_id=request.request_id,
+        version=request.version,
+        prompt_token_ids=_bytes(request.prompt_token_ids, _INT32),
+        sampling=sampling_to_wire(request.sampling),
+        output_token_ids=_bytes(request.output_token_ids, _INT32),
+        logprobs=_bytes(request.logprobs, _FLOAT32),
+    )
+
+
+def request_from_wire(message: pb.StartRequest) -> RequestSpec:
+    """Raises InvalidValue where outputs and logprobs differ in number."""
+    outputs, logprobs = _tokens_and_logprobs(message.output_token_ids, message.logprobs, "output_token_ids")
+    return RequestSpec(
+        request_id=message.request_id,
+        version=message.version,
+        prompt_token_ids=_token_ids(message.prompt_token_ids, "prompt_token_ids"),
+        sampling=sampling_from_wire(message.sampling),
+        output_token_ids=outputs,
+        logprobs=logprobs,
+    )
+
+
+def delta_to_wire(delta: TokenDelta) -> pb.TokenDelta:
+    return pb.TokenDelta(
+        request_id=delta.request_id,
+        version=delta.version,
+        first_token=delta.first_token,
+        token_ids=_bytes(delta.token_ids, _INT32),
+        logprobs=_bytes(delta.logprobs, _FLOAT32),
+        finish_reason=delta.finish_reason or "",
+    )
+
+
+def delta_from_wire(message: pb.TokenDelta) -> TokenDelta:
+    """Raises InvalidValue where tokens and logprobs differ in number, or for an unknown finish reason."""
+    if message.finish_reason and message.finish_reason not in get_args(FinishReason):
+        raise InvalidValue("finish_reason", message.finish_reason, "stop, length, or empty while running")
+    token_ids, logprobs = _tokens_and_logprobs(message.token_ids, message.logprobs, "token_ids")
+    return TokenDelta(
+        request_id=message.request_id,
+        version=message.version,
+        first_token=message.first_token,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=cast(FinishReason, message.finish_reason) if message.finish_reason else None,
+    )
+
+
+def canary_to_wire(canary: Canary) -> pb.Canary:
+    return pb.Canary(token_ids=_bytes(canary.token_ids, _INT32), logprobs=_bytes(canary.logprobs, _FLOAT32))
+
+
+def canary_from_wire(message: pb.Canary) -> Canary | None:
+    """None for an empty message: the publisher sent no canary. Raises InvalidValue where the numbers do not fit."""
+    token_ids = _token_ids(message.token_ids, "canary.token_ids")
+    logprobs = _array(message.logprobs, _FLOAT32, "canary.logprobs")
+    if not token_ids and not len(logprobs):
+        return None
+    if len(logprobs) != len(token_ids) - 1:
+        raise InvalidValue("canary.logprobs", len(logprobs), f"one fewer than the {len(token_ids)} token_ids")
+    return Canary(token_ids, tuple(logprobs.tolist()))
+
+
+def prompt_to_wire(prompt: Prompt) -> pb.Prompt:
+    return pb.Prompt(
+        prompt_id=prompt.prompt_id,
+        task_id=prompt.task_id,
+        token_ids=_bytes(prompt.token_ids, _INT32),
+        text=prompt.text,
+        group_size=prompt.group_size,
+        sampling_json=json.dumps(dict(prompt.sampling)),
+        verifier_json=prompt.verifier_json,
+    )
+
+
+def prompt_from_wire(message: pb.Prompt) -> Prompt:
+    """Raises InvalidValue for JSON that is none; whether the values make sense is the service's to say."""
+    return Prompt(
+        prompt_id=message.prompt_id,
+        task_id=message.task_id,
+        token_ids=_token_ids(message.token_ids, "token_ids"),
+        text=message.text,
+        group_size=message.group_size,
+        sampling=_overrides(message.sampling_json),
+        verifier_json=message.verifier_json or "{}",
+    )
+
+
+def hello_to_wire(worker_id: str, pid: int, host: str, capability: EngineCapability) -> pb.WorkerHello:
+    return pb.WorkerHello(worker_id=worker_id, pid=pid, host=host, **_named(capability, _CAPABILITY))
+
+
+def capability_from_wire(message: pb.WorkerHello) -> EngineCapability:
+    return EngineCapability(**_named(message, _CAPABILITY))
+
+
+def _segment_to_wire(segment: Segment) -> pb.Segment:
+    return pb.Segment(
+        worker=segment.worker_id,
+        first_token=segment.first_token,
+        last_token=segment.last_token,
+        arrival=segment.arrival,
+        version=segment.version,
+    )
+
+
+def _segment_from_wire(message: pb.Segment) -> Segment:
+    if message.arrival not in get_args(Arrival):
+        raise InvalidValue("worker_history: arrival", message.arrival, f"one of {', '.join(get_args(Arrival))}")
+    return Segment(
+        message.worker, message.first_token, message.last_token, cast(Arrival, message.arrival), message.version
+    )
+
+
+def _named(source: object, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
+
+
+def _overrides(sampling_json: str) -> Mapping[str, float | int | bool]:
+    try:
+        overrides = json.loads(sampling_json or "{}")
+    except json.JSONDecodeError as error:
+        raise InvalidValue("sampling_json", sampling_json[:80], f"a JSON object ({error})") from error
+    if not isinstance(overrides, dict):
+        raise InvalidValue("sampling_json", sampling_json[:80], "a JSON object")
+    return overrides
+
+
+def _bytes(values: Sequence[float] | npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:
+    return np.asarray(values, dtype).tobytes()
+
+
+def _array(content: bytes, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
+    if len(content) % dtype.itemsize:
+        raise InvalidValue(
+            f"{name}: bytes", len(content), f"a multiple of {dtype.itemsize} (little-endian {dtype.name})"
+        )
+    return np.frombuffer(content, dtype)
+
+
+def _token_ids(content: bytes, name: str) -> tuple[int, ...]:
+    return tuple(_array(content, _INT32, name).tolist())
+
+
+def _tokens_and_logprobs(tokens: bytes, logprobs: bytes, name: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    token_ids, values = _token_ids(tokens, name), _array(logprobs, _FLOAT32, "logprobs")
+    if len(values) != len(token_ids):
+        raise InvalidValue("logprobs", len(values), f"one per token, that is {len(token_ids)}")
+    return token_ids, tuple(values.tolist())

@@ -1,0 +1,188 @@
+"""DoraError <-> gRPC status with trailing metadata, in one table. See the header of dora.proto.
+
+The message names the field, the value and what is allowed; the metadata repeats the three for programs,
+percent-encoded as URLs are, because metadata is ASCII.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from urllib.parse import quote, unquote
+
+import grpc
+
+from dora.errors import Conflict, DoraError, InvalidValue, NotFound
+
+if TYPE_CHECKING:
+    ServicerContext = grpc.aio.ServicerContext[Any, Any]
+    ServerInterceptor = grpc.aio.ServerInterceptor[Any, Any]
+else:  # generic in the type stubs only
+    ServicerContext = grpc.aio.ServicerContext
+    ServerInterceptor = grpc.aio.ServerInterceptor
+
+FIELD_KEY: Final = "dora-error-field"
+VALUE_KEY: Final = "dora-error-value"
+ALLOWED_KEY: Final = "dora-error-allowed"
+_TEXT_CHARACTERS = 512  # of each part: HTTP/2 headers are limited to 8 KiB in all, and percent-encoding grows them
+
+
+class Unauthenticated(InvalidValue):
+    """The call carried no token, or a wrong one."""
+
+
+class LimitExceeded(InvalidValue):
+    """A full queue, or a message over the size limit."""
+
+
+class ServiceUnavailable(DoraError):
+    """The service cannot be reached, or the connection broke. The call may or may not have been carried out."""
+
+
+class CallFailed(DoraError):
+    """The service answered with a status that says nothing about a field: a bug, or an unexpected failure there."""
+
+
+_STATUS: Final[tuple[tuple[type[InvalidValue], grpc.StatusCode], ...]] = (
+    (Conflict, grpc.StatusCode.FAILED_PRECONDITION),  # subclasses first
+    (NotFound, grpc.StatusCode.NOT_FOUND),
+    (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
+    (LimitExceeded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (InvalidValue, grpc.StatusCode.INVALID_ARGUMENT),
+)
+_ERROR: Final = {status: error for error, status in _STATUS}
+# What a client sees when the service stops, dies or is restarted, whatever the call was doing at that moment.
+_BROKEN: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+# grpc.aio's own status where sending failed before the call's true status had come: the stream is gone.
+_SEND_FAILED: Final = "Internal error from Core"
+_DRAIN_S: Final = 30.0
+
+
+def status_of(error: DoraError) -> grpc.StatusCode:
+    """The status that ``error`` travels as."""
+    if isinstance(error, ServiceUnavailable):
+        return grpc.StatusCode.UNAVAILABLE
+    for kind, status in _STATUS:
+        if isinstance(error, kind):
+            return status
+    return grpc.StatusCode.INTERNAL
+
+
+async def abort(context: ServicerContext, error: DoraError) -> NoReturn:
+    """Ends the call with ``error``'s status, message and trailing metadata."""
+    metadata: tuple[tuple[str, str], ...] = ()
+    if isinstance(error, InvalidValue):
+        metadata = (
+            (FIELD_KEY, _encoded(error.field)),
+            (VALUE_KEY, _encoded(str(error.value))),
+            (ALLOWED_KEY, _encoded(error.allowed)),
+        )
+    await context.abort(status_of(error), _shortened(str(error)), metadata)
+    raise AssertionError("abort() raises")
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> DoraError:
+    """The DoraError that the service raised; ServiceUnavailable for a broken connection; CallFailed for the rest."""
+    details = error.details() or error.code().name
+    if error.code() in _BROKEN or (error.code() is grpc.StatusCode.INTERNAL and details == _SEND_FAILED):
+        return ServiceUnavailable(details)
+    kind = _ERROR.get(error.code())
+    if kind is None:
+        return CallFailed(f"{error.code().name}: {details}")
+    trailing = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())
+    parts = {str(key): str(value) for key, value in trailing}
+    if FIELD_KEY not in parts:  # gRPC's own refusal, e.g. of a message over the limit
+        found = kind("message", "", details)
+    else:
+        found = kind(*(unquote(parts.get(key, "")) for key in (FIELD_KEY, VALUE_KEY, ALLOWED_KEY)))
+    found.args = (details,)  # the service's own sentence: there the value still had its type
+    return found
+
+
+class ErrorInterceptor(ServerInterceptor):
+    """Turns a DoraError raised by any method into its status. Streaming methods must be async generators."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        return wrapped_handler(handler, _draining if handler.request_streaming else _reporting, _reporting_stream)
+
+
+UnaryWrapper = Callable[[Callable[..., Any]], Callable[..., Awaitable[Any]]]
+StreamWrapper = Callable[[Callable[..., Any]], Callable[..., AsyncIterator[Any]]]
+
+
+def wrapped_handler(handler: Any, unary: UnaryWrapper, stream: StreamWrapper) -> Any:
+    """``handler`` with its behaviour passed through ``unary`` or ``stream``, by how it responds."""
+    makers = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    shape = (handler.request_streaming, handler.response_streaming)
+    behaviour = {
+        (False, False): handler.unary_unary,
+        (False, True): handler.unary_stream,
+        (True, False): handler.stream_unary,
+        (True, True): handler.stream_stream,
+    }[shape]
+    wrapped = stream(behaviour) if handler.response_streaming else unary(behaviour)
+    return makers[shape](
+        wrapped,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _reporting(behaviour: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    async def call(request: Any, context: ServicerContext) -> Any:
+        try:
+            return await behaviour(request, context)
+        except DoraError as error:
+            await abort(context, error)
+
+    return call
+
+
+def _draining(behaviour: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    """For a client that streams: it is heard out before it is refused.
+
+    A client that is still sending when the call ends sees its sending fail, and the reason may be lost.
+    """
+
+    async def call(requests: Any, context: ServicerContext) -> Any:
+        try:
+            return await behaviour(requests, context)
+        except DoraError as error:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_DRAIN_S):
+                    async for _ in requests:
+                        pass
+            await abort(context, error)
+
+    return call
+
+
+def _reporting_stream(behaviour: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
+    async def call(request: Any, context: ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async for message in behaviour(request, context):
+                yield message
+        except DoraError as error:
+            await abort(context, error)
+
+    return call
+
+
+def _encoded(text: str) -> str:
+    return quote(_shortened(text), safe=" !#$&'()*+,-./:;<=>?@[]^_`{|}~\"")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _TEXT_CHARACTERS else text[: _TEXT_CHARACTERS - 4] + " ..."

@@ -1,0 +1,204 @@
+"""The reference trainer: GRPO with DAPO's token-level loss and clip-higher, on one process.
+
+    python -m dora.trainers.grpo --address 127.0.0.1:7070 --token SECRET --groups 16 --steps 100 --lr 1e-5
+
+The importance ratio is present policy / behaviour policy, both of the *raw* model: the recorded logprobs are taken
+before temperature, top-p and penalties. At temperature 1 without truncation or penalties that is the distribution the
+tokens were sampled from, and the ratio is exact. At another temperature the ratio still measures how far the weights
+have moved since the behaviour version (it is 1 for fresh weights), but the samples come from a sharper or flatter
+distribution than the one being optimised: a bias that this trainer, like most, accepts.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from dora.client import Attachment, Step, Trainer
+from dora.errors import Conflict, DoraError, InvalidValue
+from dora.trainers.learner import Learner, LearnerConfig, StepMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoConfig:
+    """One run of the reference trainer."""
+
+    address: str
+    token: str
+    model: str = ""  # Hugging Face folder; empty: the service's newest version, which needs a shared host
+    groups: int = 0  # prompt groups a step; 0: what the service has
+    steps: int = 0  # 0: until the prompts are exhausted
+    threads: int = 1  # CPU threads of the forward and backward passes
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    reconnect_s: float = 60.0
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+
+    def __post_init__(self) -> None:
+        for name, least in (("groups", 0), ("steps", 0), ("threads", 1)):
+            if getattr(self, name) < least:
+                raise InvalidValue(name, getattr(self, name), f"{least} or more")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One committed step."""
+
+    step: int
+    metrics: StepMetrics
+    group_ids: tuple[str, ...]  # as received, in order
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The steps of one run."""
+
+    steps: tuple[StepReport, ...]
+    seconds: float
+
+
+async def train(config: GrpoConfig, on_step: Callable[[StepReport], None] | None = None) -> Report:
+    """Trains ``config.steps`` steps, or until the prompts end; calls ``on_step`` after every commit.
+
+    torch runs in a thread of its own, so the event loop goes on. Raises the client's errors.
+    """
+    started_s = time.monotonic()
+    reports: list[StepReport] = []
+    async with Trainer(config.address, token=config.token, name="grpo", reconnect_s=config.reconnect_s) as trainer:
+        attachment = await trainer.attach(config.groups)
+        with ThreadPoolExecutor(1, "learner", torch.set_num_threads, (config.threads,)) as thread:
+            learner = await _in(thread, _make_learner, config, attachment)
+            async for step in trainer.steps():
+                report = await _train_step(step, learner, thread)
+                if report is None:
+                    break
+                reports.append(report)
+                if on_step is not None:
+                    on_step(report)
+                if len(reports) == config.steps:
+                    break
+    return Report(tuple(reports), time.monotonic() - started_s)
+
+
+async def _train_step(step: Step, learner: Learner, thread: ThreadPoolExecutor) -> StepReport | None:
+    """None where the prompts ended before the step was full."""
+    started_s = time.monotonic()
+    group_ids = []
+    async for group in step:
+        group_ids.append(group.group_id)
+        await _in(thread, learner.add_group, group)
+    if step.end_of_prompts:
+        return None
+    metrics = await _in(thread, learner.finish_step)
+    await step.commit(weights=learner.module, metrics=metrics.numbers())
+    return StepReport(step.number, metrics, tuple(group_ids), time.monotonic() - started_s)
+
+
+async def _in(thread: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
+
+
+def _make_learner(config: GrpoConfig, attachment: Attachment) -> Learner:
+    from transformers import AutoModelForCausalLM
+
+    folder = _weights_folder(config, attachment)
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype), local_files_only=True)
+    module.train()
+    return Learner(module, config.learner)
+
+
+def _weights_folder(config: GrpoConfig, attachment: Attachment) -> Path:
+    """Of the weights to go on from: the service's newest version is what the next step improves on."""
+    if config.model:
+        folder = Path(config.model)
+    elif attachment.store_folder is not None:
+        folder = attachment.store_folder / "versions" / str(attachment.next_step)
+    elif attachment.next_step == 0:
+        folder = Path(attachment.model)
+    else:
+        allowed = f"the folder of version {attachment.next_step}, on this host"
+        raise Conflict("--model", config.model, allowed)
+    if not (folder / "config.json").is_file():
+        raise InvalidValue("--model", str(folder), "a Hugging Face model folder on this host")
+    return folder
+
+
+def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
+    """The configuration, and whether each step is to be printed as a JSON line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dora.trainers.grpo",
+        description="Reference GRPO trainer for a running 'dora serve'.",
+        epilog="example: python -m dora.trainers.grpo --address 127.0.0.1:7070 --token SECRET --groups 16 --lr 1e-5",
+    )
+    defaults = LearnerConfig()
+    parser.add_argument("--address", default="127.0.0.1:7070", help="host:port of the service (%(default)s)")
+    parser.add_argument("--token", default=os.environ.get("DORA_TOKEN", ""), help="default: $DORA_TOKEN")
+    parser.add_argument("--model", default="", help="Hugging Face folder; default: the service's newest version")
+    parser.add_argument("--groups", type=int, default=0, help="prompt groups a step; 0: what the service has")
+    parser.add_argument("--steps", type=int, default=0, help="0: until the prompts are exhausted")
+    parser.add_argument("--lr", type=float, default=defaults.learning_rate, help="AdamW's rate (%(default)s)")
+    parser.add_argument("--eps-low", type=float, default=defaults.eps_low)
+    parser.add_argument("--eps-high", type=float, default=defaults.eps_high)
+    parser.add_argument("--kl", type=float, default=defaults.kl_coefficient, help="weight of KL to the first policy")
+    parser.add_argument("--grad-norm-max", type=float, default=defaults.grad_norm_max)
+    parser.add_argument("--weight-decay", type=float, default=defaults.weight_decay)
+    parser.add_argument("--micro-batch-tokens", type=int, default=defaults.micro_batch_tokens)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--json", action="store_true", help="one JSON object a step instead of a line for people")
+    given = parser.parse_args(arguments)
+    learner = LearnerConfig(
+        learning_rate=given.lr,
+        eps_low=given.eps_low,
+        eps_high=given.eps_high,
+        kl_coefficient=given.kl,
+        weight_decay=given.weight_decay,
+        grad_norm_max=given.grad_norm_max,
+        micro_batch_tokens=given.micro_batch_tokens,
+    )
+    names = ("address", "token", "model", "groups", "steps", "threads", "dtype")
+    return GrpoConfig(**{name: getattr(given, name) for name in names}, learner=learner), given.json
+
+
+def step_line(report: StepReport) -> str:
+    """A step in one line for people."""
+    metrics = report.metrics
+    reward = "-" if math.isnan(metrics.reward_mean) else f"{metrics.reward_mean:.3f}"
+    return (
+        f"step {report.step:4d}  reward {reward}  loss {metrics.loss:+.4f}  tokens {metrics.tokens_trained}"
+        f"  stale {metrics.staleness_mean:.2f}  ratio max {metrics.ratio_max:.3f}  clipped {metrics.clip_fraction:.1%}"
+        f"  grad {metrics.grad_norm:.3f}  {report.seconds:.1f} s"
+    )
+
+
+def step_json(report: StepReport) -> str:
+    """A step as one JSON object: ``step``, ``metrics`` (finite numbers), ``group_ids``, ``seconds``."""
+    return json.dumps({**asdict(report), "metrics": report.metrics.numbers()})
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 0 when done, 1 where the service or the configuration refused."""
+    try:
+        config, as_json = parse_arguments(arguments)
+        show = step_json if as_json else step_line
+        report = asyncio.run(train(config, lambda step: print(show(step), flush=True)))
+    except DoraError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if not as_json:
+        print(f"{len(report.steps)} steps in {report.seconds:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,239 @@
+"""One finished response, and the prompt group it belongs to: what a trainer receives and what the record holds.
+
+Arrays are numpy and read-only. Per response token there is one log probability and one mask byte; nothing is ever
+re-tokenised, so ``response_token_ids`` are exactly the ids that were sampled.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from typing import Any, Final, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from dora.errors import InvalidValue
+from dora.types import Arrival, FinishReason, SamplingParams, Segment
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+Uint8Array = npt.NDArray[np.uint8]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentEvent:
+    """Something that happened within a response: a tool call, its result, an environment's turn."""
+
+    position_token: int  # index of the first response token after the event
+    kind: str  # e.g. "tool_call", "tool_result", "observation"
+    name: str
+    content: str
+    at: float  # seconds since the Unix epoch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """One complete response. ``n`` below is ``length_tokens``; times are seconds since the Unix epoch."""
+
+    trajectory_id: str
+    group_id: str
+    prompt_id: str
+    task_id: str
+    sample_index: int  # 0 .. group_size - 1
+    group_size: int
+    behaviour_version: int  # the policy version that sampled every token
+    reference_version: int  # the frozen version a KL term refers to
+    trained_step: int  # the step the group is leased to
+    staleness: int  # trained_step - behaviour_version
+    prompt_token_ids: Int32Array
+    response_token_ids: Int32Array  # (n,)
+    logprobs: Float32Array  # (n,), natural log, the model's own: before temperature, penalties and truncation
+    loss_mask: Uint8Array  # (n,), 1 where the token was sampled by the policy
+    sampling: SamplingParams
+    reward: float  # NaN where the verifier gave no number
+    reward_valid: bool  # False: do not train on the reward; verifier_log says why
+    reward_components: Mapping[str, float]
+    verifier_log: str
+    finish_reason: FinishReason
+    started_at: float
+    finished_at: float
+    worker_history: tuple[Segment, ...]
+    length_tokens: int
+    events: tuple[EnvironmentEvent, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        """Takes any integer or float sequences, keeps read-only arrays. Raises InvalidValue where lengths differ."""
+        for name, dtype in _ARRAYS.items():
+            object.__setattr__(self, name, frozen_array(getattr(self, name), dtype, name))
+        tokens = len(self.response_token_ids)
+        for name in ("logprobs", "loss_mask"):
+            if len(getattr(self, name)) != tokens:
+                raise InvalidValue(
+                    f"trajectory {self.trajectory_id}: len({name})",
+                    len(getattr(self, name)),
+                    f"one per response token, that is {tokens}",
+                )
+        if self.length_tokens != tokens:
+            raise InvalidValue(
+                f"trajectory {self.trajectory_id}: length_tokens", self.length_tokens, f"the response's {tokens} tokens"
+            )
+        if self.finish_reason not in get_args(FinishReason):
+            raise InvalidValue(f"trajectory {self.trajectory_id}: finish_reason", self.finish_reason, "stop or length")
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """The trajectory record: plain JSON values, keys as the fields. float32 values survive exactly, NaN is null."""
+        record: dict[str, Any] = {}
+        for each in fields(self):
+            record[each.name] = getattr(self, each.name)
+        for name in _ARRAYS:
+            record[name] = record[name].tolist()
+        record["sampling"] = asdict(self.sampling)
+        record["sampling"]["stop_token_ids"] = list(self.sampling.stop_token_ids)
+        record["reward"] = _finite_or_none(self.reward)
+        record["reward_components"] = {key: _finite_or_none(value) for key, value in self.reward_components.items()}
+        record["worker_history"] = [_segment_to_json(segment) for segment in self.worker_history]
+        record["events"] = [asdict(event) for event in self.events]
+        return record
+
+    @classmethod
+    def from_json_dict(cls, record: Mapping[str, Any]) -> "Trajectory":
+        """The inverse of :meth:`to_json_dict`. Raises InvalidValue for a missing, unknown or misshapen field."""
+        names = {each.name for each in fields(cls)}
+        for name in sorted(names - record.keys()):
+            raise InvalidValue(f"trajectory record: {name}", None, "present in every record")
+        for name in sorted(record.keys() - names):
+            raise InvalidValue(f"trajectory record: {name}", record[name], f"no such field; one of {sorted(names)}")
+        values = dict(record)
+        try:
+            sampling = dict(values["sampling"])
+            sampling["stop_token_ids"] = tuple(sampling.get("stop_token_ids", ()))
+            values["sampling"] = SamplingParams(**sampling)
+            values["reward"] = _number(values["reward"])
+            values["reward_components"] = {key: _number(value) for key, value in values["reward_components"].items()}
+            values["worker_history"] = tuple(_segment_from_json(segment) for segment in values["worker_history"])
+            values["events"] = tuple(EnvironmentEvent(**event) for event in values["events"])
+        except (TypeError, KeyError, AttributeError) as error:
+            raise InvalidValue("trajectory record", record.get("trajectory_id"), f"well-formed ({error})") from error
+        return cls(**values)
+
+
+_ARRAYS: Final[Mapping[str, npt.DTypeLike]] = {
+    "prompt_token_ids": np.int32,
+    "response_token_ids": np.int32,
+    "logprobs": np.float32,
+    "loss_mask": np.uint8,
+}
+
+
+@dataclass(frozen=True)
+class TrajectoryGroup:
+    """All responses to one prompt, by ``sample_index``. Arrays have shape (group,) or (group, longest response)."""
+
+    group_id: str
+    trajectories: tuple[Trajectory, ...]
+
+    def __post_init__(self) -> None:
+        for trajectory in self.trajectories:
+            if trajectory.group_id != self.group_id:
+                raise InvalidValue(f"group {self.group_id}: group_id", trajectory.group_id, "the group's own")
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+    @property
+    def prompt_id(self) -> str:
+        return self.trajectories[0].prompt_id
+
+    @cached_property
+    def prompt_token_ids(self) -> Int32Array:
+        """The prompt, the same for every response."""
+        return self.trajectories[0].prompt_token_ids
+
+    @cached_property
+    def rewards(self) -> Float64Array:
+        """(group,); NaN or meaningless where ``rewards_valid`` is False."""
+        return np.array([trajectory.reward for trajectory in self.trajectories], np.float64)
+
+    @cached_property
+    def rewards_valid(self) -> BoolArray:
+        """(group,): whether the reward may be trained on: declared valid by the verifier, and a finite number."""
+        declared = np.array([trajectory.reward_valid for trajectory in self.trajectories], np.bool_)
+        return declared & np.isfinite(self.rewards)
+
+    @cached_property
+    def versions(self) -> Int64Array:
+        """(group,): behaviour versions."""
+        return np.array([trajectory.behaviour_version for trajectory in self.trajectories], np.int64)
+
+    @cached_property
+    def staleness(self) -> Int64Array:
+        """(group,): trained step less behaviour version."""
+        return np.array([trajectory.staleness for trajectory in self.trajectories], np.int64)
+
+    @cached_property
+    def lengths(self) -> Int64Array:
+        """(group,): response tokens."""
+        return np.array([trajectory.length_tokens for trajectory in self.trajectories], np.int64)
+
+    def tokens(self, pad: int = 0) -> Int32Array:
+        """(group, longest): response token ids, padded on the right with ``pad``."""
+        return cast(Int32Array, self._padded("response_token_ids", np.int32, pad))
+
+    def logprobs(self) -> Float32Array:
+        """(group, longest): the behaviour policy's log probabilities, padded on the right with 0."""
+        return cast(Float32Array, self._padded("logprobs", np.float32, 0))
+
+    def loss_mask(self) -> Uint8Array:
+        """(group, longest): 1 where the token was sampled by the policy; 0 for the rest and for the padding."""
+        return cast(Uint8Array, self._padded("loss_mask", np.uint8, 0))
+
+    def _padded(self, name: str, dtype: npt.DTypeLike, pad: int) -> npt.NDArray[Any]:
+        padded = np.full((len(self), int(self.lengths.max(initial=0))), pad, dtype)
+        for row, trajectory in enumerate(self.trajectories):
+            padded[row, : trajectory.length_tokens] = getattr(trajectory, name)
+        return padded
+
+
+def frozen_array(values: Sequence[float] | npt.NDArray[Any], dtype: npt.DTypeLike, name: str) -> npt.NDArray[Any]:
+    """``values`` as a read-only one-dimensional array, copied only where it must be. Raises InvalidValue otherwise."""
+    kinds = "iub" if np.issubdtype(dtype, np.integer) else "iubf"
+    try:
+        given = np.asarray(values)
+        if given.size and given.dtype.kind not in kinds:
+            raise InvalidValue(name, str(values)[:80], f"a sequence of {np.dtype(dtype)}")
+        array = np.asarray(values, dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidValue(name, str(values)[:80], f"a sequence of {np.dtype(dtype)} ({error})") from error
+    if array.ndim != 1:
+        raise InvalidValue(f"{name}: dimensions", array.ndim, "1")
+    view = array.view()  # the caller's own array keeps its flags
+    view.flags.writeable = False
+    return view
+
+
+def _segment_to_json(segment: Segment) -> dict[str, Any]:
+    return {
+        "worker": segment.worker_id,
+        "first_token": segment.first_token,
+        "last_token": segment.last_token,
+        "arrival": segment.arrival,
+        "version": segment.version,
+    }
+
+
+def _segment_from_json(record: Mapping[str, Any]) -> Segment:
+    if record["arrival"] not in get_args(Arrival):
+        raise InvalidValue("worker_history: arrival", record["arrival"], f"one of {', '.join(get_args(Arrival))}")
+    return Segment(record["worker"], record["first_token"], record["last_token"], record["arrival"], record["version"])
+
+
+def _finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)

@@ -1,0 +1,147 @@
+"""Reads a record, checks its lines and recomputes its logprobs."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from dora.errors import InvalidValue
+from dora.record import TRAJECTORIES_FILE, VERSIONS_FOLDER
+from dora.trajectory import Trajectory
+from dora.verify.invariants import violations
+from dora.weights.reference import read_header, weight_files
+
+ATOL_FP32: Final = 1e-3  # 5e-5 was measured between vLLM and transformers
+ATOL_BF16: Final = 0.2
+VIOLATIONS_MAX: Final = 1000  # sentences kept; the rest are counted
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was found. Differences are absolute, between recorded and recomputed logprobs, over all tokens."""
+
+    trajectories: int
+    tokens: int
+    versions: tuple[int, ...]
+    max_abs_diff: float
+    mean_abs_diff: float
+    atol: float  # the loosest tolerance that was applied
+    violations: tuple[str, ...]  # the first VIOLATIONS_MAX
+    violations_total: int
+
+    @property
+    def ok(self) -> bool:
+        return self.violations_total == 0
+
+
+def verify(
+    folder: Path,
+    *,
+    atol: float | None = None,
+    limit: int | None = None,
+    window_versions: int | None = None,
+) -> VerifyReport:
+    """Verifies the record in ``folder``.
+
+    ``atol`` is the largest absolute difference of a logprob that is accepted; by default 0.001 for fp32 weights and
+    0.2 for bf16. ``limit`` recomputes the logprobs of only so many trajectories, spread evenly over the record; its
+    lines are checked in any case. Raises InvalidValue where ``folder`` is no record.
+    """
+    if limit is not None and limit < 1:
+        raise InvalidValue("limit", limit, "1 or more")
+    trajectories = read_trajectories(folder / TRAJECTORIES_FILE)
+    sentences = _Sentences()
+    for sentence in violations(trajectories, window_versions):
+        sentences.add(sentence)
+    by_version: dict[int, list[Trajectory]] = defaultdict(list)
+    for trajectory in _spread(trajectories, limit):
+        if trajectory.length_tokens:
+            by_version[trajectory.behaviour_version].append(trajectory)
+    differences = [np.zeros(0)]
+    loosest = atol if atol is not None else ATOL_FP32
+    for version, members in sorted(by_version.items()):
+        weights = folder / VERSIONS_FOLDER / str(version)
+        if not weights.is_dir():
+            sentences.add(f"version {version} sampled {len(members)} trajectories and is not in the record.")
+            continue
+        accepted = atol if atol is not None else _tolerance(weights)
+        loosest = max(loosest, accepted)
+        differences.extend(_differences(weights, members, accepted, sentences))
+    found = np.concatenate(differences)
+    return VerifyReport(
+        trajectories=len(trajectories),
+        tokens=len(found),
+        versions=tuple(sorted(by_version)),
+        max_abs_diff=float(found.max(initial=0.0)),
+        mean_abs_diff=float(found.mean()) if len(found) else 0.0,
+        atol=loosest,
+        violations=tuple(sentences.kept),
+        violations_total=sentences.total,
+    )
+
+
+def read_trajectories(file: Path) -> list[Trajectory]:
+    """The record's lines. Raises InvalidValue for a missing file, or the first line that is no trajectory."""
+    trajectories = []
+    try:
+        with file.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                trajectories.append(_parse(line, number))
+    except OSError as error:
+        raise InvalidValue("record", str(file), f"a readable file ({error.strerror})") from error
+    return trajectories
+
+
+class _Sentences:
+    def __init__(self) -> None:
+        self.kept: list[str] = []
+        self.total = 0
+
+    def add(self, sentence: str) -> None:
+        self.total += 1
+        if len(self.kept) < VIOLATIONS_MAX:
+            self.kept.append(sentence)
+
+
+def _parse(line: bytes, number: int) -> Trajectory:
+    try:
+        record: Any = json.loads(line)
+    except ValueError as error:
+        raise InvalidValue(f"{TRAJECTORIES_FILE} line {number}", line[:80], "a JSON object") from error
+    if not isinstance(record, dict):
+        raise InvalidValue(f"{TRAJECTORIES_FILE} line {number}", line[:80], "a JSON object")
+    return Trajectory.from_json_dict(record)
+
+
+def _spread(trajectories: Sequence[Trajectory], limit: int | None) -> Sequence[Trajectory]:
+    if limit is None or limit >= len(trajectories):
+        return trajectories
+    return [trajectories[index * len(trajectories) // limit] for index in range(limit)]
+
+
+def _tolerance(weights: Path) -> float:
+    dtypes = {tensor.dtype for file in weight_files(weights) for tensor in read_header(weights / file).values()}
+    return ATOL_BF16 if dtypes & {"BF16", "F16"} else ATOL_FP32
+
+
+def _differences(
+    weights: Path, trajectories: Sequence[Trajectory], atol: float, sentences: _Sentences
+) -> Iterator[np.ndarray[Any, np.dtype[np.float64]]]:
+    from dora.verify.recompute import load_model, recomputed_logprobs  # loads torch
+
+    module = load_model(weights)
+    for trajectory, logprobs in recomputed_logprobs(module, trajectories):
+        difference = np.abs(trajectory.logprobs.astype(np.float64) - logprobs)
+        worst = int(np.argmax(np.where(np.isnan(difference), math.inf, difference)))
+        if not difference[worst] <= atol:  # NaN included
+            sentences.add(
+                f"trajectory {trajectory.trajectory_id}, token {worst}: recorded logprob"
+                f" {trajectory.logprobs[worst]:.6f}, version {trajectory.behaviour_version} gives"
+                f" {logprobs[worst]:.6f}, more than {atol:g} apart."
+            )
+        yield np.where(np.isnan(difference), math.inf, difference)

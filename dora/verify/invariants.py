@@ -1,0 +1,99 @@
+"""What must hold of the record's lines, whatever the weights are. Every violation is one sentence."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from dora.trajectory import Trajectory
+
+_LOGPROB_MAX = 1e-4  # a certain token's log probability may be rounded to just above 0
+
+
+def violations(trajectories: Sequence[Trajectory], window_versions: int | None = None) -> Iterator[str]:
+    """Checks C1 (one version), C2 (whole groups, each trajectory once) and C3 (staleness) over ``trajectories``.
+
+    ``window_versions`` bounds the staleness; None where the window is not known.
+    """
+    yield from _repeats(trajectories)
+    yield from _groups(trajectories)
+    for trajectory in trajectories:
+        yield from _versions(trajectory)
+        yield from _segments(trajectory)
+        yield from _staleness(trajectory, window_versions)
+        yield from _tokens(trajectory)
+
+
+def _repeats(trajectories: Sequence[Trajectory]) -> Iterator[str]:
+    for trajectory_id, times in Counter(each.trajectory_id for each in trajectories).items():
+        if times > 1:
+            yield f"trajectory {trajectory_id} is recorded {times} times."
+
+
+def _groups(trajectories: Sequence[Trajectory]) -> Iterator[str]:
+    members: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        members[trajectory.group_id].append(trajectory)
+    for group_id, group in members.items():
+        size = group[0].group_size
+        missing = sorted(set(range(size)) - {each.sample_index for each in group})
+        if missing:
+            yield f"group {group_id} of {size} lacks the samples {missing}."
+        for name in ("group_size", "prompt_id", "behaviour_version", "trained_step"):
+            values = sorted({getattr(each, name) for each in group})
+            if len(values) > 1:
+                yield f"group {group_id} has several values of {name}: {values}."
+        if any(each.prompt_token_ids.tolist() != group[0].prompt_token_ids.tolist() for each in group):
+            yield f"group {group_id} has several prompts."
+
+
+def _versions(trajectory: Trajectory) -> Iterator[str]:
+    others = sorted({segment.version for segment in trajectory.worker_history} - {trajectory.behaviour_version})
+    if others:
+        yield (
+            f"trajectory {trajectory.trajectory_id} of version {trajectory.behaviour_version} has tokens of versions"
+            f" {others} (C1)."
+        )
+
+
+def _segments(trajectory: Trajectory) -> Iterator[str]:
+    expected = 0
+    for index, segment in enumerate(trajectory.worker_history):
+        if segment.first_token != expected or segment.last_token < segment.first_token:
+            yield (
+                f"trajectory {trajectory.trajectory_id}: segment {index} holds tokens {segment.first_token} to"
+                f" {segment.last_token}, expected to begin at {expected}."
+            )
+            return
+        if (segment.arrival == "new") != (index == 0):
+            yield f"trajectory {trajectory.trajectory_id}: segment {index} arrived {segment.arrival!r}."
+        expected = segment.last_token + 1
+    if expected != trajectory.length_tokens:
+        yield (
+            f"trajectory {trajectory.trajectory_id}: its segments hold {expected} tokens, its response"
+            f" {trajectory.length_tokens}."
+        )
+
+
+def _staleness(trajectory: Trajectory, window_versions: int | None) -> Iterator[str]:
+    true = trajectory.trained_step - trajectory.behaviour_version
+    name = f"trajectory {trajectory.trajectory_id}"
+    if trajectory.staleness != true:
+        yield f"{name} states a staleness of {trajectory.staleness}; trained step less version is {true}."
+    if true < 0:
+        yield f"{name} was trained in step {trajectory.trained_step}, before its version was published."
+    if window_versions is not None and true >= window_versions:
+        yield f"{name} has a staleness of {true}, over the window's {window_versions - 1} (C3)."
+
+
+def _tokens(trajectory: Trajectory) -> Iterator[str]:
+    # That there is one logprob and one mask byte a token is already checked as the record is read.
+    name = f"trajectory {trajectory.trajectory_id}"
+    if not trajectory.length_tokens:
+        yield f"{name} has no token."
+    wrong = [value for value in trajectory.logprobs.tolist() if not (math.isfinite(value) and value <= _LOGPROB_MAX)]
+    if wrong:
+        yield f"{name} has logprobs that are none: {wrong[:3]}."
+    if not set(trajectory.loss_mask.tolist()) <= {0, 1}:
+        yield f"{name} has a loss mask of other values than 0 and 1."
+    if trajectory.finished_at < trajectory.started_at:
+        yield f"{name} finished before it started."

@@ -1,0 +1,60 @@
+"""Logprobs recomputed with Hugging Face transformers. Loads torch."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dora.trajectory import Float32Array, Trajectory
+
+_BATCH_TOKENS_MAX = 8192
+_ROWS_MAX = 16
+
+
+def load_model(folder: Path) -> Any:
+    """The causal language model of a version's folder, in fp32, whatever its file holds, ready for inference."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+
+
+def recomputed_logprobs(module: Any, trajectories: Sequence[Trajectory]) -> Iterator[tuple[Trajectory, Float32Array]]:
+    """Every trajectory with the raw model's log probability of each of its response tokens; order is by length."""
+    for batch in _batches(trajectories):
+        yield from zip(batch, _batch_logprobs(module, batch), strict=True)
+
+
+def _batches(trajectories: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
+    batch: list[Trajectory] = []
+    for trajectory in sorted(trajectories, key=_length, reverse=True):
+        rows = len(batch) + 1
+        if batch and (rows > _ROWS_MAX or rows * _length(batch[0]) > _BATCH_TOKENS_MAX):
+            yield batch
+            batch = []
+        batch.append(trajectory)
+    if batch:
+        yield batch
+
+
+@torch.no_grad()
+def _batch_logprobs(module: Any, batch: Sequence[Trajectory]) -> list[Float32Array]:
+    """Padded on the right, where causal attention never looks; one row's logits at a time become logprobs."""
+    token_ids = torch.zeros(len(batch), _length(batch[0]), dtype=torch.int64)
+    attention_mask = torch.zeros_like(token_ids)
+    for row, trajectory in enumerate(batch):
+        sequence = np.concatenate([trajectory.prompt_token_ids, trajectory.response_token_ids]).astype(np.int64)
+        token_ids[row, : len(sequence)] = torch.from_numpy(sequence)
+        attention_mask[row, : len(sequence)] = 1
+    logits = module(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits
+    found = []
+    for row, trajectory in enumerate(batch):
+        first, length = len(trajectory.prompt_token_ids), _length(trajectory)
+        logprobs = torch.log_softmax(logits[row, first - 1 : length - 1].float(), dim=-1)
+        found.append(logprobs.gather(1, token_ids[row, first:length, None])[:, 0].numpy())
+    return found
+
+
+def _length(trajectory: Trajectory) -> int:
+    return len(trajectory.prompt_token_ids) + trajectory.length_tokens

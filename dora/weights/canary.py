@@ -1,0 +1,80 @@
+"""The canary: a fixed token sequence whose logprobs the trainer publishes with the weights.
+
+Every worker must reproduce them after loading, so a silently corrupted update (a head left at the old version, experts
+that were not re-packed) is caught before it samples a single token.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from dora.errors import InvalidValue
+from dora.types import Canary
+
+if TYPE_CHECKING:
+    import torch
+
+CANARY_TOKENS: Final = 48
+_LOSSY: Final = {"BF16": "bfloat16", "F16": "float16"}
+
+
+def canary_token_ids(vocab_size: int, tokens: int = CANARY_TOKENS) -> tuple[int, ...]:
+    """A fixed sequence that visits the whole vocabulary unevenly. Raises InvalidValue for a vocabulary below 2."""
+    if vocab_size < 2:
+        raise InvalidValue("vocab_size", vocab_size, "2 or more")
+    return tuple((7919 * i * i + 104729 * i + 13) % vocab_size for i in range(tokens))
+
+
+def check_canary(canary: Canary, vocab_size: int) -> None:
+    """Raises InvalidValue where token ids lie outside the vocabulary or a logprob is no finite number <= 0."""
+    for token_id in canary.token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidValue("canary.token_ids", token_id, f"0 to {vocab_size - 1}")
+    if len(canary.logprobs) != len(canary.token_ids) - 1:
+        raise InvalidValue("canary.logprobs", len(canary.logprobs), f"{len(canary.token_ids) - 1}, one a transition")
+    for logprob in canary.logprobs:
+        if not (math.isfinite(logprob) and logprob <= 1e-4):  # rounding may leave a certain token just above zero
+            raise InvalidValue("canary.logprobs", logprob, "finite and not above 0: are the weights finite?")
+
+
+def compute_canary(module: "torch.nn.Module", dtypes: Mapping[str, str] | None = None) -> Canary:
+    """The canary of a causal language model with a transformers ``config``.
+
+    ``dtypes`` maps a parameter's name to the safetensors dtype that it is published in, where that loses precision:
+    the canary is of the weights as published. Leaves train/eval state, gradients and random state untouched.
+    Raises InvalidValue where the module has no ``config.vocab_size``.
+    """
+    import torch
+
+    config: Any = getattr(module, "config", None)
+    vocab_size = getattr(config, "vocab_size", None)
+    if vocab_size is None:
+        raise InvalidValue("weights", type(module).__name__, "a module with config.vocab_size, or a canary of your own")
+    tokens = min(CANARY_TOKENS, int(getattr(config, "max_position_embeddings", CANARY_TOKENS)))
+    token_ids = canary_token_ids(vocab_size, tokens)
+    training = [(part, part.training) for part in module.modules()]
+    module.eval()  # dropout would make it random
+    try:
+        with torch.no_grad():
+            device = next(module.parameters()).device
+            batch = torch.tensor([token_ids], dtype=torch.int64, device=device)
+            arguments = {"input_ids": batch, "use_cache": False}
+            output = torch.func.functional_call(module, _rounded(module, dtypes or {}), (), arguments)
+            logprobs = torch.log_softmax(output.logits[0, :-1].float(), dim=-1)
+            chosen = logprobs.gather(1, batch[0, 1:, None])[:, 0].cpu()
+    finally:
+        for part, was_training in training:
+            part.training = was_training
+    return Canary(token_ids, tuple(chosen.tolist()))
+
+
+def _rounded(module: "torch.nn.Module", dtypes: Mapping[str, str]) -> dict[str, "torch.Tensor"]:
+    """The parameters that change by being published, as they will be after it. Tied ones follow."""
+    import torch
+
+    changed = {}
+    for name, parameter in module.named_parameters():
+        target = _LOSSY.get(dtypes.get(name, ""))
+        if target is not None and parameter.dtype != getattr(torch, target) and parameter.dtype.is_floating_point:
+            changed[name] = parameter.to(getattr(torch, target)).to(parameter.dtype)
+    return changed

@@ -1,0 +1,261 @@
+"""The weight store: every live version on the service's host, in a folder that should lie in memory (tmpfs).
+
+    FOLDER/proof                            random bytes: a trainer that can read them shares this host
+    FOLDER/incoming/<epoch>-<version>/      files being written by a trainer, or uploaded
+    FOLDER/versions/<version>/              admitted: a loadable Hugging Face folder, complete or absent
+
+Synchronous and not for concurrent calls about one version; the shell calls it in a thread.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from dora.errors import Conflict, InvalidValue, NotFound
+from dora.types import Canary
+from dora.weights.canary import check_canary
+from dora.weights.files import WeightFile, check_file_name, hash_file
+from dora.weights.reference import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    Reference,
+    TensorHeader,
+    check_tensors,
+    read_header,
+    read_reference,
+)
+
+MANIFEST_FILE: Final = "dora-manifest.json"
+CANARY_FILE: Final = "dora-canary.json"
+_HEADER_ROOM_BYTES: Final = 64 << 20  # what safetensors headers may add to the tensors' own bytes
+_WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5")
+
+
+class WeightStore:
+    """Keeps what every live version is made of. See the module's docstring for the layout."""
+
+    def __init__(self, folder: Path, reference: Path) -> None:
+        """Opens or makes the store; version 0 is the model folder ``reference``, linked, not copied.
+
+        Versions that an earlier process admitted are kept. Raises InvalidValue where ``reference`` is no model.
+        """
+        self.root = folder
+        self.reference: Reference = read_reference(reference)
+        self.proof = folder / "proof"
+        self._incoming = folder / "incoming"
+        self._versions = folder / "versions"
+        for made in (self._incoming, self._versions):
+            made.mkdir(parents=True, exist_ok=True)
+        for unfinished in self._versions.glob(".*"):
+            shutil.rmtree(unfinished)
+        self.proof_bytes = secrets.token_bytes(32)
+        self.proof.write_bytes(self.proof_bytes)
+        if not (self._versions / "0").is_dir():
+            self._link_reference()
+
+    def versions(self) -> tuple[int, ...]:
+        """The versions that are held, ascending."""
+        return tuple(sorted(int(entry.name) for entry in self._versions.iterdir() if entry.name.isdigit()))
+
+    def folder(self, version: int) -> Path:
+        """A loadable Hugging Face folder. Raises NotFound for a version that is not held."""
+        folder = self._versions / str(version)
+        if not folder.is_dir():
+            held = ", ".join(map(str, self.versions()))
+            raise NotFound("version", version, f"a version that is held: {held or 'none'}")
+        return folder
+
+    def canary(self, version: int) -> Canary | None:
+        """The canary published with ``version``; None where there was none. Raises NotFound."""
+        file = self.folder(version) / CANARY_FILE
+        if not file.is_file():
+            return None
+        stored = json.loads(file.read_text())
+        return Canary(tuple(stored["token_ids"]), tuple(stored["logprobs"]))
+
+    def keep_canary(self, version: int, canary: Canary) -> None:
+        """Remembers the canary of a version that came without, as its first worker reproduced it. Raises NotFound."""
+        _write_canary(self.folder(version), canary)
+
+    def begin(self, epoch: int, version: int) -> Path:
+        """The folder in which this trainer's files of ``version`` belong; made where it is absent."""
+        folder = self._incoming_folder(epoch, version)
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def upload(self, epoch: int, version: int, file_name: str, file_bytes: int) -> "Upload":
+        """Opens one incoming file; an earlier one of the same name is replaced.
+
+        Raises InvalidValue for a name that is not plain, or where the files would outgrow the model.
+        """
+        check_file_name(file_name)
+        folder = self.begin(epoch, version)
+        limit_bytes = self.reference.content_bytes + _HEADER_ROOM_BYTES
+        held_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.name != file_name)
+        if not 0 < file_bytes <= limit_bytes - held_bytes:
+            raise InvalidValue("file_bytes", file_bytes, f"1 to {limit_bytes - held_bytes}: the model's own size")
+        return Upload(folder / file_name, file_bytes)
+
+    def admit(self, epoch: int, version: int, files: Sequence[WeightFile], canary: Canary | None) -> Path:
+        """Verifies the incoming files and makes them ``version``, in one rename; returns its folder.
+
+        Repeating it with the same files changes nothing. Raises Conflict where ``version`` is held with other files,
+        InvalidValue for a missing, damaged or incomplete file, or the first tensor that does not fit the model.
+        """
+        self._check_announced(files)
+        if canary is not None:
+            check_canary(canary, self.reference.vocab_size)
+        manifest = _manifest(files)
+        target = self._versions / str(version)
+        if target.is_dir():
+            if _read_manifest(target) != manifest:
+                raise Conflict("version", version, "published once; other files are held under this version")
+            shutil.rmtree(self._incoming_folder(epoch, version), ignore_errors=True)
+            return target
+        incoming = self._incoming_folder(epoch, version)
+        tensors = self._verified(incoming, files)
+        unfinished = self._versions / f".{version}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        for file in files:
+            os.rename(incoming / file.name, unfinished / file.name)
+        self._complete(unfinished, tensors, manifest, canary)
+        os.rename(unfinished, target)
+        shutil.rmtree(incoming)
+        return target
+
+    def retire(self, version: int) -> None:
+        """Frees a version that left the window, or one that was admitted and never committed. Unknown ones: nothing."""
+        held = self._versions / str(version)
+        if held.is_dir():
+            gone = self._versions / f".{version}"
+            os.rename(held, gone)  # a reader sees the whole folder or none
+            shutil.rmtree(gone)
+
+    def discard(self, epoch: int) -> None:
+        """Frees what the trainers up to ``epoch`` had begun to write: they are fenced."""
+        for entry in self._incoming.iterdir():
+            if int(entry.name.partition("-")[0]) <= epoch:
+                shutil.rmtree(entry)
+
+    def _incoming_folder(self, epoch: int, version: int) -> Path:
+        return self._incoming / f"{epoch:d}-{version:d}"
+
+    def _check_announced(self, files: Sequence[WeightFile]) -> None:
+        if not files:
+            raise InvalidValue("files", [], "at least one safetensors file")
+        names = [check_file_name(file.name) for file in files]
+        if len(set(names)) < len(names):
+            raise InvalidValue("files", sorted(names), "every name once")
+
+    def _verified(self, incoming: Path, files: Sequence[WeightFile]) -> dict[str, dict[str, TensorHeader]]:
+        """Tensor headers by file name, of files that are what was announced and fit the model."""
+        tensors: dict[str, dict[str, TensorHeader]] = {}
+        merged: dict[str, TensorHeader] = {}
+        for file in files:
+            path = incoming / file.name
+            if path.is_symlink() or not path.is_file():
+                raise InvalidValue("files", file.name, "written or uploaded before the commit")
+            if path.stat().st_size != file.file_bytes:
+                raise InvalidValue(f"{file.name}: bytes", path.stat().st_size, f"as announced, {file.file_bytes}")
+            found = hash_file(path)
+            if found.blake3 != file.blake3:
+                raise InvalidValue(f"{file.name}: blake3", found.blake3.hex(), f"as announced, {file.blake3.hex()}")
+            tensors[file.name] = read_header(path)
+            for name in sorted(tensors[file.name].keys() & merged.keys()):
+                raise InvalidValue(f"{file.name}: tensor", name, "in one file only")
+            merged |= tensors[file.name]
+        check_tensors(merged, self.reference.tensors)
+        return tensors
+
+    def _complete(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Mapping[str, TensorHeader]],
+        manifest: list[dict[str, Any]],
+        canary: Canary | None,
+    ) -> None:
+        """Adds to the weights what makes ``folder`` loadable, and what the store itself needs."""
+        self._link_side_files(folder)
+        if set(tensors) != {WEIGHTS_FILE}:
+            weight_map = {name: file for file, names in tensors.items() for name in names}
+            total_bytes = sum(tensor.content_bytes for names in tensors.values() for tensor in names.values())
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+            (folder / INDEX_FILE).write_text(json.dumps(index))
+        (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+        if canary is not None:
+            _write_canary(folder, canary)
+
+    def _link_reference(self) -> None:
+        unfinished = self._versions / ".0"
+        unfinished.mkdir()
+        names = [*self.reference.files]
+        if (self.reference.folder / INDEX_FILE).is_file():
+            names.append(INDEX_FILE)
+        for name in names:
+            (unfinished / name).symlink_to((self.reference.folder / name).resolve())
+        self._link_side_files(unfinished)
+        os.rename(unfinished, self._versions / "0")
+
+    def _link_side_files(self, folder: Path) -> None:
+        """Links config, tokenizer and the like: everything of the reference that is no weights."""
+        for file in self.reference.folder.iterdir():
+            if file.is_file() and not file.name.endswith((*_WEIGHT_SUFFIXES, ".index.json")):
+                (folder / file.name).symlink_to(file.resolve())
+
+
+class Upload:
+    """One file on its way in. As a context manager it leaves a whole file or none."""
+
+    def __init__(self, file: Path, file_bytes: int) -> None:
+        self._file = file
+        self._expected_bytes = file_bytes
+        self._stream = file.open("wb")
+
+    def append(self, content: bytes) -> None:
+        """Raises InvalidValue for more bytes than were announced."""
+        if self._stream.tell() + len(content) > self._expected_bytes:
+            raise InvalidValue("file_bytes", f"more than {self._expected_bytes}", "the size in the upload's header")
+        self._stream.write(content)
+
+    def finish(self) -> int:
+        """The file's bytes. Raises InvalidValue where fewer came than were announced."""
+        received_bytes = self._stream.tell()
+        if received_bytes != self._expected_bytes:
+            raise InvalidValue("file_bytes", received_bytes, f"the size in the upload's header, {self._expected_bytes}")
+        self._stream.close()
+        return received_bytes
+
+    def __enter__(self) -> "Upload":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        complete = self._stream.closed
+        self._stream.close()
+        if not complete:
+            self._file.unlink()
+
+
+def _manifest(files: Sequence[WeightFile]) -> list[dict[str, Any]]:
+    return [
+        {"name": file.name, "file_bytes": file.file_bytes, "blake3": file.blake3.hex()}
+        for file in sorted(files, key=lambda file: file.name)
+    ]
+
+
+def _read_manifest(folder: Path) -> Any:
+    file = folder / MANIFEST_FILE
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def _write_canary(folder: Path, canary: Canary) -> None:
+    unfinished = folder / f".{CANARY_FILE}"
+    unfinished.write_text(json.dumps({"token_ids": canary.token_ids, "logprobs": canary.logprobs}))
+    os.rename(unfinished, folder / CANARY_FILE)

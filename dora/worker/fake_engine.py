@@ -1,0 +1,272 @@
+"""An engine without a model: tokens, logprobs and KV are hashes, so that any resume or migration can be checked.
+
+A wrong version, a corrupted block or a lost token changes everything after it, as in a real model, at a thousand times
+the speed. ``fake_model`` holds the hashes. It imports no torch.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from dora.errors import CanaryMismatch, Conflict, InvalidValue, NotFound
+from dora.kvtransfer.layout import blocks_for, check_consistent, check_layout, rng_draws
+from dora.kvtransfer.layout import check_version as check_snapshot_version
+from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
+from dora.types import Canary, EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
+from dora.weights.canary import CANARY_TOKENS, canary_token_ids, check_canary
+from dora.weights.reference import read_reference
+from dora.worker.engine_checks import check_request, check_version, max_difference
+from dora.worker.fake_model import KV_BYTES, LAYERS, STOP_TOKEN_ID, FakeModel, Kv
+
+
+@dataclass(slots=True)
+class _Live:
+    """One request. ``kv`` is one array of bytes a layer; empty until it has a slot."""
+
+    request: RequestSpec
+    length: int  # of the response, if nothing else ends it
+    outputs: list[int]
+    logprobs: list[float]
+    kv: Kv = field(default_factory=dict)
+    snapshot: KvSnapshot | None = None  # admitted and not yet in a slot
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.request.prompt_token_ids, *self.outputs]
+
+    @property
+    def kv_tokens(self) -> int:
+        return len(self.kv[LAYERS[0]]) // KV_BYTES if self.kv else 0
+
+
+class FakeEngine:
+    """A ``RolloutEngine``. Re-prefilled tokens: prompt and outputs without the last, at each resume and preemption.
+
+    ``mean_tokens``: mean of the responses' lengths, which are geometric; ``model``: a Hugging Face folder whose tensors
+    every version must have, None accepts any.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int = 16,
+        kv_tokens: int = 32768,
+        block_tokens: int = 32,
+        max_model_len_tokens: int = 2048,
+        vocab_size: int = 64,
+        mean_tokens: int = 48,
+        seed: int = 0,
+        model: Path | None = None,
+        canary_tolerance: float = 1e-3,
+    ) -> None:
+        if kv_tokens < max_model_len_tokens:
+            raise InvalidValue("kv_tokens", kv_tokens, f"at least max_model_len_tokens = {max_model_len_tokens}")
+        self._reference = None if model is None else read_reference(model)
+        self._model = FakeModel(vocab_size, mean_tokens, seed)
+        self._canary_tolerance = canary_tolerance
+        fingerprint = blake3(repr(("fake", block_tokens, vocab_size, seed)).encode()).hexdigest(32)
+        self._capability = EngineCapability(
+            fingerprint, slots, kv_tokens // block_tokens * block_tokens, block_tokens, max_model_len_tokens,
+            vocab_size, "float32",
+        )  # fmt: skip
+        layers = tuple((name, block_tokens * KV_BYTES) for name in LAYERS)
+        self._layout = KvLayout(fingerprint, "fake", "float32", block_tokens, layers)
+        self._version: int | None = None
+        self._live: dict[str, _Live] = {}
+        self._waiting: deque[str] = deque()
+        self._running: list[str] = []
+        self._held: dict[str, bool] = {}  # frozen request -> whether it has a slot
+        self._reprefilled_tokens = 0
+        self._generated_tokens = 0
+
+    @property
+    def capability(self) -> EngineCapability:
+        return self._capability
+
+    @property
+    def version(self) -> int | None:
+        return self._version
+
+    def load_weights(self, version: int, folder: Path, canary: Canary | None) -> Canary:
+        if self._live:
+            raise Conflict("requests held", len(self._live), "0 while weights are replaced")
+        self._version = None
+        if canary is not None:
+            check_canary(canary, self._capability.vocab_size)
+        self._model.load(version, folder, self._reference)
+        token_ids = canary_token_ids(self._capability.vocab_size, CANARY_TOKENS) if canary is None else canary.token_ids
+        found = Canary(token_ids, self._model.score(token_ids))
+        if canary is not None:
+            difference = max_difference(found.logprobs, canary.logprobs)
+            if not difference <= self._canary_tolerance:
+                raise CanaryMismatch(f"version {version}: logprobs differ from the canary by {difference:.3g}")
+        self._version = version
+        return found
+
+    def add(self, request: RequestSpec) -> None:
+        self._check_new(request)
+        check_version(request.version, self._version)
+        self._enter(request, None)
+
+    def step(self) -> list[TokenDelta]:
+        self._fill_slots()
+        deltas = []
+        for request_id in list(self._running):
+            if request_id in self._running and self._make_room(request_id):
+                deltas.append(self._decode(self._live[request_id]))
+        return deltas
+
+    def freeze(self, request_id: str) -> None:
+        self._find(request_id)
+        if request_id not in self._held:
+            has_slot = request_id in self._running
+            (self._running if has_slot else self._waiting).remove(request_id)
+            self._held[request_id] = has_slot
+
+    def thaw(self, request_id: str) -> None:
+        self._find(request_id)
+        if request_id in self._held:
+            if self._held.pop(request_id):
+                self._running.append(request_id)
+            else:
+                self._waiting.appendleft(request_id)
+
+    def export(self, request_id: str) -> KvSnapshot | None:
+        live = self._find(request_id)
+        if request_id not in self._held:
+            raise Conflict("request_id", request_id, "a frozen request")
+        if live.snapshot is not None:
+            return live.snapshot
+        if not live.kv:
+            return None
+        outputs = tuple(live.outputs)
+        request = replace(live.request, output_token_ids=outputs, logprobs=tuple(live.logprobs))
+        draws = rng_draws(len(outputs), request.sampling.temperature)
+        blocks = {name: self._to_blocks(raw) for name, raw in live.kv.items()}
+        return KvSnapshot(self._layout, request, live.kv_tokens, draws, blocks)
+
+    def admit(self, snapshot: KvSnapshot) -> None:
+        self._check_new(snapshot.request)
+        check_snapshot_version(snapshot.request.version, self._version)
+        check_layout(snapshot.layout, self._layout)
+        check_consistent(snapshot)
+        self._enter(snapshot.request, snapshot)
+
+    def remove(self, request_id: str) -> None:
+        if self._live.pop(request_id, None) is None:
+            return
+        if self._held.pop(request_id, None) is None:
+            (self._running if request_id in self._running else self._waiting).remove(request_id)
+
+    def load(self) -> EngineLoad:
+        held_running = sum(self._held.values())
+        return EngineLoad(
+            running=len(self._running) + held_running,
+            waiting=len(self._waiting) + len(self._held) - held_running,
+            kv_used_tokens=self._blocks_used() * self._capability.block_tokens,
+            reprefilled_tokens=self._reprefilled_tokens,
+            generated_tokens=self._generated_tokens,
+        )
+
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    # Requests.
+
+    def _check_new(self, request: RequestSpec) -> None:
+        if request.request_id in self._live:
+            raise Conflict("request_id", request.request_id, "an id that this engine does not hold")
+        check_request(request, self._capability)
+
+    def _find(self, request_id: str) -> _Live:
+        live = self._live.get(request_id)
+        if live is None:
+            raise NotFound("request_id", request_id, "a request that this engine holds")
+        return live
+
+    def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None) -> None:
+        length = self._model.length(request)
+        live = _Live(request, length, list(request.output_token_ids), list(request.logprobs), snapshot=snapshot)
+        self._live[request.request_id] = live
+        self._waiting.append(request.request_id)
+
+    def _fill_slots(self) -> None:
+        while self._waiting and len(self._running) + sum(self._held.values()) < self._capability.slots:
+            live = self._live[self._waiting[0]]
+            if self._blocks_used() + self._blocks_for(len(live.token_ids)) > self._blocks():
+                return
+            self._waiting.popleft()
+            self._running.append(live.request.request_id)
+            self._bring_kv(live)
+
+    def _bring_kv(self, live: _Live) -> None:
+        """KV of all tokens but the last sampled one: out of the snapshot, else computed."""
+        if live.snapshot is not None:
+            kv_bytes = live.snapshot.kv_tokens * KV_BYTES
+            live.kv = {name: bytearray(live.snapshot.blocks[name].reshape(-1)[:kv_bytes].tobytes()) for name in LAYERS}
+            live.snapshot = None
+            return
+        live.kv = {name: bytearray() for name in LAYERS}
+        known = live.token_ids if not live.outputs else live.token_ids[:-1]
+        for token_id in known:
+            self._model.append_kv(live.kv, token_id)
+        if live.outputs:
+            self._reprefilled_tokens += len(known)
+
+    def _make_room(self, request_id: str) -> bool:
+        """Room for one more token's KV, by preempting the last to come where there is none. False: preempted itself."""
+        live = self._live[request_id]
+        while self._blocks_used() + self._blocks_for(len(live.token_ids)) - self._blocks_for(live.kv_tokens) > (
+            self._blocks()
+        ):
+            victim = self._running.pop()
+            self._live[victim].kv = {}
+            self._waiting.appendleft(victim)
+            if victim == request_id:
+                return False
+        return True
+
+    def _decode(self, live: _Live) -> TokenDelta:
+        if live.outputs:  # the last sampled token has no KV yet
+            self._model.append_kv(live.kv, live.outputs[-1])
+        index, sampling = len(live.outputs), live.request.sampling
+        ends = index + 1 >= max(live.length, sampling.min_tokens) and not sampling.ignore_eos
+        token_id, logprob = self._model.sample(live.request, live.kv, live.token_ids[-1], ends)
+        live.outputs.append(token_id)
+        live.logprobs.append(logprob)
+        self._generated_tokens += 1
+        reason = self._finish_reason(live)
+        if reason is not None:
+            self.remove(live.request.request_id)
+        return TokenDelta(live.request.request_id, live.request.version, index, (token_id,), (logprob,), reason)
+
+    def _finish_reason(self, live: _Live) -> FinishReason | None:
+        sampling, last = live.request.sampling, live.outputs[-1]
+        if (last == STOP_TOKEN_ID and not sampling.ignore_eos) or last in sampling.stop_token_ids:
+            return "stop"
+        if len(live.outputs) >= sampling.max_tokens or len(live.token_ids) >= self._capability.max_model_len_tokens:
+            return "length"
+        return None
+
+    # Blocks.
+
+    def _blocks(self) -> int:
+        return self._capability.kv_tokens // self._capability.block_tokens
+
+    def _blocks_for(self, tokens: int) -> int:
+        return blocks_for(tokens, self._capability.block_tokens)
+
+    def _blocks_used(self) -> int:
+        return sum(self._blocks_for(live.kv_tokens) for live in self._live.values())
+
+    def _to_blocks(self, raw: bytearray) -> np.ndarray:
+        block_bytes = self._capability.block_tokens * KV_BYTES
+        blocks = np.zeros((blocks_for(len(raw), block_bytes), block_bytes), np.uint8)
+        blocks.reshape(-1)[: len(raw)] = np.frombuffer(raw, np.uint8)
+        return blocks

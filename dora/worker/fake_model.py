@@ -1,0 +1,84 @@
+"""The fake engine's model: hashes in place of arithmetic.
+
+Each token's KV is a hash of the weights, the token and the KV before it; each sampled token and logprob is a hash of
+the weights, all KV so far, the last token and, unless greedy, the seed.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from blake3 import blake3
+
+from dora.types import RequestSpec
+from dora.weights.reference import Reference, TensorHeader, check_tensors, read_header, weight_files
+
+STOP_TOKEN_ID: Final = 2  # as in the tiny models
+LAYERS: Final = ("fake.0", "fake.1")
+KV_BYTES: Final = 8  # of one token in one layer
+_FIRST_TOKEN_ID: Final = 3  # padding, begin and end are never sampled as ordinary tokens
+
+Kv = dict[str, bytearray]  # layer -> KV of all tokens, one after the other
+
+
+class FakeModel:
+    """``mean_tokens``: mean of the responses' lengths, which are geometric."""
+
+    def __init__(self, vocab_size: int, mean_tokens: int, seed: int) -> None:
+        self._vocab_size = vocab_size
+        self._mean_tokens = mean_tokens
+        self._seed = seed.to_bytes(8, "little")
+        self._weights = b""
+
+    def load(self, version: int, folder: Path, reference: Reference | None) -> None:
+        """Takes the bytes of ``folder`` as weights. Raises InvalidValue unless they are sound, and the reference's."""
+        digest = blake3(version.to_bytes(8, "little", signed=True))
+        found: dict[str, TensorHeader] = {}
+        for name in weight_files(folder):
+            found.update(read_header(folder / name))
+            digest.update_mmap(folder / name)
+        if reference is not None:
+            check_tensors(found, reference.tensors)
+        self._weights = digest.digest()
+
+    def length(self, request: RequestSpec) -> int:
+        """Tokens of the response, if nothing else ends it."""
+        drawn = self._hash("length", request.prompt_token_ids, _seed_of(request)) % 2**32
+        return 1 + int(-math.log(1 - drawn / 2**32) * self._mean_tokens)
+
+    def append_kv(self, kv: Kv, token_id: int) -> None:
+        """Computes one more token's KV."""
+        for name, raw in kv.items():
+            raw += self._hash(name, bytes(raw[-KV_BYTES:]), [token_id]).to_bytes(KV_BYTES, "little")
+
+    def sample(self, request: RequestSpec, kv: Kv, last_token_id: int, ends: bool) -> tuple[int, float]:
+        """The next token, which is the stop token where the response ``ends``, and its logprob."""
+        drawn = self._hash("token", b"".join(kv.values()), [last_token_id], _seed_of(request))
+        ordinary = _FIRST_TOKEN_ID + drawn % (self._vocab_size - _FIRST_TOKEN_ID)
+        return STOP_TOKEN_ID if ends else ordinary, _logprob(drawn)
+
+    def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """A logprob for each token but the first, given those before it."""
+        return tuple(_logprob(self._hash("score", token_ids[:end])) for end in range(2, len(token_ids) + 1))
+
+    def _hash(self, *parts: str | bytes | Iterable[int]) -> int:
+        """64 bits of all parts, under the loaded weights and the seed."""
+        digest = blake3(self._weights)
+        digest.update(self._seed)
+        for part in parts:
+            raw = part.encode() if isinstance(part, str) else part
+            raw = raw if isinstance(raw, bytes) else np.asarray(tuple(raw), "<i8").tobytes()
+            digest.update(len(raw).to_bytes(8, "little"))
+            digest.update(raw)
+        return int.from_bytes(digest.digest(8), "little")
+
+
+def _seed_of(request: RequestSpec) -> list[int]:
+    return [request.sampling.seed] if request.sampling.temperature > 0 else []
+
+
+def _logprob(drawn: int) -> float:
+    """Uniform in (-8, 0], with few enough bits to be exact in float32."""
+    return -(drawn >> 40) / 2**21

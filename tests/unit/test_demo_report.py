@@ -1,0 +1,305 @@
+"""The demo's audit and report: pure functions that must notice every broken promise."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora.config import Config
+from dora.demo.audit import audit, read_record, step_summaries
+from dora.demo.folder import OutFolder
+from dora.demo.options import DemoOptions, service_config
+from dora.demo.presets import PRESETS
+from dora.demo.report import DemoRun, DemoSeconds, build_report
+from dora.demo.series import Sample, WorkerSample, read_series, sample_json, sample_of, stretches
+from dora.demo.summary import summary_table
+from dora.demo.timeline import draw_timeline
+from dora.errors import InvalidValue
+from dora.rpc import dora_pb2 as pb
+from dora.types import Segment
+from tests.contract.trainer_service import make_trajectory
+
+STEPS, GROUPS, GROUP_SIZE, WINDOW = 3, 2, 2, 2
+REPORT_KEYS = {
+    *("steps", "groups_admitted", "groups_trained", "groups_lost", "groups_duplicated"),
+    *("staleness_max", "versions_live_max", "c1_violations", "migrations_kv", "migrations_reprefill"),
+    *("tokens_reprefilled", "blackout_ms_p50", "mean_reward_by_step", "tokens_per_s", "seconds_total"),
+}
+SECONDS = DemoSeconds(total=12.0, rollout=8.0)
+RUN = DemoRun(
+    model="tiny",
+    window=WINDOW,
+    workers=2,
+    groups_per_step=GROUPS,
+    group_size=GROUP_SIZE,
+    steps_asked=STEPS,
+    groups_open_at_end=1,
+)
+
+
+def row_of(step: int, group: int, sample: int, **changes: Any) -> dict[str, Any]:
+    """Trained in ``step`` and sampled by the version before it, as in a window of two."""
+    version = max(step - 1, 0)
+    segment = Segment("w0", 0, 2 + sample, "new", version)
+    base = {"behaviour_version": version, "staleness": step - version, "worker_history": (segment,)}
+    return make_trajectory(step, group, sample, GROUP_SIZE, **{**base, **changes}).to_json_dict()
+
+
+def healthy() -> tuple[list[dict[str, Any]], dict[str, float], dict[int, list[str]]]:
+    """Record, counters and the trainer's list of a run in which every promise held."""
+    rows = [row_of(s, g, i) for s in range(STEPS) for g in range(GROUPS) for i in range(GROUP_SIZE)]
+    trained = {step: [f"s{step}-g{group}" for group in range(GROUPS)] for step in range(STEPS)}
+    counters = {
+        "groups_admitted": 7.0,
+        "groups_taken": 6.0,
+        "groups_trained": 6.0,
+        "staleness_max": 1.0,
+        "versions_live_max": 2.0,
+        "migrations_kv": 5.0,
+        "tokens_generated": 400.0,
+        "blackout_ms_p50": 12.5,
+    }
+    return rows, counters, trained
+
+
+def test_a_healthy_run_has_every_key_and_no_failure() -> None:
+    report = build_report(*healthy(), SECONDS, RUN)
+    assert report.keys() >= REPORT_KEYS
+    assert (report["failures"], report["disagreements"]) == ([], [])
+    assert (report["steps"], report["groups_admitted"], report["groups_trained"]) == (3, 7, 6)
+    assert (report["groups_lost"], report["groups_duplicated"], report["c1_violations"]) == (0, 0, 0)
+    assert (report["staleness_max"], report["migrations_kv"], report["blackout_ms_p50"]) == (1, 5, 12.5)
+    assert report["mean_reward_by_step"] == [0.5, 0.5, 0.5]
+    assert (report["tokens_per_s"], report["seconds_total"]) == (50.0, 12.0)
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert summary_table(report).row_count > 10
+
+
+def test_a_trained_group_that_is_not_recorded_is_lost() -> None:
+    rows, counters, trained = healthy()
+    report = build_report([row for row in rows if row["group_id"] != "s1-g0"], counters, trained, SECONDS, RUN)
+    assert report["groups_lost"] == 1
+    assert any("groups_lost = 1" in sentence for sentence in report["failures"])
+
+
+def test_a_group_that_is_recorded_in_part_is_lost() -> None:
+    rows, counters, trained = healthy()
+    assert build_report(rows[1:], counters, trained, SECONDS, RUN)["groups_lost"] == 1
+
+
+def test_a_group_delivered_for_a_committed_step_and_not_trained_is_lost() -> None:
+    rows, _, trained = healthy()
+    trained[2].remove("s2-g1")
+    assert audit(rows, trained).groups_lost == ("s2-g1",)
+
+
+def test_a_group_delivered_for_a_step_that_is_not_committed_is_no_loss() -> None:
+    rows, counters, trained = healthy()
+    early = [row_of(STEPS, 0, sample) for sample in range(GROUP_SIZE)]
+    counters["groups_taken"] += 1
+    report = build_report([*rows, *early], counters, trained, SECONDS, RUN)
+    assert report["failures"] == []
+
+
+def test_an_admitted_group_that_nobody_holds_is_lost() -> None:
+    rows, counters, trained = healthy()
+    counters["groups_admitted"] += 1
+    report = build_report(rows, counters, trained, SECONDS, RUN)
+    assert report["groups_lost"] == 1
+    assert any("groups_admitted: 1 more" in sentence for sentence in report["disagreements"])
+
+
+def test_a_cancelled_group_is_not_lost() -> None:
+    rows, counters, trained = healthy()
+    counters["groups_admitted"] += 1
+    counters["groups_cancelled"] = 1
+    assert build_report(rows, counters, trained, SECONDS, RUN)["failures"] == []
+
+
+def test_an_open_group_whose_deadline_has_passed_is_lost() -> None:
+    report = build_report(*healthy(), SECONDS, replace(RUN, groups_overdue_at_end=1))
+    assert report["groups_lost"] == 1
+
+
+def test_a_trajectory_delivered_twice_makes_one_duplicate() -> None:
+    rows, counters, trained = healthy()
+    report = build_report([*rows, rows[0]], counters, trained, SECONDS, RUN)
+    assert (report["groups_duplicated"], report["groups_lost"]) == (1, 0)
+    assert report["failures"]
+
+
+@pytest.mark.parametrize("again_in", [0, 1])
+def test_a_group_trained_twice_makes_one_duplicate(again_in: int) -> None:
+    rows, counters, trained = healthy()
+    trained[again_in].append("s0-g0")
+    report = build_report(rows, counters, trained, SECONDS, RUN)
+    assert (report["groups_duplicated"], report["groups_lost"]) == (1, 0)
+
+
+def test_mixed_versions_in_one_trajectory_violate_c1() -> None:
+    rows, counters, trained = healthy()
+    halves = (Segment("w0", 0, 0, "new", 1), Segment("w1", 1, 2, "migrated", 2))
+    rows[-2] = row_of(2, 1, 0, worker_history=halves)
+    report = build_report(rows, counters, trained, SECONDS, RUN)
+    assert report["c1_violations"] == 1
+    assert any(sentence.startswith("c1_violations: the service counts 0") for sentence in report["disagreements"])
+
+
+def test_staleness_past_the_window_fails_whatever_the_service_says() -> None:
+    rows, counters, trained = healthy()
+    segments = (Segment("w0", 0, 2, "new", 0),)
+    rows[-2] = row_of(2, 1, 0, behaviour_version=0, staleness=1, worker_history=segments)
+    report = build_report(rows, counters, trained, SECONDS, RUN)
+    assert report["staleness_max"] == 2
+    assert any("staleness_max = 2, must be at most window - 1 = 1" in sentence for sentence in report["failures"])
+    assert any("s2-g1-0" in sentence for sentence in report["disagreements"])
+
+
+@pytest.mark.parametrize(("name", "value"), [("groups_trained", 5.0), ("staleness_max", 0.0), ("c1_violations", 1.0)])
+def test_a_counter_that_disagrees_with_the_record_fails(name: str, value: float) -> None:
+    rows, counters, trained = healthy()
+    counters[name] = value
+    report = build_report(rows, counters, trained, SECONDS, RUN)
+    assert any(sentence.startswith(f"{name}: the service counts {value:g}") for sentence in report["disagreements"])
+    assert any("disagree" in sentence for sentence in report["failures"])
+
+
+def test_the_service_may_have_counted_the_staleness_of_a_step_not_yet_committed() -> None:
+    rows, counters, _ = healthy()
+    first = {0: ["s0-g0", "s0-g1"]}
+    counters |= {"groups_admitted": 4.0, "groups_taken": 3.0, "groups_trained": 2.0}
+    of_first = [row for row in rows if row["trained_step"] == 0]
+    run = replace(RUN, steps_asked=1, groups_open_at_end=2)
+    report = build_report(of_first, counters, first, SECONDS, run)
+    assert (report["staleness_max"], report["failures"]) == (0, [])
+
+
+def test_fewer_steps_than_asked_fail() -> None:
+    report = build_report(*healthy(), SECONDS, replace(RUN, steps_asked=4))
+    assert report["failures"] == ["steps = 3, must be 4"]
+
+
+def test_rewards_that_are_not_valid_are_left_out_of_the_mean() -> None:
+    rows, _, trained = healthy()
+    rows[0] = row_of(0, 0, 0, reward=float("nan"), reward_valid=False)
+    rows[1] = row_of(0, 0, 1, reward=100.0, reward_valid=False)
+    assert [summary.mean_reward for summary in step_summaries(rows, trained)] == [0.5, 0.5, 0.5]
+    none_valid = [{**row, "reward_valid": False} for row in rows]
+    assert step_summaries(none_valid, trained)[0].mean_reward is None
+
+
+def test_a_run_of_no_steps_is_reported() -> None:
+    report = build_report([], {}, {}, SECONDS, replace(RUN, groups_open_at_end=0))
+    assert (report["steps"], report["staleness_max"], report["mean_reward_by_step"]) == (0, 0, [])
+    assert report["failures"] == ["steps = 0, must be 3"]
+
+
+# ----------------------------------------------------------------------------------------------------- files and plot
+
+
+def test_a_record_is_read_and_a_torn_line_named(tmp_path: Path) -> None:
+    rows, _, _ = healthy()
+    file = tmp_path / "trajectories.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_record(file) == rows
+    file.write_text(json.dumps(rows[0]) + '\n{"trajectory_id": ')
+    with pytest.raises(InvalidValue, match="line 2"):
+        read_record(file)
+    with pytest.raises(InvalidValue, match="nowhere"):
+        read_record(tmp_path / "nowhere")
+
+
+def samples() -> list[Sample]:
+    """One worker: joins, hosts version 0 in two samples, loads, hosts version 1."""
+    lives = [("joining", -1), ("ready", 0), ("ready", 0), ("loading", 0), ("ready", 1)]
+    return [
+        Sample(float(t), max(version, 0), 4, 1, 2, None, (WorkerSample("w0", state, version, version, 4, 1),), {})
+        for t, (state, version) in enumerate(lives)
+    ]
+
+
+def test_a_sample_is_reduced_from_a_status_and_survives_its_line(tmp_path: Path) -> None:
+    status = pb.Status(
+        newest_version=2,
+        workers=[pb.WorkerStatus(worker_id="w0", state="ready", version=2, target_version=2, running=3, waiting=1)],
+        versions=[pb.VersionStatus(version=2, groups_finished=5)],
+        steps=[pb.StepMetrics(step=1, mean_reward=0.25)],
+        counters={"groups_admitted": 8},
+    )
+    sample = sample_of(status, 1.23456)
+    assert (sample.t_s, sample.step, sample.running, sample.waiting, sample.finished) == (1.235, 2, 3, 1, 5)
+    assert sample.reward == 0.25
+    file = tmp_path / "series.jsonl"
+    file.write_text(sample_json(sample) + "\n" + sample_json(samples()[0]) + "\n")
+    assert read_series(file) == [sample, samples()[0]]
+
+
+def test_stretches_join_samples_alike_and_leave_no_gap() -> None:
+    assert stretches(samples(), "w0") == [
+        (0.0, 1.0, -1, "joining"),
+        (1.0, 3.0, 0, "ready"),
+        (3.0, 4.0, 0, "loading"),
+        (4.0, 4.0, 1, "ready"),
+    ]
+    assert stretches(samples(), "w9") == []
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_the_timeline_is_drawn_even_of_nothing(tmp_path: Path, empty: bool) -> None:
+    rows, _, trained = healthy()
+    file = tmp_path / "timeline.png"
+    steps = step_summaries(rows, trained)
+    draw_timeline([] if empty else samples(), [] if empty else steps, "a run", WINDOW, file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_clearing_removes_what_a_demo_makes_and_nothing_else(tmp_path: Path) -> None:
+    folder = OutFolder(tmp_path / "demo")
+    folder.clear()
+    (folder.record / "versions" / "3").mkdir(parents=True)
+    made = [folder.report, folder.series, folder.timeline, folder.trained, folder.trajectories, folder.trainer_log]
+    mine = [folder.root / "notes.txt", folder.record / "notes.txt", folder.record / "versions" / "readme"]
+    for file in made + mine:
+        file.write_text("x")
+    folder.clear()
+    assert not any(file.exists() for file in made)
+    assert not (folder.record / "versions" / "3").exists()
+    assert all(file.exists() for file in mine)
+
+
+def test_an_out_folder_that_cannot_be_made_is_a_bad_value(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InvalidValue, match="--out"):
+        OutFolder(tmp_path / "file" / "demo").clear()
+
+
+# ------------------------------------------------------------------------------------------------------------ presets
+
+
+def configured(**changes: Any) -> Config:
+    return service_config(DemoOptions(**{"model": "tiny", "out": Path("out"), **changes}), Path("out/record"))
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_every_preset_fits_its_workers(model: str) -> None:
+    config = configured(model=model)
+    assert config.window.size == 2
+    assert config.rollout.max_tokens < config.workers.max_model_len_tokens
+    assert config.workers.kv_tokens >= config.workers.max_model_len_tokens
+    assert config.window.groups_per_step * config.rollout.group_size <= config.workers.count * config.workers.slots
+
+
+def test_options_override_settings_and_settings_override_the_preset() -> None:
+    settings = ("window.size=4", "rollout.group_size=4", "workers.slots=3")
+    config = configured(settings=settings, window=3, workers=1, groups=5, max_tokens=7, seed=9)
+    assert (config.window.size, config.rollout.group_size, config.workers.slots) == (3, 4, 3)
+    assert (config.workers.count, config.window.groups_per_step) == (1, 5)
+    assert (config.rollout.max_tokens, config.rollout.seed) == (7, 9)
+
+
+def test_a_model_folder_gets_the_real_models_preset() -> None:
+    assert DemoOptions(model="some/folder", out=Path("out")).preset == PRESETS["smollm2"]
+    with pytest.raises(InvalidValue, match="--model"):
+        configured(model="huge")
