@@ -154,7 +154,7 @@ async def _watched_run(
     ):
         watching = asyncio.create_task(_watch(operator, options.kill_worker_after_s, folder, screen))
         try:
-            code = await trainer.run(on_step=lambda done: None)
+            code = await trainer.run()
             rollout_s = clock() - ready_s
         finally:
             watching.cancel()

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -27,8 +26,8 @@ class TrainerProcess:
         self._process: asyncio.subprocess.Process | None = None
         self.trained: dict[int, list[str]] = {}
 
-    async def run(self, on_step: Callable[[int], None]) -> int:
-        """Reads the trainer's lines until it ends; its exit code. ``on_step`` is told the steps done so far."""
+    async def run(self) -> int:
+        """Reads the trainer's lines until it ends; its exit code."""
         with self._log.open("wb") as log, self._trained_file.open("wb") as trained_file:
             process = await asyncio.create_subprocess_exec(
                 *self._argv,
@@ -46,7 +45,6 @@ class TrainerProcess:
                 self.trained.setdefault(step["step"], []).extend(step["group_ids"])
                 trained_file.write(line)
                 trained_file.flush()
-                on_step(len(self.trained))
             return await process.wait()
 
     def last_words(self) -> str:

@@ -45,7 +45,7 @@ def encode(snapshot: KvSnapshot) -> list[bytes | memoryview]:
     header = msgpack.packb(_header(snapshot))
     body: list[bytes | memoryview] = [header, _gap(len(header))]
     for name, _ in snapshot.layout.layers:
-        raw = memoryview(np.ascontiguousarray(snapshot.blocks[name]).reshape(-1))
+        raw = np.ascontiguousarray(snapshot.blocks[name]).reshape(-1).data
         body += [raw, _gap(raw.nbytes)]
     total = _PREAMBLE_BYTES + sum(memoryview(part).nbytes for part in body)
     preamble = _PREAMBLE.pack(MAGIC, SCHEMA, 0, len(header), total)

@@ -13,7 +13,7 @@ from dora.kvtransfer.codec import decode, encode
 from dora.kvtransfer.snapshot import KvSnapshot
 
 _LOCATOR: Final = re.compile(r"[0-9a-f]{32}\.kv")
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ShmTransport:

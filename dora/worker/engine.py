@@ -26,14 +26,15 @@ class RolloutEngine(Protocol):
         """Replaces the weights in place by ``folder/*.safetensors`` (Hugging Face names) and fences caches by version.
 
         Returns the canary as this engine reproduces it (for ``canary=None``: of a built-in prompt).
-        Raises InvalidValue for missing, unknown or misshapen tensors, Conflict while requests are still held,
-        CanaryMismatch where logprobs differ from ``canary`` by more than the tolerance; after any of these
-        ``version`` is None until a load succeeds.
+        Raises Conflict while requests are still held, which changes nothing; InvalidValue for missing, unknown or
+        misshapen tensors, before any weight is touched; CanaryMismatch where logprobs differ from ``canary`` by more
+        than the tolerance. After the latter two ``version`` is None until a load succeeds.
         """
 
     def add(self, request: RequestSpec) -> None:
         """Starts a request, or resumes it exactly from its outputs by re-prefilling them (counted).
 
+        Its deltas continue at ``len(output_token_ids)``: what was delivered is not reported again.
         Raises InvalidValue where prompt plus outputs do not fit the context, Conflict for a known id or when
         ``request.version`` is not the version loaded.
         """
@@ -42,21 +43,28 @@ class RolloutEngine(Protocol):
         """Runs one engine step; the tokens it produced. Returns at once with [] when there is nothing to run."""
 
     def freeze(self, request_id: str) -> None:
-        """Stops scheduling the request and keeps its blocks. Raises NotFound for an unknown or finished request."""
+        """Stops scheduling the request and keeps its slot and blocks; nothing to do if it is frozen already.
+
+        Raises NotFound for an unknown or finished request.
+        """
 
     def thaw(self, request_id: str) -> None:
-        """Undoes ``freeze``: the request goes on as if nothing had happened."""
+        """Undoes ``freeze``: the request goes on as if nothing had happened. Raises NotFound as ``freeze`` does."""
 
     def export(self, request_id: str) -> KvSnapshot | None:
         """Copies a frozen request's state and KV, the partial tail block included.
 
-        None where this request's KV cannot move exactly (in mid-prefill, say): it must then be re-prefilled.
+        None where this request's KV cannot move exactly (no token sampled yet, preempted, a model whose state is more
+        than one list of blocks): it must then be re-prefilled. The request stays frozen, and held, until it is removed
+        or thawed. Raises NotFound, and Conflict for a request that is not frozen.
         """
 
     def admit(self, snapshot: KvSnapshot) -> None:
         """Resumes a request from its snapshot with no token re-prefilled.
 
-        Raises SnapshotRefused where identity, layout, version or checksum do not match, Conflict for a known id.
+        Where no slot or no room is free it waits, its snapshot held; the snapshot's arrays are kept until then.
+        Raises SnapshotRefused where layout or version do not match or its parts contradict each other, Conflict for a
+        known id, InvalidValue as ``add`` does.
         """
 
     def remove(self, request_id: str) -> None:

@@ -46,7 +46,7 @@ class FakeEngine:
     """A ``RolloutEngine``. Re-prefilled tokens: prompt and outputs without the last, at each resume and preemption.
 
     ``mean_tokens``: mean of the responses' lengths, which are geometric; ``model``: a Hugging Face folder whose tensors
-    every version must have, None accepts any.
+    every version must have and whose vocabulary is used, None accepts any weights with a vocabulary of ``vocab_size``.
     """
 
     def __init__(
@@ -65,13 +65,19 @@ class FakeEngine:
         if kv_tokens < max_model_len_tokens:
             raise InvalidValue("kv_tokens", kv_tokens, f"at least max_model_len_tokens = {max_model_len_tokens}")
         self._reference = None if model is None else read_reference(model)
+        vocab_size = vocab_size if self._reference is None else self._reference.vocab_size
         self._model = FakeModel(vocab_size, mean_tokens, seed)
         self._canary_tolerance = canary_tolerance
         fingerprint = blake3(repr(("fake", block_tokens, vocab_size, seed)).encode()).hexdigest(32)
         self._capability = EngineCapability(
-            fingerprint, slots, kv_tokens // block_tokens * block_tokens, block_tokens, max_model_len_tokens,
-            vocab_size, "float32",
-        )  # fmt: skip
+            fingerprint=fingerprint,
+            slots=slots,
+            kv_tokens=kv_tokens // block_tokens * block_tokens,
+            block_tokens=block_tokens,
+            max_model_len_tokens=max_model_len_tokens,
+            vocab_size=vocab_size,
+            dtype="float32",
+        )
         layers = tuple((name, block_tokens * KV_BYTES) for name in LAYERS)
         self._layout = KvLayout(fingerprint, "fake", "float32", block_tokens, layers)
         self._version: int | None = None
@@ -237,7 +243,8 @@ class FakeEngine:
             self._model.append_kv(live.kv, live.outputs[-1])
         index, sampling = len(live.outputs), live.request.sampling
         ends = index + 1 >= max(live.length, sampling.min_tokens) and not sampling.ignore_eos
-        token_id, logprob = self._model.sample(live.request, live.kv, live.token_ids[-1], ends)
+        forbidden = sampling.stop_token_ids if index + 1 < sampling.min_tokens else ()
+        token_id, logprob = self._model.sample(live.request, live.kv, live.token_ids[-1], ends, forbidden)
         live.outputs.append(token_id)
         live.logprobs.append(logprob)
         self._generated_tokens += 1

@@ -5,7 +5,7 @@ the weights, all KV so far, the last token and, unless greedy, the seed.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -53,11 +53,17 @@ class FakeModel:
         for name, raw in kv.items():
             raw += self._hash(name, bytes(raw[-KV_BYTES:]), [token_id]).to_bytes(KV_BYTES, "little")
 
-    def sample(self, request: RequestSpec, kv: Kv, last_token_id: int, ends: bool) -> tuple[int, float]:
+    def sample(
+        self, request: RequestSpec, kv: Kv, last_token_id: int, ends: bool, forbidden: Container[int]
+    ) -> tuple[int, float]:
         """The next token, which is the stop token where the response ``ends``, and its logprob."""
         drawn = self._hash("token", b"".join(kv.values()), [last_token_id], _seed_of(request))
-        ordinary = _FIRST_TOKEN_ID + drawn % (self._vocab_size - _FIRST_TOKEN_ID)
-        return STOP_TOKEN_ID if ends else ordinary, _logprob(drawn)
+        if ends:
+            return STOP_TOKEN_ID, _logprob(drawn)
+        ordinary = drawn % (self._vocab_size - _FIRST_TOKEN_ID)
+        while _FIRST_TOKEN_ID + ordinary in forbidden:
+            ordinary = (ordinary + 1) % (self._vocab_size - _FIRST_TOKEN_ID)
+        return _FIRST_TOKEN_ID + ordinary, _logprob(drawn)
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """A logprob for each token but the first, given those before it."""

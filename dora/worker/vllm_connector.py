@@ -43,7 +43,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         self._offered: dict[str, KvSnapshot] = {}
         self._imports: list[_Import] = []
         self._block_count: int = kv_cache_config.num_blocks
-        self.store: BlockStore | None = None  # in the runner's role, once the caches exist
+        self._store: BlockStore | None = None
 
     # The scheduler's half.
 
@@ -78,8 +78,14 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
 
     # The runner's half.
 
+    @property
+    def store(self) -> BlockStore:
+        """The KV-cache; it exists once the engine has started."""
+        assert self._store is not None
+        return self._store
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self.store = BlockStore(kv_caches, self._block_count)
+        self._store = BlockStore(kv_caches, self._block_count)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for entry in self._get_connector_metadata().imports:

@@ -20,8 +20,9 @@ from dora.worker import vllm_environment
 from dora.worker.engine_checks import check_request, check_version, max_difference
 
 Dtype = Literal["float32", "bfloat16"]
-# Largest difference of a logprob that is still rounding; measured 5e-5 and 0.2 between this engine and transformers.
-CANARY_TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 0.25}
+# Largest difference of a logprob that is still rounding. Measured against transformers in fp32: 5e-5, and in bfloat16
+# 0.23 over the canary's 47 tokens; a stale head or unpacked experts are off by more than 1.
+CANARY_TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 0.5}
 _FINISH: Final[dict[str, FinishReason]] = {"stop": "stop", "length": "length"}
 
 
@@ -189,6 +190,11 @@ class VllmEngine:
 
     def close(self) -> None:
         self._core.shutdown()
+
+    @property
+    def core(self) -> Any:
+        """vLLM's EngineCore, for looking at; only this object steps it."""
+        return self._core
 
     @property
     def _scheduler(self) -> Any:

@@ -1,0 +1,84 @@
+"""The registry of patches: what it refuses and in which order it acts. On real engines: tests/contract/test_vllm.py."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from dora.engine_patches.patch import Patch, PatchFailed, nothing
+from dora.errors import InvalidValue
+from dora.worker import vllm_environment
+
+vllm_environment.prepare()
+
+
+def recorded(name: str, log: list[str], vllm_range: str = ">=0") -> Patch:
+    return Patch(
+        name=name,
+        vllm_range=vllm_range,
+        reason="a test",
+        apply=lambda: log.append(f"apply {name}"),
+        verify=lambda core: log.append(f"verify {name} on {core}"),
+        after_reload=lambda model: log.append(f"repair {name} on {model}"),
+    )
+
+
+def test_a_patch_is_bound_to_the_versions_it_is_written_for() -> None:
+    patch = replace(recorded("p", []), vllm_range=">=0.32,<0.33")
+    for version in ("0.32.0", "0.32.0+cpu", "0.32.4.dev1"):
+        patch.check_version(version)
+    for version in ("0.31.9", "0.33.0", "0.33.0+cu130"):
+        with pytest.raises(InvalidValue, match=re.escape("'p'")):
+            patch.check_version(version)
+
+
+def test_all_versions_are_checked_before_any_patch_is_applied() -> None:
+    from dora.engine_patches import registry
+
+    log: list[str] = []
+    with pytest.raises(InvalidValue, match="'second'"):
+        registry.apply([recorded("first", log), recorded("second", log, vllm_range=">=99")])
+    assert log == []
+
+
+def test_patches_act_in_order() -> None:
+    from dora.engine_patches import registry
+
+    log: list[str] = []
+    patches = [recorded("a", log), recorded("b", log)]
+    registry.apply(patches)
+    registry.verify("core", patches)
+    registry.after_reload("model", patches)
+    assert log == [
+        "apply a", "apply b", "verify a on core", "verify b on core", "repair a on model", "repair b on model"
+    ]  # fmt: skip
+
+
+def test_every_patch_declares_itself() -> None:
+    from dora.engine_patches import registry
+
+    names = [patch.name for patch in registry.PATCHES]
+    assert sorted(names) == ["exact_resume", "moe_experts", "tied_head"]
+    for patch in registry.PATCHES:
+        assert SpecifierSet(patch.vllm_range).contains("0.32.0")
+        assert not SpecifierSet(patch.vllm_range).contains("99")
+        assert patch.reason
+        assert patch.verify is not nothing
+
+
+def test_a_random_stream_advanced_at_once_is_where_single_draws_lead() -> None:
+    import torch
+
+    from dora.engine_patches.exact_resume import advance
+
+    for draws in (0, 1, 15, 16, 1000):
+        single, at_once = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+        for _ in range(draws):
+            torch.randint(0, 2**31, (1,), generator=single, dtype=torch.long)
+        advance(at_once, draws)
+        assert torch.equal(single.get_state(), at_once.get_state())
+
+
+def test_a_failed_patch_says_which_and_what() -> None:
+    assert str(PatchFailed("p", "nothing moved")) == "engine patch 'p' did not take effect: nothing moved"
