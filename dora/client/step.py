@@ -39,7 +39,7 @@ class Step:
 
     def __init__(self, trainer: "Trainer", number: int) -> None:
         self.number = number
-        self.end_of_prompts = False  # known after iterating: the step ended short and cannot be committed
+        self.end_of_prompts = False  # known after iterating: the step ended short; there will be no other
         self._trainer = trainer
         self._stream: Any = None
         self._pending: deque[TrajectoryGroup] = deque()  # at most one message's groups
@@ -191,9 +191,6 @@ class Step:
         groups_per_step = self._trainer.attachment.groups_per_step
         if not self._complete or self._pending:
             allowed = f"iterated to its end before commit; {self.groups_taken} of {groups_per_step} groups were taken"
-            raise Conflict("step", self.number, allowed)
-        if self.end_of_prompts:
-            allowed = f"left uncommitted: the prompts ended after {len(self._seen)} of {groups_per_step} groups"
             raise Conflict("step", self.number, allowed)
 
     def _check_current(self, attachment: Attachment) -> None:

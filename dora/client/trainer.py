@@ -99,8 +99,8 @@ class Trainer:
     async def steps(self, groups: int = 0) -> AsyncIterator[Step]:
         """The steps from the first uncommitted one on, until the prompts are exhausted.
 
-        A step must be committed before the next is asked for, else Conflict is raised; only the last one, where
-        ``step.end_of_prompts``, is not to be committed. A step that would hold no group at all is not yielded.
+        A step must be committed before the next is asked for, else Conflict is raised. The last one may be short
+        (``step.end_of_prompts``); one that would hold no group at all is not yielded.
         """
         if self._attachment is None or groups not in (0, self._groups):
             await self.attach(groups)

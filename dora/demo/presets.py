@@ -28,7 +28,7 @@ PRESETS: dict[str, DemoPreset] = {
     # 97 ms an engine step for 16 requests, 130 trained tokens a second: 24 short answers a step is what
     # two cores sample and train in under a minute.
     "smollm2": DemoPreset(
-        prompts="reasoning-gym:chain_sum",
+        prompts="reasoning-gym:spell_backward,syllogism",
         groups=6,
         group_size=4,
         max_tokens=96,

@@ -22,6 +22,7 @@ from dora.config import Config
 from dora.errors import DoraError, InvalidValue
 from dora.kvtransfer.shm import ShmTransport
 from dora.models import default_cache, resolve_model
+from dora.orchestrator.core import events as on
 from dora.orchestrator.feed import PromptFeed
 from dora.orchestrator.launcher import Launcher, WorkerStartError
 from dora.orchestrator.runtime import Runtime
@@ -252,11 +253,12 @@ async def _first(stop: asyncio.Event, *failures: asyncio.Future[None]) -> None:
 
 
 async def _drain(config: Config, runtime: Runtime, failures: Failures) -> None:
-    """Admits no more; an attached trainer may take and commit what is open, within the time limit."""
+    """Admits no more; an attached trainer may take and commit what is open, within the time limit, and sees the end."""
     runtime.feed.close()
+    runtime.post(on.AdmissionEnded())
     loop = asyncio.get_running_loop()
     ends_s = loop.time() + config.service.drain_timeout_s
-    while runtime.trainer_present() and runtime.machine.state.group_row and loop.time() < ends_s:
+    while runtime.trainer_present() and loop.time() < ends_s:
         await asyncio.wait(failures, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
         _raise_failure(failures)
     left = len(runtime.machine.state.group_row)

@@ -80,8 +80,6 @@ async def train(config: GrpoConfig, on_step: Callable[[StepReport], None] | None
             learner = await _in(thread, _make_learner, config, attachment)
             async for step in trainer.steps():
                 report = await _train_step(step, learner, thread)
-                if report is None:
-                    break
                 reports.append(report)
                 if on_step is not None:
                     on_step(report)
@@ -90,15 +88,13 @@ async def train(config: GrpoConfig, on_step: Callable[[StepReport], None] | None
     return Report(tuple(reports), time.monotonic() - started_s)
 
 
-async def _train_step(step: Step, learner: Learner, thread: ThreadPoolExecutor) -> StepReport | None:
-    """None where the prompts ended before the step was full."""
+async def _train_step(step: Step, learner: Learner, thread: ThreadPoolExecutor) -> StepReport:
+    """One step, from its first group to its commit."""
     started_s = time.monotonic()
     group_ids = []
     async for group in step:
         group_ids.append(group.group_id)
         await _in(thread, learner.add_group, group)
-    if step.end_of_prompts:
-        return None
     metrics = await _in(thread, learner.finish_step)
     await step.commit(weights=learner.module, metrics=metrics.numbers())
     return StepReport(step.number, metrics, tuple(group_ids), time.monotonic() - started_s)

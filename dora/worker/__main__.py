@@ -51,6 +51,7 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
             kv_tokens=options.kv_tokens,
             block_tokens=options.block_tokens,
             max_model_len_tokens=options.max_model_len_tokens,
+            model=Path(options.model),
         )
     from dora.worker.vllm_engine import VllmEngine
 

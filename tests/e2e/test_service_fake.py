@@ -10,6 +10,7 @@ import pytest
 import dora
 from dora.client import Operator
 from dora.errors import Conflict, DoraError, InvalidValue, NotFound
+from dora.orchestrator.main import ServiceHandle
 from dora.rpc.errors import LimitExceeded, Unauthenticated
 from dora.types import Prompt
 from tests.service import check_promises, configured, running, train, until
@@ -72,23 +73,30 @@ async def test_a_trainer_that_dies_leaves_its_groups_to_the_next(tiny_dense: Pat
                 await third.attach(GROUPS + 1)
 
 
+REWARD = "dora.rewards.tiny:score"
+
+
 async def test_draining_delivers_what_was_admitted(tiny_dense: Path) -> None:
-    """At the end of prompts and at SIGTERM alike, the last step is short, is committed, and nothing is left."""
-    async with running(
-        configured(tiny_dense, workers__engine="fake", prompts="none", reward__function=REWARD)
-    ) as handle:
-        prompts = [Prompt(f"p{i}", "echo", (1, 2, 3)) for i in range(GROUPS + 2)]
-        async with dora.Prompts(handle.address, handle.token) as submitter:
-            await submitter.submit(prompts)
+    """A service that is told to stop gives its trainer all that was admitted, in a short last step, then ends."""
+    config = configured(tiny_dense, workers__engine="fake", prompts="none", reward__function=REWARD)
+    taken: list[int] = []
+
+    async def train_to_the_end(handle: ServiceHandle) -> None:
         async with dora.Trainer(handle.address, token=handle.token) as trainer:
             async for step in trainer.steps(groups=GROUPS):
-                groups = [group async for group in step]
+                taken.append(len([group async for group in step]))
                 await step.commit(weights=handle.model)
-                assert len(groups) == GROUPS
-                break
 
-
-REWARD = "dora.rewards.tiny:score"
+    async with (
+        running(config) as handle,
+        dora.Prompts(handle.address, handle.token) as submitter,
+        Operator(handle.address, handle.token) as operator,
+    ):
+        await submitter.submit([Prompt(f"p{i}", "echo", (1, 2, 3)) for i in range(GROUPS + 2)])
+        training = asyncio.create_task(train_to_the_end(handle))
+        await until(operator, lambda status: status.counters["groups_admitted"] == GROUPS + 2)
+    await training
+    assert taken == [GROUPS, 2]
 
 
 async def test_bad_input_is_refused_and_nothing_is_lost(tiny_dense: Path) -> None:

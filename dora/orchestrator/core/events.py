@@ -30,6 +30,11 @@ class PromptsOffered:
 
 
 @dataclass(frozen=True, slots=True)
+class AdmissionEnded:
+    """The service drains: nothing more is admitted, and the last step may be short."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestScored:
     """The verifier has judged a finished request."""
 
@@ -144,6 +149,7 @@ class RebalanceAsked:
 
 Event = (
     PromptsOffered
+    | AdmissionEnded
     | RequestScored
     | GroupCancelled
     | WorkerJoined

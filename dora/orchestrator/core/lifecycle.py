@@ -23,9 +23,17 @@ def offered(state: State, event: on.PromptsOffered) -> None:
     if len(event.prompts) > state.drawing:
         raise InvalidValue("prompts", len(event.prompts), f"at most the {state.drawing} that were drawn")
     state.drawing = 0
-    state.backlog.extend(event.prompts)
-    state.exhausted = event.exhausted
+    if not state.exhausted:
+        state.backlog.extend(event.prompts)
+        state.exhausted = event.exhausted
     fill(state)
+    end_if_exhausted(state)
+
+
+def end_admission(state: State, _event: on.AdmissionEnded) -> None:
+    """What was drawn and not admitted is let go: it was never promised."""
+    state.backlog.clear()
+    state.exhausted = True
     end_if_exhausted(state)
 
 
@@ -160,7 +168,7 @@ def step_requested(state: State, event: on.StepRequested) -> None:
     for group in state.leased:
         state.out.append(do.DeliverGroup(state.group_id[group], event.step, state.trainer_epoch, again=True))
     if window.step > event.step:
-        state.out.append(do.CloseStep(event.step, state.trainer_epoch))
+        state.out.append(do.CloseStep(event.step, state.trainer_epoch, exhausted=event.step == state.short_step))
         return
     state.stream_step = event.step
     deliver(state)
@@ -197,6 +205,7 @@ def end_if_exhausted(state: State) -> None:
     if done and state.stream_step == window.step:
         step = window.step
         if state.leased:
+            state.short_step = step
             window.close_short()
         _close(state, step, exhausted=True)
 

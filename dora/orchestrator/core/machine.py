@@ -106,6 +106,7 @@ def _start_failed(state: State, command: do.StartRequest, event: on.CommandDone)
 
 _HANDLERS: dict[type, Callable[[State, Any], None]] = {
     on.PromptsOffered: lifecycle.offered,
+    on.AdmissionEnded: lifecycle.end_admission,
     on.RequestScored: lifecycle.scored,
     on.GroupCancelled: lifecycle.cancel,
     on.WorkerJoined: _joined,

@@ -142,6 +142,7 @@ class State:
         self.trainer_epoch = 0
         self.stream_step: int | None = None  # the step whose stream is open
         self.leased: list[int] = []  # group rows taken by the step not yet committed
+        self.short_step = -1  # the step that ended short, as prompts had run out
         self.retired = 0  # versions below are retired
         # workers and handoffs
         self.workers: dict[str, Worker] = {}
