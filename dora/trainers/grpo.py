@@ -151,6 +151,7 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
     parser.add_argument("--micro-batch-tokens", type=int, default=defaults.micro_batch_tokens)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--autocast", action="store_true", help="matrix products in bfloat16: faster, rougher ratios")
     parser.add_argument("--json", action="store_true", help="one JSON object a step instead of a line for people")
     given = parser.parse_args(arguments)
     learner = LearnerConfig(
@@ -161,6 +162,7 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
         weight_decay=given.weight_decay,
         grad_norm_max=given.grad_norm_max,
         micro_batch_tokens=given.micro_batch_tokens,
+        autocast=given.autocast,
     )
     names = ("address", "token", "model", "groups", "steps", "threads", "dtype")
     return GrpoConfig(**{name: getattr(given, name) for name in names}, learner=learner), given.json

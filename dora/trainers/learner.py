@@ -25,6 +25,7 @@ class LearnerConfig:
     weight_decay: float = 0.0
     grad_norm_max: float = 1.0
     micro_batch_tokens: int = 4096  # rows times longest row, prompt included
+    autocast: bool = False  # matrix products in bfloat16; weights, gradients, logprobs and optimiser stay as they are
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps_low", "eps_high", "grad_norm_max", "micro_batch_tokens"):
@@ -137,14 +138,14 @@ class Learner:
         device = self._parameters[0].device
         behaviour = _padded([trajectory.logprobs for trajectory in trajectories], torch.float32).to(device)
         mask = _padded([trajectory.loss_mask for trajectory in trajectories], torch.bool).to(device)
-        logprobs = response_logprobs(self.module, trajectories)
+        logprobs = self._logprobs(self.module, trajectories)
         weight = torch.tensor(advantages, dtype=torch.float32, device=device)
         limits = {"eps_low": self._config.eps_low, "eps_high": self._config.eps_high}
         found = clipped_token_loss(logprobs, behaviour, weight, mask, **limits)
         loss = found.loss_sum
         if self._reference is not None:
             with torch.no_grad():
-                reference = response_logprobs(self._reference, trajectories)
+                reference = self._logprobs(self._reference, trajectories)
             loss = loss + self._config.kl_coefficient * kl_sum(logprobs, reference, mask)
         loss.backward()
         sums = self._sums
@@ -154,6 +155,11 @@ class Learner:
         sums.ratio_max = max(sums.ratio_max, found.ratio_max)
         sums.logprob += found.logprob_sum
         sums.logprob_diff += found.logprob_diff_sum
+
+    def _logprobs(self, module: Any, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+        device = self._parameters[0].device.type
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=self._config.autocast):
+            return response_logprobs(module, trajectories)
 
 
 def micro_batches(
