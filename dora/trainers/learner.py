@@ -14,6 +14,9 @@ from dora.trainers.loss import clipped_token_loss, group_advantages, kl_sum
 from dora.trajectory import Trajectory, TrajectoryGroup
 
 
+ROW_FILL_MIN = 0.7  # the share of its row in a micro-batch that a trajectory must fill
+
+
 @dataclass(frozen=True, slots=True)
 class LearnerConfig:
     """Hyper-parameters; defaults are DAPO's where it names one."""
@@ -165,10 +168,14 @@ class Learner:
 def micro_batches(
     rows: Sequence[tuple[Trajectory, float]], tokens_max: int
 ) -> Iterator[list[tuple[Trajectory, float]]]:
-    """Rows of similar length together, ``rows * longest`` within ``tokens_max``; a longer row is alone."""
+    """Rows of similar length together, ``rows * longest`` within ``tokens_max``; a longer row is alone.
+
+    A row much shorter than its batch's longest begins a new one: padding costs as much as tokens.
+    """
     batch: list[tuple[Trajectory, float]] = []
     for row in sorted(rows, key=lambda row: (-_length(row[0]), row[0].sample_index)):
-        if batch and (len(batch) + 1) * _length(batch[0][0]) > tokens_max:
+        longest = _length(batch[0][0]) if batch else 0
+        if batch and ((len(batch) + 1) * longest > tokens_max or _length(row[0]) < ROW_FILL_MIN * longest):
             yield batch
             batch = []
         batch.append(row)
