@@ -147,6 +147,7 @@ async def _watched_run(
     ready_s = clock()
     arguments = ["--address", handle.address, "--steps", str(options.steps_asked), "--lr", str(options.rate)]
     arguments += ["--groups", str(config.window.groups_per_step)]
+    arguments += ["--layers", str(options.preset.train_layers)]
     if options.preset.autocast:
         arguments.append("--autocast")
     threads = options.preset.trainer_threads

@@ -40,11 +40,12 @@ class GrpoConfig:
     steps: int = 0  # 0: until the prompts are exhausted
     threads: int = 1  # CPU threads of the forward and backward passes
     dtype: Literal["float32", "bfloat16"] = "float32"
+    layers: int = 0  # train only the last decoder layers, so many; 0: the whole model
     reconnect_s: float = 60.0
     learner: LearnerConfig = field(default_factory=LearnerConfig)
 
     def __post_init__(self) -> None:
-        for name, least in (("groups", 0), ("steps", 0), ("threads", 1)):
+        for name, least in (("groups", 0), ("steps", 0), ("layers", 0), ("threads", 1)):
             if getattr(self, name) < least:
                 raise InvalidValue(name, getattr(self, name), f"{least} or more")
 
@@ -110,6 +111,12 @@ def _make_learner(config: GrpoConfig, attachment: Attachment) -> Learner:
     folder = _weights_folder(config, attachment)
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype), local_files_only=True)
     module.train()
+    if config.layers:
+        decoder_layers = module.get_decoder().layers
+        if config.layers > len(decoder_layers):
+            raise InvalidValue("--layers", config.layers, f"0 to {len(decoder_layers)}, as the model has")
+        module.requires_grad_(False)
+        decoder_layers[-config.layers :].requires_grad_(True)
     return Learner(module, config.learner)
 
 
@@ -151,6 +158,7 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
     parser.add_argument("--micro-batch-tokens", type=int, default=defaults.micro_batch_tokens)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--layers", type=int, default=0, help="train the last so many decoder layers; 0: everything")
     parser.add_argument("--autocast", action="store_true", help="matrix products in bfloat16: faster, rougher ratios")
     parser.add_argument("--json", action="store_true", help="one JSON object a step instead of a line for people")
     given = parser.parse_args(arguments)
@@ -164,7 +172,7 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
         micro_batch_tokens=given.micro_batch_tokens,
         autocast=given.autocast,
     )
-    names = ("address", "token", "model", "groups", "steps", "threads", "dtype")
+    names = ("address", "token", "model", "groups", "steps", "layers", "threads", "dtype")
     return GrpoConfig(**{name: getattr(given, name) for name in names}, learner=learner), given.json
 
 

@@ -80,3 +80,11 @@ def check_capacity(state: State) -> None:
             if handoff.target == worker.worker_id
         )
         assert worker.kv_claimed == claims + inbound, f"{worker.worker_id} claims {worker.kv_claimed}"
+
+
+def fingerprint(state: State) -> dict[str, str]:
+    """All of the state but the clock, to see whether a refused event has changed anything."""
+    plain = {name: repr(value) for name, value in vars(state).items() if name not in ("now_s", "window", "lengths")}
+    tables = {"requests": state.requests, "groups": state.groups}
+    columns = {name: repr([column.tobytes() for column in table._columns.values()]) for name, table in tables.items()}
+    return {**plain, **columns, "window": repr(vars(state.window)), "lengths": repr(vars(state.lengths))}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dora.orchestrator.core import events as on
 from tests.sim.world import World
 
 SHAPES = [
@@ -28,3 +29,21 @@ def test_promises_hold_under_random_orders(block: int) -> None:
             - {group for group, step in world.delivered.items() if step >= world.machine.state.window.newest}
         )
         assert not missing, f"seed {seed}: delivered for a committed step but never trained {missing}"
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_the_end_of_prompts_loses_nothing(block: int) -> None:
+    """The source runs dry, or the service drains, in the midst of faults: what was admitted is trained, the last step
+    is short, and the core is empty."""
+    for seed in range(block * 25, block * 25 + 25):
+        world = World(seed, **SHAPES[seed % len(SHAPES)])
+        try:
+            world.run(events=200)
+            if seed % 2:
+                world.prompts_left = seed % 17
+                world.run(events=300)
+            else:
+                world.handle(on.AdmissionEnded())
+            world.finish()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error

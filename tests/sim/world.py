@@ -5,32 +5,14 @@ world keeps its own books, so what it checks does not come from the core's.
 """
 
 import random
-from collections import deque
-from dataclasses import dataclass, field
 
 from dora.config import validated
 from dora.errors import DoraError
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from tests.sim.invariants import check_state
-
-
-@dataclass
-class SimRequest:
-    tokens: int
-    version: int
-    frozen: bool = False
-
-
-@dataclass
-class SimWorker:
-    worker_id: str
-    epoch: int
-    version: int = -1
-    requests: dict[str, SimRequest] = field(default_factory=dict)
-    inbox: deque = field(default_factory=deque)
-    outbox: deque = field(default_factory=deque)
+from tests.sim.invariants import check_state, fingerprint
+from tests.sim.workers import SimWorker
 
 
 class World:
@@ -56,6 +38,9 @@ class World:
         self.trained: dict[str, int] = {}
         self.cancelled: set[str] = set()
         self.snapshots: dict[str, tuple[str, int, int]] = {}  # locator -> request, tokens, version
+        self.retired: set[int] = set()
+        self.prompts_left: int | None = None  # None: without end
+        self.ended = False  # the trainer was told that there are no more prompts
         self.trainer_epoch = 0
         self.step_open: int | None = None
         self.step_ready: int | None = None
@@ -96,6 +81,18 @@ class World:
             f"waiting { {v: len(r) for v, r in state.waiting.items()} } handoffs {list(state.handoffs.values())}"
         )
 
+    def finish(self) -> None:
+        """No more faults and no more prompts: the trainer must get all that was admitted, and see the end."""
+        self.faults = 0.0
+        for _ in range(60_000):
+            if self.ended and self.step_ready is None:
+                break
+            self.act()
+        state = self.machine.state
+        assert self.ended, f"no end at step {state.window.step}: open {state.window.open_groups}, {state.drawing}"
+        assert self.members.keys() == self.trained.keys() | self.cancelled
+        assert not (state.group_row or state.request_row or state.handoffs)
+
     def act(self) -> None:
         choice = self.random.random()
         workers = list(self.workers.values())
@@ -103,11 +100,11 @@ class World:
             worker = self.random.choice(workers)
             kind = self.random.random()
             if kind < 0.35 and worker.inbox:
-                self.obey(worker, worker.inbox.popleft())
+                worker.obey(self, worker.inbox.popleft())
             elif kind < 0.7 and worker.outbox:
                 self.handle(worker.outbox.popleft())
             else:
-                self.decode(worker)
+                worker.decode(self)
         elif choice < 0.75 and self.calls:
             self.handle(self.calls.pop(self.random.randrange(len(self.calls))))
         elif choice < 0.85:
@@ -145,12 +142,12 @@ class World:
         if self.step_ready is not None:
             step, self.step_ready = self.step_ready, None
             groups = self.received.pop(step)
-            assert len(groups) == len(set(groups)) == self.groups, f"step {step} holds {groups}"
+            assert len(groups) == len(set(groups)), f"step {step} holds {groups}"
             for group in groups:
                 assert group not in self.trained, f"{group} was trained twice"
                 self.trained[group] = step
             self.handle(on.StepCommitted(self.trainer_epoch, step))
-        elif self.step_open is None:
+        elif self.step_open is None and not self.ended:
             self.step_open = self.machine.state.window.newest
             self.received[self.step_open] = []
             self.handle(on.StepRequested(self.trainer_epoch, self.step_open))
@@ -158,97 +155,65 @@ class World:
     def fail(self) -> None:
         kind = self.random.random()
         state = self.machine.state
-        if kind < 0.4 and self.workers:
+        if kind < 0.35 and self.workers:
             self.kill(self.random.choice(sorted(self.workers)))
-        elif kind < 0.55:
+        elif kind < 0.45:
             self.attach()
-        elif kind < 0.7 and state.group_row:
+        elif kind < 0.5 and self.step_open is not None:  # its stream broke: the same trainer asks again
+            self.received[self.step_open] = []
+            self.handle(on.StepRequested(self.trainer_epoch, self.step_open))
+        elif kind < 0.65 and state.group_row:
             group = self.random.choice(sorted(state.group_row))
             self.expect_refusal(on.GroupCancelled(group, "asked for"))
-        elif kind < 0.8 and self.workers and state.request_row:
+        elif kind < 0.75 and self.workers and state.request_row:
             request = self.random.choice(sorted(state.request_row))
             self.expect_refusal(on.MigrateAsked(request, self.random.choice(sorted(self.workers))))
-        elif kind < 0.85 and self.workers:
+        elif kind < 0.8 and self.workers:
             self.expect_refusal(on.DrainAsked(self.random.choice(sorted(self.workers))))
-        elif kind < 0.9:
+        elif kind < 0.85:
             self.handle(on.RebalanceAsked())
         else:
-            self.handle(on.Progress("w0", 0, 0, {"g0.0": 7}))  # of an epoch that is over
+            self.disturb()
+
+    def disturb(self) -> None:
+        """What is wrong or late: ignored, or refused whole."""
+        window, name = self.machine.state.window, self.random.choice(self.names)
+        self.expect_refusal(
+            self.random.choice(
+                (
+                    on.Progress(name, 0, 0, {"g0.0": 7}, {"g0.0": "stop"}),
+                    on.CommandDone(name, 0, self.machine.state.commands_sent),
+                    on.CommandDone(name, self.epochs, 0),
+                    on.WorkerLost(name, 0, "of an epoch that is over"),
+                    on.WorkerJoined(name, self.epochs + 1, 6, 400) if name in self.workers else on.Tick(),
+                    on.RequestScored("g0.0") if "g0.0" not in self.machine.state.request_row else on.Tick(),
+                    on.StepRequested(self.trainer_epoch - 1, window.newest),
+                    on.StepRequested(self.trainer_epoch, window.newest + 1),
+                    on.StepCommitted(self.trainer_epoch, window.newest + 1),
+                    on.StepCommitted(self.trainer_epoch - 1, window.newest),
+                    on.TrainerAttached(self.trainer_epoch, self.groups),
+                    on.TrainerAttached(self.trainer_epoch + 1, self.groups + 1),
+                    on.PromptsOffered((on.OfferedPrompt("p", "task", 5, 1, 60),) * 999),
+                    on.GroupCancelled("g-none", "asked for"),
+                )
+            )
+        )
 
     def expect_refusal(self, event: on.Event) -> None:
-        """An operator's wish may be refused; then nothing has changed (checked by check_state and the books)."""
+        """What may be refused; then nothing has changed."""
+        before = fingerprint(self.machine.state)
         try:
             self.handle(event)
         except DoraError:
-            check_state(self.machine.state)
-
-    # -------------------------------------------------------------------------------------------------------- workers
-
-    def decode(self, worker: SimWorker) -> None:
-        tokens, finished = {}, {}
-        for request_id, request in sorted(worker.requests.items()):
-            if request.frozen:
-                continue
-            assert request.version == worker.version, f"{request_id} decodes under {worker.version}"
-            request.tokens = min(self.lengths[request_id], request.tokens + self.random.randrange(1, 9))
-            tokens[request_id] = request.tokens
-            if request.tokens == self.lengths[request_id]:
-                finished[request_id] = "stop"
-        for request_id in finished:
-            del worker.requests[request_id]
-        if tokens:
-            used = sum(request.tokens for request in worker.requests.values())
-            worker.outbox.append(on.Progress(worker.worker_id, worker.epoch, worker.version, tokens, finished, 0, used))
-
-    def obey(self, worker: SimWorker, command: do.WorkerCommand) -> None:
-        done = {"worker_id": worker.worker_id, "epoch": worker.epoch, "command_id": command.command_id}
-        unlucky = self.random.random() < self.faults
-        outcome = {"ok": True}
-        match command:
-            case do.LoadVersion(version=version):
-                assert not worker.requests, "weights replaced under live requests"
-                worker.version = -1 if unlucky else version
-                outcome = {"ok": not unlucky}
-            case do.StartRequest(request_id=request_id, version=version):
-                assert version == worker.version, f"{request_id} of {version} started under {worker.version}"
-                worker.requests[request_id] = SimRequest(self.book[request_id], version)
-            case do.RemoveRequest(request_id=request_id) | do.CancelReservation(request_id=request_id):
-                worker.requests.pop(request_id, None)
-            case do.ReserveSlot(version=version):
-                outcome = {"ok": version == worker.version and not unlucky}
-            case do.CopyOut(request_id=request_id):
-                request = worker.requests.get(request_id)
-                if request is None:
-                    outcome = {"ok": False, "error_kind": "unknown_request"}
-                elif unlucky:
-                    outcome = {"ok": False, "error_kind": "not_movable"}
-                else:
-                    request.frozen = True
-                    locator = f"snapshot-{self.events}-{request_id}"
-                    self.snapshots[locator] = (request_id, request.tokens, request.version)
-                    outcome = {"ok": True, "locator": locator, "tokens": request.tokens}
-            case do.CopyIn(request_id=request_id, version=version, locator=locator):
-                # an undone handoff has deleted its snapshot: then the target finds none
-                snapshot_id, tokens, snapshot_version = self.snapshots.get(locator, ("", 0, -1))
-                good = snapshot_id == request_id and snapshot_version == version == worker.version and not unlucky
-                if good:
-                    worker.requests[request_id] = SimRequest(tokens, version)
-                outcome = {"ok": good}
-            case do.Thaw(request_id=request_id):
-                if request_id in worker.requests:
-                    worker.requests[request_id].frozen = False
-        worker.outbox.append(on.CommandDone(**done, **outcome))
+            after = fingerprint(self.machine.state)
+            assert after == before, f"{event} was refused, yet changed {[k for k in before if before[k] != after[k]]}"
 
     # ------------------------------------------------------------------------------------------------------- commands
 
     def execute(self, command: do.Command) -> None:
         match command:
             case do.DrawPrompts(count=count):
-                prompts = tuple(
-                    on.OfferedPrompt(f"p{self.random.getrandbits(60)}", "task", 5, self.group_size, 60)
-                    for _ in range(self.random.randrange(1, count + 1))
-                )
-                self.calls.append(on.PromptsOffered(prompts))
+                self.calls.append(self.offer(count))
             case do.AdmitGroup(group_id=group_id, version=version, request_ids=request_ids):
                 self.members[group_id] = request_ids
                 for request_id in request_ids:
@@ -268,9 +233,13 @@ class World:
                 assert 0 <= staleness < self.window, f"{group_id} is trained {staleness} steps late (C3)"
                 assert self.delivered.setdefault(group_id, step) == step
                 self.received[step].append(group_id)
-            case do.CloseStep(step=step):
-                assert step == self.step_open and len(self.received[step]) == self.groups
-                self.step_open, self.step_ready = None, step
+            case do.CloseStep(step=step, exhausted=exhausted):
+                assert step == self.step_open
+                assert exhausted or len(self.received[step]) == self.groups, f"step {step}: {self.received[step]}"
+                self.ended = exhausted
+                self.step_open, self.step_ready = None, step if self.received[step] else None
+            case do.RetireVersion(version=version):
+                self.retired.add(version)
             case do.EvictWorker(worker_id=name) | do.StopWorker(worker_id=name):
                 worker = self.workers.pop(name, None)
                 if worker is not None:  # else it is being killed just now
@@ -278,9 +247,22 @@ class World:
             case do.ReleaseSnapshot(locator=locator):
                 del self.snapshots[locator]  # exactly once
             case do.WorkerCommand(worker_id=name, epoch=epoch):
+                if isinstance(command, do.LoadVersion):  # the shell looks the weights up when it sends this
+                    assert command.version not in self.retired, f"load of the retired version {command.version}"
                 worker = self.workers.get(name)
                 if worker is not None and worker.epoch == epoch:
                     worker.inbox.append(command)
+
+    def offer(self, count: int) -> on.PromptsOffered:
+        """1 to ``count`` prompts; now and then a group larger than a worker. None left: the end."""
+        size = self.group_size if self.random.random() < 0.9 else self.random.randrange(1, 10)
+        number = self.random.randrange(1, count + 1)
+        if self.prompts_left is not None:
+            number = min(number, self.prompts_left)
+            self.prompts_left -= number
+        names = (f"p{self.random.getrandbits(60)}" for _ in range(number))
+        prompts = tuple(on.OfferedPrompt(name, "task", 5, size, 60) for name in names)
+        return on.PromptsOffered(prompts, exhausted=not prompts)
 
     def deliver_tokens(self, event: on.Progress) -> None:
         """The shell's part: only the owner's tokens enter the book, and none is missing before them."""

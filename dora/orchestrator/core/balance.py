@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from dora.errors import Conflict, NotFound
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core import fleet, handoffs
-from dora.orchestrator.core.lifecycle import fill
+from dora.orchestrator.core.lifecycle import fill, retire
+from dora.orchestrator.core.migration import QUEUE_SLOTS
 from dora.orchestrator.core.snapshot import Move, Trigger
 from dora.orchestrator.core.state import RequestStatus, State
 
@@ -13,7 +14,7 @@ PRESSURE_REST_S = 5.0  # pressure is looked at again after this
 
 
 def rebalance(state: State, trigger: Trigger) -> None:
-    """One cycle: plan on a snapshot, set targets, begin moves, load empty workers, supplement."""
+    """Plans on a snapshot, sets targets, begins moves; ``check`` then loads empty workers and supplements."""
     state.plans_made += 1
     state.counters.rebalances += 1
     state.balanced_s = state.now_s
@@ -23,32 +24,36 @@ def rebalance(state: State, trigger: Trigger) -> None:
         assert worker is not None, f"the plan names the empty seat {seat}"
         worker.target = version
     _begin(state, plan.moves)
-    settle(state)
+    state.settling = True
 
 
 def settle(state: State) -> None:
     """Something changed hands: move on what is displaced, load what is empty, fill what is idle."""
     state.settling = False
     room = state.config.balance.moves_at_once - len(state.handoffs)
-    displaced = any(worker.rows and worker.vacating for worker in state.workers.values())
-    if displaced and room > 0:
+    if room > 0 and _relievable(state):
         _begin(state, state.policy.relieve(state.snapshot())[:room])
     fleet.settle(state)
     fill(state)
 
 
 def check(state: State) -> None:
-    """At the end of every event: what changed hands is settled, and nobody is left without a host or without work."""
+    """At the end of every event: what changed hands is settled, and nobody is left without a host or without work.
+
+    Each new situation gets one plan: where there are too few workers, or nothing better to do, a second changes nothing.
+    """
     if state.settling:
         settle(state)
-    if not state.workers:
-        return
-    unhosted = _unhosted(state)
-    if unhosted and unhosted != state.unhosted:  # once for each new situation: there may be too few workers
-        state.unhosted = unhosted
-        rebalance(state, Trigger.MEMBERSHIP)
-    elif _dry(state):
-        rebalance(state, Trigger.DRAINED)
+        unhosted, dry = _unhosted(state), _dry(state)
+        dried = (dry, state.window.step, state.window.newest)
+        if unhosted - state.unhosted:
+            rebalance(state, Trigger.MEMBERSHIP)
+        elif dry and dried != state.dry:
+            rebalance(state, Trigger.DRAINED)
+        state.unhosted, state.dry = unhosted, dried
+        if state.settling:
+            settle(state)
+    retire(state)
 
 
 def tick(state: State) -> None:
@@ -98,15 +103,29 @@ def _unhosted(state: State) -> frozenset[int]:
     return frozenset(waited)
 
 
-def _dry(state: State) -> bool:
-    """A worker of an old version has nothing left to do, while that version has no waiting or admissible work."""
-    window = state.window
-    for worker in state.workers.values():
-        version = worker.hosts
-        idle = 0 <= version < window.newest and not worker.held and not state.waiting.get(version)
-        if idle and (not state.backlog or window.admissible(version) < 1):
-            return True
-    return False
+def _relievable(state: State) -> bool:
+    """Whether a worker holds requests that are to leave it, and another one hosts their version and has a place."""
+    displaced = {worker.loaded for worker in state.workers.values() if worker.rows and worker.vacating}
+    return bool(displaced) and any(
+        worker.hosts in displaced and worker.held < QUEUE_SLOTS * worker.slots for worker in state.workers.values()
+    )
+
+
+def _dry(state: State) -> frozenset[int]:
+    """Seats of workers that hold nothing, and whose version, an old one, has no waiting or admissible work."""
+    window, newest = state.window, state.window.newest
+    workless = {
+        version
+        for version in {worker.target for worker in state.workers.values()}
+        if 0 <= version < newest
+        and not state.waiting.get(version)
+        and (not state.backlog or window.admissible(version) < 1)
+    }
+    return frozenset(
+        worker.seat
+        for worker in state.workers.values()
+        if worker.target in workless and not worker.held and worker.loading < 0 and not worker.draining
+    )
 
 
 def _pressed(state: State) -> bool:

@@ -51,14 +51,17 @@ def drain(state: State, event: on.DrainAsked) -> None:
 
 
 def settle(state: State) -> None:
-    """Loads the target version into every worker that is empty and ready for it; lets drained ones leave."""
+    """Loads the target version into every worker that is empty and ready for it; lets drained ones leave.
+
+    A target whose weights are no longer kept waits for the next plan.
+    """
     for worker in state.workers.values():
         if worker.held or worker.loading >= 0 or worker.stopping:
             continue
         if worker.draining:
             worker.stopping = True
             state.out.append(do.StopWorker(worker.worker_id, worker.epoch))
-        elif worker.target >= 0 and worker.target != worker.loaded:
+        elif worker.target >= state.window.oldest_kept and worker.target != worker.loaded:
             load(state, worker)
 
 

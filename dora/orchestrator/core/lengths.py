@@ -5,6 +5,9 @@ import numpy as np
 from dora.orchestrator.core.table import Column
 
 
+TASKS_MAX = 65536  # the task first seen is forgotten beyond that: task ids are the user's
+
+
 class LengthMeans:
     """Mean response length of each task, from finished responses; before the first, half of ``max_tokens``."""
 
@@ -13,6 +16,9 @@ class LengthMeans:
         self._mean: dict[str, float] = {}
 
     def observe(self, task_id: str, tokens: int) -> None:
+        if task_id not in self._count and len(self._count) >= TASKS_MAX:
+            oldest = next(iter(self._count))
+            del self._count[oldest], self._mean[oldest]
         count = self._count.get(task_id, 0) + 1
         mean = self._mean.get(task_id, 0.0)
         self._count[task_id], self._mean[task_id] = count, mean + (tokens - mean) / count

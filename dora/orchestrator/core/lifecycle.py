@@ -10,7 +10,7 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core import fleet, handoffs
 from dora.orchestrator.core.handoff import Signal
-from dora.orchestrator.core.placement import place_waiting, roomiest
+from dora.orchestrator.core.placement import Room, place_waiting
 from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
 from dora.types import FinishReason
 
@@ -26,7 +26,7 @@ def offered(state: State, event: on.PromptsOffered) -> None:
     if not state.exhausted:
         state.backlog.extend(event.prompts)
         state.exhausted = event.exhausted
-    fill(state)
+    state.settling = True
     end_if_exhausted(state)
 
 
@@ -34,6 +34,7 @@ def end_admission(state: State, _event: on.AdmissionEnded) -> None:
     """What was drawn and not admitted is let go: it was never promised."""
     state.backlog.clear()
     state.exhausted = True
+    state.settling = True
     end_if_exhausted(state)
 
 
@@ -41,12 +42,15 @@ def fill(state: State) -> None:
     """Gives idle slots work: what waits first, then new groups, the newest version first (C3 by the window's rule)."""
     window = state.window
     for version in range(window.newest, window.oldest_live - 1, -1):
-        place_waiting(state, version)
+        if not state.backlog and not state.waiting.get(version):
+            continue
+        room = Room(state.hosts_of(version))
+        place_waiting(state, version, room)
         while state.backlog and window.admissible(version) > 0 and not state.waiting.get(version):
-            if roomiest(state, version, state.backlog[0].prompt_tokens + 1) is None:
+            if room.roomiest(state.backlog[0].prompt_tokens + 1) is None:
                 break
             admit(state, state.backlog.popleft(), version)
-            place_waiting(state, version)
+            place_waiting(state, version, room)
     draw(state)
 
 
@@ -114,8 +118,6 @@ def progress(state: State, event: on.Progress) -> None:
         row = state.request_row.get(request_id)
         if row is not None and row in worker.rows:
             _finish(state, row, reason)
-    if event.finished:
-        fill(state)
 
 
 def _finish(state: State, row: int, _reason: FinishReason) -> None:
@@ -157,7 +159,6 @@ def attached(state: State, event: on.TrainerAttached) -> None:
     state.trainer_epoch = event.trainer_epoch
     state.stream_step = None
     state.settling = True
-    fill(state)
 
 
 def step_requested(state: State, event: on.StepRequested) -> None:
@@ -194,7 +195,6 @@ def deliver(state: State) -> None:
         state.out.append(do.DeliverGroup(state.group_id[group], step, state.trainer_epoch))
         if filled:
             _close(state, step)
-    fill(state)
     end_if_exhausted(state)
 
 
@@ -213,9 +213,16 @@ def end_if_exhausted(state: State) -> None:
 def _close(state: State, step: int, *, exhausted: bool = False) -> None:
     state.out.append(do.CloseStep(step, state.trainer_epoch, exhausted))
     state.stream_step = None
-    for version in range(state.retired, state.window.oldest_live):
-        state.out.append(do.RetireVersion(version))
-    state.retired = max(state.retired, state.window.oldest_live)
+    state.settling = True  # the window has moved on
+
+
+def retire(state: State) -> None:
+    """Lets the weights go that nobody can need any more; not under a worker that is just loading them."""
+    while state.retired < state.window.oldest_kept:
+        if any(worker.loading == state.retired for worker in state.workers.values()):
+            return
+        state.out.append(do.RetireVersion(state.retired))
+        state.retired += 1
 
 
 def commit(state: State, event: on.StepCommitted) -> None:
@@ -269,6 +276,7 @@ def cancel(state: State, event: on.GroupCancelled) -> None:
     state.out.append(do.DropGroup(event.group_id, event.reason))
     state.counters.groups_cancelled += 1
     _free(state, group)
+    state.settling = True
     deliver(state)
 
 

@@ -5,6 +5,7 @@ What finds no room finishes in place. A target may be over-subscribed once over:
 with its KV in host memory, which frees the source for its new version at once.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from dora.orchestrator.core.snapshot import Move, Snapshot
 
 QUEUE_SLOTS = 2  # a target holds at most this many times its slots
+MISSES_MAX = 16  # requests of one version that find no room before the rest is left where it is
 SHORTEST_MOVE_TOKENS = 2  # a request this near its certain end is not worth a move
 
 
@@ -45,11 +47,16 @@ class _Board:
         rows = np.flatnonzero(leaves & (requests.remaining_tokens > SHORTEST_MOVE_TOKENS))
         rows = rows[np.argsort(-requests.remaining_tokens[rows], kind="stable")]  # the longest gain most
         moves: list[Move] = []
-        for row in rows.tolist():
+        misses: Counter[int] = Counter()
+        for row, version in zip(rows.tolist(), requests.version[rows].tolist(), strict=True):
             if len(moves) >= moves_max:
                 break
-            seat = self._roomiest(int(requests.version[row]), self._claim(row))
-            if seat is not None:
+            if misses[version] >= MISSES_MAX:
+                continue
+            seat = self._roomiest(version, self._claim(row))
+            if seat is None:
+                misses[version] += 1
+            else:
                 moves.append(self._move(row, seat))
         return moves
 

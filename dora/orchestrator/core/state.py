@@ -151,6 +151,7 @@ class State:
         self.pending: dict[int, Pending] = {}
         self.balanced_s = 0.0
         self.unhosted: frozenset[int] = frozenset()  # versions found without a host at the last look
+        self.dry: tuple[frozenset[int], int, int] | None = None  # seats found without work then, and step and newest
         self.settling = False  # a version, worker or request changed hands: look for work to move
         # ids
         self.commands_sent = 0
@@ -224,11 +225,13 @@ class State:
         task_tokens = float(np.mean(requests["mean_tokens"][status > 0])) if len(requests) else 1.0
         group_size = max(1, len(requests)) / max(1, len(self.groups))
         window = self.window
+        live = range(window.oldest_live, window.newest + 1)
+        dried_up = self.exhausted and not self.backlog
         return Snapshot(
             now_s=self.now_s,
             step=window.step,
             newest=window.newest,
-            admissible={v: window.admissible(v) for v in range(window.oldest_live, window.newest + 1)},
+            admissible={v: 0 if dried_up else window.admissible(v) for v in live},
             group_tokens=task_tokens * group_size,
             workers=self._worker_columns(),
             requests=RequestColumns(

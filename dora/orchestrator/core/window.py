@@ -38,6 +38,11 @@ class Window:
         return max(0, self.step - self.size + 1)
 
     @property
+    def oldest_kept(self) -> int:
+        """The oldest version whose weights may be asked for: the newest always, as a worker may join before the next."""
+        return min(self.oldest_live, self.newest)
+
+    @property
     def open_groups(self) -> int:
         return sum(self._open)
 

@@ -1,0 +1,194 @@
+"""The core by hand: single histories, event by event, each of which once went wrong."""
+
+from typing import Any
+
+import pytest
+
+from dora.config import validated
+from dora.orchestrator.core import Machine
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.lengths import TASKS_MAX, LengthMeans
+from tests.sim.invariants import check_state
+
+
+class Bench:
+    """A machine, and the commands it has given; ``done`` answers commands in order, all as wanted."""
+
+    def __init__(self, window: int = 2, groups: int = 2, **balance: Any) -> None:
+        self.machine = Machine(validated({"window": {"size": window}, "balance": balance}))
+        self.state = self.machine.state
+        self.groups = groups
+        self.now_s = 0.0
+        self.commands: list[do.Command] = []
+        self.epochs = 0
+        self.prompts = 0
+
+    def post(self, event: on.Event) -> list[do.Command]:
+        self.now_s += 0.01
+        commands = self.machine.handle(event, self.now_s)
+        check_state(self.state)
+        self.commands += commands
+        return commands
+
+    def given(self, kind: type) -> list[Any]:
+        return [command for command in self.commands if isinstance(command, kind)]
+
+    def join(self, name: str, slots: int = 8) -> None:
+        self.epochs += 1
+        self.post(on.WorkerJoined(name, self.epochs, slots, 100_000))
+
+    def answer(self, command: do.WorkerCommand, **outcome: Any) -> list[do.Command]:
+        return self.post(on.CommandDone(command.worker_id, command.epoch, command.command_id, **outcome))
+
+    def load_all(self) -> None:
+        """Every load that is on its way succeeds."""
+        while loads := [p.command for p in self.state.pending.values() if isinstance(p.command, do.LoadVersion)]:
+            self.answer(loads[0])
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            self.join(name)
+        self.load_all()
+        self.post(on.TrainerAttached(1, self.groups))
+
+    def offer(self, count: int, group_size: int = 1, exhausted: bool = False) -> None:
+        first, self.prompts = self.prompts, self.prompts + count
+        prompts = tuple(on.OfferedPrompt(f"p{i}", "task", 5, group_size, 60) for i in range(first, first + count))
+        self.post(on.PromptsOffered(prompts, exhausted))
+
+    def owner(self, request_id: str) -> str:
+        owner = self.state.owner(self.state.request_row[request_id])
+        return owner.worker_id if owner else ""
+
+    def report(self, request_id: str, tokens: int, *, end: bool = False) -> list[do.Command]:
+        worker = self.state.workers[self.owner(request_id)]
+        finished = {request_id: "stop"} if end else {}
+        return self.post(on.Progress(worker.worker_id, worker.epoch, worker.loaded, {request_id: tokens}, finished))
+
+    def complete(self, request_id: str) -> None:
+        self.report(request_id, 7, end=True)
+        self.post(on.RequestScored(request_id))
+
+
+def test_the_newest_version_is_kept_for_workers_that_join_before_the_next() -> None:
+    """W = 1: once step 0 is full no group can be of version 0, yet a worker that joins now must load something."""
+    bench = Bench(window=1)
+    bench.start("w0")
+    bench.offer(2)
+    bench.post(on.StepRequested(1, 0))
+    for request_id in ("g0.0", "g1.0"):
+        bench.complete(request_id)
+    assert bench.given(do.CloseStep) and not bench.given(do.RetireVersion)
+    bench.join("w1")
+    assert [load.version for load in bench.given(do.LoadVersion)] == [0, 0]
+    bench.load_all()
+    bench.post(on.StepCommitted(1, 0))
+    assert [gone.version for gone in bench.given(do.RetireVersion)] == [0]
+
+
+def test_a_version_is_kept_while_a_worker_loads_it() -> None:
+    bench = Bench(window=1)
+    bench.start("w0")
+    bench.offer(2)
+    bench.post(on.StepRequested(1, 0))
+    bench.join("w1")
+    (load,) = [load for load in bench.given(do.LoadVersion) if load.worker_id == "w1"]
+    for request_id in ("g0.0", "g1.0"):
+        bench.complete(request_id)
+    bench.post(on.StepCommitted(1, 0))
+    assert not bench.given(do.RetireVersion)
+    bench.answer(load, ok=False, error="slow disk")
+    assert [gone.version for gone in bench.given(do.RetireVersion)] == [0]
+    bench.load_all()
+    assert {worker.hosts for worker in bench.state.workers.values()} == {1}, "w1 gave its old target up"
+
+
+def test_an_idle_worker_is_planned_for_once_not_at_every_report() -> None:
+    """Version 0 has one long response left, version 1 admits no more: w0 or w1 has nothing to do, whatever is planned."""
+    bench = Bench(window=2, groups=2)
+    bench.start("w0", "w1")
+    bench.offer(32)
+    bench.post(on.StepRequested(1, 0))
+    admitted = [group.request_ids[0] for group in bench.given(do.AdmitGroup)]
+    for request_id in admitted[:-1]:
+        bench.complete(request_id)
+    bench.post(on.StepCommitted(1, 0))
+    for _ in range(8):
+        bench.load_all()
+    before = bench.machine.counters.rebalances
+    for tokens in range(10, 60):
+        bench.report(admitted[-1], tokens)
+    assert bench.machine.counters.rebalances - before <= 1
+
+
+def test_the_end_of_a_frozen_response_is_taken_from_its_owner() -> None:
+    bench = Bench()
+    bench.start("w0", "w1")
+    bench.offer(1)
+    source = bench.owner("g0.0")
+    target = "w1" if source == "w0" else "w0"
+    bench.post(on.MigrateAsked("g0.0", target))
+    bench.answer(bench.given(do.ReserveSlot)[0])
+    bench.answer(bench.given(do.CopyOut)[0], locator="snapshot", tokens=3)
+    commands = bench.report("g0.0", 9, end=True)
+    assert [type(command) for command in commands][:3] == [do.CancelReservation, do.ReleaseSnapshot, do.ScoreRequest]
+    assert not bench.state.handoffs
+    bench.answer(bench.given(do.CopyIn)[0])  # the target had taken it in meanwhile
+    assert bench.owner("g0.0") == ""
+
+
+def test_a_version_that_loses_its_host_again_is_planned_for_again() -> None:
+    """Each time, not only the first: what was found without a host is forgotten once it has one."""
+    bench = Bench()
+    bench.start("w0", "w1")
+    bench.offer(2)
+    for _ in range(2):
+        name = bench.owner("g0.0") or bench.owner("g1.0")
+        worker = bench.state.workers[name]
+        bench.post(on.WorkerLost(name, worker.epoch, "killed"))
+        bench.join(name)
+        bench.load_all()
+        assert not bench.state.unhosted
+        assert bench.owner("g0.0") and bench.owner("g1.0")
+
+
+def test_an_exhausted_source_leaves_no_worker_to_a_version_without_prompts() -> None:
+    bench = Bench(window=2, groups=2)
+    bench.start("w0", "w1")
+    bench.offer(4, exhausted=True)
+    bench.post(on.StepRequested(1, 0))
+    for request_id in ("g0.0", "g1.0"):
+        bench.complete(request_id)
+    bench.post(on.StepCommitted(1, 0))
+    bench.load_all()
+    assert [worker.target for worker in bench.state.workers.values()] == [0, 0]
+
+
+@pytest.mark.parametrize("drained_first", [True, False])
+def test_a_drained_service_ends_the_step_short(drained_first: bool) -> None:
+    bench = Bench(groups=4)
+    bench.start("w0")
+    bench.offer(3)
+    if drained_first:
+        bench.post(on.AdmissionEnded())
+    bench.post(on.StepRequested(1, 0))
+    for request_id in ("g0.0", "g1.0"):
+        bench.complete(request_id)
+    if not drained_first:
+        bench.post(on.AdmissionEnded())
+    bench.post(on.GroupCancelled("g2", "asked for"))
+    assert [close.exhausted for close in bench.given(do.CloseStep)] == [True]
+    bench.post(on.StepCommitted(1, 0))
+    bench.post(on.StepRequested(1, 1))
+    assert [close.exhausted for close in bench.given(do.CloseStep)] == [True, True]
+    assert not bench.state.group_row
+
+
+def test_length_means_are_bounded() -> None:
+    lengths = LengthMeans()
+    for number in range(TASKS_MAX + 10):
+        lengths.observe(f"task{number}", number)
+    assert len(lengths._count) == len(lengths._mean) == TASKS_MAX
+    assert lengths.mean_tokens(f"task{TASKS_MAX}", 1 << 22) == TASKS_MAX
+    assert lengths.mean_tokens("task0", 100) == 50.0
