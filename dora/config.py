@@ -69,7 +69,9 @@ class WorkersConfig(_Section):
     report_period_ms: int = Field(20, ge=1, le=10000, description="tokens are reported at least this often")
     silence_timeout_s: float = Field(60.0, gt=0.0, description="a worker silent for so long is lost")
     start_timeout_s: float = Field(300.0, gt=0.0)
-    restarts: int = Field(16, ge=0, description="times a dead worker is started again before the service gives up on it")
+    restarts: int = Field(
+        16, ge=0, description="times a dead worker is started again before the service gives up on it"
+    )
 
 
 class ServiceConfig(_Section):
@@ -87,7 +89,9 @@ class ServiceConfig(_Section):
 class RewardConfig(_Section):
     """The verifier: a plug-in ``module:function``, run in processes of its own."""
 
-    function: str = Field("", pattern=r"^$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="empty: the prompt source's own")
+    function: str = Field(
+        "", pattern=r"^$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="empty: the prompt source's own"
+    )
     timeout_s: float = Field(10.0, gt=0.0)
     workers: int = Field(1, ge=1, le=256)
     queued_max: int = Field(8192, ge=1)

@@ -1,6 +1,7 @@
 """A whole service for tests: real orchestrator, gRPC and worker processes, in one ``async with``."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -87,4 +88,4 @@ def check_promises(steps: list[list[TrajectoryGroup]], window: int, groups: int)
                 assert {segment.version for segment in trajectory.worker_history} == {trajectory.behaviour_version}
                 edges = [(segment.first_token, segment.last_token) for segment in trajectory.worker_history]
                 assert edges[0][0] == 0 and edges[-1][1] == trajectory.length_tokens - 1
-                assert all(before[1] + 1 == after[0] for before, after in zip(edges, edges[1:], strict=False))
+                assert all(before[1] + 1 == after[0] for before, after in itertools.pairwise(edges))

@@ -18,16 +18,19 @@ log = logging.getLogger("dora.prompts")
 _SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 10.0),
     "top_p": (1e-9, 1.0),
-    "top_k": (0, 1 << 31),
+    "top_k": (0, (1 << 31) - 1),
     "min_p": (0.0, 1.0),
     "seed": (0, (1 << 63) - 1),
     "max_tokens": (1, 1 << 22),
     "min_tokens": (0, 1 << 22),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (1e-9, 10.0),
+    "repetition_penalty": (1e-9, 2.0),
     "ignore_eos": (0, 1),
 }
+
+
+_WHOLE = frozenset({"top_k", "seed", "max_tokens", "min_tokens", "ignore_eos"})
 
 
 class PromptFeed:
@@ -70,7 +73,11 @@ class PromptFeed:
                 taken = await self._from_source(count)
             if taken:
                 return taken, False
-            if self._source is None:
+            if self._source is not None or self._queue:  # something was submitted while the source was read
+                continue
+            if self._config.prompts != "none":
+                self.closed = True
+            else:
                 self._arrived.clear()
                 await self._arrived.wait()
         return [], True
@@ -101,8 +108,6 @@ class PromptFeed:
                 self._refused(str(error))
                 continue
             self._live.add(prompt.prompt_id)
-        if self._source is None and not good and not self._queue:
-            self.closed = self._config.prompts != "none"
         return good
 
     def _checked(self, prompt: Prompt) -> Prompt:
@@ -130,6 +135,12 @@ class PromptFeed:
             if name not in _SAMPLING_RANGES:
                 raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.{name}", value, ", ".join(_SAMPLING_RANGES))
             low, high = _SAMPLING_RANGES[name]
-            if not isinstance(value, (int, float)) or not low <= value <= high:
-                raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.{name}", value, f"{low:g} to {high:g}")
-        return sampling_of(self._config.rollout, prompt)
+            whole = name in _WHOLE
+            if not isinstance(value, int if whole else (int, float)) or not low <= value <= high:
+                allowed = f"{low:g} to {high:g}" + ", whole" * whole
+                raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.{name}", value, allowed)
+        sampling = sampling_of(self._config.rollout, prompt)
+        if sampling.min_tokens > sampling.max_tokens:
+            allowed = f"at most max_tokens = {sampling.max_tokens}"
+            raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.min_tokens", sampling.min_tokens, allowed)
+        return sampling

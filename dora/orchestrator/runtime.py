@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, Protocol
 
 from dora.config import Config
+from dora.errors import InvalidValue
 from dora.kvtransfer.snapshot import KvTransport
 from dora.orchestrator.book import Book, BookError
 from dora.orchestrator.core import Machine
@@ -90,13 +91,21 @@ class Runtime:
     # --------------------------------------------------------------------------------------------------------- events
 
     def post(self, event: on.Event) -> None:
-        """Hands an event to the core and carries out its commands. What the core refuses raises and changes nothing."""
+        """Hands an event to the core and carries out its commands. What the core refuses raises and changes nothing.
+
+        Anything else that raises leaves an event half done: a bug, which ends the service.
+        """
         assert not self._posting, "an event was posted while another is handled; use post_soon"
-        self._posting = True
+        self._posting, handled = True, False
         try:
             commands = self.machine.handle(event, time.monotonic())
+            handled = True
             for command in commands:
                 self._carry_out(command)
+        except Exception as error:
+            if handled or not isinstance(error, InvalidValue):
+                self._fail(error)
+            raise
         finally:
             self._posting = False
         self.changed.set()
@@ -120,34 +129,58 @@ class Runtime:
             for session in list(self.sessions.values()):
                 silent_s = time.monotonic() - session.heard_s
                 if silent_s > limit_s:
-                    self.lost_reasons[session.worker_id] = f"silent for {silent_s:.0f} s"
-                    session.give_up()
+                    self.replace(session, f"silent for {silent_s:.0f} s")
             self.post(on.Tick())
 
     # -------------------------------------------------------------------------------------------------------- workers
 
+    def lose(self, session: WorkerSession, reason: str) -> None:
+        """The worker's epoch is over, now and not only once its stream has ended: a hung one might never end."""
+        if self.sessions.get(session.worker_id) is not session:
+            return
+        del self.sessions[session.worker_id]
+        session.give_up()
+        reason = self.lost_reasons.setdefault(session.worker_id, reason)
+        log.info("worker %s is gone (epoch %d): %s", session.worker_id, session.epoch, reason)
+        self.post_soon(on.WorkerLost(session.worker_id, session.epoch, reason))
+
+    def replace(self, session: WorkerSession, reason: str) -> None:
+        """Ends a worker that is silent or cannot be trusted; whoever started it starts it again."""
+        if self.sessions.get(session.worker_id) is not session:
+            return
+        log.error("worker %s is replaced: %s", session.worker_id, reason)
+        self.lost_reasons[session.worker_id] = reason
+        self.lose(session, reason)
+        if self.processes is not None:
+            self.processes.kill(session.worker_id)
+
     def worker_report(self, session: WorkerSession, report: pb.WorkerReport) -> None:
-        """Takes over the tokens of requests that this worker owns; the rest belongs to an older handoff."""
+        """Takes over the tokens of requests that this worker owns; the rest belongs to an older handoff.
+
+        Raises BookError or InvalidValue for a delta that is wrong; what came before it counts.
+        """
         now, at = time.monotonic(), time.time()
         session.heard_s, session.waiting = now, report.waiting
         session.rate.observe(now, report.generated_tokens)
         self.telemetry.tokens_reprefilled += report.reprefilled_tokens - session.reprefilled_tokens
         session.reprefilled_tokens = report.reprefilled_tokens
-        tokens, finished = {}, {}
-        for message in report.deltas:
-            delta = convert.delta_from_wire(message)
-            if not self.machine.owns(session.worker_id, session.epoch, delta.request_id):
-                continue
-            self._append(session.worker_id, delta, at)
-            tokens[delta.request_id] = len(self.book[delta.request_id].tokens)
-            if delta.finish_reason is not None:
-                finished[delta.request_id] = delta.finish_reason
-        version = report.version
-        self.post(
-            on.Progress(
-                session.worker_id, session.epoch, version, tokens, finished, report.waiting, report.kv_used_tokens
-            )
+        taken = on.Progress(
+            session.worker_id, session.epoch, report.version, {}, {}, report.waiting, report.kv_used_tokens
         )
+        try:
+            for message in report.deltas:
+                delta = convert.delta_from_wire(message)
+                if not self.machine.owns(session.worker_id, session.epoch, delta.request_id):
+                    continue
+                if delta.version != report.version:
+                    raise BookError(f"tokens of version {delta.version} in a report of version {report.version}")
+                if delta.version == self.book[delta.request_id].version:  # else C1: the core counts it, and evicts
+                    self._append(session.worker_id, delta, at)
+                taken.tokens[delta.request_id] = len(self.book[delta.request_id].tokens)
+                if delta.finish_reason is not None:
+                    taken.finished[delta.request_id] = delta.finish_reason
+        finally:  # what is in the book must be in the core
+            self.post(taken)
 
     def _append(self, worker_id: str, delta: TokenDelta, at: float) -> None:
         entry = self.book[delta.request_id]
@@ -286,13 +319,9 @@ class Runtime:
         self.transport.release(command.locator)
 
     def _evict_worker(self, command: do.EvictWorker) -> None:
-        log.error("worker %s is replaced: %s", command.worker_id, command.reason)
-        self.lost_reasons[command.worker_id] = command.reason
         session = self.sessions.get(command.worker_id)
         if session is not None and session.epoch == command.epoch:
-            session.give_up()
-        if self.processes is not None:
-            self.processes.kill(command.worker_id)
+            self.replace(session, command.reason)
 
     def _stop_worker(self, command: do.StopWorker) -> None:
         self.lost_reasons[command.worker_id] = "drained"

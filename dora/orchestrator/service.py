@@ -6,9 +6,9 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
@@ -26,6 +26,8 @@ log = logging.getLogger("dora.service")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
+Reply = TypeVar("Reply")
+
 WATCH_PERIOD_MIN_MS = 50
 WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -39,9 +41,23 @@ class TrainerService(stubs.TrainerServicer):
         self._epoch = 0
         # A commit stores weights and then posts; an attach in between would strand that version.
         self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Task[Any]] = set()  # under way: a task lives while it is held
         self._last_commit: tuple[int, bytes] | None = None
 
     async def Attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachReply:
+        return await self._whole(self._attach(request))
+
+    async def CommitStep(self, request: pb.CommitStepRequest, context: Context) -> pb.CommitStepReply:
+        return await self._whole(self._commit(request))
+
+    async def _whole(self, change: Coroutine[Any, Any, Reply]) -> Reply:
+        """Goes on where the caller hangs up. A version stored and never committed would bar its step for ever."""
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
+
+    async def _attach(self, request: pb.AttachRequest) -> pb.AttachReply:
         runtime = self._runtime
         async with self._changing:
             runtime.post(on.TrainerAttached(self._epoch + 1, request.groups_per_step))
@@ -112,7 +128,7 @@ class TrainerService(stubs.TrainerServicer):
                 await asyncio.to_thread(upload.append, chunk.content)
             return pb.UploadReply(file_bytes=await asyncio.to_thread(upload.finish))
 
-    async def CommitStep(self, request: pb.CommitStepRequest, context: Context) -> pb.CommitStepReply:
+    async def _commit(self, request: pb.CommitStepRequest) -> pb.CommitStepReply:
         runtime = self._runtime
         async with self._changing:
             digest = _commit_digest(request)
@@ -242,7 +258,7 @@ class WorkerService(stubs.WorkerServicer):
                 raise error
         finally:
             reading.cancel()
-            self._lose(session)
+            runtime.lose(session, "its connection broke")
 
     def _admit(self, message: pb.WorkerMessage | None) -> WorkerSession:
         if message is None or not message.HasField("hello"):
@@ -274,15 +290,5 @@ class WorkerService(stubs.WorkerServicer):
                 else:
                     raise InvalidValue("kind", message.WhichOneof("kind"), "report or outcome")
             except (BookError, InvalidValue) as error:
-                log.error("worker %s is replaced: %s", session.worker_id, error)
-                self._runtime.lost_reasons[session.worker_id] = str(error)
-                if self._runtime.processes is not None:
-                    self._runtime.processes.kill(session.worker_id)
+                self._runtime.replace(session, str(error))
                 return
-
-    def _lose(self, session: WorkerSession) -> None:
-        runtime = self._runtime
-        del runtime.sessions[session.worker_id]
-        reason = runtime.lost_reasons.setdefault(session.worker_id, "its connection broke")
-        log.info("worker %s is gone (epoch %d): %s", session.worker_id, session.epoch, reason)
-        runtime.post_soon(on.WorkerLost(session.worker_id, session.epoch, reason))

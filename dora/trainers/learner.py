@@ -13,7 +13,6 @@ from dora.errors import InvalidValue
 from dora.trainers.loss import clipped_token_loss, group_advantages, kl_sum
 from dora.trajectory import Trajectory, TrajectoryGroup
 
-
 ROW_FILL_MIN = 0.7  # the share of its row in a micro-batch that a trajectory must fill
 
 

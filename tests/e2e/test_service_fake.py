@@ -6,11 +6,13 @@ import signal
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 import dora
 from dora.client import Operator
 from dora.errors import Conflict, DoraError, InvalidValue, NotFound
 from dora.orchestrator.main import ServiceHandle
+from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded, Unauthenticated
 from dora.types import Prompt
 from tests.service import check_promises, configured, running, train, until
@@ -163,3 +165,53 @@ async def test_a_drained_worker_leaves(tiny_dense: Path) -> None:
             await operator.drain("w1")
         steps = await training
     check_promises(steps, window=2, groups=GROUPS)
+
+
+async def test_a_bad_commit_is_refused_and_a_good_one_follows(tiny_dense: Path) -> None:
+    """Wrong version, names and shapes: each names what is wrong, the step stays open, its groups stay leased."""
+    tensors = load_file(tiny_dense / "model.safetensors")
+    first = sorted(tensors)[0]
+    async with (
+        running(configured(tiny_dense, workers__engine="fake")) as handle,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+        Operator(handle.address, handle.token) as operator,
+    ):
+        async for step in trainer.steps(groups=GROUPS):
+            assert len([group async for group in step]) == GROUPS
+            with pytest.raises(InvalidValue, match=first):
+                await step.commit(weights={name: tensors[name] for name in tensors if name != first})
+            with pytest.raises(InvalidValue, match=first):
+                await step.commit(weights={**tensors, first: tensors[first][:1]})
+            with pytest.raises(InvalidValue, match="stranger"):
+                await step.commit(weights={**tensors, "stranger": tensors[first]})
+            request = pb.CommitStepRequest(trainer_epoch=trainer.attachment.epoch, step=step.number, version=7)
+            with pytest.raises(Conflict, match="version = 7 is not allowed: 1"):
+                await trainer.connection.call(trainer.stub.CommitStep, request)
+            assert (await operator.status()).newest_version == 0
+            await step.commit(weights=tensors)
+            break
+        status = await until(operator, lambda status: status.newest_version == 1)
+        assert status.counters["groups_trained"] == GROUPS
+
+
+async def test_a_stopped_worker_is_replaced(tiny_dense: Path) -> None:
+    """It answers nothing and closes nothing: its requests go on elsewhere, and a new process takes its place."""
+    config = configured(tiny_dense, window__size=2, workers__silence_timeout_s=2.0, **LONG)
+    async with (
+        running(config) as handle,
+        Operator(handle.address, handle.token) as operator,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        training = asyncio.create_task(train(handle, trainer, steps=4, groups=GROUPS))
+        status = await until(operator, lambda status: status.counters["groups_admitted"] > 0)
+        (stopped,) = (worker.pid for worker in status.workers if worker.worker_id == "w0")
+        os.kill(stopped, signal.SIGSTOP)
+        await until(
+            operator,
+            lambda status: any(w.worker_id == "w0" and w.state != "lost" and w.pid != stopped for w in status.workers),
+        )
+        steps = await training
+        status = await operator.status()
+    check_promises(steps, window=2, groups=GROUPS)
+    assert status.counters["workers_lost"] >= 1
+    assert status.counters["groups_lost"] == 0

@@ -61,7 +61,7 @@ class SimWorker:
             case do.ReserveSlot(version=version):
                 return {"ok": version == self.version and not unlucky}
             case do.CopyOut(request_id=request_id):
-                return self._copy_out(world, request_id, unlucky)
+                return self._copy_out(world, command.command_id, request_id, unlucky)
             case do.CopyIn(request_id=request_id, version=version, locator=locator):
                 # an undone handoff has deleted its snapshot: then the target finds none
                 snapshot_id, tokens, snapshot_version = world.snapshots.get(locator, ("", 0, -1))
@@ -82,7 +82,7 @@ class SimWorker:
         self.requests[request_id] = SimRequest(world.book[request_id], command.version)
         return {"ok": True}
 
-    def _copy_out(self, world: "World", request_id: str, unlucky: bool) -> dict:
+    def _copy_out(self, world: "World", command_id: int, request_id: str, unlucky: bool) -> dict:
         request = self.requests.get(request_id)
         if request is None:
             return {"ok": False, "error_kind": "unknown_request"}
@@ -90,6 +90,6 @@ class SimWorker:
             request.frozen = True  # frozen first, found not to be movable then
             return {"ok": False, "error_kind": world.random.choice(("not_movable", "refused"))}
         request.frozen = True
-        locator = f"snapshot-{world.events}-{request_id}"
+        locator = f"snapshot-{command_id}-{request_id}"
         world.snapshots[locator] = (request_id, request.tokens, request.version)
         return {"ok": True, "locator": locator, "tokens": request.tokens}

@@ -40,7 +40,7 @@ def settle(state: State) -> None:
 def check(state: State) -> None:
     """At the end of every event: what changed hands is settled, and nobody is left without a host or without work.
 
-    Each new situation gets one plan: where there are too few workers, or nothing better to do, a second changes nothing.
+    Each new situation gets one plan: with too few workers, or nothing better to do, a second would change nothing.
     """
     if state.settling:
         settle(state)

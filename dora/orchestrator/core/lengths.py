@@ -4,7 +4,6 @@ import numpy as np
 
 from dora.orchestrator.core.table import Column
 
-
 TASKS_MAX = 65536  # the task first seen is forgotten beyond that: task ids are the user's
 
 

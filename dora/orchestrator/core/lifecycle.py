@@ -102,8 +102,8 @@ def progress(state: State, event: on.Progress) -> None:
     worker.kv_used, worker.waiting = event.kv_used_tokens, event.waiting
     requests = state.requests
     for request_id, tokens in event.tokens.items():
-        row = state.request_row.get(request_id)
-        if row is None or row not in worker.rows:
+        row = state.reports(worker, request_id)
+        if row is None:
             continue
         if requests["version"][row] != event.version:  # C1: never take such a token over
             state.counters.c1_violations += 1
@@ -115,8 +115,8 @@ def progress(state: State, event: on.Progress) -> None:
             worker.kv_claimed += claim - int(requests["claim"][row])
             requests["claim"][row] = claim
     for request_id, reason in event.finished.items():
-        row = state.request_row.get(request_id)
-        if row is not None and row in worker.rows:
+        row = state.reports(worker, request_id)
+        if row is not None:
             _finish(state, row, reason)
 
 

@@ -49,8 +49,7 @@ class Machine:
     def owns(self, worker_id: str, epoch: int, request_id: str) -> bool:
         """Whether a report of this worker on this request counts (the shell drops tokens of any other)."""
         worker = self._state.worker_at(worker_id, epoch)
-        row = self._state.request_row.get(request_id)
-        return worker is not None and row is not None and row in worker.rows
+        return worker is not None and self._state.reports(worker, request_id) is not None
 
     def check_commit(self, trainer_epoch: int, step: int) -> None:
         """Raises Conflict where StepCommitted would be refused; asked before the weights are stored."""
@@ -87,17 +86,19 @@ def _done(state: State, event: on.CommandDone) -> None:
         handoffs.done(state, pending, event)
     elif isinstance(pending.command, do.LoadVersion):
         fleet.load_done(state, pending, event)
-    elif isinstance(pending.command, do.StartRequest) and not event.ok:
-        _start_failed(state, pending.command, event)
+    elif isinstance(pending.command, do.StartRequest):
+        _start_done(state, pending.command, event)
 
 
-def _start_failed(state: State, command: do.StartRequest, event: on.CommandDone) -> None:
+def _start_done(state: State, command: do.StartRequest, event: on.CommandDone) -> None:
     """A request that no engine can take is cancelled with its reason; an engine that disagrees with us is replaced."""
     row = state.request_row.get(command.request_id)
     worker = state.workers[command.worker_id]
-    if row is None or row not in worker.rows:
-        return
-    if event.error_kind == "invalid":
+    if row is None or row not in worker.rows or state.requests["starting"][row] != command.command_id:
+        return  # it has gone elsewhere meanwhile
+    if event.ok:
+        state.requests["starting"][row] = 0
+    elif event.error_kind == "invalid":
         group_id = state.group_id[int(state.requests["group"][row])]
         lifecycle.cancel(state, on.GroupCancelled(group_id, event.error))
     else:

@@ -60,6 +60,7 @@ def start(state: State, row: int, worker: Worker) -> None:
         int(state.requests["version"][row]),
         "re-prefilled" if resumed else "new",
     )
+    state.requests["starting"][row] = command.command_id
     state.send(command, row)
     state.counters.migrations_reprefill += resumed
 

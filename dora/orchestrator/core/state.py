@@ -130,6 +130,7 @@ class State:
                 "claim_inbound": np.int64,  # claimed at the target of its handoff
                 "moving": np.bool_,
                 "moves": np.int64,
+                "starting": np.int64,  # its StartRequest, until obeyed: reports before are of an earlier stay
                 "born_s": np.float64,
             }
         )
@@ -165,6 +166,14 @@ class State:
     def owner(self, row: int) -> Worker | None:
         seat = int(self.requests["worker"][row]) - 1
         return self.seats[seat] if seat >= 0 else None
+
+    def reports(self, worker: Worker, request_id: str) -> int | None:
+        """The row of a request whose tokens this worker's reports bring; None where they are not to be taken over.
+
+        Not before StartRequest was obeyed: until then they are of an earlier stay of the request on this worker.
+        """
+        row = self.request_row.get(request_id)
+        return row if row in worker.rows and not self.requests["starting"][row] else None
 
     def worker_at(self, worker_id: str, epoch: int) -> Worker | None:
         """The living worker of this id and epoch; None if either is over."""
@@ -202,6 +211,7 @@ class State:
         requests["status"][row] = RequestStatus.RUNNING
         requests["worker"][row] = worker.seat + 1
         requests["claim"][row] = claim
+        requests["starting"][row] = 0
         worker.rows.add(row)
         worker.kv_claimed += claim
 
@@ -212,7 +222,7 @@ class State:
         worker.rows.discard(row)
         worker.kv_claimed -= int(self.requests["claim"][row])
         self.requests["worker"][row] = 0
-        self.requests["claim"][row] = 0
+        self.requests["claim"][row] = self.requests["starting"][row] = 0
         self.settling = True
         return worker
 

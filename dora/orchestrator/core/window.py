@@ -39,7 +39,7 @@ class Window:
 
     @property
     def oldest_kept(self) -> int:
-        """The oldest version whose weights may be asked for: the newest always, as a worker may join before the next."""
+        """The oldest version whose weights may be needed: the newest always, as a worker may join before the next."""
         return min(self.oldest_live, self.newest)
 
     @property

@@ -1,0 +1,213 @@
+"""The shell around the core, without processes: what happens between a report, a command and a trainer's call."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora.config import validated
+from dora.kvtransfer.shm import ShmTransport
+from dora.orchestrator.core import events as on
+from dora.orchestrator.feed import PromptFeed
+from dora.orchestrator.runtime import BookError, Runtime
+from dora.orchestrator.service import TrainerService
+from dora.orchestrator.sessions import WorkerSession
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+from dora.types import EngineCapability, Prompt, Reward, TokenDelta
+from dora.weights.files import WeightFile, hash_file
+from dora.weights.store import WeightStore
+
+CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
+
+
+class Praise:
+    async def score(self, *_: object) -> Reward:
+        return Reward(1.0)
+
+
+class Kills:
+    """Whom the runtime had killed."""
+
+    def __init__(self) -> None:
+        self.killed: list[str] = []
+
+    def kill(self, worker_id: str) -> None:
+        self.killed.append(worker_id)
+
+    def let_go(self, worker_id: str) -> None: ...
+
+
+class GatedStore(WeightStore):
+    """Its ``admit`` waits in its thread until the gate opens."""
+
+    gate: threading.Event | None = None
+
+    def admit(self, *arguments: Any) -> Path:
+        if self.gate is not None:
+            assert self.gate.wait(30)
+        return super().admit(*arguments)
+
+
+class Shell:
+    """A runtime with one worker, whose part the test plays."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        config = validated(
+            {
+                "prompts": "none",
+                "rollout": {"group_size": 1, "max_tokens": 64},
+                "workers": {"max_model_len_tokens": 256},
+            }
+        )
+        (folder / "kv").mkdir()
+        self.model = model
+        self.store = GatedStore(folder / "weights", model)
+        self.kills = Kills()
+        self.runtime = Runtime(
+            config,
+            feed=lambda refused: PromptFeed(config, None, refused),
+            verifier=Praise(),
+            store=self.store,
+            transport=ShmTransport(folder / "kv"),
+            recorder=None,
+            processes=self.kills,
+        )
+        self.trainer = TrainerService(self.runtime, model)
+        self.session = self.join(1)
+
+    @property
+    def state(self) -> Any:
+        return self.runtime.machine.state
+
+    def join(self, epoch: int) -> WorkerSession:
+        session = WorkerSession("w0", epoch, 1, "host", CAPABILITY)
+        self.runtime.sessions["w0"] = session
+        self.runtime.post(on.WorkerJoined("w0", epoch, CAPABILITY.slots, CAPABILITY.kv_tokens))
+        self.session = session
+        return session
+
+    def orders(self, kind: str) -> list[Any]:
+        """The commands of this kind that wait for the worker; all are obeyed."""
+        found = []
+        while not self.session._outbox.empty():
+            command = self.session._outbox.get_nowait()
+            if command is None:
+                continue
+            self.runtime.worker_outcome(self.session, pb.WorkerOutcome(command_id=command.command_id, ok=True))
+            if command.WhichOneof("kind") == kind:
+                found.append(getattr(command, kind))
+        return found
+
+    async def admit(self, groups: int) -> list[str]:
+        """A trainer attaches, prompts come, their requests are started."""
+        self.orders("")
+        await self.trainer.Attach(pb.AttachRequest(groups_per_step=groups), None)
+        self.runtime.feed.submit([Prompt(f"p{i}", "task", (1, 2)) for i in range(groups)])
+        await self.until(lambda: len(self.state.group_row) == groups)
+        return [start.request_id for start in self.orders("start_request")]
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(30):
+            while not condition():
+                await asyncio.to_thread(lambda: None)
+
+    def report(self, *deltas: TokenDelta, version: int = 0) -> None:
+        message = pb.WorkerReport(deltas=[convert.delta_to_wire(delta) for delta in deltas], version=version)
+        self.runtime.worker_report(self.session, message)
+
+    def commit_request(self) -> pb.CommitStepRequest:
+        file = self.store.begin(1, 1) / "model.safetensors"
+        file.write_bytes((self.model / "model.safetensors").read_bytes())
+        found: WeightFile = hash_file(file)
+        announced = pb.WeightFile(name=file.name, file_bytes=found.file_bytes, blake3=found.blake3)
+        return pb.CommitStepRequest(trainer_epoch=1, step=0, version=1, files=[announced])
+
+
+@pytest.fixture
+async def shell(tmp_path: Path, tiny_dense: Path) -> AsyncIterator[Shell]:
+    made = Shell(tmp_path, tiny_dense)
+    yield made
+    await made.runtime.close()
+
+
+def ended(request_id: str, version: int = 0, first: int = 0) -> TokenDelta:
+    return TokenDelta(request_id, version, first, (3, 2), (-0.5, -0.25), "stop")
+
+
+async def test_what_came_before_a_bad_delta_counts(shell: Shell) -> None:
+    """The book has taken the end of a response over: were the core not told, it would be resumed beyond its end."""
+    good, bad = await shell.admit(2)
+    with pytest.raises(BookError, match="token 5"):
+        shell.report(ended(good), ended(bad, first=5))
+    await shell.until(lambda: shell.runtime.telemetry.trajectories_finished == 1)
+    shell.runtime.replace(shell.session, "a gap")
+    await shell.until(lambda: not shell.state.workers)
+    shell.join(2)
+    assert [start.request_id for start in shell.orders("start_request")] == [bad]
+
+
+async def test_tokens_of_another_version_are_counted_and_never_taken(shell: Shell) -> None:
+    (request_id,) = await shell.admit(1)
+    shell.report(ended(request_id, version=3), version=3)
+    assert shell.runtime.machine.counters.c1_violations == 1
+    assert not shell.runtime.book[request_id].tokens
+    assert shell.kills.killed == ["w0"]
+
+
+async def test_a_worker_is_lost_at_once_and_its_late_reports_are_ignored(shell: Shell) -> None:
+    """Its stream may hang for ever, as that of a stopped process does: nothing waits for it."""
+    (request_id,) = await shell.admit(1)
+    old = shell.session
+    shell.runtime.replace(old, "silent")
+    assert not shell.runtime.sessions and shell.kills.killed == ["w0"]
+    await shell.until(lambda: not shell.state.workers)
+    shell.join(2)
+    shell.orders("")
+    shell.session, new = old, shell.session
+    shell.report(ended(request_id))
+    shell.runtime.lose(old, "its connection broke")  # the old stream ends at last
+    shell.runtime.replace(old, "its last words were wrong")
+    await shell.until(lambda: True)
+    assert shell.runtime.sessions == {"w0": new} and list(shell.state.workers) == ["w0"]
+    assert shell.kills.killed == ["w0"], "the new process lives"
+    assert not shell.runtime.book[request_id].tokens
+
+
+async def test_a_commit_goes_on_when_its_caller_hangs_up(shell: Shell) -> None:
+    """Else version 1 would lie in the store, uncommitted, and the next trainer's version 1 be refused for ever."""
+    (request_id,) = await shell.admit(1)
+    stream = shell.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=1, step=0), None)
+    shell.report(ended(request_id))
+    async for _ in stream:
+        pass
+    shell.store.gate = threading.Event()
+    call = asyncio.ensure_future(shell.trainer.CommitStep(shell.commit_request(), None))
+    await shell.until(lambda: shell.trainer._changing.locked())
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    attaching = asyncio.ensure_future(shell.trainer.Attach(pb.AttachRequest(), None))
+    await shell.until(lambda: True)
+    assert not attaching.done(), "attached between a version's storing and its commit"
+    shell.store.gate.set()
+    assert (await attaching).next_step == 1
+    assert shell.store.versions() == (0, 1)
+
+
+async def test_a_bug_in_the_midst_of_an_event_ends_the_service(shell: Shell) -> None:
+    failed = shell.runtime.failed
+    await shell.admit(2)
+    with pytest.raises(KeyError):  # the core admits what the shell has never drawn
+        shell.runtime.post(on.PromptsOffered((on.OfferedPrompt("p9", "task", 2, 1, 64),)))
+    assert isinstance(failed.exception(), KeyError)
+
+
+async def test_what_the_core_refuses_is_no_bug(shell: Shell) -> None:
+    failed = shell.runtime.failed
+    with pytest.raises(Exception, match="nobody"):
+        shell.runtime.post(on.DrainAsked("nobody"))
+    assert not failed.done()
