@@ -37,7 +37,7 @@ class RolloutConfig(_Section):
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(1.0, gt=0.0, le=10.0)
+    repetition_penalty: float = Field(1.0, gt=0.0, le=2.0)
     ignore_eos: bool = False
     seed: int = Field(0, ge=0, lt=1 << 63, description="every response's seed follows from this and its prompt id")
     reference_version: int = Field(0, ge=0, description="the frozen version a KL term refers to")

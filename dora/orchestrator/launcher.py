@@ -89,10 +89,14 @@ class Launcher:
         log = self._log_folder / f"{slot.worker_id}.log"
         while not slot.leaving:
             began_s = loop.time()
-            with log.open("ab") as sink:
-                slot.process = await asyncio.create_subprocess_exec(
-                    sys.executable, *self._command(slot.worker_id), env=self._environment, stdout=sink, stderr=sink
-                )
+            try:
+                with log.open("ab") as sink:
+                    slot.process = await asyncio.create_subprocess_exec(
+                        sys.executable, *self._command(slot.worker_id), env=self._environment, stdout=sink, stderr=sink
+                    )
+            except OSError as error:
+                self._fail(f"worker {slot.worker_id} could not be started: {error}")
+                return
             code = await slot.process.wait()
             if slot.leaving:
                 return

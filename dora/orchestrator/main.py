@@ -115,7 +115,10 @@ async def _prepared(config: Config, progress: Callable[[str], None]) -> Path:
     if not (Path(config.model) / "config.json").is_file():
         argv = [sys.executable, "-m", "dora.models", config.model, str(cache)]
         process = await asyncio.create_subprocess_exec(
-            *argv, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+            *argv,
+            env={**os.environ, "TQDM_DISABLE": "1"},  # lines for people, not bars
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
         )
         assert process.stderr is not None
         last = "a model that can be made"

@@ -22,6 +22,7 @@ from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.feed import PromptFeed
+from dora.orchestrator.orders import worker_message
 from dora.orchestrator.sessions import StepStream, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.record import Recorder
@@ -195,6 +196,9 @@ class Runtime:
         if not outcome.ok:  # an unknown request is one that finished a moment before: expected
             level = logging.DEBUG if outcome.error_kind == "unknown_request" else logging.WARNING
             log.log(level, "%s: command %d: %s", session.worker_id, outcome.command_id, outcome.error)
+        pending = self.machine.state.pending.get(outcome.command_id)
+        if outcome.ok and pending is not None and isinstance(pending.command, do.LoadVersion):
+            self._keep_canary(pending.command.version, outcome.canary)
         self.post(
             on.CommandDone(
                 session.worker_id,
@@ -208,6 +212,12 @@ class Runtime:
             )
         )
 
+    def _keep_canary(self, version: int, found: pb.Canary) -> None:
+        """A version that came without a canary is held to what its first worker made of it."""
+        canary = convert.canary_from_wire(found)
+        if canary is not None and self.store.canary(version) is None:
+            self.store.keep_canary(version, canary)
+
     # ------------------------------------------------------------------------------------------------------- commands
 
     def _carry_out(self, command: do.Command) -> None:
@@ -220,32 +230,7 @@ class Runtime:
         session = self.sessions.get(command.worker_id)
         if session is None or session.epoch != command.epoch:
             return  # it broke a moment ago; its loss is on the way to the core
-        message = pb.WorkerCommand(command_id=command.command_id)
-        match command:
-            case do.LoadVersion(version=version):
-                canary = self.store.canary(version)
-                wire = convert.canary_to_wire(canary) if canary else pb.Canary()
-                folder = str(self.store.folder(version))
-                message.load_version.CopyFrom(pb.LoadVersion(version=version, folder=folder, canary=wire))
-            case do.StartRequest(request_id=request_id, arrival=arrival):
-                entry = self.book[request_id]
-                entry.arrivals[command.worker_id] = arrival
-                message.start_request.CopyFrom(convert.request_to_wire(entry.spec()))
-            case do.RemoveRequest(request_id=request_id):
-                message.remove_request.request_id = request_id
-            case do.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens):
-                reserve = pb.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens)
-                message.reserve_slot.CopyFrom(reserve)
-            case do.CancelReservation(request_id=request_id):
-                message.cancel_reservation.request_id = request_id
-            case do.CopyOut(request_id=request_id):
-                message.copy_out.request_id = request_id
-            case do.CopyIn(request_id=request_id, version=version, locator=locator):
-                self.book[request_id].arrivals[command.worker_id] = "migrated"
-                message.copy_in.CopyFrom(pb.CopyIn(request_id=request_id, version=version, locator=locator))
-            case do.Thaw(request_id=request_id):
-                message.thaw.request_id = request_id
-        session.send(message)
+        session.send(worker_message(command, self.book, self.store))
 
     def _draw_prompts(self, command: do.DrawPrompts) -> None:
         async def draw() -> None:

@@ -1,6 +1,7 @@
 """A worker's stream to the orchestrator: gRPC in a thread of its own, plain queues towards the engine's thread."""
 
 import asyncio
+import contextlib
 import os
 import queue
 import socket
@@ -56,12 +57,17 @@ class Link:
         return taken
 
     def send(self, message: pb.WorkerMessage) -> None:
-        self._loop.call_soon_threadsafe(self._put, message)
+        """Queues a message. Raises ServiceUnavailable once the stream has ended."""
+        try:
+            self._loop.call_soon_threadsafe(self._put, message)
+        except RuntimeError as error:  # its loop is closed
+            raise ServiceUnavailable(f"the stream to {self._address} has ended") from error
 
     def close(self) -> None:
         """Sends what is queued, then ends the stream."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._put, None)
+            with contextlib.suppress(RuntimeError):  # it has just ended by itself
+                self._loop.call_soon_threadsafe(self._put, None)
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def _put(self, message: pb.WorkerMessage | None) -> None:

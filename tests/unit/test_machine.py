@@ -213,3 +213,22 @@ def test_length_means_are_bounded() -> None:
     assert len(lengths._count) == len(lengths._mean) == TASKS_MAX
     assert lengths.mean_tokens(f"task{TASKS_MAX}", 1 << 22) == TASKS_MAX
     assert lengths.mean_tokens("task0", 100) == 50.0
+
+
+def test_a_refused_move_is_not_tried_again_at_once() -> None:
+    """w1 hosts version 1 and will not take what is to leave w0: without a rest the two would talk of nothing else."""
+    bench = Bench(window=2, groups=2)
+    bench.start("w0", "w1", "w2")
+    bench.offer(12)
+    bench.obey(do.StartRequest)
+    bench.post(on.DrainAsked("w0"))
+    tries = 0
+    while reserves := [p.command for p in bench.state.pending.values() if isinstance(p.command, do.ReserveSlot)]:
+        bench.answer(reserves[0], ok=False, error_kind="refused")
+        tries += 1
+        assert tries <= 12, "the same moves again and again"
+    assert tries > 0
+    bench.now_s += 6.0
+    bench.post(on.Tick())
+    bench.obey(do.ReserveSlot)
+    assert bench.given(do.CopyOut), "tried again after a while"

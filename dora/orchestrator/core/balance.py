@@ -10,6 +10,7 @@ from dora.orchestrator.core.migration import QUEUE_SLOTS
 from dora.orchestrator.core.snapshot import Move, Trigger
 from dora.orchestrator.core.state import RequestStatus, State
 
+RELIEF_REST_S = 1.0  # when nothing could move: else a plan would be made at every response's end
 PRESSURE_REST_S = 5.0  # pressure is looked at again after this
 
 
@@ -31,8 +32,10 @@ def settle(state: State) -> None:
     """Something changed hands: move on what is displaced, load what is empty, fill what is idle."""
     state.settling = False
     room = state.config.balance.moves_at_once - len(state.handoffs)
-    if room > 0 and _relievable(state):
-        _begin(state, state.policy.relieve(state.snapshot())[:room])
+    if room > 0 and state.now_s >= state.relief_s and _relievable(state):
+        moves = state.policy.relieve(state.snapshot())[:room]
+        state.relief_s = state.now_s if moves else state.now_s + RELIEF_REST_S
+        _begin(state, moves)
     fleet.settle(state)
     fill(state)
 
@@ -58,6 +61,7 @@ def check(state: State) -> None:
 
 def tick(state: State) -> None:
     handoffs.overdue(state)
+    state.settling = True  # what rested may go on
     balance = state.config.balance
     since_s = state.now_s - state.balanced_s
     if since_s >= balance.period_s:

@@ -73,6 +73,7 @@ def load(state: State, worker: Worker) -> None:
 def load_done(state: State, pending: Pending, event: on.CommandDone) -> None:
     worker = state.workers[pending.command.worker_id]
     version, worker.loading = worker.loading, -1
+    state.settling = True
     if event.ok:
         worker.loaded, worker.load_failures = version, 0
         return
@@ -86,5 +87,5 @@ def load_done(state: State, pending: Pending, event: on.CommandDone) -> None:
 def evict(state: State, worker: Worker, reason: str) -> None:
     """Asks the shell to end the worker; its loss does the rest. Nothing new is given to it meanwhile."""
     if not worker.stopping:
-        worker.stopping = worker.draining = True
+        worker.stopping = worker.draining = state.settling = True
         state.out.append(do.EvictWorker(worker.worker_id, worker.epoch, reason))

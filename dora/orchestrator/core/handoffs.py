@@ -6,6 +6,8 @@ from dora.orchestrator.core.handoff import LIVE, Action, Handoff, Phase, Signal
 from dora.orchestrator.core.placement import orphan, start
 from dora.orchestrator.core.state import Pending, State, Worker
 
+MOVE_REST_S = 5.0  # what one worker has refused it would refuse again at once
+
 
 def begin(state: State, row: int, target: Worker) -> None:
     """Asks ``target`` to take the request of ``row``; the source goes on decoding meanwhile."""
@@ -102,6 +104,8 @@ def _close(state: State, handoff: Handoff, signal: Signal) -> None:
         target.kv_claimed -= int(state.requests["claim_inbound"][row])
     state.requests["claim_inbound"][row] = 0
     state.settling = True
+    if signal in (Signal.REFUSED, Signal.COPY_REFUSED, Signal.COPY_FAILED, Signal.UNDO):
+        state.requests["rests_until_s"][row] = state.now_s + MOVE_REST_S
     if signal in (Signal.FINISHED, Signal.COPY_FAILED):
         state.counters.migrations_overtaken += 1
     elif handoff.phase is Phase.ABORTED and signal is not Signal.NOT_MOVABLE:

@@ -81,7 +81,6 @@ def _done(state: State, event: on.CommandDone) -> None:
     if pending is None or (pending.command.worker_id, pending.command.epoch) != (event.worker_id, event.epoch):
         return  # of an epoch that is over
     del state.pending[event.command_id]
-    state.settling = True
     if pending.handoff is not None:
         handoffs.done(state, pending, event)
     elif isinstance(pending.command, do.LoadVersion):

@@ -40,7 +40,7 @@ class RequestColumns:
     """One entry a row of the request table; rows where ``unfinished`` is False mean nothing."""
 
     unfinished: Column  # bool
-    movable: Column  # bool: on a worker and in no handoff
+    movable: Column  # bool: on a worker, in no handoff, not resting from a failed one
     version: Column  # int64
     worker: Column  # int64 seat, -1: waiting for one
     prompt_tokens: Column  # int64

@@ -131,6 +131,7 @@ class State:
                 "moving": np.bool_,
                 "moves": np.int64,
                 "starting": np.int64,  # its StartRequest, until obeyed: reports before are of an earlier stay
+                "rests_until_s": np.float64,  # a move of it failed: not planned again before
                 "born_s": np.float64,
             }
         )
@@ -151,6 +152,7 @@ class State:
         self.handoffs: dict[int, Handoff] = {}  # request row -> live handoff
         self.pending: dict[int, Pending] = {}
         self.balanced_s = 0.0
+        self.relief_s = 0.0  # moves between plans are not looked for before
         self.unhosted: frozenset[int] = frozenset()  # versions found without a host at the last look
         self.dry: tuple[frozenset[int], int, int] | None = None  # seats found without work then, and step and newest
         self.settling = False  # a version, worker or request changed hands: look for work to move
@@ -246,7 +248,9 @@ class State:
             workers=self._worker_columns(),
             requests=RequestColumns(
                 unfinished=(status == RequestStatus.WAITING) | (status == RequestStatus.RUNNING),
-                movable=(status == RequestStatus.RUNNING) & ~requests["moving"],
+                movable=(status == RequestStatus.RUNNING)
+                & ~requests["moving"]
+                & (requests["rests_until_s"] <= self.now_s),
                 version=requests["version"],
                 worker=requests["worker"] - 1,
                 prompt_tokens=requests["prompt_tokens"],

@@ -1,0 +1,37 @@
+"""The core's commands to workers as wire messages, with what only the shell holds: tokens, weights, canaries."""
+
+from dora.orchestrator.book import Book
+from dora.orchestrator.core import commands as do
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+from dora.weights.store import WeightStore
+
+
+def worker_message(command: do.WorkerCommand, book: Book, store: WeightStore) -> pb.WorkerCommand:
+    """The message of ``command``. Notes in the book how a request is to arrive at its worker."""
+    message = pb.WorkerCommand(command_id=command.command_id)
+    match command:
+        case do.LoadVersion(version=version):
+            canary = store.canary(version)
+            wire = convert.canary_to_wire(canary) if canary else pb.Canary()
+            folder = str(store.folder(version))
+            message.load_version.CopyFrom(pb.LoadVersion(version=version, folder=folder, canary=wire))
+        case do.StartRequest(request_id=request_id, arrival=arrival):
+            entry = book[request_id]
+            entry.arrivals[command.worker_id] = arrival
+            message.start_request.CopyFrom(convert.request_to_wire(entry.spec()))
+        case do.RemoveRequest(request_id=request_id):
+            message.remove_request.request_id = request_id
+        case do.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens):
+            reserve = pb.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens)
+            message.reserve_slot.CopyFrom(reserve)
+        case do.CancelReservation(request_id=request_id):
+            message.cancel_reservation.request_id = request_id
+        case do.CopyOut(request_id=request_id):
+            message.copy_out.request_id = request_id
+        case do.CopyIn(request_id=request_id, version=version, locator=locator):
+            book[request_id].arrivals[command.worker_id] = "migrated"
+            message.copy_in.CopyFrom(pb.CopyIn(request_id=request_id, version=version, locator=locator))
+        case do.Thaw(request_id=request_id):
+            message.thaw.request_id = request_id
+    return message
