@@ -45,12 +45,12 @@ PRESETS: dict[str, DemoPreset] = {
     # them, beside two engines on two cores, wait for each other most of the time.
     "smollm2": DemoPreset(
         prompts="reasoning-gym:spell_backward:2,syllogism:1",
-        groups=6,
+        groups=8,
         group_size=4,
-        max_tokens=192,
+        max_tokens=256,
         temperature=1.0,
         learning_rate=1e-5,
-        slots=8,
+        slots=5,
         kv_tokens=8192,
         max_model_len_tokens=1024,
         train_layers=6,
