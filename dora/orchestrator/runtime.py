@@ -82,7 +82,6 @@ class Runtime:
         self.trainer_seen_s = -TRAINER_ABSENT_S
         self.started_at = time.time()
         self.lost_reasons: dict[str, str] = {}
-        self.changed = asyncio.Event()  # set, then cleared, whenever something visible happened
         self._drawn: dict[str, Prompt] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._recorded: asyncio.Task[None] | None = None
@@ -109,8 +108,6 @@ class Runtime:
             raise
         finally:
             self._posting = False
-        self.changed.set()
-        self.changed.clear()
 
     def post_soon(self, event: on.Event) -> None:
         """Posts after what is being handled now."""
@@ -161,7 +158,7 @@ class Runtime:
         Raises BookError or InvalidValue for a delta that is wrong; what came before it counts.
         """
         now, at = time.monotonic(), time.time()
-        session.heard_s, session.waiting = now, report.waiting
+        session.heard_s = now
         session.rate.observe(now, report.generated_tokens)
         self.telemetry.tokens_reprefilled += report.reprefilled_tokens - session.reprefilled_tokens
         session.reprefilled_tokens = report.reprefilled_tokens

@@ -24,7 +24,6 @@ class WorkerSession:
         self.heard_s = time.monotonic()
         self.reprefilled_tokens = 0
         self.rate = Rate()
-        self.waiting = 0
         self._outbox: asyncio.Queue[pb.WorkerCommand | None] = asyncio.Queue(COMMANDS_QUEUED_MAX)
 
     def send(self, command: pb.WorkerCommand) -> None:

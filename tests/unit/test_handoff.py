@@ -9,7 +9,7 @@ from dora.orchestrator.core.handoff import LIVE, TABLE, Action, Handoff, Phase, 
 
 
 def handoff(phase: Phase = Phase.PLANNED) -> Handoff:
-    made = Handoff(row=0, request_id="g0.0", source="a", target="b", plan_id=1, began_s=0.0)
+    made = Handoff(row=0, request_id="g0.0", source="a", target="b", began_s=0.0)
     made.phase = phase
     return made
 

@@ -16,7 +16,6 @@ PRESSURE_REST_S = 5.0  # pressure is looked at again after this
 
 def rebalance(state: State, trigger: Trigger) -> None:
     """Plans on a snapshot, sets targets, begins moves; ``check`` then loads empty workers and supplements."""
-    state.plans_made += 1
     state.counters.rebalances += 1
     state.balanced_s = state.now_s
     plan = state.policy.plan(state.snapshot(), trigger)
@@ -31,9 +30,12 @@ def rebalance(state: State, trigger: Trigger) -> None:
 def settle(state: State) -> None:
     """Something changed hands: move on what is displaced, load what is empty, fill what is idle."""
     state.settling = False
-    room = state.config.balance.moves_at_once - len(state.handoffs)
-    if room > 0 and state.now_s >= state.relief_s and _relievable(state):
-        moves = state.policy.relieve(state.snapshot())[:room]
+    if (
+        len(state.handoffs) < state.config.balance.moves_at_once
+        and state.now_s >= state.relief_s
+        and _relievable(state)
+    ):
+        moves = state.policy.relieve(state.snapshot())
         state.relief_s = state.now_s if moves else state.now_s + RELIEF_REST_S
         _begin(state, moves)
     fleet.settle(state)
@@ -89,14 +91,11 @@ def migrate(state: State, event: on.MigrateAsked) -> None:
 
 
 def _begin(state: State, moves: Iterable[Move]) -> None:
+    moves_at_once = state.config.balance.moves_at_once
     for move in moves:
         target = state.seats[move.target]
-        if target is not None and move.row not in state.handoffs and len(state.handoffs) < _handoffs_max(state):
+        if target is not None and move.row not in state.handoffs and len(state.handoffs) < moves_at_once:
             handoffs.begin(state, move.row, target)
-
-
-def _handoffs_max(state: State) -> int:
-    return state.config.balance.moves_at_once
 
 
 def _unhosted(state: State) -> frozenset[int]:

@@ -93,7 +93,6 @@ class Handoff:
     request_id: str
     source: str
     target: str
-    plan_id: int
     began_s: float
     phase: Phase = Phase.PLANNED
     locator: str = ""

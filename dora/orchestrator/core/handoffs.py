@@ -14,7 +14,7 @@ def begin(state: State, row: int, target: Worker) -> None:
     source = state.owner(row)
     assert source is not None and source is not target, "a handoff is between two workers"
     request_id = state.request_id[row]
-    handoff = Handoff(row, request_id, source.worker_id, target.worker_id, state.plans_made, state.now_s)
+    handoff = Handoff(row, request_id, source.worker_id, target.worker_id, state.now_s)
     state.handoffs[row] = handoff
     state.requests["moving"][row] = True
     target.inbound += 1
@@ -28,7 +28,7 @@ def begin(state: State, row: int, target: Worker) -> None:
         _kv_tokens(state, row),
     )
     state.requests["claim_inbound"][row] = _kv_tokens(state, row)
-    state.send(reserve, row, handoff)
+    state.send(reserve, handoff)
 
 
 def signal_row(state: State, row: int, signal: Signal) -> None:
@@ -123,13 +123,13 @@ def _commit(state: State, handoff: Handoff) -> None:
 def _free_source(state: State, handoff: Handoff) -> None:
     source = state.workers[handoff.source]
     command = do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), handoff.request_id)
-    state.send(command, handoff.row, handoff)
+    state.send(command, handoff)
 
 
 def _copy_out(state: State, handoff: Handoff) -> None:
     source = state.workers[handoff.source]
     command = do.CopyOut(source.worker_id, source.epoch, state.command_id(), handoff.request_id)
-    state.send(command, handoff.row, handoff)
+    state.send(command, handoff)
 
 
 def _copy_in(state: State, handoff: Handoff) -> None:
@@ -138,7 +138,7 @@ def _copy_in(state: State, handoff: Handoff) -> None:
     command = do.CopyIn(
         target.worker_id, target.epoch, state.command_id(), handoff.request_id, version, handoff.locator
     )
-    state.send(command, handoff.row, handoff)
+    state.send(command, handoff)
 
 
 def _thaw_source(state: State, handoff: Handoff) -> None:

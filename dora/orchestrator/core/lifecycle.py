@@ -12,7 +12,6 @@ from dora.orchestrator.core import fleet, handoffs
 from dora.orchestrator.core.handoff import Signal
 from dora.orchestrator.core.placement import Room, place_waiting
 from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
-from dora.types import FinishReason
 
 BACKLOG_MIN_GROUPS = 16
 
@@ -80,7 +79,7 @@ def admit(state: State, prompt: on.OfferedPrompt, version: int) -> None:
         columns["status"][row] = RequestStatus.WAITING
         columns["group"][row], columns["version"][row] = group, version
         columns["prompt_tokens"][row], columns["max_tokens"][row] = prompt.prompt_tokens, prompt.max_tokens
-        columns["mean_tokens"][row], columns["born_s"][row] = mean, state.now_s
+        columns["mean_tokens"][row] = mean
         state.request_id[row], state.request_row[request_id] = request_id, row
         state.task[row] = prompt.task_id
         rows.append(row)
@@ -114,13 +113,13 @@ def progress(state: State, event: on.Progress) -> None:
         if claim > requests["claim"][row]:
             worker.kv_claimed += claim - int(requests["claim"][row])
             requests["claim"][row] = claim
-    for request_id, reason in event.finished.items():
+    for request_id in event.finished:
         row = state.reports(worker, request_id)
         if row is not None:
-            _finish(state, row, reason)
+            _finish(state, row)
 
 
-def _finish(state: State, row: int, _reason: FinishReason) -> None:
+def _finish(state: State, row: int) -> None:
     handoffs.signal_row(state, row, Signal.FINISHED)
     state.take_away(row)
     requests = state.requests

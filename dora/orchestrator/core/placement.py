@@ -61,7 +61,7 @@ def start(state: State, row: int, worker: Worker) -> None:
         "re-prefilled" if resumed else "new",
     )
     state.requests["starting"][row] = command.command_id
-    state.send(command, row)
+    state.send(command)
     state.counters.migrations_reprefill += resumed
 
 

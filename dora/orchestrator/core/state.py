@@ -73,7 +73,6 @@ class Pending:
     """A command to a worker whose outcome is due."""
 
     command: WorkerCommand
-    row: int = -1
     handoff: Handoff | None = None
 
 
@@ -132,7 +131,6 @@ class State:
                 "moves": np.int64,
                 "starting": np.int64,  # its StartRequest, until obeyed: reports before are of an earlier stay
                 "rests_until_s": np.float64,  # a move of it failed: not planned again before
-                "born_s": np.float64,
             }
         )
         self.request_id: dict[int, str] = {}
@@ -159,7 +157,6 @@ class State:
         # ids
         self.commands_sent = 0
         self.groups_named = 0
-        self.plans_made = 0
         self.lengths = LengthMeans()
         self.counters = Counters()
 
@@ -191,9 +188,9 @@ class State:
         self.commands_sent += 1
         return self.commands_sent
 
-    def send(self, command: WorkerCommand, row: int = -1, handoff: Handoff | None = None) -> None:
+    def send(self, command: WorkerCommand, handoff: Handoff | None = None) -> None:
         """Sends a command to a worker and waits for its outcome."""
-        self.pending[command.command_id] = Pending(command, row, handoff)
+        self.pending[command.command_id] = Pending(command, handoff)
         self.out.append(command)  # type: ignore[arg-type]  # every subclass is a Command
 
     def seat_worker(self, worker: Worker) -> None:
