@@ -18,6 +18,13 @@ def rng_draws(outputs: int, temperature: float) -> int:
     return outputs if temperature > 0 else 0
 
 
+def check_snapshot(snapshot: KvSnapshot, layout: KvLayout, loaded: int | None) -> None:
+    """What every engine asks of a snapshot before it takes it in. Raises SnapshotRefused for the first misfit."""
+    check_version(snapshot.request.version, loaded)
+    check_layout(snapshot.layout, layout)
+    check_consistent(snapshot)
+
+
 def check_layout(found: KvLayout, expected: KvLayout) -> None:
     """Raises SnapshotRefused for the first field in which two layouts differ."""
     for field in fields(KvLayout):

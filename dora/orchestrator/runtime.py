@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 from dora.config import Config
 from dora.errors import InvalidValue
 from dora.kvtransfer.snapshot import KvTransport
-from dora.orchestrator.book import Book, BookError
+from dora.orchestrator.book import Book, BookError, sampling_of
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
@@ -233,7 +233,6 @@ class Runtime:
         async def draw() -> None:
             prompts, exhausted = await self.feed.take(command.count)
             self._drawn.update((prompt.prompt_id, prompt) for prompt in prompts)
-            rollout = self.config.rollout
             self.post(
                 on.PromptsOffered(
                     tuple(
@@ -242,7 +241,7 @@ class Runtime:
                             prompt.task_id,
                             len(prompt.token_ids),
                             prompt.group_size,
-                            int(prompt.sampling.get("max_tokens", rollout.max_tokens)),
+                            sampling_of(self.config.rollout, prompt).max_tokens,
                         )
                         for prompt in prompts
                     ),

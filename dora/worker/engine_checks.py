@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from dora.errors import Conflict, InvalidValue
-from dora.types import EngineCapability, RequestSpec, SamplingParams
+from dora.errors import CanaryMismatch, Conflict, InvalidValue
+from dora.types import Canary, EngineCapability, RequestSpec, SamplingParams
 
 _SEED_MAX: Final = 2**63 - 1
 
@@ -52,6 +52,15 @@ def check_version(request_version: int, loaded: int | None) -> None:
     """Raises Conflict unless a request is of the version that is loaded."""
     if request_version != loaded:
         raise Conflict("request.version", request_version, f"{loaded}, the version loaded")
+
+
+def check_reproduced(version: int, found: Canary, expected: Canary, tolerance: float) -> None:
+    """Raises CanaryMismatch where freshly loaded weights give other logprobs than were published with them."""
+    difference = max_difference(found.logprobs, expected.logprobs)
+    if not difference <= tolerance:
+        raise CanaryMismatch(
+            f"version {version}: logprobs differ from the canary by {difference:.3g}, allowed is {tolerance:g}"
+        )
 
 
 def max_difference(found: Sequence[float], expected: Sequence[float]) -> float:

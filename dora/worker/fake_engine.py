@@ -11,14 +11,13 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from dora.errors import CanaryMismatch, Conflict, InvalidValue, NotFound
-from dora.kvtransfer.layout import blocks_for, check_consistent, check_layout, rng_draws
-from dora.kvtransfer.layout import check_version as check_snapshot_version
+from dora.errors import Conflict, InvalidValue, NotFound
+from dora.kvtransfer.layout import blocks_for, check_snapshot, rng_draws
 from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
 from dora.types import Canary, EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
 from dora.weights.canary import CANARY_TOKENS, canary_token_ids, check_canary
 from dora.weights.reference import read_reference
-from dora.worker.engine_checks import check_request, check_version, max_difference
+from dora.worker.engine_checks import check_reproduced, check_request, check_version
 from dora.worker.fake_model import KV_BYTES, LAYERS, STOP_TOKEN_ID, FakeModel, Kv
 
 
@@ -106,9 +105,7 @@ class FakeEngine:
         token_ids = canary_token_ids(self._capability.vocab_size, CANARY_TOKENS) if canary is None else canary.token_ids
         found = Canary(token_ids, self._model.score(token_ids))
         if canary is not None:
-            difference = max_difference(found.logprobs, canary.logprobs)
-            if not difference <= self._canary_tolerance:
-                raise CanaryMismatch(f"version {version}: logprobs differ from the canary by {difference:.3g}")
+            check_reproduced(version, found, canary, self._canary_tolerance)
         self._version = version
         return found
 
@@ -156,9 +153,7 @@ class FakeEngine:
 
     def admit(self, snapshot: KvSnapshot) -> None:
         self._check_new(snapshot.request)
-        check_snapshot_version(snapshot.request.version, self._version)
-        check_layout(snapshot.layout, self._layout)
-        check_consistent(snapshot)
+        check_snapshot(snapshot, self._layout, self._version)
         self._enter(snapshot.request, snapshot)
 
     def remove(self, request_id: str) -> None:

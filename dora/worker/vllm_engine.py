@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from dora.errors import CanaryMismatch, Conflict, InvalidValue, NotFound
-from dora.kvtransfer.layout import blocks_for, check_consistent, check_layout, rng_draws
-from dora.kvtransfer.layout import check_version as check_snapshot_version
+from dora.errors import Conflict, InvalidValue, NotFound
+from dora.kvtransfer.layout import blocks_for, check_snapshot, rng_draws
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.types import Canary, EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
 from dora.weights.canary import CANARY_TOKENS, canary_token_ids, check_canary
 from dora.weights.reference import read_reference
 from dora.worker import vllm_environment
-from dora.worker.engine_checks import check_request, check_version, max_difference
+from dora.worker.engine_checks import check_reproduced, check_request, check_version
 
 Dtype = Literal["float32", "bfloat16"]
 # Largest difference of a logprob that is still rounding. Measured against transformers in fp32: 5e-5, and in bfloat16
@@ -105,12 +104,7 @@ class VllmEngine:
         found = self._score(canary.token_ids if canary is not None else self._own_canary_tokens())
         self._reset_prefix_cache()
         if canary is not None:
-            difference = max_difference(found.logprobs, canary.logprobs)
-            if not difference <= self._canary_tolerance:
-                raise CanaryMismatch(
-                    f"version {version}: logprobs differ from the canary by {difference:.3g}, "
-                    f"allowed is {self._canary_tolerance:g}"
-                )
+            check_reproduced(version, found, canary, self._canary_tolerance)
         self._version = version
         return found
 
@@ -164,9 +158,7 @@ class VllmEngine:
 
     def admit(self, snapshot: KvSnapshot) -> None:
         self._check_new(snapshot.request)
-        check_snapshot_version(snapshot.request.version, self._version)
-        check_layout(snapshot.layout, self._layout)
-        check_consistent(snapshot)
+        check_snapshot(snapshot, self._layout, self._version)
         self._enter(snapshot.request, snapshot)
 
     def remove(self, request_id: str) -> None:
