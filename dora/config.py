@@ -8,11 +8,13 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dora.errors import InvalidValue
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class _Section(BaseModel):
@@ -43,10 +45,26 @@ class RolloutConfig(_Section):
     reference_version: int = Field(0, ge=0, description="the frozen version a KL term refers to")
 
 
+class CostConfig(_Section):
+    """Cost of one engine step (dora/orchestrator/core/cost.py says what the coefficients mean)."""
+
+    kv_token_s: float = Field(ge=0.0, allow_inf_nan=False, description="k1: for each cached token")
+    weights_s: float = Field(ge=0.0, allow_inf_nan=False, description="k2: to read the weights")
+    request_s: float = Field(ge=0.0, allow_inf_nan=False, description="k3: for each running request")
+    step_s: float = Field(ge=0.0, allow_inf_nan=False, description="k4: everything else")
+    prefill_token_s: float = Field(0.0, ge=0.0, allow_inf_nan=False, description="for each prefilled token")
+    expert_fraction: float = Field(1.0, gt=0.0, le=1.0, description="share of the weights one token reads; 1: dense")
+    imbalance: float = Field(0.0, ge=0.0, allow_inf_nan=False, description="extra k3 from uneven experts")
+
+
 class BalanceConfig(_Section):
     """Re-balancing (design: triggers, partition, moves) and handoff."""
 
-    policy: Literal["dora"] = "dora"
+    policy: str = Field("dora", description="strategy by name: see dora.orchestrator.core.policies")
+    predictor: Literal["given", "statistics", "ranker"] = Field(
+        "statistics", description="of response lengths; given: from the prompts themselves, where they say"
+    )
+    cost: CostConfig | None = Field(None, description="of one engine's steps, as `dora profile` prints it")
     period_s: float = Field(30.0, gt=0.0, description="time trigger")
     pressure: float = Field(0.9, gt=0.0, le=1.0, description="KV use above which a worker is relieved")
     hysteresis: float = Field(0.6, ge=0.0, le=1.0, description="share of a DP group a periodic change must be worth")
@@ -80,6 +98,7 @@ class ServiceConfig(_Section):
     listen: str = Field("127.0.0.1:7070", pattern=r"^.+:\d{1,5}$", description="host:port")
     token: str = Field("", description="shared secret of all clients; empty: made at start and shown")
     run_folder: str = Field("", description="shared memory of this service; empty: a new folder on tmpfs")
+    event_log: str = Field("", description="new file for the events the core decides on, for dora replay; empty: none")
     max_message_bytes: int = Field(64 << 20, ge=1 << 20, le=1 << 31)
     prompts_queued_max: int = Field(4096, ge=1, description="a full queue refuses prompts")
     drain_timeout_s: float = Field(30.0, ge=0.0)
@@ -117,30 +136,58 @@ def load_config(file: Path | None = None, overrides: Iterable[str] = ()) -> Conf
 
     Override values are TOML; a value that is no TOML is taken as a string.
     """
+    return validated(settings_tree(file, overrides))
+
+
+def settings_tree(file: Path | None, overrides: Iterable[str], option: str = "--config") -> dict[str, Any]:
+    """What ``file`` (TOML) and then ``overrides`` say, as one nested mapping, not yet validated.
+
+    ``option`` is the command-line option that named the file; a file that cannot be read is an InvalidValue of it.
+    """
     tree: dict[str, Any] = {}
     if file is not None:
         try:
             tree = tomllib.loads(file.read_text())
         except OSError as error:
-            raise InvalidValue("--config", str(file), f"a readable TOML file ({error.strerror})") from error
+            raise InvalidValue(option, str(file), f"a readable TOML file ({error.strerror})") from error
         except tomllib.TOMLDecodeError as error:
-            raise InvalidValue("--config", str(file), f"valid TOML ({error})") from error
+            raise InvalidValue(option, str(file), f"valid TOML ({error})") from error
     for override in overrides:
         _apply(tree, override)
-    return validated(tree)
+    return tree
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with the fields of ``over`` in their place; sections present in both are merged field by field."""
+    tree = dict(base)
+    for key, value in over.items():
+        below = tree.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            value = merged(below, value)
+        tree[key] = value
+    return tree
 
 
 def validated(tree: Mapping[str, Any]) -> Config:
     """A Config of a nested mapping; raises InvalidValue for the first field that is wrong."""
+    return validated_as(Config, tree)
+
+
+def validated_as(model: type[Model], tree: Mapping[str, Any]) -> Model:
+    """A ``model`` of a nested mapping; raises InvalidValue for the first field that is wrong.
+
+    An unknown field is answered with the section's fields and the nearest name.
+    """
     try:
-        return Config.model_validate(tree)
+        return model.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
         path = tuple(str(part) for part in first["loc"])
         allowed = first["msg"]
         if first["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(path[-1], _fields_at(path[:-1]), n=1)
-            allowed = f"one of {', '.join(_fields_at(path[:-1]))}" + (f"; did you mean {near[0]}?" if near else "")
+            fields = _fields_at(model, path[:-1])
+            near = difflib.get_close_matches(path[-1], fields, n=1)
+            allowed = f"one of {', '.join(fields)}" + (f"; did you mean {near[0]}?" if near else "")
         raise InvalidValue(".".join(path), first["input"], allowed) from error
 
 
@@ -161,8 +208,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     node[name] = value
 
 
-def _fields_at(path: tuple[str, ...]) -> list[str]:
-    section: type[BaseModel] = Config
+def _fields_at(model: type[BaseModel], path: tuple[str, ...]) -> list[str]:
+    section = model
     for part in path:
         field = section.model_fields.get(part)
         if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):

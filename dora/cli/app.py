@@ -9,10 +9,15 @@ from dora.cli import (
     drain,
     groups,
     migrate,
+    plan,
     prepare,
+    profile,
     rebalance,
+    replay,
     serve,
+    simulate,
     status,
+    sweep,
     trajectories,
     verify,
     version,
@@ -34,6 +39,9 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "drain": (drain.drain, drain.EXAMPLE),
     "rebalance": (rebalance.rebalance, rebalance.EXAMPLE),
     "watch": (watch.watch, watch.EXAMPLE),
+    "replay": (replay.replay, replay.EXAMPLE),
+    "plan": (plan.plan, plan.EXAMPLE),
+    "profile": (profile.profile, profile.EXAMPLE),
     "verify": (verify.verify, verify.EXAMPLE),
     "prepare": (prepare.prepare, prepare.EXAMPLE),
     "version": (version.version, version.EXAMPLE),
@@ -50,3 +58,6 @@ app = typer.Typer(
 )
 for _name, (_function, _example) in COMMANDS.items():
     app.command(_name, epilog=f"Example: {_example}")(_function)
+
+simulate.app.command("sweep", epilog=f"Example: {sweep.EXAMPLE}")(sweep.sweep)
+app.add_typer(simulate.app, name="simulate", cls=DoraGroup, help=simulate.simulate.__doc__)

@@ -28,19 +28,19 @@ def shown(config: Config) -> dict[str, Any]:
 
 def toml_of(config: Config) -> str:
     """A complete, commented configuration file that loads back to ``config``, its token excepted."""
-    lines = []
-    sections = []
-    for name, value in config:
+    return "\n".join(_lines(config, "", hidden={"service.token"})) + "\n"
+
+
+def _lines(section: BaseModel, path: str, hidden: set[str]) -> list[str]:
+    """Its own fields, then its sections; a section that is not set is left out."""
+    lines, sections = [], []
+    for name, value in section:
         if isinstance(value, BaseModel):
-            sections.append(f"\n[{name}]")
-            sections += _fields(value, hidden={"token"} if name == "service" else set())
-        else:
-            lines.append(_field(config, name, value))
-    return "\n".join(lines + sections) + "\n"
-
-
-def _fields(section: BaseModel, hidden: set[str]) -> list[str]:
-    return [_field(section, name, value) for name, value in section if name not in hidden]
+            sections.append(f"\n[{path}{name}]")
+            sections += _lines(value, f"{path}{name}.", hidden)
+        elif value is not None and f"{path}{name}" not in hidden:
+            lines.append(_field(section, name, value))
+    return lines + sections
 
 
 def _field(section: BaseModel, name: str, value: Setting) -> str:

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,11 @@ import grpc
 
 from dora.config import Config
 from dora.errors import DoraError, InvalidValue
+from dora.eventlog import EventLogWriter
 from dora.kvtransfer.shm import ShmTransport
 from dora.models import default_cache, resolve_model
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.policies import check_live
 from dora.orchestrator.feed import PromptFeed
 from dora.orchestrator.launcher import Launcher, WorkerStartError
 from dora.orchestrator.runtime import Runtime
@@ -65,6 +68,7 @@ async def serve(
     ``service.drain_timeout_s`` to commit it; then workers end. Returns 0. Raises InvalidValue for a bad
     configuration, WorkerStartError where the workers do not start.
     """
+    check_live(config.balance.policy)
     progress(f"preparing the model {config.model}")
     model = await _prepared(config, progress)
     async with contextlib.AsyncExitStack() as stack:
@@ -84,6 +88,7 @@ async def serve(
             store=store,
             transport=ShmTransport(snapshots),
             recorder=recorder,
+            event_log=_event_log(config, stack),
         )
         stack.push_async_callback(runtime.close)
         token = config.service.token or secrets.token_urlsafe(24)
@@ -159,6 +164,13 @@ async def _recorder(config: Config, store: WeightStore, stack: contextlib.AsyncE
     stack.callback(recorder.close)
     await asyncio.to_thread(recorder.keep_version, 0, store.folder(0))
     return recorder
+
+
+def _event_log(config: Config, stack: contextlib.AsyncExitStack) -> EventLogWriter | None:
+    """The log, closed after the runtime has handled its last event."""
+    if not config.service.event_log:
+        return None
+    return stack.enter_context(EventLogWriter(Path(config.service.event_log), config, now_s=time.monotonic()))
 
 
 @contextlib.asynccontextmanager

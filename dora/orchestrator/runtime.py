@@ -1,8 +1,9 @@
 """The asyncio shell around the core: events in, commands carried out. It does what the core decided, nothing else.
 
-    gRPC, timers ──▶ post(event) ──▶ machine.handle ──▶ commands ──▶ _carry_out ──▶ sessions, book, verifier, store
-                          ▲                                                                    │
-                          └───────────────────── one outcome event each ◀──────────────────────┘
+    gRPC, timers ──▶ post(event) ──▶ machine.handle ──▶ commands ──▶ executor ──▶ sessions, book, verifier, store
+                      ▲   │                                                                  │
+                      │   └──▶ event log                                                     │
+                      └───────────────────────── one outcome event each ◀────────────────────┘
 
 ``post`` runs in the event loop and never waits, so the book and the core always agree.
 """
@@ -12,17 +13,18 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from dora.config import Config
 from dora.errors import InvalidValue
+from dora.eventlog import EventLogWriter
 from dora.kvtransfer.snapshot import KvTransport
-from dora.orchestrator.book import Book, BookError, sampling_of
+from dora.orchestrator.book import Book, BookError
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.executor import carry_out
 from dora.orchestrator.feed import PromptFeed
-from dora.orchestrator.orders import worker_message
 from dora.orchestrator.sessions import StepStream, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.record import Recorder
@@ -64,6 +66,7 @@ class Runtime:
         transport: KvTransport,
         recorder: Recorder | None,
         processes: WorkerProcesses | None = None,
+        event_log: EventLogWriter | None = None,
     ) -> None:
         self.config = config
         self.machine = Machine(config)
@@ -75,6 +78,7 @@ class Runtime:
         self.transport = transport
         self.recorder = recorder
         self.processes = processes
+        self.event_log = event_log
         self.sessions: dict[str, WorkerSession] = {}
         self.stream: StepStream | None = None
         self.epochs = 0
@@ -82,10 +86,9 @@ class Runtime:
         self.trainer_seen_s = -TRAINER_ABSENT_S
         self.started_at = time.time()
         self.lost_reasons: dict[str, str] = {}
-        self._drawn: dict[str, Prompt] = {}
+        self.drawn: dict[str, Prompt] = {}  # offered to the core, not admitted yet
         self._tasks: set[asyncio.Task[None]] = set()
         self._recorded: asyncio.Task[None] | None = None
-        self._posted: list[on.Event] = []
         self._posting = False
 
     # --------------------------------------------------------------------------------------------------------- events
@@ -93,15 +96,19 @@ class Runtime:
     def post(self, event: on.Event) -> None:
         """Hands an event to the core and carries out its commands. What the core refuses raises and changes nothing.
 
-        Anything else that raises leaves an event half done: a bug, which ends the service.
+        Anything else that raises leaves an event half done: a bug, which ends the service. The event log has the event
+        before the core does, so that its replay comes to the same refusal, or the same bug.
         """
         assert not self._posting, "an event was posted while another is handled; use post_soon"
         self._posting, handled = True, False
         try:
-            commands = self.machine.handle(event, time.monotonic())
+            now_s = time.monotonic()
+            if self.event_log is not None:
+                self.event_log.append(event, now_s)
+            commands = self.machine.handle(event, now_s)
             handled = True
             for command in commands:
-                self._carry_out(command)
+                carry_out(self, command)
         except Exception as error:
             if handled or not isinstance(error, InvalidValue):
                 self._fail(error)
@@ -214,118 +221,6 @@ class Runtime:
         canary = convert.canary_from_wire(found)
         if canary is not None and self.store.canary(version) is None:
             self.store.keep_canary(version, canary)
-
-    # ------------------------------------------------------------------------------------------------------- commands
-
-    def _carry_out(self, command: do.Command) -> None:
-        if isinstance(command, do.WorkerCommand):
-            self._to_worker(command)
-        else:
-            self._CARRY_OUT[type(command)](self, command)
-
-    def _to_worker(self, command: do.WorkerCommand) -> None:
-        session = self.sessions.get(command.worker_id)
-        if session is None or session.epoch != command.epoch:
-            return  # it broke a moment ago; its loss is on the way to the core
-        session.send(worker_message(command, self.book, self.store))
-
-    def _draw_prompts(self, command: do.DrawPrompts) -> None:
-        async def draw() -> None:
-            prompts, exhausted = await self.feed.take(command.count)
-            self._drawn.update((prompt.prompt_id, prompt) for prompt in prompts)
-            self.post(
-                on.PromptsOffered(
-                    tuple(
-                        on.OfferedPrompt(
-                            prompt.prompt_id,
-                            prompt.task_id,
-                            len(prompt.token_ids),
-                            prompt.group_size,
-                            sampling_of(self.config.rollout, prompt).max_tokens,
-                        )
-                        for prompt in prompts
-                    ),
-                    exhausted,
-                )
-            )
-
-        self.spawn(draw())
-
-    def _admit_group(self, command: do.AdmitGroup) -> None:
-        prompt = self._drawn.pop(command.prompt_id)
-        self.book.admit(command.group_id, prompt, command.version, command.request_ids, time.time())
-
-    def _score_request(self, command: do.ScoreRequest) -> None:
-        entry = self.book[command.request_id]
-
-        async def score() -> None:
-            reward = await self.verifier.score(entry.prompt.text, None, tuple(entry.tokens), entry.prompt.verifier_json)
-            if not reward.valid:
-                self.telemetry.rewards_failed += 1
-                log.error("%s: %s", entry.request_id, reward.log)
-            entry.reward = reward
-            self.telemetry.trajectories_finished += 1
-            self.post(on.RequestScored(entry.request_id))
-
-        self.spawn(score())
-
-    def _drop_group(self, command: do.DropGroup) -> None:
-        log.warning("group %s was cancelled: %s", command.group_id, command.reason)
-        self.feed.release(self.book.forget(command.group_id).prompt_id)
-
-    def _deliver_group(self, command: do.DeliverGroup) -> None:
-        group, first = self.book.deliver(command.group_id, command.step)
-        if first and self.recorder is not None:
-            self.record(functools.partial(self.recorder.append, group.trajectories))
-        stream = self.stream
-        if stream is not None and (stream.trainer_epoch, stream.step) == (command.trainer_epoch, command.step):
-            stream.put(group)
-
-    def _close_step(self, command: do.CloseStep) -> None:
-        stream = self.stream
-        if stream is not None and (stream.trainer_epoch, stream.step) == (command.trainer_epoch, command.step):
-            stream.close(exhausted=command.exhausted)
-            self.stream = None
-
-    def _forget_group(self, command: do.ForgetGroup) -> None:
-        self.feed.release(self.book.forget(command.group_id).prompt_id)
-
-    def _retire_version(self, command: do.RetireVersion) -> None:
-        if self.recorder is not None:  # after its copy was recorded
-            self.record(functools.partial(self.store.retire, command.version))
-        else:
-            self.store.retire(command.version)
-
-    def _release_snapshot(self, command: do.ReleaseSnapshot) -> None:
-        self.transport.release(command.locator)
-
-    def _evict_worker(self, command: do.EvictWorker) -> None:
-        session = self.sessions.get(command.worker_id)
-        if session is not None and session.epoch == command.epoch:
-            self.replace(session, command.reason)
-
-    def _stop_worker(self, command: do.StopWorker) -> None:
-        self.lost_reasons[command.worker_id] = "drained"
-        if self.processes is not None:
-            self.processes.let_go(command.worker_id)
-        session = self.sessions.get(command.worker_id)
-        if session is not None and session.epoch == command.epoch:
-            session.send(pb.WorkerCommand(shutdown=pb.Shutdown()))
-            session.finish()
-
-    _CARRY_OUT: ClassVar[dict[type, Callable[["Runtime", Any], None]]] = {
-        do.DrawPrompts: _draw_prompts,
-        do.AdmitGroup: _admit_group,
-        do.ScoreRequest: _score_request,
-        do.DropGroup: _drop_group,
-        do.DeliverGroup: _deliver_group,
-        do.CloseStep: _close_step,
-        do.ForgetGroup: _forget_group,
-        do.RetireVersion: _retire_version,
-        do.ReleaseSnapshot: _release_snapshot,
-        do.EvictWorker: _evict_worker,
-        do.StopWorker: _stop_worker,
-    }
 
     # ----------------------------------------------------------------------------------------------------- background
 

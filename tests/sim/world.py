@@ -11,18 +11,27 @@ from dora.errors import DoraError
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from tests.sim.invariants import check_state, fingerprint
+from dora.sim.invariants import check_state, fingerprint
 from tests.sim.workers import SimWorker
 
 
 class World:
     """Drives one Machine. ``faults`` is the chance of each fault where it could happen."""
 
-    def __init__(self, seed: int, *, window: int, groups: int, group_size: int, workers: int, faults: float) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        window: int,
+        groups: int,
+        group_size: int,
+        workers: int,
+        faults: float,
+        policy: str = "dora",
+    ) -> None:
         self.random = random.Random(seed)
-        self.machine = Machine(
-            validated({"window": {"size": window}, "balance": {"period_s": 7.0, "handoff_timeout_s": 9.0}})
-        )
+        balance = {"policy": policy, "period_s": 7.0, "handoff_timeout_s": 9.0}
+        self.machine = Machine(validated({"window": {"size": window}, "balance": balance}))
         self.window, self.groups, self.group_size, self.faults = window, groups, group_size, faults
         self.now_s = 0.0
         self.workers: dict[str, SimWorker] = {}

@@ -8,8 +8,7 @@ from dora.config import validated
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core.lengths import TASKS_MAX, LengthMeans
-from tests.sim.invariants import check_state
+from dora.sim.invariants import check_state
 
 
 class Bench:
@@ -204,15 +203,6 @@ def test_a_drained_service_ends_the_step_short(drained_first: bool) -> None:
     bench.post(on.StepRequested(1, 1))
     assert [close.exhausted for close in bench.given(do.CloseStep)] == [True, True]
     assert not bench.state.group_row
-
-
-def test_length_means_are_bounded() -> None:
-    lengths = LengthMeans()
-    for number in range(TASKS_MAX + 10):
-        lengths.observe(f"task{number}", number)
-    assert len(lengths._count) == len(lengths._mean) == TASKS_MAX
-    assert lengths.mean_tokens(f"task{TASKS_MAX}", 1 << 22) == TASKS_MAX
-    assert lengths.mean_tokens("task0", 100) == 50.0
 
 
 def test_a_refused_move_is_not_tried_again_at_once() -> None:

@@ -1,16 +1,19 @@
 """When to re-balance, and carrying a plan out (design: re-balancing)."""
 
-from collections.abc import Iterable
+from collections import deque
 
 from dora.errors import Conflict, NotFound
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core import fleet, handoffs
-from dora.orchestrator.core.lifecycle import fill, retire
+from dora.orchestrator.core.admission import draw
+from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.lifecycle import retire
 from dora.orchestrator.core.migration import QUEUE_SLOTS
-from dora.orchestrator.core.snapshot import Move, Trigger
+from dora.orchestrator.core.snapshot import Trigger
 from dora.orchestrator.core.state import RequestStatus, State
+from dora.orchestrator.core.view import snapshot
 
-RELIEF_REST_S = 1.0  # when nothing could move: else a plan would be made at every response's end
+RELIEF_REST_S = 1.0  # between two looks for moves: else one would be taken at every response's end
 PRESSURE_REST_S = 5.0  # pressure is looked at again after this
 
 
@@ -18,28 +21,37 @@ def rebalance(state: State, trigger: Trigger) -> None:
     """Plans on a snapshot, sets targets, begins moves; ``check`` then loads empty workers and supplements."""
     state.counters.rebalances += 1
     state.balanced_s = state.now_s
-    plan = state.policy.plan(state.snapshot(), trigger)
+    plan = state.policy.plan(snapshot(state), trigger)
     for seat, version in plan.targets.items():
         worker = state.seats[seat]
         assert worker is not None, f"the plan names the empty seat {seat}"
-        worker.target = version
-    _begin(state, plan.moves)
+        if worker.target != version:
+            worker.target = version
+            state.rehosted(worker)
+    state.planned = deque(plan.moves)  # what the last plan wanted and did not begin is void
     state.settling = True
 
 
 def settle(state: State) -> None:
     """Something changed hands: move on what is displaced, load what is empty, fill what is idle."""
     state.settling = False
-    if (
-        len(state.handoffs) < state.config.balance.moves_at_once
-        and state.now_s >= state.relief_s
-        and _relievable(state)
-    ):
-        moves = state.policy.relieve(state.snapshot())
-        state.relief_s = state.now_s if moves else state.now_s + RELIEF_REST_S
-        _begin(state, moves)
-    fleet.settle(state)
-    fill(state)
+    _begin(state)
+    if not state.planned and state.now_s >= state.relief_s and _relievable(state):
+        state.relief_s = state.now_s + RELIEF_REST_S
+        state.planned.extend(state.policy.relieve(snapshot(state)))
+        _begin(state)
+    seats = sorted(state.touched)
+    state.touched.clear()
+    state.roomy.update(seats)
+    fleet.settle(state, seats)
+    state.policy.dispatch(Floor(state))
+    draw(state)
+    for seat in (*seats, *sorted(state.touched)):
+        worker = state.seats[seat]
+        if worker is not None and not worker.held:
+            state.idle.add(seat)
+        else:
+            state.idle.discard(seat)
 
 
 def check(state: State) -> None:
@@ -90,17 +102,20 @@ def migrate(state: State, event: on.MigrateAsked) -> None:
     handoffs.begin(state, row, target)
 
 
-def _begin(state: State, moves: Iterable[Move]) -> None:
-    moves_at_once = state.config.balance.moves_at_once
-    for move in moves:
-        target = state.seats[move.target]
-        if target is not None and move.row not in state.handoffs and len(state.handoffs) < moves_at_once:
+def _begin(state: State) -> None:
+    """Begins the planned moves that still make sense, as many as may be under way."""
+    while state.planned and len(state.handoffs) < state.config.balance.moves_at_once:
+        move = state.planned.popleft()
+        target, source = state.seats[move.target], state.owner(move.row)
+        if source is None or target is None or source is target or move.row in state.handoffs:
+            continue
+        if target.hosts == state.requests["version"][move.row] and target.held < QUEUE_SLOTS * target.slots:
             handoffs.begin(state, move.row, target)
 
 
 def _unhosted(state: State) -> frozenset[int]:
     """The versions that requests wait for while no worker has them or is to get them."""
-    waited = {version for version, rows in state.waiting.items() if rows}
+    waited = {version for version, line in state.waiting.items() if line and not state.hosts_of(version)}
     if waited:
         waited -= {worker.target for worker in state.workers.values() if not worker.draining}
     return frozenset(waited)
@@ -108,27 +123,26 @@ def _unhosted(state: State) -> frozenset[int]:
 
 def _relievable(state: State) -> bool:
     """Whether a worker holds requests that are to leave it, and another one hosts their version and has a place."""
-    displaced = {worker.loaded for worker in state.workers.values() if worker.rows and worker.vacating}
-    return bool(displaced) and any(
-        worker.hosts in displaced and worker.held < QUEUE_SLOTS * worker.slots for worker in state.workers.values()
-    )
+    displaced = {worker.loaded for worker in state.vacating() if worker.rows}
+    return any(worker.held < QUEUE_SLOTS * worker.slots for version in displaced for worker in state.hosts_of(version))
 
 
 def _dry(state: State) -> frozenset[int]:
     """Seats of workers that hold nothing, and whose version, an old one, has no waiting or admissible work."""
-    window, newest = state.window, state.window.newest
+    window = state.window
     workless = {
         version
-        for version in {worker.target for worker in state.workers.values()}
-        if 0 <= version < newest
-        and not state.waiting.get(version)
-        and (not state.backlog or window.admissible(version) < 1)
+        for version in range(state.retired, window.newest)
+        if not state.waiting.get(version) and (not state.backlog or window.admissible(version) < 1)
     }
-    return frozenset(
-        worker.seat
-        for worker in state.workers.values()
-        if worker.target in workless and not worker.held and worker.loading < 0 and not worker.draining
-    )
+    seats = set()
+    for seat in state.idle if workless else ():
+        worker = state.seats[seat]
+        if worker is None or worker.target not in workless:
+            continue
+        if not worker.held and worker.loading < 0 and not worker.draining:
+            seats.add(seat)
+    return frozenset(seats)
 
 
 def _pressed(state: State) -> bool:

@@ -12,13 +12,20 @@ from dora.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class OfferedPrompt:
-    """A prompt as the core needs to know it."""
+    """A prompt as the core needs to know it.
+
+    ``key`` names it over epochs (empty: it has no history), ``features`` is what it shows of its difficulty, and
+    ``known_tokens`` the lengths of its responses where somebody knows them: a simulator, or the user's own estimates.
+    """
 
     prompt_id: str
     task_id: str
     prompt_tokens: int
     group_size: int
     max_tokens: int
+    key: str = ""
+    features: tuple[float, ...] = ()
+    known_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """Workers come, load versions, leave and die. A death costs time, never a sample."""
 
+from collections.abc import Iterable
+
 from dora.errors import Conflict, NotFound
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
@@ -32,8 +34,7 @@ def lost(state: State, event: on.WorkerLost) -> bool:
         state.take_away(row)
         if row not in state.handoffs:  # else its snapshot is on the way to another worker
             orphan(state, row)
-    del state.workers[worker.worker_id]
-    state.seats[worker.seat] = None
+    state.unseat(worker)
     state.counters.workers_lost += not worker.stopping
     return True
 
@@ -48,15 +49,17 @@ def drain(state: State, event: on.DrainAsked) -> None:
     if not any(not other.draining for other in state.workers.values() if other is not worker):
         raise Conflict("worker_id", event.worker_id, "not the last working one: its requests would have nowhere to go")
     worker.draining = True
+    state.rehosted(worker)
 
 
-def settle(state: State) -> None:
-    """Loads the target version into every worker that is empty and ready for it; lets drained ones leave.
+def settle(state: State, seats: Iterable[int]) -> None:
+    """Loads the target version into workers that are empty and ready for it; lets drained ones leave.
 
     A target whose weights are no longer kept waits for the next plan.
     """
-    for worker in state.workers.values():
-        if worker.held or worker.loading >= 0 or worker.stopping:
+    for seat in seats:
+        worker = state.seats[seat]
+        if worker is None or worker.held or worker.loading >= 0 or worker.stopping:
             continue
         if worker.draining:
             worker.stopping = True
@@ -67,13 +70,15 @@ def settle(state: State) -> None:
 
 def load(state: State, worker: Worker) -> None:
     worker.loaded, worker.loading = -1, worker.target
+    worker.kv_used = worker.kv_given = 0
+    state.rehosted(worker)
     state.send(do.LoadVersion(worker.worker_id, worker.epoch, state.command_id(), worker.target))
 
 
 def load_done(state: State, pending: Pending, event: on.CommandDone) -> None:
     worker = state.workers[pending.command.worker_id]
     version, worker.loading = worker.loading, -1
-    state.settling = True
+    state.rehosted(worker)
     if event.ok:
         worker.loaded, worker.load_failures = version, 0
         return
@@ -87,5 +92,6 @@ def load_done(state: State, pending: Pending, event: on.CommandDone) -> None:
 def evict(state: State, worker: Worker, reason: str) -> None:
     """Asks the shell to end the worker; its loss does the rest. Nothing new is given to it meanwhile."""
     if not worker.stopping:
-        worker.stopping = worker.draining = state.settling = True
+        worker.stopping = worker.draining = True
+        state.rehosted(worker)
         state.out.append(do.EvictWorker(worker.worker_id, worker.epoch, reason))

@@ -17,17 +17,19 @@ def begin(state: State, row: int, target: Worker) -> None:
     handoff = Handoff(row, request_id, source.worker_id, target.worker_id, state.now_s)
     state.handoffs[row] = handoff
     state.requests["moving"][row] = True
+    kv_tokens = _kv_tokens(state, row)
     target.inbound += 1
-    target.kv_claimed += _kv_tokens(state, row)
+    target.kv_claimed += kv_tokens
+    target.kv_inbound += kv_tokens
     reserve = do.ReserveSlot(
         target.worker_id,
         target.epoch,
         state.command_id(),
         request_id,
         int(state.requests["version"][row]),
-        _kv_tokens(state, row),
+        kv_tokens,
     )
-    state.requests["claim_inbound"][row] = _kv_tokens(state, row)
+    state.requests["claim_inbound"][row] = kv_tokens
     state.send(reserve, handoff)
 
 
@@ -74,9 +76,12 @@ def _copy_out_signal(event: on.CommandDone) -> Signal:
 
 
 def lost(state: State, worker: Worker) -> None:
-    """A worker died: settle every handoff it took part in."""
+    """A worker died: settle every handoff it took part in.
+
+    The source of a stranded one has died before: this is a later life of the same worker, which has no part in it.
+    """
     for handoff in list(state.handoffs.values()):
-        if handoff.source == worker.worker_id:
+        if handoff.source == worker.worker_id and handoff.phase is not Phase.STRANDED:
             signal_handoff(state, handoff, Signal.SOURCE_LOST)
         elif handoff.target == worker.worker_id:
             signal_handoff(state, handoff, Signal.TARGET_LOST)
@@ -102,6 +107,8 @@ def _close(state: State, handoff: Handoff, signal: Signal) -> None:
     if target is not None:
         target.inbound -= 1
         target.kv_claimed -= int(state.requests["claim_inbound"][row])
+        target.kv_inbound -= int(state.requests["claim_inbound"][row])
+        state.touched.add(target.seat)
     state.requests["claim_inbound"][row] = 0
     state.settling = True
     if signal in (Signal.REFUSED, Signal.COPY_REFUSED, Signal.COPY_FAILED, Signal.UNDO):

@@ -1,4 +1,4 @@
-"""Prompts become groups, groups become responses, responses are scored, delivered, trained on, forgotten.
+"""Responses grow, are scored and delivered; groups are trained on, cancelled, forgotten. (They begin in admission.py.)
 
 C2 lives here: a group leaves the state only by ``commit`` (trained) or ``cancel`` (asked for, with its reason).
 """
@@ -10,85 +10,7 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core import fleet, handoffs
 from dora.orchestrator.core.handoff import Signal
-from dora.orchestrator.core.placement import Room, place_waiting
 from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
-
-BACKLOG_MIN_GROUPS = 16
-
-# ---------------------------------------------------------------------------------------------------------- admission
-
-
-def offered(state: State, event: on.PromptsOffered) -> None:
-    if len(event.prompts) > state.drawing:
-        raise InvalidValue("prompts", len(event.prompts), f"at most the {state.drawing} that were drawn")
-    state.drawing = 0
-    if not state.exhausted:
-        state.backlog.extend(event.prompts)
-        state.exhausted = event.exhausted
-    state.settling = True
-    end_if_exhausted(state)
-
-
-def end_admission(state: State, _event: on.AdmissionEnded) -> None:
-    """What was drawn and not admitted is let go: it was never promised."""
-    state.backlog.clear()
-    state.exhausted = True
-    state.settling = True
-    end_if_exhausted(state)
-
-
-def fill(state: State) -> None:
-    """Gives idle slots work: what waits first, then new groups, the newest version first (C3 by the window's rule)."""
-    window = state.window
-    for version in range(window.newest, window.oldest_live - 1, -1):
-        if not state.backlog and not state.waiting.get(version):
-            continue
-        room = Room(state.hosts_of(version))
-        place_waiting(state, version, room)
-        while state.backlog and window.admissible(version) > 0 and not state.waiting.get(version):
-            if room.roomiest(state.backlog[0].prompt_tokens + 1) is None:
-                break
-            admit(state, state.backlog.popleft(), version)
-            place_waiting(state, version, room)
-    draw(state)
-
-
-def draw(state: State) -> None:
-    """Keeps a bounded backlog of prompts: two steps' worth."""
-    low = max(BACKLOG_MIN_GROUPS, state.window.groups_per_step)
-    if not state.exhausted and not state.drawing and len(state.backlog) < low and state.window.groups_per_step:
-        state.drawing = 2 * low - len(state.backlog)
-        state.out.append(do.DrawPrompts(state.drawing))
-
-
-def admit(state: State, prompt: on.OfferedPrompt, version: int) -> None:
-    state.window.admit(version)
-    group = state.groups.allocate()
-    group_id = f"g{state.groups_named}"
-    state.groups_named += 1
-    for name, value in (("status", GroupStatus.OPEN), ("version", version), ("unfinished", prompt.group_size)):
-        state.groups[name][group] = value
-    state.groups["unscored"][group] = prompt.group_size
-    state.group_id[group], state.group_row[group_id] = group_id, group
-    mean = state.lengths.mean_tokens(prompt.task_id, prompt.max_tokens)
-    rows = []
-    for index in range(prompt.group_size):
-        row = state.requests.allocate()
-        request_id = f"{group_id}.{index}"
-        columns = state.requests
-        columns["status"][row] = RequestStatus.WAITING
-        columns["group"][row], columns["version"][row] = group, version
-        columns["prompt_tokens"][row], columns["max_tokens"][row] = prompt.prompt_tokens, prompt.max_tokens
-        columns["mean_tokens"][row] = mean
-        state.request_id[row], state.request_row[request_id] = request_id, row
-        state.task[row] = prompt.task_id
-        rows.append(row)
-    state.members[group] = rows
-    state.waiting.setdefault(version, deque()).extend(rows)
-    state.counters.groups_admitted += 1
-    ids = tuple(state.request_id[row] for row in rows)
-    state.out.append(do.AdmitGroup(group_id, prompt.prompt_id, version, ids))
-
 
 # ----------------------------------------------------------------------------------------------------------- progress
 
@@ -98,7 +20,8 @@ def progress(state: State, event: on.Progress) -> None:
     worker = state.worker_at(event.worker_id, event.epoch)
     if worker is None:
         return
-    worker.kv_used, worker.waiting = event.kv_used_tokens, event.waiting
+    worker.kv_used, worker.waiting, worker.kv_given = event.kv_used_tokens, event.waiting, 0
+    state.roomy.add(worker.seat)
     requests = state.requests
     for request_id, tokens in event.tokens.items():
         row = state.reports(worker, request_id)
@@ -123,9 +46,12 @@ def _finish(state: State, row: int) -> None:
     handoffs.signal_row(state, row, Signal.FINISHED)
     state.take_away(row)
     requests = state.requests
+    group, tokens = int(requests["group"][row]), int(requests["tokens"][row])
     requests["status"][row] = RequestStatus.FINISHED
-    state.lengths.observe(state.task[row], int(requests["tokens"][row]))
-    state.groups["unfinished"][requests["group"][row]] -= 1
+    state.rhythm.finished(tokens)
+    state.rhythm.generated(tokens - int(requests["placed_tokens"][row]), state.now_s - float(requests["placed_s"][row]))
+    state.predictor.observe(state.traits[group], tokens)
+    state.groups["unfinished"][group] -= 1
     state.out.append(do.ScoreRequest(state.request_id[row]))
 
 
@@ -197,6 +123,14 @@ def deliver(state: State) -> None:
     end_if_exhausted(state)
 
 
+def end_admission(state: State, _event: on.AdmissionEnded) -> None:
+    """What was drawn and not admitted is let go: it was never promised."""
+    state.backlog.clear()
+    state.exhausted = True
+    state.settling = True
+    end_if_exhausted(state)
+
+
 def end_if_exhausted(state: State) -> None:
     """No prompt is left, nothing is open: the step ends short, so that its trainer can commit what it has."""
     window = state.window
@@ -233,6 +167,7 @@ def commit(state: State, event: on.StepCommitted) -> None:
         state.counters.groups_trained += 1
     state.leased.clear()
     state.window.publish()
+    state.rhythm.published(state.now_s)
 
 
 def check_commit(state: State, trainer_epoch: int, step: int) -> None:
@@ -280,9 +215,10 @@ def cancel(state: State, event: on.GroupCancelled) -> None:
 
 
 def _free(state: State, group: int) -> None:
-    for row in state.members.pop(group):
+    rows = state.members.pop(group)
+    for row in rows:
         del state.request_row[state.request_id.pop(row)]
-        del state.task[row]
-        state.requests.free(row)
+    state.requests.free(rows)
+    del state.traits[group]
     del state.group_row[state.group_id.pop(group)]
-    state.groups.free(group)
+    state.groups.free([group])

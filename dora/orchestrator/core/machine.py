@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from dora.config import Config
-from dora.orchestrator.core import balance, fleet, handoffs, lifecycle
+from dora.orchestrator.core import admission, balance, fleet, handoffs, lifecycle
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.commands import Command
+from dora.orchestrator.core.policies import policy_of
 from dora.orchestrator.core.snapshot import Trigger
 from dora.orchestrator.core.state import Counters, State
 
@@ -21,7 +22,7 @@ class Machine:
     """
 
     def __init__(self, config: Config) -> None:
-        self._state = State(config)
+        self._state = State(config, policy_of(config.balance, config.window.size))
 
     def handle(self, event: on.Event, now_s: float) -> list[Command]:
         state = self._state
@@ -54,6 +55,11 @@ class Machine:
     def check_commit(self, trainer_epoch: int, step: int) -> None:
         """Raises Conflict where StepCommitted would be refused; asked before the weights are stored."""
         lifecycle.check_commit(self._state, trainer_epoch, step)
+
+
+def _offered(state: State, event: on.PromptsOffered) -> None:
+    admission.offered(state, event)
+    lifecycle.end_if_exhausted(state)
 
 
 def _joined(state: State, event: on.WorkerJoined) -> None:
@@ -105,7 +111,7 @@ def _start_done(state: State, command: do.StartRequest, event: on.CommandDone) -
 
 
 _HANDLERS: dict[type, Callable[[State, Any], None]] = {
-    on.PromptsOffered: lifecycle.offered,
+    on.PromptsOffered: _offered,
     on.AdmissionEnded: lifecycle.end_admission,
     on.RequestScored: lifecycle.scored,
     on.GroupCancelled: lifecycle.cancel,

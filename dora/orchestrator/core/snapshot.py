@@ -3,9 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from dora.orchestrator.core.cost import CostModel
+from dora.orchestrator.core.line import Entry
 from dora.orchestrator.core.table import Column
+
+if TYPE_CHECKING:
+    from dora.orchestrator.core.floor import Floor
 
 
 class Trigger(Enum):
@@ -31,6 +36,7 @@ class WorkerColumns:
     held: Column  # int64: requests it owns or that are on their way to it
     kv_tokens: Column  # int64, capacity
     kv_claimed: Column  # int64, prompts + expected lengths of what it holds
+    kv_expected: Column  # int64: in use once all that was sent has arrived
     kv_used: Column  # int64, as last reported
     waiting: Column  # int64, queued inside the engine, as last reported
 
@@ -53,8 +59,14 @@ class Snapshot:
     now_s: float
     step: int
     newest: int
+    window: int
     admissible: Mapping[int, int]  # version -> groups that may still be admitted
+    deadline_s: Mapping[int, float]  # version -> when its last step is expected to be published; inf: not known yet
+    step_s: float  # mean time between publishes; 0: not known yet
+    pace_s: float  # mean seconds a token of one response; 0: not known yet
+    cost: CostModel | None  # of one engine, where it was profiled
     group_tokens: float  # predicted tokens of one new group
+    backlog_longest: Column  # float64, ascending: predicted longest response of each prompt on offer
     workers: WorkerColumns
     requests: RequestColumns
 
@@ -76,10 +88,19 @@ class Plan:
 
 
 class Policy(Protocol):
-    """A re-balancing strategy. Pure: the same snapshot gives the same plan."""
+    """A rollout strategy. Deterministic: what it decides follows from what it is shown.
+
+    Start from ``policies/base.py``, whose ``dispatch`` fits most.
+    """
 
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
-        """A whole cycle: partition and moves."""
+        """A whole re-balancing cycle: which DP group is to host which version, and which requests move."""
 
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
-        """Only moves, under the present targets: called as earlier moves end and room appears."""
+        """Only moves, under the present targets: called now and then while requests stand on leaving DP groups."""
+
+    def rank(self, entry: Entry, expected_tokens: float) -> float:
+        """Order among the waiting requests of one version: the lowest starts first; equal ones as they came."""
+
+    def dispatch(self, floor: "Floor") -> None:
+        """Gives DP groups with room something to do: waiting requests, or new groups. Called after every change."""

@@ -1,7 +1,7 @@
 """Everything the core knows, in one place. The modules beside this one are functions over it."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -9,12 +9,13 @@ import numpy as np
 
 from dora.config import Config
 from dora.orchestrator.core.commands import Command, WorkerCommand
-from dora.orchestrator.core.events import OfferedPrompt
+from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.handoff import Handoff
-from dora.orchestrator.core.lengths import LengthMeans, remaining_tokens
-from dora.orchestrator.core.policies import POLICIES
-from dora.orchestrator.core.snapshot import RequestColumns, Snapshot, WorkerColumns
-from dora.orchestrator.core.table import Column, Table
+from dora.orchestrator.core.line import Backlog, Line
+from dora.orchestrator.core.prediction import PREDICTORS, PromptTraits
+from dora.orchestrator.core.rhythm import Rhythm
+from dora.orchestrator.core.snapshot import Move, Policy
+from dora.orchestrator.core.table import Table
 from dora.orchestrator.core.window import Window
 
 
@@ -51,8 +52,15 @@ class Worker:
     rows: set[int] = field(default_factory=set)  # requests it owns
     inbound: int = 0  # handoffs on their way to it
     kv_claimed: int = 0  # prompts and expected lengths of both
-    kv_used: int = 0
-    waiting: int = 0
+    kv_used: int = 0  # as last reported
+    kv_given: int = 0  # context of the requests given to it since then
+    kv_inbound: int = 0  # context of those on their way to it
+    waiting: int = 0  # queued inside the engine, as last reported
+
+    @property
+    def kv_expected(self) -> int:
+        """KV in use once all that was sent has arrived."""
+        return self.kv_used + self.kv_given + self.kv_inbound
 
     @property
     def hosts(self) -> int:
@@ -100,14 +108,17 @@ class Counters:
 class State:
     """The core's whole state. ``out`` collects the commands of the event now handled."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, policy: Policy) -> None:
         self.config = config
         self.window = Window(config.window.size, config.window.groups_per_step)
-        self.policy = POLICIES[config.balance.policy](config.balance)
+        self.policy = policy
+        self.predictor = PREDICTORS[config.balance.predictor]()
+        self.cost = CostModel(**config.balance.cost.model_dump()) if config.balance.cost is not None else None
+        self.rhythm = Rhythm()
         self.out: list[Command] = []
         self.now_s = 0.0
         # prompts
-        self.backlog: deque[OfferedPrompt] = deque()  # bounded: never more than DrawPrompts asked for
+        self.backlog = Backlog()
         self.drawing = 0
         self.exhausted = False
         # groups and requests: numpy columns, names beside them
@@ -124,7 +135,11 @@ class State:
                 "prompt_tokens": np.int64,
                 "tokens": np.int64,
                 "max_tokens": np.int64,
-                "mean_tokens": np.float64,
+                "log_mean": np.float64,  # belief on the response's length: a lognormal's parameters
+                "log_sd": np.float64,
+                "expected": np.int64,  # its mean
+                "placed_s": np.float64,  # when its present stay on a worker began, and with how many tokens
+                "placed_tokens": np.int64,
                 "claim": np.int64,
                 "claim_inbound": np.int64,  # claimed at the target of its handoff
                 "moving": np.bool_,
@@ -135,8 +150,8 @@ class State:
         )
         self.request_id: dict[int, str] = {}
         self.request_row: dict[str, int] = {}
-        self.task: dict[int, str] = {}  # request row -> task id
-        self.waiting: dict[int, deque[int]] = {}  # version -> request rows on no worker
+        self.traits: dict[int, PromptTraits] = {}  # group row -> what lengths are predicted from
+        self.waiting: dict[int, Line] = {}  # version -> request rows on no worker
         self.finished: dict[int, deque[int]] = {}  # version -> group rows that wait for a step
         # trainer
         self.trainer_epoch = 0
@@ -149,15 +164,20 @@ class State:
         self.seats: list[Worker | None] = []
         self.handoffs: dict[int, Handoff] = {}  # request row -> live handoff
         self.pending: dict[int, Pending] = {}
+        self.planned: deque[Move] = deque()  # moves of the last plan that have not begun
         self.balanced_s = 0.0
         self.relief_s = 0.0  # moves between plans are not looked for before
+        self.touched: set[int] = set()  # seats where something changed since the last settling
+        self.roomy: set[int] = set()  # seats that may have room: something has left them since they were found full
+        self.idle: set[int] = set()  # seats of workers that hold nothing
+        self._hosting: dict[int, list[Worker]] | None = None  # version -> who hosts it; None: to be made again
+        self._vacating: list[Worker] = []
         self.unhosted: frozenset[int] = frozenset()  # versions found without a host at the last look
         self.dry: tuple[frozenset[int], int, int] | None = None  # seats found without work then, and step and newest
         self.settling = False  # a version, worker or request changed hands: look for work to move
         # ids
         self.commands_sent = 0
         self.groups_named = 0
-        self.lengths = LengthMeans()
         self.counters = Counters()
 
     # ------------------------------------------------------------------------------------------------ small readings
@@ -179,10 +199,29 @@ class State:
         worker = self.workers.get(worker_id)
         return worker if worker is not None and worker.epoch == epoch else None
 
-    def hosts_of(self, version: int) -> Iterator[Worker]:
-        return (worker for worker in self.workers.values() if worker.hosts == version)
+    def hosts_of(self, version: int) -> Sequence[Worker]:
+        """The workers that take requests of this version, by seat."""
+        if self._hosting is None:
+            self._hosting, self._vacating = {}, []
+            for worker in self.seats:
+                if worker is not None and worker.hosts >= 0:
+                    self._hosting.setdefault(worker.hosts, []).append(worker)
+                elif worker is not None and worker.vacating:
+                    self._vacating.append(worker)
+        return self._hosting.get(version, ())
+
+    def vacating(self) -> Sequence[Worker]:
+        """The workers that have a version in memory and are to leave it."""
+        self.hosts_of(-1)
+        return self._vacating
 
     # --------------------------------------------------------------------------------------------------- small writes
+
+    def rehosted(self, *workers: Worker) -> None:
+        """What these workers host, or are to host, has changed."""
+        self._hosting = None
+        self.settling = True
+        self.touched.update(worker.seat for worker in workers)
 
     def command_id(self) -> int:
         self.commands_sent += 1
@@ -199,6 +238,13 @@ class State:
         else:
             self.seats[worker.seat] = worker
         self.workers[worker.worker_id] = worker
+        self.rehosted(worker)
+
+    def unseat(self, worker: Worker) -> None:
+        """The worker is gone."""
+        del self.workers[worker.worker_id]
+        self.seats[worker.seat] = None
+        self.rehosted(worker)
 
     def free_seat(self) -> int:
         return next((seat for seat, worker in enumerate(self.seats) if worker is None), len(self.seats))
@@ -206,13 +252,16 @@ class State:
     def give(self, row: int, worker: Worker) -> None:
         """The worker owns the request from now on."""
         requests = self.requests
-        claim = int(requests["prompt_tokens"][row] + max(requests["tokens"][row], requests["mean_tokens"][row]))
+        tokens, prompt_tokens = int(requests["tokens"][row]), int(requests["prompt_tokens"][row])
+        claim = prompt_tokens + max(tokens, int(requests["expected"][row]))
         requests["status"][row] = RequestStatus.RUNNING
+        requests["placed_s"][row], requests["placed_tokens"][row] = self.now_s, tokens
         requests["worker"][row] = worker.seat + 1
         requests["claim"][row] = claim
         requests["starting"][row] = 0
         worker.rows.add(row)
         worker.kv_claimed += claim
+        worker.kv_given += prompt_tokens + tokens
 
     def take_away(self, row: int) -> Worker:
         """Its worker owns the request no more. Returns that worker."""
@@ -223,55 +272,5 @@ class State:
         self.requests["worker"][row] = 0
         self.requests["claim"][row] = self.requests["starting"][row] = 0
         self.settling = True
+        self.touched.add(worker.seat)
         return worker
-
-    # -------------------------------------------------------------------------------------------------------- snapshot
-
-    def snapshot(self) -> Snapshot:
-        """A frozen view for planners: copies of the worker columns (few), views of the request columns (many)."""
-        requests = self.requests
-        status = requests["status"]
-        task_tokens = float(np.mean(requests["mean_tokens"][status > 0])) if len(requests) else 1.0
-        group_size = max(1, len(requests)) / max(1, len(self.groups))
-        window = self.window
-        live = range(window.oldest_live, window.newest + 1)
-        dried_up = self.exhausted and not self.backlog
-        return Snapshot(
-            now_s=self.now_s,
-            step=window.step,
-            newest=window.newest,
-            admissible={v: 0 if dried_up else window.admissible(v) for v in live},
-            group_tokens=task_tokens * group_size,
-            workers=self._worker_columns(),
-            requests=RequestColumns(
-                unfinished=(status == RequestStatus.WAITING) | (status == RequestStatus.RUNNING),
-                movable=(status == RequestStatus.RUNNING)
-                & ~requests["moving"]
-                & (requests["rests_until_s"] <= self.now_s),
-                version=requests["version"],
-                worker=requests["worker"] - 1,
-                prompt_tokens=requests["prompt_tokens"],
-                tokens=requests["tokens"],
-                remaining_tokens=remaining_tokens(requests["mean_tokens"], requests["tokens"], requests["max_tokens"]),
-            ),
-        )
-
-    def _worker_columns(self) -> WorkerColumns:
-        empty = Worker("", 0, 0, 0, 0)
-        seats = [worker or empty for worker in self.seats]
-
-        def column(name: str) -> Column:
-            return np.array([getattr(worker, name) for worker in seats], dtype=np.int64)
-
-        return WorkerColumns(
-            alive=np.array([worker is not None and not worker.stopping for worker in self.seats], dtype=bool),
-            loaded=column("loaded"),
-            target=column("target"),
-            draining=np.array([worker.draining for worker in seats], dtype=bool),
-            slots=column("slots"),
-            held=column("held"),
-            kv_tokens=column("kv_tokens"),
-            kv_claimed=column("kv_claimed"),
-            kv_used=column("kv_used"),
-            waiting=column("waiting"),
-        )

@@ -32,25 +32,24 @@ class Table:
     def capacity(self) -> int:
         return self._rows
 
-    def allocate(self) -> int:
-        """A zeroed row."""
-        if not self._free:
+    def allocate(self, count: int) -> list[int]:
+        """So many zeroed rows."""
+        while len(self._free) < count:
             self._grow()
-        row = self._free.pop()
-        for column in self._columns.values():
-            column[row] = 0
-        return row
+        rows = self._free[-count:][::-1]
+        del self._free[-count:]
+        return rows
 
-    def free(self, row: int) -> None:
-        """Gives the row back. The caller forgets it."""
+    def free(self, rows: list[int]) -> None:
+        """Gives rows back. The caller forgets them."""
         for column in self._columns.values():
-            column[row] = 0
-        self._free.append(row)
+            column[rows] = 0
+        self._free.extend(reversed(rows))
 
     def _grow(self) -> None:
         self._columns = {
             name: np.concatenate([column, np.zeros(self._rows, dtype=column.dtype)])
             for name, column in self._columns.items()
         }
-        self._free = list(range(2 * self._rows - 1, self._rows - 1, -1))
+        self._free = [*range(2 * self._rows - 1, self._rows - 1, -1), *self._free]
         self._rows *= 2

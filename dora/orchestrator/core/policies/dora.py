@@ -2,17 +2,14 @@
 
 import numpy as np
 
-from dora.config import BalanceConfig
 from dora.orchestrator.core.migration import plan_moves
 from dora.orchestrator.core.partition import Seat, assign, proportional, settled
+from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.snapshot import Move, Plan, Snapshot, Trigger
 
 
-class DoraPolicy:
+class DoraPolicy(BasePolicy):
     """Partition by predicted tokens, keep KV where it is, move the rest."""
-
-    def __init__(self, config: BalanceConfig) -> None:
-        self._config = config
 
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
         workers = snapshot.workers
@@ -23,7 +20,7 @@ class DoraPolicy:
         wanted = proportional(work, len(seats), snapshot.newest)
         present, times = np.unique(workers.target[seats], return_counts=True)
         counts = dict(zip(present.tolist(), times.tolist(), strict=True))
-        keep = trigger in (Trigger.TIME, Trigger.PRESSURE) and settled(counts, work, wanted, self._config.hysteresis)
+        keep = trigger in (Trigger.TIME, Trigger.PRESSURE) and settled(counts, work, wanted, self.config.hysteresis)
         if keep:
             targets = {int(seat): int(workers.target[seat]) for seat in seats}
         else:
@@ -32,12 +29,12 @@ class DoraPolicy:
                 for seat in seats
             ]
             targets = assign(rows, wanted)
-        moves = plan_moves(snapshot, targets, self._config.level_gap, self._config.moves_at_once)
+        moves = plan_moves(snapshot, targets, self.config.level_gap, self.config.moves_at_once)
         return Plan(targets, moves)
 
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
         targets = {int(seat): int(snapshot.workers.target[seat]) for seat in np.flatnonzero(snapshot.workers.alive)}
-        return plan_moves(snapshot, targets, self._config.level_gap, self._config.moves_at_once)
+        return plan_moves(snapshot, targets, self.config.level_gap, self.config.moves_at_once)
 
 
 def remaining_work(snapshot: Snapshot) -> dict[int, float]:

@@ -1,0 +1,127 @@
+"""A replayed decision for people and for programs: pure functions from ``dora.replay``'s plain data."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from dora.cli.tables import version_cell
+from dora.orchestrator.core.commands import Command
+from dora.orchestrator.core.events import Event
+from dora.replay import Decision, Known, KnownWorker, Summary, line_of
+
+WORKERS_SHOWN = 8  # more than these are shown by version
+COMMANDS_SHOWN = 8  # of one kind in one decision; --json has them all
+INDENT = " " * 9
+
+
+def block(decision: Decision, time_s: float) -> Text:
+    """One event: when and what, what was known, what was chosen. ``time_s`` is since the log was begun."""
+    text = Text.assemble(
+        (f"#{decision.number}", "bold"), f"  {time_s:+.3f} s  ", (line_of(decision.event), "bold cyan")
+    )
+    text.append("\n  known  ", "dim").append(_known_line(decision.known))
+    for line in _worker_lines(decision.known.workers):
+        text.append(f"\n{INDENT}").append_text(line)
+    if decision.refusal:
+        return text.append("\n  refused  ", "bold red").append(decision.refusal).append("\n")
+    text.append("\n  chose  ", "dim" if not decision.chose else "green")
+    return text.append(f"\n{INDENT}".join(_command_lines(decision.commands)) or "nothing").append("\n")
+
+
+def tree(decision: Decision, time_s: float) -> dict[str, Any]:
+    """The whole decision as JSON values; ``refused`` is null where the core took the event."""
+    return {
+        "number": decision.number,
+        "time_s": time_s,
+        "event": _message_tree(decision.event),
+        "known": asdict(decision.known),
+        "commands": [_message_tree(command) for command in decision.commands],
+        "refused": decision.refusal or None,
+    }
+
+
+def summary_table(title: str, summary: Summary) -> Table:
+    """What the replay came to."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column("what", style="bold")
+    table.add_column("value", overflow="fold")
+    table.add_row("events", _counted(summary.events))
+    table.add_row("commands", _counted(summary.commands))
+    table.add_row("refused", f"{summary.refused:,}")
+    table.add_row("filling step", str(summary.step))
+    table.add_row("newest version", version_cell(summary.newest))
+    table.add_section()
+    for name, value in summary.counters.items():
+        table.add_row(name, f"{value:,}")
+    return table
+
+
+def _message_tree(message: Event | Command) -> dict[str, Any]:
+    return {"kind": type(message).__name__, **asdict(message)}
+
+
+def _known_line(known: Known) -> str:
+    parts = [
+        f"step {known.step} takes {known.left} more",
+        f"newest v{known.newest}",
+        f"slack {' '.join(map(str, known.slack))}",
+        f"admissible {_by_version(known.admissible)}",
+        f"backlog {known.backlog}",
+    ]
+    for name, count in (("waiting", known.waiting), ("finished", known.finished)):
+        if count:
+            parts.append(f"{name} {_by_version(count)}")
+    for name, number in (("leased", known.leased), ("handoffs", known.handoffs)):
+        if number:
+            parts.append(f"{name} {number}")
+    return "; ".join(parts)
+
+
+def _by_version(counts: Mapping[int, int]) -> str:
+    return " ".join(f"v{version}:{count}" for version, count in counts.items())
+
+
+def _worker_lines(workers: tuple[KnownWorker, ...]) -> list[Text]:
+    """One line a DP group, or, of many, one line a version."""
+    if len(workers) <= WORKERS_SHOWN:
+        return [_load(worker.worker_id, [worker]) for worker in workers]
+    versions = sorted({worker.target for worker in workers}, reverse=True)
+    members = ([worker for worker in workers if worker.target == version] for version in versions)
+    return [_load(f"{len(group)} DP groups", group) for group in members]
+
+
+def _load(name: str, group: list[KnownWorker]) -> Text:
+    """How full DP groups of one target version are."""
+    first, capacity = group[0], sum(worker.kv_tokens for worker in group)
+    on_the_way = sum(worker.hosts != worker.target for worker in group)
+    line = Text.assemble(f"{name} ", version_cell(first.target) if first.target >= 0 else "no version")
+    line.append(f" {sum(worker.held for worker in group)}/{sum(worker.slots for worker in group)} requests")
+    line.append(f", KV {sum(worker.kv_used_tokens for worker in group) / capacity:.0%}")
+    line.append(f" ({sum(worker.kv_claimed_tokens for worker in group) / capacity:.0%} claimed)")
+    if len(group) > 1:
+        return line.append(f", {on_the_way} not there yet") if on_the_way else line
+    if first.draining:
+        line.append(", draining")
+    if first.loaded != first.target:
+        line.append(f", still v{first.loaded}" if first.loaded >= 0 else ", no weights yet")
+    return line
+
+
+def _command_lines(commands: Iterable[Command]) -> list[str]:
+    lines: list[str] = []
+    seen: Counter[str] = Counter()
+    for command in commands:
+        kind = type(command).__name__
+        seen[kind] += 1
+        if seen[kind] <= COMMANDS_SHOWN:
+            lines.append(line_of(command))
+    return lines + [f"{kind} {count - COMMANDS_SHOWN} more" for kind, count in seen.items() if count > COMMANDS_SHOWN]
+
+
+def _counted(kinds: Mapping[str, int]) -> str:
+    ordered = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
+    return f"{sum(kinds.values()):,}" + "".join(f"\n  {count:,} {kind}" for kind, count in ordered)

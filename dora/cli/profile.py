@@ -1,0 +1,143 @@
+"""``dora profile``"""
+
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import tomli_w
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from dora.cli.exits import ExitCode
+from dora.cli.options import JsonOption
+from dora.cli.output import print_json, stderr, stdout
+from dora.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from dora.planning.profile import Fit, Validation
+    from dora.planning.samples import Measurement
+
+EXAMPLE = "dora profile --model smollm2 --out cost.toml"
+CONTEXT_TOKENS: Final = 1024  # long enough to see what a cached token costs
+FORMATS: Final = (".toml", ".json")
+Dtype = Literal["float32", "bfloat16"]
+
+
+def profile(
+    model: Annotated[str, typer.Option(help="smollm2, tiny, tiny-moe, or a Hugging Face folder.")] = "smollm2",
+    slots: Annotated[int, typer.Option(help="Requests that the engine decodes at once.")] = 8,
+    kv_tokens: Annotated[int, typer.Option(help="Its KV-cache, in tokens.")] = 16384,
+    max_model_len: Annotated[
+        int, typer.Option(help=f"Tokens of prompt and response; 0: the model's, at most {CONTEXT_TOKENS}.")
+    ] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and KV.")] = "float32",
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the engine.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Prompts and the order of timing follow from it.")] = 0,
+    tolerance: Annotated[float, typer.Option(help="Largest error of the predicted throughput.")] = 0.15,
+    out: Annotated[Path | None, typer.Option(help="Also write the coefficients, to FILE.toml or FILE.json.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time an engine's steps, fit the cost model to them, and check it against a mixed workload.
+
+    The coefficients are a scenario's ``cluster.cost``. Exits with 1 where the predicted throughput is off by more than
+    the tolerance: the machine was busy with something else, or the cost model does not describe the engine.
+    """
+    from dora.planning.profile import fit, validate
+
+    if out is not None and out.suffix not in FORMATS:
+        raise InvalidValue("--out", str(out), f"a file that ends in {' or '.join(FORMATS)}")
+    if not 0.0 < tolerance < 1.0:
+        raise InvalidValue("--tolerance", tolerance, "above 0, below 1")
+    stderr().print(f"timing {model} ...")
+    measurement = _measure(model, slots, kv_tokens, max_model_len, dtype, threads, seed)
+    fitted = fit(measurement.decode, measurement.prefill)
+    checked = validate(fitted.coefficients, measurement)
+    if out is not None:
+        out.write_text(coefficients_text(fitted, out.suffix))
+    if as_json:
+        print_json(report(model, measurement, fitted, checked))
+    else:
+        stdout().print(_table(model, measurement, fitted, checked, tolerance))
+        stdout().print(coefficients_text(fitted, ".toml"), end="", soft_wrap=True, markup=False)
+    if abs(checked.ratio - 1.0) > tolerance:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def coefficients_text(fitted: "Fit", suffix: str) -> str:
+    """The fit as a file whose ``cluster.cost`` a scenario takes over."""
+    tree = {"cluster": {"cost": fitted.coefficients.model_dump()}}
+    return tomli_w.dumps(tree) if suffix == ".toml" else json.dumps(tree, indent=2) + "\n"
+
+
+def report(model: str, measurement: "Measurement", fitted: "Fit", checked: "Validation") -> dict[str, Any]:
+    """The whole result as one JSON object."""
+    return {
+        "model": model,
+        "cost": fitted.coefficients.model_dump(),
+        "decode_error": fitted.decode_error,
+        "prefill_error": fitted.prefill_error,
+        "kink_requests": fitted.kink,
+        "measured_tokens_per_s": checked.tokens / checked.measured_s,
+        "predicted_tokens_per_s": checked.tokens / checked.predicted_s,
+        "predicted_over_measured": checked.ratio,
+        "wall_tokens_per_s": checked.tokens / checked.wall_s,
+        "mixed_wall_s": list(measurement.mixed_wall_s),
+        "slots": measurement.slots,
+        "wall_s": measurement.wall_s,
+        "decode": [asdict(sample) for sample in measurement.decode],
+        "prefill": [asdict(sample) for sample in measurement.prefill],
+    }
+
+
+def _measure(
+    model: str, slots: int, kv_tokens: int, max_model_len: int, dtype: Dtype, threads: int, seed: int
+) -> "Measurement":
+    """Starts the engine in this process, times it, and closes it."""
+    from dora.models import resolve_model
+    from dora.worker.profiling import default_grid, measure
+
+    folder = resolve_model(model)
+    max_model_len = max_model_len or min(CONTEXT_TOKENS, _context_tokens(folder))
+    grid = default_grid(slots, kv_tokens, max_model_len)  # refuses what is too small before vLLM is loaded
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # vLLM reads it while it is imported
+    from dora.worker.vllm_engine import VllmEngine
+
+    engine = VllmEngine(folder, slots=slots, kv_tokens=kv_tokens, max_model_len_tokens=max_model_len, dtype=dtype)
+    try:
+        engine.load_weights(0, folder, None)
+        return measure(engine, grid, seed=seed, clock=time.perf_counter)
+    finally:
+        engine.close()
+
+
+def _context_tokens(folder: Path) -> int:
+    """What the model was made for."""
+    context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    if not isinstance(context, int):
+        raise InvalidValue("--max-model-len", 0, f"above 0: {folder / 'config.json'} has no max_position_embeddings")
+    return context
+
+
+def _table(model: str, measurement: "Measurement", fitted: "Fit", checked: "Validation", tolerance: float) -> Table:
+    good = abs(checked.ratio - 1.0) <= tolerance
+    table = Table(title=f"cost of {model}, {measurement.slots} slots", title_justify="left", show_header=False)
+    table.add_column("what", style="bold")
+    table.add_column("value")
+    cost = fitted.coefficients
+    table.add_row("k1, a cached token", f"{cost.kv_token_s * 1e6:.4g} us")
+    weights = f"{cost.weights_s * 1e3:.4g} ms, up to {fitted.kink:g} requests" if cost.weights_s else "not seen"
+    table.add_row("k2, the weights", weights)
+    table.add_row("k3, a request", f"{cost.request_s * 1e6:.4g} us")
+    table.add_row("k4, the rest", f"{cost.step_s * 1e3:.4g} ms")
+    table.add_row("prefill", f"{1 / cost.prefill_token_s:,.0f} tokens/s" if cost.prefill_token_s else "free")
+    table.add_row("mean error", f"decode {fitted.decode_error:.1%}, prefill {fitted.prefill_error:.1%}")
+    table.add_section()
+    wall = f"{checked.tokens / checked.wall_s:,.1f} with what else the machine did"
+    table.add_row("measured", f"{checked.tokens / checked.measured_s:,.1f} tokens/s ({wall})")
+    table.add_row("predicted", f"{checked.tokens / checked.predicted_s:,.1f} tokens/s")
+    table.add_row("predicted/measured", Text(f"{checked.ratio:.3f}", "bold green" if good else "bold red"))
+    return table

@@ -1,0 +1,96 @@
+"""``dora replay``"""
+
+import difflib
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dora.cli.options import JsonOption
+from dora.cli.output import print_json, stderr, stdout
+from dora.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from dora.eventlog import EventLog
+    from dora.replay import Decision, Replay
+
+EXAMPLE = "dora replay events.log --from 100 --to 200 --only StepCommitted,LoadVersion"
+
+
+def replay(
+    file: Annotated[Path, typer.Argument(metavar="LOG", help="A log that `service.event_log` named.")],
+    first: Annotated[int, typer.Option("--from", min=1, metavar="N", help="Show from event N on.")] = 1,
+    last: Annotated[int | None, typer.Option("--to", min=1, metavar="N", help="Stop after event N.")] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(metavar="KIND,...", help="Show only events of these kinds, or that led to such commands."),
+    ] = None,
+    decisions: Annotated[
+        bool, typer.Option("--decisions", help="Show only events on which something was decided, or refused.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a service's event log through the core again: event by event what was known, and what was chosen."""
+    from dora.eventlog import read_log
+    from dora.replay import Replay
+
+    if last is not None and last < first:
+        raise InvalidValue("--to", last, f"at least --from, {first}")
+    kinds = _kinds(only)
+    log = read_log(file)
+    events = sum(1 for _ in islice(log, last))  # a damaged log is refused before anything is printed
+    if log.torn_bytes:
+        stderr().print(f"dora: {file}: the last {log.torn_bytes} bytes were cut short by a crash", soft_wrap=True)
+
+    def shown(decision: "Decision") -> bool:
+        return (
+            decision.number >= first
+            and (not decisions or decision.chose)
+            and (not kinds or not kinds.isdisjoint(decision.kinds()))
+        )
+
+    run = Replay(log.config, islice(log, events))
+    (_print_json if as_json else _print_text)(log, run, (decision for decision in run if shown(decision)))
+
+
+def _print_text(log: "EventLog", run: "Replay", decisions: Iterator["Decision"]) -> None:
+    from dora.cli.decisions import block, summary_table
+
+    console = stdout()
+    for decision in decisions:
+        console.print(block(decision, decision.now_s - log.now_s), soft_wrap=True)
+    console.print(summary_table(f"{log.path}", run.summary()))
+
+
+def _print_json(log: "EventLog", run: "Replay", decisions: Iterator["Decision"]) -> None:
+    from dataclasses import asdict
+
+    from dora.cli.decisions import tree
+
+    trees = [tree(decision, decision.now_s - log.now_s) for decision in decisions]
+    print_json(
+        {
+            "started_at": log.started_at,
+            "torn_bytes": log.torn_bytes,
+            "decisions": trees,
+            "summary": asdict(run.summary()),
+        }
+    )
+
+
+def _kinds(only: str | None) -> frozenset[str]:
+    """The kinds of events and commands that ``--only`` names, in whatever case."""
+    from dora.replay import KINDS
+
+    spelled = {kind.lower(): kind for kind in KINDS}
+    found = set()
+    for name in only.split(",") if only is not None else ():
+        kind = spelled.get(name.strip().lower())
+        if kind is None:
+            near = difflib.get_close_matches(name.strip().lower(), spelled, n=1)
+            hint = f"; did you mean {spelled[near[0]]}?" if near else ""
+            raise InvalidValue("--only", name, f"one of {', '.join(KINDS)}{hint}")
+        found.add(kind)
+    return frozenset(found)

@@ -1,0 +1,196 @@
+"""``dora simulate``"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dora.cli.exits import ExitCode
+from dora.cli.options import JsonOption
+from dora.cli.output import print_json, stderr, stdout
+from dora.errors import DoraError, InvalidValue
+
+if TYPE_CHECKING:
+    from dora.sim.report import Report, Timeline
+    from dora.sim.scenario import Scenario
+
+EXAMPLE = "dora simulate --preset dora-64 --policy dora --window 3 --steps 8 --compare"
+
+
+class SplitChoice(StrEnum):
+    """Where the division of the accelerators between training and rollout comes from."""
+
+    PRESET = "preset"
+    PLAN = "plan"
+
+
+Preset = Annotated[str, typer.Option(help="A row of a paper's table, such as dora-64; or small.")]
+Policy = Annotated[str, typer.Option(help="By default the scenario's; dora in presets.")]
+Window = Annotated[int | None, typer.Option(help="Policy versions that may be live.")]
+Steps = Annotated[int, typer.Option(min=1, help="Training steps that are measured.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Training steps before them.")]
+Seed = Annotated[int, typer.Option(min=0, help="Prompts and lengths follow from it.")]
+Predictor = Annotated[str | None, typer.Option(help="oracle, statistics or ranker.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one field; may be repeated.")
+]
+File = Annotated[Path | None, typer.Option(help="A scenario (TOML), over the preset if one is named.")]
+Split = Annotated[SplitChoice, typer.Option(help="plan: train:rollout as `dora plan` picks it.")]
+Compare = Annotated[bool, typer.Option("--compare", help="All policies, beside the paper's numbers.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Timeline of the run: .png, .svg or .html.")]
+
+app = typer.Typer(
+    invoke_without_command=True,
+    epilog=f"Example: {EXAMPLE}",
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def simulate(
+    context: typer.Context,
+    preset: Preset = "",
+    policy: Policy = "",
+    window: Window = None,
+    steps: Steps = 8,
+    warmup: Warmup = 2,
+    seed: Seed = 0,
+    predictor: Predictor = None,
+    settings: Settings = None,
+    file: File = None,
+    split: Split = SplitChoice.PRESET,
+    compare: Compare = False,
+    plot: Plot = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the real orchestrator core under virtual time, with simulated engines, links and trainer.
+
+    Exits with 1 where a promise was broken: a version mixed, staleness out of bounds, a group lost or delivered twice.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from dora.config import settings_tree
+    from dora.sim.run import policy_names
+
+    over = settings_tree(file, settings or (), option="--file")
+    if predictor is not None:
+        over["predictor"] = predictor
+    if not preset and not over:
+        from dora.sim.presets import names
+
+        raise InvalidValue("--preset", preset, f"a --file, a --set, or one of {', '.join(names())}")
+    if compare:
+        if policy or plot:
+            raise InvalidValue("--policy" if policy else "--plot", policy or str(plot), "left out with --compare")
+        chosen = policy_names()
+    else:
+        chosen = [_known_policy(policy or str(over.get("policy", "dora")), policy_names())]
+    scenarios = [_scenario(over, preset, each, window, split, compare) for each in chosen]
+    _check_length(scenarios, steps, warmup)
+    if compare:
+        _compare(scenarios, steps, warmup, seed, as_json)
+    else:
+        _run_one(scenarios[0], steps, warmup, seed, plot, as_json)
+
+
+def _scenario(
+    over: Mapping[str, Any], preset: str, policy: str, window: int | None, split: SplitChoice, compare: bool
+) -> "Scenario":
+    """Of one policy. In a comparison, those with a window of their own keep it, and the colocated their split."""
+    from dora.sim.presets import OWN_WINDOWS, composed, planned
+
+    if compare and policy in OWN_WINDOWS:
+        over, window = {key: value for key, value in over.items() if key != "window"}, None
+    scenario = composed(over, preset, policy, window)
+    if split is SplitChoice.PRESET or (compare and scenario.cluster.colocated):
+        return scenario
+    return planned(scenario)
+
+
+def _run_one(scenario: "Scenario", steps: int, warmup: int, seed: int, plot: Path | None, as_json: bool) -> None:
+    from dora.cli.simulation_tables import paper_tree, report_table
+    from dora.sim.report import Timeline
+
+    if plot is None:
+        report = _report(scenario, steps, warmup, seed)
+    else:
+        from dora.sim.plot import check_plot, draw
+
+        check_plot(plot)
+        timeline = Timeline()
+        report = _report(scenario, steps, warmup, seed, timeline=timeline)
+        draw(timeline, report, plot)
+    if as_json:
+        print_json(_finite(asdict(report) | {"paper": paper_tree(report)}))
+    else:
+        stdout().print(report_table(report, scenario))
+        if plot is not None:
+            stdout().print(f"timeline: {plot}", markup=False, soft_wrap=True)
+    _exit_if_broken([report])
+
+
+def _compare(scenarios: list["Scenario"], steps: int, warmup: int, seed: int, as_json: bool) -> None:
+    from dora.cli.simulation_tables import comparison, comparison_table
+
+    reports = [
+        _report(scenario, steps, warmup, seed, f" ({number} of {len(scenarios)})")
+        for number, scenario in enumerate(scenarios, start=1)
+    ]
+    rows = comparison(reports, scenarios)
+    if as_json:
+        tree = {"preset": scenarios[0].name, "seed": seed, "steps": steps, "policies": [asdict(row) for row in rows]}
+        print_json(_finite(tree))
+    else:
+        stdout().print(comparison_table(rows))
+    _exit_if_broken(reports)
+
+
+def _report(
+    scenario: "Scenario", steps: int, warmup: int, seed: int, place: str = "", timeline: "Timeline | None" = None
+) -> "Report":
+    """Simulates with a progress bar. A broken promise ends the run, and is told as the failure it is."""
+    from dora.cli.progress import progress_bar
+    from dora.sim.ledger import Violation
+    from dora.sim.run import simulate as run
+
+    with progress_bar(stderr(), f"{scenario.name}, {scenario.policy}{place}") as tell:
+        try:
+            return run(scenario, steps=steps, warmup=warmup, seed=seed, timeline=timeline, progress=tell)
+        except Violation as error:
+            raise DoraError(f"{scenario.name}, {scenario.policy}, seed {seed}: {error}") from error
+
+
+def _check_length(scenarios: list["Scenario"], steps: int, warmup: int) -> None:
+    """A policy that knows no versions runs as many steps as its window is long, and would stall then."""
+    from dora.orchestrator.core.policies import SIMULATED
+
+    for scenario in scenarios:
+        most = scenario.window - warmup
+        if scenario.policy in SIMULATED and steps > most:
+            raise InvalidValue("--steps", steps, f"at most {most} with --policy {scenario.policy} and this --warmup")
+
+
+def _known_policy(policy: str, known: Sequence[str]) -> str:
+    from dora.planning.models import one_of
+
+    if policy not in known:
+        raise InvalidValue("--policy", policy, one_of(policy, dict.fromkeys(known)))
+    return policy
+
+
+def _finite(tree: Any) -> Any:
+    """JSON has no NaN and no infinity: what could not be measured becomes null."""
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return None if isinstance(tree, float) and not abs(tree) < float("inf") else tree
+
+
+def _exit_if_broken(reports: list["Report"]) -> None:
+    if any(report.violations or report.lost or report.duplicated for report in reports):
+        raise typer.Exit(ExitCode.FAILED)

@@ -1,0 +1,201 @@
+"""What a person sees of simulated runs: one report, or all policies of a preset, beside the paper's numbers."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, JustifyMethod
+from rich.table import Table
+from rich.text import Text
+
+from dora.orchestrator.core.policies import SIMULATED
+from dora.sim.papers import DORA_OVERHEAD, PaperResult, paper_result
+from dora.sim.report import Report
+from dora.sim.scenario import Scenario
+
+NONE: Final = "-"
+PAPER: Final = "paper"
+COLUMNS: Final = (
+    "policy", "W", "train:\nrollout", "min/\nstep", PAPER, "speed-\nup", PAPER, "rollout\nonly", PAPER,
+    "rollout\nspeed-up", PAPER, "tokens\n/s", PAPER, "bound", "over\nit", "work", "staleness", "errors",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One policy of a comparison: its report, its split, and how much faster than sync it was."""
+
+    report: Report
+    train_gpus: int
+    rollout_gpus: int
+    colocated: bool
+    speedup: float | None  # tokens a second over those of sync
+    rollout_speedup: float | None  # time in which the trainer only waits: that of sync over this one's
+    paper: PaperResult | None
+
+
+def paper_tree(report: Report) -> dict[str, Any] | None:
+    """The paper's numbers for this preset and policy as a tree; None where there are none."""
+    paper = paper_result(report.preset, report.policy)
+    return None if paper is None else asdict(paper)
+
+
+def comparison(reports: Sequence[Report], scenarios: Sequence[Scenario]) -> list[Compared]:
+    """The reports of all policies of one preset, in the same order, each held against that of ``sync``."""
+    sync = next((report for report in reports if report.policy == "sync"), None)
+    return [
+        Compared(
+            report,
+            scenario.cluster.train_gpus,
+            scenario.cluster.gpus if scenario.cluster.colocated else scenario.cluster.rollout_gpus,
+            scenario.cluster.colocated,
+            None if sync is None else _ratio(report.tokens_per_s, sync.tokens_per_s),
+            None if sync is None else _ratio(_rollout_min(sync), _rollout_min(report)),
+            paper_result(report.preset, report.policy),
+        )
+        for report, scenario in zip(reports, scenarios, strict=True)
+    ]
+
+
+def comparison_table(rows: Sequence[Compared]) -> Group:
+    """All policies of one preset, the shortest step bold. The paper's value stands beside ours, dim.
+
+    *W*: window; *speed-up*: tokens/s over sync's; *rollout only*: share of a step in which the trainer waits;
+    *rollout speed-up*: sync's such time over this one's; *bound*: of the bubble-free step; *work*: done over consumed,
+    1 when stationary; *staleness*: mean and largest; *errors*: violations, lost and duplicated groups.
+    """
+    first = rows[0].report
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    lines = [_comparison_row(row) for row in rows]
+    kept = [
+        column for column, name in enumerate(COLUMNS) if name != PAPER or any(line[column] != NONE for line in lines)
+    ]
+    for column in kept:
+        name = COLUMNS[column]
+        justify: JustifyMethod = "left" if name == "policy" else "right"
+        table.add_column(name, justify=justify, style="dim" if name == PAPER else "", no_wrap=True)
+    fastest = min(row.report.step_time_min for row in rows)
+    for row, line in zip(rows, lines, strict=True):
+        style = "bold" if row.report.step_time_min == fastest else ""
+        table.add_row(*(line[column] for column in kept), style=style)
+    title = f"{first.preset}: {first.steps} steps, seed {first.seed}, {first.predictor} lengths"
+    return Group(Text(title, "bold"), table, Text("\n".join(_notes(rows)), "dim"))
+
+
+def report_table(report: Report, scenario: Scenario) -> Group:
+    """One run, beside the paper's numbers where there are some."""
+    paper = paper_result(report.preset, report.policy)
+    table = Table()
+    table.add_column("")
+    table.add_column("simulated", justify="right")
+    if paper is not None:
+        table.add_column("paper", justify="right", style="dim")
+    for name, value, stated in _report_rows(report, paper):
+        table.add_row(name, value, stated) if paper is not None else table.add_row(name, value)
+    title = (
+        f"{report.preset}, {report.policy}, window {report.window}: {report.steps} steps, seed {report.seed}, "
+        f"{report.predictor} lengths, {_split(scenario)}"
+    )
+    note = "" if paper is None else f"paper: {paper.source}" + (f"; {paper.note}" if paper.note else "")
+    return Group(Text(title, "bold"), table, Text(note, "dim"))
+
+
+def _report_rows(report: Report, paper: PaperResult | None) -> list[tuple[str, str | Text, str]]:
+    stated = paper or PaperResult("")
+    overhead = DORA_OVERHEAD.get(report.preset) if report.policy == "dora" else None
+    balancing, transfer = (None, None) if overhead is None else (overhead.balancing, overhead.transfer)
+    broken = report.violations + report.lost + report.duplicated
+    return [
+        ("minutes a step", _number(report.step_time_min, 2), _number(stated.step_time_min, 2)),
+        ("  bubble-free bound", _number(report.bound_min, 2), ""),
+        ("  over the bound", _percent(_over(report)), ""),
+        ("  bound of the batches consumed", _number(report.bound_consumed_min, 2), ""),
+        ("  work done over consumed", _number(report.work_done_over_consumed, 3), ""),
+        ("rollout only", _percent(report.rollout_only_fraction), _percent(stated.rollout_only_fraction)),
+        ("tokens/s", _number(report.tokens_per_s, 0), _number(stated.tokens_per_s, 0)),
+        ("staleness mean, max", _staleness(report, 2), ""),
+        ("KV in use", _percent(report.kv_utilisation), ""),
+        ("moves with KV, by re-prefill", f"{report.migrations_kv:,}, {report.migrations_reprefill:,}", ""),
+        ("preemptions", f"{report.preemptions:,}", ""),
+        ("overhead: balancing", _percent(report.overhead_balancing, 2), _percent(balancing, 2)),
+        ("  transfer", _percent(report.overhead_transfer, 2), _percent(transfer, 2)),
+        ("  re-prefill", _percent(report.overhead_reprefill, 2), ""),
+        ("recall of the longest 20%", _number(report.recall_longest_20, 2), ""),
+        (
+            "violations, lost, duplicated",
+            Text(f"{report.violations}, {report.lost}, {report.duplicated}", "bold red" if broken else "green"),
+            "",
+        ),
+        ("simulated, in", f"{report.simulated_s / 3600:.1f} h, {report.wall_s:.1f} s", ""),
+        ("  faster than real time", f"{report.sim_speedup:,.0f} x", ""),
+    ]
+
+
+def _comparison_row(row: Compared) -> list[str | Text]:
+    report, stated = row.report, row.paper or PaperResult("")
+    broken = report.violations + report.lost + report.duplicated
+    split = f"{row.train_gpus} both" if row.colocated else f"{row.train_gpus}:{row.rollout_gpus}"
+    return [
+        report.policy,
+        NONE if report.policy in SIMULATED else str(report.window),
+        split,
+        _number(report.step_time_min, 2),
+        _number(stated.step_time_min, 2),
+        _number(row.speedup, 2),
+        _number(stated.speedup, 2),
+        _percent(report.rollout_only_fraction),
+        _percent(stated.rollout_only_fraction),
+        _number(row.rollout_speedup, 1),
+        _number(stated.rollout_speedup, 1),
+        _number(report.tokens_per_s, 0),
+        _number(stated.tokens_per_s, 0),
+        _number(report.bound_min, 2),
+        _percent(None if row.colocated else _over(report)),  # the bound is of generation, without the training
+        _number(report.work_done_over_consumed, 3),
+        _staleness(report, 1),
+        Text(str(broken), "bold red" if broken else ""),
+    ]
+
+
+def _notes(rows: Sequence[Compared]) -> list[str]:
+    """The sources, then what must be known of single cells."""
+    papers = [(row.report.policy, row.paper) for row in rows if row.paper is not None]
+    notes = [f"paper: {source}" for source in dict.fromkeys(paper.source for _, paper in papers)]
+    return notes + [f"{policy}: {paper.note}" for policy, paper in papers if paper.note]
+
+
+def _staleness(report: Report, digits: int) -> str:
+    """Mean and largest; where one response has several versions there is none."""
+    if report.policy in SIMULATED:
+        return NONE
+    return f"{report.staleness_mean:.{digits}f}, {report.staleness_max}"
+
+
+def _split(scenario: Scenario) -> str:
+    cluster = scenario.cluster
+    if cluster.colocated:
+        return f"{cluster.gpus} GPUs colocated"
+    return f"{cluster.train_gpus}:{cluster.rollout_gpus} GPUs"
+
+
+def _rollout_min(report: Report) -> float:
+    return report.step_time_min * report.rollout_only_fraction
+
+
+def _over(report: Report) -> float | None:
+    ratio = _ratio(report.step_time_min, report.bound_min)
+    return None if ratio is None else ratio - 1.0
+
+
+def _ratio(above: float, below: float) -> float | None:
+    return above / below if below > 0.0 else None
+
+
+def _number(value: float | None, digits: int) -> str:
+    return NONE if value is None or not isfinite(value) else f"{value:,.{digits}f}"
+
+
+def _percent(value: float | None, digits: int = 0) -> str:
+    return NONE if value is None or not isfinite(value) else f"{value:.{digits}%}"

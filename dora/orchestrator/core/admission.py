@@ -1,0 +1,110 @@
+"""Prompts are drawn, wait in the backlog, and become groups of a version, as far as window and policy let them."""
+
+from functools import lru_cache
+from math import exp
+from statistics import NormalDist
+from typing import Any
+
+from dora.errors import InvalidValue
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.line import Entry, Line
+from dora.orchestrator.core.prediction import Estimate, PromptTraits, longest_quantile
+from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
+
+BACKLOG_MIN_GROUPS = 16
+LOG_TOKENS_MAX = 40.0
+LONGEST_QUANTILE = 0.5  # a group's predicted longest response is the median of its longest
+
+
+def offered(state: State, event: on.PromptsOffered) -> None:
+    """Raises InvalidValue, and takes none, where more prompts come than were drawn."""
+    if len(event.prompts) > state.drawing:
+        raise InvalidValue("prompts", len(event.prompts), f"at most the {state.drawing} that were drawn")
+    state.drawing = 0
+    state.settling = True
+    if state.exhausted:
+        return
+    for prompt in event.prompts:
+        estimate = state.predictor.predict(traits_of(prompt))
+        longest = longest_quantile(estimate, prompt.group_size, LONGEST_QUANTILE, prompt.max_tokens)
+        state.backlog.add(prompt, state.window.newest, longest, siblings(estimate, prompt))
+    state.exhausted = event.exhausted
+
+
+def siblings(estimate: Estimate, prompt: on.OfferedPrompt) -> tuple[float, ...]:
+    """Predicted lengths of a prompt's responses: known, or spread evenly over the belief's quantiles."""
+    if estimate.known_tokens:
+        return tuple(float(min(tokens, prompt.max_tokens)) for tokens in estimate.known_tokens)
+    return tuple(
+        min(exp(min(estimate.log_mean + estimate.log_sd * score, LOG_TOKENS_MAX)), float(prompt.max_tokens))
+        for score in _scores(prompt.group_size)
+    )
+
+
+@lru_cache(maxsize=64)
+def _scores(count: int) -> tuple[float, ...]:
+    """Standard normal scores at the middles of ``count`` equal shares."""
+    normal = NormalDist()
+    return tuple(normal.inv_cdf((index + 0.5) / count) for index in range(count))
+
+
+def traits_of(prompt: on.OfferedPrompt) -> PromptTraits:
+    return PromptTraits(
+        prompt.key,
+        prompt.task_id,
+        prompt.prompt_tokens,
+        prompt.max_tokens,
+        prompt.group_size,
+        prompt.features,
+        prompt.known_tokens,
+    )
+
+
+def draw(state: State) -> None:
+    """Keeps a bounded backlog of prompts: two steps' worth."""
+    low = max(BACKLOG_MIN_GROUPS, state.window.groups_per_step)
+    if not state.exhausted and not state.drawing and len(state.backlog) < low and state.window.groups_per_step:
+        state.drawing = 2 * low - len(state.backlog)
+        state.out.append(do.DrawPrompts(state.drawing))
+
+
+def admit(state: State, entry: Entry, version: int) -> None:
+    """A prompt on offer becomes a group of ``version``, which the window has counted; its requests stand in line."""
+    prompt, size = entry.prompt, entry.prompt.group_size
+    (group,) = state.groups.allocate(1)
+    group_id = f"g{state.groups_named}"
+    state.groups_named += 1
+    for name, value in (("status", GroupStatus.OPEN), ("version", version), ("unfinished", size), ("unscored", size)):
+        state.groups[name][group] = value
+    state.group_id[group], state.group_row[group_id] = group_id, group
+    state.traits[group] = traits_of(prompt)
+    estimate = state.predictor.predict(state.traits[group])
+    beliefs = [estimate.of_sibling(index) for index in range(size)]
+    expected = [_mean_tokens(log_mean, log_sd, prompt.max_tokens) for log_mean, log_sd in beliefs]
+    rows = state.requests.allocate(size)
+    columns: tuple[tuple[str, Any], ...] = (
+        ("status", RequestStatus.WAITING),
+        ("group", group),
+        ("version", version),
+        ("prompt_tokens", prompt.prompt_tokens),
+        ("max_tokens", prompt.max_tokens),
+        ("log_mean", [log_mean for log_mean, _ in beliefs]),
+        ("log_sd", [log_sd for _, log_sd in beliefs]),
+        ("expected", expected),
+    )
+    for name, values in columns:
+        state.requests[name][rows] = values
+    ids = tuple(f"{group_id}.{index}" for index in range(size))
+    line = state.waiting.setdefault(version, Line())
+    for row, request_id, tokens in zip(rows, ids, expected, strict=True):
+        state.request_id[row], state.request_row[request_id] = request_id, row
+        line.push(row, state.policy.rank(entry, float(tokens)))
+    state.members[group] = rows
+    state.counters.groups_admitted += 1
+    state.out.append(do.AdmitGroup(group_id, prompt.prompt_id, version, ids))
+
+
+def _mean_tokens(log_mean: float, log_sd: float, max_tokens: int) -> int:
+    """Mean of a lognormal belief, at least one token and at most the response's limit."""
+    return max(1, round(min(exp(min(log_mean + log_sd * log_sd / 2, LOG_TOKENS_MAX)), max_tokens)))

@@ -1,0 +1,83 @@
+"""What a policy may see and do while it gives idle workers something to do.
+
+The promises do not depend on the policy: ``place`` and ``admit`` refuse what would break them.
+"""
+
+from collections.abc import Iterable
+
+from dora.errors import IllegalTransition
+from dora.orchestrator.core import admission, placement
+from dora.orchestrator.core.cost import CostModel
+from dora.orchestrator.core.line import Backlog, Entry, Line
+from dora.orchestrator.core.state import State, Worker
+
+NO_LINE = Line()
+
+
+class Floor:
+    """The state as a policy sees it in ``dispatch``. Workers, lines and the backlog are to be read only."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self.now_s = state.now_s
+        self.window = state.window
+        self.newest = state.window.newest
+        self.rhythm = state.rhythm
+        self.requests = state.requests
+        self.cost: CostModel | None = state.cost
+
+    @property
+    def backlog(self) -> Backlog:
+        return self._state.backlog
+
+    def versions(self) -> range:
+        """Live versions, the newest first."""
+        return range(self.newest, self.window.oldest_live - 1, -1)
+
+    def line(self, version: int) -> Line:
+        """Admitted requests of this version that no worker holds."""
+        return self._state.waiting.get(version, NO_LINE)
+
+    def hosts(self, version: int) -> Iterable[Worker]:
+        """All workers that take requests of this version."""
+        return self._state.hosts_of(version)
+
+    def candidates(self, version: int) -> list[Worker]:
+        """Those of them that may have room: something has left them since they were found full."""
+        state = self._state
+        workers = (state.seats[seat] for seat in sorted(state.roomy))
+        return [worker for worker in workers if worker is not None and worker.hosts == version]
+
+    def full(self, worker: Worker) -> None:
+        """The worker has no room: it is no candidate until something leaves it."""
+        self._state.roomy.discard(worker.seat)
+
+    def context_tokens(self, row: int) -> int:
+        """KV that a waiting request needs at once."""
+        requests = self._state.requests
+        return int(requests["prompt_tokens"][row] + requests["tokens"][row]) + 1
+
+    def kv_tokens(self) -> int:
+        """KV of all workers."""
+        return sum(worker.kv_tokens for worker in self._state.workers.values())
+
+    def deadline_s(self, version: int, haste: float = 1.0) -> float:
+        """When the last step that may train on this version is expected to be published; ``inf``: not known yet.
+
+        ``haste``: see Rhythm.deadline_s.
+        """
+        return self.rhythm.deadline_s(self.window.deadline(version) - self.newest, self.now_s, haste)
+
+    def place(self, row: int, worker: Worker) -> None:
+        """Starts (or resumes) a waiting request on a worker that hosts its version."""
+        version = int(self._state.requests["version"][row])
+        if worker.hosts != version:
+            raise IllegalTransition(f"a request of version {version} does not run on {worker.worker_id} (C1)")
+        self._state.waiting[version].remove(row)
+        placement.start(self._state, row, worker)
+
+    def admit(self, entry: Entry, version: int) -> None:
+        """A prompt on offer becomes a group of this version; its requests stand in line. Raises where C3 forbids it."""
+        self._state.window.admit(version)
+        self._state.backlog.remove(entry)
+        admission.admit(self._state, entry, version)

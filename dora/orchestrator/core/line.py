@@ -1,0 +1,119 @@
+"""Where work waits: prompts that are not admitted yet, and admitted requests that no worker holds."""
+
+from bisect import bisect_right, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+
+import numpy as np
+
+from dora.orchestrator.core.events import OfferedPrompt
+from dora.orchestrator.core.table import Column
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A prompt on offer, and what is predicted of its group."""
+
+    prompt: OfferedPrompt
+    number: int  # of arrival
+    newest: int  # the newest version when it came
+    longest_tokens: float  # longest response
+    lengths: tuple[float, ...]  # of each response
+
+
+class Backlog:
+    """Drawn prompts in order of arrival, to be looked up by predicted length. Bounded by what DrawPrompts asks for."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}  # by number, so in order of arrival
+        self._by_length: list[tuple[float, int]] = []
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def add(self, prompt: OfferedPrompt, newest: int, longest_tokens: float, lengths: tuple[float, ...]) -> None:
+        self._arrivals += 1
+        self._entries[self._arrivals] = Entry(prompt, self._arrivals, newest, longest_tokens, lengths)
+        insort(self._by_length, (longest_tokens, self._arrivals))
+
+    def remove(self, entry: Entry) -> None:
+        del self._entries[entry.number]
+        at = bisect_right(self._by_length, (entry.longest_tokens, entry.number)) - 1
+        del self._by_length[at]
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self._by_length.clear()
+
+    def first(self) -> Entry | None:
+        """The one that waits longest."""
+        return next(iter(self._entries.values()), None)
+
+    def lengths(self) -> Column:
+        """Predicted longest responses, ascending."""
+        return np.array([length for length, _ in self._by_length])
+
+    def shortest_tokens(self) -> float:
+        return self._by_length[0][0] if self._by_length else inf
+
+    def longest(self) -> Entry | None:
+        return self._entries[self._by_length[-1][1]] if self._by_length else None
+
+    def longest_within(self, limit_tokens: float) -> Entry | None:
+        """The one with the longest predicted response of those within the limit."""
+        at = bisect_right(self._by_length, (limit_tokens, self._arrivals))
+        return self._entries[self._by_length[at - 1][1]] if at else None
+
+    def first_within(self, limit_tokens: float) -> Entry | None:
+        """The one that waits longest of those within the limit."""
+        if self.shortest_tokens() > limit_tokens:
+            return None
+        return next(entry for entry in self if entry.longest_tokens <= limit_tokens)
+
+
+class Line:
+    """Requests of one version on no worker: the lowest rank starts first, then who came first."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, int]] = []  # rank, number, row; stale where ``_number`` says otherwise
+        self._number: dict[int, int] = {}  # row -> number
+        self._pushes = 0
+
+    def __len__(self) -> int:
+        return len(self._number)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._number)
+
+    def push(self, row: int, rank: float) -> None:
+        self._pushes += 1
+        self._number[row] = self._pushes
+        heappush(self._heap, (rank, self._pushes, row))
+
+    def push_first(self, row: int) -> None:
+        """Before all others: it has begun already."""
+        self._pushes += 1
+        self._number[row] = -self._pushes
+        heappush(self._heap, (-inf, -self._pushes, row))
+
+    def peek(self) -> int:
+        """The row that is next. The line must not be empty."""
+        while self._number.get(self._heap[0][2]) != self._heap[0][1]:
+            heappop(self._heap)
+        return self._heap[0][2]
+
+    def pop(self) -> int:
+        row = self.peek()
+        heappop(self._heap)
+        del self._number[row]
+        return row
+
+    def remove(self, row: int) -> None:
+        """Raises KeyError where the row is not in line."""
+        del self._number[row]

@@ -1,0 +1,134 @@
+"""DP groups by the KV that versions need: who gives up, who gets, which requests move for it."""
+
+from collections.abc import Mapping
+from math import ceil
+
+import numpy as np
+
+from dora.orchestrator.core.policies.hosts import cover, plannable, present_targets, staying
+from dora.orchestrator.core.snapshot import Move, Snapshot
+from dora.orchestrator.core.table import Column
+
+HORIZON_TOKENS = 1_500.0  # a version needs room for what its requests will have grown to by then
+PRESSED = 0.90  # share of a DP group's KV above which it is relieved, as far as another one is this much emptier:
+LEVEL_GAP = 0.25
+
+
+class Demand:
+    """One snapshot's supply and demand."""
+
+    def __init__(self, snapshot: Snapshot, fill: float) -> None:
+        self._snapshot, self._fill = snapshot, fill
+        requests = snapshot.requests
+        self._context = (requests.prompt_tokens + requests.tokens).astype(np.float64)
+        self._seats = plannable(snapshot)
+
+    def targets(self) -> dict[int, int]:
+        """Seat -> version. Every version with unfinished requests keeps or gets at least one DP group."""
+        snapshot, workers = self._snapshot, self._snapshot.workers
+        newest = snapshot.newest
+        target = present_targets(snapshot)
+        need = self._needs({*target.values(), newest})
+        have: dict[int, list[int]] = {version: [] for version in need}
+        for seat, version in target.items():
+            have[version].append(seat)
+
+        def give(source: int, to: int) -> None:
+            seat = min(have[source], key=lambda seat: (workers.kv_expected[seat], seat))
+            have[source].remove(seat)
+            have[to].append(seat)
+            target[seat] = to
+
+        for version in sorted(need):
+            if version < newest and self._ends(version):
+                while len(have[version]) > need[version]:
+                    give(version, newest)
+        for version in sorted(need):  # the earliest deadline first
+            while len(have[version]) < need[version]:
+                donors = [v for v in need if v != version and len(have[v]) > need[v]]
+                if not donors and not have[version]:
+                    donors = [v for v in need if len(have[v]) > 1]
+                if not donors:
+                    break
+                give(max(donors), version)
+        cover(snapshot, target)
+        return target
+
+    def moves(self, targets: Mapping[int, int]) -> tuple[Move, ...]:
+        """Off the DP groups that change or leave, the longest first; then off those whose KV runs out."""
+        board = _Board(self._snapshot, targets, self._context)
+        requests = self._snapshot.requests
+        leaves = requests.movable & (requests.worker >= 0) & ~board.stays[requests.worker]
+        rows = np.flatnonzero(leaves)
+        for row in rows[np.argsort(-requests.remaining_tokens[rows], kind="stable")].tolist():
+            board.move(row, self._fill)
+        for seat in np.flatnonzero(board.stays).tolist():
+            board.relieve(seat)
+        return tuple(board.moves)
+
+    def _needs(self, versions: set[int]) -> dict[int, int]:
+        """DP groups that each version needs for its requests' KV, now and at the horizon; the newest one at least."""
+        snapshot, requests = self._snapshot, self._snapshot.requests
+        unfinished = np.flatnonzero(requests.unfinished)
+        of_version = requests.version[unfinished]
+        kv_tokens = float(snapshot.workers.kv_tokens[self._seats].mean()) if self._seats else 1.0
+        slots = float(snapshot.workers.slots[self._seats].mean()) if self._seats else 1.0
+        need = {}
+        for version in sorted({*versions, *np.unique(of_version).tolist()}):
+            rows = unfinished[of_version == version]
+            grown = self._context[rows] + HORIZON_TOKENS
+            later = float(grown[requests.remaining_tokens[rows] > HORIZON_TOKENS].sum())
+            kv = max(float(self._context[rows].sum()), later)
+            least = 1 if len(rows) or version == snapshot.newest else 0
+            need[version] = max(least, ceil(kv / (self._fill * kv_tokens)), ceil(len(rows) / slots))
+        return need
+
+    def _ends(self, version: int) -> bool:
+        """Whether this version is in its last step, or can admit no more."""
+        snapshot = self._snapshot
+        due = version + snapshot.window - 1 <= snapshot.newest
+        return due or snapshot.admissible.get(version, 0) < 1
+
+
+class _Board:
+    """KV and requests of each DP group as they would be once the moves so far are done."""
+
+    def __init__(self, snapshot: Snapshot, targets: Mapping[int, int], context: Column) -> None:
+        workers = self._workers = snapshot.workers
+        self._requests, self._context = snapshot.requests, context
+        self.stays = staying(snapshot, dict(targets))
+        self._kv = workers.kv_expected.astype(np.float64)
+        self._held = workers.held.copy()
+        self.moves: list[Move] = []
+
+    def move(self, row: int, fill: float) -> bool:
+        """To the DP group of its version with the most free KV, as far as that is filled to ``fill`` at most."""
+        workers, source = self._workers, int(self._requests.worker[row])
+        fit = self.stays & (workers.loaded == self._requests.version[row]) & (self._held < workers.slots)
+        fit[source] = False
+        seats = np.flatnonzero(fit)
+        if not len(seats):
+            return False
+        target = int(seats[np.argmax(workers.kv_tokens[seats] - self._kv[seats])])
+        if self._held[target] and self._kv[target] + self._context[row] > fill * workers.kv_tokens[target]:
+            return False
+        self.moves.append(Move(row, target))
+        self._kv[target] += self._context[row]
+        self._kv[source] -= self._context[row]
+        self._held[target] += 1
+        self._held[source] -= 1
+        return True
+
+    def relieve(self, seat: int) -> None:
+        """Moves the largest requests off a pressed DP group while another one is much emptier."""
+        workers = self._workers
+        peers = np.flatnonzero(self.stays & (workers.loaded == workers.loaded[seat]))
+        largest: list[int] | None = None
+        while len(peers) > 1 and self._kv[seat] > PRESSED * workers.kv_tokens[seat]:
+            if self._kv[seat] - self._kv[peers].min() < LEVEL_GAP * workers.kv_tokens[seat]:
+                return
+            if largest is None:
+                rows = np.flatnonzero(self._requests.movable & (self._requests.worker == seat))
+                largest = rows[np.argsort(self._context[rows], kind="stable")].tolist()
+            if not largest or not self.move(largest.pop(), PRESSED):
+                return

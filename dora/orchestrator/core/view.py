@@ -1,0 +1,82 @@
+"""Makes the frozen view that planners read. Copies of the worker columns (few), views of the request columns (many)."""
+
+import numpy as np
+
+from dora.orchestrator.core.prediction import remaining_tokens
+from dora.orchestrator.core.snapshot import RequestColumns, Snapshot, WorkerColumns
+from dora.orchestrator.core.state import RequestStatus, State, Worker
+from dora.orchestrator.core.table import Column
+
+NOBODY = Worker("", 0, 0, 0, 0)
+
+
+def snapshot(state: State) -> Snapshot:
+    requests, window, rhythm = state.requests, state.window, state.rhythm
+    status = requests["status"]
+    used = status > 0
+    live = range(window.oldest_live, window.newest + 1)
+    dried_up = state.exhausted and not state.backlog
+    mean_tokens = float(requests["expected"].sum(where=used)) / max(1, len(requests))
+    return Snapshot(
+        now_s=state.now_s,
+        step=window.step,
+        newest=window.newest,
+        window=window.size,
+        admissible={v: 0 if dried_up else window.admissible(v) for v in live},
+        deadline_s={v: rhythm.deadline_s(window.deadline(v) - window.newest, state.now_s) for v in live},
+        step_s=rhythm.step_s,
+        pace_s=rhythm.pace_s,
+        cost=state.cost,
+        group_tokens=mean_tokens * max(1, len(requests)) / max(1, len(state.groups)),
+        backlog_longest=state.backlog.lengths(),
+        workers=_worker_columns(state),
+        requests=RequestColumns(
+            unfinished=(status == RequestStatus.WAITING) | (status == RequestStatus.RUNNING),
+            movable=(status == RequestStatus.RUNNING)
+            & ~requests["moving"]
+            & (requests["rests_until_s"] <= state.now_s),
+            version=requests["version"],
+            worker=requests["worker"] - 1,
+            prompt_tokens=requests["prompt_tokens"],
+            tokens=requests["tokens"],
+            remaining_tokens=_remaining(state),
+        ),
+    )
+
+
+def _remaining(state: State) -> Column:
+    """Predicted tokens still to come, for the rows in use."""
+    requests = state.requests
+    rows = np.flatnonzero(requests["status"] > 0)
+    tokens, log_sd = requests["tokens"][rows], requests["log_sd"][rows]
+    remaining = np.zeros(requests.capacity)
+    if log_sd.any():
+        remaining[rows] = remaining_tokens(requests["log_mean"][rows], log_sd, tokens, requests["max_tokens"][rows])
+    else:  # lengths are known
+        remaining[rows] = np.maximum(requests["expected"][rows] - tokens, 0)
+    return remaining
+
+
+def _worker_columns(state: State) -> WorkerColumns:
+    seats = [worker or NOBODY for worker in state.seats]
+    wide = np.array(
+        [
+            (w.loaded, w.target, w.slots, w.held, w.kv_tokens, w.kv_claimed, w.kv_expected, w.kv_used, w.waiting)
+            for w in seats
+        ],
+        dtype=np.int64,
+    ).reshape(len(seats), 9)
+    loaded, target, slots, held, kv_tokens, kv_claimed, kv_expected, kv_used, waiting = wide.T
+    return WorkerColumns(
+        alive=np.array([worker is not None and not worker.stopping for worker in state.seats], dtype=bool),
+        loaded=loaded,
+        target=target,
+        draining=np.array([worker.draining for worker in seats], dtype=bool),
+        slots=slots,
+        held=held,
+        kv_tokens=kv_tokens,
+        kv_claimed=kv_claimed,
+        kv_expected=kv_expected,
+        kv_used=kv_used,
+        waiting=waiting,
+    )

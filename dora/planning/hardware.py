@@ -1,0 +1,79 @@
+"""Accelerators by name, and a roofline of what one engine on them costs (StaleFlow eq. 5-11, paper 000 appendix B).
+
+Each coefficient is bytes over bandwidth or operations over FLOP/s, divided by an efficiency. The efficiencies are
+calibrated on one point, Qwen2.5-32B on four H800 (k1 3.26e-8, k2 6.5 ms, k3 47 us, k4 20 ms, 24K prefilled tokens/s,
+772K KV tokens), and used for everything else.
+
+Checked against StaleFlow's Table 4 (Qwen3-30B-A3B on one H20; the paper does not state the number of GPUs, one fits k2
+and k3 best): k1 -44%, k2 (what one request reads) +28%, k3 +1%. k4's second constant is taken from that table, so its
+agreement shows nothing. Whole steps, here against there: 64 requests of 5,000 tokens 44.1 and 42.0 ms, 128 of 2,000
+41.5 and 45.3 ms, 256 of 2,000 64.1 and 80.0 ms, but 16 of 5,000 31.0 and 18.5 ms: Table 4 reads no more weights for
+sixteen requests than for one, whose tokens touch 84% of the experts. Its own mean error is stated as 10.5%.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from dora.errors import InvalidValue
+from dora.planning.models import ModelSpec, one_of
+from dora.sim.scenario import Coefficients
+
+KV_EFFICIENCY: Final = 0.600  # of the memory bandwidth, reading KV
+WEIGHTS_EFFICIENCY: Final = 0.752  # of the memory bandwidth, reading weights
+DECODE_EFFICIENCY: Final = 0.352  # of the FLOP/s, one token a request
+PREFILL_EFFICIENCY: Final = 0.397  # of the FLOP/s, many tokens a request
+LAYER_S: Final = 223e-6  # each layer's launches and small operations: 10.7 ms over 48 layers, StaleFlow Table 4
+LAYER_REDUCE_S: Final = 89.5e-6  # each layer's sums over several accelerators: the rest of 20 ms over 64 layers
+MEMORY_SHARE: Final = 0.9  # of the memory that an engine takes
+RESERVE_BYTES: Final = 5.0e9  # an accelerator's activations, graphs and communication buffers
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One accelerator."""
+
+    name: str
+    memory_bytes: float
+    bandwidth_bytes_per_s: float
+    flops: float  # bf16, dense, a second
+
+
+# H20 and H800: StreamRL Table 1. Of the production cluster's accelerators DORA (section 5.1) states the memory alone;
+# bandwidth and FLOP/s are assumed, as parts of 64 GB had them at the time.
+HARDWARE: Final[Mapping[str, Hardware]] = {
+    part.name: part
+    for part in (
+        Hardware("h800", 80e9, 3.35e12, 989.5e12),
+        Hardware("h20", 96e9, 4.0e12, 148e12),
+        Hardware("npu-60gb", 60e9, 1.6e12, 350e12),
+    )
+}
+
+
+def find_hardware(name: str) -> Hardware:
+    """The accelerator of that name, in any case. Raises InvalidValue with the nearest name."""
+    found = HARDWARE.get(name.lower())
+    if found is None:
+        raise InvalidValue("--hardware", name, one_of(name, HARDWARE))
+    return found
+
+
+def coefficients(model: ModelSpec, hardware: Hardware, gpus: int) -> Coefficients:
+    """The cost of one engine on ``gpus`` accelerators, its weights and KV split evenly between them."""
+    bandwidth, flops = hardware.bandwidth_bytes_per_s * gpus, hardware.flops * gpus
+    token_flop = 2 * model.active_parameters
+    return Coefficients(
+        kv_token_s=model.kv_token_bytes / (bandwidth * KV_EFFICIENCY),
+        weights_s=model.weights_bytes / (bandwidth * WEIGHTS_EFFICIENCY),
+        request_s=token_flop / (flops * DECODE_EFFICIENCY),
+        step_s=model.layers * (LAYER_S + (LAYER_REDUCE_S if gpus > 1 else 0.0)),
+        prefill_token_s=token_flop / (flops * PREFILL_EFFICIENCY),
+        expert_fraction=model.active_share,
+    )
+
+
+def kv_tokens(model: ModelSpec, hardware: Hardware, gpus: int) -> int:
+    """Tokens whose KV an engine on ``gpus`` accelerators can hold; 0 where the weights leave no room."""
+    free_bytes = (hardware.memory_bytes * MEMORY_SHARE - RESERVE_BYTES) * gpus - model.weights_bytes
+    return max(0, int(free_bytes / model.kv_token_bytes))

@@ -1,0 +1,66 @@
+"""Language models by name: what decides the size of their weights and of their KV-cache."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from dora.errors import InvalidValue
+
+VALUE_BYTES: Final = 2  # bf16, weights and KV alike
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One architecture. Grouped-query attention: ``kv_heads`` of ``head_dim``; latent attention: ``latent_dim``."""
+
+    name: str
+    parameters: float  # all of them
+    active_parameters: float  # those that one token uses; equal to ``parameters`` for a dense model
+    layers: int  # of attention
+    kv_heads: int = 0
+    head_dim: int = 0
+    latent_dim: int = 0  # values a layer that latent attention keeps of one token
+
+    @property
+    def weights_bytes(self) -> float:
+        return self.parameters * VALUE_BYTES
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """KV of one token over all layers."""
+        return self.layers * (self.latent_dim or 2 * self.kv_heads * self.head_dim) * VALUE_BYTES
+
+    @property
+    def active_share(self) -> float:
+        """Share of the weights that one token reads; 1 for a dense model."""
+        return self.active_parameters / self.parameters
+
+
+# Layers and heads of StreamRL's Table 2 (paper 002), but for the 7B model: its published configuration has 4 KV heads,
+# the table prints 8.
+# LongCat-Flash: 28 blocks of two latent attentions each, 512 + 64 values; 18.6 to 31.3 billion parameters are active.
+MODELS: Final[Mapping[str, ModelSpec]] = {
+    model.name: model
+    for model in (
+        ModelSpec("qwen2.5-7b", 7.62e9, 7.62e9, layers=28, kv_heads=4, head_dim=128),
+        ModelSpec("qwen2.5-32b", 32.76e9, 32.76e9, layers=64, kv_heads=8, head_dim=128),
+        ModelSpec("qwen2.5-72b", 72.7e9, 72.7e9, layers=80, kv_heads=8, head_dim=128),
+        ModelSpec("qwen3-30b-a3b", 30.5e9, 3.3e9, layers=48, kv_heads=4, head_dim=128),
+        ModelSpec("longcat-flash", 560e9, 27e9, layers=56, latent_dim=576),
+    )
+}
+
+
+def find_model(name: str) -> ModelSpec:
+    """The model of that name, in any case. Raises InvalidValue with the nearest name."""
+    found = MODELS.get(name.lower())
+    if found is None:
+        raise InvalidValue("--model", name, one_of(name, MODELS))
+    return found
+
+
+def one_of(name: str, known: Mapping[str, object]) -> str:
+    """What to say of an unknown name: all known ones, and the one that was probably meant."""
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
+    return f"one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")

@@ -1,0 +1,98 @@
+"""One question to the planner and its answer: from a model, accelerators and a workload to a split."""
+
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Final
+
+from dora.errors import InvalidValue
+from dora.orchestrator.core.cost import CostModel
+from dora.planning.allocation import (
+    EFFICIENCY,
+    EngineOption,
+    Generation,
+    Split,
+    TrainingTime,
+    allocate,
+    allocate_across,
+    best_generation,
+    engine_options,
+    generation,
+    transfer_s,
+)
+from dora.planning.hardware import HARDWARE, Hardware, kv_tokens
+from dora.planning.models import MODELS, ModelSpec
+from dora.planning.workload import StepWorkload
+
+# Training as the DORA paper's fractions imply it (facts: 12.9 min on 40 H800, 7.95 min on 88), for 8,192 responses of
+# 2,400 tokens of a 32B model.
+ANCHOR: Final = TrainingTime(((40, 774.0), (88, 477.0)))
+ANCHOR_TOKENS: Final = 8192 * 2400.0
+ANCHOR_MODEL: Final = MODELS["qwen2.5-32b"]
+ANCHOR_HARDWARE: Final = HARDWARE["h800"]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be planned. One datacentre: ``gpus``; two: ``rollout_gpus`` and ``train_gpus``; the others are 0."""
+
+    model: ModelSpec
+    rollout_hardware: Hardware
+    workload: StepWorkload
+    training: TrainingTime
+    window: int
+    gpus: int = 0
+    rollout_gpus: int = 0
+    train_gpus: int = 0
+    link_bits_per_s: float = 0.0  # between two datacentres; 0: not asked
+    slots: int = 256
+    gpus_per_engine: int = 0  # 0: the planner chooses
+    cost: CostModel | None = None  # of an engine of ``gpus_per_engine``, as measured; None: the roofline's
+    efficiency: float = EFFICIENCY
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The best split, and all that were compared, in order of the accelerators that differ."""
+
+    best: Split
+    candidates: tuple[Split, ...]
+    transfer_s: float | None  # of the weights between two datacentres, hidden behind the next step
+
+
+def make_plan(question: Question) -> Plan:
+    """Algorithm 1 for either deployment. Raises InvalidValue for a cluster that cannot run the model."""
+    if bool(question.gpus) == bool(question.rollout_gpus and question.train_gpus):
+        given = f"{question.gpus}, {question.rollout_gpus}, {question.train_gpus}"
+        raise InvalidValue("gpus, rollout_gpus, train_gpus", given, "either gpus, or both of the others, above 0")
+    time = partial(generation, workload=question.workload, window=question.window, efficiency=question.efficiency)
+    options = _options(question)
+
+    @cache
+    def generate(gpus: int) -> Generation | None:
+        return best_generation(gpus, time, options)
+
+    if question.gpus:
+        return Plan(*allocate(question.gpus, generate, question.training), transfer_s=None)
+    link = question.link_bits_per_s
+    return Plan(
+        *allocate_across(question.rollout_gpus, question.train_gpus, generate, question.training),
+        transfer_s=transfer_s(question.model.weights_bytes, link) if link else None,
+    )
+
+
+def default_training(model: ModelSpec, hardware: Hardware, workload: StepWorkload, multiple: int) -> TrainingTime:
+    """``ANCHOR`` for another work: tokens, the parameters that each uses, and the accelerators' FLOP/s."""
+    work = workload.n_tokens / ANCHOR_TOKENS * model.active_parameters / ANCHOR_MODEL.active_parameters
+    return TrainingTime(ANCHOR.points, multiple).scaled(work * ANCHOR_HARDWARE.flops / hardware.flops)
+
+
+def _options(question: Question) -> tuple[EngineOption, ...]:
+    gpus = question.gpus_per_engine
+    sizes = (gpus,) if gpus else ()
+    options = engine_options(question.model, question.rollout_hardware, question.workload, question.slots, sizes)
+    if question.cost is None:
+        return options
+    if not gpus:
+        raise InvalidValue("gpus_per_engine", gpus, "that of the engine whose cost was measured")
+    held = kv_tokens(question.model, question.rollout_hardware, gpus)
+    return (EngineOption(gpus, question.cost, question.slots, held),)

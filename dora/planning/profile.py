@@ -1,0 +1,173 @@
+"""Fits an engine's cost model to its step times, and predicts a run with it (StaleFlow appendix B.1, paper 000)."""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from dora.errors import InvalidValue
+from dora.orchestrator.core.cost import CostModel
+from dora.planning.samples import DecodeSample, Measurement, MixedRequest, PrefillSample
+from dora.sim.scenario import Coefficients
+
+Matrix = NDArray[np.float64]
+KINKS: Final = 129  # tried beside the sampled numbers
+ROUNDING: Final = 1e-12  # of a loss: a kink that gains no more is none
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Coefficients and how far they are from the samples."""
+
+    coefficients: Coefficients
+    decode_error: float  # mean relative error over the decode samples
+    prefill_error: float  # the same over the prefill samples; 0 without any
+    kink: float  # requests above which a step is bound by computing; 0: at any number
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """A fitted model against a mixed workload that it was not fitted to."""
+
+    tokens: int  # generated
+    measured_s: float  # on a machine left alone
+    wall_s: float  # the median run, whatever else the machine did
+    predicted_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured throughput."""
+        return self.measured_s / self.predicted_s
+
+
+def fit(decode: Sequence[DecodeSample], prefill: Sequence[PrefillSample] = ()) -> Fit:
+    """The non-negative coefficients of least squared relative error.
+
+    k1, k3 and k4 are linear in (kv, max(kink, n), 1), k2 is k3 * kink; the kink is searched between the sampled numbers
+    of requests. Raises InvalidValue for times or sizes that are not above 0, and for samples of fewer than two numbers
+    of requests or two contexts, which fix no coefficient.
+    """
+    _check(decode, prefill)
+    running = np.array([sample.running for sample in decode], dtype=np.float64)
+    kv = np.array([sample.kv_tokens for sample in decode])
+    times = np.array([sample.step_s for sample in decode])
+    if len(np.unique(running)) < 2 or len(np.unique(np.round(kv / running))) < 2:
+        raise InvalidValue("decode samples", len(decode), "two numbers of requests and two contexts at least")
+    best: tuple[float, float, Matrix] | None = None
+    for kink in _kinks(np.unique(running)):
+        columns = np.stack([kv, np.maximum(kink, running), np.ones_like(kv)], axis=1)
+        solution, loss = non_negative_least_squares(columns / times[:, None], np.ones_like(times))
+        if best is None or loss < best[0] - ROUNDING:
+            best = loss, float(kink), solution
+    assert best is not None
+    _, kink, (k1, k3, k4) = best
+    cost = CostModel(float(k1), float(k3) * kink, float(k3), float(k4))
+    cost = replace(cost, prefill_token_s=_prefill_token_s(cost, prefill))
+    return Fit(
+        coefficients=Coefficients(**asdict(cost)),
+        decode_error=_mean_error((cost.decode_step_s(s.running, s.kv_tokens), s.step_s) for s in decode),
+        prefill_error=_mean_error((_prefill_step_s(cost, s), s.step_s) for s in prefill),
+        kink=kink,
+    )
+
+
+def non_negative_least_squares(columns: Matrix, target: Matrix) -> tuple[Matrix, float]:
+    """The x >= 0 of least ``|columns @ x - target|**2``, and that loss.
+
+    ``columns`` is (samples, k) for a small k: the unconstrained solutions of all subsets of columns are compared, as
+    the constrained one is among them.
+    """
+    width = columns.shape[1]
+    best, least = np.zeros(width), float(target @ target)
+    for size in range(1, width + 1):
+        for chosen in combinations(range(width), size):
+            part = columns[:, chosen]
+            found = np.linalg.lstsq(part, target, rcond=None)[0]
+            loss = float(np.square(part @ found - target).sum())
+            if (found >= 0.0).all() and loss < least:
+                best, least = np.zeros(width), loss
+                best[list(chosen)] = found
+    return best, least
+
+
+def predicted_s(cost: CostModel, requests: Sequence[MixedRequest], slots: int) -> float:
+    """Seconds in which an engine ends ``requests``, at most ``slots`` at once, each in turn taking a slot set free.
+
+    Step by step: a new request's prompt is computed in the step of its first token, beside the others' decoding.
+    """
+    waiting = deque(requests)
+    running: list[tuple[int, int]] = []  # context, tokens still to come
+    elapsed_s = 0.0
+    while waiting or running:
+        arrived = [waiting.popleft() for _ in range(min(len(waiting), slots - len(running)))]
+        running += [(request.prompt_tokens, request.response_tokens) for request in arrived]
+        elapsed_s += cost.decode_step_s(len(running), sum(context for context, _ in running))
+        elapsed_s += cost.prefill_token_s * sum(request.prompt_tokens for request in arrived)
+        running = [(context + 1, left - 1) for context, left in running if left > 1]
+    return elapsed_s
+
+
+def validate(coefficients: Coefficients, measurement: Measurement) -> Validation:
+    """The prediction for the measured mixed workload. Raises InvalidValue where none was measured."""
+    if not measurement.mixed_wall_s:
+        raise InvalidValue("mixed workload", len(measurement.mixed_wall_s), "one measured run at least")
+    return Validation(
+        tokens=sum(request.response_tokens for request in measurement.mixed),
+        measured_s=measurement.mixed_s,
+        wall_s=median(measurement.mixed_wall_s),
+        predicted_s=predicted_s(coefficients.model(), measurement.mixed, measurement.slots),
+    )
+
+
+def coefficients_of(tree: Mapping[str, Any]) -> Coefficients:
+    """Checked coefficients of a mapping, as ``dora profile`` writes it.
+
+    Raises InvalidValue for the first field that is unknown, negative or no finite number.
+    """
+    try:
+        return Coefficients.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(["cost", *(str(part) for part in first["loc"])])
+        raise InvalidValue(field, first["input"], first["msg"]) from error
+
+
+def _check(decode: Iterable[DecodeSample], prefill: Iterable[PrefillSample]) -> None:
+    sizes = [(sample.running, sample.kv_tokens, sample.step_s) for sample in decode]
+    sizes += [(sample.running, sample.prompt_tokens, sample.step_s) for sample in prefill]
+    for running, tokens, step_s in sizes:
+        if not (running >= 1 and 0.0 < tokens < math.inf and 0.0 < step_s < math.inf):
+            raise InvalidValue(
+                "sample (requests, tokens, seconds)", (running, tokens, step_s), "finite numbers above 0"
+            )
+
+
+def _kinks(running: Matrix) -> list[float]:
+    """Numbers of requests to be tried, between the sampled ones: beyond all but one of them no kink can be seen."""
+    if len(running) < 3:
+        return [0.0]
+    between = np.unique([*np.linspace(running[0], running[-2], KINKS), *running[1:-1]])
+    return [0.0, *between[1:].tolist()]
+
+
+def _prefill_token_s(cost: CostModel, samples: Sequence[PrefillSample]) -> float:
+    """The median of what each sample leaves beside decoding, for each of its tokens."""
+    rest = [(s.step_s - cost.decode_step_s(s.running, s.prompt_tokens)) / s.prompt_tokens for s in samples]
+    return max(0.0, median(rest)) if rest else 0.0
+
+
+def _prefill_step_s(cost: CostModel, sample: PrefillSample) -> float:
+    return cost.decode_step_s(sample.running, sample.prompt_tokens) + cost.prefill_token_s * sample.prompt_tokens
+
+
+def _mean_error(pairs: Iterable[tuple[float, float]]) -> float:
+    """Mean of |predicted - measured| / measured."""
+    errors = [abs(predicted - measured) / measured for predicted, measured in pairs]
+    return sum(errors) / len(errors) if errors else 0.0

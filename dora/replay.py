@@ -1,0 +1,199 @@
+"""Runs an event log through a fresh core: what was known before each event, and what was chosen.
+
+The core is deterministic, so that the same log gives the same commands, in the service that wrote it and in every
+replay. Times, ids and outcomes are all in the events; nothing is looked up.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, Final, get_args
+
+from dora.config import Config
+from dora.errors import DoraError
+from dora.eventlog import EVENT_KINDS, Record
+from dora.orchestrator.core import Machine
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.state import State, Worker
+
+KINDS: Final = (*EVENT_KINDS, *(kind.__name__ for kind in get_args(do.Command)))
+SHOWN_ITEMS: Final = 3  # of a collection, in a line for people
+
+# What follows from the event alone, whatever the policy: bookkeeping, and the next step of a handoff that goes well.
+ACKNOWLEDGEMENTS: Final = frozenset(
+    {
+        do.DrawPrompts,
+        do.ScoreRequest,
+        do.DropGroup,
+        do.CloseStep,
+        do.ForgetGroup,
+        do.RetireVersion,
+        do.ReleaseSnapshot,
+        do.RemoveRequest,
+        do.CopyOut,
+        do.CopyIn,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownWorker:
+    """One DP group as the core saw it. Versions are -1 where there is none."""
+
+    worker_id: str
+    hosts: int  # takes requests of this version
+    loaded: int
+    target: int  # is to host this version
+    draining: bool
+    slots: int
+    held: int  # requests it owns or that are on their way to it
+    queued: int  # of these, not in a slot, as last reported
+    kv_tokens: int  # capacity
+    kv_used_tokens: int  # as last reported
+    kv_claimed_tokens: int  # prompts and expected lengths of what it holds
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the core knew when an event came, as far as its decisions rest on it. Groups are prompt groups."""
+
+    step: int  # the one being filled
+    left: int  # groups it still takes
+    newest: int  # version
+    slack: tuple[int, ...]  # places to spare up to the deadline step, step + 1, ...: none is negative (C3)
+    admissible: Mapping[int, int]  # live version -> groups of it that may still be admitted
+    backlog: int  # prompts drawn and not admitted
+    waiting: Mapping[int, int]  # version -> requests on no worker
+    finished: Mapping[int, int]  # version -> groups that wait for a step
+    leased: int  # groups with the trainer
+    handoffs: int  # in flight
+    workers: tuple[KnownWorker, ...]  # by seat
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One event and what came of it. ``refusal`` is the core's error where it allowed nothing, else empty."""
+
+    number: int
+    now_s: float
+    event: on.Event
+    known: Known
+    commands: tuple[do.Command, ...]
+    refusal: str = ""
+
+    @property
+    def chose(self) -> bool:
+        """Whether something was decided: a command that is no acknowledgement, or a refusal."""
+        return bool(self.refusal) or any(type(command) not in ACKNOWLEDGEMENTS for command in self.commands)
+
+    def kinds(self) -> frozenset[str]:
+        """The kinds of its event and of its commands."""
+        return frozenset(type(message).__name__ for message in (self.event, *self.commands))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A replay as a whole, up to where it has come."""
+
+    events: Mapping[str, int]  # kind -> how many
+    commands: Mapping[str, int]  # kind -> how many
+    refused: int  # events
+    counters: Mapping[str, int]  # the core's own, at the end
+    step: int
+    newest: int
+
+
+class Replay:
+    """One log through a fresh core. Iterate it, once; ``machine`` and ``summary`` then tell how it ended."""
+
+    def __init__(self, config: Config, records: Iterable[Record]) -> None:
+        self.machine = Machine(config)
+        self._records = records
+        self._events: Counter[str] = Counter()
+        self._commands: Counter[str] = Counter()
+        self._refused = 0
+
+    def __iter__(self) -> Iterator[Decision]:
+        """Raises what the core raises that is no DoraError: the bug that ended the service, with the event's number."""
+        for record in self._records:
+            known = known_of(self.machine.state)
+            try:
+                decision = self._decide(record, known)
+            except Exception as error:
+                error.add_note(f"while event {record.number} was replayed: {line_of(record.event)}")
+                raise
+            self._events[type(record.event).__name__] += 1
+            self._commands.update(type(command).__name__ for command in decision.commands)
+            self._refused += bool(decision.refusal)
+            yield decision
+
+    def _decide(self, record: Record, known: Known) -> Decision:
+        number, now_s, event = record.number, record.now_s, record.event
+        try:
+            return Decision(number, now_s, event, known, tuple(self.machine.handle(event, now_s)))
+        except DoraError as error:  # as the service's core refused it
+            return Decision(number, now_s, event, known, (), str(error))
+
+    def summary(self) -> Summary:
+        window = self.machine.state.window
+        counters = asdict(self.machine.counters)
+        return Summary(dict(self._events), dict(self._commands), self._refused, counters, window.step, window.newest)
+
+
+def known_of(state: State) -> Known:
+    """What a core knows now."""
+    window = state.window
+    return Known(
+        step=window.step,
+        left=window.left,
+        newest=window.newest,
+        slack=tuple(window.slack()),
+        admissible={v: window.admissible(v) for v in range(window.oldest_live, window.newest + 1)},
+        backlog=len(state.backlog),
+        waiting=_sizes(state.waiting),
+        finished=_sizes(state.finished),
+        leased=len(state.leased),
+        handoffs=len(state.handoffs),
+        workers=tuple(_known_worker(worker) for worker in state.seats if worker is not None),
+    )
+
+
+def _sizes(by_version: Mapping[int, Any]) -> dict[int, int]:
+    return {version: len(by_version[version]) for version in sorted(by_version) if by_version[version]}
+
+
+def _known_worker(worker: Worker) -> KnownWorker:
+    return KnownWorker(
+        worker.worker_id,
+        hosts=worker.hosts,
+        loaded=worker.loaded,
+        target=worker.target,
+        draining=worker.draining,
+        slots=worker.slots,
+        held=worker.held,
+        queued=worker.waiting,
+        kv_tokens=worker.kv_tokens,
+        kv_used_tokens=worker.kv_used,
+        kv_claimed_tokens=worker.kv_claimed,
+    )
+
+
+def line_of(message: on.Event | do.Command) -> str:
+    """An event or a command in one line for people: its kind, then its fields; long collections are cut short."""
+    shown = (f"{field.name}={_brief(getattr(message, field.name))}" for field in fields(message))
+    return " ".join((type(message).__name__, *shown))
+
+
+def _brief(value: Any) -> str:
+    if is_dataclass(value):
+        return "(" + ", ".join(_brief(getattr(value, field.name)) for field in fields(value)) + ")"
+    if isinstance(value, dict):
+        value = tuple(f"{key}: {_brief(part)}" for key, part in value.items())
+    if isinstance(value, tuple):
+        items = [_brief(part) for part in value[:SHOWN_ITEMS]]
+        more = [f"{len(value) - SHOWN_ITEMS} more"] if len(value) > SHOWN_ITEMS else []
+        return "[" + ", ".join(items + more) + "]"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) or "-"

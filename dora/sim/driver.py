@@ -1,0 +1,124 @@
+"""Workers on the agenda: they obey commands, decode until something ends, ask environments and report."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.sim.agenda import Agenda, Links
+from dora.sim.engine import Phase, SimRequest
+from dora.sim.ledger import Ledger
+from dora.sim.scenario import Scenario
+from dora.sim.worker import KvSnapshot, SimWorker
+
+REPORTS_A_PERIOD = 2  # full reports of every running request, between two periodic re-balancings
+
+
+class WorkerDriver(Agenda, ABC):
+    """Lets workers act when it is time; what they have to say goes through ``to_core``."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__()
+        self.scenario = scenario
+        self.ledger = Ledger(scenario.window, scenario.trainer.groups_per_step)
+        self.workers: dict[str, SimWorker] = {}  # in session, by id
+        self.snapshots: dict[str, KvSnapshot] = {}
+        self._links = Links(scenario.cluster.link_bytes_per_s, scenario.cluster.link_latency_s)
+
+    @abstractmethod
+    def to_core(self, worker: SimWorker, event: on.Event) -> None:
+        """A worker's message goes on its way."""
+
+    def copy_s(self, source: str, target: str, tokens: int) -> float:
+        """Seconds until the KV of ``tokens`` has gone from one engine to another."""
+        return self._links.copy_s(source, target, tokens * self.scenario.cluster.kv_token_bytes, self.now_s)
+
+    def load_s(self) -> float:
+        return self.scenario.cluster.load_s
+
+    def _obey(self, worker: SimWorker, command: do.WorkerCommand, request: SimRequest | None) -> None:
+        if not worker.alive:
+            return
+        worker.engine.advance(self.now_s)
+        outcome = worker.obey(self, command, request)
+        if outcome.after_s:
+            self.after(outcome.after_s, self._obeyed, worker, outcome.finish)
+        else:
+            self.to_core(worker, outcome.finish())
+        self.wake_later(worker)
+
+    def _obeyed(self, worker: SimWorker, finish: Callable[[], on.CommandDone]) -> None:
+        if worker.alive:
+            worker.engine.advance(self.now_s)
+            self.to_core(worker, finish())
+            self.wake_later(worker)
+
+    def wake_later(self, worker: SimWorker) -> None:
+        """Schedules the engine's next own event; an earlier appointment is void."""
+        worker.wakes += 1
+        at_s = worker.engine.next_s()
+        if at_s < float("inf"):
+            self.after(max(0.0, at_s - self.now_s), self._wake, worker, worker.wakes)
+
+    def _wake(self, worker: SimWorker, number: int) -> None:
+        if not worker.alive or worker.wakes != number:
+            return
+        engine = worker.engine
+        engine.advance(self.now_s)
+        ended = engine.happened()
+        if ended:
+            self._ended(worker, ended)
+        self.wake_later(worker)
+
+    def _ended(self, worker: SimWorker, ended: list[SimRequest]) -> None:
+        tokens = {request.request_id: request.tokens for request in ended}
+        finished: dict[str, Any] = {}
+        for request in ended:
+            if request.phase is Phase.AWAY and request.tokens < request.length:
+                answer_s = self.ledger.answer_s(request.request_id, request.turn, self.now_s)
+                self.after(max(0.0, answer_s - self.now_s), self._answered, worker, request)
+            else:
+                finished[request.request_id] = "stop"
+        self.to_core(worker, self._progress(worker, tokens, finished))
+
+    def _answered(self, worker: SimWorker, request: SimRequest) -> None:
+        if worker.alive:
+            worker.engine.advance(self.now_s)
+            worker.engine.resume(request)
+            self.wake_later(worker)
+
+    def _progress(self, worker: SimWorker, tokens: dict[str, int], finished: dict[str, Any]) -> on.Progress:
+        engine = worker.engine
+        return on.Progress(
+            worker.worker_id, worker.epoch, worker.version, tokens, finished, len(engine.waiting), int(engine.kv)
+        )
+
+    @property
+    def report_period_s(self) -> float:
+        return self.scenario.period_s / REPORTS_A_PERIOD
+
+    def _report(self, worker: SimWorker) -> None:
+        """Tokens of everything that runs."""
+        if not worker.alive:
+            return
+        engine = worker.engine
+        engine.advance(self.now_s)
+        tokens = {request.request_id: engine.tokens_of(request) for request in engine.requests.values()}
+        if tokens:
+            self.to_core(worker, self._progress(worker, tokens, {}))
+        self.after(self.report_period_s, self._report, worker)
+
+    def renew(self) -> None:
+        """Partial rollout: every engine goes on under the version just published, its KV computed again."""
+        for worker in self.workers.values():
+            worker.engine.advance(self.now_s)
+            worker.engine.renew(self.scenario.cluster.load_s)
+            self.wake_later(worker)
+
+    def pause(self, paused: bool) -> None:
+        """Colocated training takes the accelerators, or gives them back."""
+        for worker in self.workers.values():
+            worker.engine.advance(self.now_s)
+            worker.engine.paused = paused
+            self.wake_later(worker)

@@ -1,0 +1,301 @@
+"""One simulated engine, event-driven: it advances piecewise at the cost model's rate, never token by token.
+
+Between two changes of its batch an engine with ``n`` running requests and ``kv`` cached tokens takes
+``a(n) + k1 * kv`` seconds a step, and every step adds ``n`` to ``kv``. So ``m`` steps take
+
+    m * a(n) + k1 * (kv * m + n * m**2 / 2)
+
+which is solved for ``m`` or for the time. Each running request is one entry in a heap by the engine step at which it
+ends; nothing else is touched as time goes on.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from enum import Enum, auto
+from heapq import heappop, heappush
+from math import inf, sqrt
+
+from dora.orchestrator.core.cost import CostModel
+from dora.sim.workload import Turn
+
+EPSILON_STEPS = 1e-6
+
+
+class Phase(Enum):
+    """Where a request stands inside its engine."""
+
+    WAITING = auto()  # for a slot or for KV
+    RUNNING = auto()
+    AWAY = auto()  # its environment answers; the KV stays
+    FROZEN = auto()  # a handoff copies it
+
+
+@dataclass(slots=True, eq=False)
+class SimRequest:
+    """One response inside an engine."""
+
+    request_id: str
+    group_id: str
+    version: int
+    prompt: int  # tokens of the prompt and of the environment's answers so far
+    tokens: int  # response tokens; while it runs: at ``since_step``
+    left: int  # response tokens to the end of this turn, counted like ``tokens``
+    length: int  # response tokens at the end
+    turns: tuple[Turn, ...] = ()
+    turn: int = 0
+    cached: bool = False  # its KV exists, on the engine or in host memory: no prefill before it runs
+    resident: bool = False  # its KV lies on the engine
+    phase: Phase = Phase.WAITING
+    since_step: float = 0.0
+    start: int = 0  # number of its present run on its engine
+    order: int = 0  # of arrival; the youngest is preempted first
+
+    @property
+    def context(self) -> int:
+        return self.prompt + self.tokens
+
+
+@dataclass(slots=True)
+class Totals:
+    """What an engine did since its start."""
+
+    generated_tokens: int = 0
+    context_token_steps: float = 0.0  # sum over steps of cached tokens: the C of the bound
+    steps: float = 0.0
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
+    reprefill_s: float = 0.0  # part of prefill_s: KV computed a second time
+    preemptions: int = 0
+
+
+class SimEngine:
+    """A DP group with continuous batching: first come first served, the youngest preempted when KV runs out."""
+
+    def __init__(self, cost: CostModel, slots: int, kv_tokens: int) -> None:
+        self.cost, self.slots, self.kv_capacity = cost, slots, kv_tokens
+        self.clock_s = 0.0
+        self.steps = 0.0
+        self.kv = 0.0  # tokens resident
+        self.debt_s = 0.0  # prefill to compute before the next decode step
+        self.paused = False
+        self.slowness = 1.0  # a slow engine takes this many times longer
+        self.requests: dict[str, SimRequest] = {}
+        self.waiting: deque[SimRequest] = deque()
+        self.running = 0
+        self.totals = Totals()
+        self._ends: list[tuple[float, int, SimRequest]] = []  # heap by engine step; stale where it does not run so
+        self._arrivals = 0
+        self._starts = 0
+        self._siblings: Counter[str] = Counter()  # group -> requests whose KV is here: they share the prompt's prefill
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def add(self, request: SimRequest) -> None:
+        """Queues a request; it runs as soon as a slot and KV are free. One that brings its KV goes first."""
+        self._arrivals += 1
+        request.order, request.phase, request.resident = self._arrivals, Phase.WAITING, False
+        self.requests[request.request_id] = request
+        if request.cached:
+            self.waiting.appendleft(request)
+        else:
+            self.waiting.append(request)
+        self._admit()
+
+    def remove(self, request_id: str) -> SimRequest | None:
+        """Takes a request out, wherever it stands; None where it is not here."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return None
+        self._stop(request)
+        if request.phase is Phase.WAITING:
+            self.waiting.remove(request)
+        self._let_out(request)
+        self._admit()
+        return request
+
+    def freeze(self, request_id: str) -> SimRequest | None:
+        """Stops a request where it stands, for a handoff; it keeps its KV until removed or thawed."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        self._stop(request)
+        if request.phase is Phase.WAITING:
+            self.waiting.remove(request)
+        request.phase = Phase.FROZEN
+        self._admit()
+        return request
+
+    def thaw(self, request_id: str) -> None:
+        request = self.requests.get(request_id)
+        if request is not None and request.phase is Phase.FROZEN:
+            self._queue_first(request)
+            self._admit()
+
+    def resume(self, request: SimRequest) -> None:
+        """The environment has answered: the next turn begins, with the answer to be prefilled."""
+        if request.phase is not Phase.AWAY or self.requests.get(request.request_id) is not request:
+            return  # it was moved or removed meanwhile
+        answer_tokens = request.turns[request.turn].answer_tokens
+        request.turn += 1
+        request.left = request.turns[request.turn].tokens
+        request.prompt += answer_tokens
+        if request.resident:  # else its whole context is computed when it starts
+            self.kv += answer_tokens
+            self._prefill(answer_tokens)
+        self._queue_first(request)
+        self._admit()
+
+    def renew(self, load_s: float) -> None:
+        """New weights under running requests: all KV on the engine is computed again (partial rollout)."""
+        again_s = self.kv * self.cost.prefill_token_s
+        self.debt_s += load_s + again_s
+        self.totals.reprefill_s += again_s
+
+    def tokens_of(self, request: SimRequest) -> int:
+        """Response tokens so far."""
+        if request.phase is not Phase.RUNNING:
+            return request.tokens
+        return request.tokens + self._done(request)
+
+    # ----------------------------------------------------------------------------------------------------------- time
+
+    def advance(self, now_s: float) -> None:
+        """Moves the engine's clock on. The caller never passes over ``next_s``."""
+        left_s, self.clock_s = (now_s - self.clock_s) / self.slowness, now_s
+        if self.paused or left_s <= 0.0:
+            return
+        paid_s = min(self.debt_s, left_s)
+        self.debt_s -= paid_s
+        self.totals.prefill_s += paid_s
+        if self.running and left_s > paid_s:
+            self._decode(left_s - paid_s)
+
+    def next_s(self) -> float:
+        """When something happens by itself: a turn or response ends, or KV runs out. ``inf``: never."""
+        if self.paused or not self.running:
+            return inf
+        while self._stale(self._ends[0]):
+            heappop(self._ends)
+        steps = max(0.0, self._ends[0][0] - self.steps)
+        if self.running > 1:
+            steps = min(steps, max(0.0, (self.kv_capacity - self.kv) / self.running))
+        linear_s = self.cost.matmul_s(self.running) + self.cost.kv_token_s * self.kv
+        decode_s = steps * linear_s + self.cost.kv_token_s * self.running * steps * steps / 2
+        return self.clock_s + (self.debt_s + decode_s) * self.slowness
+
+    def happened(self) -> list[SimRequest]:
+        """After ``advance`` to ``next_s``: the requests whose turn or response ended just now, their slots given on.
+
+        Those with turns left are AWAY until ``resume``; the others have gone.
+        """
+        ended: list[SimRequest] = []
+        while self._ends and self._ends[0][0] <= self.steps + EPSILON_STEPS:
+            entry = heappop(self._ends)
+            if not self._stale(entry):
+                ended.append(entry[2])
+        for request in ended:
+            self._stop(request)
+            if request.tokens >= request.length:
+                del self.requests[request.request_id]
+                self._let_out(request)
+        if self.running > 1 and self.kv + EPSILON_STEPS * self.running >= self.kv_capacity:
+            self._preempt()
+        self._admit()
+        return ended
+
+    # -------------------------------------------------------------------------------------------------------- details
+
+    def _stale(self, entry: tuple[float, int, SimRequest]) -> bool:
+        _, start, request = entry
+        return request.phase is not Phase.RUNNING or start != request.start
+
+    def _done(self, request: SimRequest) -> int:
+        return min(int(self.steps - request.since_step + EPSILON_STEPS), request.left)
+
+    def _decode(self, seconds: float) -> None:
+        """``seconds`` of decoding with the present batch."""
+        linear_s = self.cost.matmul_s(self.running) + self.cost.kv_token_s * self.kv
+        square_s = self.cost.kv_token_s * self.running / 2
+        if square_s > 0.0:
+            # the root in the form that loses no digits when the square term is small
+            steps = 2.0 * seconds / (linear_s + sqrt(linear_s * linear_s + 4.0 * square_s * seconds))
+        else:
+            steps = seconds / linear_s
+        totals = self.totals
+        totals.decode_s += seconds
+        totals.context_token_steps += self.kv * steps + self.running * steps * steps / 2
+        totals.steps += steps
+        self.steps += steps
+        self.kv += self.running * steps
+
+    def _prefill(self, tokens: int, again: bool = False) -> None:
+        seconds = tokens * self.cost.prefill_token_s
+        self.debt_s += seconds
+        self.totals.reprefill_s += seconds * again
+
+    def _stop(self, request: SimRequest) -> None:
+        """Frees the slot of a running request and brings its counts up to date; it is AWAY until told otherwise."""
+        if request.phase is not Phase.RUNNING:
+            return
+        done = self._done(request)
+        self.kv -= (self.steps - request.since_step) - done  # a fraction of a step does not count
+        request.tokens += done
+        request.left -= done
+        self.totals.generated_tokens += done
+        self.running -= 1
+        request.phase = Phase.AWAY
+
+    def _let_out(self, request: SimRequest) -> None:
+        """Its KV leaves the engine."""
+        if not request.resident:
+            return
+        self.kv -= request.context
+        request.resident = False
+        self._siblings[request.group_id] -= 1
+        if not self._siblings[request.group_id]:
+            del self._siblings[request.group_id]
+        if not self._siblings:
+            self.kv = 0.0  # what rounding left
+
+    def _queue_first(self, request: SimRequest) -> None:
+        request.phase = Phase.WAITING
+        self.waiting.appendleft(request)
+
+    def _preempt(self) -> None:
+        """KV has run out: the youngest gives its up and will compute it again (vLLM's recompute preemption).
+
+        One whose environment is about to answer goes before one that decodes.
+        """
+        candidates = (r for r in self.requests.values() if r.resident and r.phase in (Phase.RUNNING, Phase.AWAY))
+        request = max(candidates, key=lambda r: (r.phase is Phase.AWAY, r.order))
+        away = request.phase is Phase.AWAY
+        self._stop(request)
+        self._let_out(request)
+        request.cached = False
+        self.totals.preemptions += 1
+        if not away:
+            self._queue_first(request)
+
+    def _admit(self) -> None:
+        while self.waiting and self.running < self.slots:
+            request = self.waiting[0]
+            # a step's growth is kept free, else the newcomer would be preempted at once
+            needs = 0 if request.resident else request.context + self.running + 1
+            if self.running and self.kv + needs > self.kv_capacity:
+                return
+            self.waiting.popleft()
+            self._start(request)
+
+    def _start(self, request: SimRequest) -> None:
+        if not request.resident:
+            if not request.cached:
+                shared = request.prompt if self._siblings[request.group_id] and not request.turn else 0
+                self._prefill(request.context - shared, again=request.tokens > 0)
+            self.kv += request.context
+            request.resident = request.cached = True
+            self._siblings[request.group_id] += 1
+        request.phase, request.since_step = Phase.RUNNING, self.steps
+        self.running += 1
+        self._starts += 1
+        request.start = self._starts
+        heappush(self._ends, (self.steps + request.left, self._starts, request))

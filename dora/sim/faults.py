@@ -1,0 +1,270 @@
+"""Faults as data: a schedule is drawn from a seed, printed, cut down and struck again, always with the same effect."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any, Final, TypeVar
+
+from dora.errors import InvalidValue
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.handoff import Phase
+from dora.planning.models import one_of
+from dora.sim.session import GAP_LIMIT_S, Trouble
+from dora.sim.unreliable import SILENCE_LIMIT_S, UnreliableWorld
+from dora.sim.worker import SimWorker
+
+Item = TypeVar("Item")
+
+SLOWEST: Final = 20.0
+SUBJECTS: Final = 1 << 16
+PHASES: Final = (Phase.PLANNED, Phase.COPYING, Phase.FROZEN, Phase.COMMITTED)
+# Which commands fail, and how a worker says so (dora/worker/loop.py).
+REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
+    (do.CopyOut, "refused"),
+    (do.CopyOut, "not_movable"),
+    (do.CopyIn, "refused"),
+    (do.ReserveSlot, "refused"),
+    (do.LoadVersion, "refused"),
+    (do.StartRequest, "refused"),
+    (do.StartRequest, "invalid"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``kind`` strikes at ``at_s``. ``subject`` picks whom, among those there are then; ``amount`` (0..1) how much."""
+
+    at_s: float
+    kind: str
+    subject: int
+    amount: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One way to fail: what it is, how it strikes, and how often it is drawn beside the others."""
+
+    meaning: str
+    strike: Callable[[UnreliableWorld, Fault], None]
+    weight: float = 1.0
+
+
+def draw_faults(seed: int, kinds: Sequence[str], horizon_s: float, mean_count: float) -> tuple[Fault, ...]:
+    """0 to twice ``mean_count`` faults of these kinds (at least one) before ``horizon_s``, in order of time."""
+    random = Random(f"faults {seed}")
+    count = random.randint(0, round(2 * mean_count))
+    chosen = random.choices(kinds, [KINDS[kind].weight for kind in kinds], k=count)
+    times = sorted(random.random() * horizon_s for _ in range(count))
+    return tuple(
+        Fault(round(at_s, 3), kind, random.randrange(SUBJECTS), round(random.random(), 3))
+        for at_s, kind in zip(times, chosen, strict=True)
+    )
+
+
+def kinds_of(names: str) -> tuple[str, ...]:
+    """``all``, or names of kinds with commas between. Raises InvalidValue, with the nearest name."""
+    if names == "all":
+        return tuple(KINDS)
+    for name in names.split(","):
+        if name not in KINDS:
+            raise InvalidValue("--faults", name, f"all, or {one_of(name, KINDS)}")
+    return tuple(dict.fromkeys(names.split(",")))
+
+
+def strike(world: UnreliableWorld, fault: Fault) -> None:
+    KINDS[fault.kind].strike(world, fault)
+
+
+# ------------------------------------------------------------------------------------------------------------ workers
+
+
+def _on_worker(strike: Callable[[UnreliableWorld, Fault, SimWorker], None]) -> Callable[[UnreliableWorld, Fault], None]:
+    """A fault of one worker, if there is any."""
+
+    def struck(world: UnreliableWorld, fault: Fault) -> None:
+        worker = _pick(world.running(), fault.subject)
+        if worker is not None:
+            strike(world, fault, worker)
+
+    return struck
+
+
+def _kill(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
+    world.kill(worker, fault.amount)
+
+
+def _kill_in_handoff(world: UnreliableWorld, fault: Fault) -> None:
+    """The source or the target dies the first or second time that a handoff comes to a phase, or a moment later."""
+    phase = PHASES[fault.subject % 4]
+    kills_source = fault.subject // 4 % 2 == 0
+    countdown = 1 + fault.subject // 8 % 2
+
+    def trap(command: do.WorkerCommand) -> bool:
+        nonlocal countdown
+        pending = world.machine.state.pending.get(command.command_id)
+        handoff = pending.handoff if pending is not None else None
+        if handoff is None or handoff.phase is not phase:
+            return False
+        countdown -= 1
+        if countdown:
+            return False
+        worker = world.workers.get(handoff.source if kills_source else handoff.target)
+        if worker is not None:
+            delay_s = fault.amount * 4.0 * world.scenario.cluster.link_latency_s
+            world.after(delay_s, _if_alive, partial(world.kill, worker, fault.amount), worker)
+        return True
+
+    world.traps.append(trap)
+    _migrate(world, fault)
+
+
+def _slow(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
+    world.slow_down(worker, 1.0 + fault.amount * (SLOWEST - 1.0))
+    world.after((1.0 - fault.amount) * 30.0, world.slow_down, worker, 1.0)
+
+
+def _hang(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
+    world.hang(worker, 2.0 * fault.amount * SILENCE_LIMIT_S)
+
+
+def _partition(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
+    world.partition(worker, 2.0 * fault.amount * SILENCE_LIMIT_S, to_core=fault.subject // 64 % 2 == 0)
+
+
+def _refuse(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
+    """The next 1 to 3 commands of some kind fail."""
+    command, error_kind = REFUSALS[fault.subject // 64 % len(REFUSALS)]
+    worker.refusals[command] = [error_kind] * (1 + int(fault.amount * 2.99))
+    _migrate(world, fault)
+
+
+def _trouble(trouble: Trouble) -> Callable[[UnreliableWorld, Fault], None]:
+    """It meets the next message of one direction; late ones by up to twice what a stream survives."""
+
+    def meet(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
+        session = world.session(worker)
+        wire = session.to_core if fault.subject // 64 % 2 == 0 else session.to_worker
+        wire.troubles.append((trouble, 2.0 * fault.amount * GAP_LIMIT_S))
+
+    return _on_worker(meet)
+
+
+def _join(world: UnreliableWorld, fault: Fault) -> None:
+    world.join_new()
+
+
+def _leave(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
+    world.ask(on.DrainAsked(worker.worker_id))
+
+
+# ------------------------------------------------------------------------------------------- trainer and orchestrator
+
+
+def _trainer(world: UnreliableWorld, fault: Fault) -> None:
+    """Lost before or just after a commit; its stream breaks; it asks for a commit again whose answer was lost."""
+    trainer = world.trainer
+    match fault.subject % 4:
+        case 0:
+            world.lose_trainer()
+        case 1:
+            world.dies_committing = True
+        case 2 if trainer.alive:
+            trainer.request()
+        case 3 if trainer.committed:
+            world.ask(on.StepCommitted(trainer.epoch, world.machine.state.window.newest - 1), refused=True)
+
+
+def _restart(world: UnreliableWorld, fault: Fault) -> None:
+    world.restart()
+
+
+def _end(world: UnreliableWorld, fault: Fault) -> None:
+    world.end_prompts(int(fault.amount * 40.0) if fault.subject % 2 else None)
+
+
+# ----------------------------------------------------------------------------------------------------------- operator
+
+
+def _migrate(world: UnreliableWorld, fault: Fault) -> None:
+    """A request is to move: to a worker that hosts its version where there is one, else to any."""
+    state = world.machine.state
+    row = _pick(sorted(row for worker in state.workers.values() for row in worker.rows), fault.subject)
+    if row is None:
+        return
+    hosts = [host for host in state.hosts_of(int(state.requests["version"][row])) if host is not state.owner(row)]
+    target = _pick(hosts or list(state.workers.values()), fault.subject // 64)
+    if target is not None:
+        world.ask(on.MigrateAsked(state.request_id[row], target.worker_id))
+
+
+def _rebalance(world: UnreliableWorld, fault: Fault) -> None:
+    world.ask(on.RebalanceAsked())
+
+
+def _cancel(world: UnreliableWorld, fault: Fault) -> None:
+    group_id = _pick(sorted(world.machine.state.group_row), fault.subject)
+    if group_id is not None:
+        world.ask(on.GroupCancelled(group_id, "asked for"))
+
+
+def _stale(world: UnreliableWorld, fault: Fault) -> None:
+    """What is wrong, or of an epoch that is over, must be ignored or refused."""
+    state, trainer, worker = world.machine.state, world.trainer, _pick(world.running(), fault.subject)
+    newest, epoch, name = state.window.newest, trainer.epoch, worker.worker_id if worker is not None else "w0"
+    request_id = _pick(sorted(state.request_row), fault.subject) or "g0.0"
+    refused: tuple[on.Event, ...] = (
+        on.StepRequested(epoch - 1, newest),
+        on.StepRequested(epoch, newest + 1),
+        on.StepCommitted(epoch, newest + 1),
+        on.StepCommitted(epoch - 1, newest),
+        on.TrainerAttached(epoch, trainer.pace.groups_per_step),
+        on.TrainerAttached(epoch + 1, trainer.pace.groups_per_step + 1),
+        on.PromptsOffered((on.OfferedPrompt("p", "task", 5, 1, 60),) * 999),
+        on.GroupCancelled("g-none", "asked for"),
+        on.MigrateAsked("g-none.0", name),
+        on.DrainAsked("w-none"),
+        *((on.WorkerJoined(name, 1_000_000, 6, 400),) if name in state.workers else ()),
+    )
+    ignored: tuple[on.Event, ...] = (
+        on.Progress(name, 0, 0, {request_id: 7}, {request_id: "stop"}),
+        on.CommandDone(name, 0, state.commands_sent),
+        on.CommandDone(name, worker.epoch if worker is not None else 0, 0),
+        on.WorkerLost(name, 0, "of an epoch that is over"),
+        on.RequestScored("g-none.0"),
+    )
+    chosen = fault.subject // 64 % (len(refused) + len(ignored))
+    world.ask((*refused, *ignored)[chosen], refused=chosen < len(refused))
+
+
+def _pick(items: Sequence[Item], subject: int) -> Item | None:
+    return items[subject % len(items)] if items else None
+
+
+def _if_alive(action: Callable[[], Any], worker: SimWorker) -> None:
+    if worker.alive:
+        action()
+
+
+KINDS: Final[dict[str, Kind]] = {
+    "kill": Kind("a worker dies, at any point of its life", _on_worker(_kill)),
+    "handoff": Kind("source or target die when a handoff comes to a phase", _kill_in_handoff, 2.0),
+    "slow": Kind("a worker takes up to 20 times longer for a while", _on_worker(_slow)),
+    "hang": Kind("a worker stands still for a while, or for too long", _on_worker(_hang)),
+    "partition": Kind("one direction between a worker and the orchestrator is silent", _on_worker(_partition)),
+    "lose": Kind("a message never arrives", _trouble(Trouble.LOST), 0.5),
+    "delay": Kind("a message arrives late", _trouble(Trouble.LATE)),
+    "duplicate": Kind("a message arrives twice", _trouble(Trouble.DUPLICATED), 0.5),
+    "reorder": Kind("a message is overtaken by later ones", _trouble(Trouble.OVERTAKEN), 0.5),
+    "copy": Kind("copies, reservations, loads or starts fail", _on_worker(_refuse), 2.0),
+    "trainer": Kind("the trainer is lost before or after a commit, or asks twice", _trainer),
+    "restart": Kind("the orchestrator starts again from its log", _restart, 0.3),
+    "join": Kind("a worker joins", _join, 0.5),
+    "leave": Kind("a worker is drained and leaves", _on_worker(_leave), 0.5),
+    "migrate": Kind("an operator moves a request", _migrate),
+    "rebalance": Kind("an operator asks for a re-balancing", _rebalance, 0.5),
+    "cancel": Kind("a group is cancelled, with a reason", _cancel),
+    "stale": Kind("an event that is wrong or too late", _stale),
+    "end": Kind("prompts run out, or the service drains", _end, 0.2),
+}

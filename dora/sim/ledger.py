@@ -1,0 +1,171 @@
+"""The simulator's own books: what was admitted, sampled, delivered, trained. The promises are checked against them.
+
+Nothing here is read from the core, so a core that miscounts is found out.
+"""
+
+from dataclasses import dataclass, field
+
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.sim.workload import SimPrompt
+
+
+class Violation(AssertionError):
+    """A promise was broken: C1, C2 or C3, with the facts."""
+
+
+class Lost(Violation):
+    """C2: an admitted group will never be trained, though nobody cancelled it."""
+
+
+class Duplicated(Violation):
+    """C2: a group came to the trainer twice."""
+
+
+class Stalled(Violation):
+    """The trainer waits for what will not come."""
+
+
+@dataclass(slots=True)
+class Response:
+    """One response of an admitted group."""
+
+    group_id: str
+    version: int
+    index: int  # within its group
+    prompt: SimPrompt
+    tokens: int = 0  # as taken over by the service
+    finished: bool = False
+    asked_turn: int = -1  # the environment was asked after this turn, and answers then
+    answer_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Group:
+    prompt: SimPrompt
+    version: int
+    request_ids: tuple[str, ...]
+    step: int = -1  # that it was delivered to
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Books of one run. ``window`` bounds staleness: at most ``window - 1``."""
+
+    window: int
+    groups_per_step: int
+    offered: dict[str, SimPrompt] = field(default_factory=dict)  # drawn, not admitted yet
+    responses: dict[str, Response] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)  # admitted, neither trained nor cancelled
+    received: list[str] = field(default_factory=list)  # groups of the step that the trainer now collects
+    admitted: int = 0
+    trained: int = 0
+    cancelled: int = 0
+    cancel_reasons: dict[str, int] = field(default_factory=dict)
+
+    def offer(self, prompts: list[SimPrompt]) -> None:
+        self.offered.update((prompt.prompt_id, prompt) for prompt in prompts)
+
+    def admit(self, command: do.AdmitGroup) -> None:
+        prompt = self.offered.pop(command.prompt_id, None)
+        if prompt is None:
+            raise Violation(f"{command.group_id} takes the prompt {command.prompt_id}, which is not on offer (C2)")
+        self.groups[command.group_id] = Group(prompt, command.version, command.request_ids)
+        self.admitted += 1
+        for index, request_id in enumerate(command.request_ids):
+            self.responses[request_id] = Response(command.group_id, command.version, index, prompt)
+
+    def sampled(self, request_id: str, engine_version: int) -> None:
+        """An engine decodes this request under ``engine_version``."""
+        response = self.responses.get(request_id)
+        if response is not None and response.version != engine_version:
+            raise Violation(f"{request_id} of version {response.version} is decoded under {engine_version} (C1)")
+
+    def take_over(self, event: on.Progress, request_id: str) -> None:
+        """The service takes a worker's word for how far a request is."""
+        response, tokens = self.responses[request_id], event.tokens[request_id]
+        if event.version != response.version:
+            raise Violation(f"{request_id} of version {response.version} was sampled under {event.version} (C1)")
+        if tokens < response.tokens:
+            raise Violation(f"{request_id} goes back from {response.tokens} to {tokens} tokens (C2)")
+        if response.finished:
+            raise Violation(f"{request_id} goes on after its end (C2)")
+        response.tokens = tokens
+        if request_id in event.finished:
+            if tokens != response.prompt.lengths[response.index]:
+                raise Violation(f"{request_id} ends after {tokens} of {response.prompt.lengths[response.index]} tokens")
+            response.finished = True
+
+    def answer_s(self, request_id: str, turn: int, now_s: float) -> float:
+        """When the environment answers a turn that has ended. It is asked once, however often the request moves."""
+        response = self.responses.get(request_id)
+        if response is None:
+            return now_s  # cancelled
+        if response.asked_turn < turn:
+            response.asked_turn = turn
+            response.answer_s = now_s + response.prompt.turns[response.index][turn].environment_s
+        return response.answer_s
+
+    def check_finished(self, request_id: str) -> None:
+        """The verifier is to judge this response."""
+        response = self.responses.get(request_id)
+        if response is None or not response.finished:
+            raise Violation(f"{request_id} is scored before its end (C2)")
+
+    def check_retired(self, version: int) -> None:
+        """The weights of ``version`` are let go."""
+        unfinished = [name for name, r in self.responses.items() if r.version == version and not r.finished]
+        if unfinished:
+            raise Violation(f"version {version} is let go, and {unfinished[0]} is unfinished (C1)")
+
+    def deliver(self, command: do.DeliverGroup) -> None:
+        group = self.groups.get(command.group_id)
+        if group is None:
+            raise Duplicated(f"{command.group_id} is delivered, but was trained, cancelled or never admitted (C2)")
+        if not all(self.responses[request_id].finished for request_id in group.request_ids):
+            raise Violation(f"{command.group_id} is delivered unfinished (C2)")
+        if not 0 <= command.step - group.version < self.window:
+            raise Violation(f"{command.group_id} of version {group.version} is taken by step {command.step} (C3)")
+        if group.step not in (-1, command.step):
+            raise Duplicated(f"{command.group_id} is delivered to the steps {group.step} and {command.step} (C2)")
+        if command.group_id in self.received:
+            raise Duplicated(f"{command.group_id} is delivered twice in one stream (C2)")
+        if command.again != (group.step >= 0):
+            raise Violation(f"{command.group_id} is delivered {'first' if group.step < 0 else 'again'}, not as it says")
+        group.step = command.step
+        self.received.append(command.group_id)
+
+    def stream_began(self) -> None:
+        """A step's stream is opened, or opened again: its groups are delivered from the first."""
+        self.received = []
+
+    def closed(self, command: do.CloseStep) -> None:
+        if len(self.received) != self.groups_per_step and not command.exhausted:
+            raise Violation(f"step {command.step} is closed with {len(self.received)} groups (C2)")
+        if command.exhausted and len(self.received) != len(self.groups):
+            raise Lost(f"step {command.step} ends short, with {len(self.received)} of {len(self.groups)} groups (C2)")
+
+    def train(self) -> list[Group]:
+        """The collected step was trained and committed: its groups leave the books. Returns them."""
+        groups = []
+        for group_id in self.received:
+            group = self.groups.pop(group_id)
+            for request_id in group.request_ids:
+                del self.responses[request_id]
+            groups.append(group)
+        self.trained += len(groups)
+        self.received = []
+        return groups
+
+    def forget(self, command: do.ForgetGroup) -> None:
+        if command.group_id in self.groups:
+            raise Lost(f"{command.group_id} is forgotten before it was trained (C2)")
+
+    def drop(self, command: do.DropGroup) -> None:
+        group = self.groups.pop(command.group_id, None)
+        if group is None or not command.reason:
+            raise Lost(f"{command.group_id} is cancelled without being open, or without a reason (C2)")
+        for request_id in group.request_ids:
+            del self.responses[request_id]
+        self.cancelled += 1
+        self.cancel_reasons[command.reason] = self.cancel_reasons.get(command.reason, 0) + 1

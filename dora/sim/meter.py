@@ -1,0 +1,179 @@
+"""Measures one run as it goes: work done and consumed, time per step, what stood still. Fills the timeline too."""
+
+from dataclasses import dataclass, field
+
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.prediction import Recall
+from dora.sim.ledger import Group
+from dora.sim.report import Arrow, Span, StepSpan, Timeline
+from dora.sim.world import World
+
+KV_SAMPLE_S = 10.0  # a worker's KV use is put on the timeline at most so often
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Sums since the start, as of one publish."""
+
+    at_s: float = 0.0
+    generated_tokens: float = 0.0
+    context_token_steps: float = 0.0
+    steps: float = 0.0
+    reprefill_s: float = 0.0
+    preemptions: int = 0
+    loads: int = 0
+    still_s: float = 0.0  # requests stood still for a handoff, summed over requests
+    resident_s: float = 0.0  # requests were on a worker, summed over requests that ended
+
+
+@dataclass(slots=True)
+class Consumed:
+    """What the trainer took in the measured steps."""
+
+    responses: int = 0
+    response_tokens: float = 0.0
+    prompt_tokens: float = 0.0
+    context_tokens: float = 0.0  # sum over responses of length^2 / 2 + prompt * length: the C of the bound
+    busy_s: float = 0.0
+    staleness: list[int] = field(default_factory=list)  # of each group
+
+    def add(self, step: int, groups: list[Group], busy: list[tuple[float, float]]) -> None:
+        self.busy_s += sum(end_s - begin_s for begin_s, end_s in busy)
+        for group in groups:
+            self.staleness.append(step - group.version)
+            for length in group.prompt.lengths:
+                self.responses += 1
+                self.response_tokens += length
+                self.prompt_tokens += group.prompt.prompt_tokens
+                self.context_tokens += length * (length / 2 + group.prompt.prompt_tokens)
+
+
+class Meter:
+    """Watches a World. The first ``warmup`` steps are run, but not measured."""
+
+    def __init__(self, world: World, warmup: int, timeline: Timeline | None) -> None:
+        self.world, self.warmup, self.timeline = world, warmup, timeline
+        self.begin = Reading()
+        self.end = Reading()
+        self.consumed = Consumed()
+        self.steps = 0  # committed
+        self.recall = Recall()
+        self._loads = 0
+        self._still_s = 0.0
+        self._resident_s = 0.0
+        self._frozen: dict[str, float] = {}  # request -> since when
+        self._hosting: dict[str, tuple[int, float]] = {}  # worker -> version and since when
+        self._sampled_s: dict[str, float] = {}
+        world.trainer.on_step = self._step
+        world.observers.append(self._saw)
+
+    # ----------------------------------------------------------------------------------------------------------- steps
+
+    def _step(
+        self, step: int, began_s: float, ended_s: float, groups: list[Group], busy: list[tuple[float, float]]
+    ) -> None:
+        self.steps += 1
+        self.end = self._read()
+        if self.steps <= self.warmup:
+            self.begin = self.end
+        else:
+            self.consumed.add(step, groups, busy)
+        if self.timeline is not None:
+            ages = [step - group.version for group in groups]
+            mix = tuple(ages.count(age) for age in range(max(ages, default=0) + 1))
+            self.timeline.steps.append(StepSpan(step, began_s, ended_s, tuple(busy), mix))
+
+    def _read(self) -> Reading:
+        world = self.world
+        for worker in world.workers.values():
+            worker.engine.advance(world.now_s)
+        engines = [*world.ended, *(worker.engine for worker in world.workers.values())]
+        totals = [engine.totals for engine in engines]
+        # what runs has not been counted into generated_tokens yet: it counts when it stops
+        running = sum(
+            engine.tokens_of(request) - request.tokens for engine in engines for request in engine.requests.values()
+        )
+        return Reading(
+            world.now_s,
+            running + sum(total.generated_tokens for total in totals),
+            sum(total.context_token_steps for total in totals),
+            sum(total.steps for total in totals),
+            sum(total.reprefill_s for total in totals),
+            sum(total.preemptions for total in totals),
+            self._loads,
+            self._still_s,
+            self._resident_s,
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- events
+
+    def _saw(self, now_s: float, event: on.Event, commands: list[do.Command]) -> None:
+        if isinstance(event, on.Progress) and event.finished:
+            self._finished(event, now_s)
+        for command in commands:
+            if isinstance(command, do.CopyOut):
+                self._frozen[command.request_id] = now_s
+            elif isinstance(command, (do.RemoveRequest, do.Thaw)):
+                self._still_s += now_s - self._frozen.pop(command.request_id, now_s)
+                if isinstance(command, do.RemoveRequest) and self.timeline is not None:
+                    self._moved(command, now_s)
+            elif isinstance(command, do.LoadVersion):
+                self._loads += 1
+                self._hosts(command.worker_id, -1, now_s)
+        if self.timeline is not None:
+            self._draw(event, now_s)
+
+    def _finished(self, event: on.Progress, now_s: float) -> None:
+        state = self.world.machine.state
+        for request_id in event.finished:
+            row = state.request_row.get(request_id)
+            if row is None:
+                continue
+            self._still_s += now_s - self._frozen.pop(request_id, now_s)
+            self._resident_s += now_s - float(state.requests["placed_s"][row])
+            self.recall.add(float(state.requests["log_mean"][row]), float(event.tokens[request_id]))
+
+    # -------------------------------------------------------------------------------------------------------- timeline
+
+    def _hosts(self, worker_id: str, version: int, now_s: float) -> None:
+        if self.timeline is None:
+            return
+        was, since_s = self._hosting.get(worker_id, (version, now_s))
+        if was != version:
+            self.timeline.spans.append(Span(_number(worker_id), was, since_s, now_s))
+        if was != version or worker_id not in self._hosting:
+            self._hosting[worker_id] = (version, now_s)
+
+    def _moved(self, command: do.RemoveRequest, now_s: float) -> None:
+        state = self.world.machine.state
+        row = state.request_row.get(command.request_id)
+        owner = state.owner(row) if row is not None else None
+        if row is not None and owner is not None and self.timeline is not None:
+            source, target = _number(command.worker_id), _number(owner.worker_id)
+            self.timeline.arrows.append(Arrow(now_s, source, target, int(state.requests["version"][row])))
+
+    def _draw(self, event: on.Event, now_s: float) -> None:
+        assert self.timeline is not None
+        if isinstance(event, on.CommandDone):
+            worker = self.world.workers.get(event.worker_id)
+            if worker is not None and worker.version >= 0:
+                self._hosts(worker.worker_id, worker.version, now_s)
+        elif isinstance(event, on.Progress) and now_s - self._sampled_s.get(event.worker_id, -1e9) >= KV_SAMPLE_S:
+            self._sampled_s[event.worker_id] = now_s
+            share = event.kv_used_tokens / self.world.scenario.cluster.kv_tokens
+            self.timeline.kv.append((now_s, _number(event.worker_id), share))
+        elif isinstance(event, on.WorkerLost):
+            version, since_s = self._hosting.pop(event.worker_id, (-1, now_s))
+            self.timeline.spans.append(Span(_number(event.worker_id), version, since_s, now_s))
+
+    def finish(self) -> None:
+        """Closes the timeline's open spans."""
+        if self.timeline is not None:
+            for worker_id, (version, since_s) in sorted(self._hosting.items()):
+                self.timeline.spans.append(Span(_number(worker_id), version, since_s, self.world.now_s))
+            self.timeline.spans.sort(key=lambda span: (span.begin_s, span.worker))
+
+
+def _number(worker_id: str) -> int:
+    return int(worker_id.lstrip("w"))

@@ -1,0 +1,258 @@
+"""What the papers report, as constants with their source: the numbers that a simulation is held against.
+
+Values marked *derived* follow from ratios that a paper states; every such cell says so in its ``note``, and so does a
+cell that contradicts another one. Policies have the names they have here: verl is ``sync``, verl's and AReaL's partial
+rollout is ``partial``.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+DORA: Final = "DORA (paper 004), section 5"
+LAMINAR: Final = "Laminar (paper 001), section 8 and appendix A.3"
+STALEFLOW: Final = "StaleFlow (paper 000), section 6 and appendix B"
+STREAMRL: Final = "StreamRL (paper 002), section 7"
+VERL_ASYNC: Final = "verl's documentation, Fully Async Policy Trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class StepCell:
+    """One system at one scale. ``None``: not stated."""
+
+    gpus: int
+    policy: str
+    step_time_min: float
+    rollout_only_fraction: float | None
+    tokens_per_s: float | None
+    note: str = ""
+
+    @property
+    def training_min(self) -> float | None:
+        """What is not rollout-only is training, overlapped or not."""
+        return None if self.rollout_only_fraction is None else self.step_time_min * (1 - self.rollout_only_fraction)
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Shares of the total time, 0 to 1."""
+
+    balancing: float
+    transfer: float
+    free_cache: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """Throughput of a paper's system over ``policy``'s: mean and largest of its settings."""
+
+    policy: str
+    mean: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRow:
+    """Accelerators of one system: ``train_gpus`` and ``rollout_gpus``."""
+
+    model: str
+    gpus: int
+    train_gpus: int
+    rollout_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncRow:
+    """verl: mean seconds of one step of 512 prompts. ``generation_s``: in which the trainer has nothing to train."""
+
+    gpus: int
+    policy: str
+    step_s: float
+    generation_s: float
+    training_s: float
+
+
+# ----------------------------------------------------------------------------------------------------------- DORA
+
+DORA_STEPS: Final = (
+    StepCell(64, "sync", 22.91, 0.65, 14_143.0),
+    StepCell(64, "one_step", 22.94, 0.33, 14_141.0),
+    StepCell(64, "partial", 17.38, 0.46, 19_872.0, "colocated"),
+    StepCell(64, "dora", 14.67, 0.12, 23_327.0, "neither split nor window stated; below the bound of 40:24"),
+    StepCell(128, "sync", 20.23, 0.73, 16_070.0),
+    StepCell(
+        128,
+        "one_step",
+        14.02,
+        None,
+        23_221.0,
+        "derived: 1.34 x 10.46 min, 34,135 / 1.47 tokens/s; shorter than sync's rollout alone (14.77 min)",
+    ),
+    StepCell(
+        128,
+        "partial",
+        13.95,
+        7.3 / 13.95,
+        30_752.0,
+        "rollout 7.3 min derived (2.9 x 2.5 min); tokens/s derived (34,135 / 1.11) and inconsistent with the step time",
+    ),
+    StepCell(128, "dora", 10.46, 0.24, 34_135.0, "neither split nor window stated"),
+)
+DORA_OVERHEAD: Final = {  # by preset; section 5.4, figure 12
+    "dora-64": Overhead(0.00414, 0.03627, 0.00019),
+    "dora-128": Overhead(0.01519, 0.02123, 0.00027),
+}
+LONGCAT_ROLLOUT_SPEEDUP: Final = {"maths": 3.6, "agentic": 6.2}  # section 5.2, figure 10: over sync, 4,096 accelerators
+
+# -------------------------------------------------------------------------------------------------------- Laminar
+
+LAMINAR_SPEEDUPS: Final = (  # section 8.1, figure 11: mathematics, 15 settings
+    Speedup("sync", 2.56, 5.49),
+    Speedup("one_step", 1.98, 4.09),
+    Speedup("stream", 1.93, 4.06),
+    Speedup("partial", 1.39, 1.81),
+)
+LAMINAR_SCALING_EFFICIENCY: Final = {"laminar": 0.537, "partial": 0.336}  # section 8.1: strong scaling, mathematics
+LAMINAR_SCALES: Final = {
+    "7b": (16, 32, 64, 128, 256),
+    "32b": (32, 64, 128, 256, 512),
+    "72b": (64, 128, 256, 512, 1024),
+}
+_PIPELINES: Final = {
+    "7b": (8, 8, 16, 32, 40),
+    "32b": (16, 32, 48, 64, 80),
+    "72b": (32, 64, 96, 192, 256),
+}
+_LAMINAR_TRAIN_GPUS: Final = {
+    "one_step": _PIPELINES,
+    "stream": _PIPELINES,
+    "partial": {"7b": (8, 16, 32, 64, 128), "32b": (16, 32, 64, 128, 256), "72b": (32, 64, 128, 320, 640)},
+    "laminar": {"7b": (8, 24, 40, 80, 192), "32b": (16, 32, 64, 128, 256), "72b": (32, 64, 128, 320, 768)},
+}
+LAMINAR_SPLITS: Final = {  # table 2; verl is colocated
+    policy: tuple(
+        SplitRow(model, gpus, train, gpus - train)
+        for model, scales in LAMINAR_SCALES.items()
+        for gpus, train in zip(scales, train_gpus[model], strict=True)
+    )
+    for policy, train_gpus in _LAMINAR_TRAIN_GPUS.items()
+}
+LAMINAR_ENGINE_GPUS: Final = {"7b": (1, 2), "32b": (4, 4), "72b": (8, 8)}  # appendix A.3: Laminar and AReaL, the others
+LAMINAR_ACTOR_STALL_S: Final = {"32b": 0.64, "72b": 1.40}  # section 8.3
+
+# ------------------------------------------------------------------------------------------------------ StaleFlow
+
+STALEFLOW_SPEEDUPS: Final = (  # section 6.2, figure 13: three models, staleness 1 to 3
+    Speedup("sync", 2.01, 2.68),
+    Speedup("one_step", 1.52, 1.95),
+    Speedup("partial", 1.17, 1.42),
+)
+STALEFLOW_STEP_S: Final = {"pull": 7.8, "route": 2.0, "interrupt": 0.6, "prefill": 36.4, "decode": 413.3}  # table 3
+STALEFLOW_COST: Final = {"k1": 7.28e-8, "k2": 1.72e-3, "k3": 1.25e-4, "k4": 1.07e-2}  # table 4; k1 a token, not a byte
+
+# ------------------------------------------------------------------------------------------------------- StreamRL
+
+STREAMRL_ABLATION: Final = {  # table 3: 72B, 20K
+    "colocated": 1.00,
+    "skewness-aware scheduling": 1.08,
+    "disaggregated, streaming": 1.23,
+    "asynchronous": 1.48,
+}
+STREAMRL_OVER_VERL: Final = {"sync": (1.12, 2.12), "async": (1.30, 2.66)}  # section 7.1, figure 8
+STREAMRL_RECALL_LONGEST_20: Final = 0.87  # table 4, the 7B ranker
+
+# ----------------------------------------------------------------------------------------------- verl, fully async
+
+VERL_ASYNC_STEPS: Final = (
+    AsyncRow(32, "sync", 790.10, 357.41, 107.71 + 269.80),
+    AsyncRow(64, "sync", 365.28, 150.72, 70.26 + 133.41),
+    AsyncRow(128, "sync", 356.30, 177.85, 53.92 + 113.81),
+    AsyncRow(128, "stream", 231.34, 128.47, 98.77),
+    AsyncRow(32, "partial", 294.77, 21.26, 313.81),
+    AsyncRow(64, "partial", 189.26, 28.46, 156.98),
+    AsyncRow(128, "partial", 150.63, 33.14, 113.16),
+)
+VERL_ASYNC_BY_STALENESS_S: Final = {0.0: 231.34, 0.1: 171.30, 0.3: 146.11, 0.5: 150.63}  # 128 accelerators
+
+
+@dataclass(frozen=True, slots=True)
+class PaperResult:
+    """What a paper says of one policy in one preset. ``None``: it does not say."""
+
+    source: str
+    step_time_min: float | None = None
+    rollout_only_fraction: float | None = None
+    tokens_per_s: float | None = None
+    speedup: float | None = None  # throughput over sync
+    rollout_speedup: float | None = None  # rollout-only time of sync over this one's
+    note: str = ""
+
+
+def paper_result(preset: str, policy: str) -> PaperResult | None:
+    """The paper's number beside which a run of ``preset`` under ``policy`` is shown; None where there is none."""
+    family, _, rest = preset.partition("-")
+    found: Iterator[PaperResult]
+    if family == "dora":
+        found = (_dora(cell) for cell in DORA_STEPS if (str(cell.gpus), cell.policy) == (rest, policy))
+    elif family == "verl":
+        found = (_verl(row) for row in VERL_ASYNC_STEPS if (f"async-{row.gpus}", row.policy) == (rest, policy))
+    elif family == "laminar":
+        found = _mean_speedups("laminar", policy, LAMINAR_SPEEDUPS, LAMINAR)
+    elif family == "staleflow":
+        found = _mean_speedups("staleflow", policy, STALEFLOW_SPEEDUPS, STALEFLOW)
+    elif family == "streamrl":
+        found = _streamrl(policy)
+    elif family == "longcat":
+        found = _longcat(policy, "agentic" if rest.endswith("agentic") else "maths")
+    else:
+        found = iter(())
+    return next(found, None)
+
+
+def _dora(cell: StepCell) -> PaperResult:
+    sync = next(each for each in DORA_STEPS if (each.gpus, each.policy) == (cell.gpus, "sync"))
+    assert sync.tokens_per_s is not None and sync.rollout_only_fraction is not None
+    rollout = None
+    if cell.rollout_only_fraction is not None:
+        rollout = sync.step_time_min * sync.rollout_only_fraction / (cell.step_time_min * cell.rollout_only_fraction)
+    speedup = None if cell.tokens_per_s is None else cell.tokens_per_s / sync.tokens_per_s
+    return PaperResult(
+        DORA, cell.step_time_min, cell.rollout_only_fraction, cell.tokens_per_s, speedup, rollout, cell.note
+    )
+
+
+def _verl(row: AsyncRow) -> PaperResult:
+    sync = next(each for each in VERL_ASYNC_STEPS if (each.gpus, each.policy) == (row.gpus, "sync"))
+    return PaperResult(
+        VERL_ASYNC,
+        row.step_s / 60,
+        row.generation_s / row.step_s,
+        speedup=sync.step_s / row.step_s,
+        note="response lengths changed while it trained, differently in each run",
+    )
+
+
+def _mean_speedups(system: str, policy: str, speedups: tuple[Speedup, ...], source: str) -> Iterator[PaperResult]:
+    """Only means over all settings are given: over sync, and of the others by the ratio of two means."""
+    over = {each.policy: each for each in speedups}
+    if policy == system:
+        sync = over["sync"]
+        yield PaperResult(source, speedup=sync.mean, note=f"mean over its settings, at most {sync.most:g}")
+    elif policy == "sync":
+        yield PaperResult(source, speedup=1.0)
+    elif policy in over:
+        ratio = over["sync"].mean / over[policy].mean
+        yield PaperResult(source, speedup=ratio, note="derived: ratio of two means over its settings")
+
+
+def _streamrl(policy: str) -> Iterator[PaperResult]:
+    cells = {"sync": "colocated", "streamrl": "asynchronous"}
+    if policy in cells:
+        yield PaperResult(STREAMRL, speedup=STREAMRL_ABLATION[cells[policy]], note="table 3")
+
+
+def _longcat(policy: str, task: str) -> Iterator[PaperResult]:
+    if policy == "dora":
+        yield PaperResult(DORA, rollout_speedup=LONGCAT_ROLLOUT_SPEEDUP[task], note=f"{task}, figure 10")
+    elif policy == "sync":
+        yield PaperResult(DORA, speedup=1.0, rollout_speedup=1.0)

@@ -1,0 +1,129 @@
+"""Presets: every row of the papers' tables as a :class:`~dora.sim.scenario.Scenario`, by name."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Final
+
+from dora.config import merged, validated_as
+from dora.errors import InvalidValue
+from dora.planning.allocation import EngineOption, Generation, TrainingTime, allocate, generation
+from dora.planning.workload import StepWorkload
+from dora.sim.experiments import EXPERIMENTS
+from dora.sim.scenario import Scenario
+from dora.sim.workload import moments
+
+DEFAULT_POLICY: Final = "dora"
+# Versions that these policies have in flight by their definition; the others take the window they are given. Partial
+# rollout knows no versions: its largest window is no bound, and as many steps as that can be simulated.
+OWN_WINDOWS: Final = {"sync": 1, "one_step": 2, "stream": 2, "partial": 64}
+OWN_PERIODS_S: Final = {"laminar": 5.0}  # its repack is checked so often (paper 001, section 5.1)
+# These train a step only when all of it is there; so does whatever shares its accelerators with the trainer.
+WHOLE_BATCH: Final = frozenset({"sync", "one_step"})
+
+
+def names() -> list[str]:
+    """All presets, in the order of the papers."""
+    return list(EXPERIMENTS)
+
+
+def preset(name: str) -> Scenario:
+    """The preset under DORA's own policy. Raises InvalidValue for an unknown name, with the nearest one."""
+    return scenario_for(name, DEFAULT_POLICY)
+
+
+def scenario_for(name: str, policy: str, window: int | None = None) -> Scenario:
+    """The preset with that policy's split, colocation and engine size, as the paper ran it.
+
+    ``window``: instead of the preset's; only for policies that have a choice. Raises InvalidValue for an unknown
+    preset and for a window that the policy cannot have.
+    """
+    experiment = EXPERIMENTS.get(name)
+    if experiment is None:
+        near = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.4)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise InvalidValue("--preset", name, f"one of {', '.join(EXPERIMENTS)}{meant}")
+    placement = experiment.placement(policy)
+    return validated_as(
+        Scenario,
+        {
+            "name": name,
+            "policy": policy,
+            "window": window_of(policy, experiment.window, window),
+            "period_s": OWN_PERIODS_S.get(policy, Scenario.model_fields["period_s"].default),
+            "cluster": {
+                "gpus": experiment.gpus,
+                "rollout_gpus": placement.rollout_gpus,
+                "gpus_per_engine": placement.engine_gpus,
+                "colocated": placement.colocated,
+                "slots": experiment.slots,
+                **experiment.engine(placement.engine_gpus),
+            },
+            "trainer": {
+                "groups_per_step": experiment.groups_per_step,
+                "step_s": placement.training_s,
+                "streams": policy not in WHOLE_BATCH and not placement.colocated,
+                "publish_s": experiment.publish_s,
+            },
+            "workload": experiment.workload,
+        },
+    )
+
+
+def window_of(policy: str, default: int, asked: int | None = None) -> int:
+    """The window of ``policy``: its own by definition, else the one ``asked`` for, else ``default``."""
+    own = OWN_WINDOWS.get(policy)
+    if own is not None and asked not in (None, own):
+        raise InvalidValue("window", asked, f"{own}, by the definition of {policy}")
+    return own or asked or default
+
+
+def composed(over: Mapping[str, Any], name: str = "", policy: str = "", window: int | None = None) -> Scenario:
+    """The preset ``name`` with the fields of ``over`` in their place; without a name, the default cluster with them.
+
+    ``policy`` and ``window`` stand above those of ``over``. Raises InvalidValue for an unknown preset, a field that is
+    unknown or wrong, and an impossible cluster.
+    """
+    policy = policy or str(over.get("policy", DEFAULT_POLICY))
+    asked = over.get("window") if window is None else window
+    own = asked if isinstance(asked, int) else None  # anything else is for the validation to refuse
+    if name:
+        base = scenario_for(name, policy, own).model_dump()
+    else:
+        default = Scenario.model_fields["window"].default
+        base = {"window": window_of(policy, default, own), "trainer": {"streams": policy not in WHOLE_BATCH}}
+    chosen = {"policy": policy} | ({} if window is None else {"window": window})
+    return validated_as(Scenario, merged(merged(base, over), chosen))
+
+
+def planned(scenario: Scenario) -> Scenario:
+    """The scenario with the train:rollout split that StreamRL's Algorithm 1 picks for it; engines stay as they are.
+
+    Training scales linearly with its accelerators. Raises InvalidValue for a colocated scenario, which has no split.
+    """
+    cluster, trainer, workload = scenario.cluster, scenario.trainer, scenario.workload
+    if cluster.colocated:
+        raise InvalidValue("--split", "plan", f"preset: {scenario.policy} is colocated, its roles share all of them")
+    option = EngineOption(cluster.gpus_per_engine, cluster.cost.model(), cluster.slots, cluster.kv_tokens)
+    responses = trainer.groups_per_step * workload.group_size
+    lengths = moments(workload)
+    batch = StepWorkload(
+        responses,
+        lengths.generated_tokens(responses),
+        lengths.context_tokens(responses),
+        workload.lengths.cap_tokens,
+        lengths.prompt_tokens,
+    )
+
+    def generate(gpus: int) -> Generation | None:
+        engines = gpus // option.gpus
+        return generation(option, engines, batch, scenario.window) if engines else None
+
+    training = TrainingTime(((cluster.train_gpus, trainer.step_s),), multiple=cluster.gpus_per_engine)
+    split, _ = allocate(cluster.gpus, generate, training)
+    rollout_gpus, train_gpus = split.generation.gpus, cluster.gpus - split.generation.gpus
+    return scenario.model_copy(
+        update={
+            "cluster": cluster.model_copy(update={"rollout_gpus": rollout_gpus}),
+            "trainer": trainer.model_copy(update={"step_s": training.seconds(train_gpus)}),
+        }
+    )

@@ -1,0 +1,129 @@
+"""What is simulated: one frozen, validated description. Presets (presets.py) are instances of it."""
+
+from math import ceil
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dora.errors import InvalidValue
+from dora.orchestrator.core.cost import CostModel
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Coefficients(_Section):
+    """The cost model of one engine: StaleFlow eq. 11 (see dora/orchestrator/core/cost.py)."""
+
+    kv_token_s: float = Field(3.26e-8, ge=0.0, description="k1: a step's seconds for each cached token")
+    weights_s: float = Field(6.5e-3, ge=0.0, description="k2: a step's seconds to read the weights")
+    request_s: float = Field(47e-6, ge=0.0, description="k3: a step's seconds for each running request")
+    step_s: float = Field(20e-3, ge=0.0, description="k4: a step's other seconds")
+    prefill_token_s: float = Field(41.7e-6, ge=0.0, description="seconds for each prefilled token")
+    expert_fraction: float = Field(1.0, gt=0.0, le=1.0, description="share of the weights one token reads; 1: dense")
+    imbalance: float = Field(0.0, ge=0.0, description="extra k3 from uneven experts, times 1/sqrt(requests)")
+
+    def model(self) -> CostModel:
+        return CostModel(**self.model_dump())
+
+
+class Cluster(_Section):
+    """Accelerators, engines and links."""
+
+    gpus: int = Field(64, ge=1, description="all accelerators; colocated: both roles use all of them in turn")
+    rollout_gpus: int = Field(24, ge=1, description="accelerators that generate")
+    gpus_per_engine: int = Field(4, ge=1, description="accelerators of one DP group")
+    colocated: bool = Field(False, description="training and rollout share the accelerators, one at a time")
+    slots: int = Field(256, ge=1, description="requests one engine decodes at once")
+    kv_tokens: int = Field(772_000, ge=1, description="KV-cache of one engine")
+    kv_token_bytes: float = Field(262_144.0, gt=0.0)
+    gpu_memory_bytes: float = Field(0.0, ge=0.0, description="memory of one accelerator, 0: not checked")
+    weights_bytes: float = Field(65.5e9, gt=0.0, description="weights of one engine")
+    link_bytes_per_s: float = Field(50e9, gt=0.0, description="KV between two engines")
+    link_latency_s: float = Field(0.001, ge=0.0, description="control message, one way")
+    load_s: float = Field(2.0, ge=0.0, description="one engine takes a version's weights")
+    cost: Coefficients = Coefficients()
+
+    @property
+    def engines(self) -> int:
+        return (self.gpus if self.colocated else self.rollout_gpus) // self.gpus_per_engine
+
+    @property
+    def train_gpus(self) -> int:
+        return self.gpus if self.colocated else self.gpus - self.rollout_gpus
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of one engine; 0: not checked."""
+        return self.gpu_memory_bytes * self.gpus_per_engine
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        """An engine has room for its weights and the KV it claims."""
+        needed_bytes = self.weights_bytes + self.kv_tokens * self.kv_token_bytes
+        if 0.0 < self.memory_bytes < needed_bytes:
+            least = ceil(needed_bytes / self.gpu_memory_bytes)
+            held = f"{self.weights_bytes / 1e9:.1f} GB of weights and the KV of {self.kv_tokens:,} tokens"
+            allowed = f"at least {least}, with {self.gpu_memory_bytes / 1e9:.0f} GB each: {held} do not fit into less"
+            raise InvalidValue("cluster.gpus_per_engine", self.gpus_per_engine, allowed)
+        return self
+
+
+class TrainerPace(_Section):
+    """The trainer: it streams groups in micro-batches and commits when all are trained."""
+
+    groups_per_step: int = Field(512, ge=1)
+    step_s: float = Field(774.0, ge=0.0, description="computing time of one step")
+    micro_batches: int = Field(16, ge=1, description="training of one begins when its groups are there")
+    streams: bool = Field(True, description="False: training begins when the whole step is there")
+    publish_s: float = Field(0.0, ge=0.0, description="from the last micro-batch to the published version")
+
+
+class Lengths(_Section):
+    """Distribution of response lengths."""
+
+    kind: Literal["lognormal", "histogram", "trace"] = "lognormal"
+    mu: float = Field(7.0881, description="lognormal: mean of the logarithm")
+    sigma: float = Field(1.2, ge=0.0, description="lognormal: its standard deviation")
+    file: str = Field("", description="histogram (JSON: {'hist': {tokens: weight}}) or trace (JSONL: output_length)")
+    scale: float = Field(1.0, gt=0.0, description="every length is multiplied by this")
+    cap_tokens: int = Field(30_000, ge=1, description="longest response; longer ones are cut there")
+    group_correlation: float = Field(0.6, ge=0.0, le=1.0, description="of log lengths within one prompt's group")
+    drift_per_step: float = Field(0.0, gt=-0.5, lt=0.5, description="mean length grows by this share a step")
+
+
+class Turns(_Section):
+    """Multi-turn trajectories: between turns an environment answers while the request holds no slot."""
+
+    most: int = Field(1, ge=1, description="turns of one trajectory, drawn uniformly from 1 .. most")
+    environment_mean_s: float = Field(0.0, ge=0.0, description="lognormal latency of one environment call")
+    environment_sigma: float = Field(1.0, ge=0.0)
+    answer_tokens: int = Field(0, ge=0, description="tokens that one environment answer adds to the context")
+
+
+class Workload(_Section):
+    """Prompts and how long their responses become."""
+
+    group_size: int = Field(16, ge=1)
+    prompts: int = Field(17_000, ge=1, description="size of the prompt set; an epoch draws each once")
+    prompt_tokens: int = Field(150, ge=1, description="mean prompt length")
+    lengths: Lengths = Lengths()
+    turns: Turns = Turns()
+    feature_correlation: float = Field(
+        0.85, ge=0.0, le=1.0, description="between what a prompt shows (its features) and its group's mean log length"
+    )
+
+
+class Scenario(_Section):
+    """One simulated run."""
+
+    name: str = "custom"
+    policy: str = "dora"
+    window: int = Field(3, ge=1, le=64)
+    predictor: Literal["oracle", "statistics", "ranker"] = "oracle"
+    cluster: Cluster = Cluster()
+    trainer: TrainerPace = TrainerPace()
+    workload: Workload = Workload()
+    filter_fraction: float = Field(0.0, ge=0.0, lt=1.0, description="groups a user's filter cancels; recorded")
+    period_s: float = Field(30.0, gt=0.0, description="time between periodic re-balancings")

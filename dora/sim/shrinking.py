@@ -1,0 +1,52 @@
+"""What is left of a failing schedule when everything is taken out that the failure does not need."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final, TypeVar
+
+from dora.sim.trial import Trial
+
+Item = TypeVar("Item")
+
+RUNS_MAX: Final = 200
+
+
+def ddmin(items: Sequence[Item], fails: Callable[[Sequence[Item]], bool]) -> tuple[Item, ...]:
+    """Some of the items, in order, that still fail while none of them can be left out alone.
+
+    Delta debugging (Zeller and Hildebrandt, 2002), by complements: halves are left out first, then ever smaller parts.
+    ``fails`` must hold for all the items, and be deterministic.
+    """
+    left, parts = tuple(items), 2
+    if fails(()):
+        return ()
+    while len(left) > 1:
+        size = -(-len(left) // parts)
+        complements = (left[:at] + left[at + size :] for at in range(0, len(left), size))
+        smaller = next((complement for complement in complements if complement and fails(complement)), None)
+        if smaller is not None:
+            left, parts = smaller, max(parts - 1, 2)
+        elif size == 1:
+            break
+        else:
+            parts = min(2 * parts, len(left))
+    return left
+
+
+def shrunk(trial: Trial, kind: str) -> Trial:
+    """A trial with fewer faults, steps and workers that fails in the same way. Ends after ``RUNS_MAX`` runs."""
+    runs = 0
+
+    def still_fails(smaller: Trial) -> bool:
+        nonlocal runs
+        runs += 1
+        failure = smaller.run() if runs <= RUNS_MAX else None
+        return failure is not None and failure.kind == kind
+
+    every = tuple(range(len(trial.drawn))) if trial.chosen is None else trial.chosen
+    trial = replace(trial, chosen=ddmin(every, lambda chosen: still_fails(replace(trial, chosen=tuple(chosen)))))
+    simpler = [replace(trial, steps_after=steps) for steps in range(trial.steps_after)]
+    trial = next(filter(still_fails, simpler), trial)
+    engines = trial.cluster()[0].cluster.engines
+    simpler = [replace(trial, workers=workers) for workers in range(1, engines)]
+    return next(filter(still_fails, simpler), trial)

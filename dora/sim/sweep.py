@@ -1,0 +1,86 @@
+"""Many seeds of small clusters under faults: how many broke a promise, and the shortest way to see it again."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dora.orchestrator.core.policies import POLICIES, SIMULATED
+from dora.sim.faults import Fault
+from dora.sim.shrinking import shrunk
+from dora.sim.trial import Failure, Trial
+
+LIVE_POLICIES: Final = tuple(name for name in POLICIES if name not in SIMULATED)
+SHRUNK_MAX: Final = 10  # failures that are cut down; a core that fails everywhere needs no more
+
+
+@dataclass(frozen=True, slots=True)
+class SweepFailure:
+    """A failed seed, cut down. ``replay`` is the command that shows it again."""
+
+    seed: int
+    policy: str
+    kind: str  # violation, lost, duplicated or stalled
+    message: str
+    at_s: float  # simulated
+    faults: tuple[Fault, ...]
+    replay: str
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """Seeds tried, and how many of them failed in which way."""
+
+    seeds: int
+    violations: int
+    lost: int
+    duplicated: int
+    stalled: int
+    failures: tuple[SweepFailure, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+
+def sweep(
+    seeds: Sequence[int],
+    policies: Sequence[str] = LIVE_POLICIES,
+    kinds: str = "all",
+    progress: Callable[[float], None] | None = None,
+) -> SweepReport:
+    """One trial a seed, the policies in turn. ``kinds``: of faults, as ``faults.kinds_of`` takes them.
+
+    ``progress`` is told the share that is done.
+    """
+    trials = [Trial(seed, policies[seed % len(policies)], kinds) for seed in seeds]
+    failures: list[SweepFailure] = []
+    for number, trial in enumerate(trials, start=1):
+        failure = trial.run()
+        if failure is not None:
+            failures.append(_cut_down(trial, failure) if len(failures) < SHRUNK_MAX else _found(trial, failure))
+        if progress is not None:
+            progress(number / len(trials))
+    return _report(len(trials), failures)
+
+
+def replay(token: str) -> tuple[Trial, SweepReport]:
+    """Runs a trial again, as a token names it. Raises InvalidValue for a text that is no token."""
+    trial = Trial.of(token)
+    failure = trial.run()
+    return trial, _report(1, [] if failure is None else [_found(trial, failure)])
+
+
+def _cut_down(trial: Trial, failure: Failure) -> SweepFailure:
+    smaller = shrunk(trial, failure.kind)
+    return _found(smaller, smaller.run() or failure)
+
+
+def _found(trial: Trial, failure: Failure) -> SweepFailure:
+    command = f"dora simulate sweep --replay '{trial.token}'"
+    return SweepFailure(trial.seed, trial.policy, failure.kind, failure.message, failure.at_s, trial.faults, command)
+
+
+def _report(seeds: int, failures: Sequence[SweepFailure]) -> SweepReport:
+    kinds = Counter(failure.kind for failure in failures)
+    return SweepReport(seeds, kinds["violation"], kinds["lost"], kinds["duplicated"], kinds["stalled"], tuple(failures))

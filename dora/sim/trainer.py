@@ -1,0 +1,114 @@
+"""The simulated trainer: collects a step, trains it in micro-batches as they fill, commits, begins the next."""
+
+from typing import TYPE_CHECKING
+
+from dora.orchestrator.core import events as on
+from dora.sim.ledger import Group
+from dora.sim.scenario import TrainerPace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dora.sim.world import World
+
+
+class SimTrainer:
+    """One trainer. ``busy`` collects the intervals in which it computes; ``on_step`` is told of each committed step."""
+
+    def __init__(self, world: "World", pace: TrainerPace) -> None:
+        self.world, self.pace = world, pace
+        self.epoch = 0
+        self.step = 0
+        self.committed = 0  # steps
+        self.alive = True
+        self.ended = False  # it was told that prompts have run out
+        self.holds_gpus = False
+        self.busy: list[tuple[float, float]] = []
+        self.on_step: Callable[[int, float, float, list[Group], list[tuple[float, float]]], None] | None = None
+        self.began_s = 0.0
+        self._groups = 0
+        self._full = False
+        self._trained = 0  # micro-batches of this step
+        self._computing = False
+        self._streams = 0  # what was computed on an earlier stream is void
+
+    def attach(self) -> None:
+        """A new trainer, or the same one started again: what was not committed is delivered again."""
+        self.epoch += 1
+        self.alive = True
+        self.world.post(on.TrainerAttached(self.epoch, self.pace.groups_per_step))
+        self.request()
+
+    def die(self) -> None:
+        """The trainer is lost with all that it has not committed; the service does not know."""
+        self.alive = False
+        self._streams += 1
+        self._let_gpus_go()
+
+    def request(self) -> None:
+        """Opens the stream of the first step that is not committed."""
+        self._streams += 1
+        self.ended = False
+        self.step = self.world.machine.state.window.newest
+        self._groups = self._trained = 0
+        self._full = self._computing = False
+        self.busy = []
+        self.world.ledger.stream_began()
+        self.world.post(on.StepRequested(self.epoch, self.step))
+
+    def received(self) -> None:
+        self._groups += 1
+        self._compute()
+
+    def closed(self, exhausted: bool) -> None:
+        """The stream ends. Without any group: there is nothing left to train on."""
+        self.ended = exhausted and not self._groups
+        if self.ended or not self.alive:
+            return
+        self._full = True
+        if self.world.scenario.cluster.colocated:
+            self.holds_gpus = True
+            self.world.pause(True)
+        self._compute()
+
+    def _compute(self) -> None:
+        """Begins the next micro-batch as soon as its groups are there."""
+        pace = self.pace
+        needed = -(-pace.groups_per_step * (self._trained + 1) // pace.micro_batches)
+        ready = self._full or (pace.streams and self._groups >= needed)
+        if self._computing or not ready or self._trained == pace.micro_batches or not self.alive:
+            return
+        self._computing = True
+        self.world.after(pace.step_s / pace.micro_batches, self._computed, self._streams, self.world.now_s)
+
+    def _computed(self, stream: int, began_s: float) -> None:
+        if stream != self._streams:
+            return
+        self.busy.append((began_s, self.world.now_s))
+        self._computing = False
+        self._trained += 1
+        if self._trained == self.pace.micro_batches:
+            self.world.after(self.pace.publish_s, self._commit, stream)
+        else:
+            self._compute()
+
+    def _commit(self, stream: int) -> None:
+        if stream != self._streams:
+            return
+        world = self.world
+        groups = world.ledger.train()
+        if self.on_step is not None:
+            self.on_step(self.step, self.began_s, world.now_s, groups, self.busy)
+        self.began_s = world.now_s
+        self.committed += 1
+        world.post(on.StepCommitted(self.epoch, self.step))
+        if world.scenario.policy == "partial":
+            world.renew()
+        self._let_gpus_go()
+        if self.alive:  # else it was lost just after the commit
+            self.request()
+
+    def _let_gpus_go(self) -> None:
+        if self.holds_gpus:
+            self.holds_gpus = False
+            self.world.pause(False)

@@ -1,0 +1,193 @@
+"""One seed of the sweep: a small cluster, its faults, and the question whether every promise was kept to the end."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+from typing import Final
+
+from dora.config import Config, merged, validated
+from dora.errors import InvalidValue
+from dora.orchestrator.core.policies import POLICIES, WINDOW_MIN
+from dora.planning.models import one_of
+from dora.sim.faults import Fault, draw_faults, kinds_of, strike
+from dora.sim.invariants import check_empty
+from dora.sim.ledger import Duplicated, Lost, Stalled, Violation
+from dora.sim.scenario import Cluster, Coefficients, Lengths, Scenario, TrainerPace, Turns, Workload
+from dora.sim.unreliable import UnreliableWorld
+from dora.sim.world import core_config
+
+HORIZON_S: Final = 60  # faults strike before
+FAULTS_MEAN: Final = 8.0
+STEPS_AFTER: Final = 2  # that the trainer must get once faults have ended
+PATIENCE_S: Final = 1500.0  # within which it must, and again for the drain
+QUIET_S: Final = 20.0  # after the drain: for what is still under way, longer than any fault lasts
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a trial failed. ``kind``: violation, lost, duplicated or stalled."""
+
+    kind: str
+    message: str
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is tried. ``chosen``: indexes of the drawn faults that strike (None: all); ``workers`` 0: as drawn."""
+
+    seed: int
+    policy: str
+    kinds: str = "all"
+    chosen: tuple[int, ...] | None = None
+    workers: int = 0
+    steps_after: int = STEPS_AFTER
+
+    @property
+    def token(self) -> str:
+        """Text that ``of`` makes this trial from again."""
+        chosen = "all" if self.chosen is None else ",".join(map(str, self.chosen))
+        return f"{self.seed}:{self.policy}:{self.kinds}:{chosen}:{self.workers}:{self.steps_after}"
+
+    @classmethod
+    def of(cls, token: str) -> "Trial":
+        """Raises InvalidValue for a text that no trial has printed."""
+        allowed = "a token as `dora simulate sweep` prints it"
+        try:
+            seed, policy, kinds, chosen, workers, steps_after = token.split(":")
+            indexes = None if chosen == "all" else tuple(int(index) for index in chosen.split(",") if index)
+            trial = cls(int(seed), policy, kinds, indexes, int(workers), int(steps_after))
+        except ValueError as error:
+            raise InvalidValue("--replay", token, allowed) from error
+        drawn = len(trial.drawn)
+        if policy not in POLICIES:
+            raise InvalidValue("--replay", policy, one_of(policy, POLICIES))
+        if any(not 0 <= index < drawn for index in trial.chosen or ()) or trial.workers < 0:
+            raise InvalidValue("--replay", token, f"{allowed}; seed {seed} has {drawn} faults of {kinds}")
+        return trial
+
+    @cached_property
+    def drawn(self) -> tuple[Fault, ...]:
+        return draw_faults(self.seed, kinds_of(self.kinds), HORIZON_S, FAULTS_MEAN)
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        return self.drawn if self.chosen is None else tuple(self.drawn[index] for index in self.chosen)
+
+    def run(self) -> Failure | None:
+        """None: every promise was kept, after every event, to the end."""
+        scenario, config = self.cluster()
+        world = None
+        try:
+            world = UnreliableWorld(scenario, self.seed, config)
+            conduct(world, self.faults, self.steps_after)
+        except Exception as error:  # whatever the core raises is a finding, and the next seed goes on
+            return failure_of(error, world.now_s if world is not None else 0.0)
+        return None
+
+    def cluster(self) -> tuple[Scenario, Config]:
+        """The scenario of this seed, and its core's configuration."""
+        random = Random(f"cluster {self.seed}")
+        workers, window, period_s = random.randint(1, 4), random.randint(1, 4), random.choice((4.0, 7.0, 15.0))
+        scenario = Scenario(
+            name=f"seed {self.seed}",
+            policy=self.policy,
+            window=max(window, WINDOW_MIN.get(self.policy, 1)),
+            predictor=random.choice(("oracle", "statistics", "ranker")),
+            period_s=period_s,
+            cluster=_cluster(random, self.workers or workers),
+            trainer=TrainerPace(
+                groups_per_step=random.randint(1, 5),
+                step_s=random.choice((1.0, 4.0, 8.0)),
+                micro_batches=random.randint(1, 3),
+                streams=random.random() < 0.7,
+                publish_s=random.choice((0.0, 1.0)),
+            ),
+            workload=Workload(
+                group_size=random.choice((1, 2, 3, 4, 9)),
+                prompts=64,
+                prompt_tokens=20,
+                lengths=Lengths(mu=3.0, sigma=0.8, cap_tokens=120),
+                turns=Turns(most=random.choice((1, 1, 3)), environment_mean_s=1.0, answer_tokens=5),
+            ),
+        )
+        balance = {
+            "handoff_timeout_s": random.choice((3.0, 9.0, 30.0)),
+            "moves_at_once": random.choice((1, 64)),
+            "level_gap": random.choice((1, 2)),
+        }
+        return scenario, validated(merged(core_config(scenario).model_dump(), {"balance": balance}))
+
+
+def _cluster(random: Random, workers: int) -> Cluster:
+    """Slots and KV are scarce; a copy may take as long as many tokens, so that much happens meanwhile."""
+    return Cluster(
+        gpus=workers + 1,
+        rollout_gpus=workers,
+        gpus_per_engine=1,
+        slots=random.choice((2, 6)),
+        kv_tokens=random.choice((150, 600)),
+        link_latency_s=random.choice((0.02, 0.1, 0.5)),
+        kv_token_bytes=1.0,
+        link_bytes_per_s=random.choice((20.0, 100.0, 1000.0)),
+        load_s=random.choice((0.5, 2.0)),
+        cost=Coefficients(step_s=0.08),
+    )
+
+
+def conduct(world: UnreliableWorld, faults: Sequence[Fault], steps_after: int) -> None:
+    """Runs with faults; then the trainer must get its next steps; then all that was admitted must come out."""
+    for fault in faults:
+        world.after(fault.at_s, strike, world, fault)
+    world.run_until(lambda: world.now_s >= HORIZON_S)
+    goal = world.trainer.committed + steps_after
+    _patiently(world, lambda: world.trainer.committed >= goal or world.ending)
+    if not world.machine.state.exhausted:
+        world.end_prompts(None)
+    _patiently(world, lambda: world.trainer.ended)
+    rest_s = world.now_s + QUIET_S
+    world.run_until(lambda: world.now_s >= rest_s)
+    check_books(world)
+
+
+def check_books(world: UnreliableWorld) -> None:
+    """After the drain: nothing was lost, and nobody holds anything any more."""
+    if world.ledger.groups:
+        raise Lost(f"neither trained nor cancelled: {', '.join(world.ledger.groups)} (C2)")
+    check_empty(world.machine.state)
+    for worker in world.workers.values():
+        if worker.alive and worker.engine.requests:
+            raise Violation(f"{worker.worker_id} still holds {', '.join(worker.engine.requests)}")
+    alive = {worker.epoch for worker in world.workers.values()}
+    left = [locator for locator, snapshot in world.snapshots.items() if snapshot.epoch in alive]
+    if left:
+        raise Violation(f"snapshots are never released: {', '.join(left)}")
+
+
+def failure_of(error: Exception, at_s: float) -> Failure:
+    kinds: dict[type[Exception], str] = {Lost: "lost", Duplicated: "duplicated", Stalled: "stalled"}
+    message = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
+    return Failure(kinds.get(type(error), "violation"), message, round(at_s, 3))
+
+
+def _patiently(world: UnreliableWorld, done: Callable[[], bool]) -> None:
+    try:
+        world.run_until(done, world.now_s + PATIENCE_S)
+    except Stalled as error:
+        raise Stalled(f"{error}: {describe(world)}") from error
+
+
+def describe(world: UnreliableWorld) -> str:
+    """Where a stalled core stands."""
+    state = world.machine.state
+    waiting = {version: len(rows) for version, rows in state.waiting.items() if rows}
+    workers = ", ".join(
+        f"{w.worker_id} loaded {w.loaded} target {w.target} loading {w.loading} held {w.held}"
+        + " draining" * w.draining
+        for w in state.workers.values()
+    )
+    return (
+        f"step {state.window.step}, newest {state.window.newest}, slack {state.window.slack()}, waiting {waiting}, "
+        f"backlog {len(state.backlog)}, drawing {state.drawing}, handoffs {len(state.handoffs)}, workers: {workers}"
+    )

@@ -1,0 +1,162 @@
+"""A simulated rollout worker: obeys the core's commands on a SimEngine and answers each with one outcome."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.sim.engine import Phase, SimEngine, SimRequest
+from dora.sim.ledger import Ledger, Response, Violation
+
+
+@dataclass(frozen=True, slots=True)
+class KvSnapshot:
+    """What a handoff copies: enough to go on elsewhere."""
+
+    version: int
+    source: str  # worker id, and the epoch that copied
+    epoch: int
+    request: SimRequest
+
+
+class Surroundings(Protocol):
+    """What a worker needs of the world around it."""
+
+    ledger: Ledger
+    snapshots: dict[str, KvSnapshot]
+
+    def copy_s(self, source: str, target: str, tokens: int) -> float: ...
+    def load_s(self) -> float: ...
+
+
+def resumed(response: Response, request_id: str) -> SimRequest:
+    """A response as an engine begins it, or goes on with it after the tokens the service has."""
+    prompt, index, tokens = response.prompt, response.index, response.tokens
+    turns = prompt.turns[index] if prompt.turns else ()
+    answers, before, turn = 0, 0, 0
+    while turns and turn + 1 < len(turns) and before + turns[turn].tokens <= tokens:
+        answers, before, turn = answers + turns[turn].answer_tokens, before + turns[turn].tokens, turn + 1
+    end = before + turns[turn].tokens if turns else prompt.lengths[index]
+    return SimRequest(
+        request_id,
+        response.group_id,
+        response.version,
+        prompt.prompt_tokens + answers,
+        tokens,
+        end - tokens,
+        prompt.lengths[index],
+        turns,
+        turn,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A command's answer: ``finish`` is called ``after_s`` later and makes the event."""
+
+    after_s: float
+    finish: Callable[[], on.CommandDone]
+
+
+@dataclass(slots=True, eq=False)
+class SimWorker:
+    """One epoch of one DP group."""
+
+    worker_id: str
+    epoch: int
+    engine: SimEngine
+    version: int = -1
+    loading: int = -1
+    alive: bool = True
+    wakes: int = 0  # a wake-up of an older number is void
+    incoming: dict[str, int] = field(default_factory=dict)  # request whose KV is on its way here -> its CopyIn
+    refusals: dict[type[do.WorkerCommand], list[str]] = field(default_factory=dict)  # faults: error kinds to come
+
+    def obey(self, world: Surroundings, command: do.WorkerCommand, request: SimRequest | None) -> Outcome:
+        """Begins the command; its outcome says when and how it ends. ``request`` is what a StartRequest brings."""
+        refusals = self.refusals.get(type(command))
+        bad = refusals.pop() if refusals else ""
+        match command:
+            case do.LoadVersion():
+                return self._load(world, command, bad)
+            case do.StartRequest():
+                return self._start(world, command, request, bad)
+            case do.RemoveRequest(request_id=request_id) | do.CancelReservation(request_id=request_id):
+                self.incoming.pop(request_id, None)
+                self.engine.remove(request_id)
+            case do.ReserveSlot(version=version):
+                if version != self.version or bad:
+                    return self._failed(command, "no room", bad or "refused")
+            case do.CopyOut():
+                return self._copy_out(world, command, bad)
+            case do.CopyIn():
+                return self._copy_in(world, command, bad)
+            case do.Thaw(request_id=request_id):
+                self.engine.thaw(request_id)
+        return self._done(command)
+
+    # -------------------------------------------------------------------------------------------------------- details
+
+    def _done(self, command: do.WorkerCommand, locator: str = "", tokens: int = 0) -> Outcome:
+        event = on.CommandDone(self.worker_id, self.epoch, command.command_id, locator=locator, tokens=tokens)
+        return Outcome(0.0, lambda: event)
+
+    def _failed(self, command: do.WorkerCommand, error: str, kind: str, after_s: float = 0.0) -> Outcome:
+        event = on.CommandDone(self.worker_id, self.epoch, command.command_id, False, error, kind)
+        return Outcome(after_s, lambda: event)
+
+    def _load(self, world: Surroundings, command: do.LoadVersion, bad: str) -> Outcome:
+        if self.engine.requests:
+            raise Violation(f"{self.worker_id} loads {command.version} under {len(self.engine.requests)} requests (C1)")
+        self.version = -1
+        if bad:
+            return self._failed(command, "the weights did not load", bad, world.load_s())
+
+        def loaded() -> on.CommandDone:
+            self.version = command.version
+            return on.CommandDone(self.worker_id, self.epoch, command.command_id)
+
+        return Outcome(world.load_s(), loaded)
+
+    def _start(self, world: Surroundings, command: do.StartRequest, request: SimRequest | None, bad: str) -> Outcome:
+        if command.request_id in self.engine.requests:
+            raise Violation(f"{command.request_id} is started twice on {self.worker_id} (C2)")
+        if command.version != self.version:
+            raise Violation(f"{command.request_id} of {command.version} is started under {self.version} (C1)")
+        if bad or request is None:
+            return self._failed(command, f"{command.request_id} cannot be started", bad or "invalid")
+        world.ledger.sampled(command.request_id, self.version)
+        self.engine.add(request)
+        return self._done(command)
+
+    def _copy_out(self, world: Surroundings, command: do.CopyOut, bad: str) -> Outcome:
+        request = self.engine.freeze(command.request_id)
+        if request is None:
+            return self._failed(command, f"{command.request_id} cannot be frozen now", "unknown_request")
+        if bad:  # found not to be movable, or the copy failed
+            return self._failed(command, "the copy failed", bad)
+        locator = f"{self.worker_id}/{self.epoch}/{command.command_id}"
+        world.snapshots[locator] = KvSnapshot(self.version, self.worker_id, self.epoch, replace(request))
+        return self._done(command, locator, request.tokens)
+
+    def _copy_in(self, world: Surroundings, command: do.CopyIn, bad: str) -> Outcome:
+        snapshot = world.snapshots.get(command.locator)  # an undone handoff has released it
+        if snapshot is None or bad or snapshot.request.request_id != command.request_id:
+            return self._failed(command, f"the snapshot {command.locator} is not whole", bad or "refused")
+        if not command.version == self.version == snapshot.version:
+            return self._failed(command, f"version {snapshot.version} under {self.version}", "refused")
+        self.incoming[command.request_id] = command.command_id
+
+        def copied() -> on.CommandDone:
+            done = on.CommandDone(self.worker_id, self.epoch, command.command_id)
+            if self.incoming.get(command.request_id) != command.command_id:
+                return replace(done, ok=False, error="cancelled while it was copied", error_kind="refused")
+            del self.incoming[command.request_id]
+            if command.request_id in self.engine.requests:
+                raise Violation(f"{command.request_id} is copied to {self.worker_id}, where it is already (C2)")
+            world.ledger.sampled(command.request_id, self.version)
+            self.engine.add(replace(snapshot.request, phase=Phase.WAITING, resident=False, cached=True))
+            return done
+
+        return Outcome(world.copy_s(snapshot.source, self.worker_id, snapshot.request.context), copied)

@@ -1,0 +1,207 @@
+"""Prompts without end, each with the true lengths of its responses: what the simulated policy would have said.
+
+A prompt set is drawn once; every epoch goes through it in a new order. A prompt keeps its difficulty z, and with it its
+mean log length, what it shows (features) and its own length; the responses are drawn anew each time. Response lengths
+are a function of standard normal scores (a Gaussian copula), whatever their distribution:
+
+    score = sqrt(r) * z + sqrt(1 - r) * own        r: correlation of log lengths within a group
+    log length = mu + sigma * score                lognormal; else the histogram's or trace's quantile at that score
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora.errors import InvalidValue
+from dora.sim.scenario import Lengths, Workload
+from dora.sim.traces import FloatColumn, IntColumn, load_histogram, load_trace
+
+TASK = "synthetic"  # one task: what tells prompts apart are their features and their history
+FEATURES = 4
+PROMPT_LOG_SD = 0.5
+PROMPT_TOKENS_LEAST, PROMPT_TOKENS_MOST = 16, 2048
+BLOCK = 512  # prompts drawn at once: takes of any size see the same stream
+SCORE_MOST = 8.0  # beyond lies 1e-15 of the normal distribution
+
+# Tokens at standard normal scores, of the same shape.
+Quantile = Callable[[FloatColumn], NDArray[np.floating[Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn: ``tokens`` are sampled, then the environment takes ``environment_s`` and adds ``answer_tokens``."""
+
+    tokens: int
+    environment_s: float
+    answer_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SimPrompt:
+    """One draw of one prompt. ``prompt_id`` names the draw, ``key`` the prompt: the latter returns every epoch.
+
+    ``lengths`` are the response tokens of each sibling, 1 .. max_tokens. ``turns`` is empty for single-turn workloads,
+    else it splits each sibling's response: the tokens of its turns sum to its length, and after the last turn there is
+    no environment call.
+    """
+
+    prompt_id: str
+    key: str
+    task_id: str
+    prompt_tokens: int
+    group_size: int
+    max_tokens: int
+    features: tuple[float, ...]
+    lengths: tuple[int, ...]
+    turns: tuple[tuple[Turn, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Mean and mean square of one response's tokens, after the cut, and the prompt's tokens."""
+
+    mean_tokens: float
+    mean_square_tokens: float
+    prompt_tokens: float
+
+    def generated_tokens(self, responses: int) -> float:
+        """N: tokens to be sampled."""
+        return responses * self.mean_tokens
+
+    def context_tokens(self, responses: int) -> float:
+        """C: cached tokens read over all decode steps, prompt and response so far."""
+        return responses * (0.5 * self.mean_square_tokens + self.prompt_tokens * self.mean_tokens)
+
+
+class WorkloadStream:
+    """The prompts of one run, deterministic by ``seed``.
+
+    Lengths depend on the seed and on the length fields alone, not on the features, so predictors compete on equal
+    prompts. Every ``groups_per_step`` prompts taken are one step of drift. Raises InvalidValue or NotFound where the
+    lengths' file cannot be used.
+    """
+
+    def __init__(self, workload: Workload, seed: int, groups_per_step: int) -> None:
+        if groups_per_step < 1:
+            raise InvalidValue("groups_per_step", groups_per_step, "at least 1")
+        self._workload = workload
+        self._groups_per_step = groups_per_step
+        self._quantile = quantile(workload.lengths)
+        self._order, self._draw, self._clock = (np.random.default_rng([seed, stream]) for stream in range(3))
+        prompts, rng = workload.prompts, np.random.default_rng([seed, 3])
+        self._difficulty = rng.standard_normal(prompts)
+        self._prompt_tokens = _prompt_tokens(workload.prompt_tokens, rng.standard_normal(prompts))
+        self._features = _features(self._difficulty, workload.feature_correlation, rng)
+        self._permutation = np.arange(prompts)
+        self._drawn = 0
+        self._ready: deque[SimPrompt] = deque()
+
+    def take(self, count: int) -> list[SimPrompt]:
+        """The next ``count`` prompts."""
+        while len(self._ready) < count:
+            self._draw_block()
+        return [self._ready.popleft() for _ in range(count)]
+
+    def _draw_block(self) -> None:
+        workload, group_size = self._workload, self._workload.group_size
+        epoch, position = divmod(self._drawn, workload.prompts)
+        if position == 0:
+            self._permutation = self._order.permutation(workload.prompts)
+        chosen = self._permutation[position : position + BLOCK]
+        steps = (self._drawn + np.arange(len(chosen))) // self._groups_per_step
+        lengths = self._lengths(chosen, steps)
+        turns = self._turns(lengths) if workload.turns.most > 1 else [()] * len(chosen)
+        self._drawn += len(chosen)
+        columns = (chosen, self._prompt_tokens[chosen], self._features[chosen], lengths)
+        for prompt, prompt_tokens, features, tokens, parts in zip(*(c.tolist() for c in columns), turns, strict=True):
+            self._ready.append(
+                SimPrompt(
+                    prompt_id=f"p{prompt}.e{epoch}",
+                    key=f"p{prompt}",
+                    task_id=TASK,
+                    prompt_tokens=prompt_tokens,
+                    group_size=group_size,
+                    max_tokens=workload.lengths.cap_tokens,
+                    features=tuple(features),
+                    lengths=tuple(tokens),
+                    turns=parts,
+                )
+            )
+
+    def _lengths(self, chosen: IntColumn, steps: IntColumn) -> IntColumn:
+        """Response tokens, shape (prompts, group_size)."""
+        lengths = self._workload.lengths
+        common = math.sqrt(lengths.group_correlation) * self._difficulty[chosen, None]
+        own = self._draw.standard_normal((len(chosen), self._workload.group_size))
+        scores = common + math.sqrt(1.0 - lengths.group_correlation) * own
+        # Past e^60 every length is cut; the exponent is bounded so that it stays finite however long the run.
+        growth = np.exp(np.clip(steps * math.log1p(lengths.drift_per_step), -60.0, 60.0))
+        return _whole(self._quantile(scores) * growth[:, None], lengths.cap_tokens)
+
+    def _turns(self, lengths: IntColumn) -> list[tuple[tuple[Turn, ...], ...]]:
+        """Each response cut into 1 .. most turns, of one token at least, at uniformly random places."""
+        turns, rng = self._workload.turns, self._clock
+        counts = np.minimum(rng.integers(1, turns.most + 1, size=lengths.shape), lengths)
+        weights = rng.standard_exponential((*lengths.shape, turns.most))
+        weights *= np.arange(turns.most) < counts[..., None]
+        shares = np.cumsum(weights, axis=-1) / weights.sum(axis=-1, keepdims=True)
+        ends = np.rint(shares * (lengths - counts)[..., None]).astype(np.int64)
+        tokens = 1 + np.diff(ends, axis=-1, prepend=0)
+        mean_log = math.log(turns.environment_mean_s or 1.0) - 0.5 * turns.environment_sigma**2
+        latency_s = np.exp(mean_log + turns.environment_sigma * rng.standard_normal(tokens.shape))
+        latency_s *= turns.environment_mean_s > 0.0
+        return [
+            tuple(_split(*response, turns.answer_tokens) for response in zip(*group, strict=True))
+            for group in zip(counts.tolist(), tokens.tolist(), latency_s.tolist(), strict=True)
+        ]
+
+
+def quantile(lengths: Lengths) -> Quantile:
+    """Tokens, neither rounded nor cut, at standard normal scores; raises where the file is missing or malformed."""
+    if lengths.kind == "lognormal":
+        most = 700.0  # every such length is cut; the exponent is bounded so that it stays finite
+        return lambda scores: np.exp(np.minimum(lengths.mu + lengths.sigma * scores, most)) * lengths.scale
+    if not lengths.file:
+        raise InvalidValue("lengths.file", lengths.file, f"a {lengths.kind} file")
+    table = load_histogram(lengths.file) if lengths.kind == "histogram" else load_trace(lengths.file).lengths()
+    return lambda scores: table.at(scores) * lengths.scale
+
+
+def moments(workload: Workload) -> Moments:
+    """Of one response before any drift: the integral of the quantile function over the normal density."""
+    scores = np.linspace(-SCORE_MOST, SCORE_MOST, 262_145)
+    weights = np.exp(-0.5 * scores**2)
+    weights /= weights.sum()
+    tokens = _whole(quantile(workload.lengths)(scores), workload.lengths.cap_tokens)
+    prompt_tokens = _prompt_tokens(workload.prompt_tokens, scores)
+    return Moments(float(weights @ tokens), float(weights @ tokens**2), float(weights @ prompt_tokens))
+
+
+def _whole(tokens: NDArray[np.floating[Any]], cap_tokens: int) -> IntColumn:
+    return np.rint(np.clip(tokens, 1.0, cap_tokens)).astype(np.int64)
+
+
+def _prompt_tokens(mean_tokens: int, scores: FloatColumn) -> IntColumn:
+    tokens = mean_tokens * np.exp(PROMPT_LOG_SD * scores - 0.5 * PROMPT_LOG_SD**2)
+    return np.rint(np.clip(tokens, PROMPT_TOKENS_LEAST, PROMPT_TOKENS_MOST)).astype(np.int64)
+
+
+def _features(difficulty: FloatColumn, correlation: float, rng: np.random.Generator) -> FloatColumn:
+    """FEATURES noisy views of the difficulty, shape (prompts, FEATURES), each standard normal.
+
+    Their best linear combination (the mean) has ``correlation`` with the difficulty.
+    """
+    square = correlation**2
+    each = square / (FEATURES - (FEATURES - 1) * square)  # squared correlation of one feature
+    noise = rng.standard_normal((len(difficulty), FEATURES))
+    return math.sqrt(each) * difficulty[:, None] + math.sqrt(1.0 - each) * noise
+
+
+def _split(count: int, tokens: list[int], latency_s: list[float], answer_tokens: int) -> tuple[Turn, ...]:
+    calls = [Turn(tokens[turn], latency_s[turn], answer_tokens) for turn in range(count - 1)]
+    return (*calls, Turn(tokens[count - 1], 0.0, 0))

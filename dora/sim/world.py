@@ -1,0 +1,241 @@
+"""Virtual time around one Machine: the same core that the service runs, with simulated workers, links and trainer.
+
+    agenda (heap by time) ──▶ wake-ups of engines, messages, trainer ──▶ post(event) ──▶ machine.handle
+                 ▲                                                                         │
+                 └──────────────── latencies, copies, loads, micro-batches ◀── commands ───┘
+
+Everything is a function of the scenario and the seed: ties in time are broken by the order of scheduling.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from dora.config import Config, validated
+from dora.errors import DoraError
+from dora.orchestrator.core import Machine
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.sim.driver import WorkerDriver
+from dora.sim.engine import SimEngine, SimRequest
+from dora.sim.ledger import Violation
+from dora.sim.scenario import Scenario
+from dora.sim.trainer import SimTrainer
+from dora.sim.worker import SimWorker, resumed
+from dora.sim.workload import SimPrompt, WorkloadStream
+
+TICK_S = 5.0
+
+
+def core_config(scenario: Scenario) -> Config:
+    """The configuration of the core in this scenario."""
+    return validated(
+        {
+            "window": {"size": scenario.window},
+            "balance": {
+                "policy": scenario.policy,
+                "period_s": scenario.period_s,
+                "predictor": "given" if scenario.predictor == "oracle" else scenario.predictor,
+                "cost": scenario.cluster.cost.model_dump(),
+            },
+        }
+    )
+
+
+class World(WorkerDriver):
+    """One run. ``after`` schedules; ``run_until`` drives. Observers are called with (now_s, event, commands)."""
+
+    def __init__(self, scenario: Scenario, seed: int, config: Config | None = None) -> None:
+        """``config`` is the core's, where it is not to be ``core_config(scenario)``."""
+        super().__init__(scenario)
+        self.config = config or core_config(scenario)
+        self.machine = Machine(self.config)
+        self.prompts = WorkloadStream(scenario.workload, seed, scenario.trainer.groups_per_step)
+        self.cost = scenario.cluster.cost.model()
+        self.events = 0
+        self.retired = 0
+        self.observers: list[Callable[[float, on.Event, list[do.Command]], None]] = []
+        self.ended: list[SimEngine] = []  # engines of lost workers: what they did still counts
+        self.trainer = SimTrainer(self, scenario.trainer)
+        self._now: deque[on.Event] = deque()  # events of this very moment
+        self._posting = False
+        self._epochs = 0
+        self._carry_out: dict[type, Callable[[Any], None]] = {
+            do.DrawPrompts: self.draw,
+            do.AdmitGroup: self.ledger.admit,
+            do.ScoreRequest: self.score,
+            do.DropGroup: self.ledger.drop,
+            do.DeliverGroup: self._deliver,
+            do.CloseStep: self._close,
+            do.ForgetGroup: self.ledger.forget,
+            do.RetireVersion: self._retire,
+            do.ReleaseSnapshot: self._release,
+            do.EvictWorker: self.evict,
+            do.StopWorker: self.stop,
+        }
+        self.trainer.attach()
+        for index in range(scenario.cluster.engines):
+            self.join(f"w{index}")
+        self.after(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self.post(on.Tick())
+        self.after(TICK_S, self._tick)
+
+    # --------------------------------------------------------------------------------------------------------- events
+
+    def post(self, event: on.Event) -> None:
+        """Hands the core an event and carries its commands out, then the events that follow at this same moment."""
+        self._now.append(event)
+        if self._posting:
+            return
+        self._posting = True
+        try:
+            while self._now:
+                self._handle(self._now.popleft())
+        finally:
+            self._posting = False
+
+    def _handle(self, event: on.Event) -> None:
+        self.events += 1
+        if isinstance(event, on.Progress):
+            self._take_over(event)
+        commands = self.machine.handle(event, self.now_s)
+        for command in commands:
+            if isinstance(command, do.WorkerCommand):
+                self.to_worker(command)
+            else:
+                self._carry_out[type(command)](command)
+        self.handled(event, commands)
+
+    def handled(self, event: on.Event, commands: list[do.Command]) -> None:
+        """The core has handled an event, and its commands were carried out."""
+        for observer in self.observers:
+            observer(self.now_s, event, commands)
+
+    def _take_over(self, event: on.Progress) -> None:
+        """The shell's part: only the owner's tokens enter the books, and only they reach the core."""
+        machine, worker = self.machine, self.workers.get(event.worker_id)
+        for request_id in list(event.tokens):
+            if machine.owns(event.worker_id, event.epoch, request_id):
+                if worker is None or worker.epoch != event.epoch:
+                    raise Violation(f"a report of the lost epoch {event.epoch} of {event.worker_id} is taken over (C2)")
+                self.ledger.take_over(event, request_id)
+            else:
+                del event.tokens[request_id]
+                event.finished.pop(request_id, None)
+
+    # -------------------------------------------------------------------------------------------------------- workers
+
+    def join(self, worker_id: str) -> SimWorker:
+        """A new epoch of a worker, empty and without weights."""
+        cluster = self.scenario.cluster
+        self._epochs += 1
+        worker = SimWorker(worker_id, self._epochs, SimEngine(self.cost, cluster.slots, cluster.kv_tokens))
+        worker.engine.clock_s = self.now_s
+        worker.engine.paused = self.trainer.holds_gpus
+        self.workers[worker_id] = worker
+        self.post(on.WorkerJoined(worker_id, worker.epoch, cluster.slots, cluster.kv_tokens))
+        self.after(self.report_period_s * (0.5 + 0.5 * (self._epochs % 16) / 16), self._report, worker)
+        return worker
+
+    def lose(self, worker: SimWorker, reason: str) -> None:
+        """The worker is gone, with all that it held."""
+        if not worker.alive:
+            return
+        worker.alive = False
+        worker.engine.advance(self.now_s)
+        self.ended.append(worker.engine)
+        if self.workers.get(worker.worker_id) is worker:
+            del self.workers[worker.worker_id]
+        self.post(on.WorkerLost(worker.worker_id, worker.epoch, reason))
+
+    def addressed(self, command: do.WorkerCommand | do.EvictWorker | do.StopWorker) -> SimWorker | None:
+        """Whom a command is for; None where that epoch is over."""
+        worker = self.workers.get(command.worker_id)
+        return worker if worker is not None and worker.epoch == command.epoch else None
+
+    def to_worker(self, command: do.WorkerCommand) -> None:
+        worker = self.addressed(command)
+        if worker is None:
+            return
+        request = None
+        if isinstance(command, do.StartRequest):
+            response = self.ledger.responses[command.request_id]
+            if (command.arrival == "new") != (response.tokens == 0):
+                raise Violation(
+                    f"{command.request_id} is started as {command.arrival} at {response.tokens} tokens (C2)"
+                )
+            request = resumed(response, command.request_id)
+        elif isinstance(command, do.LoadVersion) and command.version < self.retired:
+            raise Violation(f"{worker.worker_id} is to load version {command.version}, whose weights were let go")
+        self.send(worker, command, request)
+
+    def send(self, worker: SimWorker, command: do.WorkerCommand, request: SimRequest | None) -> None:
+        """A command goes on its way; a StartRequest with the response as far as the service has it."""
+        self.after(self.scenario.cluster.link_latency_s, self._obey, worker, command, request)
+
+    def to_core(self, worker: SimWorker, event: on.Event) -> None:
+        self.after(self.scenario.cluster.link_latency_s, self._from_worker, worker, event)
+
+    def _from_worker(self, worker: SimWorker, event: on.Event) -> None:
+        if worker.alive:
+            self.post(event)
+
+    # ------------------------------------------------------------------------------------------------------- commands
+
+    def draw(self, command: do.DrawPrompts) -> None:
+        self.offer(self.prompts.take(command.count))
+
+    def offer(self, drawn: list[SimPrompt], exhausted: bool = False) -> None:
+        self.ledger.offer(drawn)
+        known = self.scenario.predictor == "oracle"
+        offered = tuple(
+            on.OfferedPrompt(
+                prompt.prompt_id,
+                prompt.task_id,
+                prompt.prompt_tokens,
+                prompt.group_size,
+                prompt.max_tokens,
+                key=prompt.key,
+                features=prompt.features,
+                known_tokens=prompt.lengths if known else (),
+            )
+            for prompt in drawn
+        )
+        self.post(on.PromptsOffered(offered, exhausted))
+
+    def score(self, command: do.ScoreRequest) -> None:
+        self.ledger.check_finished(command.request_id)
+        self.post(on.RequestScored(command.request_id))
+
+    def _deliver(self, command: do.DeliverGroup) -> None:
+        if command.trainer_epoch == self.trainer.epoch:
+            self.ledger.deliver(command)
+            self.trainer.received()
+
+    def _close(self, command: do.CloseStep) -> None:
+        if command.trainer_epoch == self.trainer.epoch:
+            self.ledger.closed(command)
+            self.trainer.closed(command.exhausted)
+
+    def _retire(self, command: do.RetireVersion) -> None:
+        self.ledger.check_retired(command.version)
+        self.retired = command.version + 1
+
+    def _release(self, command: do.ReleaseSnapshot) -> None:
+        if self.snapshots.pop(command.locator, None) is None:
+            raise Violation(f"the snapshot {command.locator} is released twice, or never was")
+
+    def evict(self, command: do.EvictWorker) -> None:
+        worker = self.addressed(command)
+        if worker is not None:
+            self.lose(worker, command.reason)
+
+    def stop(self, command: do.StopWorker) -> None:
+        worker = self.addressed(command)
+        if worker is not None:
+            self.lose(worker, "drained")
+
+
+__all__ = ["DoraError", "World", "core_config"]

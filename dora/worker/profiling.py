@@ -1,0 +1,196 @@
+"""Times a running engine: steps of known batches, prefills, and a mixed workload to check a fitted model against.
+
+Everything goes through the engine's protocol. One set of requests a context is prefilled one by one (each a prefill
+sample); batches of any size are then made by freezing the others, so no token is computed only to be thrown away.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from dora.errors import Conflict, InvalidValue
+from dora.planning.samples import DecodeSample, Measurement, MixedRequest, PrefillSample
+from dora.types import RequestSpec, SamplingParams
+from dora.worker.engine import RolloutEngine
+
+Clock = Callable[[], float]
+SETTLING_STEPS: Final = 2  # a changed batch is re-assembled in its first step
+QUIET_QUANTILE: Final = 0.25  # whatever else runs on the machine only adds time, so the median is too late
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is timed: ``rounds * steps`` steps of each batch; rounds go through the batches in another order."""
+
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]  # prompt tokens
+    steps: int = 8  # timed of one batch in one round, after SETTLING_STEPS that are not
+    rounds: int = 3
+    mixed_requests: int = 24
+    mixed_repeats: int = 4
+
+    @property
+    def growth(self) -> int:
+        """Most tokens that a request can gain while its context is measured."""
+        return 1 + self.rounds * len(self.batches) * (self.steps + SETTLING_STEPS)
+
+
+def default_grid(slots: int, kv_tokens: int, max_model_len_tokens: int) -> Grid:
+    """Up to six batches, evenly spaced by ratio; three contexts, far apart, so that k1 and k3 can be told from another.
+
+    Raises InvalidValue for an engine that is too small to be measured.
+    """
+    if slots < 2:
+        raise InvalidValue("slots", slots, "2 or above: two batch sizes must be timed")
+    batches = tuple(sorted({round(slots ** (index / 5)) for index in range(6)}))
+    room = min(max_model_len_tokens, kv_tokens // slots)
+    grid = Grid(batches, (room // 16, room // 4, room // 2))
+    least = 2 * (grid.growth + 1)
+    if room < least:
+        raise InvalidValue("max_model_len_tokens and kv_tokens / slots", room, f"{least} or above")
+    check_grid(grid, slots, kv_tokens, max_model_len_tokens)
+    return grid
+
+
+def check_grid(grid: Grid, slots: int, kv_tokens: int, max_model_len_tokens: int) -> None:
+    """Raises InvalidValue for the first field that such an engine cannot run."""
+    room = min(max_model_len_tokens - 1, kv_tokens // max(slots, 1))
+    most = room - grid.growth
+    checks: tuple[tuple[str, object, bool, str], ...] = (
+        ("batches", grid.batches, len(grid.batches) >= 2, "two at least"),
+        ("batches", grid.batches, all(1 <= batch <= slots for batch in grid.batches), f"1 to {slots} slots"),
+        ("contexts", grid.contexts, len(grid.contexts) >= 2, "two at least"),
+        ("contexts", grid.contexts, all(1 <= tokens <= most for tokens in grid.contexts), f"1 to {most} tokens"),
+        ("steps", grid.steps, grid.steps >= 1, "1 or above"),
+        ("rounds", grid.rounds, grid.rounds >= 1, "1 or above"),
+        ("mixed_requests", grid.mixed_requests, grid.mixed_requests >= 0, "0 or above"),
+        ("mixed_repeats", grid.mixed_repeats, grid.mixed_repeats >= 0, "0 or above"),
+    )
+    for field, value, valid, allowed in checks:
+        if not valid:
+            raise InvalidValue(field, value, allowed)
+
+
+def measure(engine: RolloutEngine, grid: Grid, *, seed: int, clock: Clock) -> Measurement:
+    """Times ``engine``, which has a version loaded and holds no request, and leaves it so.
+
+    ``clock``: seconds, monotonic. Raises InvalidValue for a grid the engine cannot run or an engine without a version,
+    Conflict for one that holds requests.
+    """
+    capability = engine.capability
+    check_grid(grid, capability.slots, capability.kv_tokens, capability.max_model_len_tokens)
+    if held := engine.load().running + engine.load().waiting:
+        raise Conflict("requests held", held, "0 while an engine is timed")
+    if engine.version is None:
+        raise InvalidValue("engine.version", None, "weights loaded")
+    bench = _Bench(engine, clock, np.random.default_rng(seed))
+    begin_s = clock()
+    bench.time_prefills(1, grid.contexts[0])  # what the engine does once, it does now
+    bench.clear()
+    decode: list[DecodeSample] = []
+    prefill: list[PrefillSample] = []
+    for tokens in grid.contexts:
+        prefill.append(bench.time_prefills(max(grid.batches), tokens))
+        decode += bench.time_batches(grid)
+        bench.clear()
+    mixed = bench.mixed_workload(grid)
+    runs = [bench.time_mixed(mixed) for _ in range(grid.mixed_repeats if mixed else 0)]
+    return Measurement(
+        slots=capability.slots,
+        decode=tuple(decode),
+        prefill=tuple(prefill),
+        mixed=mixed,
+        mixed_s=sum(_quiet(times) for times in zip(*runs, strict=True)),  # all runs go through the same batches
+        mixed_wall_s=tuple(sum(times) for times in runs),
+        wall_s=clock() - begin_s,
+    )
+
+
+class _Bench:
+    """The requests that an engine holds for a measurement, and their contexts."""
+
+    def __init__(self, engine: RolloutEngine, clock: Clock, rng: np.random.Generator) -> None:
+        self._engine, self._clock, self._rng = engine, clock, rng
+        self._contexts: dict[str, int] = {}  # request -> tokens of prompt and response
+        self._serial = 0
+
+    def time_prefills(self, count: int, tokens: int) -> PrefillSample:
+        """Adds ``count`` requests, each prefilled in a step of its own, and freezes them."""
+        times = []
+        for _ in range(count):
+            response_tokens = self._engine.capability.max_model_len_tokens - tokens
+            request_id = self._add(MixedRequest(tokens, response_tokens))
+            times.append(self._timed_step())
+            self._engine.freeze(request_id)
+        return PrefillSample(1, tokens, _quiet(times))
+
+    def time_batches(self, grid: Grid) -> list[DecodeSample]:
+        """Steps of every batch size, the batches drawn anew in each round."""
+        times: dict[int, list[float]] = {batch: [] for batch in grid.batches}
+        kv_tokens: dict[int, list[int]] = {batch: [] for batch in grid.batches}
+        for _ in range(grid.rounds):
+            for batch in self._rng.permutation(grid.batches):
+                chosen = [str(name) for name in self._rng.choice(sorted(self._contexts), batch, replace=False)]
+                for request_id in chosen:
+                    self._engine.thaw(request_id)
+                for _ in range(SETTLING_STEPS):
+                    self._timed_step()
+                for _ in range(grid.steps):
+                    kv_tokens[batch].append(sum(self._contexts[request_id] for request_id in chosen))
+                    times[batch].append(self._timed_step())
+                for request_id in chosen:
+                    self._engine.freeze(request_id)
+        return [DecodeSample(batch, _quiet(kv_tokens[batch]), _quiet(times[batch])) for batch in grid.batches]
+
+    def mixed_workload(self, grid: Grid) -> tuple[MixedRequest, ...]:
+        """Prompts and responses of very different lengths, all within the measured contexts."""
+        longest = max(grid.contexts)
+        prompts = self._rng.integers(min(grid.contexts), longest // 3, grid.mixed_requests, endpoint=True)
+        responses = np.clip(self._rng.lognormal(np.log(longest / 8), 0.8, grid.mixed_requests), 1, longest // 2)
+        return tuple(
+            MixedRequest(int(prompt), int(response)) for prompt, response in zip(prompts, responses, strict=True)
+        )
+
+    def time_mixed(self, requests: Sequence[MixedRequest]) -> list[float]:
+        """Runs them all to their ends, those without a slot waiting in the engine; the time of each step."""
+        for request in requests:
+            self._add(request)
+        times = []
+        while self._engine.has_work():
+            times.append(self._timed_step())
+        return times
+
+    def clear(self) -> None:
+        for request_id in self._contexts:
+            self._engine.remove(request_id)
+        self._contexts.clear()
+
+    def _add(self, request: MixedRequest) -> str:
+        """Each with a prompt of its own, so that no prefix cache helps, and a response of exactly that length."""
+        self._serial += 1
+        request_id = f"profile-{self._serial}"
+        version = self._engine.version
+        assert version is not None
+        prompt = self._rng.integers(0, self._engine.capability.vocab_size, request.prompt_tokens)
+        sampling = SamplingParams(seed=self._serial, max_tokens=request.response_tokens, ignore_eos=True)
+        self._engine.add(RequestSpec(request_id, version, tuple(prompt.tolist()), sampling))
+        self._contexts[request_id] = request.prompt_tokens
+        return request_id
+
+    def _timed_step(self) -> float:
+        begin_s = self._clock()
+        self._step()
+        return self._clock() - begin_s
+
+    def _step(self) -> None:
+        for delta in self._engine.step():
+            self._contexts[delta.request_id] += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                del self._contexts[delta.request_id]
+
+
+def _quiet(values: Sequence[float]) -> float:
+    """What a value is on a machine left alone, out of many."""
+    return float(np.quantile(values, QUIET_QUANTILE))

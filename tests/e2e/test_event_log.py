@@ -1,0 +1,80 @@
+"""A whole service with fake engines writes its event log; the replay ends where the service's own core did."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dora
+from dora.client import Operator
+from dora.errors import InvalidValue, NotFound
+from dora.eventlog import read_log
+from dora.orchestrator import main
+from dora.orchestrator.runtime import Runtime
+from dora.replay import Replay, known_of
+from tests.e2e.test_service_fake import GROUPS, LONG
+from tests.service import configured, running, train, until
+
+
+@pytest.fixture
+def runtimes(monkeypatch: pytest.MonkeyPatch) -> list[Runtime]:
+    """The runtime of each service that this test starts: its core is compared once the service has ended."""
+    started: list[Runtime] = []
+
+    class Kept(Runtime):
+        def __init__(self, *arguments: Any, **fields: Any) -> None:
+            super().__init__(*arguments, **fields)
+            started.append(self)
+
+    monkeypatch.setattr(main, "Runtime", Kept)
+    return started
+
+
+async def test_a_replay_ends_as_the_service_did(tiny_dense: Path, tmp_path: Path, runtimes: list[Runtime]) -> None:
+    """With handoffs, refusals, a worker's death, and the drain at the end."""
+    file = tmp_path / "events.log"
+    config = configured(
+        tiny_dense, window__size=2, service__event_log=str(file), service__token="correct-horse", **LONG
+    )
+    async with (
+        running(config) as handle,
+        Operator(handle.address, handle.token) as operator,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        training = asyncio.create_task(train(handle, trainer, steps=4, groups=GROUPS))
+        with pytest.raises(NotFound, match="nobody"):
+            await operator.drain("nobody")
+        status = await until(operator, lambda status: status.counters["groups_trained"] >= 2 * GROUPS)
+        os.kill(next(worker.pid for worker in status.workers if worker.worker_id == "w0"), signal.SIGKILL)
+        await training
+    (runtime,) = runtimes
+    log = read_log(file)
+    assert log.config.service.token == "" and b"correct-horse" not in file.read_bytes()
+    assert log.config.window == config.window and log.config.workers == config.workers
+
+    run = Replay(log.config, log)
+    decisions = list(run)
+    assert log.torn_bytes == 0
+    assert run.machine.counters == runtime.machine.counters
+    assert known_of(run.machine.state) == known_of(runtime.machine.state)
+    assert run.machine.state.commands_sent == runtime.machine.state.commands_sent
+    summary = run.summary()
+    assert summary.newest == 4 and summary.counters["groups_trained"] == 4 * GROUPS
+    assert summary.counters["workers_lost"] >= 1 and summary.counters["migrations_kv"] > 0
+    refused = [decision for decision in decisions if decision.refusal]
+    assert any(type(decision.event).__name__ == "DrainAsked" and "nobody" in decision.refusal for decision in refused)
+
+    again = Replay(log.config, log)
+    assert list(again) == decisions
+
+
+async def test_an_earlier_log_is_not_written_over(tiny_dense: Path, tmp_path: Path) -> None:
+    file = tmp_path / "events.log"
+    file.write_bytes(b"of an earlier service")
+    with pytest.raises(InvalidValue, match=r"service\.event_log"):
+        async with running(configured(tiny_dense, workers__engine="fake", service__event_log=str(file))):
+            pass
+    assert file.read_bytes() == b"of an earlier service"

@@ -1,0 +1,80 @@
+"""Small clusters under every kind of fault, all strategies in turn; the promises are checked after every event."""
+
+from collections import Counter
+
+import pytest
+
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.handoff import TABLE, Action, Handoff, Phase, Signal
+from dora.sim.faults import KINDS
+from dora.sim.sweep import SweepReport, sweep
+from dora.sim.trial import Trial, conduct
+from dora.sim.unreliable import UnreliableWorld
+from tests.unit.test_machine import Bench
+
+BLOCK = 50
+
+
+def failures(report: SweepReport) -> list[tuple[str, str]]:
+    return [(failure.replay, failure.message) for failure in report.failures]
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_promises_hold_under_faults(block: int) -> None:
+    assert not failures(sweep(range(block * BLOCK, (block + 1) * BLOCK)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_promises_hold_under_each_kind_of_fault_alone(kind: str) -> None:
+    assert not failures(sweep(range(1000, 1006), ("dora",), kind))
+
+
+def test_a_source_may_die_again_while_its_first_lifes_handoff_is_stranded() -> None:
+    """Found as 205:dora:handoff,kill:1,2,3,4:0:0. The snapshot is on its way to w1; w0 died, came back, dies."""
+    bench = Bench()
+    bench.start("w0")
+    bench.offer(1)
+    bench.obey(do.StartRequest)
+    bench.join("w1")
+    bench.load_all()
+    bench.post(on.MigrateAsked("g0.0", "w1"))
+    bench.obey(do.ReserveSlot)
+    bench.answer(bench.given(do.CopyOut)[0], locator="snapshot", tokens=3)
+    bench.post(on.WorkerLost("w0", 1, "killed"))
+    bench.join("w0")
+    bench.post(on.WorkerLost("w0", 3, "killed"))
+    bench.answer(bench.given(do.CopyIn)[0])
+    assert bench.owner("g0.0") == "w1"
+
+
+def test_faults_meet_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds that pass prove little where faults meet nothing: nearly every transition of a handoff must be taken."""
+    met: Counter[tuple[Phase, Signal]] = Counter()
+    advance = Handoff.advance
+
+    def recorded(self: Handoff, signal: Signal) -> tuple[Action, ...]:
+        met[self.phase, signal] += 1
+        return advance(self, signal)
+
+    monkeypatch.setattr(Handoff, "advance", recorded)
+    totals: Counter[str] = Counter()
+    for seed in range(40):
+        trial = Trial(seed, "dora")
+        world = UnreliableWorld(trial.cluster()[0], seed, trial.cluster()[1])
+        conduct(world, trial.faults, trial.steps_after)
+        counters = world.machine.counters
+        totals += Counter(
+            lost=counters.workers_lost,
+            cancelled=counters.groups_cancelled,
+            moved=counters.migrations_kv,
+            reprefilled=counters.migrations_reprefill,
+            loads_failed=counters.loads_failed,
+            stale=counters.staleness_max > 0,
+            refused=sum(isinstance(outcome, str) for _, _, outcome in world.log),
+            trainers=world.trainer.epoch - 1,
+        )
+    assert len(TABLE) - len(met) <= 8, f"never: {[key for key in TABLE if key not in met]}"
+    floors = {"lost": 40, "cancelled": 5, "moved": 60, "reprefilled": 40, "loads_failed": 5, "stale": 10, "refused": 20}
+    assert {name: count for name, count in floors.items() if totals[name] < count} == {}
+    assert totals["trainers"] >= 10

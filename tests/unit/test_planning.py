@@ -1,0 +1,438 @@
+"""Resource allocation: the bubble-free bound, Algorithm 1, dynamic adjustment, rooflines and ``dora plan``."""
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from dora.cli.exits import DoraGroup
+from dora.cli.plan import plan
+from dora.errors import InvalidValue
+from dora.planning.adjustment import even_gain_s, groups_to_add
+from dora.planning.allocation import (
+    EFFICIENCY,
+    EngineOption,
+    Generation,
+    TrainingTime,
+    allocate,
+    allocate_across,
+    best_generation,
+    bound_s,
+    engine_options,
+    generation,
+    transfer_s,
+)
+from dora.planning.hardware import HARDWARE, coefficients, find_hardware, kv_tokens
+from dora.planning.models import MODELS, find_model
+from dora.planning.plan import ANCHOR, Question, default_training, make_plan
+from dora.planning.workload import Lognormal, StepWorkload, lognormal_of_mean, step_workload
+from dora.sim.scenario import Scenario
+
+CLUSTER = Scenario().cluster
+DORA_LENGTHS = Lognormal(7.0881, 1.2, 30_000)
+DORA_STEP = step_workload(DORA_LENGTHS, groups=512, group_size=16, prompt_tokens=120)
+OPTION = EngineOption(4, CLUSTER.cost.model(), CLUSTER.slots, CLUSTER.kv_tokens)
+
+
+@pytest.mark.parametrize(("engines", "minutes"), [(6, 15.63), (10, 9.38)])
+def test_the_bound_is_that_of_the_facts(engines: int, minutes: float) -> None:
+    found = bound_s(CLUSTER.cost, CLUSTER.slots, CLUSTER.kv_tokens, 19.66e6, 8.04e10, engines)
+    assert found / 60 == pytest.approx(minutes, abs=0.005)
+
+
+def test_slots_bind_where_contexts_are_short_and_weights_where_batches_are_small() -> None:
+    cost = OPTION.cost
+    short = bound_s(cost, 256, 772_000, 1e6, 1e8, 1)
+    assert short == pytest.approx(cost.kv_token_s * 1e8 + cost.request_s * 1e6 + cost.step_s * 1e6 / 256)
+    small = bound_s(cost, 8, 772_000, 1e6, 1e8, 1)
+    assert small == pytest.approx(cost.kv_token_s * 1e8 + (cost.weights_s + cost.step_s) * 1e6 / 8)
+
+
+def test_no_schedule_of_a_mixture_of_experts_is_below_its_bound() -> None:
+    cost = replace(OPTION.cost, expert_fraction=0.1, weights_s=0.03, imbalance=0.5)
+    for batches in ([64], [1, 64, 64], [1] * 50 + [64] * 3, [32, 64, 16]):
+        time_s = sum(cost.decode_step_s(batch, 100 * batch) for batch in batches)
+        assert bound_s(cost, 64, 6400, sum(batches), 100 * sum(batches), 1) <= time_s
+
+
+def test_generation_is_the_bound_times_the_efficiency_and_needs_the_window_for_its_tail() -> None:
+    found = generation(OPTION, 6, DORA_STEP, window=3)
+    bound = bound_s(OPTION.cost, OPTION.slots, OPTION.kv_tokens, DORA_STEP.n_tokens, DORA_STEP.c_tokens, 6)
+    assert found.work_s == pytest.approx(EFFICIENCY * bound, rel=1e-9)
+    full = generation(OPTION, 6, DORA_STEP, window=1, tail_load=1.0).tail_s
+    alone = generation(OPTION, 6, DORA_STEP, window=1, tail_load=0.0).tail_s
+    assert full / 60 == pytest.approx(27, abs=0.3)  # the facts: a 30K response on a full engine, and alone
+    assert alone / 60 == pytest.approx(13.3, abs=0.3)
+    assert found.tail_s == pytest.approx(generation(OPTION, 6, DORA_STEP, window=1).tail_s / 3)
+    assert generation(OPTION, 60, DORA_STEP, window=1).seconds == generation(OPTION, 6, DORA_STEP, window=1).tail_s
+
+
+# The workload.
+
+
+def test_the_workload_is_that_of_the_facts() -> None:
+    assert DORA_STEP.n_tokens == pytest.approx(19.66e6, rel=1e-3)
+    assert DORA_STEP.c_tokens == pytest.approx(8.04e10, rel=0.01)
+    assert lognormal_of_mean(2400, 30_000).mu == pytest.approx(7.0881, abs=1e-4)
+
+
+def test_moments_are_those_of_clipped_lengths() -> None:
+    lengths = Lognormal(3.0, 0.7, 60)
+    count = 20_000
+    drawn = [
+        min(60.0, math.exp(3.0 + 0.7 * _quantile((index + 0.5) / count))) for index in range(count)
+    ]  # the distribution's own quantiles in place of random numbers
+    assert lengths.moment(1) == pytest.approx(sum(drawn) / count, rel=1e-3)
+    assert lengths.moment(2) == pytest.approx(sum(length**2 for length in drawn) / count, rel=1e-3)
+
+
+def _quantile(share: float) -> float:
+    low, high = -9.0, 9.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if math.erfc(-middle / math.sqrt(2)) / 2 < share else (low, middle)
+    return low
+
+
+# Models and hardware.
+
+
+def test_kv_and_weights_follow_from_the_architecture() -> None:
+    assert {name: model.kv_token_bytes for name, model in MODELS.items()} == {
+        "qwen2.5-7b": 57_344,
+        "qwen2.5-32b": 262_144,
+        "qwen2.5-72b": 327_680,
+        "qwen3-30b-a3b": 98_304,
+        "longcat-flash": 64_512,
+    }
+    assert MODELS["qwen2.5-32b"].weights_bytes == pytest.approx(CLUSTER.weights_bytes, rel=1e-3)
+
+
+def test_the_roofline_meets_its_calibration() -> None:
+    cost = coefficients(MODELS["qwen2.5-32b"], HARDWARE["h800"], 4)
+    for field in ("kv_token_s", "weights_s", "request_s", "step_s", "prefill_token_s"):
+        assert getattr(cost, field) == pytest.approx(getattr(CLUSTER.cost, field), rel=1e-3), field
+    assert kv_tokens(MODELS["qwen2.5-32b"], HARDWARE["h800"], 4) == pytest.approx(CLUSTER.kv_tokens, rel=1e-3)
+
+
+def test_the_roofline_against_staleflows_table_is_as_far_off_as_it_says() -> None:
+    cost = coefficients(MODELS["qwen3-30b-a3b"], HARDWARE["h20"], 1)
+    one_request_s = cost.weights_s * cost.expert_fraction
+    for found, table, error in (
+        (cost.kv_token_s, 7.28e-8, -0.44),
+        (one_request_s, 1.72e-3, 0.28),
+        (cost.request_s, 1.25e-4, 0.01),
+        (cost.step_s, 1.07e-2, 0.0),
+    ):
+        assert found / table - 1 == pytest.approx(error, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("qwen2.5-32", "qwen2.5-32b"), ("Qwen-72B", "qwen2.5-72b"), ("longcat", "longcat-flash")]
+)
+def test_an_unknown_model_is_refused_with_the_nearest_name(name: str, meant: str) -> None:
+    with pytest.raises(InvalidValue, match=rf"--model = '{name}'.*did you mean {meant}\?"):
+        find_model(name)
+
+
+def test_an_unknown_accelerator_is_refused_with_the_nearest_name() -> None:
+    assert find_hardware("H20").name == "h20"
+    with pytest.raises(InvalidValue, match=r"--hardware = 'h900'.*did you mean h800\?"):
+        find_hardware("h900")
+
+
+def test_a_model_that_does_not_fit_is_refused_and_one_that_fits_no_node_spans_nodes() -> None:
+    options = partial(engine_options, workload=DORA_STEP)
+    assert [option.gpus for option in options(MODELS["qwen2.5-32b"], HARDWARE["h800"])] == [2, 4, 8]
+    assert [option.gpus for option in options(MODELS["longcat-flash"], HARDWARE["npu-60gb"])] == [32]
+    with pytest.raises(InvalidValue, match=r"gpus_per_engine = 1 .*at least 2: qwen2\.5-32b needs 65\.5 GB"):
+        options(MODELS["qwen2.5-32b"], HARDWARE["h800"], sizes=(1,))
+
+
+# Training.
+
+
+def test_one_point_scales_linearly_several_are_interpolated() -> None:
+    assert TrainingTime(((40, 774.0),)).seconds(80) == 387.0
+    several = TrainingTime(((40, 774.0), (88, 477.0)))
+    assert (several.seconds(40), several.seconds(88)) == pytest.approx((774.0, 477.0))
+    assert 477.0 < several.seconds(64) < 774.0
+    assert several.seconds(36) == pytest.approx(834.5)
+    assert [several.measured(gpus) for gpus in (36, 40, 64, 88, 92)] == [False, True, True, True, False]
+
+
+def test_points_that_scale_too_well_are_not_extrapolated_below_zero() -> None:
+    lucky = TrainingTime(((8, 100.0), (16, 40.0)))
+    assert lucky.seconds(64) == 10.0
+    assert lucky.seconds(4) == 200.0
+
+
+@pytest.mark.parametrize(
+    "points", [(), ((0, 1.0),), ((8, math.nan),), ((8, -1.0),), ((8, 1.0), (8, 1.0)), ((8, 1.0), (16, 2.0))]
+)
+def test_impossible_training_points_are_refused(points: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(InvalidValue, match="train_s_at"):
+        TrainingTime(points)
+
+
+def test_the_anchor_is_scaled_by_work_and_accelerator() -> None:
+    same = default_training(MODELS["qwen2.5-32b"], HARDWARE["h800"], DORA_STEP, 4)
+    assert same.seconds(64) == pytest.approx(ANCHOR.seconds(64), rel=1e-3)
+    small = default_training(MODELS["qwen2.5-7b"], HARDWARE["h800"], DORA_STEP, 4)
+    assert small.seconds(40) == pytest.approx(774.0 * 7.62 / 32.76, rel=1e-3)
+    assert ANCHOR.scaled(2.0).seconds(80) == pytest.approx(774.0)
+
+
+# Algorithm 1.
+
+
+def brute_force(gpus: int, training: TrainingTime, window: int) -> tuple[float, int]:
+    """Shortest step and fewest accelerators over every pair, as the paper's loop has it."""
+    pairs = [
+        (max(generation(OPTION, engines, DORA_STEP, window).seconds, training.seconds(trainer)), 4 * engines + trainer)
+        for engines in range(1, gpus // 4 + 1)
+        for trainer in range(training.multiple, gpus - 4 * engines + 1, training.multiple)
+    ]
+    return min(pairs)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize(("gpus", "multiple"), [(16, 4), (64, 4), (64, 8), (128, 8), (200, 4)])
+def test_the_split_is_the_best_of_all_pairs(gpus: int, multiple: int, window: int) -> None:
+    training = replace(ANCHOR, multiple=multiple)
+    model = partial(generation, workload=DORA_STEP, window=window)
+    best, candidates = allocate(gpus, lambda budget: best_generation(budget, model, [OPTION]), training)
+    assert best.rank == brute_force(gpus, training, window)
+    assert all(split.gpus <= gpus and split.train_gpus % multiple == 0 for split in candidates)
+
+
+def test_the_dora_papers_clusters_are_split_where_the_facts_say_it_is_within_reach() -> None:
+    for gpus, rollout, train in ((64, 28, 36), (128, 48, 80)):
+        answer = make_plan(question(gpus=gpus))
+        assert (answer.best.generation.gpus, answer.best.train_gpus) == (rollout, train)
+        assert answer.best.generation.option.gpus == 4
+        assert answer.best.step_s < {64: 14.67, 128: 10.46}[gpus] * 60
+
+
+def question(**changes: object) -> Question:
+    h800, model = HARDWARE["h800"], MODELS["qwen2.5-32b"]
+    asked = Question(model, h800, DORA_STEP, default_training(model, h800, DORA_STEP, 4), window=3)
+    return replace(asked, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("rollout", "train"), [(256, 40), (24, 512), (24, 4), (8, 8)])
+def test_two_datacentres_give_back_what_the_faster_stage_does_not_need(rollout: int, train: int) -> None:
+    def seconds(gpus: int) -> Generation:
+        return generation(OPTION, gpus // 4, DORA_STEP, window=8)
+
+    whole = seconds(rollout).seconds - ANCHOR.seconds(train)
+    best, _ = allocate_across(rollout, train, lambda gpus: seconds(gpus) if gpus >= 4 else None, ANCHOR)
+    gap = abs(best.generation.seconds - best.training_s)
+    if whole < 0:
+        assert best.train_gpus == train
+        others = [abs(seconds(gpus).seconds - best.training_s) for gpus in range(4, rollout + 1, 4)]
+    else:
+        assert best.generation.gpus == rollout
+        others = [abs(ANCHOR.seconds(gpus) - best.generation.seconds) for gpus in range(4, train + 1, 4)]
+    assert gap == min(others)
+
+
+def test_budgets_without_an_engine_or_a_trainer_are_refused() -> None:
+    for changes in ({"gpus": 4}, {"rollout_gpus": 1, "train_gpus": 8}, {"rollout_gpus": 8, "train_gpus": 2}):
+        with pytest.raises(InvalidValue, match="room for"):
+            make_plan(question(**changes))
+    for changes in ({}, {"gpus": 64, "rollout_gpus": 8, "train_gpus": 8}, {"rollout_gpus": 8}):
+        with pytest.raises(InvalidValue, match="either gpus, or both"):
+            make_plan(question(**changes))
+
+
+def test_weights_over_the_papers_link() -> None:
+    assert transfer_s(MODELS["qwen2.5-72b"].weights_bytes, 80e9) == pytest.approx(14.5, abs=0.1)
+    with pytest.raises(InvalidValue, match="link_gbps"):
+        transfer_s(1.0, math.nan)
+
+
+def test_a_large_cluster_is_planned_at_once() -> None:
+    answer = make_plan(question(gpus=4096))
+    assert answer.best.gpus <= 4096
+    assert len(answer.candidates) > 200
+
+
+@pytest.mark.parametrize("field", ["kv_token_s", "weights_s", "request_s", "step_s", "imbalance", "expert_fraction"])
+@pytest.mark.parametrize("value", [math.nan, -1.0, math.inf])
+def test_bad_coefficients_are_refused_by_name(field: str, value: float) -> None:
+    cost = replace(OPTION.cost, **{field: value})
+    with pytest.raises(InvalidValue, match=rf"cost\.{field}"):
+        bound_s(cost, 256, 772_000, 1e6, 1e9, 1)
+    with pytest.raises(InvalidValue, match=rf"cost\.{field}"):
+        generation(replace(OPTION, cost=cost), 1, DORA_STEP, window=2)
+
+
+def test_other_bad_numbers_are_refused_by_name() -> None:
+    cost = OPTION.cost
+    for field, call in (
+        ("slots", lambda: bound_s(cost, 0, 1, 1.0, 1.0, 1)),
+        ("kv_tokens", lambda: bound_s(cost, 1, 0, 1.0, 1.0, 1)),
+        ("engines", lambda: bound_s(cost, 1, 1, 1.0, 1.0, 0)),
+        ("n_tokens", lambda: bound_s(cost, 1, 1, math.nan, 1.0, 1)),
+        ("window", lambda: generation(OPTION, 1, DORA_STEP, window=0)),
+        ("efficiency", lambda: generation(OPTION, 1, DORA_STEP, window=1, efficiency=math.nan)),
+        ("tail_load", lambda: generation(OPTION, 1, DORA_STEP, window=1, tail_load=2.0)),
+        ("lengths.sigma", lambda: Lognormal(1.0, 0.0, 10)),
+        ("lengths.mu", lambda: Lognormal(math.nan, 1.0, 10)),
+        ("mean_tokens", lambda: lognormal_of_mean(100, 50)),
+        ("groups", lambda: step_workload(DORA_LENGTHS, 0, 16, 120)),
+        ("train_multiple", lambda: TrainingTime(((8, 1.0),), 0)),
+    ):
+        with pytest.raises(InvalidValue) as refused:
+            call()
+        assert refused.value.field == field
+
+
+# Dynamic adjustment.
+
+
+def test_groups_are_added_until_the_lag_is_below_the_next_gain() -> None:
+    gain_s = even_gain_s(600.0, 2)  # 600, 400, 300, 240 s with 2, 3, 4, 5 groups
+    assert [groups_to_add(600.0, training_s, 2, gain_s) for training_s in (700.0, 401.0, 400.0, 300.0, 241.0)] == [
+        0,
+        0,
+        1,
+        2,
+        2,
+    ]
+    assert groups_to_add(600.0, 1.0, 2, lambda _: 0.0) == 0  # one response alone takes that long
+    assert groups_to_add(600.0, 1e-9, 2, gain_s, most=5) == 5
+
+
+@pytest.mark.parametrize(("generation_s", "training_s", "engines"), [(math.nan, 1.0, 1), (1.0, 0.0, 1), (1.0, 1.0, 0)])
+def test_impossible_times_are_refused(generation_s: float, training_s: float, engines: int) -> None:
+    with pytest.raises(InvalidValue):
+        groups_to_add(generation_s, training_s, engines, even_gain_s(1.0, 1))
+
+
+def test_growing_lengths_ask_for_one_more_node_as_in_figure_11() -> None:
+    """7B on 32 GPUs, longest response from 10K to 20K over 20 steps: generation grows faster than training."""
+    model, h800 = MODELS["qwen2.5-7b"], HARDWARE["h800"]
+
+    def step_of(scale: float) -> StepWorkload:
+        return step_workload(Lognormal(math.log(4_000 * scale), 0.8, int(10_000 * scale)), 1024, 1, 200)
+
+    option = EngineOption(1, coefficients(model, h800, 1).model(), 256, kv_tokens(model, h800, 1))
+    nodes, added_at = 2, []
+    balanced = TrainingTime(((16, generation(option, 16, step_of(1.0), window=2).work_s),))
+    for iteration in range(21):
+        scale = 1 + iteration / 20
+        times = [generation(option, 8 * count, step_of(scale), window=2).work_s for count in range(1, 10)]
+        added = groups_to_add(
+            times[nodes - 1],
+            balanced.seconds(16) * scale,
+            nodes,
+            lambda count, times=times: times[count - 1] - times[count],  # type: ignore[misc]
+        )
+        nodes += added
+        added_at += [iteration] * added
+    assert len(added_at) == 1
+    assert 8 <= added_at[0] <= 18  # the paper adds a node after 10 and after 16
+
+
+# The command.
+
+
+def run(*arguments: str) -> Result:
+    app = typer.Typer(cls=DoraGroup)
+    app.command("plan")(plan)
+    app.callback()(lambda: None)
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_the_command_prints_a_table_around_the_best() -> None:
+    result = run("--gpus", "64")
+    assert result.exit_code == 0
+    assert "7 x 4" in result.stdout
+    assert "13.98" in result.stdout
+    assert result.stdout.count(" x 4 ") == 9
+
+
+def test_the_command_prints_one_json_object() -> None:
+    points = ("--train-s-at", "88=477", "--train-s-at", "40=774")
+    result = run("--gpus", "128", *points, "--lengths", "lognormal:7.0881,1.2,30000", "--json")
+    found = json.loads(result.stdout)
+    assert (found["rollout_gpus"], found["train_gpus"], found["engines"], found["gpus_per_engine"]) == (48, 80, 12, 4)
+    assert found["train_s_at"] == [[40, 774.0], [88, 477.0]]
+    assert found["step_s"] == max(found["generation_s"], found["training_s"])
+    assert {key: found[key] for key in ("rollout_gpus", "train_gpus")} in [
+        {key: row[key] for key in ("rollout_gpus", "train_gpus")} for row in found["candidates"]
+    ]
+
+
+def test_the_command_plans_two_datacentres() -> None:
+    result = run("--model", "qwen2.5-7b", "--rollout-gpus", "32", "--train-gpus", "96", "--rollout-hardware", "h20",
+                 "--link-gbps", "80", "--json")  # fmt: skip
+    found = json.loads(result.stdout)
+    assert found["rollout_hardware"] == "h20"
+    assert found["rollout_gpus"] <= 32
+    assert found["train_gpus"] < 96
+    assert found["transfer_s"] == pytest.approx(1.52, abs=0.01)
+
+
+def test_the_command_takes_measured_costs(tmp_path: Path) -> None:
+    file = tmp_path / "cost.toml"
+    file.write_text("[cluster.cost]\nkv_token_s = 6.52e-8\nweights_s = 0.013\nrequest_s = 94e-6\nstep_s = 0.04\n")
+    slow = run("--gpus", "64", "--cost", str(file), "--gpus-per-engine", "4", "--json")
+    assert json.loads(slow.stdout)["cost"]["step_s"] == 0.04
+    assert json.loads(slow.stdout)["rollout_gpus"] > 28
+    for line, words in (
+        ("kv_token_s = -1", "cost.kv_token_s = -1"),
+        ("kv_token_s = nan", "cost.kv_token_s = nan"),
+        ("kv_tokens = 1", "cost.kv_tokens"),
+        ("kv_token_s =", "--cost"),
+    ):
+        file.write_text(f"[cluster.cost]\n{line}\n")
+        refused(run("--gpus", "64", "--cost", str(file), "--gpus-per-engine", "4"), words)
+    file.write_text("[cost]\n")
+    refused(run("--gpus", "64", "--cost", str(file), "--gpus-per-engine", "4"), "cluster.cost")
+
+
+def test_the_command_says_how_many_groups_to_add() -> None:
+    times = ("--generation-s", "600", "--training-s", "300", "--engines", "2")
+    assert json.loads(run(*times, "--json").stdout) == {
+        "groups_to_add": 2,
+        "engines": 4,
+        "generation_s": 300.0,
+        "lag_s": 300.0,
+        "lag_after_s": 0.0,
+    }
+    assert "add 2 DP groups" in run(*times).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--gpus", "64", "--model", "qwen2.5-33b"), "did you mean qwen2.5-32b?"),
+        (("--gpus", "64", "--hardware", "h80"), "did you mean h800?"),
+        (("--gpus", "4", "--model", "qwen2.5-72b"), "gpus = 4"),
+        (("--gpus", "64", "--gpus-per-engine", "1"), "gpus_per_engine = 1"),
+        (("--gpus", "64", "--lengths", "lognormal:7,1"), "lognormal:MU,SIGMA,CAP"),
+        (("--gpus", "64", "--lengths", "uniform:7,1,100"), "lognormal:MU,SIGMA,CAP"),
+        (("--gpus", "64", "--lengths", "lognormal:nan,1,100"), "lengths.mu"),
+        (("--gpus", "64", "--train-s-at", "40"), "GPUS=SECONDS"),
+        (("--gpus", "64", "--train-s-at", "40=nan"), "train_s_at"),
+        (("--gpus", "64", "--mean-tokens", "40000"), "mean_tokens"),
+        (("--generation-s", "600"), "--training-s"),
+        ((), "either gpus, or both"),
+    ],
+)
+def test_bad_input_is_one_line_and_prints_no_plan(arguments: tuple[str, ...], words: str) -> None:
+    refused(run(*arguments), words)
+
+
+def refused(result: Result, words: str) -> None:
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1

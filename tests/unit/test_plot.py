@@ -1,0 +1,110 @@
+"""The timeline of a simulated run: files are made, of a size that shows something, and say what they must."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dora.errors import InvalidValue
+from dora.sim.panels import ROWS_MOST, bundled
+from dora.sim.plot import draw
+from dora.sim.report import Arrow, Report, Span, StepSpan, Timeline
+
+REPORT = Report(
+    preset="dora-64", policy="dora", window=3, predictor="oracle", seed=0, steps=4, engines=6, step_time_min=17.0,
+    rollout_only_fraction=0.22, tokens_per_s=20_000.0, staleness_max=2, staleness_mean=0.8, bound_min=15.63,
+    bound_consumed_min=15.6, work_done_over_consumed=1.0, kv_utilisation=0.8, violations=0, lost=0, duplicated=0,
+    migrations_kv=120, migrations_reprefill=0, preemptions=3, overhead_balancing=0.004, overhead_transfer=0.01,
+    overhead_reprefill=0.0, recall_longest_20=1.0, events=10_000, simulated_s=6120.0, wall_s=2.0, sim_speedup=3060.0,
+)  # fmt: skip
+
+
+def made_up(engines: int, steps: int, step_s: float = 1020.0) -> Timeline:
+    """Every DP group goes on to the next version a little later than the one before it, and fills up and empties."""
+    rng = np.random.default_rng(engines)
+    timeline = Timeline()
+    for step in range(steps):
+        begin_s = step * step_s
+        for worker in range(engines):
+            load_s = begin_s + step_s * 0.6 * worker / engines
+            end_s = load_s + step_s if step < steps - 1 else steps * step_s
+            timeline.spans.append(Span(worker, -1, load_s, load_s + 20.0))
+            timeline.spans.append(Span(worker, step, load_s + 20.0, end_s))
+            for at_s in np.linspace(load_s + 20.0, end_s, 30):
+                timeline.kv.append((float(at_s), worker, float(0.9 * abs(np.sin(at_s / 300.0 + worker)))))
+        for at_s in np.sort(rng.uniform(begin_s, begin_s + step_s, 15)):
+            source, target = rng.choice(engines, 2, replace=engines < 2)
+            timeline.arrows.append(Arrow(float(at_s), int(source), int(target), step))
+        busy = ((begin_s + step_s * 0.1, begin_s + step_s * 0.5), (begin_s + step_s * 0.62, begin_s + step_s))
+        timeline.steps.append(StepSpan(step, begin_s, begin_s + step_s, busy, (200, 180, 132)))
+    timeline.spans.sort(key=lambda span: span.begin_s)
+    timeline.kv.sort()
+    return timeline
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".html", b"<!doctype html>")])
+def test_each_kind_of_file_is_made(tmp_path: Path, suffix: str, magic: bytes) -> None:
+    file = tmp_path / f"run{suffix}"
+    draw(made_up(6, 6), REPORT, file)
+    content = file.read_bytes()
+    assert content.startswith(magic)
+    assert 20_000 < len(content) < 3_000_000
+
+
+def test_the_drawing_says_what_it_shows(tmp_path: Path) -> None:
+    file = tmp_path / "run.svg"
+    draw(made_up(6, 6), REPORT, file)
+    text = file.read_text()
+    for words in ("dora-64", "window 3", "17.00 min a step", "1.09 x the bubble-free 15.63", "w5", "v5", "warm-up"):
+        assert words in text, words
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
+    file = tmp_path / "run.html"
+    draw(made_up(2, 3), replace(REPORT, preset="<b>"), file)
+    text = file.read_text()
+    assert "<script" not in text and "<link" not in text and "<b>" not in text
+    assert "work_done_over_consumed" in text
+
+
+def test_the_same_run_draws_the_same_file(tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg"):
+        draw(made_up(3, 3), REPORT, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".html"])
+def test_an_empty_timeline_is_drawn_too(tmp_path: Path, suffix: str) -> None:
+    draw(Timeline(), replace(REPORT, steps=0, bound_min=0.0), tmp_path / f"run{suffix}")
+    assert (tmp_path / f"run{suffix}").stat().st_size > 5000
+
+
+def test_of_many_dp_groups_and_moves_some_are_shown_and_the_caption_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "run.svg"
+    timeline = made_up(200, 2)
+    timeline.arrows.extend(Arrow(100.0 + index, 0, 100, 0) for index in range(600))
+    draw(timeline, replace(REPORT, engines=200), file)
+    text = file.read_text()
+    assert f"{ROWS_MOST} of 200 DP groups shown" in text
+    assert re.search(r"arrows: \d+ of 630 moves", text)
+
+
+def test_moves_that_would_lie_on_each_other_are_one_arrow() -> None:
+    steps = [StepSpan(0, 0.0, 3000.0, (), (8,))]
+    arrows = [Arrow(at_s, *ends, 0) for at_s, ends in ((1.0, (0, 1)), (9.0, (0, 1)), (9.0, (1, 0)), (20.0, (0, 1)))]
+    bundles = bundled(Timeline(steps=steps, arrows=arrows), [0, 1])
+    assert [(bundle.at_s, bundle.source, bundle.moves) for bundle in bundles] == [
+        (5.0, 0, 2),
+        (5.0, 1, 1),
+        (25.0, 0, 1),
+    ]
+    assert bundled(Timeline(steps=steps, arrows=arrows), [0]) == []
+
+
+@pytest.mark.parametrize("name", ["run.pdf", "run", "no-such-folder/run.png"])
+def test_a_file_that_cannot_be_drawn_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidValue, match="--plot"):
+        draw(Timeline(), REPORT, tmp_path / name)
+    assert not (tmp_path / name).exists()

@@ -1,0 +1,254 @@
+"""The other papers' strategies on small hand-made snapshots."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dora.config import BalanceConfig
+from dora.errors import InvalidValue, NotFound
+from dora.orchestrator.core.cost import CostModel
+from dora.orchestrator.core.policies import POLICIES, SIMULATED, check_live, policy_of
+from dora.orchestrator.core.policies.hosts import cover
+from dora.orchestrator.core.policies.laminar import LaminarPolicy, Replica, consolidate, roofline_requests
+from dora.orchestrator.core.policies.one_step import OneStepPolicy
+from dora.orchestrator.core.policies.staleflow import StaleFlowPolicy, migrate
+from dora.orchestrator.core.policies.streamrl import dedicated_groups, latency_s
+from dora.orchestrator.core.policies.sync import SyncPolicy
+from dora.orchestrator.core.policies.throughput import MU, Board, Load, relative_gain
+from dora.orchestrator.core.snapshot import Move, RequestColumns, Snapshot, Trigger, WorkerColumns
+from dora.orchestrator.core.state import Worker
+
+COST = CostModel(kv_token_s=1e-7, weights_s=4e-3, request_s=1e-4, step_s=6e-3)  # computing binds from 40 requests on
+KV_TOKENS, SLOTS = 1000, 64
+
+
+def snapshot_of(workers: list[dict[str, int]], requests: list[tuple[int, int, int]] = (), **fields: Any) -> Snapshot:
+    """``workers``: loaded (= target) and what differs; ``requests``: (version, seat, context), prompts of 10 tokens."""
+    rows = [{"target": worker["loaded"], **worker} for worker in workers]
+
+    def column(name: str, default: int = 0) -> np.ndarray:
+        return np.array([row.get(name, default) for row in rows], dtype=np.int64)
+
+    version, seat, context = np.array(requests, dtype=np.int64).reshape(-1, 3).T
+    on = [np.flatnonzero(seat == place) for place in range(len(rows))]
+    kv = np.array([int(context[held].sum()) for held in on], dtype=np.int64)
+    columns = WorkerColumns(
+        alive=column("alive", 1).astype(bool),
+        loaded=column("loaded"),
+        target=column("target"),
+        draining=column("draining").astype(bool),
+        slots=column("slots", SLOTS),
+        held=np.array([len(held) for held in on], dtype=np.int64),
+        kv_tokens=column("kv_tokens", KV_TOKENS),
+        kv_claimed=kv,
+        kv_expected=kv,
+        kv_used=kv,
+        waiting=column("waiting"),
+    )
+    newest = fields.pop("newest", max((row["loaded"] for row in rows), default=0))
+    ones = np.ones(len(version), dtype=bool)
+    table = RequestColumns(
+        ones, ones & (seat >= 0), version, seat, np.full(len(version), 10), context - 10, np.full(len(version), 50.0)
+    )
+    known: dict[str, Any] = {
+        "now_s": 0.0, "step": newest, "newest": newest, "window": 3, "admissible": {}, "deadline_s": {}, "step_s": 0.0,
+        "pace_s": 0.0, "cost": None, "group_tokens": 100.0, "backlog_longest": np.array([])
+    }  # fmt: skip
+    return Snapshot(**{**known, **fields}, workers=columns, requests=table)
+
+
+# ------------------------------------------------------------------------------------------------------------ by name
+
+
+def test_a_policy_is_found_by_name_and_refused_with_the_reason() -> None:
+    assert all(type(policy_of(BalanceConfig(policy=name))).__name__.endswith("Policy") for name in POLICIES)
+    with pytest.raises(NotFound, match="did you mean laminar"):
+        policy_of(BalanceConfig(policy="laminer"))
+    with pytest.raises(InvalidValue, match=r"window.size.*at least 2 with balance.policy one_step"):
+        policy_of(BalanceConfig(policy="one_step"), window=1)
+    assert isinstance(policy_of(BalanceConfig(policy="one_step"), window=2), OneStepPolicy)
+
+
+def test_a_service_refuses_what_breaks_c1() -> None:
+    for name in POLICIES:
+        if name in SIMULATED:
+            with pytest.raises(InvalidValue, match="breaks C1"):
+                check_live(name)
+        else:
+            check_live(name)
+    assert {"partial"} == SIMULATED and POLICIES.keys() >= SIMULATED
+
+
+# -------------------------------------------------------------------------------------------------------- whole batches
+
+
+@pytest.mark.parametrize("policy", [SyncPolicy, OneStepPolicy])
+def test_the_whole_pool_changes_version_when_the_old_batch_has_ended(policy: type[SyncPolicy]) -> None:
+    plan = policy(BalanceConfig()).plan
+    step = 4 if policy is SyncPolicy else 5  # one_step: the batch of step 4 was taken, that of step 5 is next
+    workers = [{"loaded": 3}, {"loaded": 3}, {"loaded": 3, "draining": 1}, {"loaded": 3, "alive": 0}]
+    shown = snapshot_of(workers, [(3, 1, 90)], newest=4, step=4)
+    assert plan(shown, Trigger.UPDATE).targets == {0: 3, 1: 3}
+    shown = snapshot_of(workers, [], newest=4, step=step)
+    assert plan(shown, Trigger.UPDATE).targets == {0: 4, 1: 4}
+
+
+def test_one_step_keeps_the_old_version_until_the_batch_was_taken() -> None:
+    """Published, but the trainer has not taken the batch of step 4 yet: that of step 5 is the new version's."""
+    shown = snapshot_of([{"loaded": 3}], [], newest=4, step=4)
+    assert OneStepPolicy(BalanceConfig()).plan(shown, Trigger.UPDATE).targets == {0: 3}
+
+
+# -------------------------------------------------------------------------------------------------------------- hosts
+
+
+def test_a_version_that_requests_wait_for_gets_a_dp_group() -> None:
+    workers = [{"loaded": 5}, {"loaded": 5}, {"loaded": 4}]
+    targets = {0: 5, 1: 5, 2: 5}
+    cover(snapshot_of(workers, [(4, -1, 30), (5, 0, 80)]), targets)
+    assert targets == {0: 5, 1: 5, 2: 4}  # the one that has its weights
+    targets = {0: 5, 1: 5, 2: 4}
+    cover(snapshot_of(workers, [(3, -1, 30), (4, -1, 30), (5, 0, 80)]), targets)
+    assert targets == {0: 5, 1: 3, 2: 4}  # the emptiest, and not the last of another version that waits
+    targets = {0: 5}
+    cover(snapshot_of(workers[:1], [(3, -1, 30), (4, -1, 30)]), targets)
+    assert targets == {0: 3}  # too few: the earliest deadline first
+
+
+# ------------------------------------------------------------------------------------------------------------ Laminar
+
+
+def replica(seat: int, kv_used: int, requests: int = 1) -> Replica:
+    return Replica(seat, kv_used, kv_max=100, requests=requests, requests_max=8)
+
+
+def test_best_fit_consolidation() -> None:
+    """Algorithm 1: smallest source first, fullest destination that fits, released ones are no destinations."""
+    # 10 -> 60 (70); 20 -> 60 (90); 30 fits with neither 60 (90) nor a released one; 60 has become a destination
+    assert consolidate([replica(0, 30), replica(1, 60), replica(2, 10), replica(3, 20)]) == [(2, 1), (3, 1)]
+    assert consolidate([replica(0, 55), replica(1, 50)]) == []  # 105 > C_max
+    assert consolidate([replica(0, 50), replica(1, 50)]) == [(0, 1)]
+    assert consolidate([replica(0, 10, 5), replica(1, 20, 4), replica(2, 15, 3)]) == [(0, 2)]  # B: 5 + 4 > 8
+
+
+def test_a_destination_is_not_released_under_what_it_was_given() -> None:
+    """As printed, 55 would go on to 50 although 10 was sent to it, and 50 would hold 115 of 110."""
+    replicas = [Replica(seat, kv, 110, 1, 8) for seat, kv in enumerate((10, 50, 55))]
+    assert consolidate(replicas) == [(0, 2)]
+
+
+def test_idle_replicas_are_packed_and_released_to_the_newest_version() -> None:
+    policy = LaminarPolicy(BalanceConfig())
+    workers = [{"loaded": 1}, {"loaded": 1}, {"loaded": 1}, {"loaded": 2}]
+    full = [(1, 0, 400), (1, 0, 200), (1, 1, 500), (1, 2, 995), (2, 3, 300)]
+    first = policy.plan(snapshot_of(workers, full), Trigger.TIME)
+    assert first.targets == {0: 1, 1: 1, 2: 1, 3: 2} and not first.moves  # nothing has fallen yet
+    falls = [(1, 0, 405), (1, 1, 450), (1, 2, 996), (2, 3, 310)]
+    second = policy.plan(snapshot_of(workers, falls), Trigger.TIME)
+    assert second.targets == {0: 2, 1: 1, 2: 1, 3: 2} and second.moves == (Move(0, 1),)
+    third = policy.plan(snapshot_of(workers, [(1, 1, 450), (1, 2, 996), (2, 3, 310)]), Trigger.DRAINED)
+    assert third.targets[0] == 2  # empty: fetches the newest version, without a look
+
+
+def test_what_is_left_on_a_released_replica_goes_to_the_fullest_host() -> None:
+    workers = [{"loaded": 1, "target": 2}, {"loaded": 1}, {"loaded": 1}, {"loaded": 2}]
+    shown = snapshot_of(workers, [(1, 0, 100), (1, 1, 300), (1, 2, 600), (2, 3, 700)])
+    assert LaminarPolicy(BalanceConfig()).relieve(shown) == (Move(0, 2),)
+
+
+def test_the_roofline_batch_is_where_computing_binds() -> None:
+    assert roofline_requests(COST, 256) == 40
+    assert roofline_requests(COST, 16) == roofline_requests(None, 16) == 16
+
+
+# ---------------------------------------------------------------------------------------------------------- StaleFlow
+
+
+def load(running: int = 0, kv_tokens: int = 0, waiting: int = 0) -> Load:
+    return Load(running, waiting, kv_tokens, SLOTS, KV_TOKENS)
+
+
+def test_marginal_gain() -> None:
+    assert relative_gain(load(), 100, COST) == pytest.approx(1.0)
+    step_s = [1e-7 * 100 * n + max(4e-3, 1e-4 * n) + 6e-3 for n in (10, 11)]
+    gain = (11 / step_s[1] - 10 / step_s[0]) * (1e-5 + 1e-2)
+    big = Load(10, 0, 1000, SLOTS, 100_000)
+    assert relative_gain(big, 100, COST) == pytest.approx(gain)
+    assert relative_gain(load(5, 950), 100, COST) == 0.0  # its KV does not fit: it would wait
+    assert relative_gain(load(5, 100, waiting=1), 100, COST) == 0.0
+    assert relative_gain(load(SLOTS, 100), 100, COST) == 0.0
+    assert relative_gain(load(), 5000, COST) == pytest.approx(1.0)  # an empty group takes anything
+    assert MU < relative_gain(load(60, 900), 50, None) < relative_gain(load(6, 100), 50, None) < 1.0
+
+
+def test_routing_goes_to_the_largest_gain_above_the_threshold() -> None:
+    heavy = CostModel(kv_token_s=1e-5, weights_s=1e-2, request_s=1e-3, step_s=0.0)
+    workers = [{"loaded": 2}, {"loaded": 2}, {"loaded": 2, "waiting": 2}]
+    board = Board(snapshot_of(workers, [(2, 0, 500), (2, 1, 300), (2, -1, 20)], cost=heavy), {})
+    assert board.route(2, [0, 1]) == Move(2, 1)
+    assert board.loads[1] == load(2, 320)
+    board.loads[0] = board.loads[1] = load(20, 900)
+    assert relative_gain(load(20, 900), 20, heavy) < MU
+    assert board.route(2, [0, 1, 2]) is None  # withheld
+
+
+def staleflow_plan(admissible: dict[int, int], requests: list[tuple[int, int, int]], backlog: int = 1) -> Any:
+    workers = [{"loaded": 1}, {"loaded": 1}, {"loaded": 2}]
+    shown = snapshot_of(workers, requests, admissible=admissible, backlog_longest=np.ones(backlog), cost=COST)
+    return StaleFlowPolicy(BalanceConfig()).plan(shown, Trigger.TIME)
+
+
+def test_selective_synchronisation() -> None:
+    """Algorithm 4, with C1: what runs on the group that changes version moves to another host of its version."""
+    running = [(1, 0, 300), (1, 0, 100), (1, 1, 200), (2, 2, 50)]
+    assert staleflow_plan({1: 1, 2: 5}, running).targets == {0: 1, 1: 1, 2: 2}  # still takes new groups
+    assert staleflow_plan({1: 0, 2: 5}, [*running, (1, -1, 9)]).targets == {0: 1, 1: 1, 2: 2}  # one waits for it
+    assert staleflow_plan({1: 0, 2: 0}, running).targets == {0: 1, 1: 1, 2: 2}  # would get nothing from a change
+    assert staleflow_plan({1: 0, 2: 5}, running, backlog=0).targets == {0: 1, 1: 1, 2: 2}
+    plan = staleflow_plan({1: 0, 2: 5}, running)
+    assert plan.targets == {0: 1, 1: 2, 2: 2} and plan.moves == (Move(2, 0),)  # the emptiest one
+    crowded = [(1, 0, 600), (1, 1, 500), (2, 2, 50)]
+    assert staleflow_plan({1: 0, 2: 5}, crowded).targets == {0: 1, 1: 1, 2: 2}  # no other host has room
+    assert staleflow_plan({1: 0, 2: 0}, running[2:]).targets == {0: 2, 1: 1, 2: 2}  # an empty one loses nothing
+
+
+def test_what_an_engine_queues_beyond_the_limit_migrates() -> None:
+    """Algorithm 5, first case: two above phi_wait, those with the fewest tokens; a host of another version is none."""
+    requests = [(1, 0, 10 + row) for row in range(8)] + [(1, 1, 100)]
+    board = Board(snapshot_of([{"loaded": 1, "waiting": 5}, {"loaded": 1}, {"loaded": 2}], requests, cost=COST), {})
+    assert migrate(board) == [Move(0, 1), Move(1, 1)]
+
+
+def test_the_fastest_group_is_redistributed_where_the_slowest_is_far_behind() -> None:
+    """Algorithm 5, second case, within a version."""
+    requests = [(1, 0, 20) for _ in range(12)] + [(1, 1, 20)] + [(2, 2, 20)]
+    workers = [{"loaded": 1}, {"loaded": 1}, {"loaded": 2}]
+    moves = migrate(Board(snapshot_of(workers, requests, cost=COST), {}))
+    assert len(moves) == 5 and {move.target for move in moves} == {1}  # 7 and 6: evened out
+    near = requests[:5] + requests[12:]
+    assert migrate(Board(snapshot_of(workers, near, cost=COST), {})) == []  # a ratio of 5 is not above it
+
+
+# ----------------------------------------------------------------------------------------------------------- StreamRL
+
+
+def test_the_split_that_takes_the_least_time() -> None:
+    """Algorithm 2 by hand: of 10 samples the 2 longest are the tail, P90 is 100 and P50 10 tokens."""
+    lengths = [10.0] * 8 + [100.0] * 2
+
+    def one_at_a_time(samples: int, mean_tokens: float) -> float:
+        return samples * mean_tokens
+
+    # (long, regular) groups of 4: (1, 3) 2 x 100 + 3 x 10 = 230; (2, 2) 100 + 40 = 140; (3, 1) 100 + 80 = 180
+    assert dedicated_groups(lengths, 4, one_at_a_time) == 2
+    assert dedicated_groups(lengths, 2, one_at_a_time) == 1
+    assert dedicated_groups(lengths, 1, one_at_a_time) == 0  # nothing to divide
+
+
+def test_latency_of_one_group() -> None:
+    worker = Worker("w0", 1, 0, slots=8, kv_tokens=1000)
+    batch_s = COST.decode_step_s(5, 5 * (20 + 90))  # 1,000 / (20 + 180): KV admits five at once
+    assert latency_s(12, 180.0, 20.0, worker, COST) == pytest.approx(batch_s * 180 * 3)
+    assert latency_s(12, 5.0, 20.0, worker, None) == 5 * 2  # eight slots
+    assert latency_s(3, 5000.0, 20.0, worker, None) == 5000 * 3  # longer than the KV: one at a time

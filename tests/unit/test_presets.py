@@ -1,0 +1,175 @@
+"""Presets and the papers' numbers: what they say agrees with the papers' ratios and with each other."""
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from dora.config import merged, settings_tree, validated_as
+from dora.errors import InvalidValue
+from dora.planning.allocation import bound_s
+from dora.sim import papers
+from dora.sim.experiments import EXPERIMENTS
+from dora.sim.papers import DORA_STEPS, paper_result
+from dora.sim.presets import composed, names, planned, preset, scenario_for
+from dora.sim.scenario import Scenario
+from dora.sim.workload import moments
+
+
+def bound_min(scenario: Scenario) -> float:
+    """The bubble-free bound of a scenario in minutes."""
+    cluster, responses = scenario.cluster, scenario.trainer.groups_per_step * scenario.workload.group_size
+    lengths = moments(scenario.workload)
+    tokens, context = lengths.generated_tokens(responses), lengths.context_tokens(responses)
+    return bound_s(cluster.cost, cluster.slots, cluster.kv_tokens, tokens, context, cluster.engines) / 60
+
+
+def test_every_row_of_the_papers_tables_has_a_preset() -> None:
+    assert names()[:2] == ["dora-64", "dora-128"]
+    assert sum(name.startswith("laminar-") for name in names()) == 15
+    assert {"laminar-7b-16", "laminar-32b-512", "laminar-72b-1024", "staleflow-128", "streamrl-128"} <= set(names())
+    assert {"longcat-4096", "longcat-4096-agentic", "verl-async-32", "verl-async-64", "verl-async-128"} <= set(names())
+    assert {"fleet-1024", "small"} <= set(names())
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("policy", ["dora", "laminar", "sync", "one_step", "stream", "partial"])
+def test_every_preset_is_a_possible_cluster_under_every_policy(name: str, policy: str) -> None:
+    scenario = scenario_for(name, policy)
+    assert (scenario.name, scenario.policy) == (name, policy)
+    assert scenario.cluster.engines >= 1
+    assert (
+        scenario.cluster.colocated
+        or scenario.cluster.rollout_gpus + scenario.cluster.train_gpus == scenario.cluster.gpus
+    )
+    assert scenario.workload.lengths.cap_tokens < scenario.cluster.kv_tokens
+    assert scenario.trainer.step_s > 0.0
+    assert scenario.trainer.streams == (policy not in ("sync", "one_step") and not scenario.cluster.colocated)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("dora-64", 15.63), ("dora-128", 9.38)])
+def test_the_dora_presets_have_the_bound_of_the_facts(name: str, bound: float) -> None:
+    assert bound_min(preset(name)) == pytest.approx(bound, rel=0.02)
+
+
+@pytest.mark.parametrize("cell", DORA_STEPS, ids=lambda cell: f"{cell.policy}-{cell.gpus}")
+def test_training_times_are_those_of_the_stated_fractions(cell: papers.StepCell) -> None:
+    if cell.training_min is not None:
+        placement = EXPERIMENTS[f"dora-{cell.gpus}"].placement(cell.policy)
+        assert placement.training_s / 60 == pytest.approx(cell.training_min, rel=0.005)
+
+
+def test_training_scales_linearly_from_the_colocated_to_the_disaggregated() -> None:
+    for gpus, train_gpus in ((64, 40), (128, 88)):
+        sync, own = (EXPERIMENTS[f"dora-{gpus}"].placement(policy) for policy in ("sync", "dora"))
+        assert sync.training_s * gpus == pytest.approx(own.training_s * train_gpus, rel=0.01)
+
+
+def test_sync_uses_all_accelerators_for_both() -> None:
+    assert [scenario_for(f"dora-{gpus}", "sync").cluster.engines for gpus in (64, 128)] == [16, 32]
+
+
+def test_a_policy_gets_its_papers_row_and_engine_size() -> None:
+    splits = {
+        policy: scenario_for("laminar-7b-256", policy).cluster for policy in ("laminar", "partial", "stream", "sync")
+    }
+    assert {policy: (cluster.train_gpus, cluster.engines) for policy, cluster in splits.items()} == {
+        "laminar": (192, 64),
+        "partial": (128, 128),
+        "stream": (40, 108),
+        "sync": (256, 128),
+    }
+
+
+def test_training_efficiency_is_the_one_at_which_laminars_own_splits_match() -> None:
+    """The geometric mean over its 15 rows of training time over bound is 1."""
+    scenarios = [scenario_for(name, "laminar") for name in names() if name.startswith("laminar-")]
+    ratios = [scenario.trainer.step_s / 60 / bound_min(scenario) for scenario in scenarios]
+    assert prod(ratios) ** (1 / len(ratios)) == pytest.approx(1.0, rel=0.05)
+
+
+def test_policies_have_the_window_of_their_definition() -> None:
+    assert [scenario_for("dora-64", policy).window for policy in ("sync", "one_step", "stream", "dora")] == [1, 2, 2, 3]
+    assert scenario_for("dora-64", "dora", window=2).window == 2
+    with pytest.raises(InvalidValue, match=r"window = 3 .* 1, by the definition of sync"):
+        scenario_for("dora-64", "sync", window=3)
+
+
+def test_laminar_checks_for_idle_replicas_as_often_as_its_paper() -> None:
+    assert [scenario_for("dora-64", policy).period_s for policy in ("laminar", "dora")] == [5.0, 30.0]
+
+
+def test_an_unknown_preset_is_answered_with_the_nearest() -> None:
+    with pytest.raises(InvalidValue, match="did you mean dora-64"):
+        preset("dora64")
+
+
+def test_fields_are_overridden_and_checked() -> None:
+    over = settings_tree(None, ["workload.lengths.sigma=1.0", "cluster.load_s=5"])
+    scenario = composed(over, "dora-64")
+    assert (scenario.workload.lengths.sigma, scenario.workload.lengths.mu) == (1.0, 7.0881)
+    assert (scenario.cluster.load_s, scenario.cluster.rollout_gpus) == (5.0, 24)
+    for override, message in (
+        ("workload.lengths.sigmma=1", "did you mean sigma"),
+        ("cluster.cost.kv_token_s=-1", "greater than or equal to 0"),
+        ("cluster.cost.kv_token_s=nan", "finite"),
+        ("cluster.gpus_per_engine=1", "at least 4, with 80 GB each: 65.5 GB of weights"),
+        ("window=soon", "valid integer"),
+    ):
+        with pytest.raises(InvalidValue, match=message):
+            composed(settings_tree(None, [override]), "dora-64")
+
+
+def test_without_a_preset_the_default_cluster_is_changed() -> None:
+    assert composed({"policy": "sync"}).window == 1
+    assert composed({"window": 4}, policy="laminar").model_copy(update={"policy": "dora", "window": 3}) == Scenario()
+
+
+def test_sections_are_merged_field_by_field() -> None:
+    assert merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"c": 4}, "d": {"e": 5}}) == {
+        "a": {"b": 1, "c": 4},
+        "d": {"e": 5},
+    }
+    with pytest.raises(InvalidValue, match="one of name, policy"):
+        validated_as(Scenario, {"nonsense": 1})
+
+
+def test_the_plan_splits_for_the_shortest_step() -> None:
+    own, plan = preset("dora-64"), planned(preset("dora-64"))
+    assert plan.cluster.gpus == own.cluster.gpus
+    assert plan.trainer.step_s == pytest.approx(own.trainer.step_s * own.cluster.train_gpus / plan.cluster.train_gpus)
+    longest = max(bound_min(own), own.trainer.step_s / 60)
+    assert max(bound_min(plan), plan.trainer.step_s / 60) < longest
+    with pytest.raises(InvalidValue, match="colocated"):
+        planned(scenario_for("dora-64", "sync"))
+
+
+def test_the_papers_ratios_hold_between_its_cells() -> None:
+    """DORA section 5.2 states 1.56 and 1.93 by time, 1.65 and 2.12 by tokens, 8.2 and 5.9 by rollout time."""
+    cells = {(cell.gpus, cell.policy): cell for cell in DORA_STEPS}
+    for gpus, by_time, by_tokens, by_rollout in ((64, 1.56, 1.65, 8.2), (128, 1.93, 2.12, 5.9)):
+        sync, dora = cells[gpus, "sync"], cells[gpus, "dora"]
+        assert sync.step_time_min / dora.step_time_min == pytest.approx(by_time, abs=0.01)
+        paper = paper_result(f"dora-{gpus}", "dora")
+        assert paper is not None and paper.speedup is not None and paper.rollout_speedup is not None
+        assert paper.speedup == pytest.approx(by_tokens, abs=0.01)
+        assert paper.rollout_speedup == pytest.approx(by_rollout, rel=0.05)  # the fractions have two digits
+
+
+def test_a_paper_is_silent_where_it_says_nothing() -> None:
+    assert paper_result("dora-64", "staleflow") is None
+    assert paper_result("small", "dora") is None
+    derived = paper_result("laminar-32b-128", "one_step")
+    assert derived is not None and derived.speedup == pytest.approx(2.56 / 1.98)
+    verl = paper_result("verl-async-128", "partial")
+    assert verl is not None and verl.speedup == pytest.approx(2.37, abs=0.01)
+    agentic = paper_result("longcat-4096-agentic", "dora")
+    assert agentic is not None and agentic.rollout_speedup == 6.2
+
+
+def test_laminars_table_has_all_its_rows() -> None:
+    rows = papers.LAMINAR_SPLITS
+    assert {policy: len(each) for policy, each in rows.items()} == dict.fromkeys(rows, 15)
+    largest = {policy: each[-1] for policy, each in rows.items()}
+    assert largest["laminar"] == papers.SplitRow("72b", 1024, 768, 256)
+    assert largest["one_step"] == largest["stream"] == replace(largest["laminar"], train_gpus=256, rollout_gpus=768)

@@ -1,0 +1,181 @@
+"""``dora simulate``: what it prints, what it refuses, and that nothing is printed where it refuses."""
+
+import io
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from dora.cli import simulate
+from dora.cli.app import app
+from dora.cli.exits import ExitCode
+from dora.cli.progress import progress_bar
+from dora.cli.simulation_tables import comparison, comparison_table, report_table
+from dora.sim.presets import scenario_for
+from dora.sim.report import Report
+from dora.sim.run import policy_names
+from tests.unit.test_plot import REPORT
+
+SMALL = ("simulate", "--preset", "small", "--steps", "3", "--warmup", "1")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def shown(renderable: object) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=170).print(renderable)
+    return stream.getvalue()
+
+
+def reports(**step_time_min: float) -> list[Report]:
+    return [replace(REPORT, policy=policy, step_time_min=minutes) for policy, minutes in step_time_min.items()]
+
+
+def test_one_run_is_one_json_object_with_every_field() -> None:
+    result = run(*SMALL, "--json")
+    assert result.exit_code == ExitCode.OK, result.output
+    answer = json.loads(result.stdout)
+    assert set(answer) == {field.name for field in fields(Report)} | {"paper"}
+    assert (answer["preset"], answer["policy"], answer["window"], answer["steps"]) == ("small", "dora", 3, 3)
+    assert answer["violations"] == answer["lost"] == answer["duplicated"] == 0
+    assert 0 < answer["bound_min"] <= answer["step_time_min"]
+    assert answer["staleness_max"] <= 2
+    assert answer["paper"] is None
+
+
+def test_the_same_seed_gives_the_same_numbers() -> None:
+    first, second = (json.loads(run(*SMALL, "--seed", "7", "--json").stdout) for _ in range(2))
+    for answer in (first, second):
+        del answer["wall_s"], answer["sim_speedup"]
+    assert first == second
+
+
+def test_options_and_settings_reach_the_scenario() -> None:
+    arguments = ("--window", "2", "--predictor", "statistics", "--set", "trainer.step_s=600")
+    answer = json.loads(run(*SMALL, *arguments, "--json").stdout)
+    assert (answer["window"], answer["predictor"]) == (2, "statistics")
+    assert answer["step_time_min"] >= 10.0
+
+
+def test_a_scenario_may_come_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "scenario.toml"
+    file.write_text('name = "mine"\nwindow = 2\n[trainer]\nstep_s = 600\n')
+    answer = json.loads(run(*SMALL, "--file", str(file), "--json").stdout)
+    assert (answer["preset"], answer["window"]) == ("mine", 2)
+    assert answer["step_time_min"] >= 10.0
+
+
+def test_the_timeline_is_drawn(tmp_path: Path) -> None:
+    result = run(*SMALL, "--plot", str(tmp_path / "run.svg"))
+    assert result.exit_code == ExitCode.OK, result.output
+    assert "run.svg" in result.stdout
+    text = (tmp_path / "run.svg").read_text()
+    assert "small · dora · window 3" in text and "step 3" in text
+
+
+def test_all_policies_are_compared_in_one_table_and_in_one_json_object() -> None:
+    answer = json.loads(run(*SMALL, "--compare", "--json").stdout)
+    rows = {row["report"]["policy"]: row for row in answer["policies"]}
+    assert list(rows) == policy_names()
+    assert rows["sync"]["speedup"] == 1.0 and rows["sync"]["report"]["window"] == 1
+    assert rows["dora"]["speedup"] > 1.0
+    table = run(*SMALL, "--compare").stdout
+    assert all(policy in table for policy in policy_names())
+
+
+def test_the_plan_changes_the_split() -> None:
+    slow_training = ("--set", "trainer.step_s=60", "--json")
+    own = json.loads(run(*SMALL, *slow_training).stdout)
+    planned = json.loads(run(*SMALL, *slow_training, "--split", "plan").stdout)
+    assert (own["engines"], planned["engines"]) == (2, 1)
+    assert planned["step_time_min"] < own["step_time_min"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "dora-64"),
+        (("--preset", "dora65"), "did you mean dora-64"),
+        (("--preset", "small", "--policy", "stale"), "did you mean staleflow"),
+        (("--preset", "small", "--policy", "sync", "--window", "3"), "by the definition of sync"),
+        (("--preset", "small", "--policy", "sync", "--split", "plan"), "colocated"),
+        (("--preset", "small", "--policy", "partial", "--steps", "63"), "at most 62 with --policy partial"),
+        (("--preset", "small", "--predictor", "orcale"), "oracle"),
+        (("--preset", "small", "--set", "cluster.gpu=3"), "did you mean gpus"),
+        (("--preset", "small", "--set", "cluster.cost.step_s=-1"), "cluster.cost.step_s = -1"),
+        (("--preset", "small", "--set", "cluster.cost.step_s=nan"), "finite"),
+        (("--preset", "small", "--set", "cluster.weights_bytes=1e12"), "do not fit"),
+        (("--preset", "small", "--set", "cluster.kv_tokens=1000"), "longest response"),
+        (("--preset", "small", "--set", "cluster.rollout_gpus=4"), "cluster.rollout_gpus = 4"),
+        (("--preset", "small", "--file", "no-such.toml"), "--file = 'no-such.toml'"),
+        (("--preset", "small", "--plot", "run.pdf"), "--plot = 'run.pdf'"),
+        (("--preset", "small", "--compare", "--plot", "run.png"), "left out with --compare"),
+        (
+            (
+                "--preset",
+                "small",
+                "--set",
+                "workload.lengths.kind=trace",
+                "--set",
+                "workload.lengths.file=no-such.jsonl",
+            ),
+            "no-such.jsonl",
+        ),
+    ],
+)
+def test_a_bad_value_is_one_line_on_stderr_and_nothing_on_stdout(arguments: tuple[str, ...], message: str) -> None:
+    result = run("simulate", *arguments)
+    assert result.exit_code in (ExitCode.USAGE, ExitCode.REFUSED)
+    assert result.stdout == ""
+    assert result.stderr.startswith("dora: ") and result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+def test_a_report_stands_beside_the_papers_numbers() -> None:
+    text = shown(report_table(REPORT, scenario_for("dora-64", "dora")))
+    for words in ("17.00", "14.67", "15.63", "22%", "12%", "23,327", "3.63%", "40:24", "below the bound of 40:24"):
+        assert words in text, words
+    assert "paper" not in shown(report_table(replace(REPORT, preset="small"), scenario_for("small", "dora")))
+
+
+def test_a_comparison_says_how_much_faster_than_sync() -> None:
+    scenarios = [scenario_for("dora-64", policy) for policy in ("sync", "dora")]
+    sync, dora = reports(sync=25.5, dora=17.0)
+    rows = comparison([replace(sync, tokens_per_s=13_000.0, rollout_only_fraction=0.7), dora], scenarios)
+    assert rows[1].speedup == pytest.approx(20 / 13)
+    assert rows[1].rollout_speedup == pytest.approx(25.5 * 0.7 / (17.0 * 0.22))
+    text = shown(comparison_table(rows))
+    for words in ("64 both", "40:24", "22.91", "1.54", "1.65", "below the bound of 40:24"):
+        assert words in text, words
+
+
+def test_columns_of_which_the_paper_is_silent_are_left_out() -> None:
+    rows = comparison(reports(dora=1.0), [scenario_for("small", "dora")])
+    rows = [replace(rows[0], report=replace(REPORT, preset="small"), paper=None)]
+    assert "paper" not in shown(comparison_table(rows))
+
+
+def test_what_was_not_measured_is_null_in_json_and_a_dash_in_the_table() -> None:
+    report = replace(REPORT, recall_longest_20=float("nan"))
+    assert simulate._finite({"a": [float("nan"), float("inf"), 1.0]}) == {"a": [None, None, 1.0]}
+    line = next(
+        row for row in shown(report_table(report, scenario_for("dora-64", "dora"))).splitlines() if "recall" in row
+    )
+    assert " - " in line
+
+
+def test_progress_is_shown_on_a_terminal_after_its_patience_and_nowhere_else() -> None:
+    def told(terminal: bool, patience_s: float) -> str:
+        stream = io.StringIO()
+        with progress_bar(Console(file=stream, force_terminal=terminal), "small, dora", patience_s) as tell:
+            tell(0.5)
+        return stream.getvalue()
+
+    assert "small, dora" in told(terminal=True, patience_s=0.0)
+    assert told(terminal=True, patience_s=60.0).strip() == ""
+    assert told(terminal=False, patience_s=0.0) == ""
