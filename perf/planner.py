@@ -1,6 +1,6 @@
 """How long the core takes to plan and to admit, at 1,024 DP groups and 131,072 requests; what it keeps in memory.
 
-    python perf/planner.py [--groups 1024] [--requests 131072] [--plans 100] [--json]
+    python perf/planner.py [--workers 1024] [--requests 131072] [--plans 100] [--json]
 
 Every number stands beside a peer of the same run: plans beside one pass of a plain argmin heap that puts the same
 requests on the same DP groups (what a router without versions, KV or deadlines does), admission beside that heap's
@@ -11,6 +11,8 @@ import argparse
 import gc
 import json
 import resource
+import subprocess
+import sys
 import time
 from dataclasses import asdict, dataclass
 from heapq import heapify, heapreplace
@@ -135,7 +137,7 @@ def measured(policy: str, workers: int, requests: int, plans: int) -> Measured:
 
 
 def _memory_bytes() -> float:
-    """Peak resident memory so far: sizes are measured from the smallest up."""
+    """Peak resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
@@ -145,18 +147,34 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=131_072)
     parser.add_argument("--plans", type=int, default=100)
     parser.add_argument("--policy", action="append", help="may be repeated; by default laxity and dora")
+    parser.add_argument("--only", action="store_true", help="this size alone, not a half and a quarter of it too")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    rows = []
-    for policy in options.policy or ["laxity", "dora"]:
-        for part in (4, 2, 1):  # smaller fleets first: memory is to be linear
-            rows.append(measured(policy, options.workers // part, options.requests // part, options.plans))
-            if not options.json:
-                for name, value in asdict(rows[-1]).items():
-                    print(f"{name:26} {value:,.1f}" if isinstance(value, float) else f"{name:26} {value}")
-                print()
+    policies = options.policy or ["laxity", "dora"]
+    if options.only:
+        rows = [asdict(measured(policy, options.workers, options.requests, options.plans)) for policy in policies]
+    else:
+        rows = [
+            alone(policy, options.workers // part, options.requests // part, options.plans)
+            for policy in policies
+            for part in (4, 2, 1)
+        ]
     if options.json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
+        print(json.dumps(rows, indent=2))
+        return
+    for name in rows[0]:
+        cells = [f"{row[name]:>14,.1f}" if isinstance(row[name], float) else f"{row[name]:>14}" for row in rows]
+        print(f"{name:26}", *cells)
+
+
+def alone(policy: str, workers: int, requests: int, plans: int) -> dict[str, object]:
+    """One size in a process of its own, so that peak memory is that size's."""
+    size = ["--workers", str(workers), "--requests", str(requests), "--plans", str(plans), "--policy", policy]
+    done = subprocess.run(
+        [sys.executable, __file__, *size, "--only", "--json"], capture_output=True, text=True, check=True
+    )
+    (row,) = json.loads(done.stdout)
+    return row
 
 
 if __name__ == "__main__":
