@@ -222,3 +222,17 @@ def test_a_refused_move_is_not_tried_again_at_once() -> None:
     bench.post(on.Tick())
     bench.obey(do.ReserveSlot)
     assert bench.given(do.CopyOut), "tried again after a while"
+
+
+def test_streamrl_sees_a_line_that_changed_and_is_as_long_as_before() -> None:
+    """Found by the sweep. While nobody hosts the version, one request comes back to the line, another is cancelled."""
+    bench = Bench(window=2, groups=3, policy="streamrl")
+    bench.join("w0", slots=1)
+    bench.load_all()
+    bench.post(on.TrainerAttached(1, 3))
+    bench.offer(3)
+    bench.post(on.WorkerLost("w0", 1, "killed"))
+    bench.post(on.GroupCancelled("g1", "asked for"))
+    bench.join("w0", slots=3)
+    bench.load_all()
+    assert {bench.owner("g0.0"), bench.owner("g2.0")} == {"w0"}

@@ -84,6 +84,7 @@ class Line:
         self._heap: list[tuple[float, int, int]] = []  # rank, number, row; stale where ``_number`` says otherwise
         self._number: dict[int, int] = {}  # row -> number
         self._pushes = 0
+        self.changes = 0  # so far: who keeps an order of its own sees by it that the line is another
 
     def __len__(self) -> int:
         return len(self._number)
@@ -93,12 +94,14 @@ class Line:
 
     def push(self, row: int, rank: float) -> None:
         self._pushes += 1
+        self.changes += 1
         self._number[row] = self._pushes
         heappush(self._heap, (rank, self._pushes, row))
 
     def push_first(self, row: int) -> None:
         """Before all others: it has begun already."""
         self._pushes += 1
+        self.changes += 1
         self._number[row] = -self._pushes
         heappush(self._heap, (-inf, -self._pushes, row))
 
@@ -111,9 +114,10 @@ class Line:
     def pop(self) -> int:
         row = self.peek()
         heappop(self._heap)
-        del self._number[row]
+        self.remove(row)
         return row
 
     def remove(self, row: int) -> None:
         """Raises KeyError where the row is not in line."""
         del self._number[row]
+        self.changes += 1

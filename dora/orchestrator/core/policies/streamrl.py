@@ -58,7 +58,7 @@ class StreamRlPolicy(StreamPolicy):
         self._threshold = 0.0  # expected tokens from which on a response belongs to it
         self._long: deque[int] = deque()  # rows in line, the longest first
         self._regular: deque[int] = deque()
-        self._in_line = 0  # length of the line that both were made of
+        self._sorted: tuple[int, int] | None = None  # the version and state of the line that both were made of
 
     def rank(self, entry: Entry, expected_tokens: float) -> float:
         return -expected_tokens
@@ -84,7 +84,7 @@ class StreamRlPolicy(StreamPolicy):
         candidates = floor.candidates(version)
         for rows, long in ((self._long, True), (self._regular, False)):
             self._start(floor, rows, [worker for worker in candidates if (worker.seat in self._dedicated) == long])
-        self._in_line = len(floor.line(version))
+        self._sorted = (version, floor.line(version).changes)
 
     def _split(self, floor: Floor, version: int, hosts: Sequence[Worker]) -> None:
         """Algorithm 2, once for each batch, and again where a host came or went."""
@@ -102,12 +102,12 @@ class StreamRlPolicy(StreamPolicy):
         groups = dedicated_groups(lengths.tolist(), len(hosts), latency)
         self._dedicated = frozenset(worker.seat for worker in hosts[:groups])
         self._threshold = float(np.quantile(lengths, 1 - ALPHA)) if groups else float("inf")
-        self._in_line = 0
+        self._sorted = None
 
     def _sort(self, floor: Floor, version: int) -> None:
         """Brings the two queues up to date with the line, where it has changed by another hand."""
         line = floor.line(version)
-        if len(line) == self._in_line == len(self._long) + len(self._regular):
+        if self._sorted == (version, line.changes):
             return
         expected = floor.requests["expected"]
         rows = sorted(line, key=lambda row: (-int(expected[row]), row))
