@@ -13,6 +13,7 @@ from dora.errors import InvalidValue
 if TYPE_CHECKING:
     from dora.sim.sweep import SweepReport
 
+ALL = "all"
 EXAMPLE = "dora simulate sweep --seeds 1000 --faults all"
 
 
@@ -20,7 +21,7 @@ def sweep(
     seeds: Annotated[int, typer.Option(min=1, help="Small clusters that are tried.")] = 1000,
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     faults: Annotated[str, typer.Option(help="all, or kinds with commas between: kill,hang,...")] = "all",
-    policy: Annotated[list[str] | None, typer.Option(help="One strategy, may be repeated; by default all.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="all, or one strategy; may be repeated.")] = None,
     replay: Annotated[str, typer.Option(metavar="TOKEN", help="Only this trial, as a failure names it.")] = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -56,13 +57,16 @@ def _sweep(seeds: range, policies: list[str], faults: str) -> "SweepReport":
 
 
 def _known_policies(names: list[str]) -> list[str]:
+    """The strategies among which the seeds are dealt out. Raises InvalidValue, with the nearest name."""
     from dora.planning.models import one_of
     from dora.sim.sweep import LIVE_POLICIES
 
+    if not names or ALL in names:
+        return list(LIVE_POLICIES)
     for name in names:
         if name not in LIVE_POLICIES:
-            raise InvalidValue("--policy", name, one_of(name, dict.fromkeys(LIVE_POLICIES)))
-    return names or list(LIVE_POLICIES)
+            raise InvalidValue("--policy", name, f"{ALL}, or {one_of(name, dict.fromkeys(LIVE_POLICIES))}")
+    return list(dict.fromkeys(names))
 
 
 def _show(report: "SweepReport") -> None:

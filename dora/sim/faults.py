@@ -188,13 +188,14 @@ def _end(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _migrate(world: UnreliableWorld, fault: Fault) -> None:
-    """A request is to move: to a worker that hosts its version where there is one, else to any."""
+    """A request is to move: mostly to a worker that hosts its version where there is one, else to any."""
     state = world.machine.state
     row = _pick(sorted(row for worker in state.workers.values() for row in worker.rows), fault.subject)
     if row is None:
         return
     hosts = [host for host in state.hosts_of(int(state.requests["version"][row])) if host is not state.owner(row)]
-    target = _pick(hosts or list(state.workers.values()), fault.subject // 64)
+    strays = not hosts or fault.subject // 64 % 8 == 0
+    target = _pick(list(state.workers.values()) if strays else hosts, fault.subject // 512)
     if target is not None:
         world.ask(on.MigrateAsked(state.request_id[row], target.worker_id))
 
@@ -218,6 +219,7 @@ def _stale(world: UnreliableWorld, fault: Fault) -> None:
         on.StepRequested(epoch - 1, newest),
         on.StepRequested(epoch, newest + 1),
         on.StepCommitted(epoch, newest + 1),
+        *((on.StepCommitted(epoch, newest),) if state.window.step <= newest else ()),
         on.StepCommitted(epoch - 1, newest),
         on.TrainerAttached(epoch, trainer.pace.groups_per_step),
         on.TrainerAttached(epoch + 1, trainer.pace.groups_per_step + 1),

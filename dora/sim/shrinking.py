@@ -43,10 +43,14 @@ def shrunk(trial: Trial, kind: str) -> Trial:
         failure = smaller.run() if runs <= RUNS_MAX else None
         return failure is not None and failure.kind == kind
 
-    every = tuple(range(len(trial.drawn))) if trial.chosen is None else trial.chosen
-    trial = replace(trial, chosen=ddmin(every, lambda chosen: still_fails(replace(trial, chosen=tuple(chosen)))))
+    def with_fewer_faults(larger: Trial) -> Trial:
+        every = tuple(range(len(larger.drawn))) if larger.chosen is None else larger.chosen
+        return replace(larger, chosen=ddmin(every, lambda few: still_fails(replace(larger, chosen=tuple(few)))))
+
+    trial = with_fewer_faults(trial)
     simpler = [replace(trial, steps_after=steps) for steps in range(trial.steps_after)]
     trial = next(filter(still_fails, simpler), trial)
     engines = trial.cluster()[0].cluster.engines
     simpler = [replace(trial, workers=workers) for workers in range(1, engines)]
-    return next(filter(still_fails, simpler), trial)
+    smallest = next(filter(still_fails, simpler), trial)
+    return smallest if smallest is trial else with_fewer_faults(smallest)

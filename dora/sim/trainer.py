@@ -24,6 +24,7 @@ class SimTrainer:
         self.ended = False  # it was told that prompts have run out
         self.holds_gpus = False
         self.busy: list[tuple[float, float]] = []
+        self.rest_s: Callable[[], float] = lambda: 0.0  # from a commit until the next step is asked for
         self.on_step: Callable[[int, float, float, list[Group], list[tuple[float, float]]], None] | None = None
         self.began_s = 0.0
         self._groups = 0
@@ -106,6 +107,17 @@ class SimTrainer:
             world.renew()
         self._let_gpus_go()
         if self.alive:  # else it was lost just after the commit
+            self._rest()
+
+    def _rest(self) -> None:
+        seconds = self.rest_s()
+        if seconds:
+            self.world.after(seconds, self._go_on, self._streams)
+        else:
+            self.request()
+
+    def _go_on(self, stream: int) -> None:
+        if stream == self._streams:  # else it was lost meanwhile, or has asked already
             self.request()
 
     def _let_gpus_go(self) -> None:

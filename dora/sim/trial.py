@@ -143,8 +143,8 @@ def conduct(world: UnreliableWorld, faults: Sequence[Fault], steps_after: int) -
     world.run_until(lambda: world.now_s >= HORIZON_S)
     goal = world.trainer.committed + steps_after
     _patiently(world, lambda: world.trainer.committed >= goal or world.ending)
-    if not world.machine.state.exhausted:
-        world.end_prompts(None)
+    if not world.ending:
+        world.end_prompts(world.habits.last_prompts)
     _patiently(world, lambda: world.trainer.ended)
     rest_s = world.now_s + QUIET_S
     world.run_until(lambda: world.now_s >= rest_s)

@@ -5,7 +5,7 @@ it may die while what it sent is still under way, stand still, or go on decoding
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
@@ -21,12 +21,32 @@ from dora.sim.scenario import Scenario
 from dora.sim.session import Session, Wire
 from dora.sim.worker import SimWorker
 from dora.sim.workload import SimPrompt
-from dora.sim.world import World
+from dora.sim.world import TICK_S, World
 
 SILENCE_LIMIT_S = 8.0  # a worker not heard of for so long is lost (workers.silence_timeout_s)
 RESTART_MOST_S = 6.0  # until a lost worker or trainer is started again
-ANSWER_MOST_S = 1.0  # until prompts or a verdict are there
-ODD_GROUPS = 0.1  # share of prompts that bring a group of another size
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How those around a core keep it waiting, faults apart: the order of events follows from it."""
+
+    prompts_most_s: float = 1.0  # until prompts are there
+    verdict_most_s: float = 1.0  # until the verifier has judged a response
+    trainer_rests_most_s: float = 0.0  # from a commit until the trainer asks for the next step
+    odd_groups: float = 0.1  # share of prompts that bring a smaller group
+    last_prompts: int | None = None  # the run ends with so many more; None: with a service that drains
+
+    @classmethod
+    def drawn(cls, random: Random) -> "Habits":
+        return cls(
+            random.choice((0.1, 1.0, 5.0)),
+            random.choice((0.1, 1.0, 5.0)),
+            random.choice((0.0, 0.0, 2.0, 8.0)),
+            random.choice((0.1, 0.5)),
+            random.choice((None, 0, 6)),
+        )
+
 
 Handled = tuple[float, on.Event, list[do.Command] | str]  # when, what, and the commands, or why it was refused
 
@@ -36,6 +56,7 @@ class UnreliableWorld(World):
 
     def __init__(self, scenario: Scenario, seed: int, config: Config) -> None:
         self.random = Random(f"world {seed}")
+        self.habits = Habits.drawn(Random(f"habits {seed}"))
         self.log: list[Handled] = []  # what an orchestrator starts again from
         self.traps: list[Callable[[do.WorkerCommand], bool]] = []  # are shown every command; True: sprung
         self.sessions: dict[int, Session] = {}  # by worker epoch
@@ -45,6 +66,14 @@ class UnreliableWorld(World):
         self._names = 0
         super().__init__(scenario, seed, config)
         self._names = scenario.cluster.engines
+        self.trainer.rest_s = self._rest_s
+
+    def _rest_s(self) -> float:
+        return self.random.random() * self.habits.trainer_rests_most_s
+
+    def _tick(self) -> None:
+        self.post(on.Tick())
+        self.after(2.0 * TICK_S * self.random.random(), self._tick)
 
     def handled(self, event: on.Event, commands: list[do.Command]) -> None:
         super().handled(event, commands)
@@ -221,7 +250,7 @@ class UnreliableWorld(World):
             self.prompts_left = left
 
     def draw(self, command: do.DrawPrompts) -> None:
-        self.after(self.random.random() * ANSWER_MOST_S, self._answer, command.count)
+        self.after(self.random.random() * self.habits.prompts_most_s, self._answer, command.count)
 
     def _answer(self, asked: int) -> None:
         """At least one prompt, as long as there are any; it need not be as many as were asked for."""
@@ -233,14 +262,15 @@ class UnreliableWorld(World):
 
     def _sized(self, prompt: SimPrompt) -> SimPrompt:
         """Groups have the scenario's size at most; some are smaller."""
-        if self.random.random() >= ODD_GROUPS:
+        if self.random.random() >= self.habits.odd_groups:
             return prompt
         size = self.random.randint(1, prompt.group_size)
         return replace(prompt, group_size=size, lengths=prompt.lengths[:size], turns=prompt.turns[:size])
 
     def score(self, command: do.ScoreRequest) -> None:
         self.ledger.check_finished(command.request_id)
-        self.after(self.random.random() * ANSWER_MOST_S, self.post, on.RequestScored(command.request_id))
+        verdict_s = self.random.random() * self.habits.verdict_most_s
+        self.after(verdict_s, self.post, on.RequestScored(command.request_id))
 
     def restart(self) -> None:
         """The orchestrator starts again from its log, and must come to where it was. All streams break."""

@@ -1,6 +1,7 @@
-"""Small clusters under every kind of fault, all strategies in turn; the promises are checked after every event."""
+"""Small clusters under every kind of fault and each strategy; the promises are checked after every event."""
 
 from collections import Counter
+from random import Random
 
 import pytest
 
@@ -8,21 +9,34 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.handoff import TABLE, Action, Handoff, Phase, Signal
 from dora.sim.faults import KINDS
-from dora.sim.sweep import SweepReport, sweep
+from dora.sim.sweep import LIVE_POLICIES, SweepReport, sweep
 from dora.sim.trial import Trial, conduct
-from dora.sim.unreliable import UnreliableWorld
+from dora.sim.unreliable import Habits, UnreliableWorld
 from tests.unit.test_machine import Bench
 
-BLOCK = 50
+SEEDS = 40  # for each policy
+ASKED = (on.MigrateAsked, on.DrainAsked, on.RebalanceAsked, on.GroupCancelled, on.AdmissionEnded)  # by people
 
 
 def failures(report: SweepReport) -> list[tuple[str, str]]:
     return [(failure.replay, failure.message) for failure in report.failures]
 
 
-@pytest.mark.parametrize("block", range(6))
-def test_promises_hold_under_faults(block: int) -> None:
-    assert not failures(sweep(range(block * BLOCK, (block + 1) * BLOCK)))
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+def test_promises_hold_under_faults(policy: str) -> None:
+    assert not failures(sweep(range(SEEDS), (policy,)))
+
+
+def test_clusters_differ_in_all_that_the_promises_may_depend_on() -> None:
+    drawn = [Trial(seed, "dora").cluster() for seed in range(200)]
+    scenarios = [scenario for scenario, _ in drawn]
+    assert {scenario.window for scenario in scenarios} == {1, 2, 3, 4}
+    assert {scenario.cluster.engines for scenario in scenarios} == {1, 2, 3, 4}
+    assert {scenario.trainer.groups_per_step for scenario in scenarios} == {1, 2, 3, 4, 5}
+    assert {scenario.predictor for scenario in scenarios} == {"oracle", "statistics", "ranker"}
+    assert {scenario.workload.group_size > scenario.cluster.slots for scenario in scenarios} == {False, True}
+    assert {scenario.workload.turns.most > 1 for scenario in scenarios} == {False, True}
+    assert len({Habits.drawn(Random(f"habits {seed}")) for seed in range(200)}) > 20
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,6 +78,10 @@ def test_faults_meet_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
         world = UnreliableWorld(trial.cluster()[0], seed, trial.cluster()[1])
         conduct(world, trial.faults, trial.steps_after)
         counters = world.machine.counters
+        for _, event, _ in world.log:
+            exhausted = isinstance(event, on.PromptsOffered) and event.exhausted
+            totals["exhausted"] += exhausted
+            totals[type(event).__name__] += isinstance(event, ASKED)
         totals += Counter(
             lost=counters.workers_lost,
             cancelled=counters.groups_cancelled,
@@ -77,4 +95,5 @@ def test_faults_meet_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(TABLE) - len(met) <= 8, f"never: {[key for key in TABLE if key not in met]}"
     floors = {"lost": 40, "cancelled": 5, "moved": 60, "reprefilled": 40, "loads_failed": 5, "stale": 10, "refused": 20}
     assert {name: count for name, count in floors.items() if totals[name] < count} == {}
-    assert totals["trainers"] >= 10
+    assert totals["trainers"] >= 10 and totals["exhausted"] >= 2
+    assert all(totals[kind.__name__] >= 3 for kind in ASKED)

@@ -17,7 +17,7 @@ from dora.orchestrator.core.window import Window
 from dora.sim.faults import KINDS, draw_faults, kinds_of
 from dora.sim.session import GAP_LIMIT_S, Trouble, Wire
 from dora.sim.shrinking import ddmin, shrunk
-from dora.sim.sweep import replay, sweep
+from dora.sim.sweep import LIVE_POLICIES, replay, sweep
 from dora.sim.trial import HORIZON_S, Trial
 
 app = typer.Typer(cls=DoraGroup, pretty_exceptions_enable=False)
@@ -241,6 +241,16 @@ def test_a_failure_is_printed_with_the_command_that_replays_it(monkeypatch: pyte
     assert code == ExitCode.FAILED and failure["message"] in text and token in text
     monkeypatch.undo()
     assert run("--replay", token)[0] == ExitCode.OK
+
+
+def test_seeds_are_dealt_out_among_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[int, str]] = []
+    monkeypatch.setattr(Trial, "run", lambda self: tried.append((self.seed, self.policy)))
+    assert run("--seeds", "3", "--first", "4", "--policy", "sync", "--policy", "dora")[0] == ExitCode.OK
+    assert tried == [(4, "sync"), (5, "dora"), (6, "sync")]
+    tried.clear()
+    run("--seeds", str(len(LIVE_POLICIES)), "--policy", "all")
+    assert {policy for _, policy in tried} == set(LIVE_POLICIES)
 
 
 @pytest.mark.parametrize(
