@@ -1,7 +1,8 @@
 """``dora simulate``"""
 
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,10 +12,10 @@ import typer
 from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stderr, stdout
-from dora.errors import DoraError, InvalidValue
+from dora.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from dora.sim.report import Report, Timeline
+    from dora.sim.report import BrokenReport, Report, Timeline
     from dora.sim.scenario import Scenario
 
 EXAMPLE = "dora simulate --preset dora-64 --policy dora --window 3 --steps 8 --compare"
@@ -41,6 +42,28 @@ File = Annotated[Path | None, typer.Option(help="A scenario (TOML), over the pre
 Split = Annotated[SplitChoice, typer.Option(help="plan: train:rollout as `dora plan` picks it.")]
 Compare = Annotated[bool, typer.Option("--compare", help="All policies, beside the paper's numbers.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Timeline of the run: .png, .svg or .html.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is the same for every policy of one command. ``options``: those that the scenario was made from."""
+
+    steps: int
+    warmup: int
+    seed: int
+    options: tuple[str, ...]
+    split: SplitChoice
+    as_json: bool
+
+    def replay(self, scenario: "Scenario") -> str:
+        """The command that runs this one scenario again."""
+        chosen = {"policy": scenario.policy, "window": scenario.window}
+        if self.split is SplitChoice.PLAN and not scenario.cluster.colocated:
+            chosen["split"] = self.split.value
+        length = {"steps": self.steps, "warmup": self.warmup, "seed": self.seed}
+        named = [part for name, value in (chosen | length).items() for part in (f"--{name}", str(value))]
+        return shlex.join(["dora", "simulate", *self.options, *named])
+
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -91,10 +114,22 @@ def simulate(
         chosen = [_known_policy(policy or str(over.get("policy", "dora")), policy_names())]
     scenarios = [_scenario(over, preset, each, window, split, compare) for each in chosen]
     _check_length(scenarios, steps, warmup)
+    asked = Asked(steps, warmup, seed, _given(preset, file, settings or (), predictor), split, as_json)
     if compare:
-        _compare(scenarios, steps, warmup, seed, as_json)
+        _compare(scenarios, asked)
     else:
-        _run_one(scenarios[0], steps, warmup, seed, plot, as_json)
+        _run_one(scenarios[0], asked, plot)
+
+
+def _given(preset: str, file: Path | None, settings: Sequence[str], predictor: str | None) -> tuple[str, ...]:
+    """The options that a scenario is made from, as they were given."""
+    named = (
+        ("--preset", preset),
+        ("--file", file),
+        ("--predictor", predictor),
+        *(("--set", each) for each in settings),
+    )
+    return tuple(part for name, value in named if value for part in (name, str(value)))
 
 
 def _scenario(
@@ -111,20 +146,20 @@ def _scenario(
     return planned(scenario)
 
 
-def _run_one(scenario: "Scenario", steps: int, warmup: int, seed: int, plot: Path | None, as_json: bool) -> None:
+def _run_one(scenario: "Scenario", asked: Asked, plot: Path | None) -> None:
     from dora.cli.simulation_tables import paper_tree, report_table
     from dora.sim.report import Timeline
 
     if plot is None:
-        report = _report(scenario, steps, warmup, seed)
+        report = _report(scenario, asked)
     else:
         from dora.sim.plot import check_plot, draw
 
         check_plot(plot)
         timeline = Timeline()
-        report = _report(scenario, steps, warmup, seed, timeline=timeline)
+        report = _report(scenario, asked, timeline=timeline)
         draw(timeline, report, plot)
-    if as_json:
+    if asked.as_json:
         print_json(_finite(asdict(report) | {"paper": paper_tree(report)}))
     else:
         stdout().print(report_table(report, scenario))
@@ -133,35 +168,47 @@ def _run_one(scenario: "Scenario", steps: int, warmup: int, seed: int, plot: Pat
     _exit_if_broken([report])
 
 
-def _compare(scenarios: list["Scenario"], steps: int, warmup: int, seed: int, as_json: bool) -> None:
+def _compare(scenarios: list["Scenario"], asked: Asked) -> None:
     from dora.cli.simulation_tables import comparison, comparison_table
 
     reports = [
-        _report(scenario, steps, warmup, seed, f" ({number} of {len(scenarios)})")
+        _report(scenario, asked, f" ({number} of {len(scenarios)})")
         for number, scenario in enumerate(scenarios, start=1)
     ]
     rows = comparison(reports, scenarios)
-    if as_json:
-        tree = {"preset": scenarios[0].name, "seed": seed, "steps": steps, "policies": [asdict(row) for row in rows]}
-        print_json(_finite(tree))
+    if asked.as_json:
+        tree = {"preset": scenarios[0].name, "seed": asked.seed, "steps": asked.steps}
+        print_json(_finite(tree | {"policies": [asdict(row) for row in rows]}))
     else:
         stdout().print(comparison_table(rows))
     _exit_if_broken(reports)
 
 
-def _report(
-    scenario: "Scenario", steps: int, warmup: int, seed: int, place: str = "", timeline: "Timeline | None" = None
-) -> "Report":
-    """Simulates with a progress bar. A broken promise ends the run, and is told as the failure it is."""
+def _report(scenario: "Scenario", asked: Asked, place: str = "", timeline: "Timeline | None" = None) -> "Report":
+    """Simulates with a progress bar. A broken promise ends the command, with all that is known of it."""
     from dora.cli.progress import progress_bar
-    from dora.sim.ledger import Violation
+    from dora.sim.run import BrokenRun
     from dora.sim.run import simulate as run
 
-    with progress_bar(stderr(), f"{scenario.name}, {scenario.policy}{place}") as tell:
-        try:
-            return run(scenario, steps=steps, warmup=warmup, seed=seed, timeline=timeline, progress=tell)
-        except Violation as error:
-            raise DoraError(f"{scenario.name}, {scenario.policy}, seed {seed}: {error}") from error
+    try:
+        with progress_bar(stderr(), f"{scenario.name}, {scenario.policy}{place}") as tell:
+            return run(
+                scenario, steps=asked.steps, warmup=asked.warmup, seed=asked.seed, timeline=timeline, progress=tell
+            )
+    except BrokenRun as error:
+        _show_broken(error.report, asked.replay(scenario), asked.as_json)
+        raise typer.Exit(ExitCode.FAILED) from error
+
+
+def _show_broken(report: "BrokenReport", replay: str, as_json: bool) -> None:
+    if as_json:
+        print_json(asdict(report) | {"replay": replay})
+        return
+    out = stderr()
+    run = f"{report.preset}, {report.policy}, window {report.window}, seed {report.seed}"
+    out.print(f"dora: {run}: a promise was broken after {report.at_s:.3f} s of simulated time", markup=False)
+    out.print(f"  {report.violation}", markup=False, soft_wrap=True)
+    out.print(f"  {replay}", markup=False, soft_wrap=True)
 
 
 def _check_length(scenarios: list["Scenario"], steps: int, warmup: int) -> None:

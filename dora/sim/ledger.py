@@ -26,6 +26,22 @@ class Stalled(Violation):
     """The trainer waits for what will not come."""
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a run failed, and when in simulated time. ``kind``: violation, lost, duplicated or stalled."""
+
+    kind: str
+    message: str
+    at_s: float
+
+
+def failure_of(error: Exception, at_s: float) -> Failure:
+    """What an exception that ended a run means: whatever the core raises there is a broken promise too."""
+    kinds: dict[type[Exception], str] = {Lost: "lost", Duplicated: "duplicated", Stalled: "stalled"}
+    message = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
+    return Failure(kinds.get(type(error), "violation"), message, round(at_s, 3))
+
+
 @dataclass(slots=True)
 class Response:
     """One response of an admitted group."""
@@ -62,6 +78,10 @@ class Ledger:
     trained: int = 0
     cancelled: int = 0
     cancel_reasons: dict[str, int] = field(default_factory=dict)
+
+    def duplicated(self) -> int:
+        """Groups that left the books more often than they entered them."""
+        return max(0, self.trained + self.cancelled + len(self.groups) - self.admitted)
 
     def offer(self, prompts: list[SimPrompt]) -> None:
         self.offered.update((prompt.prompt_id, prompt) for prompt in prompts)

@@ -38,6 +38,10 @@ class Consumed:
     busy_s: float = 0.0
     staleness: list[int] = field(default_factory=list)  # of each group
 
+    def out_of_window(self, window: int) -> int:
+        """Groups that were trained on before their version was there, or too late for the window (C3)."""
+        return sum(not 0 <= staleness < window for staleness in self.staleness)
+
     def add(self, step: int, groups: list[Group], busy: list[tuple[float, float]]) -> None:
         self.busy_s += sum(end_s - begin_s for begin_s, end_s in busy)
         for group in groups:

@@ -42,6 +42,24 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class BrokenReport:
+    """A run that ended because a promise was broken: what is left to say of it."""
+
+    preset: str
+    policy: str
+    window: int
+    predictor: str
+    seed: int
+    violations: int  # broken promises of any kind; of which:
+    lost: int
+    duplicated: int
+    stalled: int
+    violation: str  # the first, with the facts
+    at_s: float  # simulated
+    events: int
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """One DP group hosted one version from ``begin_s`` to ``end_s``. ``version`` -1: loading or none."""
 

@@ -1,21 +1,30 @@
 """``simulate``: one scenario, some steps, one Report."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
-from dora.errors import InvalidValue
+from dora.errors import DoraError, InvalidValue
 from dora.orchestrator.core.policies import POLICIES
 from dora.planning.allocation import bound_s
 from dora.sim.invariants import check_state
-from dora.sim.ledger import Violation
+from dora.sim.ledger import Failure, Violation, failure_of
 from dora.sim.meter import Meter, Reading
-from dora.sim.report import Report, Timeline
+from dora.sim.report import BrokenReport, Report, Timeline
 from dora.sim.scenario import Scenario
 from dora.sim.workload import moments
 from dora.sim.world import World
 
 CHECK_EVENTS = 4096  # the core's whole state is checked once in so many events; the books check every one
 STEP_LIMIT_S = 14 * 86_400.0  # simulated; a step that takes longer has stalled
+
+
+class BrokenRun(Violation):
+    """The run has ended: a promise was broken, or nothing goes on. ``report`` says what is known."""
+
+    def __init__(self, report: BrokenReport) -> None:
+        super().__init__(report.violation)
+        self.report = report
 
 
 def policy_names() -> list[str]:
@@ -35,19 +44,22 @@ def simulate(
 ) -> Report:
     """Runs ``warmup + steps`` training steps and reports on the last ``steps``.
 
-    Raises InvalidValue for an impossible scenario, Violation where a promise is broken or nothing goes on.
+    Raises InvalidValue for an impossible scenario, BrokenRun where a promise is broken or nothing goes on.
     """
     check_cluster(scenario)
     began_s = time.perf_counter()
     world = World(scenario, seed)
     meter = Meter(world, warmup, timeline)
     goal = warmup + steps
-    while meter.steps < goal:
-        before = meter.steps
-        _drive(world, lambda before=before: meter.steps > before)  # type: ignore[misc]
-        if progress is not None:
-            progress(meter.steps / goal)
-    check_state(world.machine.state)
+    try:
+        while meter.steps < goal:
+            before = meter.steps
+            _drive(world, lambda before=before: meter.steps > before)  # type: ignore[misc]
+            if progress is not None:
+                progress(meter.steps / goal)
+        check_state(world.machine.state)
+    except (Violation, DoraError) as error:  # what the core refuses here follows from its own commands
+        raise BrokenRun(_broken(scenario, world, seed, failure_of(error, world.now_s))) from error
     meter.finish()
     return _report(scenario, world, meter, steps, seed, time.perf_counter() - began_s)
 
@@ -106,9 +118,9 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
         bound_consumed_min=of_consumed / steps / 60,
         work_done_over_consumed=_work_done_s(scenario, first, last) / of_consumed,
         kv_utilisation=context / steps_done / cluster.kv_tokens if steps_done else 0.0,
-        violations=0,  # one would have ended the run
+        violations=counters.c1_violations + consumed.out_of_window(scenario.window),
         lost=lost,
-        duplicated=0,  # likewise: the books raise
+        duplicated=world.ledger.duplicated(),
         migrations_kv=counters.migrations_kv,
         migrations_reprefill=counters.migrations_reprefill,
         preemptions=last.preemptions - first.preemptions,
@@ -120,6 +132,24 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
         simulated_s=world.now_s,
         wall_s=wall_s,
         sim_speedup=world.now_s / wall_s,
+    )
+
+
+def _broken(scenario: Scenario, world: World, seed: int, failure: Failure) -> BrokenReport:
+    kinds = Counter([failure.kind])
+    return BrokenReport(
+        preset=scenario.name,
+        policy=scenario.policy,
+        window=scenario.window,
+        predictor=scenario.predictor,
+        seed=seed,
+        violations=kinds.total(),
+        lost=kinds["lost"],
+        duplicated=kinds["duplicated"],
+        stalled=kinds["stalled"],
+        violation=failure.message,
+        at_s=failure.at_s,
+        events=world.events,
     )
 
 
@@ -135,6 +165,3 @@ def _work_done_s(scenario: Scenario, first: Reading, last: Reading) -> float:
         last.generated_tokens - first.generated_tokens,
         last.context_token_steps - first.context_token_steps,
     )
-
-
-__all__ = ["Violation", "check_cluster", "policy_names", "simulate"]

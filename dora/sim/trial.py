@@ -12,7 +12,7 @@ from dora.orchestrator.core.policies import POLICIES, WINDOW_MIN
 from dora.planning.models import one_of
 from dora.sim.faults import Fault, draw_faults, kinds_of, strike
 from dora.sim.invariants import check_empty
-from dora.sim.ledger import Duplicated, Lost, Stalled, Violation
+from dora.sim.ledger import Failure, Lost, Stalled, Violation, failure_of
 from dora.sim.scenario import Cluster, Coefficients, Lengths, Scenario, TrainerPace, Turns, Workload
 from dora.sim.unreliable import UnreliableWorld
 from dora.sim.world import core_config
@@ -22,15 +22,6 @@ FAULTS_MEAN: Final = 8.0
 STEPS_AFTER: Final = 2  # that the trainer must get once faults have ended
 PATIENCE_S: Final = 1500.0  # within which it must, and again for the drain
 QUIET_S: Final = 20.0  # after the drain: for what is still under way, longer than any fault lasts
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a trial failed. ``kind``: violation, lost, duplicated or stalled."""
-
-    kind: str
-    message: str
-    at_s: float
 
 
 @dataclass(frozen=True)
@@ -163,12 +154,6 @@ def check_books(world: UnreliableWorld) -> None:
     left = [locator for locator, snapshot in world.snapshots.items() if snapshot.epoch in alive]
     if left:
         raise Violation(f"snapshots are never released: {', '.join(left)}")
-
-
-def failure_of(error: Exception, at_s: float) -> Failure:
-    kinds: dict[type[Exception], str] = {Lost: "lost", Duplicated: "duplicated", Stalled: "stalled"}
-    message = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
-    return Failure(kinds.get(type(error), "violation"), message, round(at_s, 3))
 
 
 def _patiently(world: UnreliableWorld, done: Callable[[], bool]) -> None:

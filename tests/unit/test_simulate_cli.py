@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from dora.cli.app import app
 from dora.cli.exits import ExitCode
 from dora.cli.progress import progress_bar
 from dora.cli.simulation_tables import comparison, comparison_table, report_table
+from dora.orchestrator.core.window import Window
+from dora.sim.meter import Consumed
 from dora.sim.presets import scenario_for
 from dora.sim.report import Report
 from dora.sim.run import policy_names
@@ -86,6 +89,47 @@ def test_all_policies_are_compared_in_one_table_and_in_one_json_object() -> None
     assert rows["dora"]["speedup"] > 1.0
     table = run(*SMALL, "--compare").stdout
     assert all(policy in table for policy in policy_names())
+
+
+def plant_over_admission(patch: pytest.MonkeyPatch) -> None:
+    admissible = Window.admissible
+    patch.setattr(Window, "admissible", lambda self, version: admissible(self, version) + (version == self.newest))
+
+
+def test_a_broken_promise_is_told_with_its_time_and_the_command_that_shows_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = (*SMALL, "--policy", "dora", "--window", "2", "--seed", "5", "--set", "trainer.step_s=30")
+    assert json.loads(run(*arguments, "--json").stdout)["violations"] == 0
+    plant_over_admission(monkeypatch)
+    told = run(*arguments, "--json")
+    answer = json.loads(told.stdout)
+    assert told.exit_code == ExitCode.FAILED
+    assert (answer["preset"], answer["policy"], answer["window"], answer["seed"]) == ("small", "dora", 2, 5)
+    assert (answer["violations"], answer["lost"], answer["duplicated"], answer["stalled"]) == (1, 0, 0, 0)
+    assert "(C3)" in answer["violation"] or "does not fit" in answer["violation"]
+    assert 0.0 <= answer["at_s"] < 86_400.0
+
+    again = run(*shlex.split(answer["replay"])[1:])
+    assert again.exit_code == ExitCode.FAILED and again.stdout == ""
+    assert answer["violation"] in again.stderr and f"{answer['at_s']:.3f} s" in again.stderr
+    assert answer["replay"] in again.stderr and "Traceback" not in again.stderr
+    monkeypatch.undo()
+    assert run(*shlex.split(answer["replay"])[1:]).exit_code == ExitCode.OK
+
+
+def test_a_comparison_ends_with_the_policy_that_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its command names that policy alone, with the window that it had."""
+    plant_over_admission(monkeypatch)
+    told = run(*SMALL, "--compare", "--json")
+    answer = json.loads(told.stdout)
+    assert told.exit_code == ExitCode.FAILED and answer["violations"] == 1
+    again = run(*shlex.split(answer["replay"])[1:], "--json")
+    assert json.loads(again.stdout) == answer
+
+
+def test_the_report_counts_groups_that_were_trained_outside_the_window() -> None:
+    assert Consumed(staleness=[0, 1, 2, 3, -1]).out_of_window(3) == 2
 
 
 def test_the_plan_changes_the_split() -> None:
