@@ -107,6 +107,11 @@ def _report_rows(report: Report, paper: PaperResult | None) -> list[tuple[str, s
     overhead = DORA_OVERHEAD.get(report.preset) if report.policy == "dora" else None
     balancing, transfer = (None, None) if overhead is None else (overhead.balancing, overhead.transfer)
     broken = report.violations + report.lost + report.duplicated
+    selected = report.filter_fraction or report.redundant_fraction
+    wasted = [
+        ("groups filtered, dropped as redundant", f"{report.groups_filtered:,}, {report.groups_dropped:,}", ""),
+        ("  tokens wasted on them", _percent(report.tokens_wasted_fraction, 1), ""),
+    ]
     return [
         ("minutes a step", _number(report.step_time_min, 2), _number(stated.step_time_min, 2)),
         ("  bubble-free bound", _number(report.bound_min, 2), ""),
@@ -119,6 +124,7 @@ def _report_rows(report: Report, paper: PaperResult | None) -> list[tuple[str, s
         ("KV in use", _percent(report.kv_utilisation), ""),
         ("moves with KV, by re-prefill", f"{report.migrations_kv:,}, {report.migrations_reprefill:,}", ""),
         ("preemptions", f"{report.preemptions:,}", ""),
+        *(wasted if selected else ()),
         ("overhead: balancing", _percent(report.overhead_balancing, 2), _percent(balancing, 2)),
         ("  transfer", _percent(report.overhead_transfer, 2), _percent(transfer, 2)),
         ("  re-prefill", _percent(report.overhead_reprefill, 2), ""),

@@ -193,7 +193,8 @@ def _migrate(world: UnreliableWorld, fault: Fault) -> None:
     row = _pick(sorted(row for worker in state.workers.values() for row in worker.rows), fault.subject)
     if row is None:
         return
-    hosts = [host for host in state.hosts_of(int(state.requests["version"][row])) if host is not state.owner(row)]
+    version, owner = state.requests["version"][row], state.owner(row)
+    hosts = [host for host in state.workers.values() if host.hosts == version and host is not owner]
     strays = not hosts or fault.subject // 64 % 8 == 0
     target = _pick(list(state.workers.values()) if strays else hosts, fault.subject // 512)
     if target is not None:

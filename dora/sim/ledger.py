@@ -3,6 +3,7 @@
 Nothing here is read from the core, so a core that miscounts is found out.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from dora.orchestrator.core import commands as do
@@ -61,6 +62,7 @@ class Group:
     prompt: SimPrompt
     version: int
     request_ids: tuple[str, ...]
+    unscored: int  # responses without a verdict
     step: int = -1  # that it was delivered to
 
 
@@ -77,7 +79,10 @@ class Ledger:
     admitted: int = 0
     trained: int = 0
     cancelled: int = 0
-    cancel_reasons: dict[str, int] = field(default_factory=dict)
+    cancel_reasons: Counter[str] = field(default_factory=Counter)
+    cancelled_tokens: int = 0  # that the service had taken over of cancelled groups
+    unfinished: Counter[int] = field(default_factory=Counter)  # version -> groups with responses that have no verdict
+    finished: int = 0  # groups that wait to be delivered
 
     def duplicated(self) -> int:
         """Groups that left the books more often than they entered them."""
@@ -90,8 +95,9 @@ class Ledger:
         prompt = self.offered.pop(command.prompt_id, None)
         if prompt is None:
             raise Violation(f"{command.group_id} takes the prompt {command.prompt_id}, which is not on offer (C2)")
-        self.groups[command.group_id] = Group(prompt, command.version, command.request_ids)
+        self.groups[command.group_id] = Group(prompt, command.version, command.request_ids, len(command.request_ids))
         self.admitted += 1
+        self.unfinished[command.version] += 1
         for index, request_id in enumerate(command.request_ids):
             self.responses[request_id] = Response(command.group_id, command.version, index, prompt)
 
@@ -132,6 +138,19 @@ class Ledger:
         if response is None or not response.finished:
             raise Violation(f"{request_id} is scored before its end (C2)")
 
+    def scored(self, request_id: str) -> str | None:
+        """The verifier has judged a response. Returns its group's id where that was the last one of it."""
+        response = self.responses.get(request_id)
+        if response is None:
+            return None  # cancelled
+        group = self.groups[response.group_id]
+        group.unscored -= 1
+        if group.unscored:
+            return None
+        self.unfinished[group.version] -= 1
+        self.finished += 1
+        return response.group_id
+
     def check_retired(self, version: int) -> None:
         """The weights of ``version`` are let go."""
         unfinished = [name for name, r in self.responses.items() if r.version == version and not r.finished]
@@ -152,6 +171,7 @@ class Ledger:
             raise Duplicated(f"{command.group_id} is delivered twice in one stream (C2)")
         if command.again != (group.step >= 0):
             raise Violation(f"{command.group_id} is delivered {'first' if group.step < 0 else 'again'}, not as it says")
+        self.finished -= group.step < 0
         group.step = command.step
         self.received.append(command.group_id)
 
@@ -186,6 +206,10 @@ class Ledger:
         if group is None or not command.reason:
             raise Lost(f"{command.group_id} is cancelled without being open, or without a reason (C2)")
         for request_id in group.request_ids:
-            del self.responses[request_id]
+            self.cancelled_tokens += self.responses.pop(request_id).tokens
+        if group.unscored:
+            self.unfinished[group.version] -= 1
+        else:
+            self.finished -= 1
         self.cancelled += 1
-        self.cancel_reasons[command.reason] = self.cancel_reasons.get(command.reason, 0) + 1
+        self.cancel_reasons[command.reason] += 1

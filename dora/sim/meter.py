@@ -7,6 +7,7 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.core.prediction import Recall
 from dora.sim.ledger import Group
 from dora.sim.report import Arrow, Span, StepSpan, Timeline
+from dora.sim.selection import DROPPED, FILTERED
 from dora.sim.world import World
 
 KV_SAMPLE_S = 10.0  # a worker's KV use is put on the timeline at most so often
@@ -25,6 +26,9 @@ class Reading:
     loads: int = 0
     still_s: float = 0.0  # requests stood still for a handoff, summed over requests
     resident_s: float = 0.0  # requests were on a worker, summed over requests that ended
+    filtered: int = 0  # groups
+    dropped: int = 0
+    wasted_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -108,6 +112,9 @@ class Meter:
             self._loads,
             self._still_s,
             self._resident_s,
+            world.ledger.cancel_reasons[FILTERED],
+            world.ledger.cancel_reasons[DROPPED],
+            world.ledger.cancelled_tokens,
         )
 
     # ---------------------------------------------------------------------------------------------------------- events

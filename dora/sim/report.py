@@ -28,6 +28,11 @@ class Report:
     violations: int
     lost: int
     duplicated: int
+    filter_fraction: float  # as in the scenario
+    redundant_fraction: float
+    groups_filtered: int  # cancelled by the user's filter, all their responses scored
+    groups_dropped: int  # cancelled as redundant, unfinished
+    tokens_wasted_fraction: float  # of the tokens generated: those the service had of groups that were cancelled then
     migrations_kv: int
     migrations_reprefill: int
     preemptions: int

@@ -121,6 +121,12 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
         violations=counters.c1_violations + consumed.out_of_window(scenario.window),
         lost=lost,
         duplicated=world.ledger.duplicated(),
+        filter_fraction=scenario.filter_fraction,
+        redundant_fraction=scenario.redundant_fraction,
+        groups_filtered=last.filtered - first.filtered,
+        groups_dropped=last.dropped - first.dropped,
+        tokens_wasted_fraction=(last.wasted_tokens - first.wasted_tokens)
+        / max(1.0, last.generated_tokens - first.generated_tokens),
         migrations_kv=counters.migrations_kv,
         migrations_reprefill=counters.migrations_reprefill,
         preemptions=last.preemptions - first.preemptions,

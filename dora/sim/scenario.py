@@ -125,5 +125,11 @@ class Scenario(_Section):
     cluster: Cluster = Cluster()
     trainer: TrainerPace = TrainerPace()
     workload: Workload = Workload()
-    filter_fraction: float = Field(0.0, ge=0.0, lt=1.0, description="groups a user's filter cancels; recorded")
+    filter_fraction: float = Field(0.0, ge=0.0, lt=1.0, description="groups that a user's filter cancels once scored")
+    redundant_fraction: float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="a step's slowest groups that finished later ones may replace; they are cancelled",
+    )
     period_s: float = Field(30.0, gt=0.0, description="time between periodic re-balancings")

@@ -81,11 +81,14 @@ class Trial:
         """The scenario of this seed, and its core's configuration."""
         random = Random(f"cluster {self.seed}")
         workers, window, period_s = random.randint(1, 4), random.randint(1, 4), random.choice((4.0, 7.0, 15.0))
+        options = Random(f"options {self.seed}")
         scenario = Scenario(
             name=f"seed {self.seed}",
             policy=self.policy,
             window=max(window, WINDOW_MIN.get(self.policy, 1)),
             predictor=random.choice(("oracle", "statistics", "ranker")),
+            filter_fraction=options.choice((0.0, 0.0, 0.3)),
+            redundant_fraction=options.choice((0.0, 0.5, 1.0)),
             period_s=period_s,
             cluster=_cluster(random, self.workers or workers),
             trainer=TrainerPace(

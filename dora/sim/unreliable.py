@@ -270,7 +270,7 @@ class UnreliableWorld(World):
     def score(self, command: do.ScoreRequest) -> None:
         self.ledger.check_finished(command.request_id)
         verdict_s = self.random.random() * self.habits.verdict_most_s
-        self.after(verdict_s, self.post, on.RequestScored(command.request_id))
+        self.after(verdict_s, self.judged, command.request_id)
 
     def restart(self) -> None:
         """The orchestrator starts again from its log, and must come to where it was. All streams break."""

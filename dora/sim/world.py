@@ -20,6 +20,7 @@ from dora.sim.driver import WorkerDriver
 from dora.sim.engine import SimEngine, SimRequest
 from dora.sim.ledger import Violation
 from dora.sim.scenario import Scenario
+from dora.sim.selection import DROPPED, FILTERED, Selection
 from dora.sim.trainer import SimTrainer
 from dora.sim.worker import SimWorker, resumed
 from dora.sim.workload import SimPrompt, WorkloadStream
@@ -51,6 +52,7 @@ class World(WorkerDriver):
         self.config = config or core_config(scenario)
         self.machine = Machine(self.config)
         self.prompts = WorkloadStream(scenario.workload, seed, scenario.trainer.groups_per_step)
+        self.selection = Selection(scenario, seed)
         self.cost = scenario.cluster.cost.model()
         self.events = 0
         self.retired = 0
@@ -112,6 +114,9 @@ class World(WorkerDriver):
         """The core has handled an event, and its commands were carried out."""
         for observer in self.observers:
             observer(self.now_s, event, commands)
+        if not self._now and self.trainer.alive:  # else what is still to come may change the answer
+            for group_id in self.selection.surplus(self.ledger, self.trainer.step):
+                self.post(on.GroupCancelled(group_id, DROPPED))
 
     def _take_over(self, event: on.Progress) -> None:
         """The shell's part: only the owner's tokens enter the books, and only they reach the core."""
@@ -207,7 +212,15 @@ class World(WorkerDriver):
 
     def score(self, command: do.ScoreRequest) -> None:
         self.ledger.check_finished(command.request_id)
-        self.post(on.RequestScored(command.request_id))
+        self.judged(command.request_id)
+
+    def judged(self, request_id: str) -> None:
+        """A verdict is there. If it is a group's last, the user's filter sees it before any step may take the group."""
+        group_id = self.ledger.scored(request_id)
+        if group_id is not None and self.selection.filters(self.ledger.groups[group_id].prompt):
+            self.post(on.GroupCancelled(group_id, FILTERED))
+        else:
+            self.post(on.RequestScored(request_id))
 
     def _deliver(self, command: do.DeliverGroup) -> None:
         if command.trainer_epoch == self.trainer.epoch:

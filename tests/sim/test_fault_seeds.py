@@ -9,6 +9,7 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.handoff import TABLE, Action, Handoff, Phase, Signal
 from dora.sim.faults import KINDS
+from dora.sim.selection import DROPPED, FILTERED
 from dora.sim.sweep import LIVE_POLICIES, SweepReport, sweep
 from dora.sim.trial import Trial, conduct
 from dora.sim.unreliable import Habits, UnreliableWorld
@@ -36,6 +37,8 @@ def test_clusters_differ_in_all_that_the_promises_may_depend_on() -> None:
     assert {scenario.predictor for scenario in scenarios} == {"oracle", "statistics", "ranker"}
     assert {scenario.workload.group_size > scenario.cluster.slots for scenario in scenarios} == {False, True}
     assert {scenario.workload.turns.most > 1 for scenario in scenarios} == {False, True}
+    assert {scenario.filter_fraction > 0.0 for scenario in scenarios} == {False, True}
+    assert {scenario.redundant_fraction > 0.0 for scenario in scenarios} == {False, True}
     assert len({Habits.drawn(Random(f"habits {seed}")) for seed in range(200)}) > 20
 
 
@@ -81,6 +84,7 @@ def test_faults_meet_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
         for _, event, _ in world.log:
             exhausted = isinstance(event, on.PromptsOffered) and event.exhausted
             totals["exhausted"] += exhausted
+            totals[getattr(event, "reason", "")] += 1
             totals[type(event).__name__] += isinstance(event, ASKED)
         totals += Counter(
             lost=counters.workers_lost,
@@ -96,4 +100,5 @@ def test_faults_meet_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
     floors = {"lost": 40, "cancelled": 5, "moved": 60, "reprefilled": 40, "loads_failed": 5, "stale": 10, "refused": 20}
     assert {name: count for name, count in floors.items() if totals[name] < count} == {}
     assert totals["trainers"] >= 10 and totals["exhausted"] >= 2
+    assert min(totals[FILTERED], totals[DROPPED]) >= 5
     assert all(totals[kind.__name__] >= 3 for kind in ASKED)

@@ -65,6 +65,15 @@ def test_options_and_settings_reach_the_scenario() -> None:
     assert answer["step_time_min"] >= 10.0
 
 
+def test_filter_and_redundant_rollout_are_recorded_and_shown_where_they_are_on() -> None:
+    on = ("--set", "filter_fraction=0.25", "--set", "redundant_fraction=0.25")
+    answer = json.loads(run(*SMALL, *on, "--json").stdout)
+    assert (answer["filter_fraction"], answer["redundant_fraction"]) == (0.25, 0.25)
+    assert answer["groups_filtered"] > 0 and 0.0 < answer["tokens_wasted_fraction"] < 1.0
+    assert f"{answer['groups_filtered']}, {answer['groups_dropped']}" in run(*SMALL, *on).stdout
+    assert "filtered" not in run(*SMALL).stdout
+
+
 def test_a_scenario_may_come_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "scenario.toml"
     file.write_text('name = "mine"\nwindow = 2\n[trainer]\nstep_s = 600\n')

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from dora.cli.exits import DoraGroup, ExitCode
 from dora.cli.sweep import sweep as sweep_command
 from dora.errors import InvalidValue
+from dora.orchestrator.core import fleet
 from dora.orchestrator.core.window import Window
 from dora.sim.faults import KINDS, draw_faults, kinds_of
 from dora.sim.session import GAP_LIMIT_S, Trouble, Wire
@@ -34,6 +35,11 @@ def over_admission(patch: pytest.MonkeyPatch) -> None:
 def place_is_kept(patch: pytest.MonkeyPatch) -> None:
     """A bug that needs a cancelled group."""
     patch.setattr(Window, "give_back", lambda self, version: None)
+
+
+def requests_die(patch: pytest.MonkeyPatch) -> None:
+    """A bug that needs a worker's death."""
+    patch.setattr(fleet, "orphan", lambda state, row: None)
 
 
 # ----------------------------------------------------------------------------------------------------------- schedules
@@ -106,7 +112,7 @@ def test_ddmin_leaves_what_the_failure_needs(needed: tuple[int, ...]) -> None:
 
 
 def test_a_failing_trial_is_cut_down_to_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    place_is_kept(monkeypatch)
+    requests_die(monkeypatch)
     report = sweep(range(10), ("dora",))
     assert report.violations == len(report.failures) > 0
     for failure in report.failures:

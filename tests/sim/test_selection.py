@@ -1,0 +1,166 @@
+"""Filter and redundant rollout: what is begun and not trained on is asked for, counted, and touches no promise."""
+
+from collections import Counter
+from dataclasses import asdict
+
+import pytest
+
+from dora.errors import InvalidValue
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.sim.ledger import Ledger, Lost
+from dora.sim.presets import composed
+from dora.sim.report import Report
+from dora.sim.run import simulate
+from dora.sim.scenario import Scenario
+from dora.sim.selection import DROPPED, FILTERED, Selection
+from dora.sim.sweep import LIVE_POLICIES
+from dora.sim.workload import SimPrompt, WorkloadStream
+from dora.sim.world import World
+
+STEPS, WARMUP = 6, 2
+
+
+def scenario_of(policy: str, **fields: float) -> Scenario:
+    return composed(fields, "small", policy)
+
+
+def report_of(policy: str, seed: int = 3, **fields: float) -> Report:
+    return simulate(scenario_of(policy, **fields), steps=STEPS, warmup=WARMUP, seed=seed)
+
+
+class Watched:
+    """A world that has trained ``STEPS`` steps, with what the trainer got and what was cancelled by reason."""
+
+    def __init__(self, scenario: Scenario, seed: int = 3) -> None:
+        self.trained: list[list[SimPrompt]] = []
+        self.cancelled: dict[str, list[SimPrompt]] = {FILTERED: [], DROPPED: []}
+        self.finished_when_dropped: list[bool] = []
+        self.world = World(scenario, seed)
+        self.world.trainer.on_step = lambda step, _began, _ended, groups, _busy: self.trained.append(
+            [group.prompt for group in groups]
+        )
+        drop = self.world.ledger.drop
+
+        def dropped(command: do.DropGroup) -> None:
+            group = self.world.ledger.groups[command.group_id]
+            self.cancelled[command.reason].append(group.prompt)
+            self.finished_when_dropped.append(not group.unscored)
+            drop(command)
+
+        self.world._carry_out[do.DropGroup] = dropped
+        self.world.run_until(lambda: len(self.trained) == STEPS, limit_s=50_000.0)
+
+
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+def test_the_promises_hold_with_both(policy: str) -> None:
+    """``simulate`` checks them; the books balance, and nothing is in them twice."""
+    report = report_of(policy, filter_fraction=0.3, redundant_fraction=0.25)
+    assert (report.violations, report.lost, report.duplicated) == (0, 0, 0)
+    assert (report.filter_fraction, report.redundant_fraction) == (0.3, 0.25)
+    assert report.groups_filtered > 0
+    assert 0.0 < report.tokens_wasted_fraction < 1.0
+
+
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+def test_off_they_cancel_nothing(policy: str) -> None:
+    watched = Watched(scenario_of(policy))
+    assert watched.world.ledger.cancelled == 0 and not any(watched.cancelled.values())
+    report = report_of(policy)
+    assert (report.groups_filtered, report.groups_dropped, report.tokens_wasted_fraction) == (0, 0, 0.0)
+
+
+def test_the_filter_lets_that_share_of_finished_groups_go_and_the_trainer_never_sees_them() -> None:
+    scenario = scenario_of("dora", filter_fraction=0.4)
+    watched = Watched(scenario)
+    selection = Selection(scenario, seed=3)
+    assert all(selection.filters(prompt) for prompt in watched.cancelled[FILTERED])
+    assert not any(selection.filters(prompt) for step in watched.trained for prompt in step)
+    assert watched.finished_when_dropped and all(watched.finished_when_dropped)
+    assert all(len(step) == scenario.trainer.groups_per_step for step in watched.trained)
+    share = len(watched.cancelled[FILTERED]) / (len(watched.cancelled[FILTERED]) + sum(map(len, watched.trained)))
+    assert share == pytest.approx(0.4, abs=0.15)
+
+
+def test_the_filter_follows_from_the_seed_and_the_prompt() -> None:
+    scenario = scenario_of("dora", filter_fraction=0.25)
+    prompts = WorkloadStream(scenario.workload, 0, 8).take(4000)
+    chosen = [[Selection(scenario, seed).filters(prompt) for prompt in prompts] for seed in (1, 1, 2)]
+    assert chosen[0] == chosen[1] != chosen[2]
+    assert sum(chosen[0]) / len(prompts) == pytest.approx(0.25, abs=0.03)
+
+
+def test_redundant_rollout_drops_a_steps_slowest_groups_and_shortens_the_step() -> None:
+    scenario = scenario_of("dora", redundant_fraction=0.25)
+    watched = Watched(scenario)
+    assert not any(watched.finished_when_dropped)
+    dropped, trained = watched.cancelled[DROPPED], [prompt for step in watched.trained for prompt in step]
+    spare = 0.25 * scenario.trainer.groups_per_step
+    assert 0 < len(dropped) <= spare * (STEPS + 1)
+    assert all(len(step) == scenario.trainer.groups_per_step for step in watched.trained)
+    longest = [sum(max(prompt.lengths) for prompt in prompts) / len(prompts) for prompts in (dropped, trained)]
+    assert longest[0] > 1.2 * longest[1], "what is dropped is no longer than the rest"
+    with_it, without = report_of("dora", redundant_fraction=0.25), report_of("dora")
+    assert with_it.groups_dropped > 0 and with_it.step_time_min < without.step_time_min
+
+
+@pytest.mark.parametrize(
+    ("finished", "unfinished", "received", "spare", "drops"),
+    [
+        (2, 2, 2, 0.5, True),
+        (1, 2, 2, 0.5, False),  # one of the two places would stay empty
+        (2, 2, 1, 0.5, False),  # the step waits for another one, too
+        (2, 2, 2, 0.25, False),  # more than are redundant
+        (2, 0, 4, 0.5, False),  # complete
+        (2, 2, 2, 0.0, False),
+    ],
+)
+def test_what_is_due_is_dropped_when_as_many_finished_groups_can_take_its_place(
+    finished: int, unfinished: int, received: int, spare: float, drops: bool
+) -> None:
+    scenario = Scenario.model_validate(
+        {"window": 2, "redundant_fraction": spare, "trainer": {"groups_per_step": 4}, "workload": {"group_size": 1}}
+    )
+    ledger, prompts = Ledger(2, 4), WorkloadStream(scenario.workload, 0, 4).take(8)
+    ledger.offer(prompts)
+    for number, prompt in enumerate(prompts[: unfinished + finished]):
+        version = int(number >= unfinished)
+        ledger.admit(do.AdmitGroup(f"g{number}", prompt.prompt_id, version, (f"g{number}.0",)))
+        if version:
+            assert ledger.scored(f"g{number}.0") == f"g{number}"
+    ledger.received = [f"taken{number}" for number in range(received)]
+    due = [f"g{number}" for number in range(unfinished)]
+    assert Selection(scenario, 0).surplus(ledger, step=1) == (due if drops else [])
+
+
+def test_cancelled_groups_leave_the_books_with_their_tokens_counted() -> None:
+    ledger, scenario = Ledger(2, 4), scenario_of("dora")
+    ledger.offer(prompts := WorkloadStream(scenario.workload, 0, 4).take(2))
+    for number, prompt in enumerate(prompts):
+        names = tuple(f"g{number}.{index}" for index in range(prompt.group_size))
+        ledger.admit(do.AdmitGroup(f"g{number}", prompt.prompt_id, 0, names))
+    ledger.take_over(on.Progress("w0", 1, 0, {"g0.0": 1}), "g0.0")
+    ledger.drop(do.DropGroup("g0", DROPPED))
+    for index in range(prompts[1].group_size):
+        ledger.scored(f"g1.{index}")
+    assert (ledger.unfinished[0], ledger.finished) == (0, 1)
+    ledger.drop(do.DropGroup("g1", FILTERED))
+    assert (ledger.unfinished[0], ledger.finished, ledger.cancelled, ledger.cancelled_tokens) == (0, 0, 2, 1)
+    assert ledger.cancel_reasons == Counter({DROPPED: 1, FILTERED: 1})
+    assert not ledger.groups and not ledger.responses and not ledger.duplicated()
+    with pytest.raises(Lost):
+        ledger.drop(do.DropGroup("g0", DROPPED))
+
+
+def test_the_same_seed_gives_the_same_report() -> None:
+    first, second = (asdict(report_of("laxity", filter_fraction=0.2, redundant_fraction=0.25)) for _ in range(2))
+    timed = ("wall_s", "sim_speedup")
+    assert {key: first[key] for key in first if key not in timed} == {
+        key: second[key] for key in second if key not in timed
+    }
+
+
+@pytest.mark.parametrize(("field", "value"), [("filter_fraction", 1.0), ("redundant_fraction", -0.1)])
+def test_impossible_shares_are_refused(field: str, value: float) -> None:
+    with pytest.raises(InvalidValue, match=field):
+        scenario_of("dora", **{field: value})
