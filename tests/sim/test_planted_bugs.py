@@ -354,6 +354,12 @@ BUGS = [
 ]
 
 
+def test_the_suite_holds_what_peers_fell_into() -> None:
+    planted = {bug.plant for bug in BUGS}
+    assert len(planted) == len(BUGS) >= 20
+    assert planted > {tops_up_the_oldest, count_based_admission, source_freed_before_commit, version_read_twice}
+
+
 def test_the_core_as_it_is_passes_these_seeds() -> None:
     failures = {seed: failure for seed in range(SEEDS) if (failure := Trial(seed, "dora").run())}
     assert not failures
@@ -361,7 +367,11 @@ def test_the_core_as_it_is_passes_these_seeds() -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.plant.__name__)
 def test_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first seed that sees the bug says what is wrong, and passes again once the bug has gone."""
     bug.plant(monkeypatch)
-    found = next((failure for seed in range(SEEDS) if (failure := Trial(seed, "dora", bug.kinds).run())), None)
-    assert found is not None, f"unseen for {SEEDS} seeds: {bug.what}"
+    trials = (Trial(seed, "dora", bug.kinds) for seed in range(SEEDS))
+    trial, found = next(((trial, failure) for trial in trials if (failure := trial.run())), (None, None))
+    assert trial is not None and found is not None, f"unseen for {SEEDS} seeds: {bug.what}"
     assert any(words in found.message for words in bug.caught.split("|")), found.message
+    monkeypatch.undo()
+    assert trial.run() is None, "the seed fails without the bug, too"
