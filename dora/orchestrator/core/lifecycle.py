@@ -155,6 +155,8 @@ def retire(state: State) -> None:
         if any(worker.loading == state.retired for worker in state.workers.values()):
             return
         state.out.append(do.RetireVersion(state.retired))
+        state.waiting.pop(state.retired, None)
+        state.finished.pop(state.retired, None)
         state.retired += 1
 
 
