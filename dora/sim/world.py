@@ -26,6 +26,8 @@ from dora.sim.workload import SimPrompt, WorkloadStream
 
 TICK_S = 5.0
 
+Observer = Callable[[float, on.Event, list[do.Command]], None]  # now_s, the event, what the core answered
+
 
 def core_config(scenario: Scenario) -> Config:
     """The configuration of the core in this scenario."""
@@ -54,7 +56,7 @@ class World(WorkerDriver):
         self.cost = scenario.cluster.cost.model()
         self.events = 0
         self.retired = 0
-        self.observers: list[Callable[[float, on.Event, list[do.Command]], None]] = []
+        self.observers: list[Observer] = []
         self.ended: list[SimEngine] = []  # engines of lost workers: what they did still counts
         self.trainer = SimTrainer(self, scenario.trainer)
         self._now: deque[on.Event] = deque()  # events of this very moment
@@ -238,4 +240,4 @@ class World(WorkerDriver):
             self.lose(worker, "drained")
 
 
-__all__ = ["DoraError", "World", "core_config"]
+__all__ = ["DoraError", "Observer", "World", "core_config"]
