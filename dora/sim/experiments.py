@@ -232,7 +232,7 @@ def _verl_async(gpus: int) -> Experiment:
 
 
 def _fleet() -> Experiment:
-    """1,024 DP groups on long responses: for the simulator's speed. A fleet that large re-balances every few minutes."""
+    """1,024 DP groups on long responses: for the simulator's speed. So large a fleet re-balances every few minutes."""
     sync = Placement(4096, 900.0, colocated=True)
     workload = Workload.model_validate(lognormal(16_000, 64 * 1024))
     return Experiment(6144, Placement(4096, 1800.0), workload, {"sync": sync}, period_s=300.0)

@@ -117,15 +117,15 @@ class World(WorkerDriver):
 
     def _take_over(self, event: on.Progress) -> None:
         """The shell's part: only the owner's tokens enter the books, and only they reach the core."""
-        machine, worker = self.machine, self.workers.get(event.worker_id)
-        for request_id in list(event.tokens):
-            if machine.owns(event.worker_id, event.epoch, request_id):
-                if worker is None or worker.epoch != event.epoch:
-                    raise Violation(f"a report of the lost epoch {event.epoch} of {event.worker_id} is taken over (C2)")
-                self.ledger.take_over(event, request_id)
-            else:
-                del event.tokens[request_id]
-                event.finished.pop(request_id, None)
+        worker = self.workers.get(event.worker_id)
+        owned = self.machine.owned(event.worker_id, event.epoch, event.tokens)
+        if owned and (worker is None or worker.epoch != event.epoch):
+            raise Violation(f"a report of the lost epoch {event.epoch} of {event.worker_id} is taken over (C2)")
+        for request_id in event.tokens.keys() - owned:
+            del event.tokens[request_id]
+            event.finished.pop(request_id, None)
+        for request_id in owned:
+            self.ledger.take_over(event, request_id)
 
     # -------------------------------------------------------------------------------------------------------- workers
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dora.orchestrator.core.snapshot import Move, Snapshot
+from dora.orchestrator.core.table import Column
 
 QUEUE_SLOTS = 2  # a target holds at most this many times its slots
 MISSES_MAX = 16  # requests of one version that find no room before the rest is left where it is
@@ -22,6 +23,15 @@ def plan_moves(snapshot: Snapshot, targets: Mapping[int, int], level_gap: int, m
     board = _Board(snapshot, targets)
     moves = board.displaced(moves_max)
     return (*moves, *board.level(level_gap, moves_max - len(moves)))
+
+
+def staying(snapshot: Snapshot, targets: Mapping[int, int]) -> Column:
+    """By seat (bool): has its version in memory and is to keep it, so that requests may move to it."""
+    workers = snapshot.workers
+    target = workers.target.copy()
+    target[list(targets)] = list(targets.values())
+    stays: Column = workers.alive & ~workers.draining & (workers.loaded == target) & (workers.loaded >= 0)
+    return stays
 
 
 class _Board:
@@ -37,10 +47,7 @@ class _Board:
         self.claimed = workers.kv_claimed.copy()
         self.slots = workers.slots
         self.capacity = workers.kv_tokens
-        target = workers.target.copy()
-        for seat, version in targets.items():
-            target[seat] = version
-        self.stays = workers.alive & ~workers.draining & (workers.loaded == target) & (workers.loaded >= 0)
+        self.stays = staying(snapshot, targets)
         self.version = workers.loaded
         self._longest: dict[int, list[int]] = {}  # seat -> rows that may move off it, the longest last
 

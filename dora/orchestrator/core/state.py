@@ -1,7 +1,7 @@
 """Everything the core knows, in one place. The modules beside this one are functions over it."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -186,13 +186,14 @@ class State:
         seat = int(self.requests["worker"][row]) - 1
         return self.seats[seat] if seat >= 0 else None
 
-    def reports(self, worker: Worker, request_id: str) -> int | None:
-        """The row of a request whose tokens this worker's reports bring; None where they are not to be taken over.
+    def reported(self, worker: Worker, request_ids: Iterable[str]) -> list[tuple[str, int]]:
+        """Of the requests in a worker's report those whose tokens are to be taken over, each with its row.
 
         Not before StartRequest was obeyed: until then they are of an earlier stay of the request on this worker.
         """
-        row = self.request_row.get(request_id)
-        return row if row in worker.rows and not self.requests["starting"][row] else None
+        row_of, rows, starting = self.request_row, worker.rows, self.requests["starting"]
+        found = ((request_id, row_of.get(request_id)) for request_id in request_ids)
+        return [(request_id, row) for request_id, row in found if row in rows and not starting[row]]
 
     def worker_at(self, worker_id: str, epoch: int) -> Worker | None:
         """The living worker of this id and epoch; None if either is over."""
