@@ -93,7 +93,7 @@ def _checks(world: World) -> Observer:
 
 @contextmanager
 def _collecting_rarely() -> Iterator[None]:
-    """Python would walk the whole heap again and again, for a fifth of the time."""
+    """Else Python would walk the whole heap again and again."""
     before = gc.get_threshold()
     gc.set_threshold(max(COLLECT_OBJECTS, before[0]) if before[0] else 0, *before[1:])
     try:
