@@ -42,7 +42,9 @@ class WorkerDriver(Agenda, ABC):
             return
         worker.engine.advance(self.now_s)
         outcome = worker.obey(self, command, request)
-        if outcome.after_s:
+        if isinstance(outcome, on.CommandDone):
+            self.to_core(worker, outcome)
+        elif outcome.after_s:
             self.after(outcome.after_s, self._obeyed, worker, outcome.finish)
         else:
             self.to_core(worker, outcome.finish())

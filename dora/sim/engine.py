@@ -30,6 +30,9 @@ class Phase(Enum):
     FROZEN = auto()  # a handoff copies it
 
 
+WAITING, RUNNING, AWAY, FROZEN = Phase  # by name: Python 3.11 takes long to look up an enumeration's member
+
+
 @dataclass(slots=True, eq=False)
 class SimRequest:
     """One response inside an engine."""
@@ -45,7 +48,7 @@ class SimRequest:
     turn: int = 0
     cached: bool = False  # its KV exists, on the engine or in host memory: no prefill before it runs
     resident: bool = False  # its KV lies on the engine
-    phase: Phase = Phase.WAITING
+    phase: Phase = WAITING
     since_step: float = 0.0
     start: int = 0  # number of its present run on its engine
     order: int = 0  # of arrival; the youngest is preempted first
@@ -93,7 +96,7 @@ class SimEngine:
     def add(self, request: SimRequest) -> None:
         """Queues a request; it runs as soon as a slot and KV are free. One that brings its KV goes first."""
         self._arrivals += 1
-        request.order, request.phase, request.resident = self._arrivals, Phase.WAITING, False
+        request.order, request.phase, request.resident = self._arrivals, WAITING, False
         self.requests[request.request_id] = request
         if request.cached:
             self.waiting.appendleft(request)
@@ -107,7 +110,7 @@ class SimEngine:
         if request is None:
             return None
         self._stop(request)
-        if request.phase is Phase.WAITING:
+        if request.phase is WAITING:
             self.waiting.remove(request)
         self._let_out(request)
         self._admit()
@@ -119,21 +122,21 @@ class SimEngine:
         if request is None:
             return None
         self._stop(request)
-        if request.phase is Phase.WAITING:
+        if request.phase is WAITING:
             self.waiting.remove(request)
-        request.phase = Phase.FROZEN
+        request.phase = FROZEN
         self._admit()
         return request
 
     def thaw(self, request_id: str) -> None:
         request = self.requests.get(request_id)
-        if request is not None and request.phase is Phase.FROZEN:
+        if request is not None and request.phase is FROZEN:
             self._queue_first(request)
             self._admit()
 
     def resume(self, request: SimRequest) -> None:
         """The environment has answered: the next turn begins, with the answer to be prefilled."""
-        if request.phase is not Phase.AWAY or self.requests.get(request.request_id) is not request:
+        if request.phase is not AWAY or self.requests.get(request.request_id) is not request:
             return  # it was moved or removed meanwhile
         answer_tokens = request.turns[request.turn].answer_tokens
         request.turn += 1
@@ -153,7 +156,7 @@ class SimEngine:
 
     def tokens_of(self, request: SimRequest) -> int:
         """Response tokens so far."""
-        if request.phase is not Phase.RUNNING:
+        if request.phase is not RUNNING:
             return request.tokens
         return request.tokens + self._done(request)
 
@@ -207,7 +210,7 @@ class SimEngine:
 
     def _stale(self, entry: tuple[float, int, SimRequest]) -> bool:
         _, start, request = entry
-        return request.phase is not Phase.RUNNING or start != request.start
+        return request.phase is not RUNNING or start != request.start
 
     def _done(self, request: SimRequest) -> int:
         return min(int(self.steps - request.since_step + EPSILON_STEPS), request.left)
@@ -235,7 +238,7 @@ class SimEngine:
 
     def _stop(self, request: SimRequest) -> None:
         """Frees the slot of a running request and brings its counts up to date; it is AWAY until told otherwise."""
-        if request.phase is not Phase.RUNNING:
+        if request.phase is not RUNNING:
             return
         done = self._done(request)
         self.kv -= (self.steps - request.since_step) - done  # a fraction of a step does not count
@@ -243,7 +246,7 @@ class SimEngine:
         request.left -= done
         self.totals.generated_tokens += done
         self.running -= 1
-        request.phase = Phase.AWAY
+        request.phase = AWAY
 
     def _let_out(self, request: SimRequest) -> None:
         """Its KV leaves the engine."""
@@ -258,7 +261,7 @@ class SimEngine:
             self.kv = 0.0  # what rounding left
 
     def _queue_first(self, request: SimRequest) -> None:
-        request.phase = Phase.WAITING
+        request.phase = WAITING
         self.waiting.appendleft(request)
 
     def _preempt(self) -> None:
@@ -266,9 +269,9 @@ class SimEngine:
 
         One whose environment is about to answer goes before one that decodes.
         """
-        candidates = (r for r in self.requests.values() if r.resident and r.phase in (Phase.RUNNING, Phase.AWAY))
-        request = max(candidates, key=lambda r: (r.phase is Phase.AWAY, r.order))
-        away = request.phase is Phase.AWAY
+        candidates = (r for r in self.requests.values() if r.resident and r.phase in (RUNNING, AWAY))
+        request = max(candidates, key=lambda r: (r.phase is AWAY, r.order))
+        away = request.phase is AWAY
         self._stop(request)
         self._let_out(request)
         request.cached = False
@@ -294,7 +297,7 @@ class SimEngine:
             self.kv += request.context
             request.resident = request.cached = True
             self._siblings[request.group_id] += 1
-        request.phase, request.since_step = Phase.RUNNING, self.steps
+        request.phase, request.since_step = RUNNING, self.steps
         self.running += 1
         self._starts += 1
         request.start = self._starts

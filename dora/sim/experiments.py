@@ -53,6 +53,7 @@ class Experiment:
     window: int = 3
     slots: int = 256
     publish_s: float = 0.0
+    period_s: float = 30.0  # between periodic re-balancings, of policies without a period of their own
 
     def placement(self, policy: str) -> Placement:
         return self.systems.get(policy, self.others)
@@ -231,10 +232,10 @@ def _verl_async(gpus: int) -> Experiment:
 
 
 def _fleet() -> Experiment:
-    """1,024 DP groups on long responses: for the simulator's speed."""
+    """1,024 DP groups on long responses: for the simulator's speed. So large a fleet re-balances every few minutes."""
     sync = Placement(4096, 900.0, colocated=True)
     workload = Workload.model_validate(lognormal(16_000, 64 * 1024))
-    return Experiment(6144, Placement(4096, 1800.0), workload, {"sync": sync})
+    return Experiment(6144, Placement(4096, 1800.0), workload, {"sync": sync}, period_s=300.0)
 
 
 def _small() -> Experiment:

@@ -49,7 +49,7 @@ def scenario_for(name: str, policy: str, window: int | None = None) -> Scenario:
             "name": name,
             "policy": policy,
             "window": window_of(policy, experiment.window, window),
-            "period_s": OWN_PERIODS_S.get(policy, Scenario.model_fields["period_s"].default),
+            "period_s": OWN_PERIODS_S.get(policy, experiment.period_s),
             "cluster": {
                 "gpus": experiment.gpus,
                 "rollout_gpus": placement.rollout_gpus,

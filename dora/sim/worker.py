@@ -52,11 +52,14 @@ def resumed(response: Response, request_id: str) -> SimRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """A command's answer: ``finish`` is called ``after_s`` later and makes the event."""
+class Later:
+    """A command that takes time: ``finish`` is called ``after_s`` later and makes the outcome."""
 
     after_s: float
     finish: Callable[[], on.CommandDone]
+
+
+Outcome = on.CommandDone | Later
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +77,7 @@ class SimWorker:
     refusals: dict[type[do.WorkerCommand], list[str]] = field(default_factory=dict)  # faults: error kinds to come
 
     def obey(self, world: Surroundings, command: do.WorkerCommand, request: SimRequest | None) -> Outcome:
-        """Begins the command; its outcome says when and how it ends. ``request`` is what a StartRequest brings."""
+        """Begins the command. Returns its outcome, or when it ends. ``request`` is what a StartRequest brings."""
         refusals = self.refusals.get(type(command))
         bad = refusals.pop() if refusals else ""
         match command:
@@ -98,26 +101,25 @@ class SimWorker:
 
     # -------------------------------------------------------------------------------------------------------- details
 
-    def _done(self, command: do.WorkerCommand, locator: str = "", tokens: int = 0) -> Outcome:
-        event = on.CommandDone(self.worker_id, self.epoch, command.command_id, locator=locator, tokens=tokens)
-        return Outcome(0.0, lambda: event)
+    def _done(self, command: do.WorkerCommand, locator: str = "", tokens: int = 0) -> on.CommandDone:
+        return on.CommandDone(self.worker_id, self.epoch, command.command_id, locator=locator, tokens=tokens)
 
-    def _failed(self, command: do.WorkerCommand, error: str, kind: str, after_s: float = 0.0) -> Outcome:
-        event = on.CommandDone(self.worker_id, self.epoch, command.command_id, False, error, kind)
-        return Outcome(after_s, lambda: event)
+    def _failed(self, command: do.WorkerCommand, error: str, kind: str) -> on.CommandDone:
+        return on.CommandDone(self.worker_id, self.epoch, command.command_id, False, error, kind)
 
     def _load(self, world: Surroundings, command: do.LoadVersion, bad: str) -> Outcome:
         if self.engine.requests:
             raise Violation(f"{self.worker_id} loads {command.version} under {len(self.engine.requests)} requests (C1)")
         self.version = -1
         if bad:
-            return self._failed(command, "the weights did not load", bad, world.load_s())
+            failed = self._failed(command, "the weights did not load", bad)
+            return Later(world.load_s(), lambda: failed)
 
         def loaded() -> on.CommandDone:
             self.version = command.version
             return on.CommandDone(self.worker_id, self.epoch, command.command_id)
 
-        return Outcome(world.load_s(), loaded)
+        return Later(world.load_s(), loaded)
 
     def _start(self, world: Surroundings, command: do.StartRequest, request: SimRequest | None, bad: str) -> Outcome:
         if command.request_id in self.engine.requests:
@@ -159,4 +161,4 @@ class SimWorker:
             self.engine.add(replace(snapshot.request, phase=Phase.WAITING, resident=False, cached=True))
             return done
 
-        return Outcome(world.copy_s(snapshot.source, self.worker_id, snapshot.request.context), copied)
+        return Later(world.copy_s(snapshot.source, self.worker_id, snapshot.request.context), copied)

@@ -27,6 +27,8 @@ from dora.sim.workload import SimPrompt, WorkloadStream
 
 TICK_S = 5.0
 
+Observer = Callable[[float, on.Event, list[do.Command]], None]  # now_s, the event, what the core answered
+
 
 def core_config(scenario: Scenario) -> Config:
     """The configuration of the core in this scenario."""
@@ -56,7 +58,7 @@ class World(WorkerDriver):
         self.cost = scenario.cluster.cost.model()
         self.events = 0
         self.retired = 0
-        self.observers: list[Callable[[float, on.Event, list[do.Command]], None]] = []
+        self.observers: list[Observer] = []
         self.ended: list[SimEngine] = []  # engines of lost workers: what they did still counts
         self.trainer = SimTrainer(self, scenario.trainer)
         self._now: deque[on.Event] = deque()  # events of this very moment
@@ -120,15 +122,15 @@ class World(WorkerDriver):
 
     def _take_over(self, event: on.Progress) -> None:
         """The shell's part: only the owner's tokens enter the books, and only they reach the core."""
-        machine, worker = self.machine, self.workers.get(event.worker_id)
-        for request_id in list(event.tokens):
-            if machine.owns(event.worker_id, event.epoch, request_id):
-                if worker is None or worker.epoch != event.epoch:
-                    raise Violation(f"a report of the lost epoch {event.epoch} of {event.worker_id} is taken over (C2)")
-                self.ledger.take_over(event, request_id)
-            else:
-                del event.tokens[request_id]
-                event.finished.pop(request_id, None)
+        worker = self.workers.get(event.worker_id)
+        owned = self.machine.owned(event.worker_id, event.epoch, event.tokens)
+        if owned and (worker is None or worker.epoch != event.epoch):
+            raise Violation(f"a report of the lost epoch {event.epoch} of {event.worker_id} is taken over (C2)")
+        for request_id in event.tokens.keys() - owned:
+            del event.tokens[request_id]
+            event.finished.pop(request_id, None)
+        for request_id in owned:
+            self.ledger.take_over(event, request_id)
 
     # -------------------------------------------------------------------------------------------------------- workers
 
@@ -251,4 +253,4 @@ class World(WorkerDriver):
             self.lose(worker, "drained")
 
 
-__all__ = ["DoraError", "World", "core_config"]
+__all__ = ["DoraError", "Observer", "World", "core_config"]

@@ -123,7 +123,7 @@ def _unhosted(state: State) -> frozenset[int]:
 
 def _relievable(state: State) -> bool:
     """Whether a worker holds requests that are to leave it, and another one hosts their version and has a place."""
-    displaced = {worker.loaded for worker in state.vacating() if worker.rows}
+    displaced = {worker.loaded for worker in state.hosting.vacating() if worker.rows}
     return any(worker.held < QUEUE_SLOTS * worker.slots for version in displaced for worker in state.hosts_of(version))
 
 
@@ -135,14 +135,9 @@ def _dry(state: State) -> frozenset[int]:
         for version in range(state.retired, window.newest)
         if not state.waiting.get(version) and (not state.backlog or window.admissible(version) < 1)
     }
-    seats = set()
-    for seat in state.idle if workless else ():
-        worker = state.seats[seat]
-        if worker is None or worker.target not in workless:
-            continue
-        if not worker.held and worker.loading < 0 and not worker.draining:
-            seats.add(seat)
-    return frozenset(seats)
+    idle = (seat for version in workless for seat in state.hosting.targeting(version) & state.idle)
+    workers = (state.seats[seat] for seat in idle)
+    return frozenset(w.seat for w in workers if w and not w.held and w.loading < 0 and not w.draining)
 
 
 def _pressed(state: State) -> bool:

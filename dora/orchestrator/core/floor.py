@@ -45,8 +45,7 @@ class Floor:
     def candidates(self, version: int) -> list[Worker]:
         """Those of them that may have room: something has left them since they were found full."""
         state = self._state
-        workers = (state.seats[seat] for seat in sorted(state.roomy))
-        return [worker for worker in workers if worker is not None and worker.hosts == version]
+        return [worker for worker in state.hosts_of(version) if worker.seat in state.roomy]
 
     def full(self, worker: Worker) -> None:
         """The worker has no room: it is no candidate until something leaves it."""

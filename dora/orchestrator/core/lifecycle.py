@@ -22,24 +22,21 @@ def progress(state: State, event: on.Progress) -> None:
         return
     worker.kv_used, worker.waiting, worker.kv_given = event.kv_used_tokens, event.waiting, 0
     state.roomy.add(worker.seat)
-    requests = state.requests
-    for request_id, tokens in event.tokens.items():
-        row = state.reports(worker, request_id)
-        if row is None:
-            continue
-        if requests["version"][row] != event.version:  # C1: never take such a token over
+    version, response_tokens, prompt_tokens, claimed = state.requests.columns(
+        "version", "tokens", "prompt_tokens", "claim"
+    )
+    for request_id, row in state.reported(worker, event.tokens):
+        if version[row] != event.version:  # C1: never take such a token over
             state.counters.c1_violations += 1
             fleet.evict(state, worker, f"it sampled {request_id} under version {event.version}")
             return
-        requests["tokens"][row] = tokens
-        claim = int(requests["prompt_tokens"][row]) + tokens
-        if claim > requests["claim"][row]:
-            worker.kv_claimed += claim - int(requests["claim"][row])
-            requests["claim"][row] = claim
-    for request_id in event.finished:
-        row = state.reports(worker, request_id)
-        if row is not None:
-            _finish(state, row)
+        response_tokens[row] = tokens = event.tokens[request_id]
+        claim = int(prompt_tokens[row]) + tokens
+        if claim > claimed[row]:
+            worker.kv_claimed += claim - int(claimed[row])
+            claimed[row] = claim
+    for _, row in state.reported(worker, event.finished):
+        _finish(state, row)
 
 
 def _finish(state: State, row: int) -> None:
@@ -155,6 +152,9 @@ def retire(state: State) -> None:
         if any(worker.loading == state.retired for worker in state.workers.values()):
             return
         state.out.append(do.RetireVersion(state.retired))
+        for queues in (state.waiting, state.finished):
+            if not queues.get(state.retired, True):  # empty, as it should be: nothing is to grow with the versions
+                del queues[state.retired]
         state.retired += 1
 
 

@@ -1,6 +1,6 @@
 """The one entrance to the core: an event in, commands out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -49,8 +49,12 @@ class Machine:
 
     def owns(self, worker_id: str, epoch: int, request_id: str) -> bool:
         """Whether a report of this worker on this request counts (the shell drops tokens of any other)."""
+        return bool(self.owned(worker_id, epoch, (request_id,)))
+
+    def owned(self, worker_id: str, epoch: int, request_ids: Iterable[str]) -> list[str]:
+        """Those of a whole report, in its order."""
         worker = self._state.worker_at(worker_id, epoch)
-        return worker is not None and self._state.reports(worker, request_id) is not None
+        return [] if worker is None else [request_id for request_id, _ in self._state.reported(worker, request_ids)]
 
     def check_commit(self, trainer_epoch: int, step: int) -> None:
         """Raises Conflict where StepCommitted would be refused; asked before the weights are stored."""

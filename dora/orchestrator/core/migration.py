@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dora.orchestrator.core.snapshot import Move, Snapshot
+from dora.orchestrator.core.table import Column
 
 QUEUE_SLOTS = 2  # a target holds at most this many times its slots
 MISSES_MAX = 16  # requests of one version that find no room before the rest is left where it is
@@ -24,27 +25,35 @@ def plan_moves(snapshot: Snapshot, targets: Mapping[int, int], level_gap: int, m
     return (*moves, *board.level(level_gap, moves_max - len(moves)))
 
 
+def staying(snapshot: Snapshot, targets: Mapping[int, int]) -> Column:
+    """By seat (bool): has its version in memory and is to keep it, so that requests may move to it."""
+    workers = snapshot.workers
+    target = workers.target.copy()
+    target[list(targets)] = list(targets.values())
+    stays: Column = workers.alive & ~workers.draining & (workers.loaded == target) & (workers.loaded >= 0)
+    return stays
+
+
 class _Board:
     """Loads as they would be once the moves planned so far are done."""
 
     def __init__(self, snapshot: Snapshot, targets: Mapping[int, int]) -> None:
         workers = snapshot.workers
-        self.requests = snapshot.requests
+        requests = self.requests = snapshot.requests
+        far_from_end = requests.movable & (requests.worker >= 0) & (requests.remaining_tokens > SHORTEST_MOVE_TOKENS)
+        self._far_from_end = np.flatnonzero(far_from_end)
+        self._seat_of = requests.worker[self._far_from_end]
         self.held = workers.held.copy()
         self.claimed = workers.kv_claimed.copy()
         self.slots = workers.slots
         self.capacity = workers.kv_tokens
-        target = workers.target.copy()
-        for seat, version in targets.items():
-            target[seat] = version
-        self.stays = workers.alive & ~workers.draining & (workers.loaded == target) & (workers.loaded >= 0)
+        self.stays = staying(snapshot, targets)
         self.version = workers.loaded
-        self.moved: set[int] = set()
+        self._longest: dict[int, list[int]] = {}  # seat -> rows that may move off it, the longest last
 
     def displaced(self, moves_max: int) -> list[Move]:
         requests = self.requests
-        leaves = requests.movable & ~self.stays[requests.worker] & (requests.worker >= 0)
-        rows = np.flatnonzero(leaves & (requests.remaining_tokens > SHORTEST_MOVE_TOKENS))
+        rows = self._far_from_end[~self.stays[self._seat_of]]
         rows = rows[np.argsort(-requests.remaining_tokens[rows], kind="stable")]  # the longest gain most
         moves: list[Move] = []
         misses: Counter[int] = Counter()
@@ -81,11 +90,13 @@ class _Board:
         return int(np.where(fits, self.slots - self.held, np.iinfo(np.int64).min).argmax())
 
     def _longest_on(self, seat: int) -> int | None:
-        requests = self.requests
-        rows = np.flatnonzero(requests.movable & (requests.worker == seat))
-        rows = rows[requests.remaining_tokens[rows] > SHORTEST_MOVE_TOKENS]
-        rows = rows[~np.isin(rows, list(self.moved))]
-        return int(rows[np.argmax(requests.remaining_tokens[rows])]) if len(rows) else None
+        """The longest request of a DP group that stays, each asked for once; ties: the first row."""
+        rows = self._longest.get(seat)
+        if rows is None:
+            on_seat = self._far_from_end[self._seat_of == seat]
+            order = np.argsort(-self.requests.remaining_tokens[on_seat], kind="stable")
+            rows = self._longest[seat] = on_seat[order[::-1]].tolist()
+        return rows.pop() if rows else None
 
     def _claim(self, row: int) -> int:
         requests = self.requests
@@ -98,5 +109,4 @@ class _Board:
         self.held[seat] += 1
         self.claimed[source] -= claim
         self.claimed[seat] += claim
-        self.moved.add(row)
         return Move(row, seat)

@@ -1,7 +1,7 @@
 """Everything the core knows, in one place. The modules beside this one are functions over it."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -11,6 +11,7 @@ from dora.config import Config
 from dora.orchestrator.core.commands import Command, WorkerCommand
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.handoff import Handoff
+from dora.orchestrator.core.hosting import Hosting
 from dora.orchestrator.core.line import Backlog, Line
 from dora.orchestrator.core.prediction import PREDICTORS, PromptTraits
 from dora.orchestrator.core.rhythm import Rhythm
@@ -170,8 +171,7 @@ class State:
         self.touched: set[int] = set()  # seats where something changed since the last settling
         self.roomy: set[int] = set()  # seats that may have room: something has left them since they were found full
         self.idle: set[int] = set()  # seats of workers that hold nothing
-        self._hosting: dict[int, list[Worker]] | None = None  # version -> who hosts it; None: to be made again
-        self._vacating: list[Worker] = []
+        self.hosting = Hosting()
         self.unhosted: frozenset[int] = frozenset()  # versions found without a host at the last look
         self.dry: tuple[frozenset[int], int, int] | None = None  # seats found without work then, and step and newest
         self.settling = False  # a version, worker or request changed hands: look for work to move
@@ -186,13 +186,14 @@ class State:
         seat = int(self.requests["worker"][row]) - 1
         return self.seats[seat] if seat >= 0 else None
 
-    def reports(self, worker: Worker, request_id: str) -> int | None:
-        """The row of a request whose tokens this worker's reports bring; None where they are not to be taken over.
+    def reported(self, worker: Worker, request_ids: Iterable[str]) -> list[tuple[str, int]]:
+        """Of the requests in a worker's report those whose tokens are to be taken over, each with its row.
 
         Not before StartRequest was obeyed: until then they are of an earlier stay of the request on this worker.
         """
-        row = self.request_row.get(request_id)
-        return row if row in worker.rows and not self.requests["starting"][row] else None
+        row_of, rows, starting = self.request_row, worker.rows, self.requests["starting"]
+        found = ((request_id, row_of.get(request_id)) for request_id in request_ids)
+        return [(request_id, row) for request_id, row in found if row in rows and not starting[row]]
 
     def worker_at(self, worker_id: str, epoch: int) -> Worker | None:
         """The living worker of this id and epoch; None if either is over."""
@@ -201,27 +202,15 @@ class State:
 
     def hosts_of(self, version: int) -> Sequence[Worker]:
         """The workers that take requests of this version, by seat."""
-        if self._hosting is None:
-            self._hosting, self._vacating = {}, []
-            for worker in self.seats:
-                if worker is not None and worker.hosts >= 0:
-                    self._hosting.setdefault(worker.hosts, []).append(worker)
-                elif worker is not None and worker.vacating:
-                    self._vacating.append(worker)
-        return self._hosting.get(version, ())
-
-    def vacating(self) -> Sequence[Worker]:
-        """The workers that have a version in memory and are to leave it."""
-        self.hosts_of(-1)
-        return self._vacating
+        return self.hosting.hosts(version)
 
     # --------------------------------------------------------------------------------------------------- small writes
 
-    def rehosted(self, *workers: Worker) -> None:
-        """What these workers host, or are to host, has changed."""
-        self._hosting = None
+    def rehosted(self, worker: Worker) -> None:
+        """What this worker hosts, or is to host, has changed."""
+        self.hosting.moved(worker.seat, self.seats[worker.seat])
         self.settling = True
-        self.touched.update(worker.seat for worker in workers)
+        self.touched.add(worker.seat)
 
     def command_id(self) -> int:
         self.commands_sent += 1

@@ -24,6 +24,10 @@ class Table:
     def __getitem__(self, name: str) -> Column:
         return self._columns[name]
 
+    def columns(self, *names: str) -> tuple[Column, ...]:
+        """Several columns, for a loop over rows."""
+        return tuple(self._columns[name] for name in names)
+
     def __len__(self) -> int:
         """Rows in use."""
         return self._rows - len(self._free)

@@ -1,5 +1,7 @@
 """Makes the frozen view that planners read. Copies of the worker columns (few), views of the request columns (many)."""
 
+from operator import attrgetter
+
 import numpy as np
 
 from dora.orchestrator.core.prediction import remaining_tokens
@@ -59,24 +61,22 @@ def _remaining(state: State) -> Column:
 
 def _worker_columns(state: State) -> WorkerColumns:
     seats = [worker or NOBODY for worker in state.seats]
-    wide = np.array(
-        [
-            (w.loaded, w.target, w.slots, w.held, w.kv_tokens, w.kv_claimed, w.kv_expected, w.kv_used, w.waiting)
-            for w in seats
-        ],
-        dtype=np.int64,
-    ).reshape(len(seats), 9)
-    loaded, target, slots, held, kv_tokens, kv_claimed, kv_expected, kv_used, waiting = wide.T
+
+    def column(name: str) -> Column:
+        return np.fromiter(map(attrgetter(name), seats), dtype=np.int64, count=len(seats))
+
+    owned = np.fromiter((len(worker.rows) for worker in seats), dtype=np.int64, count=len(seats))
+    kv_used = column("kv_used")
     return WorkerColumns(
         alive=np.array([worker is not None and not worker.stopping for worker in state.seats], dtype=bool),
-        loaded=loaded,
-        target=target,
-        draining=np.array([worker.draining for worker in seats], dtype=bool),
-        slots=slots,
-        held=held,
-        kv_tokens=kv_tokens,
-        kv_claimed=kv_claimed,
-        kv_expected=kv_expected,
+        loaded=column("loaded"),
+        target=column("target"),
+        draining=column("draining").astype(bool),
+        slots=column("slots"),
+        held=owned + column("inbound"),
+        kv_tokens=column("kv_tokens"),
+        kv_claimed=column("kv_claimed"),
+        kv_expected=kv_used + column("kv_given") + column("kv_inbound"),
         kv_used=kv_used,
-        waiting=waiting,
+        waiting=column("waiting"),
     )

@@ -5,6 +5,7 @@ import numpy as np
 from dora.orchestrator.core.migration import plan_moves
 from dora.orchestrator.core.partition import Seat, assign, proportional, settled
 from dora.orchestrator.core.policies.base import BasePolicy
+from dora.orchestrator.core.policies.hosts import living_targets
 from dora.orchestrator.core.snapshot import Move, Plan, Snapshot, Trigger
 
 
@@ -22,19 +23,16 @@ class DoraPolicy(BasePolicy):
         counts = dict(zip(present.tolist(), times.tolist(), strict=True))
         keep = trigger in (Trigger.TIME, Trigger.PRESSURE) and settled(counts, work, wanted, self.config.hysteresis)
         if keep:
-            targets = {int(seat): int(workers.target[seat]) for seat in seats}
+            targets = dict(zip(seats.tolist(), workers.target[seats].tolist(), strict=True))
         else:
-            rows = [
-                Seat(int(seat), int(workers.loaded[seat]), int(workers.target[seat]), int(workers.kv_used[seat]))
-                for seat in seats
-            ]
+            columns = (seats, workers.loaded[seats], workers.target[seats], workers.kv_used[seats])
+            rows = [Seat(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
             targets = assign(rows, wanted)
         moves = plan_moves(snapshot, targets, self.config.level_gap, self.config.moves_at_once)
         return Plan(targets, moves)
 
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
-        targets = {int(seat): int(snapshot.workers.target[seat]) for seat in np.flatnonzero(snapshot.workers.alive)}
-        return plan_moves(snapshot, targets, self.config.level_gap, self.config.moves_at_once)
+        return plan_moves(snapshot, living_targets(snapshot), self.config.level_gap, self.config.moves_at_once)
 
 
 def remaining_work(snapshot: Snapshot) -> dict[int, float]:

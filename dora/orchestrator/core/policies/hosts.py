@@ -2,13 +2,16 @@
 
 import numpy as np
 
+from dora.orchestrator.core.migration import staying
 from dora.orchestrator.core.snapshot import Snapshot
-from dora.orchestrator.core.table import Column
+
+__all__ = ["cover", "living_targets", "plannable", "present_targets", "staying", "waiting_versions"]
 
 
 def plannable(snapshot: Snapshot) -> list[int]:
     """Seats that a plan gives a version: living ones that are not to leave."""
-    return [int(seat) for seat in np.flatnonzero(snapshot.workers.alive & ~snapshot.workers.draining)]
+    seats: list[int] = np.flatnonzero(snapshot.workers.alive & ~snapshot.workers.draining).tolist()
+    return seats
 
 
 def waiting_versions(snapshot: Snapshot) -> list[int]:
@@ -35,17 +38,13 @@ def cover(snapshot: Snapshot, targets: dict[int, int]) -> None:
             targets[seat] = version
 
 
-def staying(snapshot: Snapshot, targets: dict[int, int]) -> Column:
-    """By seat (bool): has its version in memory and is to keep it, so that requests may move to it."""
-    workers = snapshot.workers
-    target = workers.target.copy()
-    for seat, version in targets.items():
-        target[seat] = version
-    stays: Column = workers.alive & ~workers.draining & (workers.loaded == target) & (workers.loaded >= 0)
-    return stays
-
-
 def present_targets(snapshot: Snapshot) -> dict[int, int]:
     """What each plannable seat is to host already; the newest version where that is none."""
-    target = snapshot.workers.target
-    return {seat: int(target[seat]) if target[seat] >= 0 else snapshot.newest for seat in plannable(snapshot)}
+    target = snapshot.workers.target.tolist()
+    return {seat: target[seat] if target[seat] >= 0 else snapshot.newest for seat in plannable(snapshot)}
+
+
+def living_targets(snapshot: Snapshot) -> dict[int, int]:
+    """The version that each living seat is to host now."""
+    seats = np.flatnonzero(snapshot.workers.alive)
+    return dict(zip(seats.tolist(), snapshot.workers.target[seats].tolist(), strict=True))

@@ -1,0 +1,88 @@
+"""Who hosts which version, kept up to date worker by worker: no event has to look at the whole fleet."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dora.orchestrator.core.state import Worker
+
+_BY_SEAT = attrgetter("seat")
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """Where a worker stands in the index."""
+
+    hosts: int
+    target: int
+    vacating: bool
+
+
+@dataclass(slots=True)
+class Hosting:
+    """Workers by the version they host or are to host. ``moved`` says whose reading is out of date."""
+
+    _listed: dict[int, _Listed] = field(default_factory=dict)  # by seat
+    _hosts: dict[int, list["Worker"]] = field(default_factory=dict)  # version -> workers, by seat
+    _vacating: list["Worker"] = field(default_factory=list)  # by seat
+    _targeting: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
+    _moved: dict[int, "Worker | None"] = field(default_factory=dict)  # seat -> who sits there now
+
+    def moved(self, seat: int, worker: "Worker | None") -> None:
+        """What ``worker`` hosts, or is to host, changes in this event; None: the seat is empty now."""
+        self._moved[seat] = worker
+
+    def hosts(self, version: int) -> Sequence["Worker"]:
+        """Workers that take requests of this version, by seat."""
+        self._refresh()
+        return self._hosts.get(version, ())
+
+    def vacating(self) -> Sequence["Worker"]:
+        """Workers that have a version in memory and are to leave it, by seat."""
+        self._refresh()
+        return self._vacating
+
+    def targeting(self, version: int) -> set[int]:
+        """Seats of the workers that are to host this version."""
+        self._refresh()
+        return self._targeting.get(version, set())
+
+    def _refresh(self) -> None:
+        for seat, worker in self._moved.items():
+            self._unlist(seat)
+            if worker is not None:
+                self._list(seat, worker)
+        self._moved.clear()
+
+    def _list(self, seat: int, worker: "Worker") -> None:
+        entry = self._listed[seat] = _Listed(worker.hosts, worker.target, worker.vacating)
+        if entry.hosts >= 0:
+            _insert(self._hosts.setdefault(entry.hosts, []), worker)
+        if entry.vacating:
+            _insert(self._vacating, worker)
+        self._targeting.setdefault(entry.target, set()).add(seat)
+
+    def _unlist(self, seat: int) -> None:
+        entry = self._listed.pop(seat, None)
+        if entry is None:
+            return
+        if entry.hosts >= 0:
+            _delete(self._hosts[entry.hosts], seat)
+            if not self._hosts[entry.hosts]:
+                del self._hosts[entry.hosts]
+        if entry.vacating:
+            _delete(self._vacating, seat)
+        self._targeting[entry.target].discard(seat)
+        if not self._targeting[entry.target]:
+            del self._targeting[entry.target]
+
+
+def _insert(workers: list["Worker"], worker: "Worker") -> None:
+    workers.insert(bisect_left(workers, worker.seat, key=_BY_SEAT), worker)
+
+
+def _delete(workers: list["Worker"], seat: int) -> None:
+    del workers[bisect_left(workers, seat, key=_BY_SEAT)]
