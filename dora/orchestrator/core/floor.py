@@ -3,7 +3,7 @@
 The promises do not depend on the policy: ``place`` and ``admit`` refuse what would break them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from dora.errors import IllegalTransition
 from dora.orchestrator.core import admission, placement
@@ -22,6 +22,7 @@ class Floor:
         self.now_s = state.now_s
         self.window = state.window
         self.newest = state.window.newest
+        self.members = len(state.workers)
         self.rhythm = state.rhythm
         self.requests = state.requests
         self.cost: CostModel | None = state.cost
@@ -38,7 +39,7 @@ class Floor:
         """Admitted requests of this version that no worker holds."""
         return self._state.waiting.get(version, NO_LINE)
 
-    def hosts(self, version: int) -> Iterable[Worker]:
+    def hosts(self, version: int) -> Sequence[Worker]:
         """All workers that take requests of this version."""
         return self._state.hosts_of(version)
 
@@ -56,16 +57,19 @@ class Floor:
         requests = self._state.requests
         return int(requests["prompt_tokens"][row] + requests["tokens"][row]) + 1
 
+    def lacking(self) -> float:
+        """Share of a step's groups that have not finished yet, of those that this step still takes."""
+        state = self._state
+        finished = sum(len(groups) for groups in state.finished.values())
+        return max(0, self.window.left - finished) / max(1, self.window.groups_per_step)
+
+    def groups(self) -> int:
+        """DP groups that are to stay."""
+        return sum(not worker.draining for worker in self._state.workers.values())
+
     def kv_tokens(self) -> int:
-        """KV of all workers."""
-        return sum(worker.kv_tokens for worker in self._state.workers.values())
-
-    def deadline_s(self, version: int, haste: float = 1.0) -> float:
-        """When the last step that may train on this version is expected to be published; ``inf``: not known yet.
-
-        ``haste``: see Rhythm.deadline_s.
-        """
-        return self.rhythm.deadline_s(self.window.deadline(version) - self.newest, self.now_s, haste)
+        """KV of the DP groups that are to stay."""
+        return sum(worker.kv_tokens for worker in self._state.workers.values() if not worker.draining)
 
     def place(self, row: int, worker: Worker) -> None:
         """Starts (or resumes) a waiting request on a worker that hosts its version."""

@@ -45,7 +45,6 @@ def _finish(state: State, row: int) -> None:
     requests = state.requests
     group, tokens = int(requests["group"][row]), int(requests["tokens"][row])
     requests["status"][row] = RequestStatus.FINISHED
-    state.rhythm.finished(tokens)
     state.rhythm.generated(tokens - int(requests["placed_tokens"][row]), state.now_s - float(requests["placed_s"][row]))
     state.predictor.observe(state.traits[group], tokens)
     state.groups["unfinished"][group] -= 1

@@ -6,12 +6,14 @@ from math import ceil
 import numpy as np
 
 from dora.orchestrator.core.policies.hosts import cover, plannable, present_targets, staying
+from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.snapshot import Move, Snapshot
 from dora.orchestrator.core.table import Column
 
 HORIZON_TOKENS = 1_500.0  # a version needs room for what its requests will have grown to by then
+LEVEL_TOKENS = 600.0  # DP groups are levelled by the KV they will hold after so many tokens, where that is more
 PRESSED = 0.90  # share of a DP group's KV above which it is relieved, as far as another one is this much emptier:
-LEVEL_GAP = 0.25
+LEVEL_GAP = 0.06
 
 
 class Demand:
@@ -23,12 +25,20 @@ class Demand:
         self._context = (requests.prompt_tokens + requests.tokens).astype(np.float64)
         self._seats = plannable(snapshot)
 
-    def targets(self) -> dict[int, int]:
-        """Seat -> version. Every version with unfinished requests keeps or gets at least one DP group."""
+    def targets(self, lifespan: Lifespan | None) -> dict[int, int]:
+        """Seat -> version. Every version with unfinished requests keeps or gets at least one DP group.
+
+        An older version keeps what ``lifespan`` says, or what its KV needs where that is more; without a lifespan all
+        that it has, until its last step.
+        """
         snapshot, workers = self._snapshot, self._snapshot.workers
         newest = snapshot.newest
         target = present_targets(snapshot)
         need = self._needs({*target.values(), newest})
+        if lifespan is not None:
+            for version in need:
+                if version < newest and need[version]:
+                    need[version] = max(need[version], int(lifespan.hosts(version, snapshot.now_s)))
         have: dict[int, list[int]] = {version: [] for version in need}
         for seat, version in target.items():
             have[version].append(seat)
@@ -40,7 +50,7 @@ class Demand:
             target[seat] = to
 
         for version in sorted(need):
-            if version < newest and self._ends(version):
+            if version < newest and (lifespan is not None or self._ends(version)):
                 while len(have[version]) > need[version]:
                     give(version, newest)
         for version in sorted(need):  # the earliest deadline first
@@ -91,15 +101,23 @@ class Demand:
 
 
 class _Board:
-    """KV and requests of each DP group as they would be once the moves so far are done."""
+    """KV and requests of each DP group as they would be once the moves so far are done: now, and some tokens later."""
 
     def __init__(self, snapshot: Snapshot, targets: Mapping[int, int], context: Column) -> None:
         workers = self._workers = snapshot.workers
-        self._requests, self._context = snapshot.requests, context
+        requests = self._requests = snapshot.requests
         self.stays = staying(snapshot, dict(targets))
-        self._kv = workers.kv_expected.astype(np.float64)
+        self._shares = np.stack([context, (context + LEVEL_TOKENS) * (requests.remaining_tokens > LEVEL_TOKENS)])
+        rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
+        ahead = np.bincount(requests.worker[rows], weights=self._shares[1][rows], minlength=len(workers.held))
+        self._kv = np.stack([workers.kv_expected.astype(np.float64), ahead])
+        self._context = context
         self._held = workers.held.copy()
         self.moves: list[Move] = []
+
+    def _level(self, seats: Column) -> Column:
+        level: Column = self._kv[:, seats].max(axis=0) / self._workers.kv_tokens[seats]
+        return level
 
     def move(self, row: int, fill: float) -> bool:
         """To the DP group of its version with the most free KV, as far as that is filled to ``fill`` at most."""
@@ -109,26 +127,28 @@ class _Board:
         seats = np.flatnonzero(fit)
         if not len(seats):
             return False
-        target = int(seats[np.argmax(workers.kv_tokens[seats] - self._kv[seats])])
-        if self._held[target] and self._kv[target] + self._context[row] > fill * workers.kv_tokens[target]:
+        target = int(seats[np.argmin(self._level(seats))])
+        share = self._shares[:, row]
+        if self._held[target] and (self._kv[:, target] + share).max() > fill * workers.kv_tokens[target]:
             return False
         self.moves.append(Move(row, target))
-        self._kv[target] += self._context[row]
-        self._kv[source] -= self._context[row]
+        self._kv[:, target] += share
+        self._kv[:, source] -= share
         self._held[target] += 1
         self._held[source] -= 1
         return True
 
     def relieve(self, seat: int) -> None:
-        """Moves the largest requests off a pressed DP group while another one is much emptier."""
+        """Moves the largest requests off a pressed DP group while another one is emptier."""
         workers = self._workers
         peers = np.flatnonzero(self.stays & (workers.loaded == workers.loaded[seat]))
+        seats = np.array([seat])
         largest: list[int] | None = None
-        while len(peers) > 1 and self._kv[seat] > PRESSED * workers.kv_tokens[seat]:
-            if self._kv[seat] - self._kv[peers].min() < LEVEL_GAP * workers.kv_tokens[seat]:
+        while len(peers) > 1 and (level := float(self._level(seats)[0])) > PRESSED:
+            if level - float(self._level(peers).min()) < LEVEL_GAP:
                 return
             if largest is None:
                 rows = np.flatnonzero(self._requests.movable & (self._requests.worker == seat))
                 largest = rows[np.argsort(self._context[rows], kind="stable")].tolist()
-            if not largest or not self.move(largest.pop(), PRESSED):
+            if not largest or not self.move(largest.pop(), level):
                 return

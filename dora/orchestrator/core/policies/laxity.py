@@ -1,17 +1,18 @@
-"""DORA's own strategy: lazy, laxity-filtered admission, KV kept full, DP groups partitioned by the KV they need.
+"""DORA's own strategy: lazy admission, KV reserved along each version's life, DP groups handed on by a schedule.
 
 What a strict window costs is mostly KV that lies idle: KV binds on long responses, a version's KV starts at nothing,
-grows as its long responses grow, and must be gone by its deadline. So (docs/policies.md has the reasoning and numbers):
+grows as its long responses grow, and must be gone by its deadline. So (docs/simulator.md has the reasoning):
 
-- a group is admitted only when a DP group has room, at that DP group's version, and only if its longest response can
-  end before its deadline at the present pace; what cannot waits for the next publish and then goes first;
-- a DP group is filled to the brim by a forecast of its KV, and no more long responses are admitted than the fleet can
-  hold later on; where slots run out before KV, longer prompts are taken first;
-- a DP group that holds a response with little laxity is filled only as far as that response keeps its pace;
-- DP groups go to versions by the KV their requests need soon: a version that grows gets more, one that ends gives up.
+- DP groups go from version to version one at a time, on a schedule over a version's life (lifespan.py);
+- a group is admitted only when a DP group has room, and only if its KV fits, from now to the end of its longest
+  response, into what its version is to have by then (reservations.py): so it ends before its deadline, and nothing is
+  preempted when the version gives DP groups up. What could soon begin no more goes first;
+- a DP group is filled to the brim by a forecast of its KV, and levelled against the others of its version; where slots
+  run out before KV does, longer prompts are taken;
+- what can end in time under no schedule begins first after a publish.
 """
 
-from math import inf
+from itertools import islice
 
 import numpy as np
 
@@ -20,22 +21,20 @@ from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Entry
 from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.policies.demand import Demand
-from dora.orchestrator.core.policies.forecast import ENGINE_GRID, FleetForecast, rows_forecast
+from dora.orchestrator.core.policies.forecast import ENGINE_GRID, rows_forecast
+from dora.orchestrator.core.policies.reservations import Reservations
 from dora.orchestrator.core.snapshot import Move, Plan, Snapshot, Trigger
 from dora.orchestrator.core.state import Worker
 from dora.orchestrator.core.table import Column
 
-FILL = 0.97  # share of a DP group's KV that the forecast may reach
-BLOCKED_SHARE = 0.05  # of a step in which a full window is nothing to worry about
-HASTE = 0.9  # deadlines are reckoned with steps this much shorter than of late, so that stragglers do not set the pace
-MARGIN_STEP = 0.06  # a response should end this share of a step before its deadline
-SAFETY = 1.08  # a response takes this much longer than the present pace says
-EARLY_STEP = 0.25  # for this share of a step after a publish, what could not start later goes first
-NEAR_STEP = 0.25  # afterwards: what could not start within this share of a step goes first
+FILL = 0.97  # share of a DP group's KV that the forecasts may reach
+EARLY_STEP = 0.3  # for this share of a step after a publish, what cannot end in time goes first
+NEAR_STEP = 0.25  # then: what could not begin after this share of a step
 DENSE = 0.10  # slots in use exceed KV in use by this share: longer prompts are taken
-PACE_LEAST = 0.6  # a DP group is not kept faster than this share of the mean pace, whatever is late
-TRIES = 8  # prompts looked at for one that the fleet can afford
-SHORT_TOKENS = 2_500.0  # what fits nearly always
+YOUNG = 0.3  # share of slots that a DP group with idle KV fills by itself; the rest is for requests moved to it
+TRIES = 8  # prompts looked at for one whose KV fits
+REACH = 48  # prompts that one may be picked from by its length: more, and steps would differ too much in what they hold
+STEP_DOWN = 0.8  # where a prompt does not fit, the next one tried is shorter by this
 
 
 class LaxityPolicy(BasePolicy):
@@ -43,25 +42,25 @@ class LaxityPolicy(BasePolicy):
 
     def __init__(self, config: BalanceConfig) -> None:
         super().__init__(config)
-        self._fleet = FleetForecast()
+        self._reservations = Reservations(FILL)
         self._forecasts: dict[int, Column] = {}  # seat -> KV on ENGINE_GRID, within one dispatch
-        self._paces: dict[int, float] = {}  # seat -> slowest step that its most urgent response allows
-        self._looks = self._blocked = 0  # of this step: plans, and those that found the window full
-        self._tight = False  # the last step found the window full too often
 
     # --------------------------------------------------------------------------------------------------------- dispatch
 
     def dispatch(self, floor: Floor) -> None:
         self._forecasts.clear()
-        self._paces.clear()
+        self._reservations.refresh(floor)
         super().dispatch(floor)
 
     def room(self, floor: Floor, worker: Worker) -> float:
         free_slots = worker.slots - worker.held
-        if free_slots <= 0:
+        if free_slots <= 0 or worker.waiting:  # what waits inside the engine goes first
             return 0.0
-        peak = float(self._forecast(floor, worker).max())
-        return min(free_slots / worker.slots, FILL - peak / worker.kv_tokens)
+        peak = float(self._forecast(floor, worker).max()) / worker.kv_tokens
+        # a DP group new to its version would fill its slots with young requests, and could take none of the old ones
+        if worker.held >= worker.slots * (YOUNG + peak) and len(floor.hosts(worker.hosts)) > 1:
+            return 0.0
+        return min(free_slots / worker.slots, FILL - peak)
 
     def fits(self, floor: Floor, row: int, worker: Worker) -> bool:
         if not worker.held:
@@ -69,59 +68,73 @@ class LaxityPolicy(BasePolicy):
         context = floor.context_tokens(row)
         left = max(1.0, float(floor.requests["expected"][row]) - float(floor.requests["tokens"][row]))
         forecast = self._forecast(floor, worker) + (context + ENGINE_GRID) * (left > ENGINE_GRID)
-        if float(forecast.max()) > FILL * worker.kv_tokens or not self._keeps_pace(floor, worker, float(forecast[0])):
+        if float(forecast.max()) > FILL * worker.kv_tokens:
             return False
         self._forecasts[worker.seat] = forecast
         return True
 
     def choose(self, floor: Floor, version: int) -> Entry | None:
-        backlog, rhythm = floor.backlog, floor.rhythm
-        limit = self._limit_tokens(floor, version)
-        if limit == inf:
-            return backlog.first()
-        if version == floor.newest:
-            first = backlog.first()
-            if first is not None and first.newest < version - 1:
-                return first  # it was deferred before: once is enough
-            early = floor.now_s - rhythm.published_s < EARLY_STEP * rhythm.step_s
-            urgent = backlog.longest() if early else backlog.longest_within(limit)
-            ahead = (1.0 if early else NEAR_STEP) * rhythm.step_s / rhythm.pace_s
-            if urgent is not None and urgent.longest_tokens > limit - ahead and self._fleet.take(floor, urgent):
-                return urgent
-        return self._by_density(floor, version, limit) or self._first_affordable(floor, limit)
+        lifespan = self._reservations.lifespan
+        if lifespan is None:
+            return floor.backlog.first()
+        if not lifespan.due(version) and not self._sparse(floor, version):
+            entry = self._urgent(floor, version) or self._first(floor, version)
+            if entry is not None:
+                return entry
+        entry = self._longest(floor, version)
+        if entry is None and version == floor.newest and not any(worker.held for worker in floor.hosts(version)):
+            return floor.backlog.first()  # whatever the forecasts say: there is nothing to wait for
+        return entry
 
-    def _by_density(self, floor: Floor, version: int, limit: float) -> Entry | None:
-        """The longest that may start, where this version's slots would run out before its KV."""
-        if self._tight:
-            return None
-        slots = held = kv_tokens = kv = 0
-        for worker in floor.hosts(version):
-            slots, held = slots + worker.slots, held + worker.held
-            kv_tokens, kv = kv_tokens + worker.kv_tokens, kv + worker.kv_expected
-        if not slots or held / slots <= kv / kv_tokens + DENSE:
-            return None
-        entry = floor.backlog.longest_within(limit)
-        return entry if entry is not None and self._fleet.take(floor, entry) else None
+    def _urgent(self, floor: Floor, version: int) -> Entry | None:
+        """A prompt that could not begin much later. First of all the longest, where it will be late in any case."""
+        reservations, backlog, rhythm = self._reservations, floor.backlog, floor.rhythm
+        limit = reservations.limit_tokens(floor, version)
+        if version == floor.newest and floor.now_s - rhythm.published_s < EARLY_STEP * rhythm.step_s:
+            longest = backlog.longest()
+            if longest is not None and longest.longest_tokens > limit and reservations.reserve(version, longest, True):
+                return longest
+        soon = NEAR_STEP * rhythm.step_s / reservations.token_s
+        entry = backlog.longest_within(limit)
+        if entry is not None and entry.longest_tokens > limit - soon and reservations.reserve(version, entry):
+            return entry
+        return None
 
-    def _first_affordable(self, floor: Floor, limit: float) -> Entry | None:
-        tries = 0
+    def _first(self, floor: Floor, version: int) -> Entry | None:
+        """The one that waits longest of those that fit."""
+        limit, tries = self._reservations.limit_tokens(floor, version), 0
         for entry in floor.backlog:
             if entry.longest_tokens <= limit:
-                if self._fleet.take(floor, entry):
+                if self._reservations.reserve(version, entry):
                     return entry
                 tries += 1
                 if tries == TRIES:
                     break
-        short = floor.backlog.longest_within(min(limit, SHORT_TOKENS)) if tries else None
-        return short if short is not None and self._fleet.take(floor, short) else None
+        return None
 
-    def _limit_tokens(self, floor: Floor, version: int) -> float:
-        """The longest response that can begin now and end before this version's deadline; ``inf``: not known yet."""
-        rhythm = floor.rhythm
-        deadline_s = floor.deadline_s(version, HASTE)
-        if deadline_s == inf or not rhythm.pace_s:
-            return inf
-        return (deadline_s - MARGIN_STEP * rhythm.step_s - floor.now_s) / (SAFETY * rhythm.pace_s)
+    def _longest(self, floor: Floor, version: int) -> Entry | None:
+        """The longest that fits of the first REACH prompts; of all, where none of these does."""
+        limit = self._reservations.limit_tokens(floor, version)
+        near = [entry for entry in islice(floor.backlog, REACH) if entry.longest_tokens <= limit]
+        for entry in sorted(near, key=lambda entry: -entry.longest_tokens):
+            if entry.longest_tokens <= limit:
+                if self._reservations.reserve(version, entry):
+                    return entry
+                limit = entry.longest_tokens * STEP_DOWN
+        for _ in range(TRIES // 2):
+            far = floor.backlog.longest_within(limit)
+            if far is None or self._reservations.reserve(version, far):
+                return far
+            limit = far.longest_tokens * STEP_DOWN
+        return None
+
+    def _sparse(self, floor: Floor, version: int) -> bool:
+        """Whether this version's slots would run out before its KV."""
+        slots = held = kv_tokens = kv = 0
+        for worker in floor.hosts(version):
+            slots, held = slots + worker.slots, held + worker.held
+            kv_tokens, kv = kv_tokens + worker.kv_tokens, kv + worker.kv_expected
+        return bool(slots) and held / slots > kv / kv_tokens + DENSE
 
     def _forecast(self, floor: Floor, worker: Worker) -> Column:
         forecast = self._forecasts.get(worker.seat)
@@ -132,41 +145,12 @@ class LaxityPolicy(BasePolicy):
             forecast = self._forecasts[worker.seat] = forecast + (worker.kv_expected - context)
         return forecast
 
-    def _keeps_pace(self, floor: Floor, worker: Worker, kv_tokens: float) -> bool:
-        """Whether one more request leaves the most urgent response of this DP group time to end."""
-        if floor.cost is None:
-            return True
-        slowest_s = self._paces.get(worker.seat)
-        if slowest_s is None:
-            slowest_s = self._paces[worker.seat] = self._slowest_step_s(floor, worker)
-        return floor.cost.decode_step_s(worker.held + 1, kv_tokens) <= slowest_s
-
-    def _slowest_step_s(self, floor: Floor, worker: Worker) -> float:
-        rhythm = floor.rhythm
-        deadline_s = floor.deadline_s(worker.hosts, HASTE)
-        if deadline_s == inf or not worker.rows:
-            return inf
-        rows = np.fromiter(worker.rows, dtype=np.int64, count=len(worker.rows))
-        left = floor.requests["expected"][rows] - floor.requests["tokens"][rows]
-        left_s = deadline_s - MARGIN_STEP * rhythm.step_s - floor.now_s
-        return max(left_s / max(1.0, float(left.max())), PACE_LEAST * rhythm.pace_s)
-
     # ------------------------------------------------------------------------------------------------------------ plan
 
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
-        self._look(snapshot, trigger)
         demand = Demand(snapshot, FILL)
-        targets = demand.targets()
+        targets = demand.targets(self._reservations.lifespan)
         return Plan(targets, demand.moves(targets))
-
-    def _look(self, snapshot: Snapshot, trigger: Trigger) -> None:
-        """A window that is often full says that steps wait for stragglers, not for work: no more long ones then."""
-        if trigger is Trigger.UPDATE:
-            self._tight = self._blocked > BLOCKED_SHARE * self._looks
-            self._looks = self._blocked = 0
-        elif trigger is Trigger.TIME:
-            self._looks += 1
-            self._blocked += snapshot.admissible.get(snapshot.newest, 0) < 1
 
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
         alive = np.flatnonzero(snapshot.workers.alive)

@@ -1,0 +1,65 @@
+"""How many DP groups a version has at each age: what laxity partitions by, and reserves KV against.
+
+A version is ``age`` steps old: 0 when it is published, W when the last step that may train on it is. With E DP groups,
+the newest and the due version share E / (W - 1) of them (all, at W = 2): the newest grows in even steps to all but one,
+the due one shrinks as it grows, the versions between hold still. So every DP group changes version about once in W - 1
+steps, one at a time, and at every moment the shares of the live versions add up to E.
+
+    W = 3, E = 6, DP groups by age     newest 1 2 | middle 3 3 | due 2 1 | 0
+
+Why this shape: a DP group that begins a version is short of KV for minutes, as all its requests are young, so the fewer
+changes the better; and the due version must end with its deadline, so it has to give up what it holds gradually.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dora.orchestrator.core.table import Column
+
+HEAD_SHARE = (
+    0.3  # of what the newest and the due version share is the newest's from the start: long responses begin then
+)
+MARGIN_STEP = 0.08  # a response should end this share of a step before the deadline of its version
+
+
+@dataclass(frozen=True, slots=True)
+class Lifespan:
+    """The schedule as of one moment."""
+
+    groups: int  # DP groups of all versions
+    window: int  # versions that are hosted at once: the window, or fewer where DP groups are
+    newest: int
+    published_s: float  # when the newest version was published
+    next_s: float  # when the next one is expected
+    step_s: float  # from there on, between publishes
+
+    def end_s(self, version: int) -> float:
+        """When the last response of a version should have ended."""
+        steps = version + self.window - 1 - self.newest
+        return self.next_s + (steps - MARGIN_STEP) * self.step_s
+
+    def due(self, version: int) -> bool:
+        """Whether this version is to end with the step of the newest."""
+        return version + self.window - 1 <= self.newest
+
+    def hosts(self, version: int, at_s: Column | float) -> Column:
+        """DP groups that a version is to have at these times; of floats, as a middle version's share may be broken."""
+        at = np.asarray(at_s, dtype=np.float64)
+        now_on = np.minimum((at - self.published_s) / max(self.next_s - self.published_s, 1e-9), 0.999)
+        later = 1.0 + (at - self.next_s) / self.step_s
+        age = self.newest - version + np.where(at < self.next_s, now_on, later)
+        alive = at < self.end_s(version)
+        hosts: Column = np.where(alive, self._by_age(age), 0.0)
+        return hosts
+
+    def _by_age(self, age: Column) -> Column:
+        if self.window == 1:
+            return np.full_like(age, float(self.groups))
+        shared = max(2, round(self.groups / (self.window - 1)))
+        head = max(1, round(HEAD_SHARE * shared))
+        steps, part = np.floor(age), age - np.floor(age)
+        newest = np.minimum(head + np.floor(part * (shared - head)), shared - 1)
+        middle = (self.groups - shared) / max(1, self.window - 2)
+        by_age: Column = np.where(steps == 0, newest, np.where(steps == self.window - 1, shared - newest, middle))
+        return by_age

@@ -1,0 +1,164 @@
+"""DORA's own strategy: the schedule of DP groups, reservations along a version's life, and the choice of prompts."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora.config import BalanceConfig, validated
+from dora.orchestrator.core import Machine
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.policies.laxity import LaxityPolicy
+from dora.orchestrator.core.policies.lifespan import Lifespan
+from dora.orchestrator.core.policies.reservations import GRID, Reservations
+from dora.orchestrator.core.rhythm import Rhythm
+from dora.sim.presets import composed
+from dora.sim.run import simulate
+
+STEP_S = 100.0
+
+
+def lifespan_of(groups: int, window: int, newest: int = 9) -> Lifespan:
+    return Lifespan(groups, min(window, groups), newest, published_s=1000.0, next_s=1000.0 + STEP_S, step_s=STEP_S)
+
+
+@given(groups=st.integers(6, 200), window=st.integers(1, 6), part=st.floats(0.0, 2.999))
+def test_live_versions_share_all_dp_groups(groups: int, window: int, part: float) -> None:
+    """At every moment, but for the margin in which the due version is to have ended."""
+    lifespan = lifespan_of(groups, window)
+    at_s, publishes = 1000.0 + part * STEP_S, int(part)
+    live = range(9 + publishes - window + 1, 9 + publishes + 1)
+    shares = [float(lifespan.hosts(version, at_s)) for version in live]
+    ended = at_s >= lifespan.end_s(live[0])
+    assert sum(shares[ended:]) <= groups + 1e-6
+    if not ended:
+        assert sum(shares) == pytest.approx(groups)
+        assert min(shares) >= 1.0  # none is without a DP group
+    assert float(lifespan.hosts(live[0] - 1, at_s)) == 0.0
+
+
+@given(groups=st.integers(6, 200), window=st.integers(2, 6))
+def test_a_version_grows_while_it_is_newest_and_shrinks_while_it_is_due(groups: int, window: int) -> None:
+    hosts = lifespan_of(groups, window).hosts
+    newest = hosts(9, 1000.0 + STEP_S * np.linspace(0.0, 0.99, 50))
+    due = hosts(9, 1000.0 + STEP_S * (window - 1 + np.linspace(0.0, 0.9, 50)))
+    assert (np.diff(newest) >= 0).all()
+    assert (np.diff(due) <= 0).all()
+    assert newest[-1] > newest[0] or groups // (window - 1) <= 2
+
+
+def test_the_example_of_the_docstring() -> None:
+    lifespan = lifespan_of(6, 3)
+    at_s = np.array([1010.0, 1090.0])
+    assert [lifespan.hosts(version, at_s).tolist() for version in (9, 8, 7, 6)] == [[1, 2], [3, 3], [2, 1], [0, 0]]
+
+
+def test_with_fewer_dp_groups_than_versions_those_end_earlier() -> None:
+    lifespan = lifespan_of(2, 4)
+    assert [float(lifespan.hosts(version, 1050.0)) for version in (9, 8, 7, 6)] == [1, 1, 0, 0]
+    assert lifespan.due(8)
+    assert lifespan.end_s(8) < 1000.0 + STEP_S
+
+
+def test_a_late_publish_moves_deadlines() -> None:
+    early, late = lifespan_of(6, 3), Lifespan(6, 3, 9, 1000.0, 1000.0 + 2 * STEP_S, STEP_S)
+    assert late.end_s(9) == pytest.approx(early.end_s(9) + STEP_S)
+    assert late.hosts(8, 1150.0) == early.hosts(8, 1075.0)  # versions between publishes age by what they wait for
+
+
+def test_work_of_drawn_prompts_gives_the_shortest_step() -> None:
+    rhythm = Rhythm()
+    for _ in range(10):
+        rhythm.offered((100.0, 300.0), prompt_tokens=50)
+    rhythm.generated(1000, 20.0)
+    work = 100 * (50 + 50) + 300 * (150 + 50)
+    assert rhythm.group_work == pytest.approx(work)
+    assert rhythm.kv_step_s(groups=8, kv_tokens=10_000) == pytest.approx(8 * work / 10_000 * 0.02)
+
+
+def test_a_response_that_stood_still_does_not_set_the_pace() -> None:
+    rhythm = Rhythm()
+    rhythm.generated(1000, 20.0)
+    rhythm.generated(200_000, 200_000.0)  # a second a token
+    assert rhythm.pace_s == pytest.approx(1.2 * 0.02)
+
+
+# ------------------------------------------------------------------------------------------------- on a small machine
+
+KV_TOKENS = 20_000
+
+
+def machine_of(groups: int, lengths: list[int], window: int = 2) -> Machine:
+    """Four DP groups that know how fast steps (100 s) and tokens (0.01 s) are; prompts of one response each wait."""
+    config = validated({"window": {"size": window}, "balance": {"policy": "laxity", "predictor": "given"}})
+    machine = Machine(config)
+    machine.handle(on.TrainerAttached(1, groups), 0.0)
+    machine.handle(on.StepRequested(1, 0), 0.0)
+    rhythm = machine.state.rhythm
+    rhythm.step_s, rhythm.pace_s = 100.0, 0.01
+    offered = tuple(
+        on.OfferedPrompt(f"p{index}", "task", 10, 1, 50_000, known_tokens=(length,))
+        for index, length in enumerate(lengths)
+    )
+    machine.handle(on.PromptsOffered(offered, True), 0.0)
+    return machine
+
+
+def started(machine: Machine, workers: int = 4) -> list[str]:
+    """Prompts that are admitted once DP groups have joined and loaded version 0, in order."""
+    prompts: list[str] = []
+
+    def handle(event: Any) -> list[do.Command]:
+        commands = machine.handle(event, 1.0)
+        prompts.extend(command.prompt_id for command in commands if isinstance(command, do.AdmitGroup))
+        return commands
+
+    loads = [
+        command
+        for index in range(workers)
+        for command in handle(on.WorkerJoined(f"w{index}", 1, 64, KV_TOKENS))
+        if isinstance(command, do.LoadVersion)
+    ]
+    for command in loads:
+        handle(on.CommandDone(command.worker_id, 1, command.command_id))
+    return prompts
+
+
+def test_what_cannot_end_in_time_begins_first_after_a_publish() -> None:
+    """Two steps of 100 s at 0.01 s a token: 19,000 tokens at most can end before the deadline, and 30,000 never."""
+    assert started(machine_of(8, [100, 200, 19_500, 100]))[0] == "p2"
+
+
+def test_prompts_of_middling_length_begin_in_order() -> None:
+    assert started(machine_of(8, [100, 900, 300, 500])) == ["p0", "p1", "p2", "p3"]
+
+
+def test_no_more_kv_is_reserved_than_the_version_will_have() -> None:
+    """Responses of 9,000 tokens: KV of four DP groups holds eight of them at their end, the schedule fewer."""
+    assert 0 < len(started(machine_of(64, [9_000] * 40))) <= 8
+
+
+def test_an_idle_version_begins_something_whatever_the_forecast_says() -> None:
+    assert started(machine_of(4, [49_000, 49_000]))
+
+
+def test_reservations_know_nothing_before_the_first_steps() -> None:
+    machine = Machine(validated({"balance": {"policy": "laxity"}}))
+    reservations = Reservations(fill=0.97)
+    reservations.refresh(Floor(machine.state))
+    assert reservations.lifespan is None
+    assert (np.diff(GRID) > 0).all()
+
+
+def test_laxity_keeps_kv_fuller_than_the_papers_strategy() -> None:
+    """The reason for its being; a few steps of the smallest preset suffice to see it."""
+    tokens_per_s = {
+        policy: simulate(composed({}, "small", policy, 3), steps=8, warmup=3, seed=0).tokens_per_s
+        for policy in ("laxity", "dora")
+    }
+    assert tokens_per_s["laxity"] > tokens_per_s["dora"]
+    assert LaxityPolicy(BalanceConfig(policy="laxity")).config.policy == "laxity"
