@@ -37,6 +37,11 @@ class Backlog:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
+    @property
+    def arrivals(self) -> int:
+        """Prompts that have ever come."""
+        return self._arrivals
+
     def add(self, prompt: OfferedPrompt, newest: int, longest_tokens: float, lengths: tuple[float, ...]) -> None:
         self._arrivals += 1
         self._entries[self._arrivals] = Entry(prompt, self._arrivals, newest, longest_tokens, lengths)

@@ -68,11 +68,11 @@ class Demand:
         """Off the DP groups that change or leave, the longest first; then off those whose KV runs out."""
         board = _Board(self._snapshot, targets, self._context)
         requests = self._snapshot.requests
-        leaves = requests.movable & (requests.worker >= 0) & ~board.stays[requests.worker]
-        rows = np.flatnonzero(leaves)
+        rows = np.flatnonzero(requests.movable & (requests.worker >= 0))
+        rows = rows[~board.stays[requests.worker[rows]]]
         for row in rows[np.argsort(-requests.remaining_tokens[rows], kind="stable")].tolist():
             board.move(row, self._fill)
-        for seat in np.flatnonzero(board.stays).tolist():
+        for seat in board.pressed():
             board.relieve(seat)
         return tuple(board.moves)
 
@@ -113,6 +113,7 @@ class _Board:
         self._kv = np.stack([workers.kv_expected.astype(np.float64), ahead])
         self._context = context
         self._held = workers.held.copy()
+        self._peers: dict[int, Column] = {}  # version -> seats that stay with it
         self.moves: list[Move] = []
 
     def _level(self, seats: Column) -> Column:
@@ -138,13 +139,20 @@ class _Board:
         self._held[source] -= 1
         return True
 
+    def pressed(self) -> list[int]:
+        """Seats to be relieved, if others can."""
+        stay = np.flatnonzero(self.stays)
+        seats: list[int] = stay[self._level(stay) > PRESSED].tolist()
+        return seats
+
     def relieve(self, seat: int) -> None:
-        """Moves the largest requests off a pressed DP group while another one is emptier."""
-        workers = self._workers
-        peers = np.flatnonzero(self.stays & (workers.loaded == workers.loaded[seat]))
-        seats = np.array([seat])
+        """Moves the largest requests off a pressed DP group while another one of its version is emptier."""
+        version = int(self._workers.loaded[seat])
+        if version not in self._peers:
+            self._peers[version] = np.flatnonzero(self.stays & (self._workers.loaded == version))
+        peers, alone = self._peers[version], np.array([seat])
         largest: list[int] | None = None
-        while len(peers) > 1 and (level := float(self._level(seats)[0])) > PRESSED:
+        while len(peers) > 1 and (level := float(self._level(alone)[0])) > PRESSED:
             if level - float(self._level(peers).min()) < LEVEL_GAP:
                 return
             if largest is None:

@@ -32,6 +32,7 @@ EARLY_STEP = 0.3  # for this share of a step after a publish, what cannot end in
 NEAR_STEP = 0.25  # then: what could not begin after this share of a step
 DENSE = 0.10  # slots in use exceed KV in use by this share: longer prompts are taken
 YOUNG = 0.3  # share of slots that a DP group with idle KV fills by itself; the rest is for requests moved to it
+CROWDED = 0.8  # share of KV in use above which a DP group has some to give
 TRIES = 8  # prompts looked at for one whose KV fits
 REACH = 48  # prompts that one may be picked from by its length: more, and steps would differ too much in what they hold
 STEP_DOWN = 0.8  # where a prompt does not fit, the next one tried is shorter by this
@@ -44,12 +45,18 @@ class LaxityPolicy(BasePolicy):
         super().__init__(config)
         self._reservations = Reservations(FILL)
         self._forecasts: dict[int, Column] = {}  # seat -> KV on ENGINE_GRID, within one dispatch
+        self._crowds: dict[int, bool] = {}  # by version, within one dispatch
+        self._barren: set[int] = set()  # versions that no prompt fits: nor will one before the next forecast or prompt
+        self._arrivals = 0
 
     # --------------------------------------------------------------------------------------------------------- dispatch
 
     def dispatch(self, floor: Floor) -> None:
         self._forecasts.clear()
-        self._reservations.refresh(floor)
+        self._crowds.clear()
+        if self._reservations.refresh(floor) or floor.backlog.arrivals != self._arrivals:
+            self._barren.clear()
+            self._arrivals = floor.backlog.arrivals
         super().dispatch(floor)
 
     def room(self, floor: Floor, worker: Worker) -> float:
@@ -58,7 +65,7 @@ class LaxityPolicy(BasePolicy):
             return 0.0
         peak = float(self._forecast(floor, worker).max()) / worker.kv_tokens
         # a DP group new to its version would fill its slots with young requests, and could take none of the old ones
-        if worker.held >= worker.slots * (YOUNG + peak) and len(floor.hosts(worker.hosts)) > 1:
+        if worker.held >= worker.slots * (YOUNG + peak) and self._crowded(floor, worker.hosts):
             return 0.0
         return min(free_slots / worker.slots, FILL - peak)
 
@@ -77,13 +84,15 @@ class LaxityPolicy(BasePolicy):
         lifespan = self._reservations.lifespan
         if lifespan is None:
             return floor.backlog.first()
-        if not lifespan.due(version) and not self._sparse(floor, version):
-            entry = self._urgent(floor, version) or self._first(floor, version)
-            if entry is not None:
-                return entry
-        entry = self._longest(floor, version)
-        if entry is None and version == floor.newest and not any(worker.held for worker in floor.hosts(version)):
-            return floor.backlog.first()  # whatever the forecasts say: there is nothing to wait for
+        entry = None
+        if version not in self._barren:
+            if not lifespan.due(version) and not self._sparse(floor, version):
+                entry = self._urgent(floor, version) or self._first(floor, version)
+            entry = entry or self._longest(floor, version)
+        if entry is None:
+            self._barren.add(version)
+            if version == floor.newest and not any(worker.held for worker in floor.hosts(version)):
+                return floor.backlog.first()  # whatever the forecasts say: there is nothing to wait for
         return entry
 
     def _urgent(self, floor: Floor, version: int) -> Entry | None:
@@ -127,6 +136,13 @@ class LaxityPolicy(BasePolicy):
                 return far
             limit = far.longest_tokens * STEP_DOWN
         return None
+
+    def _crowded(self, floor: Floor, version: int) -> bool:
+        """Whether a DP group of this version has requests to move to an emptier one."""
+        if version not in self._crowds:
+            hosts = floor.hosts(version)
+            self._crowds[version] = any(worker.kv_expected > CROWDED * worker.kv_tokens for worker in hosts)
+        return self._crowds[version]
 
     def _sparse(self, floor: Floor, version: int) -> bool:
         """Whether this version's slots would run out before its KV."""

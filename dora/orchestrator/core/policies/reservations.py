@@ -32,12 +32,15 @@ class Reservations:
         self.token_s = 0.0  # seconds a token takes
         self.lifespan: Lifespan | None = None  # None: how long steps and tokens take is not known yet
 
-    def refresh(self, floor: Floor) -> None:
-        if floor.rhythm.step_s and floor.rhythm.pace_s and self._stale(floor):
+    def refresh(self, floor: Floor) -> bool:
+        """Makes the forecast anew where it is old; says whether it did."""
+        made = bool(floor.rhythm.step_s and floor.rhythm.pace_s) and self._stale(floor)
+        if made:
             self._made_s, self._members = floor.now_s, floor.members
             self.token_s = SAFETY * floor.rhythm.pace_s
             self.lifespan = _lifespan(floor)
             self._forecast(floor, self.lifespan)
+        return made
 
     def _stale(self, floor: Floor) -> bool:
         if self.lifespan is None or floor.newest != self.lifespan.newest or floor.members != self._members:
@@ -82,11 +85,13 @@ class Reservations:
 def _lifespan(floor: Floor) -> Lifespan:
     """Steps as short as the KV allows, so that stragglers do not set their length; a late publish moves what follows.
 
+    Nor shorter: steps are, while long prompts are left waiting, and would then leave ever more of them.
+
     A step cannot end before the groups that it lacks have finished, and they finish at the rate of a step's in a step.
     """
     rhythm, window = floor.rhythm, floor.window
     kv_step_s = LOSS * rhythm.kv_step_s(window.groups_per_step, floor.kv_tokens())
-    step_s = min(rhythm.step_s, max(kv_step_s, SHORTEST_STEP * rhythm.step_s))
+    step_s = max(kv_step_s, SHORTEST_STEP * rhythm.step_s)
     lacking_s = floor.lacking() * step_s if window.step == floor.newest else 0.0
     next_s = max(rhythm.published_s + step_s, floor.now_s + 1.0 + lacking_s)
     groups = floor.groups()
