@@ -48,7 +48,7 @@ def scenario_for(name: str, policy: str, window: int | None = None) -> Scenario:
         {
             "name": name,
             "policy": policy,
-            "window": window_of(policy, experiment.window, window),
+            "window": window_of(policy, placement.window or experiment.window, window),
             "period_s": OWN_PERIODS_S.get(policy, experiment.period_s),
             "cluster": {
                 "gpus": experiment.gpus,
