@@ -8,13 +8,16 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dora.errors import InvalidValue
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+DEFAULT_POLICY: Final = "laxity"  # docs/simulator.md says why
 
 
 class _Section(BaseModel):
@@ -60,7 +63,7 @@ class CostConfig(_Section):
 class BalanceConfig(_Section):
     """Re-balancing (design: triggers, partition, moves) and handoff."""
 
-    policy: str = Field("dora", description="strategy by name: see dora.orchestrator.core.policies")
+    policy: str = Field(DEFAULT_POLICY, description="strategy by name: see dora.orchestrator.core.policies")
     predictor: Literal["given", "statistics", "ranker"] = Field(
         "statistics", description="of response lengths; given: from the prompts themselves, where they say"
     )

@@ -12,6 +12,7 @@ import typer
 from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stderr, stdout
+from dora.config import DEFAULT_POLICY
 from dora.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class SplitChoice(StrEnum):
 
 
 Preset = Annotated[str, typer.Option(help="A row of a paper's table, such as dora-64; or small.")]
-Policy = Annotated[str, typer.Option(help="By default the scenario's; dora in presets.")]
+Policy = Annotated[str, typer.Option(help="By default the scenario's; laxity in presets.")]
 Window = Annotated[int | None, typer.Option(help="Policy versions that may be live.")]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps that are measured.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Training steps before them.")]
@@ -111,7 +112,7 @@ def simulate(
             raise InvalidValue("--policy" if policy else "--plot", policy or str(plot), "left out with --compare")
         chosen = policy_names()
     else:
-        chosen = [_known_policy(policy or str(over.get("policy", "dora")), policy_names())]
+        chosen = [_known_policy(policy or str(over.get("policy", DEFAULT_POLICY)), policy_names())]
     scenarios = [_scenario(over, preset, each, window, split, compare) for each in chosen]
     _check_length(scenarios, steps, warmup)
     asked = Asked(steps, warmup, seed, _given(preset, file, settings or (), predictor), split, as_json)

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Final
 
-from dora.config import merged, validated_as
+from dora.config import DEFAULT_POLICY, merged, validated_as
 from dora.errors import InvalidValue
 from dora.planning.allocation import EngineOption, Generation, TrainingTime, allocate, generation
 from dora.planning.workload import StepWorkload
@@ -12,7 +12,6 @@ from dora.sim.experiments import EXPERIMENTS
 from dora.sim.scenario import Scenario
 from dora.sim.workload import moments
 
-DEFAULT_POLICY: Final = "dora"
 # Versions that these policies have in flight by their definition; the others take the window they are given. Partial
 # rollout knows no versions: its largest window is no bound, and as many steps as that can be simulated.
 OWN_WINDOWS: Final = {"sync": 1, "one_step": 2, "stream": 2, "partial": 64}
@@ -27,7 +26,7 @@ def names() -> list[str]:
 
 
 def preset(name: str) -> Scenario:
-    """The preset under DORA's own policy. Raises InvalidValue for an unknown name, with the nearest one."""
+    """The preset under the default policy. Raises InvalidValue for an unknown name, with the nearest one."""
     return scenario_for(name, DEFAULT_POLICY)
 
 

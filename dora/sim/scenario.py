@@ -5,6 +5,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from dora.config import DEFAULT_POLICY
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel
 
@@ -119,7 +120,7 @@ class Scenario(_Section):
     """One simulated run."""
 
     name: str = "custom"
-    policy: str = "dora"
+    policy: str = DEFAULT_POLICY
     window: int = Field(3, ge=1, le=64)
     predictor: Literal["oracle", "statistics", "ranker"] = "oracle"
     cluster: Cluster = Cluster()

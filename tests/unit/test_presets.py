@@ -122,7 +122,7 @@ def test_fields_are_overridden_and_checked() -> None:
 
 def test_without_a_preset_the_default_cluster_is_changed() -> None:
     assert composed({"policy": "sync"}).window == 1
-    assert composed({"window": 4}, policy="laminar").model_copy(update={"policy": "dora", "window": 3}) == Scenario()
+    assert composed({"window": 4}, policy="laminar").model_copy(update={"policy": "laxity", "window": 3}) == Scenario()
 
 
 def test_sections_are_merged_field_by_field() -> None:

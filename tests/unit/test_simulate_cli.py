@@ -44,7 +44,7 @@ def test_one_run_is_one_json_object_with_every_field() -> None:
     assert result.exit_code == ExitCode.OK, result.output
     answer = json.loads(result.stdout)
     assert set(answer) == {field.name for field in fields(Report)} | {"paper"}
-    assert (answer["preset"], answer["policy"], answer["window"], answer["steps"]) == ("small", "dora", 3, 3)
+    assert (answer["preset"], answer["policy"], answer["window"], answer["steps"]) == ("small", "laxity", 3, 3)
     assert answer["violations"] == answer["lost"] == answer["duplicated"] == 0
     assert 0 < answer["bound_min"] <= answer["step_time_min"]
     assert answer["staleness_max"] <= 2
@@ -87,7 +87,7 @@ def test_the_timeline_is_drawn(tmp_path: Path) -> None:
     assert result.exit_code == ExitCode.OK, result.output
     assert "run.svg" in result.stdout
     text = (tmp_path / "run.svg").read_text()
-    assert "small · dora · window 3" in text and "step 3" in text
+    assert "small · laxity · window 3" in text and "step 3" in text
 
 
 def test_all_policies_are_compared_in_one_table_and_in_one_json_object() -> None:

@@ -34,6 +34,9 @@ class Demand:
         snapshot, workers = self._snapshot, self._snapshot.workers
         newest = snapshot.newest
         target = present_targets(snapshot)
+        if self._dry():
+            cover(snapshot, target)
+            return target
         need = self._needs({*target.values(), newest})
         if lifespan is not None:
             for version in need:
@@ -92,6 +95,12 @@ class Demand:
             least = 1 if len(rows) or version == snapshot.newest else 0
             need[version] = max(least, ceil(kv / (self._fill * kv_tokens)), ceil(len(rows) / slots))
         return need
+
+    def _dry(self) -> bool:
+        """Whether the newest version has nothing and will get nothing: no prompt is left."""
+        snapshot, requests = self._snapshot, self._snapshot.requests
+        has = bool((requests.unfinished & (requests.version == snapshot.newest)).any())
+        return not has and not len(snapshot.backlog_longest) and snapshot.admissible.get(snapshot.newest, 0) < 1
 
     def _ends(self, version: int) -> bool:
         """Whether this version is in its last step, or can admit no more."""
