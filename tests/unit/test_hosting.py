@@ -1,0 +1,53 @@
+"""The index of who hosts what says what a look at every worker would say, whatever happened in between."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora.orchestrator.core.hosting import Hosting
+from dora.orchestrator.core.state import Worker
+
+SEATS, VERSIONS = 4, (-1, 0, 1, 2)
+
+changes = st.lists(
+    st.tuples(
+        st.integers(0, SEATS - 1),
+        st.sampled_from(["joins", "leaves", "loads", "is to host", "is loading", "drains", "is asked"]),
+        st.sampled_from(VERSIONS),
+    ),
+    max_size=60,
+)
+
+
+def check(hosting: Hosting, workers: dict[int, Worker]) -> None:
+    by_seat = [workers[seat] for seat in sorted(workers)]
+    assert list(hosting.vacating()) == [worker for worker in by_seat if worker.vacating]
+    for version in VERSIONS:
+        assert hosting.targeting(version) == {worker.seat for worker in by_seat if worker.target == version}
+        if version >= 0:
+            assert list(hosting.hosts(version)) == [worker for worker in by_seat if worker.hosts == version]
+
+
+@given(changes)
+def test_the_index_is_what_a_look_at_every_worker_says(made: list[tuple[int, str, int]]) -> None:
+    hosting, workers = Hosting(), dict[int, Worker]()
+    for number, (seat, change, version) in enumerate(made):
+        worker = workers.get(seat)
+        if change == "joins" and worker is None:
+            workers[seat] = Worker(f"w{number}", number, seat, slots=8, kv_tokens=100)
+        elif worker is None:
+            continue
+        elif change == "leaves":
+            del workers[seat]
+        elif change == "loads":
+            worker.loaded, worker.loading = version, -1
+        elif change == "is to host":
+            worker.target = version
+        elif change == "is loading":
+            worker.loaded, worker.loading = -1, version
+        elif change == "drains":
+            worker.draining = True
+        if change == "is asked":  # not after every change: several may come between two questions
+            check(hosting, workers)
+        else:
+            hosting.moved(seat, workers.get(seat))
+    check(hosting, workers)
