@@ -12,6 +12,7 @@ from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.line import Backlog
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.policies.reservations import GRID, Reservations
@@ -71,13 +72,18 @@ def test_a_late_publish_moves_deadlines() -> None:
 
 
 def test_work_of_drawn_prompts_gives_the_shortest_step() -> None:
-    rhythm = Rhythm()
-    for _ in range(10):
-        rhythm.offered((100.0, 300.0), prompt_tokens=50)
+    backlog, rhythm = Backlog(), Rhythm()
+    for number in range(10):
+        prompt = on.OfferedPrompt(f"p{number}", "task", 50, 2, 1000)
+        rhythm.offered(backlog.add(prompt, 0, 300.0, (100.0, 300.0)).work)
     rhythm.generated(1000, 20.0)
     work = 100 * (50 + 50) + 300 * (150 + 50)
     assert rhythm.group_work == pytest.approx(work)
     assert rhythm.kv_step_s(groups=8, kv_tokens=10_000) == pytest.approx(8 * work / 10_000 * 0.02)
+    costly = backlog.add(on.OfferedPrompt("p10", "task", 50, 1, 5000), 0, 5000.0, (5000.0,))
+    assert backlog.mean_work > rhythm.group_work  # long prompts wait
+    backlog.remove(costly)
+    assert backlog.mean_work == pytest.approx(rhythm.group_work)
 
 
 def test_a_response_that_stood_still_does_not_set_the_pace() -> None:

@@ -28,9 +28,8 @@ def offered(state: State, event: on.PromptsOffered) -> None:
     for prompt in event.prompts:
         estimate = state.predictor.predict(traits_of(prompt))
         longest = longest_quantile(estimate, prompt.group_size, LONGEST_QUANTILE, prompt.max_tokens)
-        lengths = siblings(estimate, prompt)
-        state.rhythm.offered(lengths, prompt.prompt_tokens)
-        state.backlog.add(prompt, state.window.newest, longest, lengths)
+        entry = state.backlog.add(prompt, state.window.newest, longest, siblings(estimate, prompt))
+        state.rhythm.offered(entry.work)
     state.exhausted = event.exhausted
 
 

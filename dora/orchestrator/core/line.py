@@ -22,6 +22,11 @@ class Entry:
     longest_tokens: float  # longest response
     lengths: tuple[float, ...]  # of each response
 
+    @property
+    def work(self) -> float:
+        """Tokens of context, summed over the steps of its responses: what they cost of KV that is scarce."""
+        return sum(tokens * (tokens / 2 + self.prompt.prompt_tokens) for tokens in self.lengths)
+
 
 class Backlog:
     """Drawn prompts in order of arrival, to be looked up by predicted length. Bounded by what DrawPrompts asks for."""
@@ -30,6 +35,7 @@ class Backlog:
         self._entries: dict[int, Entry] = {}  # by number, so in order of arrival
         self._by_length: list[tuple[float, int]] = []
         self._arrivals = 0
+        self._work = 0.0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -42,19 +48,28 @@ class Backlog:
         """Prompts that have ever come."""
         return self._arrivals
 
-    def add(self, prompt: OfferedPrompt, newest: int, longest_tokens: float, lengths: tuple[float, ...]) -> None:
+    @property
+    def mean_work(self) -> float:
+        """``Entry.work``, on average."""
+        return self._work / len(self._entries) if self._entries else 0.0
+
+    def add(self, prompt: OfferedPrompt, newest: int, longest_tokens: float, lengths: tuple[float, ...]) -> Entry:
         self._arrivals += 1
-        self._entries[self._arrivals] = Entry(prompt, self._arrivals, newest, longest_tokens, lengths)
+        entry = self._entries[self._arrivals] = Entry(prompt, self._arrivals, newest, longest_tokens, lengths)
+        self._work += entry.work
         insort(self._by_length, (longest_tokens, self._arrivals))
+        return entry
 
     def remove(self, entry: Entry) -> None:
         del self._entries[entry.number]
+        self._work -= entry.work
         at = bisect_right(self._by_length, (entry.longest_tokens, entry.number)) - 1
         del self._by_length[at]
 
     def clear(self) -> None:
         self._entries.clear()
         self._by_length.clear()
+        self._work = 0.0
 
     def first(self) -> Entry | None:
         """The one that waits longest."""

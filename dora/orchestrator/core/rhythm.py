@@ -1,6 +1,5 @@
 """How fast training and generation go, as seen from the events: what deadlines are worth in seconds and tokens."""
 
-from collections.abc import Sequence
 from math import inf
 
 SMOOTHING = 0.3  # weight of the newest step in the running mean of step times
@@ -16,7 +15,7 @@ class Rhythm:
         self.published_s = 0.0  # when the newest version was published
         self.step_s = 0.0  # mean time between publishes; 0: not known yet
         self.pace_s = 0.0  # seconds a token; 0: not known yet
-        self.group_work = 0.0  # mean over drawn prompts: tokens of context, summed over the steps of its responses
+        self.group_work = 0.0  # mean over drawn prompts of what their groups cost (``Entry.work``)
         self._publishes = 0
         self._offers = 0
 
@@ -48,10 +47,9 @@ class Rhythm:
             return inf
         return max(self.published_s + self.step_s, now_s) + steps_ahead * self.step_s
 
-    def offered(self, lengths: Sequence[float], prompt_tokens: int) -> None:
-        """A prompt was drawn whose responses are predicted to have these lengths."""
+    def offered(self, work: float) -> None:
+        """A prompt was drawn whose group is predicted to cost so much (``Entry.work``)."""
         self._offers += 1
-        work = sum(tokens * (tokens / 2 + prompt_tokens) for tokens in lengths)
         self.group_work += max(1.0 / self._offers, OFFER_WEIGHT) * (work - self.group_work)
 
     def kv_step_s(self, groups: int, kv_tokens: float) -> float:

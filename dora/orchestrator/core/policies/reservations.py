@@ -11,6 +11,7 @@ from dora.orchestrator.core.table import Column
 
 REFRESH_S = 5.0  # the forecast is made anew after this, or after this share of a step: in between it only grows
 REFRESH_STEP = 0.02
+SKEW = 0.25  # prompts that wait cost this share more than those drawn: from here on steps are expected to be longer
 SAFETY = 1.04  # a token takes this much longer than of late
 LOSS = 1.04  # a step takes this much longer than the work of its responses on KV that is always full
 SHORTEST_STEP = 0.8  # of the mean time between publishes: a step is not expected to be shorter
@@ -85,13 +86,16 @@ class Reservations:
 def _lifespan(floor: Floor) -> Lifespan:
     """Steps as short as the KV allows, so that stragglers do not set their length; a late publish moves what follows.
 
-    Nor shorter: steps are, while long prompts are left waiting, and would then leave ever more of them.
+    Nor shorter: steps are, while long prompts are left waiting, and would then leave ever more of them. The more those
+    that wait cost, the nearer to the steps seen: what sets their length, a trainer perhaps, leaves time for long ones.
 
     A step cannot end before the groups that it lacks have finished, and they finish at the rate of a step's in a step.
     """
     rhythm, window = floor.rhythm, floor.window
     kv_step_s = LOSS * rhythm.kv_step_s(window.groups_per_step, floor.kv_tokens())
-    step_s = max(kv_step_s, SHORTEST_STEP * rhythm.step_s)
+    left_out = floor.backlog.mean_work / rhythm.group_work - 1.0 if rhythm.group_work else 0.0
+    shortest = min(1.0, SHORTEST_STEP + (1.0 - SHORTEST_STEP) * max(0.0, left_out - SKEW) / SKEW)
+    step_s = max(kv_step_s, shortest * rhythm.step_s)
     lacking_s = floor.lacking() * step_s if window.step == floor.newest else 0.0
     next_s = max(rhythm.published_s + step_s, floor.now_s + 1.0 + lacking_s)
     groups = floor.groups()
