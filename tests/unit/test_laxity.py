@@ -170,11 +170,12 @@ def test_laxity_keeps_kv_fuller_than_the_papers_strategy() -> None:
     assert LaxityPolicy(BalanceConfig(policy="laxity")).config.policy == "laxity"
 
 
-def test_an_old_report_of_waiting_requests_does_not_bar_an_empty_dp_group() -> None:
+def test_an_old_report_does_not_bar_an_empty_dp_group() -> None:
     """Fault seeds 51505 and 52153: the last request left, and no report followed."""
     machine = machine_of(8, [100, 200])
     machine.handle(on.WorkerJoined("w0", 1, 64, KV_TOKENS), 1.0)
     machine.state.workers["w0"].waiting = 1
+    machine.state.workers["w0"].kv_used = KV_TOKENS
     loads = [pending.command for pending in machine.state.pending.values()]
     commands = [machine.handle(on.CommandDone("w0", 1, load.command_id), 1.0) for load in loads]
     assert any(isinstance(command, do.StartRequest) for command in commands[0])

@@ -61,7 +61,9 @@ class LaxityPolicy(BasePolicy):
 
     def room(self, floor: Floor, worker: Worker) -> float:
         free_slots = worker.slots - worker.held
-        if free_slots <= 0 or (worker.waiting and worker.held):  # what waits inside the engine goes first
+        if not worker.held:  # whatever its last report said
+            return 1.0
+        if free_slots <= 0 or worker.waiting:  # what waits inside the engine goes first
             return 0.0
         peak = float(self._forecast(floor, worker).max()) / worker.kv_tokens
         # a DP group new to its version would fill its slots with young requests, and could take none of the old ones
