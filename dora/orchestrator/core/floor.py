@@ -44,12 +44,30 @@ class Floor:
         return self._state.hosts_of(version)
 
     def candidates(self, version: int) -> list[Worker]:
-        """Those of them that may have room: something has left them since they were found full."""
+        """Those of them that may have room: something has left them, or their ration grew, since they were found full."""
         state = self._state
         return [worker for worker in state.hosts_of(version) if worker.seat in state.roomy]
 
+    def loading(self, version: int) -> int:
+        """How many workers are loading this version, and will soon host it."""
+        return len(self._state.hosting.loading(version))
+
+    def ration(self, version: int, most: int | None) -> None:
+        """Each host of this version is to hold at most ``most`` requests for now; None: as many as it has room for.
+
+        Whoever was found full under a smaller ration is a candidate again.
+        """
+        state = self._state
+        before = state.rationed.get(version)
+        if before is not None and (most is None or most > before):
+            state.roomy.update(worker.seat for worker in state.hosts_of(version))
+        if most is not None:
+            state.rationed[version] = most
+        elif before is not None:
+            del state.rationed[version]
+
     def full(self, worker: Worker) -> None:
-        """The worker has no room: it is no candidate until something leaves it."""
+        """The worker has no room: it is no candidate until something leaves it, or its version's ration grows."""
         self._state.roomy.discard(worker.seat)
 
     def context_tokens(self, row: int) -> int:

@@ -1,7 +1,7 @@
 """Who hosts which version, kept up to date worker by worker: no event has to look at the whole fleet."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dora.orchestrator.core.state import Worker
 
 _BY_SEAT = attrgetter("seat")
+NOBODY: Set[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class _Listed:
 
     hosts: int
     target: int
+    loading: int
     vacating: bool
 
 
@@ -29,6 +31,7 @@ class Hosting:
     _hosts: dict[int, list["Worker"]] = field(default_factory=dict)  # version -> workers, by seat
     _vacating: list["Worker"] = field(default_factory=list)  # by seat
     _targeting: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
+    _loading: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
     _moved: dict[int, "Worker | None"] = field(default_factory=dict)  # seat -> who sits there now
 
     def moved(self, seat: int, worker: "Worker | None") -> None:
@@ -45,10 +48,15 @@ class Hosting:
         self._refresh()
         return self._vacating
 
-    def targeting(self, version: int) -> set[int]:
+    def targeting(self, version: int) -> Set[int]:
         """Seats of the workers that are to host this version."""
         self._refresh()
-        return self._targeting.get(version, set())
+        return self._targeting.get(version, NOBODY)
+
+    def loading(self, version: int) -> Set[int]:
+        """Seats of the workers that are loading this version."""
+        self._refresh()
+        return self._loading.get(version, NOBODY)
 
     def _refresh(self) -> None:
         for seat, worker in self._moved.items():
@@ -58,12 +66,14 @@ class Hosting:
         self._moved.clear()
 
     def _list(self, seat: int, worker: "Worker") -> None:
-        entry = self._listed[seat] = _Listed(worker.hosts, worker.target, worker.vacating)
+        entry = self._listed[seat] = _Listed(worker.hosts, worker.target, worker.loading, worker.vacating)
         if entry.hosts >= 0:
             _insert(self._hosts.setdefault(entry.hosts, []), worker)
         if entry.vacating:
             _insert(self._vacating, worker)
         self._targeting.setdefault(entry.target, set()).add(seat)
+        if entry.loading >= 0:
+            self._loading.setdefault(entry.loading, set()).add(seat)
 
     def _unlist(self, seat: int) -> None:
         entry = self._listed.pop(seat, None)
@@ -75,13 +85,19 @@ class Hosting:
                 del self._hosts[entry.hosts]
         if entry.vacating:
             _delete(self._vacating, seat)
-        self._targeting[entry.target].discard(seat)
-        if not self._targeting[entry.target]:
-            del self._targeting[entry.target]
+        _discard(self._targeting, entry.target, seat)
+        if entry.loading >= 0:
+            _discard(self._loading, entry.loading, seat)
 
 
 def _insert(workers: list["Worker"], worker: "Worker") -> None:
     workers.insert(bisect_left(workers, worker.seat, key=_BY_SEAT), worker)
+
+
+def _discard(seats_of: dict[int, set[int]], version: int, seat: int) -> None:
+    seats_of[version].discard(seat)
+    if not seats_of[version]:
+        del seats_of[version]
 
 
 def _delete(workers: list["Worker"], seat: int) -> None:

@@ -154,6 +154,7 @@ def retire(state: State) -> None:
         for queues in (state.waiting, state.finished):
             if not queues.get(state.retired, True):  # empty, as it should be: nothing is to grow with the versions
                 del queues[state.retired]
+        state.rationed.pop(state.retired, None)
         state.retired += 1
 
 

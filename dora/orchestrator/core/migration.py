@@ -15,6 +15,7 @@ from dora.orchestrator.core.table import Column
 
 QUEUE_SLOTS = 2  # a target holds at most this many times its slots
 MISSES_MAX = 16  # requests of one version that find no room before the rest is left where it is
+LEVEL_SHARE = 0.05  # DP groups whose steps take the same time, but for this share, are level where the cost is known
 SHORTEST_MOVE_TOKENS = 2  # a request this near its certain end is not worth a move
 
 
@@ -45,6 +46,8 @@ class _Board:
         self._seat_of = requests.worker[self._far_from_end]
         self.held = workers.held.copy()
         self.claimed = workers.kv_claimed.copy()
+        self.kv = workers.kv_expected.copy()
+        self.cost = snapshot.cost
         self.slots = workers.slots
         self.capacity = workers.kv_tokens
         self.stays = staying(snapshot, targets)
@@ -79,6 +82,8 @@ class _Board:
                 row = self._longest_on(source) if self.held[source] - self.held[target] >= max(gap, 2) else None
                 if row is None or self.claimed[target] + self._claim(row) > self.capacity[target]:
                     break
+                if not self._gains(row, source, target):
+                    break
                 moves.append(self._move(row, target))
         return moves
 
@@ -98,13 +103,29 @@ class _Board:
             rows = self._longest[seat] = on_seat[order[::-1]].tolist()
         return rows.pop() if rows else None
 
+    def _gains(self, row: int, source: int, target: int) -> bool:
+        """Whether this request decodes markedly faster on the target; always where the cost of a step is not known.
+
+        A step that reads the weights for a few requests takes as long as one that reads them for many.
+        """
+        if self.cost is None:
+            return True
+        here_s = self.cost.decode_step_s(int(self.held[source]), float(self.kv[source]))
+        there_s = self.cost.decode_step_s(int(self.held[target]) + 1, float(self.kv[target] + self._context(row)))
+        return there_s < (1.0 - LEVEL_SHARE) * here_s
+
+    def _context(self, row: int) -> int:
+        return int(self.requests.prompt_tokens[row] + self.requests.tokens[row])
+
     def _claim(self, row: int) -> int:
         requests = self.requests
         return int(requests.prompt_tokens[row] + requests.tokens[row] + requests.remaining_tokens[row])
 
     def _move(self, row: int, seat: int) -> Move:
         source = int(self.requests.worker[row])
-        claim = self._claim(row)
+        claim, context = self._claim(row), self._context(row)
+        self.kv[source] -= context
+        self.kv[seat] += context
         self.held[source] -= 1
         self.held[seat] += 1
         self.claimed[source] -= claim

@@ -170,6 +170,7 @@ class State:
         self.relief_s = 0.0  # moves between plans are not looked for before
         self.touched: set[int] = set()  # seats where something changed since the last settling
         self.roomy: set[int] = set()  # seats that may have room: something has left them since they were found full
+        self.rationed: dict[int, int] = {}  # version -> requests that each of its hosts holds at most for now
         self.idle: set[int] = set()  # seats of workers that hold nothing
         self.hosting = Hosting()
         self.unhosted: frozenset[int] = frozenset()  # versions found without a host at the last look

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
 
 from dora.config import BalanceConfig
 from dora.orchestrator.core.floor import Floor
@@ -35,6 +36,10 @@ class BasePolicy(ABC):
         """How eagerly this DP group takes one more request; none where not positive. Free slots here."""
         return worker.slots - worker.held
 
+    def ration(self, floor: Floor, version: int) -> int | None:
+        """How many requests a DP group of this version is to hold at most for now; None: as many as it has room for."""
+        return None
+
     def fits(self, floor: Floor, row: int, worker: Worker) -> bool:
         """Whether the request's KV fits, as it will be at its end. An empty DP group takes anything."""
         need = floor.context_tokens(row)
@@ -51,9 +56,12 @@ class BasePolicy(ABC):
 
     def _fill(self, floor: Floor, version: int) -> None:
         heap: list[tuple[float, int, Worker]] = []
+        ration = self.ration(floor, version)
+        floor.ration(version, ration)
+        most = inf if ration is None else ration
         for worker in floor.candidates(version):
             room = self.room(floor, worker)
-            if room > 0:
+            if room > 0 and worker.held < most:
                 heap.append((-room, worker.seat, worker))
             else:
                 floor.full(worker)
@@ -70,7 +78,7 @@ class BasePolicy(ABC):
                 aside.append(heappop(heap))
                 aside_tokens = tokens
             if heap:
-                self._place(floor, row, heap)
+                self._place(floor, row, heap, most)
 
     def _supply(self, floor: Floor, version: int) -> bool:
         """Whether a request of this version waits, if need be one of a new group."""
@@ -84,12 +92,12 @@ class BasePolicy(ABC):
         floor.admit(entry, version)
         return True
 
-    def _place(self, floor: Floor, row: int, heap: list[tuple[float, int, Worker]]) -> None:
+    def _place(self, floor: Floor, row: int, heap: list[tuple[float, int, Worker]], most: float) -> None:
         """Puts the request on the first worker of the heap, and that one where it then belongs."""
         _, seat, worker = heap[0]
         floor.place(row, worker)
         room = self.room(floor, worker)
-        if room > 0:
+        if room > 0 and worker.held < most:
             heapreplace(heap, (-room, seat, worker))
         else:
             heappop(heap)

@@ -1,7 +1,10 @@
 """The paper's strategy: DP groups proportional to remaining work, locality, moves (paper 004, section 4.3)."""
 
+from math import ceil
+
 import numpy as np
 
+from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.migration import plan_moves
 from dora.orchestrator.core.partition import Seat, assign, proportional, settled
 from dora.orchestrator.core.policies.base import BasePolicy
@@ -30,6 +33,17 @@ class DoraPolicy(BasePolicy):
             targets = assign(rows, wanted)
         moves = plan_moves(snapshot, targets, self.config.level_gap, self.config.moves_at_once)
         return Plan(targets, moves)
+
+    def ration(self, floor: Floor, version: int) -> int | None:
+        """An even share, while more DP groups load the version: else the first would be filled, and levelled again."""
+        loading = floor.loading(version)
+        first = floor.backlog.first()
+        if not loading:
+            return None
+        hosts = floor.hosts(version)
+        groups = max(0, min(len(floor.backlog), floor.window.admissible(version)))
+        supply = len(floor.line(version)) + groups * (first.prompt.group_size if first is not None else 0)
+        return ceil((supply + sum(worker.held for worker in hosts)) / (len(hosts) + loading))
 
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
         return plan_moves(snapshot, living_targets(snapshot), self.config.level_gap, self.config.moves_at_once)
