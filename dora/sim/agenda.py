@@ -9,7 +9,7 @@ from dora.sim.ledger import Stalled
 
 
 class Agenda:
-    """``after`` puts an action down, ``run_until`` lets time pass."""
+    """``after`` and ``at`` put an action down, ``run_until`` lets time pass."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -20,10 +20,16 @@ class Agenda:
         self._scheduled += 1
         heappush(self._entries, (self.now_s + delay_s, self._scheduled, action, arguments))
 
+    def at(self, at_s: float, action: Callable[..., None], *arguments: Any) -> None:
+        """At that very moment, which must not be over."""
+        self._scheduled += 1
+        heappush(self._entries, (at_s, self._scheduled, action, arguments))
+
     def run_until(self, done: Callable[[], bool], limit_s: float = inf) -> None:
         """Drives until ``done``; raises Stalled where time goes past ``limit_s`` before."""
+        entries = self._entries
         while not done():
-            at_s, _, action, arguments = heappop(self._entries)
+            at_s, _, action, arguments = heappop(entries)
             if at_s > limit_s:
                 raise Stalled(f"not done after {limit_s:.0f} s of simulated time")
             self.now_s = at_s

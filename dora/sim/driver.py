@@ -1,7 +1,8 @@
 """Workers on the agenda: they obey commands, decode until something ends, ask environments and report."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from math import inf
 from typing import Any
 
 from dora.orchestrator.core import commands as do
@@ -11,6 +12,8 @@ from dora.sim.engine import Phase, SimRequest
 from dora.sim.ledger import Ledger
 from dora.sim.scenario import Scenario
 from dora.sim.worker import KvSnapshot, SimWorker
+
+Order = tuple[do.WorkerCommand, SimRequest | None]  # a StartRequest with the response as far as the service has it
 
 REPORTS_A_PERIOD = 2  # full reports of every running request, between two periodic re-balancings
 
@@ -37,17 +40,19 @@ class WorkerDriver(Agenda, ABC):
     def load_s(self) -> float:
         return self.scenario.cluster.load_s
 
-    def _obey(self, worker: SimWorker, command: do.WorkerCommand, request: SimRequest | None) -> None:
+    def _obey(self, worker: SimWorker, orders: Iterable[Order]) -> None:
+        """The worker obeys what has reached it at this moment."""
         if not worker.alive:
             return
         worker.engine.advance(self.now_s)
-        outcome = worker.obey(self, command, request)
-        if isinstance(outcome, on.CommandDone):
-            self.to_core(worker, outcome)
-        elif outcome.after_s:
-            self.after(outcome.after_s, self._obeyed, worker, outcome.finish)
-        else:
-            self.to_core(worker, outcome.finish())
+        for command, request in orders:
+            outcome = worker.obey(self, command, request)
+            if isinstance(outcome, on.CommandDone):
+                self.to_core(worker, outcome)
+            elif outcome.after_s:
+                self.after(outcome.after_s, self._obeyed, worker, outcome.finish)
+            else:
+                self.to_core(worker, outcome.finish())
         self.wake_later(worker)
 
     def _obeyed(self, worker: SimWorker, finish: Callable[[], on.CommandDone]) -> None:
@@ -57,14 +62,22 @@ class WorkerDriver(Agenda, ABC):
             self.wake_later(worker)
 
     def wake_later(self, worker: SimWorker) -> None:
-        """Schedules the engine's next own event; an earlier appointment is void."""
-        worker.wakes += 1
-        at_s = worker.engine.next_s()
-        if at_s < float("inf"):
-            self.after(max(0.0, at_s - self.now_s), self._wake, worker, worker.wakes)
+        """Schedules the engine's next own event. One appointment a worker is enough, unless that is too late."""
+        worker.due_s = max(self.now_s, worker.engine.next_s())
+        if worker.due_s < worker.wakes_s:
+            self._wake_at(worker, worker.due_s)
 
-    def _wake(self, worker: SimWorker, number: int) -> None:
-        if not worker.alive or worker.wakes != number:
+    def _wake_at(self, worker: SimWorker, at_s: float) -> None:
+        worker.wakes_s = at_s
+        self.at(at_s, self._wake, worker, at_s)
+
+    def _wake(self, worker: SimWorker, at_s: float) -> None:
+        if not worker.alive or worker.wakes_s != at_s:
+            return
+        worker.wakes_s = inf
+        if worker.due_s > at_s:  # the event has moved since
+            if worker.due_s < inf:
+                self._wake_at(worker, worker.due_s)
             return
         engine = worker.engine
         engine.advance(self.now_s)

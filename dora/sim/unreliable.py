@@ -14,7 +14,7 @@ from dora.errors import DoraError
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.sim.engine import SimRequest
+from dora.sim.driver import Order
 from dora.sim.invariants import check_state, fingerprint
 from dora.sim.ledger import Violation
 from dora.sim.scenario import Scenario
@@ -102,18 +102,18 @@ class UnreliableWorld(World):
             )
         return found
 
-    def send(self, worker: SimWorker, command: do.WorkerCommand, request: SimRequest | None) -> None:
-        self.session(worker).to_worker.send((command, request))
+    def send(self, worker: SimWorker, order: Order) -> None:
+        self.session(worker).to_worker.send(order)
 
     def to_core(self, worker: SimWorker, event: on.Event) -> None:
         self.session(worker).to_core.send(event)
 
-    def _read(self, worker: SimWorker, message: tuple[do.WorkerCommand, SimRequest | None]) -> None:
+    def _read(self, worker: SimWorker, order: Order) -> None:
         session = self.session(worker)
         if session.hung_until_s > self.now_s:
-            session.unread.append(message)
+            session.unread.append(order)
         else:
-            self._obey(worker, *message)
+            self._obey(worker, (order,))
 
     def _hear(self, worker: SimWorker, event: on.Event) -> None:
         """Also from a worker whose epoch is over: it is the core that must tell them apart."""
@@ -215,9 +215,7 @@ class UnreliableWorld(World):
         worker.engine.advance(self.now_s)
         worker.engine.paused = False
         unread, session.unread = session.unread, []
-        for message in unread:
-            self._obey(worker, *message)
-        self.wake_later(worker)
+        self._obey(worker, unread)
 
     def _obeyed(self, worker: SimWorker, finish: Callable[[], on.CommandDone]) -> None:
         still_s = self.session(worker).hung_until_s - self.now_s

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from math import inf
+from typing import Any, Protocol
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
@@ -63,6 +64,14 @@ Outcome = on.CommandDone | Later
 
 
 @dataclass(slots=True, eq=False)
+class Parcel:
+    """Messages on one way that were sent at one moment: they arrive together, in order."""
+
+    sent_s: float = -1.0
+    messages: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class SimWorker:
     """One epoch of one DP group."""
 
@@ -72,7 +81,10 @@ class SimWorker:
     version: int = -1
     loading: int = -1
     alive: bool = True
-    wakes: int = 0  # a wake-up of an older number is void
+    due_s: float = inf  # when the engine's next own event is
+    wakes_s: float = inf  # the wake-up on the agenda, not after ``due_s``; any other is void
+    orders: Parcel = field(default_factory=Parcel)  # what was last sent to it
+    words: Parcel = field(default_factory=Parcel)  # and by it
     incoming: dict[str, int] = field(default_factory=dict)  # request whose KV is on its way here -> its CopyIn
     refusals: dict[type[do.WorkerCommand], list[str]] = field(default_factory=dict)  # faults: error kinds to come
 

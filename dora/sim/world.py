@@ -16,13 +16,13 @@ from dora.errors import DoraError
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.sim.driver import WorkerDriver
-from dora.sim.engine import SimEngine, SimRequest
+from dora.sim.driver import Order, WorkerDriver
+from dora.sim.engine import SimEngine
 from dora.sim.ledger import Violation
 from dora.sim.scenario import Scenario
 from dora.sim.selection import DROPPED, FILTERED, Selection
 from dora.sim.trainer import SimTrainer
-from dora.sim.worker import SimWorker, resumed
+from dora.sim.worker import Parcel, SimWorker, resumed
 from dora.sim.workload import SimPrompt, WorkloadStream
 
 TICK_S = 5.0
@@ -58,6 +58,7 @@ class World(WorkerDriver):
         self.cost = scenario.cluster.cost.model()
         self.events = 0
         self.retired = 0
+        self._latency_s = scenario.cluster.link_latency_s
         self.observers: list[Observer] = []
         self.ended: list[SimEngine] = []  # engines of lost workers: what they did still counts
         self.trainer = SimTrainer(self, scenario.trainer)
@@ -176,18 +177,29 @@ class World(WorkerDriver):
             request = resumed(response, command.request_id)
         elif isinstance(command, do.LoadVersion) and command.version < self.retired:
             raise Violation(f"{worker.worker_id} is to load version {command.version}, whose weights were let go")
-        self.send(worker, command, request)
+        self.send(worker, (command, request))
 
-    def send(self, worker: SimWorker, command: do.WorkerCommand, request: SimRequest | None) -> None:
-        """A command goes on its way; a StartRequest with the response as far as the service has it."""
-        self.after(self.scenario.cluster.link_latency_s, self._obey, worker, command, request)
+    def send(self, worker: SimWorker, order: Order) -> None:
+        """An order goes on its way."""
+        self._add(worker.orders, order, self._obey, worker)
 
     def to_core(self, worker: SimWorker, event: on.Event) -> None:
-        self.after(self.scenario.cluster.link_latency_s, self._from_worker, worker, event)
+        self._add(worker.words, event, self._from_worker, worker)
 
-    def _from_worker(self, worker: SimWorker, event: on.Event) -> None:
-        if worker.alive:
-            self.post(event)
+    def _add(self, parcel: Parcel, message: Any, deliver: Callable[[SimWorker, Any], None], worker: SimWorker) -> None:
+        """What a stream carries at one moment arrives at one moment: one entry on the agenda."""
+        if parcel.sent_s == self.now_s:
+            parcel.messages.append(message)
+            return
+        messages = parcel.messages = [message]
+        if self._latency_s > 0.0:  # else it has arrived before the next one is sent
+            parcel.sent_s = self.now_s
+        self.after(self._latency_s, deliver, worker, messages)
+
+    def _from_worker(self, worker: SimWorker, events: list[on.Event]) -> None:
+        for event in events:
+            if worker.alive:
+                self.post(event)
 
     # ------------------------------------------------------------------------------------------------------- commands
 
