@@ -1,6 +1,7 @@
 """When to re-balance, and carrying a plan out (design: re-balancing)."""
 
 from collections import deque
+from collections.abc import Iterable
 
 from dora.errors import Conflict, NotFound
 from dora.orchestrator.core import events as on
@@ -14,6 +15,7 @@ from dora.orchestrator.core.state import RequestStatus, State
 from dora.orchestrator.core.view import snapshot
 
 RELIEF_REST_S = 1.0  # between two looks for moves: else one would be taken at every response's end
+BARREN_REST_S = 5.0  # after one that found none, unless a place has become free where one was looked for
 PRESSURE_REST_S = 5.0  # pressure is looked at again after this
 
 
@@ -36,17 +38,17 @@ def settle(state: State) -> None:
     """Something changed hands: move on what is displaced, load what is empty, fill what is idle."""
     state.settling = False
     _begin(state)
-    if not state.planned and state.now_s >= state.relief_s and _relievable(state):
-        state.relief_s = state.now_s + RELIEF_REST_S
-        state.planned.extend(state.policy.relieve(snapshot(state)))
-        _begin(state)
+    if state.barren:  # where something has changed there may be a place now
+        state.barren -= {worker.hosts for worker in map(state.seats.__getitem__, state.touched) if worker is not None}
+    if not state.planned and state.now_s >= state.relief_s:
+        _relieve(state)
     seats = sorted(state.touched)
     state.touched.clear()
     state.roomy.update(seats)
     fleet.settle(state, seats)
     state.policy.dispatch(Floor(state))
     draw(state)
-    for seat in (*seats, *sorted(state.touched)):
+    for seat in (*seats, *state.touched):
         worker = state.seats[seat]
         if worker is not None and not worker.held:
             state.idle.add(seat)
@@ -121,9 +123,20 @@ def _unhosted(state: State) -> frozenset[int]:
     return frozenset(waited)
 
 
-def _relievable(state: State) -> bool:
-    """Whether a worker holds requests that are to leave it, and another one hosts their version and has a place."""
-    displaced = {worker.loaded for worker in state.hosting.vacating() if worker.rows}
+def _relieve(state: State) -> None:
+    """Looks for moves where workers are to be left; again soon only if the last look found some, or might now."""
+    displaced = frozenset(worker.loaded for worker in state.hosting.vacating() if worker.rows)
+    rested = state.now_s >= state.relief_s + BARREN_REST_S - RELIEF_REST_S
+    if (displaced <= state.barren and not rested) or not _places(state, displaced):
+        return
+    state.relief_s = state.now_s + RELIEF_REST_S
+    state.planned.extend(state.policy.relieve(snapshot(state)))
+    state.barren = frozenset() if state.planned else displaced
+    _begin(state)
+
+
+def _places(state: State, displaced: Iterable[int]) -> bool:
+    """Whether a worker hosts one of these versions and has a place."""
     return any(worker.held < QUEUE_SLOTS * worker.slots for version in displaced for worker in state.hosts_of(version))
 
 

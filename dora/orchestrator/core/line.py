@@ -36,6 +36,7 @@ class Backlog:
         self._by_length: list[tuple[float, int]] = []
         self._arrivals = 0
         self._work = 0.0
+        self._lengths: Column | None = None  # as last asked for; None: something has changed since
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -57,12 +58,14 @@ class Backlog:
         self._arrivals += 1
         entry = self._entries[self._arrivals] = Entry(prompt, self._arrivals, newest, longest_tokens, lengths)
         self._work += entry.work
+        self._lengths = None
         insort(self._by_length, (longest_tokens, self._arrivals))
         return entry
 
     def remove(self, entry: Entry) -> None:
         del self._entries[entry.number]
         self._work -= entry.work
+        self._lengths = None
         at = bisect_right(self._by_length, (entry.longest_tokens, entry.number)) - 1
         del self._by_length[at]
 
@@ -70,14 +73,17 @@ class Backlog:
         self._entries.clear()
         self._by_length.clear()
         self._work = 0.0
+        self._lengths = None
 
     def first(self) -> Entry | None:
         """The one that waits longest."""
         return next(iter(self._entries.values()), None)
 
     def lengths(self) -> Column:
-        """Predicted longest responses, ascending."""
-        return np.array([length for length, _ in self._by_length])
+        """Predicted longest responses, ascending. To be read only."""
+        if self._lengths is None:
+            self._lengths = np.array([length for length, _ in self._by_length])
+        return self._lengths
 
     def shortest_tokens(self) -> float:
         return self._by_length[0][0] if self._by_length else inf

@@ -168,6 +168,7 @@ class State:
         self.planned: deque[Move] = deque()  # moves of the last plan that have not begun
         self.balanced_s = 0.0
         self.relief_s = 0.0  # moves between plans are not looked for before
+        self.barren: frozenset[int] = frozenset()  # versions whose requests that look displaced and found no place for
         self.touched: set[int] = set()  # seats where something changed since the last settling
         self.roomy: set[int] = set()  # seats that may have room: something has left them since they were found full
         self.rationed: dict[int, int] = {}  # version -> requests that each of its hosts holds at most for now
