@@ -24,6 +24,11 @@ class Selection:
         self._window, self._groups_per_step = scenario.window, scenario.trainer.groups_per_step
         self._spare = int(scenario.redundant_fraction * self._groups_per_step + 1e-9)
 
+    @property
+    def drops(self) -> bool:
+        """Whether redundant rollout is on."""
+        return self._spare > 0
+
     def filters(self, prompt: SimPrompt) -> bool:
         """Whether a user's filter lets this group go once all of it is scored.
 

@@ -117,7 +117,7 @@ class World(WorkerDriver):
         """The core has handled an event, and its commands were carried out."""
         for observer in self.observers:
             observer(self.now_s, event, commands)
-        if not self._now and self.trainer.alive:  # else what is still to come may change the answer
+        if self.selection.drops and not self._now and self.trainer.alive:  # else what is to come may change the answer
             for group_id in self.selection.surplus(self.ledger, self.trainer.step):
                 self.post(on.GroupCancelled(group_id, DROPPED))
 
@@ -127,9 +127,10 @@ class World(WorkerDriver):
         owned = self.machine.owned(event.worker_id, event.epoch, event.tokens)
         if owned and (worker is None or worker.epoch != event.epoch):
             raise Violation(f"a report of the lost epoch {event.epoch} of {event.worker_id} is taken over (C2)")
-        for request_id in event.tokens.keys() - owned:
-            del event.tokens[request_id]
-            event.finished.pop(request_id, None)
+        if len(owned) < len(event.tokens):
+            for request_id in event.tokens.keys() - owned:
+                del event.tokens[request_id]
+                event.finished.pop(request_id, None)
         for request_id in owned:
             self.ledger.take_over(event, request_id)
 

@@ -16,6 +16,7 @@ from dora.orchestrator.core.view import snapshot
 
 RELIEF_REST_S = 1.0  # between two looks for moves: else one would be taken at every response's end
 BARREN_REST_S = 5.0  # after one that found none, unless a place has become free where one was looked for
+NOBODY: frozenset[int] = frozenset()
 PRESSURE_REST_S = 5.0  # pressure is looked at again after this
 
 
@@ -72,7 +73,9 @@ def check(state: State) -> None:
         state.unhosted, state.dry = unhosted, dried
         if state.settling:
             settle(state)
-    retire(state)
+        retire(state)  # the window moves, and loads end, in events that settle
+        live = state.window.newest - state.window.oldest_live + 1
+        state.counters.versions_live_max = max(state.counters.versions_live_max, live)
 
 
 def tick(state: State) -> None:
@@ -142,6 +145,8 @@ def _places(state: State, displaced: Iterable[int]) -> bool:
 
 def _dry(state: State) -> frozenset[int]:
     """Seats of workers that hold nothing, and whose version, an old one, has no waiting or admissible work."""
+    if not state.idle:
+        return NOBODY
     window = state.window
     workless = {
         version

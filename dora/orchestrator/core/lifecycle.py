@@ -12,6 +12,10 @@ from dora.orchestrator.core import fleet, handoffs
 from dora.orchestrator.core.handoff import Signal
 from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
 
+# plain integers: numpy takes sixty times as long to compare a cell with a member of an enumeration
+WAITING, RUNNING, FINISHED, SCORED = map(int, RequestStatus)
+_, GROUP_FINISHED, LEASED = map(int, GroupStatus)
+
 # ----------------------------------------------------------------------------------------------------------- progress
 
 
@@ -35,16 +39,18 @@ def progress(state: State, event: on.Progress) -> None:
         if claim > claimed[row]:
             worker.kv_claimed += claim - int(claimed[row])
             claimed[row] = claim
-    for _, row in state.reported(worker, event.finished):
-        _finish(state, row)
+    if event.finished:
+        for _, row in state.reported(worker, event.finished):
+            _finish(state, row)
 
 
 def _finish(state: State, row: int) -> None:
-    handoffs.signal_row(state, row, Signal.FINISHED)
+    if row in state.handoffs:
+        handoffs.signal_row(state, row, Signal.FINISHED)
     state.take_away(row)
     requests = state.requests
     group, tokens = int(requests["group"][row]), int(requests["tokens"][row])
-    requests["status"][row] = RequestStatus.FINISHED
+    requests["status"][row] = FINISHED
     state.rhythm.generated(tokens - int(requests["placed_tokens"][row]), state.now_s - float(requests["placed_s"][row]))
     state.predictor.observe(state.traits[group], tokens)
     state.groups["unfinished"][group] -= 1
@@ -53,13 +59,14 @@ def _finish(state: State, row: int) -> None:
 
 def scored(state: State, event: on.RequestScored) -> None:
     row = state.request_row.get(event.request_id)
-    if row is None or state.requests["status"][row] != RequestStatus.FINISHED:
+    if row is None or state.requests["status"][row] != FINISHED:
         return
-    state.requests["status"][row] = RequestStatus.SCORED
+    state.requests["status"][row] = SCORED
     group = int(state.requests["group"][row])
-    state.groups["unscored"][group] -= 1
-    if not state.groups["unscored"][group]:
-        state.groups["status"][group] = GroupStatus.FINISHED
+    unscored = state.groups["unscored"]
+    unscored[group] -= 1
+    if not unscored[group]:
+        state.groups["status"][group] = GROUP_FINISHED
         state.finished.setdefault(int(state.groups["version"][group]), deque()).append(group)
         deliver(state)
 
@@ -109,7 +116,7 @@ def deliver(state: State) -> None:
             break
         group = state.finished[version].popleft()
         filled = window.take(version)
-        state.groups["status"][group] = GroupStatus.LEASED
+        state.groups["status"][group] = LEASED
         state.leased.append(group)
         counters.groups_taken += 1
         counters.staleness_max = max(counters.staleness_max, step - version)
@@ -192,19 +199,19 @@ def cancel(state: State, event: on.GroupCancelled) -> None:
     group = state.group_row.get(event.group_id)
     if group is None:
         raise NotFound("group_id", event.group_id, "an admitted group that was not committed yet")
-    if state.groups["status"][group] == GroupStatus.LEASED:
+    if state.groups["status"][group] == LEASED:
         raise Conflict("group_id", event.group_id, "a group that no step has taken")
     version = int(state.groups["version"][group])
     for row in state.members[group]:
         handoffs.signal_row(state, row, Signal.UNDO)
         status = state.requests["status"][row]
-        if status == RequestStatus.RUNNING:
+        if status == RUNNING:
             worker = state.take_away(row)
             request_id = state.request_id[row]
             state.send(do.RemoveRequest(worker.worker_id, worker.epoch, state.command_id(), request_id))
-        elif status == RequestStatus.WAITING:
+        elif status == WAITING:
             state.waiting[version].remove(row)
-    if state.groups["status"][group] == GroupStatus.FINISHED:
+    if state.groups["status"][group] == GROUP_FINISHED:
         state.finished[version].remove(group)
     state.window.give_back(version)
     state.out.append(do.DropGroup(event.group_id, event.reason))

@@ -31,8 +31,6 @@ class Machine:
         try:
             _HANDLERS[type(event)](state, event)
             balance.check(state)
-            live = state.window.newest - state.window.oldest_live + 1
-            state.counters.versions_live_max = max(state.counters.versions_live_max, live)
             return state.out
         finally:
             state.out = []

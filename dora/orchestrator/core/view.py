@@ -10,6 +10,7 @@ from dora.orchestrator.core.state import RequestStatus, State, Worker
 from dora.orchestrator.core.table import Column
 
 NOBODY = Worker("", 0, 0, 0, 0)
+WAITING, RUNNING = int(RequestStatus.WAITING), int(RequestStatus.RUNNING)
 
 
 def snapshot(state: State) -> Snapshot:
@@ -33,10 +34,8 @@ def snapshot(state: State) -> Snapshot:
         backlog_longest=state.backlog.lengths(),
         workers=_worker_columns(state),
         requests=RequestColumns(
-            unfinished=(status == RequestStatus.WAITING) | (status == RequestStatus.RUNNING),
-            movable=(status == RequestStatus.RUNNING)
-            & ~requests["moving"]
-            & (requests["rests_until_s"] <= state.now_s),
+            unfinished=(status == WAITING) | (status == RUNNING),
+            movable=(status == RUNNING) & ~requests["moving"] & (requests["rests_until_s"] <= state.now_s),
             version=requests["version"],
             worker=requests["worker"] - 1,
             prompt_tokens=requests["prompt_tokens"],
@@ -65,7 +64,7 @@ def _worker_columns(state: State) -> WorkerColumns:
     def column(name: str) -> Column:
         return np.fromiter(map(attrgetter(name), seats), dtype=np.int64, count=len(seats))
 
-    owned = np.fromiter((len(worker.rows) for worker in seats), dtype=np.int64, count=len(seats))
+    owned = np.fromiter(map(len, map(attrgetter("rows"), seats)), dtype=np.int64, count=len(seats))
     kv_used = column("kv_used")
     return WorkerColumns(
         alive=np.array([worker is not None and not worker.stopping for worker in state.seats], dtype=bool),

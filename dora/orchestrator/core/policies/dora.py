@@ -27,6 +27,8 @@ class DoraPolicy(BasePolicy):
         keep = trigger in (Trigger.TIME, Trigger.PRESSURE) and settled(counts, work, wanted, self.config.hysteresis)
         if keep:
             targets = dict(zip(seats.tolist(), workers.target[seats].tolist(), strict=True))
+        elif len(wanted) == 1:
+            targets = dict.fromkeys(seats.tolist(), next(iter(wanted)))
         else:
             columns = (seats, workers.loaded[seats], workers.target[seats], workers.kv_used[seats])
             rows = [Seat(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
@@ -37,13 +39,13 @@ class DoraPolicy(BasePolicy):
     def ration(self, floor: Floor, version: int) -> int | None:
         """An even share, while more DP groups load the version: else the first would be filled, and levelled again."""
         loading = floor.loading(version)
-        first = floor.backlog.first()
         if not loading:
             return None
-        hosts = floor.hosts(version)
+        hosts, first = floor.hosts(version), floor.backlog.first()
         groups = max(0, min(len(floor.backlog), floor.window.admissible(version)))
         supply = len(floor.line(version)) + groups * (first.prompt.group_size if first is not None else 0)
-        return ceil((supply + sum(worker.held for worker in hosts)) / (len(hosts) + loading))
+        held = sum([len(worker.rows) + worker.inbound for worker in hosts])
+        return ceil((supply + held) / (len(hosts) + loading))
 
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
         return plan_moves(snapshot, living_targets(snapshot), self.config.level_gap, self.config.moves_at_once)
