@@ -123,17 +123,21 @@ class Meter:
         if isinstance(event, on.Progress) and event.finished:
             self._finished(event, now_s)
         for command in commands:
-            if isinstance(command, do.CopyOut):
-                self._frozen[command.request_id] = now_s
-            elif isinstance(command, (do.RemoveRequest, do.Thaw)):
-                self._still_s += now_s - self._frozen.pop(command.request_id, now_s)
-                if isinstance(command, do.RemoveRequest) and self.timeline is not None:
-                    self._moved(command, now_s)
-            elif isinstance(command, do.LoadVersion):
-                self._loads += 1
-                self._hosts(command.worker_id, -1, now_s)
+            if isinstance(command, do.WorkerCommand):
+                self._sent(command, now_s)
         if self.timeline is not None:
             self._draw(event, now_s)
+
+    def _sent(self, command: do.WorkerCommand, now_s: float) -> None:
+        if isinstance(command, do.CopyOut):
+            self._frozen[command.request_id] = now_s
+        elif isinstance(command, (do.RemoveRequest, do.Thaw)):
+            self._still_s += now_s - self._frozen.pop(command.request_id, now_s)
+            if isinstance(command, do.RemoveRequest) and self.timeline is not None:
+                self._moved(command, now_s)
+        elif isinstance(command, do.LoadVersion):
+            self._loads += 1
+            self._hosts(command.worker_id, -1, now_s)
 
     def _finished(self, event: on.Progress, now_s: float) -> None:
         state = self.world.machine.state

@@ -175,7 +175,7 @@ def test_an_old_report_does_not_bar_an_empty_dp_group() -> None:
     machine = machine_of(8, [100, 200])
     machine.handle(on.WorkerJoined("w0", 1, 64, KV_TOKENS), 1.0)
     machine.state.workers["w0"].waiting = 1
-    machine.state.workers["w0"].kv_used = KV_TOKENS
+    machine.state.uses(machine.state.workers["w0"], KV_TOKENS)
     loads = [pending.command for pending in machine.state.pending.values()]
     commands = [machine.handle(on.CommandDone("w0", 1, load.command_id), 1.0) for load in loads]
     assert any(isinstance(command, do.StartRequest) for command in commands[0])

@@ -85,7 +85,7 @@ def tick(state: State) -> None:
     since_s = state.now_s - state.balanced_s
     if since_s >= balance.period_s:
         rebalance(state, Trigger.TIME)
-    elif since_s >= min(PRESSURE_REST_S, balance.period_s) and _pressed(state):
+    elif since_s >= min(PRESSURE_REST_S, balance.period_s) and state.pressed:
         rebalance(state, Trigger.PRESSURE)
 
 
@@ -128,9 +128,12 @@ def _unhosted(state: State) -> frozenset[int]:
 
 def _relieve(state: State) -> None:
     """Looks for moves where workers are to be left; again soon only if the last look found some, or might now."""
-    displaced = frozenset(worker.loaded for worker in state.hosting.vacating() if worker.rows)
+    leaving = state.hosting.leaving()
     rested = state.now_s >= state.relief_s + BARREN_REST_S - RELIEF_REST_S
-    if (displaced <= state.barren and not rested) or not _places(state, displaced):
+    if not leaving or (leaving <= state.barren and not rested):
+        return
+    displaced = frozenset(worker.loaded for worker in state.hosting.vacating() if worker.rows)
+    if not _places(state, displaced):
         return
     state.relief_s = state.now_s + RELIEF_REST_S
     state.planned.extend(state.policy.relieve(snapshot(state)))
@@ -156,8 +159,3 @@ def _dry(state: State) -> frozenset[int]:
     idle = (seat for version in workless for seat in state.hosting.targeting(version) & state.idle)
     workers = (state.seats[seat] for seat in idle)
     return frozenset(w.seat for w in workers if w and not w.held and w.loading < 0 and not w.draining)
-
-
-def _pressed(state: State) -> bool:
-    limit = state.config.balance.pressure
-    return any(worker.kv_used > limit * worker.kv_tokens for worker in state.workers.values())

@@ -70,7 +70,7 @@ def settle(state: State, seats: Iterable[int]) -> None:
 
 def load(state: State, worker: Worker) -> None:
     worker.loaded, worker.loading = -1, worker.target
-    worker.kv_used = worker.kv_given = 0
+    state.uses(worker, 0)
     state.rehosted(worker)
     state.send(do.LoadVersion(worker.worker_id, worker.epoch, state.command_id(), worker.target))
 

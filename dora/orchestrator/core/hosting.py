@@ -20,7 +20,7 @@ class _Listed:
     hosts: int
     target: int
     loading: int
-    vacating: bool
+    leaves: int  # the version in memory where it is not to keep that; -1: none
 
 
 @dataclass(slots=True)
@@ -32,6 +32,7 @@ class Hosting:
     _vacating: list["Worker"] = field(default_factory=list)  # by seat
     _targeting: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
     _loading: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
+    _leaving: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
     _moved: dict[int, "Worker | None"] = field(default_factory=dict)  # seat -> who sits there now
 
     def moved(self, seat: int, worker: "Worker | None") -> None:
@@ -47,6 +48,11 @@ class Hosting:
         """Workers that have a version in memory and are to leave it, by seat."""
         self._refresh()
         return self._vacating
+
+    def leaving(self) -> Set[int]:
+        """Versions that some workers have in memory and are to leave."""
+        self._refresh()
+        return self._leaving.keys()
 
     def targeting(self, version: int) -> Set[int]:
         """Seats of the workers that are to host this version."""
@@ -66,11 +72,14 @@ class Hosting:
         self._moved.clear()
 
     def _list(self, seat: int, worker: "Worker") -> None:
-        entry = self._listed[seat] = _Listed(worker.hosts, worker.target, worker.loading, worker.vacating)
+        entry = self._listed[seat] = _Listed(
+            worker.hosts, worker.target, worker.loading, worker.loaded if worker.vacating else -1
+        )
         if entry.hosts >= 0:
             _insert(self._hosts.setdefault(entry.hosts, []), worker)
-        if entry.vacating:
+        if entry.leaves >= 0:
             _insert(self._vacating, worker)
+            self._leaving.setdefault(entry.leaves, set()).add(seat)
         self._targeting.setdefault(entry.target, set()).add(seat)
         if entry.loading >= 0:
             self._loading.setdefault(entry.loading, set()).add(seat)
@@ -83,8 +92,9 @@ class Hosting:
             _delete(self._hosts[entry.hosts], seat)
             if not self._hosts[entry.hosts]:
                 del self._hosts[entry.hosts]
-        if entry.vacating:
+        if entry.leaves >= 0:
             _delete(self._vacating, seat)
+            _discard(self._leaving, entry.leaves, seat)
         _discard(self._targeting, entry.target, seat)
         if entry.loading >= 0:
             _discard(self._loading, entry.loading, seat)

@@ -24,7 +24,8 @@ def progress(state: State, event: on.Progress) -> None:
     worker = state.worker_at(event.worker_id, event.epoch)
     if worker is None:
         return
-    worker.kv_used, worker.waiting, worker.kv_given = event.kv_used_tokens, event.waiting, 0
+    state.uses(worker, event.kv_used_tokens)
+    worker.waiting = event.waiting
     state.roomy.add(worker.seat)
     version, response_tokens, prompt_tokens, claimed = state.requests.columns(
         "version", "tokens", "prompt_tokens", "claim"

@@ -22,6 +22,8 @@ SHORTEST_MOVE_TOKENS = 2  # a request this near its certain end is not worth a m
 def plan_moves(snapshot: Snapshot, targets: Mapping[int, int], level_gap: int, moves_max: int) -> tuple[Move, ...]:
     """At most ``moves_max`` moves: first off the groups that change or leave, then levelling within each version."""
     board = _Board(snapshot, targets)
+    if not board.movable:
+        return ()
     moves = board.displaced(moves_max)
     return (*moves, *board.level(level_gap, moves_max - len(moves)))
 
@@ -53,6 +55,11 @@ class _Board:
         self.stays = staying(snapshot, targets)
         self.version = workers.loaded
         self._longest: dict[int, list[int]] = {}  # seat -> rows that may move off it, the longest last
+
+    @property
+    def movable(self) -> int:
+        """How many requests may move."""
+        return len(self._far_from_end)
 
     def displaced(self, moves_max: int) -> list[Move]:
         requests = self.requests

@@ -172,6 +172,7 @@ class State:
         self.touched: set[int] = set()  # seats where something changed since the last settling
         self.roomy: set[int] = set()  # seats that may have room: something has left them since they were found full
         self.rationed: dict[int, int] = {}  # version -> requests that each of its hosts holds at most for now
+        self.pressed: set[int] = set()  # seats of workers whose KV is nearly used up
         self.idle: set[int] = set()  # seats of workers that hold nothing
         self.hosting = Hosting()
         self.unhosted: frozenset[int] = frozenset()  # versions found without a host at the last look
@@ -194,8 +195,12 @@ class State:
         Not before StartRequest was obeyed: until then they are of an earlier stay of the request on this worker.
         """
         row_of, rows, starting = self.request_row, worker.rows, self.requests["starting"]
-        found = ((request_id, row_of.get(request_id)) for request_id in request_ids)
-        return [(request_id, row) for request_id, row in found if row in rows and not starting[row]]
+        found = []
+        for request_id in request_ids:
+            row = row_of.get(request_id)
+            if row in rows and not starting[row]:
+                found.append((request_id, row))
+        return found
 
     def worker_at(self, worker_id: str, epoch: int) -> Worker | None:
         """The living worker of this id and epoch; None if either is over."""
@@ -213,6 +218,14 @@ class State:
         self.hosting.moved(worker.seat, self.seats[worker.seat])
         self.settling = True
         self.touched.add(worker.seat)
+
+    def uses(self, worker: Worker, kv_tokens: int) -> None:
+        """So much KV is in use on this worker now."""
+        worker.kv_used, worker.kv_given = kv_tokens, 0
+        if kv_tokens > self.config.balance.pressure * worker.kv_tokens:
+            self.pressed.add(worker.seat)
+        else:
+            self.pressed.discard(worker.seat)
 
     def command_id(self) -> int:
         self.commands_sent += 1
@@ -235,6 +248,7 @@ class State:
         """The worker is gone."""
         del self.workers[worker.worker_id]
         self.seats[worker.seat] = None
+        self.pressed.discard(worker.seat)
         self.rehosted(worker)
 
     def free_seat(self) -> int:
