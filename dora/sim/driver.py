@@ -118,9 +118,9 @@ class WorkerDriver(Agenda, ABC):
         if not worker.alive:
             return
         engine = worker.engine
-        engine.advance(self.now_s)
-        tokens = {request.request_id: engine.tokens_of(request) for request in engine.requests.values()}
-        if tokens:
+        if engine.requests:
+            engine.advance(self.now_s)
+            tokens = {request.request_id: engine.tokens_of(request) for request in engine.requests.values()}
             self.to_core(worker, self._progress(worker, tokens, {}))
         self.after(self.report_period_s, self._report, worker)
 

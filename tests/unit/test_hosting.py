@@ -21,7 +21,10 @@ changes = st.lists(
 def check(hosting: Hosting, workers: dict[int, Worker]) -> None:
     by_seat = [workers[seat] for seat in sorted(workers)]
     assert list(hosting.vacating()) == [worker for worker in by_seat if worker.vacating]
+    assert set(hosting.leaving()) == {worker.loaded for worker in by_seat if worker.vacating}
     for version in VERSIONS:
+        if version >= 0:
+            assert hosting.loading(version) == {worker.seat for worker in by_seat if worker.loading == version}
         assert hosting.targeting(version) == {worker.seat for worker in by_seat if worker.target == version}
         if version >= 0:
             assert list(hosting.hosts(version)) == [worker for worker in by_seat if worker.hosts == version]

@@ -236,3 +236,52 @@ def test_streamrl_sees_a_line_that_changed_and_is_as_long_as_before() -> None:
     bench.join("w0", slots=3)
     bench.load_all()
     assert {bench.owner("g0.0"), bench.owner("g2.0")} == {"w0"}
+
+
+def both_loading() -> tuple[Bench, list[do.LoadVersion]]:
+    """Two workers load version 0, and there are prompts for 16 requests."""
+    bench = Bench(window=2, groups=2, policy="dora")
+    for name in ("w0", "w1"):
+        bench.join(name, slots=32)
+    bench.post(on.TrainerAttached(1, 2))
+    bench.offer(4, group_size=4)
+    return bench, bench.given(do.LoadVersion)
+
+
+def test_the_first_to_have_a_version_leaves_an_even_share_to_those_that_load_it() -> None:
+    bench, loads = both_loading()
+    bench.answer(loads[0])
+    assert len(bench.given(do.StartRequest)) == 8
+    bench.answer(loads[1])
+    assert len(bench.given(do.StartRequest)) == 16
+    assert len(bench.state.workers["w1"].rows) == 8
+
+
+def test_the_share_of_a_worker_that_is_lost_while_it_loads_goes_to_the_others() -> None:
+    bench, loads = both_loading()
+    bench.answer(loads[0])
+    bench.post(on.WorkerLost("w1", loads[1].epoch, "killed"))
+    assert len(bench.state.workers["w0"].rows) == 16
+
+
+def test_a_look_for_moves_that_found_no_place_is_repeated_when_there_is_one() -> None:
+    """Each worker holds three requests of 45 tokens in 100; w0 is to leave. Room is made by what ends on w1."""
+    bench = Bench(window=3, groups=2, policy="dora", predictor="given")
+    for name in ("w0", "w1"):
+        bench.epochs += 1
+        bench.post(on.WorkerJoined(name, bench.epochs, 8, 100))
+    bench.load_all()
+    bench.post(on.TrainerAttached(1, 2))
+    prompts = tuple(on.OfferedPrompt(f"p{i}", "task", 5, 1, 60, known_tokens=(40,)) for i in range(6))
+    bench.post(on.PromptsOffered(prompts, True))
+    bench.obey(do.StartRequest)
+    bench.now_s += 1.0
+    bench.post(on.DrainAsked("w0"))
+    assert bench.state.barren == {0}
+    on_w1 = [request_id for request_id in bench.state.request_row if bench.owner(request_id) == "w1"]
+    assert len(on_w1) == 3
+    for request_id in on_w1[:2]:
+        bench.now_s += 1.0
+        assert not bench.given(do.ReserveSlot)
+        bench.report(request_id, 40, end=True)
+    assert len(bench.given(do.ReserveSlot)) == 1, "one of 45 tokens beside the one that is left"

@@ -8,6 +8,7 @@ import pytest
 from dora.config import BalanceConfig
 from dora.errors import InvalidValue, NotFound
 from dora.orchestrator.core.cost import CostModel
+from dora.orchestrator.core.migration import plan_moves
 from dora.orchestrator.core.policies import POLICIES, SIMULATED, check_live, policy_of
 from dora.orchestrator.core.policies.hosts import cover
 from dora.orchestrator.core.policies.laminar import LaminarPolicy, Replica, consolidate, roofline_requests
@@ -114,6 +115,25 @@ def test_a_version_that_requests_wait_for_gets_a_dp_group() -> None:
     targets = {0: 5}
     cover(snapshot_of(workers[:1], [(3, -1, 30), (4, -1, 30)]), targets)
     assert targets == {0: 3}  # too few: the earliest deadline first
+
+
+# --------------------------------------------------------------------------------------------------------------- dora
+
+
+def levelling(requests: int, cost: CostModel | None, kv_tokens: int = 10_000) -> int:
+    """How many of so many requests on one DP group move to an empty one."""
+    workers = [{"loaded": 0, "kv_tokens": kv_tokens}, {"loaded": 0, "kv_tokens": 10_000}]
+    return len(plan_moves(snapshot_of(workers, [(0, 0, 20)] * requests, cost=cost), {0: 0, 1: 0}, 2, 64))
+
+
+def test_levelling_stops_where_it_gains_nothing() -> None:
+    assert levelling(8, None) == 4, "without a cost model: as many here as there"
+    assert levelling(8, COST) == 0, "a step reads the weights for one request as for eight"
+    assert levelling(60, COST) == 16, "a step of 44 requests takes hardly longer than the shortest"
+
+
+def test_levelling_goes_on_where_kv_would_run_out() -> None:
+    assert levelling(8, COST, kv_tokens=100) == 1, "160 tokens are claimed of 100, and a request claims 70"
 
 
 # ------------------------------------------------------------------------------------------------------------ Laminar

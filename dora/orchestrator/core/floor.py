@@ -44,7 +44,7 @@ class Floor:
         return self._state.hosts_of(version)
 
     def candidates(self, version: int) -> list[Worker]:
-        """Those of them that may have room: something has left them, or their ration grew, since they were found full."""
+        """Those of them that may have room: something has left them or their ration grew since they were found full."""
         state = self._state
         return [worker for worker in state.hosts_of(version) if worker.seat in state.roomy]
 

@@ -111,11 +111,12 @@ class _Board:
         return rows.pop() if rows else None
 
     def _gains(self, row: int, source: int, target: int) -> bool:
-        """Whether this request decodes markedly faster on the target; always where the cost of a step is not known.
+        """Whether this request decodes markedly faster on the target, or else KV would run out where it is.
 
-        A step that reads the weights for a few requests takes as long as one that reads them for many.
+        A step that reads the weights for a few requests takes as long as one that reads them for many. Where the cost
+        of a step is not known, every move gains.
         """
-        if self.cost is None:
+        if self.cost is None or self.claimed[source] > self.capacity[source]:
             return True
         here_s = self.cost.decode_step_s(int(self.held[source]), float(self.kv[source]))
         there_s = self.cost.decode_step_s(int(self.held[target]) + 1, float(self.kv[target] + self._context(row)))
