@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.orchestrator.core.hosting import Hosting
+from dora.orchestrator.core.hosting import EMPTY_SEAT, SEATED, Hosting
 from dora.orchestrator.core.state import Worker
 
 SEATS, VERSIONS = 4, (-1, 0, 1, 2)
@@ -11,7 +11,7 @@ SEATS, VERSIONS = 4, (-1, 0, 1, 2)
 changes = st.lists(
     st.tuples(
         st.integers(0, SEATS - 1),
-        st.sampled_from(["joins", "leaves", "loads", "is to host", "is loading", "drains", "is asked"]),
+        st.sampled_from(["joins", "leaves", "loads", "is to host", "is loading", "drains", "is stopping", "is asked"]),
         st.sampled_from(VERSIONS),
     ),
     max_size=60,
@@ -21,6 +21,12 @@ changes = st.lists(
 def check(hosting: Hosting, workers: dict[int, Worker]) -> None:
     by_seat = [workers[seat] for seat in sorted(workers)]
     assert list(hosting.vacating()) == [worker for worker in by_seat if worker.vacating]
+    columns = hosting.seated(SEATS)
+    for seat in range(SEATS):
+        worker = workers.get(seat)
+        expected = EMPTY_SEAT if worker is None else tuple(getattr(worker, name) for name in SEATED[1:])
+        assert tuple(columns[name][seat] for name in SEATED[worker is not None :]) == expected
+        assert columns["alive"][seat] == (worker is not None and not worker.stopping)
     assert set(hosting.leaving()) == {worker.loaded for worker in by_seat if worker.vacating}
     for version in VERSIONS:
         if version >= 0:
@@ -49,6 +55,8 @@ def test_the_index_is_what_a_look_at_every_worker_says(made: list[tuple[int, str
             worker.loaded, worker.loading = -1, version
         elif change == "drains":
             worker.draining = True
+        elif change == "is stopping":
+            worker.stopping = True
         if change == "is asked":  # not after every change: several may come between two questions
             check(hosting, workers)
         else:

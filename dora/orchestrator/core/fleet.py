@@ -63,6 +63,7 @@ def settle(state: State, seats: Iterable[int]) -> None:
             continue
         if worker.draining:
             worker.stopping = True
+            state.hosting.moved(seat, worker)
             state.out.append(do.StopWorker(worker.worker_id, worker.epoch))
         elif worker.target >= state.window.oldest_kept and worker.target != worker.loaded:
             load(state, worker)

@@ -1,4 +1,8 @@
-"""Who hosts which version, kept up to date worker by worker: no event has to look at the whole fleet."""
+"""Who hosts which version, kept up to date worker by worker: no event has to look at the whole fleet.
+
+What changes with it is kept by seat in columns too, which a snapshot copies: to read them off a thousand workers takes
+longer than most plans.
+"""
 
 from bisect import bisect_left
 from collections.abc import Sequence, Set
@@ -6,11 +10,17 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from dora.orchestrator.core.table import Column
+
 if TYPE_CHECKING:
     from dora.orchestrator.core.state import Worker
 
 _BY_SEAT = attrgetter("seat")
 NOBODY: Set[int] = frozenset()
+SEATED = ("alive", "loaded", "target", "draining", "slots", "kv_tokens")  # columns
+EMPTY_SEAT = (0, -1, -1, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,7 @@ class Hosting:
     _targeting: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
     _loading: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
     _leaving: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
+    _seated: Column = field(default_factory=lambda: np.zeros((0, len(SEATED)), dtype=np.int64))  # seat x column
     _moved: dict[int, "Worker | None"] = field(default_factory=dict)  # seat -> who sits there now
 
     def moved(self, seat: int, worker: "Worker | None") -> None:
@@ -64,12 +75,29 @@ class Hosting:
         self._refresh()
         return self._loading.get(version, NOBODY)
 
+    def seated(self, seats: int) -> dict[str, Column]:
+        """Copies of the ``SEATED`` columns (int64) for the first so many seats; ``EMPTY_SEAT`` where nobody sits."""
+        self._refresh()
+        self._make_seats(seats)
+        return {name: self._seated[:seats, place].copy() for place, name in enumerate(SEATED)}
+
     def _refresh(self) -> None:
         for seat, worker in self._moved.items():
             self._unlist(seat)
+            self._make_seats(seat + 1)
+            self._seated[seat] = EMPTY_SEAT
             if worker is not None:
                 self._list(seat, worker)
+                self._seated[seat] = (
+                    not worker.stopping, worker.loaded, worker.target, worker.draining, worker.slots, worker.kv_tokens
+                )  # fmt: skip
         self._moved.clear()
+
+    def _make_seats(self, seats: int) -> None:
+        lacking = seats - len(self._seated)
+        if lacking > 0:
+            more = np.tile(np.array(EMPTY_SEAT, dtype=np.int64), (max(lacking, len(self._seated)), 1))
+            self._seated = np.concatenate([self._seated, more])
 
     def _list(self, seat: int, worker: "Worker") -> None:
         entry = self._listed[seat] = _Listed(

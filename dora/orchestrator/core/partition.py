@@ -64,8 +64,9 @@ def assign(seats: Sequence[Seat], counts: Mapping[int, int]) -> dict[int, int]:
     """
     open_seats = {version: count for version, count in counts.items() if count}
     chosen: dict[int, int] = {}
+    fullest_first = sorted(seats, key=lambda seat: (-seat.kv_tokens, seat.target != seat.loaded, seat.worker))
     for keeps in ("loaded", "target"):
-        for seat in sorted(seats, key=lambda seat: (-seat.kv_tokens, seat.target != seat.loaded, seat.worker)):
+        for seat in fullest_first:
             version = getattr(seat, keeps)
             if seat.worker not in chosen and open_seats.get(version, 0):
                 chosen[seat.worker] = version

@@ -16,10 +16,9 @@ WAITING, RUNNING = int(RequestStatus.WAITING), int(RequestStatus.RUNNING)
 def snapshot(state: State) -> Snapshot:
     requests, window, rhythm = state.requests, state.window, state.rhythm
     status = requests["status"]
-    used = status > 0
     live = range(window.oldest_live, window.newest + 1)
     dried_up = state.exhausted and not state.backlog
-    mean_tokens = float(requests["expected"].sum(where=used)) / max(1, len(requests))
+    mean_tokens = float(requests["expected"].sum()) / max(1, len(requests))  # free rows are 0
     return Snapshot(
         now_s=state.now_s,
         step=window.step,
@@ -48,13 +47,13 @@ def snapshot(state: State) -> Snapshot:
 def _remaining(state: State) -> Column:
     """Predicted tokens still to come, for the rows in use."""
     requests = state.requests
+    if not requests["log_sd"].any():  # lengths are known
+        known: Column = np.maximum(requests["expected"] - requests["tokens"], 0).astype(np.float64)
+        return known
     rows = np.flatnonzero(requests["status"] > 0)
     tokens, log_sd = requests["tokens"][rows], requests["log_sd"][rows]
     remaining = np.zeros(requests.capacity)
-    if log_sd.any():
-        remaining[rows] = remaining_tokens(requests["log_mean"][rows], log_sd, tokens, requests["max_tokens"][rows])
-    else:  # lengths are known
-        remaining[rows] = np.maximum(requests["expected"][rows] - tokens, 0)
+    remaining[rows] = remaining_tokens(requests["log_mean"][rows], log_sd, tokens, requests["max_tokens"][rows])
     return remaining
 
 
@@ -65,15 +64,15 @@ def _worker_columns(state: State) -> WorkerColumns:
         return np.fromiter(map(attrgetter(name), seats), dtype=np.int64, count=len(seats))
 
     owned = np.fromiter(map(len, map(attrgetter("rows"), seats)), dtype=np.int64, count=len(seats))
-    kv_used = column("kv_used")
+    kv_used, seated = column("kv_used"), state.hosting.seated(len(seats))
     return WorkerColumns(
-        alive=np.array([worker is not None and not worker.stopping for worker in state.seats], dtype=bool),
-        loaded=column("loaded"),
-        target=column("target"),
-        draining=column("draining").astype(bool),
-        slots=column("slots"),
+        alive=seated["alive"].astype(bool),
+        loaded=seated["loaded"],
+        target=seated["target"],
+        draining=seated["draining"].astype(bool),
+        slots=seated["slots"],
         held=owned + column("inbound"),
-        kv_tokens=column("kv_tokens"),
+        kv_tokens=seated["kv_tokens"],
         kv_claimed=column("kv_claimed"),
         kv_expected=kv_used + column("kv_given") + column("kv_inbound"),
         kv_used=kv_used,
