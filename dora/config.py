@@ -71,7 +71,9 @@ class BalanceConfig(_Section):
     period_s: float = Field(30.0, gt=0.0, description="time trigger")
     pressure: float = Field(0.9, gt=0.0, le=1.0, description="KV use above which a worker is relieved")
     hysteresis: float = Field(0.6, ge=0.0, le=1.0, description="share of a DP group a periodic change must be worth")
-    level_gap: int = Field(2, ge=1, description="difference of requests between two DP groups that is levelled out")
+    level_gap: int = Field(
+        2, ge=1, description="difference of requests between DP groups that is levelled, if it gains"
+    )
     handoff_timeout_s: float = Field(30.0, gt=0.0, description="after this a handoff is undone")
     moves_at_once: int = Field(64, ge=1, le=1 << 16, description="handoffs in flight")
 

@@ -16,7 +16,7 @@ from dora.orchestrator.core.policies.one_step import OneStepPolicy
 from dora.orchestrator.core.policies.staleflow import StaleFlowPolicy, migrate
 from dora.orchestrator.core.policies.streamrl import dedicated_groups, latency_s
 from dora.orchestrator.core.policies.sync import SyncPolicy
-from dora.orchestrator.core.policies.throughput import MU, Board, Load, relative_gain
+from dora.orchestrator.core.policies.throughput import MU, Board, Load, load_of, relative_gain
 from dora.orchestrator.core.snapshot import Move, RequestColumns, Snapshot, Trigger, WorkerColumns
 from dora.orchestrator.core.state import Worker
 
@@ -211,6 +211,12 @@ def test_routing_goes_to_the_largest_gain_above_the_threshold() -> None:
     board.loads[0] = board.loads[1] = load(20, 900)
     assert relative_gain(load(20, 900), 20, heavy) < MU
     assert board.route(2, [0, 1, 2]) is None  # withheld
+
+
+def test_an_old_report_does_not_bar_an_empty_dp_group() -> None:
+    """Fault seed 71339: the last request left, and no report followed."""
+    empty = load_of(Worker("w0", 1, 0, SLOTS, KV_TOKENS, kv_used=KV_TOKENS, waiting=1))
+    assert empty.takes(500) and relative_gain(empty, 500, COST) >= MU
 
 
 def staleflow_plan(admissible: dict[int, int], requests: list[tuple[int, int, int]], backlog: int = 1) -> Any:

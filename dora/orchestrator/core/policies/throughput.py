@@ -47,6 +47,8 @@ class Load:
 
 
 def load_of(worker: Worker) -> Load:
+    if not worker.held:  # what it last reported was of requests that have left since
+        return Load(0, 0, 0, worker.slots, worker.kv_tokens)
     running = max(0, worker.held - worker.waiting)
     return Load(running, worker.waiting, worker.kv_expected, worker.slots, worker.kv_tokens)
 
