@@ -75,7 +75,7 @@ def test_work_of_drawn_prompts_gives_the_shortest_step() -> None:
     backlog, rhythm = Backlog(), Rhythm()
     for number in range(10):
         prompt = on.OfferedPrompt(f"p{number}", "task", 50, 2, 1000)
-        rhythm.offered(backlog.add(prompt, 0, 300.0, (100.0, 300.0)).work)
+        rhythm.offered(backlog.add(prompt, 0, 300.0, (100.0, 300.0)).work, 300.0)
     rhythm.generated(1000, 20.0)
     work = 100 * (50 + 50) + 300 * (150 + 50)
     assert rhythm.group_work == pytest.approx(work)
@@ -154,7 +154,7 @@ def test_an_idle_version_begins_something_whatever_the_forecast_says() -> None:
 
 def test_reservations_know_nothing_before_the_first_steps() -> None:
     machine = Machine(validated({"balance": {"policy": "laxity"}}))
-    reservations = Reservations(fill=0.97)
+    reservations = Reservations()
     reservations.refresh(Floor(machine.state))
     assert reservations.lifespan is None
     assert (np.diff(GRID) > 0).all()

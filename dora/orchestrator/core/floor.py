@@ -3,7 +3,7 @@
 The promises do not depend on the policy: ``place`` and ``admit`` refuse what would break them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dora.errors import IllegalTransition
 from dora.orchestrator.core import admission, placement
@@ -80,6 +80,10 @@ class Floor:
         state = self._state
         finished = sum(len(groups) for groups in state.finished.values())
         return max(0, self.window.left - finished) / max(1, self.window.groups_per_step)
+
+    def workers(self) -> Iterable[Worker]:
+        """All workers there are."""
+        return self._state.workers.values()
 
     def groups(self) -> int:
         """DP groups that are to stay."""

@@ -1,7 +1,9 @@
 """How fast training and generation go, as seen from the events: what deadlines are worth in seconds and tokens."""
 
+from collections import deque
 from math import inf
 
+LAST_STEPS = 8  # whose times are kept
 SMOOTHING = 0.3  # weight of the newest step in the running mean of step times
 PACE_TOKENS = 200_000.0  # a response's weight in the running pace is its tokens over this
 ODD_PACE = 1.2  # a response that took longer for a token than this times the mean counts as this
@@ -13,9 +15,11 @@ class Rhythm:
 
     def __init__(self) -> None:
         self.published_s = 0.0  # when the newest version was published
+        self.took_s: deque[float] = deque(maxlen=LAST_STEPS)  # between the last publishes
         self.step_s = 0.0  # mean time between publishes; 0: not known yet
         self.pace_s = 0.0  # seconds a token; 0: not known yet
         self.group_work = 0.0  # mean over drawn prompts of what their groups cost (``Entry.work``)
+        self.longest_tokens = 0.0  # the longest response predicted of late
         self._publishes = 0
         self._offers = 0
 
@@ -23,6 +27,8 @@ class Rhythm:
         """A version was published. The first step holds the start of everything and is not counted."""
         self._publishes += 1
         took_s, self.published_s = now_s - self.published_s, now_s
+        if self._publishes > 1:
+            self.took_s.append(took_s)
         if self._publishes == 2:
             self.step_s = took_s
         elif self._publishes > 2:
@@ -47,8 +53,9 @@ class Rhythm:
             return inf
         return max(self.published_s + self.step_s, now_s) + steps_ahead * self.step_s
 
-    def offered(self, work: float) -> None:
-        """A prompt was drawn whose group is predicted to cost so much (``Entry.work``)."""
+    def offered(self, work: float, longest_tokens: float) -> None:
+        """A prompt was drawn: what its group is predicted to cost (``Entry.work``), and its longest response."""
+        self.longest_tokens = max(longest_tokens, self.longest_tokens * (1.0 - OFFER_WEIGHT))
         self._offers += 1
         self.group_work += max(1.0 / self._offers, OFFER_WEIGHT) * (work - self.group_work)
 

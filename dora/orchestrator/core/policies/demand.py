@@ -6,7 +6,9 @@ from math import ceil
 import numpy as np
 
 from dora.orchestrator.core.policies.hosts import cover, plannable, present_targets, staying
+from dora.orchestrator.core.policies.lanes import Lanes, lanes
 from dora.orchestrator.core.policies.lifespan import Lifespan
+from dora.orchestrator.core.policies.outlook import FILL
 from dora.orchestrator.core.snapshot import Move, Snapshot
 from dora.orchestrator.core.table import Column
 
@@ -19,18 +21,20 @@ LEVEL_GAP = 0.06
 class Demand:
     """One snapshot's supply and demand."""
 
-    def __init__(self, snapshot: Snapshot, fill: float) -> None:
-        self._snapshot, self._fill = snapshot, fill
+    def __init__(self, snapshot: Snapshot, lifespan: Lifespan | None, kept_free: Mapping[int, float]) -> None:
+        """``kept_free``: version -> KV that its lanes keep free."""
+        self._snapshot, self._lifespan, self._kept_free = snapshot, lifespan, kept_free
         requests = snapshot.requests
         self._context = (requests.prompt_tokens + requests.tokens).astype(np.float64)
         self._seats = plannable(snapshot)
 
-    def targets(self, lifespan: Lifespan | None) -> dict[int, int]:
+    def targets(self) -> dict[int, int]:
         """Seat -> version. Every version with unfinished requests keeps or gets at least one DP group.
 
-        An older version keeps what ``lifespan`` says, or what its KV needs where that is more; without a lifespan all
-        that it has, until its last step.
+        An older version keeps what its lifespan says, or what its KV needs where that is more or the version can admit
+        no more; without a lifespan all that it has, until its last step.
         """
+        lifespan = self._lifespan
         snapshot, workers = self._snapshot, self._snapshot.workers
         newest = snapshot.newest
         target = present_targets(snapshot)
@@ -40,7 +44,7 @@ class Demand:
         need = self._needs({*target.values(), newest})
         if lifespan is not None:
             for version in need:
-                if version < newest and need[version]:
+                if version < newest and need[version] and snapshot.admissible.get(version, 0) >= 1:
                     need[version] = max(need[version], int(lifespan.hosts(version, snapshot.now_s)))
         have: dict[int, list[int]] = {version: [] for version in need}
         for seat, version in target.items():
@@ -67,17 +71,21 @@ class Demand:
         cover(snapshot, target)
         return target
 
-    def moves(self, targets: Mapping[int, int]) -> tuple[Move, ...]:
-        """Off the DP groups that change or leave, the longest first; then off those whose KV runs out."""
-        board = _Board(self._snapshot, targets, self._context)
+    def moves(self, targets: Mapping[int, int]) -> tuple[tuple[Move, ...], Lanes]:
+        """Off the DP groups that change or leave, the longest first; to the lanes; then off those whose KV runs out."""
+        stays = staying(self._snapshot, dict(targets))
+        board = _Board(self._snapshot, stays, lanes(self._snapshot, stays, self._lifespan), self._context)
         requests = self._snapshot.requests
         rows = np.flatnonzero(requests.movable & (requests.worker >= 0))
         rows = rows[~board.stays[requests.worker[rows]]]
         for row in rows[np.argsort(-requests.remaining_tokens[rows], kind="stable")].tolist():
-            board.move(row, self._fill)
+            board.move(row)
+        for row, seat in board.lanes.to_lane.items():
+            if requests.movable[row] and board.stays[requests.worker[row]]:
+                board.hurry(row, seat)
         for seat in board.pressed():
             board.relieve(seat)
-        return tuple(board.moves)
+        return tuple(board.moves), board.lanes
 
     def _needs(self, versions: set[int]) -> dict[int, int]:
         """DP groups that each version needs for its requests' KV, now and at the horizon; the newest one at least."""
@@ -91,9 +99,9 @@ class Demand:
             rows = unfinished[of_version == version]
             grown = self._context[rows] + HORIZON_TOKENS
             later = float(grown[requests.remaining_tokens[rows] > HORIZON_TOKENS].sum())
-            kv = max(float(self._context[rows].sum()), later)
+            kv = max(float(self._context[rows].sum()), later) + self._kept_free.get(version, 0.0)
             least = 1 if len(rows) or version == snapshot.newest else 0
-            need[version] = max(least, ceil(kv / (self._fill * kv_tokens)), ceil(len(rows) / slots))
+            need[version] = max(least, ceil(kv / (FILL * kv_tokens)), ceil(len(rows) / slots))
         return need
 
     def _dry(self) -> bool:
@@ -112,10 +120,10 @@ class Demand:
 class _Board:
     """KV and requests of each DP group as they would be once the moves so far are done: now, and some tokens later."""
 
-    def __init__(self, snapshot: Snapshot, targets: Mapping[int, int], context: Column) -> None:
+    def __init__(self, snapshot: Snapshot, stays: Column, lanes_: Lanes, context: Column) -> None:
         workers = self._workers = snapshot.workers
         requests = self._requests = snapshot.requests
-        self.stays = staying(snapshot, dict(targets))
+        self.stays, self.lanes = stays, lanes_
         self._shares = np.stack([context, (context + LEVEL_TOKENS) * (requests.remaining_tokens > LEVEL_TOKENS)])
         rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
         ahead = np.bincount(requests.worker[rows], weights=self._shares[1][rows], minlength=len(workers.held))
@@ -126,27 +134,42 @@ class _Board:
         self.moves: list[Move] = []
 
     def _level(self, seats: Column) -> Column:
-        level: Column = self._kv[:, seats].max(axis=0) / self._workers.kv_tokens[seats]
+        level: Column = FILL * self._kv[:, seats].max(axis=0) / self.lanes.cap[seats]
         return level
 
-    def move(self, row: int, fill: float) -> bool:
-        """To the DP group of its version with the most free KV, as far as that is filled to ``fill`` at most."""
+    def move(self, row: int, level: float = FILL) -> bool:
+        """To its lane, else the DP group of its version with the most free KV, as far as that fills it to ``level``."""
         workers, source = self._workers, int(self._requests.worker[row])
         fit = self.stays & (workers.loaded == self._requests.version[row]) & (self._held < workers.slots)
         fit[source] = False
         seats = np.flatnonzero(fit)
         if not len(seats):
             return False
-        target = int(seats[np.argmin(self._level(seats))])
-        share = self._shares[:, row]
-        if self._held[target] and (self._kv[:, target] + share).max() > fill * workers.kv_tokens[target]:
+        target = self.lanes.to_lane.get(row, -1)
+        if target < 0 or not fit[target]:
+            target = int(seats[np.argmin(self._level(seats))])
+        if self._held[target] and self._filled(row, target) * FILL > level * self.lanes.cap[target]:
             return False
+        self._do(row, target)
+        return True
+
+    def hurry(self, row: int, lane: int) -> None:
+        """To its lane, though that may have others to give away first."""
+        room = FILL * self._workers.kv_tokens[lane] - self._filled(row, lane)
+        if self._held[lane] < self._workers.slots[lane] and room >= 0:
+            self._do(row, lane)
+
+    def _filled(self, row: int, seat: int) -> float:
+        """KV of a DP group with this request too."""
+        return float((self._kv[:, seat] + self._shares[:, row]).max())
+
+    def _do(self, row: int, target: int) -> None:
+        source, share = int(self._requests.worker[row]), self._shares[:, row]
         self.moves.append(Move(row, target))
         self._kv[:, target] += share
         self._kv[:, source] -= share
         self._held[target] += 1
         self._held[source] -= 1
-        return True
 
     def pressed(self) -> list[int]:
         """Seats to be relieved, if others can."""
@@ -155,7 +178,7 @@ class _Board:
         return seats
 
     def relieve(self, seat: int) -> None:
-        """Moves the largest requests off a pressed DP group while another one of its version is emptier."""
+        """Moves the largest requests without hurry off a pressed DP group, while others of its version are emptier."""
         version = int(self._workers.loaded[seat])
         if version not in self._peers:
             self._peers[version] = np.flatnonzero(self.stays & (self._workers.loaded == version))
@@ -165,7 +188,8 @@ class _Board:
             if level - float(self._level(peers).min()) < LEVEL_GAP:
                 return
             if largest is None:
-                rows = np.flatnonzero(self._requests.movable & (self._requests.worker == seat))
+                movable = self._requests.movable & ~self.lanes.hurried
+                rows = np.flatnonzero(movable & (self._requests.worker == seat))
                 largest = rows[np.argsort(self._context[rows], kind="stable")].tolist()
             if not largest or not self.move(largest.pop(), level):
                 return

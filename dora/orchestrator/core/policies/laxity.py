@@ -9,9 +9,11 @@ grows as its long responses grow, and must be gone by its deadline. So (docs/sim
   preempted when the version gives DP groups up. What could soon begin no more goes first;
 - a DP group is filled to the brim by a forecast of its KV, and levelled against the others of its version; where slots
   run out before KV does, longer prompts are taken;
-- what can end in time under no schedule begins first after a publish.
+- what cannot end in time on full DP groups begins first after a publish; where the window leaves too little time for
+  that on principle, some are kept below full for it (lanes.py).
 """
 
+from collections import defaultdict
 from itertools import islice
 
 import numpy as np
@@ -22,12 +24,13 @@ from dora.orchestrator.core.line import Entry
 from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.policies.demand import Demand
 from dora.orchestrator.core.policies.forecast import ENGINE_GRID, rows_forecast
+from dora.orchestrator.core.policies.hosts import living_targets
+from dora.orchestrator.core.policies.outlook import FILL
 from dora.orchestrator.core.policies.reservations import Reservations
 from dora.orchestrator.core.snapshot import Move, Plan, Snapshot, Trigger
 from dora.orchestrator.core.state import Worker
 from dora.orchestrator.core.table import Column
 
-FILL = 0.97  # share of a DP group's KV that the forecasts may reach
 EARLY_STEP = 0.3  # for this share of a step after a publish, what cannot end in time goes first
 NEAR_STEP = 0.25  # then: what could not begin after this share of a step
 DENSE = 0.10  # slots in use exceed KV in use by this share: longer prompts are taken
@@ -43,11 +46,14 @@ class LaxityPolicy(BasePolicy):
 
     def __init__(self, config: BalanceConfig) -> None:
         super().__init__(config)
-        self._reservations = Reservations(FILL)
+        self._reservations = Reservations()
         self._forecasts: dict[int, Column] = {}  # seat -> KV on ENGINE_GRID, within one dispatch
         self._crowds: dict[int, bool] = {}  # by version, within one dispatch
         self._barren: set[int] = set()  # versions that no prompt fits: nor will one before the next forecast or prompt
         self._arrivals = 0
+        self._lanes: dict[
+            int, tuple[int, float]
+        ] = {}  # seat -> version, KV that it is to hold at most: as last planned
 
     # --------------------------------------------------------------------------------------------------------- dispatch
 
@@ -69,7 +75,7 @@ class LaxityPolicy(BasePolicy):
         # a DP group new to its version would fill its slots with young requests, and could take none of the old ones
         if worker.held >= worker.slots * (YOUNG + peak) and self._crowded(floor, worker.hosts):
             return 0.0
-        return min(free_slots / worker.slots, FILL - peak)
+        return min(free_slots / worker.slots, self._most(worker) / worker.kv_tokens - peak)
 
     def fits(self, floor: Floor, row: int, worker: Worker) -> bool:
         if not worker.held:
@@ -77,7 +83,7 @@ class LaxityPolicy(BasePolicy):
         context = floor.context_tokens(row)
         left = max(1.0, float(floor.requests["expected"][row]) - float(floor.requests["tokens"][row]))
         forecast = self._forecast(floor, worker) + (context + ENGINE_GRID) * (left > ENGINE_GRID)
-        if float(forecast.max()) > FILL * worker.kv_tokens:
+        if float(forecast.max()) > self._most(worker):
             return False
         self._forecasts[worker.seat] = forecast
         return True
@@ -88,8 +94,10 @@ class LaxityPolicy(BasePolicy):
             return floor.backlog.first()
         entry = None
         if version not in self._barren:
-            if not lifespan.due(version) and not self._sparse(floor, version):
-                entry = self._urgent(floor, version) or self._first(floor, version)
+            if not lifespan.due(version):
+                entry = self._urgent(floor, version)
+                if entry is None and not self._sparse(floor, version):
+                    entry = self._first(floor, version)
             entry = entry or self._longest(floor, version)
         if entry is None:
             self._barren.add(version)
@@ -166,10 +174,27 @@ class LaxityPolicy(BasePolicy):
     # ------------------------------------------------------------------------------------------------------------ plan
 
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
-        demand = Demand(snapshot, FILL)
-        targets = demand.targets(self._reservations.lifespan)
-        return Plan(targets, demand.moves(targets))
+        demand = self._demand(snapshot)
+        targets = demand.targets()
+        return Plan(targets, self._moves(snapshot, demand, targets))
 
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
-        alive = np.flatnonzero(snapshot.workers.alive)
-        return Demand(snapshot, FILL).moves({int(seat): int(snapshot.workers.target[seat]) for seat in alive})
+        return self._moves(snapshot, self._demand(snapshot), living_targets(snapshot))
+
+    def _demand(self, snapshot: Snapshot) -> Demand:
+        return Demand(snapshot, self._reservations.lifespan, self._reservations.kept_free)
+
+    def _moves(self, snapshot: Snapshot, demand: Demand, targets: dict[int, int]) -> tuple[Move, ...]:
+        moves, lanes = demand.moves(targets)
+        loaded, kv_tokens = snapshot.workers.loaded, snapshot.workers.kv_tokens
+        self._lanes = {seat: (int(loaded[seat]), lane.kv_tokens) for seat, lane in lanes.by_seat.items()}
+        kept_free: dict[int, float] = defaultdict(float)
+        for seat, (version, most) in self._lanes.items():
+            kept_free[version] += FILL * float(kv_tokens[seat]) - most
+        self._reservations.kept_free = kept_free
+        return moves
+
+    def _most(self, worker: Worker) -> float:
+        """KV that a DP group is to hold at most."""
+        version, most = self._lanes.get(worker.seat, (-1, 0.0))
+        return most if version == worker.hosts else FILL * worker.kv_tokens

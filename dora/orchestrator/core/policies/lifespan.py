@@ -1,9 +1,9 @@
 """How many DP groups a version has at each age: what laxity partitions by, and reserves KV against.
 
 A version is ``age`` steps old: 0 when it is published, W when the last step that may train on it is. With E DP groups,
-the newest and the due version share E / (W - 1) of them (all, at W = 2): the newest grows in even steps to all but one,
-the due one shrinks as it grows, the versions between hold still. So every DP group changes version about once in W - 1
-steps, one at a time, and at every moment the shares of the live versions add up to E.
+the newest and the due version share E / (W - 1) of them (all, at W = 2): the newest grows in even steps from a head to
+all but a tail, the due one shrinks as it grows, the versions between hold still. So every DP group changes version
+about once in W - 1 steps, one at a time, and at every moment the shares of the live versions add up to E.
 
     W = 3, E = 6, DP groups by age     newest 1 2 | middle 3 3 | due 2 1 | 0
 
@@ -11,15 +11,15 @@ Why this shape: a DP group that begins a version is short of KV for minutes, as 
 changes the better; and the due version must end with its deadline, so it has to give up what it holds gradually.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from dora.orchestrator.core.table import Column
 
-HEAD_SHARE = (
-    0.3  # of what the newest and the due version share is the newest's from the start: long responses begin then
-)
+HEAD_SHARE = 0.3  # of what the newest and the due version share, the newest's from the start: long responses begin then
+TAIL_SHARE = 0.3  # and the due version's to the end: long responses end then
 MARGIN_STEP = 0.08  # a response should end this share of a step before the deadline of its version
 
 
@@ -33,11 +33,13 @@ class Lifespan:
     published_s: float  # when the newest version was published
     next_s: float  # when the next one is expected
     step_s: float  # from there on, between publishes
+    hurried: bool = False  # the longest responses cannot end in time on full DP groups
+    least_end_s: Mapping[int, float] = field(default_factory=dict)  # version -> before that it cannot end, even hurried
 
     def end_s(self, version: int) -> float:
         """When the last response of a version should have ended."""
         steps = version + self.window - 1 - self.newest
-        return self.next_s + (steps - MARGIN_STEP) * self.step_s
+        return max(self.next_s + (steps - MARGIN_STEP) * self.step_s, self.least_end_s.get(version, 0.0))
 
     def due(self, version: int) -> bool:
         """Whether this version is to end with the step of the newest."""
@@ -48,7 +50,7 @@ class Lifespan:
         at = np.asarray(at_s, dtype=np.float64)
         now_on = np.minimum((at - self.published_s) / max(self.next_s - self.published_s, 1e-9), 0.999)
         later = 1.0 + (at - self.next_s) / self.step_s
-        age = self.newest - version + np.where(at < self.next_s, now_on, later)
+        age = np.minimum(self.newest - version + np.where(at < self.next_s, now_on, later), self.window - 0.001)
         alive = at < self.end_s(version)
         hosts: Column = np.where(alive, self._by_age(age), 0.0)
         return hosts
@@ -58,8 +60,10 @@ class Lifespan:
             return np.full_like(age, float(self.groups))
         shared = max(2, round(self.groups / (self.window - 1)))
         head = max(1, round(HEAD_SHARE * shared))
-        steps, part = np.floor(age), age - np.floor(age)
-        newest = np.minimum(head + np.floor(part * (shared - head)), shared - 1)
+        tail = max(1, round(TAIL_SHARE * shared))
+        steps = np.floor(age)
+        part = np.round(age - steps, 9)  # the same for all versions: what one takes another gives
+        newest = np.minimum(head + np.floor(part * (shared - head - tail + 1)), shared - tail)
         middle = (self.groups - shared) / max(1, self.window - 2)
         by_age: Column = np.where(steps == 0, newest, np.where(steps == self.window - 1, shared - newest, middle))
         return by_age

@@ -6,15 +6,12 @@ from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Entry
 from dora.orchestrator.core.policies.forecast import on_grid, rows_forecast
 from dora.orchestrator.core.policies.lifespan import Lifespan
+from dora.orchestrator.core.policies.outlook import FILL, SAFETY, lifespan_of
 from dora.orchestrator.core.state import RequestStatus
 from dora.orchestrator.core.table import Column
 
 REFRESH_S = 5.0  # the forecast is made anew after this, or after this share of a step: in between it only grows
 REFRESH_STEP = 0.02
-SKEW = 0.25  # prompts that wait cost this share more than those drawn: from here on steps are expected to be longer
-SAFETY = 1.04  # a token takes this much longer than of late
-LOSS = 1.04  # a step takes this much longer than the work of its responses on KV that is always full
-SHORTEST_STEP = 0.8  # of the mean time between publishes: a step is not expected to be shorter
 GRID = np.array(
     [0, 250, 500, 750, 1000, 1500, 2000, 3000, 4000, 5500, 7000, 9000, 11000, 13500, 16000, 19000, 22000, 25500.0]
 )
@@ -23,14 +20,13 @@ GRID = np.array(
 class Reservations:
     """Made from the floor every few seconds; ``reserve`` counts a group in between."""
 
-    def __init__(self, fill: float) -> None:
-        """``fill``: share of a DP group's KV that may be reserved."""
-        self._fill = fill
+    def __init__(self) -> None:
         self._made_s = 0.0
         self._members = 0
         self._reserved: dict[int, Column] = {}  # version -> KV on GRID
         self._limit: dict[int, Column] = {}
         self.token_s = 0.0  # seconds a token takes
+        self.kept_free: dict[int, float] = {}  # version -> KV that its lanes keep free (lanes.py)
         self.lifespan: Lifespan | None = None  # None: how long steps and tokens take is not known yet
 
     def refresh(self, floor: Floor) -> bool:
@@ -39,7 +35,7 @@ class Reservations:
         if made:
             self._made_s, self._members = floor.now_s, floor.members
             self.token_s = SAFETY * floor.rhythm.pace_s
-            self.lifespan = _lifespan(floor)
+            self.lifespan = lifespan_of(floor)
             self._forecast(floor, self.lifespan)
         return made
 
@@ -73,31 +69,19 @@ class Reservations:
         status = floor.requests["status"]
         rows = np.flatnonzero((status == RequestStatus.WAITING) | (status == RequestStatus.RUNNING))
         versions = floor.requests["version"][rows]
-        kv_tokens = floor.kv_tokens() / max(1, lifespan.groups)
+        kv_tokens = max(1.0, FILL * floor.kv_tokens() / max(1, lifespan.groups))  # of one DP group
         for known in self._reserved.keys() - set(floor.versions()):
             del self._reserved[known], self._limit[known]
-        for version in floor.versions():
+        spare = np.zeros(len(GRID))
+        for version in reversed(floor.versions()):
             self._reserved[version] = rows_forecast(floor, rows[versions == version], GRID)[0]
+            kept_free = self.kept_free.get(version, 0.0)
             hosts = lifespan.hosts(version, floor.now_s + self.token_s * GRID)
+            if version < floor.newest and floor.window.admissible(version) < 1:
+                needs = np.ceil((self._reserved[version] + kept_free) / kv_tokens)
+                spare += np.maximum(0.0, hosts - needs)  # the next version that may admit can count on it
+                hosts = np.minimum(hosts, needs)
+            elif spare.any():
+                hosts, spare = hosts + spare, np.zeros(len(GRID))
             hosts[0] = max(hosts[0], len(floor.hosts(version)))
-            self._limit[version] = self._fill * kv_tokens * hosts
-
-
-def _lifespan(floor: Floor) -> Lifespan:
-    """Steps as short as the KV allows, so that stragglers do not set their length; a late publish moves what follows.
-
-    Nor shorter: steps are, while long prompts are left waiting, and would then leave ever more of them. The more those
-    that wait cost, the nearer to the steps seen: what sets their length, a trainer perhaps, leaves time for long ones.
-
-    A step cannot end before the groups that it lacks have finished, and they finish at the rate of a step's in a step.
-    """
-    rhythm, window = floor.rhythm, floor.window
-    kv_step_s = LOSS * rhythm.kv_step_s(window.groups_per_step, floor.kv_tokens())
-    left_out = floor.backlog.mean_work / rhythm.group_work - 1.0 if rhythm.group_work else 0.0
-    shortest = min(1.0, SHORTEST_STEP + (1.0 - SHORTEST_STEP) * max(0.0, left_out - SKEW) / SKEW)
-    step_s = max(kv_step_s, shortest * rhythm.step_s)
-    lacking_s = floor.lacking() * step_s if window.step == floor.newest else 0.0
-    next_s = max(rhythm.published_s + step_s, floor.now_s + 1.0 + lacking_s)
-    groups = floor.groups()
-    versions = max(1, min(window.size, groups))  # each needs a DP group of its own
-    return Lifespan(groups, versions, floor.newest, rhythm.published_s, next_s, step_s)
+            self._limit[version] = kv_tokens * hosts - kept_free

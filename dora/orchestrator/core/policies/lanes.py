@@ -1,0 +1,124 @@
+"""Fast lanes: DP groups kept below full, so that responses which would be late at the pace of a full one end in time.
+
+A decode step's time grows with the KV in use. Where the window gives a version less time than its longest responses
+take on full DP groups, a few of these are its lanes: each holds the most hurried responses together and no more KV
+than leaves them the pace that they need. All others stay full: scattered, the hurried ones would slow every DP group
+down. Needs the cost of an engine (core/cost.py); where that is not known there are no lanes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dora.orchestrator.core.cost import CostModel
+from dora.orchestrator.core.policies.lifespan import Lifespan
+from dora.orchestrator.core.policies.outlook import FILL
+from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.table import Column
+
+LEAST_FILL = 0.45  # a lane holds at least this share of its KV: emptier, it would gain little pace for much KV
+NEAR_TOKENS = 1_000.0  # a response this near its end needs no lane any more
+AHEAD_TOKENS = 1_500.0  # a lane has room for what its responses will have grown by then
+SLACK = 1.03  # a response needs a pace this much faster than its deadline says
+STICKY = 1.05  # one stays on a lane that is slower than it needs by less than this
+
+
+@dataclass(slots=True)
+class Lane:
+    """One DP group, with what it is to hold of hurried responses."""
+
+    seat: int
+    pace_s: float  # seconds a token that it keeps
+    kv_tokens: float  # KV that it may hold for that
+    load: float = 0.0
+
+    def takes(self, share: float, pace_s: float) -> bool:
+        """Whether a response that needs this pace, and will hold ``share`` of KV, is well placed here."""
+        return self.pace_s <= pace_s * STICKY and self.load + share <= self.kv_tokens
+
+
+@dataclass(slots=True)
+class Lanes:
+    """Of one plan."""
+
+    cap: Column  # by seat: KV that it is to hold at most
+    hurried: Column  # by row, bool: needs a lane
+    by_seat: dict[int, Lane] = field(default_factory=dict)
+    to_lane: dict[int, int] = field(default_factory=dict)  # row -> seat, of those that are not where they should be
+
+
+def lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None) -> Lanes:
+    """The lanes of all versions among the DP groups that stay with theirs (``stays``, bool by seat)."""
+    requests, workers = snapshot.requests, snapshot.workers
+    found = Lanes(FILL * workers.kv_tokens.astype(np.float64), np.zeros(len(requests.tokens), dtype=bool))
+    if snapshot.cost is None or lifespan is None or not lifespan.hurried:
+        return found
+    rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0) & (requests.remaining_tokens > NEAR_TOKENS))
+    versions = requests.version[rows]
+    for version in np.unique(versions).tolist():
+        seats = np.flatnonzero(stays & (workers.loaded == version))
+        if len(seats):
+            left_s = lifespan.end_s(version) - snapshot.now_s
+            _open(found, snapshot, snapshot.cost, rows[versions == version], seats, left_s)
+    return found
+
+
+def _open(found: Lanes, snapshot: Snapshot, cost: CostModel, rows: Column, seats: Column, left_s: float) -> None:
+    """The lanes of one version, of which ``rows`` are to end within ``left_s``: the most hurried on the first."""
+    requests, workers = snapshot.requests, snapshot.workers
+    needed_s = left_s / requests.remaining_tokens[rows] / SLACK
+    hurried = needed_s < cost.decode_step_s(max(1, int(workers.held[seats].mean())), float(found.cap[seats].mean()))
+    rows, needed_s = rows[hurried], needed_s[hurried]
+    order = np.argsort(needed_s, kind="stable")
+    rows, needed_s = rows[order], needed_s[order]
+    found.hurried[rows] = True
+    remaining = requests.remaining_tokens[rows]
+    shares = requests.prompt_tokens[rows] + requests.tokens[rows] + np.minimum(AHEAD_TOKENS, remaining)
+    # where most of them are already, there is least to move
+    present = np.bincount(requests.worker[rows], weights=shares, minlength=len(found.cap))
+    free = iter(seats[np.argsort(-present[seats], kind="stable")].tolist())
+    opened: list[Lane] = []
+    for share, pace_s in zip(shares.tolist(), needed_s.tolist(), strict=True):
+        if not opened or opened[-1].load + share > opened[-1].kv_tokens:
+            seat = next(free, None)
+            if seat is None:
+                break
+            opened.append(_lane(seat, pace_s, cost, snapshot, float(found.cap[seat])))
+        opened[-1].load += share
+    for lane in opened:
+        lane.load = 0.0
+        found.by_seat[lane.seat] = lane
+        found.cap[lane.seat] = lane.kv_tokens
+    _assign(found, opened, requests.worker[rows].tolist(), rows.tolist(), shares.tolist(), needed_s.tolist())
+
+
+def _lane(seat: int, pace_s: float, cost: CostModel, snapshot: Snapshot, most: float) -> Lane:
+    held = max(1, int(snapshot.workers.held[seat]))
+    least = LEAST_FILL * float(snapshot.workers.kv_tokens[seat])
+    fastest_s = cost.decode_step_s(held, least)
+    if pace_s <= fastest_s or not cost.kv_token_s:
+        return Lane(seat, fastest_s, least)
+    return Lane(seat, pace_s, min((pace_s - cost.matmul_s(held)) / cost.kv_token_s, most))
+
+
+def _assign(
+    found: Lanes,
+    opened: Sequence[Lane],
+    seats: Sequence[int],
+    rows: Sequence[int],
+    shares: Sequence[float],
+    needed_s: Sequence[float],
+) -> None:
+    """Each stays where it is if that is a lane fast enough, and goes to the slowest such lane otherwise."""
+    fastest_s = min((lane.pace_s for lane in opened), default=0.0)
+    for row, seat, share, pace_s in zip(rows, seats, shares, needed_s, strict=True):
+        pace_s = max(pace_s, fastest_s)
+        lane = found.by_seat.get(seat)
+        if lane is None or not lane.takes(share, pace_s):
+            fit = (lane for lane in opened if lane.takes(share, pace_s))
+            lane = max(fit, key=lambda lane: (lane.pace_s, -lane.load), default=None)
+        if lane is not None:
+            lane.load += share
+            if lane.seat != seat:
+                found.to_lane[row] = lane.seat

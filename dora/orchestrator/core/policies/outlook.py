@@ -1,0 +1,90 @@
+"""When the steps to come are expected to end, and how fast a response can be: what laxity plans by."""
+
+import numpy as np
+
+from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.policies.lifespan import MARGIN_STEP, Lifespan
+from dora.orchestrator.core.state import RequestStatus
+
+FILL = 0.97  # share of a DP group's KV that is to be used
+SAFETY = 1.04  # a token takes this much longer than of late
+LOSS = 1.04  # a step takes this much longer than the work of its responses on KV that is always full
+SHORTEST_STEP = 0.8  # of the mean time between publishes: a step is not expected to be shorter
+SKEW = 0.25  # prompts that wait cost this share more than those drawn: from here on steps are expected to be longer
+LANE_FILL = 0.55  # share of KV in use at which a DP group is reckoned to be as fast as is worth while
+LANE_HELD = 100  # requests on it then
+
+
+def lifespan_of(floor: Floor) -> Lifespan:
+    """The schedule as of now. Only once the times of a step and of a token are known.
+
+    Steps as short as the KV allows, so that stragglers do not set their length; a late publish moves what follows. Nor
+    shorter: steps are, while long prompts are left waiting, and would then leave ever more of them. The more those that
+    wait cost, the nearer to the steps seen: what sets their length, a trainer perhaps, leaves time for long ones. And
+    never so short that the longest response could not end within its version's life on a DP group half empty.
+    """
+    rhythm, window = floor.rhythm, floor.window
+    lane_s, full_s = _paces_s(floor)
+    life_steps = window.size - MARGIN_STEP
+    left_out = floor.backlog.mean_work / rhythm.group_work - 1.0 if rhythm.group_work else 0.0
+    shortest = min(1.0, SHORTEST_STEP + (1.0 - SHORTEST_STEP) * max(0.0, left_out - SKEW) / SKEW)
+    step_s = max(
+        LOSS * rhythm.kv_step_s(window.groups_per_step, floor.kv_tokens()),
+        shortest * rhythm.step_s,
+        rhythm.longest_tokens * lane_s / life_steps if floor.cost else 0.0,
+    )
+    longest = _longest_remaining(floor)
+    least_end_s = {version: floor.now_s + SAFETY * lane_s * tokens for version, tokens in longest.items()}
+    due = floor.newest - window.size + 1
+    next_s = max(_next_s(floor, step_s, longest.get(due, 0.0)), least_end_s.get(due, 0.0))
+    groups = floor.groups()
+    return Lifespan(
+        groups=groups,
+        window=max(1, min(window.size, groups)),  # each version needs a DP group of its own
+        newest=floor.newest,
+        published_s=rhythm.published_s,
+        next_s=next_s,
+        step_s=step_s,
+        hurried=rhythm.longest_tokens * full_s > life_steps * step_s,
+        least_end_s=least_end_s,
+    )
+
+
+def _next_s(floor: Floor, step_s: float, due_tokens: float) -> float:
+    """When the next version is published: as planned; earlier, where the due version ends early; or later.
+
+    Earlier matters to a narrow window: what begins now has so much less time. It can be no shorter than what a trainer
+    took of late for a step that it had in full. A step cannot end before the groups that it lacks have finished, and
+    they finish at the rate of a step's in a step. ``due_tokens``: of the due version's longest response, still to come.
+    """
+    rhythm = floor.rhythm
+    training = floor.window.step == floor.newest  # the step is not full yet
+    lacking_s = floor.lacking() * step_s if training else 0.0
+    next_s = rhythm.published_s + step_s
+    if training:
+        ends_s = floor.now_s + max(lacking_s, SAFETY * rhythm.pace_s * due_tokens)
+        trained_s = rhythm.published_s + min(rhythm.took_s, default=step_s)
+        next_s = min(next_s, max(ends_s, trained_s))
+    return max(next_s, floor.now_s + 1.0 + lacking_s)
+
+
+def _paces_s(floor: Floor) -> tuple[float, float]:
+    """Seconds a token takes on a DP group that is kept half empty, and on a full one; without a cost, as of late.
+
+    Half the slots: then the weights, not the requests, set what a step takes beside its KV.
+    """
+    worker = next(iter(floor.workers()), None)
+    if floor.cost is None or worker is None:
+        return floor.rhythm.pace_s, floor.rhythm.pace_s
+    lane_s = floor.cost.decode_step_s(min(LANE_HELD, worker.slots), LANE_FILL * worker.kv_tokens)
+    return lane_s, floor.cost.decode_step_s(max(1, worker.slots // 2), FILL * worker.kv_tokens)
+
+
+def _longest_remaining(floor: Floor) -> dict[int, float]:
+    """By version: tokens to come of its longest response."""
+    requests = floor.requests
+    status = requests["status"]
+    rows = np.flatnonzero((status == int(RequestStatus.WAITING)) | (status == int(RequestStatus.RUNNING)))
+    versions = requests["version"][rows]
+    remaining = requests["expected"][rows] - requests["tokens"][rows]
+    return {int(version): float(remaining[versions == version].max()) for version in np.unique(versions)}

@@ -1,0 +1,168 @@
+"""Fast lanes for hurried responses, and the outlook that decides whether there is a hurry."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dora.config import validated
+from dora.orchestrator.core import Machine
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.cost import CostModel
+from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.policies.demand import Demand
+from dora.orchestrator.core.policies.lanes import LEAST_FILL, SLACK, Lanes, lanes
+from dora.orchestrator.core.policies.lifespan import Lifespan
+from dora.orchestrator.core.policies.outlook import FILL, SAFETY, lifespan_of
+from dora.orchestrator.core.snapshot import RequestColumns, Snapshot, WorkerColumns
+
+KV_TOKENS, SLOTS = 100_000, 64
+COST = CostModel(kv_token_s=4e-7, weights_s=5e-3, request_s=5e-5, step_s=15e-3)  # 20 ms when empty, 60 ms when full
+
+
+def snapshot_of(requests: list[tuple[int, int, int]], seats: int = 4, cost: CostModel | None = COST) -> Snapshot:
+    """All of version 0, the only one: (seat, tokens, tokens to come), prompts of 100 tokens."""
+    seat, tokens, remaining = np.array(requests, dtype=np.int64).reshape(-1, 3).T
+    held = np.bincount(seat, minlength=seats)
+    kv = np.bincount(seat, weights=tokens + 100, minlength=seats).astype(np.int64)
+    none, yes = np.zeros(seats, dtype=np.int64), np.ones(seats, dtype=bool)
+    workers = WorkerColumns(
+        alive=yes, loaded=none, target=none, draining=~yes, slots=none + SLOTS, held=held, kv_tokens=none + KV_TOKENS,
+        kv_claimed=kv, kv_expected=kv, kv_used=kv, waiting=none,
+    )  # fmt: skip
+    ones = np.ones(len(seat), dtype=bool)
+    table = RequestColumns(
+        ones, ones, np.zeros(len(seat), dtype=np.int64), seat, tokens * 0 + 100, tokens, remaining.astype(np.float64)
+    )
+    return Snapshot(
+        now_s=0.0, step=0, newest=0, window=1, admissible={}, deadline_s={}, step_s=1.0, pace_s=0.05, cost=cost,
+        group_tokens=1.0, backlog_longest=np.array([]), workers=workers, requests=table,
+    )  # fmt: skip
+
+
+def hurried_until(end_s: float, hurried: bool = True) -> Lifespan:
+    return Lifespan(4, 1, 0, published_s=0.0, next_s=0.0, step_s=1.0, hurried=hurried, least_end_s={0: end_s})
+
+
+def found(snapshot: Snapshot, lifespan: Lifespan | None) -> Lanes:
+    return lanes(snapshot, np.ones(len(snapshot.workers.alive), dtype=bool), lifespan)
+
+
+# 10,000 tokens in 400 s: 40 ms a token, which a DP group of 50,000 tokens of KV has; full ones have 59 ms
+HURRIED = [(0, 1000, 10_000), (1, 1000, 10_000), (2, 1000, 10_000)]
+EASY = [(seat, 9_000, 2_000) for seat in range(4) for _ in range(8)]
+
+
+def test_hurried_responses_share_one_lane_that_is_as_fast_as_they_need() -> None:
+    lane_plan = found(snapshot_of(HURRIED + EASY), hurried_until(400.0))
+    assert lane_plan.hurried.tolist() == [True] * 3 + [False] * len(EASY)
+    ((seat, lane),) = lane_plan.by_seat.items()
+    assert lane.pace_s == pytest.approx(0.040 / SLACK)
+    assert COST.decode_step_s(9, lane_plan.cap[seat]) == pytest.approx(lane.pace_s)
+    assert lane_plan.to_lane == {row: seat for row, (at, *_) in enumerate(HURRIED) if at != seat}
+    others = [place for place in range(4) if place != seat]
+    assert (lane_plan.cap[others] == FILL * KV_TOKENS).all()
+
+
+def test_more_hurried_responses_than_one_lane_holds_open_a_second_and_slower_one() -> None:
+    sooner = [(0, 20_000, 10_000)] * 2  # 43,000 tokens of KV soon: a lane is full with them
+    later = [(1, 20_000, 8_500)] * 2
+    lane_plan = found(snapshot_of(sooner + later), hurried_until(400.0))
+    assert set(lane_plan.by_seat) == {0, 1}
+    assert lane_plan.to_lane == {}  # each is where it should be
+    assert lane_plan.by_seat[0].pace_s < lane_plan.by_seat[1].pace_s
+    assert lane_plan.cap[0] < lane_plan.cap[1]
+
+
+def test_a_lane_is_not_kept_emptier_than_is_worth_while() -> None:
+    lane_plan = found(snapshot_of(HURRIED), hurried_until(100.0))  # 10 ms a token: no DP group is as fast
+    assert [lane.kv_tokens for lane in lane_plan.by_seat.values()] == [LEAST_FILL * KV_TOKENS]
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "lifespan"),
+    [
+        (snapshot_of(HURRIED, cost=None), hurried_until(400.0)),
+        (snapshot_of(HURRIED), hurried_until(400.0, hurried=False)),
+        (snapshot_of(HURRIED), None),
+        (snapshot_of(EASY), hurried_until(400.0)),
+    ],
+    ids=["cost unknown", "window wide enough", "no lifespan", "nothing hurried"],
+)
+def test_without_hurry_or_cost_there_are_no_lanes(snapshot: Snapshot, lifespan: Lifespan | None) -> None:
+    lane_plan = found(snapshot, lifespan)
+    assert not lane_plan.by_seat
+    assert not lane_plan.to_lane
+    assert (lane_plan.cap == FILL * KV_TOKENS).all()
+
+
+def test_a_lane_takes_the_hurried_and_gives_the_others_away() -> None:
+    snapshot = snapshot_of([(0, 1000, 10_000), (1, 1000, 10_000)] + [(0, 9_000, 2_000)] * 8)
+    moves, lane_plan = Demand(snapshot, hurried_until(400.0), {}).moves(dict.fromkeys(range(4), 0))
+    (lane,) = lane_plan.by_seat
+    assert lane == 0
+    assert {move.row for move in moves if move.target == lane} == {1}
+    given = [move.row for move in moves if move.target != lane]
+    assert given
+    assert min(given) > 1  # nobody in a hurry
+    kv = 1_100 * 2 + 9_100 * (8 - len(given))
+    assert kv <= lane_plan.cap[lane] < kv + 9_100 * len(given)
+
+
+# ------------------------------------------------------------------------------------------------------------ outlook
+
+
+def machine_of(window: int, longest: int, groups: int = 4) -> Machine:
+    """Six DP groups between steps of 300 s, each token 50 ms, with one response of ``longest`` tokens drawn."""
+    machine = Machine(validated({"window": {"size": window}, "balance": {"policy": "laxity", "predictor": "given"}}))
+    machine.state.cost = COST
+    machine.handle(on.TrainerAttached(1, groups), 0.0)
+    machine.handle(on.StepRequested(1, 0), 0.0)
+    for index in range(6):
+        machine.handle(on.WorkerJoined(f"w{index}", 1, SLOTS, KV_TOKENS), 0.0)
+    rhythm = machine.state.rhythm
+    rhythm.step_s, rhythm.pace_s = 300.0, 0.05
+    rhythm.offered(1.0, float(longest))
+    return machine
+
+
+def outlook(machine: Machine, now_s: float = 0.0) -> Lifespan:
+    machine.state.now_s = now_s
+    return lifespan_of(Floor(machine.state))
+
+
+def test_there_is_a_hurry_where_the_longest_response_outlasts_the_window_on_a_full_dp_group() -> None:
+    full_s = COST.decode_step_s(SLOTS // 2, FILL * KV_TOKENS)
+    life_s = 300.0 * 0.8 * 1.92  # two steps, but for the margin, as short as they may be expected
+    assert not outlook(machine_of(2, int(0.98 * life_s / full_s))).hurried
+    assert outlook(machine_of(2, int(1.02 * life_s / full_s))).hurried
+    assert not outlook(machine_of(4, int(1.02 * life_s / full_s))).hurried
+
+
+def test_steps_are_never_reckoned_shorter_than_the_longest_response_allows() -> None:
+    lane_s = COST.decode_step_s(SLOTS, 0.55 * KV_TOKENS)
+    assert outlook(machine_of(2, 100_000)).step_s == pytest.approx(100_000 * lane_s / 1.92)
+    assert outlook(machine_of(2, 100)).step_s == pytest.approx(0.8 * 300.0)
+
+
+def test_a_step_whose_groups_are_all_there_ends_as_soon_as_the_trainer_can() -> None:
+    machine = machine_of(2, 100)
+    machine.state.rhythm.took_s.extend([300.0, 120.0, 310.0])
+    assert outlook(machine, 10.0).next_s == pytest.approx(10.0 + 1.0 + 240.0)  # it lacks all of its groups
+    machine.state.window.left = 0
+    assert outlook(machine, 10.0).next_s == pytest.approx(120.0)
+    assert outlook(machine, 200.0).next_s == pytest.approx(201.0)
+
+
+def test_a_version_does_not_end_before_its_longest_response_can() -> None:
+    machine = machine_of(1, 100)
+    prompt = on.OfferedPrompt("p0", "task", 10, 1, 50_000, known_tokens=(40_000,))
+    machine.handle(on.PromptsOffered((prompt,), True), 0.0)
+    commands = machine.state.pending.values()
+    for pending in list(commands):
+        machine.handle(on.CommandDone(pending.command.worker_id, 1, pending.command.command_id), 0.0)
+    lane_s = COST.decode_step_s(SLOTS, 0.55 * KV_TOKENS)
+    lifespan = outlook(machine, 100.0)
+    assert lifespan.least_end_s == {0: pytest.approx(100.0 + SAFETY * 40_000 * lane_s)}
+    assert lifespan.end_s(0) == lifespan.least_end_s[0] <= lifespan.next_s
+    assert replace(lifespan, least_end_s={}).end_s(0) < lifespan.end_s(0)
