@@ -11,7 +11,7 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.policies.demand import Demand
-from dora.orchestrator.core.policies.lanes import LEAST_FILL, SLACK, Lanes, lanes
+from dora.orchestrator.core.policies.lanes import LEAST_FILL, Lanes, lanes
 from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.policies.outlook import FILL, SAFETY, lifespan_of
 from dora.orchestrator.core.snapshot import RequestColumns, Snapshot, WorkerColumns
@@ -57,7 +57,7 @@ def test_hurried_responses_share_one_lane_that_is_as_fast_as_they_need() -> None
     lane_plan = found(snapshot_of(HURRIED + EASY), hurried_until(400.0))
     assert lane_plan.hurried.tolist() == [True] * 3 + [False] * len(EASY)
     ((seat, lane),) = lane_plan.by_seat.items()
-    assert lane.pace_s == pytest.approx(0.040 / SLACK)
+    assert lane.pace_s == pytest.approx(0.040)
     assert COST.decode_step_s(9, lane_plan.cap[seat]) == pytest.approx(lane.pace_s)
     assert lane_plan.to_lane == {row: seat for row, (at, *_) in enumerate(HURRIED) if at != seat}
     others = [place for place in range(4) if place != seat]

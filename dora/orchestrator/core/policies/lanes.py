@@ -20,7 +20,6 @@ from dora.orchestrator.core.table import Column
 LEAST_FILL = 0.45  # a lane holds at least this share of its KV: emptier, it would gain little pace for much KV
 NEAR_TOKENS = 1_000.0  # a response this near its end needs no lane any more
 AHEAD_TOKENS = 1_500.0  # a lane has room for what its responses will have grown by then
-SLACK = 1.03  # a response needs a pace this much faster than its deadline says
 STICKY = 1.05  # one stays on a lane that is slower than it needs by less than this
 
 
@@ -67,7 +66,7 @@ def lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None) -> Lanes
 def _open(found: Lanes, snapshot: Snapshot, cost: CostModel, rows: Column, seats: Column, left_s: float) -> None:
     """The lanes of one version, of which ``rows`` are to end within ``left_s``: the most hurried on the first."""
     requests, workers = snapshot.requests, snapshot.workers
-    needed_s = left_s / requests.remaining_tokens[rows] / SLACK
+    needed_s = left_s / requests.remaining_tokens[rows]
     hurried = needed_s < cost.decode_step_s(max(1, int(workers.held[seats].mean())), float(found.cap[seats].mean()))
     rows, needed_s = rows[hurried], needed_s[hurried]
     order = np.argsort(needed_s, kind="stable")
