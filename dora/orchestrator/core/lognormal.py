@@ -110,6 +110,21 @@ def remaining_quantile(
     return _blockwise(kernel, log_mean, log_sd, tokens, max_tokens)
 
 
+def survival(
+    log_mean: Column, log_sd: Column, tokens: Column, max_tokens: Column, ahead_tokens: Column
+) -> Column:
+    """P[X > tokens + ahead | X > tokens]: that a response runs on for so many more tokens. Shape (rows, ahead)."""
+
+    def log_tail(score: Column) -> Column:
+        return log_mills(score) - 0.5 * score * score
+
+    sd, lower = _standardised(log_mean, log_sd, tokens)
+    end = tokens[:, None] + ahead_tokens
+    upper = np.clip((np.log(np.maximum(end, 1.0)) - log_mean[:, None]) / sd[:, None], lower[:, None], _SURELY)
+    chance: Column = np.exp(log_tail(upper) - log_tail(lower)[:, None]) * (end < max_tokens[:, None])
+    return chance
+
+
 def _blockwise(kernel: Callable[[Column, Column, Column, Column], Column], *columns: Column | float) -> Column:
     one, two, three, four = np.broadcast_arrays(*(np.atleast_1d(column) for column in columns))
     result = np.empty(one.shape)

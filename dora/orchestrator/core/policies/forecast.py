@@ -7,7 +7,7 @@ Summed over requests on a grid of ``h`` that is a forecast which can be added to
 import numpy as np
 
 from dora.orchestrator.core.floor import Floor
-from dora.orchestrator.core.prediction import remaining_tokens
+from dora.orchestrator.core.prediction import survival
 from dora.orchestrator.core.table import Column
 
 ENGINE_GRID = np.array([0.0, 300.0, 600.0, 1_000.0])  # tokens; beyond, the next plan can still move something
@@ -19,13 +19,17 @@ def on_grid(context: Column, remaining: Column, grid: Column) -> Column:
 
 
 def rows_forecast(floor: Floor, rows: Column, grid: Column) -> tuple[Column, float]:
-    """Forecast of requests by their rows, and the sum of their contexts now."""
+    """Forecast of requests by their rows, and the sum of their contexts now.
+
+    Where lengths are only believed, each counts with the chance that it still runs: over many that is what they hold.
+    """
     requests = floor.requests
     tokens = requests["tokens"][rows]
     context = (requests["prompt_tokens"][rows] + tokens).astype(np.float64)
     log_sd = requests["log_sd"][rows]
     if log_sd.any():
-        remaining = remaining_tokens(requests["log_mean"][rows], log_sd, tokens, requests["max_tokens"][rows])
+        runs = survival(requests["log_mean"][rows], log_sd, tokens, requests["max_tokens"][rows], grid)
+        forecast: Column = ((context[:, None] + grid) * runs).sum(axis=0)
     else:  # lengths are known
-        remaining = np.maximum(requests["expected"][rows] - tokens, 1.0)
-    return on_grid(context, remaining, grid), float(context.sum())
+        forecast = on_grid(context, np.maximum(requests["expected"][rows] - tokens, 1.0), grid)
+    return forecast, float(context.sum())
