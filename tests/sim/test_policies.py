@@ -4,8 +4,10 @@ from collections import Counter
 
 import pytest
 
+from dora.errors import InvalidValue
 from dora.sim.invariants import check_state
 from dora.sim.presets import scenario_for
+from dora.sim.run import check_cluster
 from dora.sim.world import World
 
 
@@ -56,6 +58,12 @@ def test_what_is_in_flight_is_limited_though_it_is_generated(limit: int) -> None
     world.observers.append(in_flight)
     world.run_until(lambda: world.trainer.committed == 4, limit_s=20_000.0)
     assert max(seen) == limit
+
+
+def test_less_than_a_batch_in_flight_is_refused() -> None:
+    scenario = scenario_for("small", "partial").model_copy(update={"in_flight_groups": 7})
+    with pytest.raises(InvalidValue, match=r"in_flight_groups.*at least trainer.groups_per_step, 8"):
+        check_cluster(scenario)
 
 
 def test_partial_rollout_goes_on_under_its_only_version() -> None:

@@ -44,7 +44,7 @@ class StaleFlowPolicy(BasePolicy):
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
         targets = present_targets(snapshot)
         board = Board(snapshot, targets)
-        migrate(board)
+        migrate(board)  # before, not after as in algorithm 1: what still queues then has no host with room (C1)
         synchronise(snapshot, targets, board)
         cover(snapshot, targets)
         return Plan(targets, tuple(board.moves()))
