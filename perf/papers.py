@@ -94,13 +94,14 @@ def laminar() -> Iterator[Setting]:
 
 # "We tune the GPU allocation ratio between rollout and training to optimal values" (paper 000, section 6.1), for every
 # system: accelerators that generate, of 128, where training then takes about as long as generation was seen to.
-STALEFLOW_ROLLOUT_GPUS: Final = {1: 92, 2: 84, 3: 80}  # by the bound on staleness
+STALEFLOW_ROLLOUT_GPUS: Final = {1: 84, 2: 80, 3: 80}  # by the bound on staleness
 ONE_STEP_ROLLOUT_GPUS: Final = 96
 PARTIAL_ROLLOUT_GPUS: Final = 84
 
 
 def staleflow() -> Iterator[Setting]:
-    """VeRL-Async bounds staleness by what is in flight: slots for (bound + 1) batches in all (paper 000, 2.2)."""
+    """VeRL-Async bounds staleness by what is in flight, (bound + 1) batches (paper 000, 2.2): being generated, or
+    generated and not yet in a batch that the trainer took. Slots for as much spread it evenly."""
     name = "staleflow-128"
     one_step = split(scenario_for(name, "one_step"), ONE_STEP_ROLLOUT_GPUS)
     systems = {"sync": scenario_for(name, "sync"), "one_step": one_step}
@@ -109,10 +110,10 @@ def staleflow() -> Iterator[Setting]:
         ours, peer = f"staleflow, {staleness}", f"partial, {staleness}"
         systems[ours] = split(scenario_for(name, "staleflow", staleness + 1), rollout_gpus)
         partial = split(scenario_for(name, "partial"), PARTIAL_ROLLOUT_GPUS)
-        in_flight = (staleness + 1) * partial.trainer.groups_per_step * partial.workload.group_size
-        slots = -(-in_flight // partial.cluster.engines)
+        in_flight = (staleness + 1) * partial.trainer.groups_per_step
+        slots = -(-in_flight * partial.workload.group_size // partial.cluster.engines)
         cluster = partial.cluster.model_copy(update={"slots": slots})
-        systems[peer] = partial.model_copy(update={"cluster": cluster})
+        systems[peer] = partial.model_copy(update={"cluster": cluster, "in_flight_groups": in_flight})
         claims += [Claim("speedup", ours, over) for over in ("sync", "one_step", peer)]
     yield Setting(name, systems, tuple(claims))
 

@@ -73,11 +73,14 @@ def simulate(
 
 
 def check_cluster(scenario: Scenario) -> None:
-    """Raises InvalidValue for a cluster that cannot run: no engine, or a response that fits into none."""
+    """Raises InvalidValue for what cannot run: no engine, a response that fits into none, too few groups in flight."""
     cluster, workload = scenario.cluster, scenario.workload
     if cluster.engines < 1:
         gpus = cluster.gpus if cluster.colocated else cluster.rollout_gpus
         raise InvalidValue("cluster.gpus_per_engine", cluster.gpus_per_engine, f"at most the {gpus} accelerators there")
+    limit, batch = scenario.in_flight_groups, scenario.trainer.groups_per_step
+    if 0 < limit < batch:
+        raise InvalidValue("in_flight_groups", limit, f"0 or at least trainer.groups_per_step, {batch}")
     if not cluster.colocated and cluster.rollout_gpus >= cluster.gpus:
         raise InvalidValue("cluster.rollout_gpus", cluster.rollout_gpus, f"less than cluster.gpus, {cluster.gpus}")
     longest = workload.lengths.cap_tokens + workload.prompt_tokens

@@ -133,4 +133,7 @@ class Scenario(_Section):
         le=1.0,
         description="a step's slowest groups that finished later ones may replace; they are cancelled",
     )
+    in_flight_groups: int = Field(
+        0, ge=0, description="prompt groups drawn that no batch handed to the trainer holds, at most; 0: no limit"
+    )
     period_s: float = Field(30.0, gt=0.0, description="time between periodic re-balancings")

@@ -65,6 +65,7 @@ class World(WorkerDriver):
         self._now: deque[on.Event] = deque()  # events of this very moment
         self._posting = False
         self._epochs = 0
+        self._owed = 0  # prompts that were drawn and not offered yet: too much was in flight
         self._carry_out: dict[type, Callable[[Any], None]] = {
             do.DrawPrompts: self.draw,
             do.AdmitGroup: self.ledger.admit,
@@ -85,6 +86,8 @@ class World(WorkerDriver):
 
     def _tick(self) -> None:
         self.post(on.Tick())
+        if self._owed:
+            self._draw()
         self.after(TICK_S, self._tick)
 
     # --------------------------------------------------------------------------------------------------------- events
@@ -205,7 +208,18 @@ class World(WorkerDriver):
     # ------------------------------------------------------------------------------------------------------- commands
 
     def draw(self, command: do.DrawPrompts) -> None:
-        self.offer(self.prompts.take(command.count))
+        self._owed = command.count
+        self._draw()
+
+    def _draw(self) -> None:
+        """Offers what is owed as far as the scenario's limit allows; the rest is looked at again at the next tick."""
+        limit, state = self.scenario.in_flight_groups, self.machine.state
+        window = state.window
+        in_flight = len(state.backlog) + window.open_groups + window.groups_per_step - window.left
+        count = min(self._owed, limit - in_flight) if limit else self._owed
+        if count > 0:
+            self._owed = 0  # the core asks again for what is lacking
+            self.offer(self.prompts.take(count))
 
     def offer(self, drawn: list[SimPrompt], exhausted: bool = False) -> None:
         self.ledger.offer(drawn)
@@ -246,6 +260,8 @@ class World(WorkerDriver):
         if command.trainer_epoch == self.trainer.epoch:
             self.ledger.closed(command)
             self.trainer.closed(command.exhausted)
+        if self._owed:
+            self._draw()
 
     def _retire(self, command: do.RetireVersion) -> None:
         self.ledger.check_retired(command.version)

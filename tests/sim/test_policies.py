@@ -4,8 +4,10 @@ from collections import Counter
 
 import pytest
 
+from dora.errors import InvalidValue
 from dora.sim.invariants import check_state
 from dora.sim.presets import scenario_for
+from dora.sim.run import check_cluster
 from dora.sim.world import World
 
 
@@ -39,6 +41,29 @@ def test_asynchronous_strategies_stay_within_the_window(policy: str) -> None:
     trained = staleness(policy, window=3)
     assert all(step.total() == 8 and max(step) <= 2 for step in trained)
     assert max(max(step) for step in trained) > 0
+
+
+@pytest.mark.parametrize("limit", [8, 16, 24])
+def test_what_is_in_flight_is_limited_though_it_is_generated(limit: int) -> None:
+    """Whole batches wait for a slow trainer: they count until it takes them (paper 000, section 2.2)."""
+    base = scenario_for("small", "partial")
+    pace = base.trainer.model_copy(update={"step_s": 600.0})
+    world = World(base.model_copy(update={"in_flight_groups": limit, "trainer": pace}), seed=0)
+    seen: list[int] = []
+
+    def in_flight(_now_s: float, _event: object, _commands: object) -> None:
+        state = world.machine.state
+        seen.append(state.groups_named - 8 * state.window.step)  # admitted, less the batches that are complete
+
+    world.observers.append(in_flight)
+    world.run_until(lambda: world.trainer.committed == 4, limit_s=20_000.0)
+    assert max(seen) == limit
+
+
+def test_less_than_a_batch_in_flight_is_refused() -> None:
+    scenario = scenario_for("small", "partial").model_copy(update={"in_flight_groups": 7})
+    with pytest.raises(InvalidValue, match=r"in_flight_groups.*at least trainer.groups_per_step, 8"):
+        check_cluster(scenario)
 
 
 def test_partial_rollout_goes_on_under_its_only_version() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.policies.hosts import cover, present_targets, waiting_versions
-from dora.orchestrator.core.policies.throughput import MU, Board, load_of, relative_gain, throughput
+from dora.orchestrator.core.policies.throughput import MU, Board, Load, load_of, relative_gain, throughput
 from dora.orchestrator.core.snapshot import Move, Plan, Snapshot, Trigger
 from dora.orchestrator.core.state import Worker
 
@@ -44,89 +44,98 @@ class StaleFlowPolicy(BasePolicy):
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
         targets = present_targets(snapshot)
         board = Board(snapshot, targets)
-        moves = synchronise(snapshot, targets, board)
-        moves += migrate(board)
+        migrate(board)  # before, not after as in algorithm 1: what still queues then has no host with room (C1)
+        synchronise(snapshot, targets, board)
         cover(snapshot, targets)
-        return Plan(targets, tuple(moves))
+        return Plan(targets, tuple(board.moves()))
 
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
         board, requests = Board(snapshot, {}), snapshot.requests
         leaving = np.flatnonzero(requests.movable & (requests.worker >= 0) & ~board.stays[requests.worker])
-        routed = (board.route(row, board.hosts(int(requests.version[row]))) for row in leaving.tolist())
-        return tuple(move for move in routed if move is not None)
+        for row in leaving.tolist():
+            board.route(row, board.hosts(int(requests.version[row])))
+        return tuple(board.moves())
 
 
-def synchronise(snapshot: Snapshot, targets: dict[int, int], board: Board) -> list[Move]:
-    """Algorithm 4: changes ``targets`` and ``board``; returns the moves that empty the DP groups it has chosen.
+def synchronise(snapshot: Snapshot, targets: dict[int, int], board: Board) -> None:
+    """Algorithm 4: changes ``targets``, and clears the DP groups it has chosen.
 
-    A group that lags is chosen where nothing can be routed to it, and something would be under the newest version. As
-    routing has just run, the hosts of all other versions are at their limit, so that is whether its own gain is enough.
-    The emptiest comes first. One that runs requests is chosen only where they all find another host (C1).
+    A group is chosen where nothing can be routed to it, and something would be under another version. As routing has
+    just run, the hosts of all other versions are at their limit, so that is whether its own gain is enough. The
+    emptiest comes first. One that runs requests is chosen only where they all find another host (C1).
+
+    The paper's group takes the newest version, under which any trajectory may go on, the stalest first. Here each goes
+    on under its own (C1): so the group takes the oldest version that engines queue requests of which no host has room
+    for, and the newest once there is none. Else an old version that is short of KV would stay so until its deadline.
     """
-    newest, waited, workers, requests = snapshot.newest, waiting_versions(snapshot), snapshot.workers, snapshot.requests
-    offers = len(snapshot.backlog_longest) > 0
-    prompts = requests.prompt_tokens[requests.unfinished]
+    newest, workers = snapshot.newest, snapshot.workers
+    queues = Queues(snapshot, targets, board)
+    admits = len(snapshot.backlog_longest) > 0
+    prompts = snapshot.requests.prompt_tokens[snapshot.requests.unfinished]
     tokens = int(prompts.mean()) if len(prompts) else 1
-
-    def routable(version: int) -> bool:
-        """Algorithm 2 for all that waits: something could go on, or begin, under this version."""
-        return version in waited or (offers and snapshot.admissible.get(version, 0) > 0)
-
-    moves: list[Move] = []
-    lagging = [seat for seat, version in targets.items() if version < newest and not routable(version)]
+    begins = {version for version, groups in snapshot.admissible.items() if admits and groups > 0}
+    routable = {*waiting_versions(snapshot), *begins, *queues.versions}  # algorithm 2 for all that waits
+    lagging = [seat for seat, version in targets.items() if version not in routable]
     for seat in sorted(lagging, key=lambda seat: (int(workers.held[seat]), seat)):
+        version = queues.oldest(newest)
+        if version == targets[seat]:
+            continue
         if workers.held[seat]:
-            if not routable(newest) or relative_gain(board.loads[seat], tokens, snapshot.cost) < MU:
+            gains = version in routable and relative_gain(board.loads[seat], tokens, snapshot.cost) >= MU
+            if not gains or not board.clear(seat):
                 continue
-            cleared = clear(board, seat, int(workers.held[seat]))
-            if cleared is None:
-                continue
-            moves += cleared
-        targets[seat] = newest
+        targets[seat] = version
         board.stays[seat] = False
-    return moves
+        queues.give(version, seat)
 
 
-def clear(board: Board, seat: int, held: int) -> list[Move] | None:
-    """Moves that leave the DP group empty; None, and nothing changed, where something on it has to stay."""
-    rows, before = board.on(seat), list(board.loads)
-    others = [host for host in board.hosts(int(board.version[seat])) if host != seat]
-    moves: list[Move] = []
-    for row in rows if len(rows) == held else ():
-        move = board.route(row, others)
-        if move is None:
-            break
-        moves.append(move)
-    if len(moves) == held:
-        return moves
-    board.loads = before
-    return None
+class Queues:
+    """By version: contexts of what engines queue beyond ``WAIT_MAX`` where no host of the version has room."""
+
+    def __init__(self, snapshot: Snapshot, targets: dict[int, int], board: Board) -> None:
+        self._workers, self._cost = snapshot.workers, snapshot.cost
+        self._contexts: dict[int, list[int]] = {}
+        for seat in np.flatnonzero(board.stays).tolist():
+            excess = board.on(seat)[: max(0, board.loads[seat].waiting - WAIT_MAX)]
+            if excess:
+                self._contexts.setdefault(int(board.version[seat]), []).extend(map(board.context, excess))
+        self.versions = frozenset(self._contexts)
+        for seat, version in targets.items():
+            if self._workers.loaded[seat] != version:  # it is on its way
+                self.give(version, seat)
+
+    def oldest(self, default: int) -> int:
+        """The oldest version with a queue that no DP group was given for."""
+        return min((version for version, contexts in self._contexts.items() if contexts), default=default)
+
+    def give(self, version: int, seat: int) -> None:
+        """A DP group, to be emptied for it, is to take what it can of a version's queue."""
+        contexts = self._contexts.get(version, [])
+        load = Load(0, 0, 0, int(self._workers.slots[seat]), int(self._workers.kv_tokens[seat]))
+        while contexts and relative_gain(load, contexts[-1], self._cost) >= MU:
+            load = load.given(contexts.pop())
 
 
-def migrate(board: Board) -> list[Move]:
+def migrate(board: Board) -> None:
     """Algorithm 5: what engines queue beyond ``WAIT_MAX``, then the fastest host where the slowest is far behind."""
-    moves: list[Move] = []
     for version in np.unique(board.version[board.stays]).tolist():
         hosts = board.hosts(version)
-        queued = [move for seat in hosts for move in _queued(board, seat, hosts)]
-        moves += queued
+        for seat in hosts:
+            excess = max(0, board.loads[seat].waiting - WAIT_MAX)
+            others = [host for host in hosts if host != seat]
+            for row in board.on(seat)[:excess]:
+                board.route(row, others)
         speeds = {seat: throughput(board.loads[seat], board.cost) for seat in hosts}
         fastest, slowest = max(hosts, key=lambda seat: (speeds[seat], -seat)), min(hosts, key=lambda seat: speeds[seat])
         if speeds[fastest] > THROUGHPUT_RATIO * speeds[slowest]:
-            moves += _redistributed(board, fastest, hosts, {move.row for move in queued})
-    return moves
+            redistribute(board, fastest, hosts)
 
 
-def _queued(board: Board, seat: int, hosts: list[int]) -> list[Move]:
-    excess = max(0, board.loads[seat].waiting - WAIT_MAX)
-    others = [host for host in hosts if host != seat]
-    routed = (board.route(row, others) for row in board.on(seat)[:excess])
-    return [move for move in routed if move is not None]
-
-
-def _redistributed(board: Board, seat: int, hosts: list[int], moved: set[int]) -> list[Move]:
-    """All that runs on this DP group is routed anew; what comes back to it does not move."""
-    rows = [row for row in board.on(seat) if row not in moved]
-    board.loads[seat] = board.loads[seat].without(board.context(row) for row in rows)
-    routed = (board.route(row, hosts) for row in rows)
-    return [move for move in routed if move is not None and move.target != seat]
+def redistribute(board: Board, seat: int, hosts: list[int]) -> None:
+    """All that is on this DP group is routed anew; what comes back to it, or finds no room, does not move."""
+    rows = board.on(seat)
+    for row in rows:
+        board.take_off(row)
+    for row in rows:
+        if not board.route(row, hosts):
+            board.put(row, seat)

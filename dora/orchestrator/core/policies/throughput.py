@@ -39,18 +39,24 @@ class Load:
             return replace(self, running=self.running + 1, kv_tokens=self.kv_tokens + tokens)
         return replace(self, waiting=self.waiting + 1)
 
-    def without(self, contexts: Iterable[int]) -> "Load":
-        """After running trajectories with these contexts were taken off."""
-        tokens = list(contexts)
-        running, kv_tokens = max(0, self.running - len(tokens)), max(0, self.kv_tokens - sum(tokens))
-        return replace(self, running=running, kv_tokens=kv_tokens)
+    def without(self, tokens: int) -> "Load":
+        """After one trajectory was taken off: a queued one, which holds no KV, where there is any."""
+        if self.waiting:
+            return replace(self, waiting=self.waiting - 1)
+        return replace(self, running=max(0, self.running - 1), kv_tokens=max(0, self.kv_tokens - tokens))
 
 
 def load_of(worker: Worker) -> Load:
-    if not worker.held:  # what it last reported was of requests that have left since
-        return Load(0, 0, 0, worker.slots, worker.kv_tokens)
-    running = max(0, worker.held - worker.waiting)
-    return Load(running, worker.waiting, worker.kv_expected, worker.slots, worker.kv_tokens)
+    return reported_load(worker.held, worker.waiting, worker.kv_expected, worker.slots, worker.kv_tokens)
+
+
+def reported_load(held: int, waiting: int, kv_tokens: int, slots: int, kv_capacity: int) -> Load:
+    """``held`` requests are owned or on their way; ``waiting`` and most of ``kv_tokens`` are as last reported.
+
+    What an empty group last reported was of requests that have left since.
+    """
+    queued = min(held, waiting)
+    return Load(held - queued, queued, kv_tokens if held else 0, slots, kv_capacity)
 
 
 def throughput(load: Load, cost: CostModel | None) -> float:
@@ -74,42 +80,73 @@ def relative_gain(load: Load, tokens: int, cost: CostModel | None) -> float:
 
 
 class Board:
-    """The loads of a snapshot's DP groups as they would be once the moves planned so far are done."""
+    """A snapshot's DP groups and requests as they would be once the moves planned so far are done."""
 
     def __init__(self, snapshot: Snapshot, targets: dict[int, int]) -> None:
-        workers = snapshot.workers
-        self.requests, self.version, self.cost = snapshot.requests, workers.loaded, snapshot.cost
+        workers, requests = snapshot.workers, snapshot.requests
+        self.requests, self.version, self.cost = requests, workers.loaded, snapshot.cost
         self.stays = staying(snapshot, targets)
-        self.loads = [
-            Load(max(0, held - waiting), waiting, kv_tokens, slots, capacity)
-            for held, waiting, kv_tokens, slots, capacity in zip(
-                workers.held.tolist(),
-                workers.waiting.tolist(),
-                workers.kv_expected.tolist(),
-                workers.slots.tolist(),
-                workers.kv_tokens.tolist(),
-                strict=True,
-            )
-        ]
+        columns = (workers.held, workers.waiting, workers.kv_expected, workers.slots, workers.kv_tokens)
+        self.loads = [reported_load(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        self._on: list[list[int]] = [[] for _ in self.loads]  # by seat: rows that may move
+        rows = np.flatnonzero(requests.movable & (requests.worker >= 0))
+        for row in rows[np.argsort(requests.tokens[rows], kind="stable")].tolist():
+            self._on[requests.worker[row]].append(row)
+        self._fixed = [held - len(rows) for held, rows in zip(workers.held.tolist(), self._on, strict=True)]
+        self._seat: dict[int, int] = {}  # row -> where it was routed last; -1: off its DP group
+
+    def moves(self) -> list[Move]:
+        """What is planned so far: each request moves once, to where it was routed last."""
+        return [Move(row, seat) for row, seat in self._seat.items() if seat != self.requests.worker[row]]
 
     def hosts(self, version: int) -> list[int]:
         """Seats that have this version in memory and are to keep it."""
         return [int(seat) for seat in np.flatnonzero(self.stays & (self.version == version))]
 
     def on(self, seat: int) -> list[int]:
-        """Movable requests of a DP group, the fewest tokens first: what an engine queues has done the least."""
-        rows = np.flatnonzero(self.requests.movable & (self.requests.worker == seat))
-        return [int(row) for row in rows[np.argsort(self.requests.tokens[rows], kind="stable")]]
+        """Movable requests of a DP group, the fewest tokens first: what an engine queues has done the least.
+
+        What was routed here since the snapshot comes last.
+        """
+        return list(self._on[seat])
 
     def context(self, row: int) -> int:
         return int(self.requests.prompt_tokens[row] + self.requests.tokens[row])
 
-    def route(self, row: int, seats: Iterable[int]) -> Move | None:
-        """Onto the one of ``seats`` with the largest gain; None where none reaches ``MU``."""
+    def route(self, row: int, seats: Iterable[int]) -> bool:
+        """Onto the one of ``seats`` with the largest gain; False, and it stays, where none reaches ``MU``."""
         tokens = self.context(row)
         gains = [(relative_gain(self.loads[seat], tokens, self.cost), -seat) for seat in seats]
         gain, place = max(gains, default=(0.0, 0))
         if gain < MU:
-            return None
-        self.loads[-place] = self.loads[-place].given(tokens)
-        return Move(row, -place)
+            return False
+        self.take_off(row)
+        self.put(row, -place)
+        return True
+
+    def take_off(self, row: int) -> None:
+        """Off its DP group, if it is on one."""
+        seat = self._seat.get(row, int(self.requests.worker[row]))
+        if seat >= 0:
+            self._on[seat].remove(row)
+            self.loads[seat] = self.loads[seat].without(self.context(row))
+        self._seat[row] = -1
+
+    def put(self, row: int, seat: int) -> None:
+        self._on[seat].append(row)
+        self.loads[seat] = self.loads[seat].given(self.context(row))
+        self._seat[row] = seat
+
+    def clear(self, seat: int) -> bool:
+        """Routes all that is on a DP group, or was routed there, to other hosts of its version.
+
+        False, and nothing has changed, where something has to stay.
+        """
+        if self._fixed[seat]:
+            return False
+        before = list(self.loads), [list(rows) for rows in self._on], dict(self._seat)
+        others = [host for host in self.hosts(int(self.version[seat])) if host != seat]
+        if all(self.route(row, others) for row in self.on(seat)):
+            return True
+        self.loads, self._on, self._seat = before
+        return False
