@@ -13,6 +13,7 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Backlog
+from dora.orchestrator.core.policies.forecast import rows_forecast
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.policies.reservations import GRID, Reservations
@@ -150,6 +151,21 @@ def test_no_more_kv_is_reserved_than_the_version_will_have() -> None:
 
 def test_an_idle_version_begins_something_whatever_the_forecast_says() -> None:
     assert started(machine_of(4, [49_000, 49_000]))
+
+
+def test_believed_lengths_count_with_the_chance_that_they_still_run() -> None:
+    """Around 1,000 tokens: what they hold falls smoothly, where known lengths would end at once."""
+    machine = machine_of(8, [1_000] * 8)
+    started(machine)
+    requests = machine.state.requests
+    rows = np.flatnonzero(requests["status"] > 0)
+    requests["log_mean"][rows], requests["log_sd"][rows] = np.log(1_000.0), 1.0
+    grid = np.array([0.0, 500.0, 1_000.0, 2_000.0, 8_000.0])
+    held, context = rows_forecast(Floor(machine.state), rows, grid)
+    assert held[0] == context
+    share = held / ((context / len(rows) + grid) * len(rows))
+    assert (np.diff(share) < 0).all()
+    assert share[2] == pytest.approx(0.5, abs=0.01)  # the median
 
 
 def test_reservations_know_nothing_before_the_first_steps() -> None:

@@ -15,6 +15,7 @@ from dora.orchestrator.core.lognormal import (
     longest_quantile,
     remaining_quantile,
     remaining_tokens,
+    survival_chance,
 )
 
 BELIEFS = [(7.0881, 1.2), (9.0, 0.3), (5.0, 0.8), (9.5, 1.5), (7.0, 0.01)]
@@ -49,6 +50,26 @@ def test_remaining_quantile_is_the_conditional_quantile(log_mean: float, log_sd:
         more = remaining_quantile(log_mean, log_sd, tokens, 1e12, q)[0]
         if more > 1.0:  # 1 is the least that a running response has to come
             assert survival(tokens + more, log_mean, log_sd) / left == pytest.approx(1.0 - q, rel=2e-3)
+
+
+@pytest.mark.parametrize(("log_mean", "log_sd"), BELIEFS)
+def test_survival_chance_is_the_conditional_survival_up_to_the_limit(log_mean: float, log_sd: float) -> None:
+    limit, ahead = 30_000, np.array([0.0, 100.0, 1000.0, 5000.0, 25_000.0])
+    for tokens in TOKENS:
+        left = survival(tokens, log_mean, log_sd)
+        if left < 1e-12:
+            continue
+        one = np.ones(1)
+        (chance,) = survival_chance(log_mean * one, log_sd * one, tokens * one, limit * one, ahead)
+        runs = [survival(tokens + more, log_mean, log_sd) / left * (tokens + more < limit) for more in ahead.tolist()]
+        assert chance == pytest.approx(runs, abs=1e-3)
+
+
+def test_the_chance_to_run_on_is_one_up_to_a_known_length_and_none_beyond() -> None:
+    tokens, ahead = np.array([0.0, 4000.0]), np.array([0.0, 900.0, 1100.0, 4900.0, 5100.0])
+    known = np.full(2, math.log(5000))
+    chance = survival_chance(known, np.zeros(2), tokens, np.full(2, 30_000.0), ahead)
+    assert chance == pytest.approx(np.array([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]]), abs=1e-9)
 
 
 @given(

@@ -110,7 +110,7 @@ def remaining_quantile(
     return _blockwise(kernel, log_mean, log_sd, tokens, max_tokens)
 
 
-def survival(
+def survival_chance(
     log_mean: Column, log_sd: Column, tokens: Column, max_tokens: Column, ahead_tokens: Column
 ) -> Column:
     """P[X > tokens + ahead | X > tokens]: that a response runs on for so many more tokens. Shape (rows, ahead)."""

@@ -24,7 +24,7 @@ from dora.orchestrator.core.lognormal import (
     longest_quantile,
     remaining_quantile,
     remaining_tokens,
-    survival,
+    survival_chance,
 )
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
     "longest_quantile",
     "remaining_quantile",
     "remaining_tokens",
-    "survival",
+    "survival_chance",
 ]
 
 HORIZON = 8192  # responses: the level forgets at this pace, the trend and the variances at a quarter of it

@@ -7,7 +7,7 @@ Summed over requests on a grid of ``h`` that is a forecast which can be added to
 import numpy as np
 
 from dora.orchestrator.core.floor import Floor
-from dora.orchestrator.core.prediction import survival
+from dora.orchestrator.core.prediction import survival_chance
 from dora.orchestrator.core.table import Column
 
 ENGINE_GRID = np.array([0.0, 300.0, 600.0, 1_000.0])  # tokens; beyond, the next plan can still move something
@@ -28,7 +28,7 @@ def rows_forecast(floor: Floor, rows: Column, grid: Column) -> tuple[Column, flo
     context = (requests["prompt_tokens"][rows] + tokens).astype(np.float64)
     log_sd = requests["log_sd"][rows]
     if log_sd.any():
-        runs = survival(requests["log_mean"][rows], log_sd, tokens, requests["max_tokens"][rows], grid)
+        runs = survival_chance(requests["log_mean"][rows], log_sd, tokens, requests["max_tokens"][rows], grid)
         forecast: Column = ((context[:, None] + grid) * runs).sum(axis=0)
     else:  # lengths are known
         forecast = on_grid(context, np.maximum(requests["expected"][rows] - tokens, 1.0), grid)

@@ -4,6 +4,7 @@ import numpy as np
 
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.policies.lifespan import MARGIN_STEP, Lifespan
+from dora.orchestrator.core.prediction import remaining_tokens
 from dora.orchestrator.core.state import RequestStatus
 
 FILL = 0.97  # share of a DP group's KV that is to be used
@@ -85,6 +86,9 @@ def _longest_remaining(floor: Floor) -> dict[int, float]:
     requests = floor.requests
     status = requests["status"]
     rows = np.flatnonzero((status == int(RequestStatus.WAITING)) | (status == int(RequestStatus.RUNNING)))
-    versions = requests["version"][rows]
-    remaining = requests["expected"][rows] - requests["tokens"][rows]
+    versions, tokens, log_sd = (requests[name][rows] for name in ("version", "tokens", "log_sd"))
+    if log_sd.any():
+        remaining = remaining_tokens(requests["log_mean"][rows], log_sd, tokens, requests["max_tokens"][rows])
+    else:  # lengths are known
+        remaining = requests["expected"][rows] - tokens
     return {int(version): float(remaining[versions == version].max()) for version in np.unique(versions)}
