@@ -131,23 +131,27 @@ class _Board:
         self._context = context
         self._held = workers.held.copy()
         self._peers: dict[int, Column] = {}  # version -> seats that stay with it
+        # by seat: KV over what it is to hold, kept up to date, as every move asks for the least of many
+        self._level = np.full(len(workers.held), np.inf)
+        np.divide(FILL * self._kv.max(axis=0), self.lanes.cap, out=self._level, where=self.lanes.cap > 0)
         self.moves: list[Move] = []
 
-    def _level(self, seats: Column) -> Column:
-        level: Column = FILL * self._kv[:, seats].max(axis=0) / self.lanes.cap[seats]
-        return level
+    def peers(self, version: int) -> Column:
+        """Seats that stay with this version."""
+        if version not in self._peers:
+            self._peers[version] = np.flatnonzero(self.stays & (self._workers.loaded == version))
+        return self._peers[version]
 
     def move(self, row: int, level: float = FILL) -> bool:
         """To its lane, else the DP group of its version with the most free KV, as far as that fills it to ``level``."""
-        workers, source = self._workers, int(self._requests.worker[row])
-        fit = self.stays & (workers.loaded == self._requests.version[row]) & (self._held < workers.slots)
-        fit[source] = False
-        seats = np.flatnonzero(fit)
-        if not len(seats):
+        source, peers = int(self._requests.worker[row]), self.peers(int(self._requests.version[row]))
+        levels = np.where(self._held[peers] < self._workers.slots[peers], self._level[peers], np.inf)
+        levels[peers == source] = np.inf
+        place = int(levels.argmin()) if len(levels) else 0
+        if not len(levels) or levels[place] == np.inf:
             return False
-        target = self.lanes.to_lane.get(row, -1)
-        if target < 0 or not fit[target]:
-            target = int(seats[np.argmin(self._level(seats))])
+        lane = self.lanes.to_lane.get(row, -1)
+        target = lane if lane >= 0 and levels[peers == lane] < np.inf else int(peers[place])
         if self._held[target] and self._filled(row, target) * FILL > level * self.lanes.cap[target]:
             return False
         self._do(row, target)
@@ -170,22 +174,22 @@ class _Board:
         self._kv[:, source] -= share
         self._held[target] += 1
         self._held[source] -= 1
+        for seat in (target, source):
+            if self.lanes.cap[seat]:
+                self._level[seat] = FILL * max(self._kv[:, seat].tolist()) / self.lanes.cap[seat]
 
     def pressed(self) -> list[int]:
         """Seats to be relieved, if others can."""
         stay = np.flatnonzero(self.stays)
-        seats: list[int] = stay[self._level(stay) > PRESSED].tolist()
+        seats: list[int] = stay[self._level[stay] > PRESSED].tolist()
         return seats
 
     def relieve(self, seat: int) -> None:
         """Moves the largest requests without hurry off a pressed DP group, while others of its version are emptier."""
-        version = int(self._workers.loaded[seat])
-        if version not in self._peers:
-            self._peers[version] = np.flatnonzero(self.stays & (self._workers.loaded == version))
-        peers, alone = self._peers[version], np.array([seat])
+        peers = self.peers(int(self._workers.loaded[seat]))
         largest: list[int] | None = None
-        while len(peers) > 1 and (level := float(self._level(alone)[0])) > PRESSED:
-            if level - float(self._level(peers).min()) < LEVEL_GAP:
+        while len(peers) > 1 and (level := float(self._level[seat])) > PRESSED:
+            if level - float(self._level[peers].min()) < LEVEL_GAP:
                 return
             if largest is None:
                 movable = self._requests.movable & ~self.lanes.hurried
