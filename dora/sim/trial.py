@@ -90,7 +90,7 @@ class Trial:
             filter_fraction=options.choice((0.0, 0.0, 0.3)),
             redundant_fraction=options.choice((0.0, 0.5, 1.0)),
             period_s=period_s,
-            cluster=_cluster(random, self.workers or workers),
+            cluster=_cluster(random, self.workers or workers, kv_token_s=options.choice((0.0, 0.0, 3e-4))),
             trainer=TrainerPace(
                 groups_per_step=random.randint(1, 5),
                 step_s=random.choice((1.0, 4.0, 8.0)),
@@ -114,8 +114,11 @@ class Trial:
         return scenario, validated(merged(core_config(scenario).model_dump(), {"balance": balance}))
 
 
-def _cluster(random: Random, workers: int) -> Cluster:
-    """Slots and KV are scarce; a copy may take as long as many tokens, so that much happens meanwhile."""
+def _cluster(random: Random, workers: int, kv_token_s: float) -> Cluster:
+    """Slots and KV are scarce; a copy may take as long as many tokens, so that much happens meanwhile.
+
+    Where KV costs time a full engine is much slower: strategies then have fast and slow places to choose from.
+    """
     return Cluster(
         gpus=workers + 1,
         rollout_gpus=workers,
@@ -126,7 +129,7 @@ def _cluster(random: Random, workers: int) -> Cluster:
         kv_token_bytes=1.0,
         link_bytes_per_s=random.choice((20.0, 100.0, 1000.0)),
         load_s=random.choice((0.5, 2.0)),
-        cost=Coefficients(step_s=0.08),
+        cost=Coefficients(step_s=0.08, kv_token_s=kv_token_s),
     )
 
 

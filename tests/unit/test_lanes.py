@@ -64,6 +64,11 @@ def test_hurried_responses_share_one_lane_that_is_as_fast_as_they_need() -> None
     assert (lane_plan.cap[others] == FILL * KV_TOKENS).all()
 
 
+def test_a_response_near_its_end_needs_no_lane() -> None:
+    lane_plan = found(snapshot_of([*HURRIED, (3, 9_000, 250)]), hurried_until(10.0))  # all of them are late
+    assert lane_plan.hurried.tolist() == [True, True, True, False]
+
+
 def test_more_hurried_responses_than_one_lane_holds_open_a_second_and_slower_one() -> None:
     sooner = [(0, 20_000, 10_000)] * 2  # 43,000 tokens of KV soon: a lane is full with them
     later = [(1, 20_000, 8_500)] * 2
@@ -137,6 +142,13 @@ def test_there_is_a_hurry_where_the_longest_response_outlasts_the_window_on_a_fu
     assert not outlook(machine_of(2, int(0.98 * life_s / full_s))).hurried
     assert outlook(machine_of(2, int(1.02 * life_s / full_s))).hurried
     assert not outlook(machine_of(4, int(1.02 * life_s / full_s))).hurried
+
+
+def test_there_is_no_hurry_where_a_half_empty_dp_group_is_no_faster() -> None:
+    machine = machine_of(2, 100_000)
+    assert outlook(machine).hurried
+    machine.state.cost = replace(COST, kv_token_s=1e-9)
+    assert not outlook(machine).hurried
 
 
 def test_steps_are_never_reckoned_shorter_than_the_longest_response_allows() -> None:

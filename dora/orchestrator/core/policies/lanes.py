@@ -18,7 +18,7 @@ from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.table import Column
 
 LEAST_FILL = 0.45  # a lane holds at least this share of its KV: emptier, it would gain little pace for much KV
-NEAR_TOKENS = 1_000.0  # a response this near its end needs no lane any more
+NEAR_SHARE = 0.03  # a response with less to come than this share of the longest needs no lane any more
 AHEAD_TOKENS = 1_500.0  # a lane has room for what its responses will have grown by then
 STICKY = 1.05  # one stays on a lane that is slower than it needs by less than this
 
@@ -51,9 +51,11 @@ def lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None) -> Lanes
     """The lanes of all versions among the DP groups that stay with theirs (``stays``, bool by seat)."""
     requests, workers = snapshot.requests, snapshot.workers
     found = Lanes(FILL * workers.kv_tokens.astype(np.float64), np.zeros(len(requests.tokens), dtype=bool))
-    if snapshot.cost is None or lifespan is None or not lifespan.hurried:
+    rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
+    if snapshot.cost is None or lifespan is None or not lifespan.hurried or not len(rows):
         return found
-    rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0) & (requests.remaining_tokens > NEAR_TOKENS))
+    remaining = requests.remaining_tokens[rows]
+    rows = rows[remaining > NEAR_SHARE * remaining.max()]
     versions = requests.version[rows]
     for version in np.unique(versions).tolist():
         seats = np.flatnonzero(stays & (workers.loaded == version))
@@ -96,7 +98,7 @@ def _lane(seat: int, pace_s: float, cost: CostModel, snapshot: Snapshot, most: f
     held = max(1, int(snapshot.workers.held[seat]))
     least = LEAST_FILL * float(snapshot.workers.kv_tokens[seat])
     fastest_s = cost.decode_step_s(held, least)
-    if pace_s <= fastest_s or not cost.kv_token_s:
+    if pace_s <= fastest_s:
         return Lane(seat, fastest_s, least)
     return Lane(seat, pace_s, min((pace_s - cost.matmul_s(held)) / cost.kv_token_s, most))
 

@@ -14,6 +14,7 @@ SHORTEST_STEP = 0.8  # of the mean time between publishes: a step is not expecte
 SKEW = 0.25  # prompts that wait cost this share more than those drawn: from here on steps are expected to be longer
 LANE_FILL = 0.55  # share of KV in use at which a DP group is reckoned to be as fast as is worth while
 LANE_HELD = 100  # requests on it then
+WORTH = 0.95  # it is worth while only where a token then takes less than this share of what it takes on a full one
 
 
 def lifespan_of(floor: Floor) -> Lifespan:
@@ -46,7 +47,7 @@ def lifespan_of(floor: Floor) -> Lifespan:
         published_s=rhythm.published_s,
         next_s=next_s,
         step_s=step_s,
-        hurried=rhythm.longest_tokens * full_s > life_steps * step_s,
+        hurried=rhythm.longest_tokens * full_s > life_steps * step_s and lane_s < WORTH * full_s,
         least_end_s=least_end_s,
     )
 
