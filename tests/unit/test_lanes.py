@@ -11,7 +11,7 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.policies.demand import Demand
-from dora.orchestrator.core.policies.lanes import LEAST_FILL, Lanes, lanes
+from dora.orchestrator.core.policies.lanes import LEAST_FILL, Lanes, plan_lanes
 from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.policies.outlook import FILL, SAFETY, lifespan_of
 from dora.orchestrator.core.snapshot import RequestColumns, Snapshot, WorkerColumns
@@ -45,7 +45,7 @@ def hurried_until(end_s: float, hurried: bool = True) -> Lifespan:
 
 
 def found(snapshot: Snapshot, lifespan: Lifespan | None) -> Lanes:
-    return lanes(snapshot, np.ones(len(snapshot.workers.alive), dtype=bool), lifespan)
+    return plan_lanes(snapshot, np.ones(len(snapshot.workers.alive), dtype=bool), lifespan)
 
 
 # 10,000 tokens in 400 s: 40 ms a token, which a DP group of 50,000 tokens of KV has; full ones have 59 ms
@@ -147,8 +147,9 @@ def test_there_is_a_hurry_where_the_longest_response_outlasts_the_window_on_a_fu
 def test_there_is_no_hurry_where_a_half_empty_dp_group_is_no_faster() -> None:
     machine = machine_of(2, 100_000)
     assert outlook(machine).hurried
-    machine.state.cost = replace(COST, kv_token_s=1e-9)
-    assert not outlook(machine).hurried
+    for kv_token_s in (1e-9, 0.0):
+        machine.state.cost = replace(COST, kv_token_s=kv_token_s, request_s=1e-3)
+        assert not outlook(machine).hurried
 
 
 def test_steps_are_never_reckoned_shorter_than_the_longest_response_allows() -> None:

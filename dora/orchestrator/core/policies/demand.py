@@ -6,7 +6,7 @@ from math import ceil
 import numpy as np
 
 from dora.orchestrator.core.policies.hosts import cover, plannable, present_targets, staying
-from dora.orchestrator.core.policies.lanes import Lanes, lanes
+from dora.orchestrator.core.policies.lanes import Lanes, plan_lanes
 from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.policies.outlook import FILL
 from dora.orchestrator.core.snapshot import Move, Snapshot
@@ -74,7 +74,7 @@ class Demand:
     def moves(self, targets: Mapping[int, int]) -> tuple[tuple[Move, ...], Lanes]:
         """Off the DP groups that change or leave, the longest first; to the lanes; then off those whose KV runs out."""
         stays = staying(self._snapshot, dict(targets))
-        board = _Board(self._snapshot, stays, lanes(self._snapshot, stays, self._lifespan), self._context)
+        board = _Board(self._snapshot, stays, plan_lanes(self._snapshot, stays, self._lifespan), self._context)
         requests = self._snapshot.requests
         rows = np.flatnonzero(requests.movable & (requests.worker >= 0))
         rows = rows[~board.stays[requests.worker[rows]]]
@@ -120,10 +120,10 @@ class Demand:
 class _Board:
     """KV and requests of each DP group as they would be once the moves so far are done: now, and some tokens later."""
 
-    def __init__(self, snapshot: Snapshot, stays: Column, lanes_: Lanes, context: Column) -> None:
+    def __init__(self, snapshot: Snapshot, stays: Column, lanes: Lanes, context: Column) -> None:
         workers = self._workers = snapshot.workers
         requests = self._requests = snapshot.requests
-        self.stays, self.lanes = stays, lanes_
+        self.stays, self.lanes = stays, lanes
         self._shares = np.stack([context, (context + LEVEL_TOKENS) * (requests.remaining_tokens > LEVEL_TOKENS)])
         rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
         ahead = np.bincount(requests.worker[rows], weights=self._shares[1][rows], minlength=len(workers.held))

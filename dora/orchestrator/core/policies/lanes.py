@@ -47,7 +47,7 @@ class Lanes:
     to_lane: dict[int, int] = field(default_factory=dict)  # row -> seat, of those that are not where they should be
 
 
-def lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None) -> Lanes:
+def plan_lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None) -> Lanes:
     """The lanes of all versions among the DP groups that stay with theirs (``stays``, bool by seat)."""
     requests, workers = snapshot.requests, snapshot.workers
     found = Lanes(FILL * workers.kv_tokens.astype(np.float64), np.zeros(len(requests.tokens), dtype=bool))

@@ -13,7 +13,6 @@ LOSS = 1.04  # a step takes this much longer than the work of its responses on K
 SHORTEST_STEP = 0.8  # of the mean time between publishes: a step is not expected to be shorter
 SKEW = 0.25  # prompts that wait cost this share more than those drawn: from here on steps are expected to be longer
 LANE_FILL = 0.55  # share of KV in use at which a DP group is reckoned to be as fast as is worth while
-LANE_HELD = 100  # requests on it then
 WORTH = 0.95  # it is worth while only where a token then takes less than this share of what it takes on a full one
 
 
@@ -78,8 +77,9 @@ def _paces_s(floor: Floor) -> tuple[float, float]:
     worker = next(iter(floor.workers()), None)
     if floor.cost is None or worker is None:
         return floor.rhythm.pace_s, floor.rhythm.pace_s
-    lane_s = floor.cost.decode_step_s(min(LANE_HELD, worker.slots), LANE_FILL * worker.kv_tokens)
-    return lane_s, floor.cost.decode_step_s(max(1, worker.slots // 2), FILL * worker.kv_tokens)
+    held = max(1, worker.slots // 2)
+    lane_s = floor.cost.decode_step_s(held, LANE_FILL * worker.kv_tokens)
+    return lane_s, floor.cost.decode_step_s(held, FILL * worker.kv_tokens)
 
 
 def _longest_remaining(floor: Floor) -> dict[int, float]:
