@@ -30,7 +30,7 @@ class SplitChoice(StrEnum):
 
 
 Preset = Annotated[str, typer.Option(help="A row of a paper's table, such as dora-64; or small.")]
-Policy = Annotated[str, typer.Option(help="By default the scenario's; laxity in presets.")]
+Policy = Annotated[str, typer.Option(help=f"By default the scenario's; {DEFAULT_POLICY} in presets.")]
 Window = Annotated[int | None, typer.Option(help="Policy versions that may be live.")]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps that are measured.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Training steps before them.")]

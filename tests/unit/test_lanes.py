@@ -35,8 +35,8 @@ def snapshot_of(requests: list[tuple[int, int, int]], seats: int = 4, cost: Cost
         ones, ones, np.zeros(len(seat), dtype=np.int64), seat, tokens * 0 + 100, tokens, remaining.astype(np.float64)
     )
     return Snapshot(
-        now_s=0.0, step=0, newest=0, window=1, admissible={}, deadline_s={}, step_s=1.0, pace_s=0.05, cost=cost,
-        group_tokens=1.0, backlog_longest=np.array([]), workers=workers, requests=table,
+        now_s=0.0, step=0, newest=0, window=1, admissible={}, cost=cost, group_tokens=1.0,
+        backlog_longest=np.array([]), workers=workers, requests=table,
     )  # fmt: skip
 
 

@@ -76,12 +76,12 @@ def test_work_of_drawn_prompts_gives_the_shortest_step() -> None:
     backlog, rhythm = Backlog(), Rhythm()
     for number in range(10):
         prompt = on.OfferedPrompt(f"p{number}", "task", 50, 2, 1000)
-        rhythm.offered(backlog.add(prompt, 0, 300.0, (100.0, 300.0)).work, 300.0)
+        rhythm.offered(backlog.add(prompt, 300.0, (100.0, 300.0)).work, 300.0)
     rhythm.generated(1000, 20.0)
     work = 100 * (50 + 50) + 300 * (150 + 50)
     assert rhythm.group_work == pytest.approx(work)
     assert rhythm.kv_step_s(groups=8, kv_tokens=10_000) == pytest.approx(8 * work / 10_000 * 0.02)
-    costly = backlog.add(on.OfferedPrompt("p10", "task", 50, 1, 5000), 0, 5000.0, (5000.0,))
+    costly = backlog.add(on.OfferedPrompt("p10", "task", 50, 1, 5000), 5000.0, (5000.0,))
     assert backlog.mean_work > rhythm.group_work  # long prompts wait
     backlog.remove(costly)
     assert backlog.mean_work == pytest.approx(rhythm.group_work)

@@ -53,8 +53,8 @@ def snapshot_of(workers: list[dict[str, int]], requests: list[tuple[int, int, in
         ones, ones & (seat >= 0), version, seat, np.full(len(version), 10), context - 10, np.full(len(version), 50.0)
     )
     known: dict[str, Any] = {
-        "now_s": 0.0, "step": newest, "newest": newest, "window": 3, "admissible": {}, "deadline_s": {}, "step_s": 0.0,
-        "pace_s": 0.0, "cost": None, "group_tokens": 100.0, "backlog_longest": np.array([])
+        "now_s": 0.0, "step": newest, "newest": newest, "window": 3, "admissible": {}, "cost": None,
+        "group_tokens": 100.0, "backlog_longest": np.array([])
     }  # fmt: skip
     return Snapshot(**{**known, **fields}, workers=columns, requests=table)
 

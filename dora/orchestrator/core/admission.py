@@ -28,7 +28,7 @@ def offered(state: State, event: on.PromptsOffered) -> None:
     for prompt in event.prompts:
         estimate = state.predictor.predict(traits_of(prompt))
         longest = longest_quantile(estimate, prompt.group_size, LONGEST_QUANTILE, prompt.max_tokens)
-        entry = state.backlog.add(prompt, state.window.newest, longest, siblings(estimate, prompt))
+        entry = state.backlog.add(prompt, longest, siblings(estimate, prompt))
         state.rhythm.offered(entry.work, entry.longest_tokens)
     state.exhausted = event.exhausted
 

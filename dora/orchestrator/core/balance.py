@@ -16,7 +16,6 @@ from dora.orchestrator.core.view import snapshot
 
 RELIEF_REST_S = 1.0  # between two looks for moves: else one would be taken at every response's end
 BARREN_REST_S = 5.0  # after one that found none, unless a place has become free where one was looked for
-NOBODY: frozenset[int] = frozenset()
 PRESSURE_REST_S = 5.0  # pressure is looked at again after this
 
 
@@ -149,7 +148,7 @@ def _places(state: State, displaced: Iterable[int]) -> bool:
 def _dry(state: State) -> frozenset[int]:
     """Seats of workers that hold nothing, and whose version, an old one, has no waiting or admissible work."""
     if not state.idle:
-        return NOBODY
+        return frozenset()
     window = state.window
     workless = {
         version

@@ -5,11 +5,15 @@ The promises do not depend on the policy: ``place`` and ``admit`` refuse what wo
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from dora.errors import IllegalTransition
 from dora.orchestrator.core import admission, placement
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.line import Backlog, Entry, Line
 from dora.orchestrator.core.state import State, Worker
+from dora.orchestrator.core.table import Column
+from dora.orchestrator.core.view import RUNNING, WAITING
 
 NO_LINE = Line()
 
@@ -65,6 +69,11 @@ class Floor:
             state.rationed[version] = most
         elif before is not None:
             del state.rationed[version]
+
+    def unfinished(self) -> Column:
+        """Rows of the admitted requests that have not ended."""
+        status = self.requests["status"]
+        return np.flatnonzero((status == WAITING) | (status == RUNNING))
 
     def full(self, worker: Worker) -> None:
         """The worker has no room: it is no candidate until something leaves it, or its version's ration grows."""

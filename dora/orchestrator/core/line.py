@@ -18,7 +18,6 @@ class Entry:
 
     prompt: OfferedPrompt
     number: int  # of arrival
-    newest: int  # the newest version when it came
     longest_tokens: float  # longest response
     lengths: tuple[float, ...]  # of each response
 
@@ -54,9 +53,9 @@ class Backlog:
         """``Entry.work``, on average."""
         return self._work / len(self._entries) if self._entries else 0.0
 
-    def add(self, prompt: OfferedPrompt, newest: int, longest_tokens: float, lengths: tuple[float, ...]) -> Entry:
+    def add(self, prompt: OfferedPrompt, longest_tokens: float, lengths: tuple[float, ...]) -> Entry:
         self._arrivals += 1
-        entry = self._entries[self._arrivals] = Entry(prompt, self._arrivals, newest, longest_tokens, lengths)
+        entry = self._entries[self._arrivals] = Entry(prompt, self._arrivals, longest_tokens, lengths)
         self._work += entry.work
         self._lengths = None
         insort(self._by_length, (longest_tokens, self._arrivals))
@@ -85,9 +84,6 @@ class Backlog:
             self._lengths = np.array([length for length, _ in self._by_length])
         return self._lengths
 
-    def shortest_tokens(self) -> float:
-        return self._by_length[0][0] if self._by_length else inf
-
     def longest(self) -> Entry | None:
         return self._entries[self._by_length[-1][1]] if self._by_length else None
 
@@ -95,12 +91,6 @@ class Backlog:
         """The one with the longest predicted response of those within the limit."""
         at = bisect_right(self._by_length, (limit_tokens, self._arrivals))
         return self._entries[self._by_length[at - 1][1]] if at else None
-
-    def first_within(self, limit_tokens: float) -> Entry | None:
-        """The one that waits longest of those within the limit."""
-        if self.shortest_tokens() > limit_tokens:
-            return None
-        return next(entry for entry in self if entry.longest_tokens <= limit_tokens)
 
 
 class Line:

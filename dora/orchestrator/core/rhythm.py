@@ -1,7 +1,6 @@
-"""How fast training and generation go, as seen from the events: what deadlines are worth in seconds and tokens."""
+"""How fast training and generation go, as seen from the events."""
 
 from collections import deque
-from math import inf
 
 LAST_STEPS = 8  # whose times are kept
 SMOOTHING = 0.3  # weight of the newest step in the running mean of step times
@@ -43,15 +42,6 @@ class Rhythm:
         if self.pace_s:  # one that stood still says little of the others
             pace_s = min(pace_s, ODD_PACE * self.pace_s)
         self.pace_s += weight * (pace_s - self.pace_s)
-
-    def deadline_s(self, steps_ahead: int, now_s: float) -> float:
-        """When the step ``steps_ahead`` after the one now trained is expected to be published; ``inf``: not known.
-
-        ``steps_ahead`` 0 is the step whose version comes next.
-        """
-        if not self.step_s:
-            return inf
-        return max(self.published_s + self.step_s, now_s) + steps_ahead * self.step_s
 
     def offered(self, work: float, longest_tokens: float) -> None:
         """A prompt was drawn: what its group is predicted to cost (``Entry.work``), and its longest response."""

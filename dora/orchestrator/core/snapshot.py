@@ -61,9 +61,6 @@ class Snapshot:
     newest: int
     window: int
     admissible: Mapping[int, int]  # version -> groups that may still be admitted
-    deadline_s: Mapping[int, float]  # version -> when its last step is expected to be published; inf: not known yet
-    step_s: float  # mean time between publishes; 0: not known yet
-    pace_s: float  # mean seconds a token of one response; 0: not known yet
     cost: CostModel | None  # of one engine, where it was profiled
     group_tokens: float  # predicted tokens of one new group
     backlog_longest: Column  # float64, ascending: predicted longest response of each prompt on offer

@@ -7,14 +7,14 @@ import numpy as np
 from dora.orchestrator.core.prediction import remaining_tokens
 from dora.orchestrator.core.snapshot import RequestColumns, Snapshot, WorkerColumns
 from dora.orchestrator.core.state import RequestStatus, State, Worker
-from dora.orchestrator.core.table import Column
+from dora.orchestrator.core.table import Column, Table
 
 NOBODY = Worker("", 0, 0, 0, 0)
 WAITING, RUNNING = int(RequestStatus.WAITING), int(RequestStatus.RUNNING)
 
 
 def snapshot(state: State) -> Snapshot:
-    requests, window, rhythm = state.requests, state.window, state.rhythm
+    requests, window = state.requests, state.window
     status = requests["status"]
     live = range(window.oldest_live, window.newest + 1)
     dried_up = state.exhausted and not state.backlog
@@ -25,9 +25,6 @@ def snapshot(state: State) -> Snapshot:
         newest=window.newest,
         window=window.size,
         admissible={v: 0 if dried_up else window.admissible(v) for v in live},
-        deadline_s={v: rhythm.deadline_s(window.deadline(v) - window.newest, state.now_s) for v in live},
-        step_s=rhythm.step_s,
-        pace_s=rhythm.pace_s,
         cost=state.cost,
         group_tokens=mean_tokens * max(1, len(requests)) / max(1, len(state.groups)),
         backlog_longest=state.backlog.lengths(),
@@ -39,22 +36,21 @@ def snapshot(state: State) -> Snapshot:
             worker=requests["worker"] - 1,
             prompt_tokens=requests["prompt_tokens"],
             tokens=requests["tokens"],
-            remaining_tokens=_remaining(state),
+            remaining_tokens=remaining(requests),
         ),
     )
 
 
-def _remaining(state: State) -> Column:
-    """Predicted tokens still to come, for the rows in use."""
-    requests = state.requests
+def remaining(requests: Table) -> Column:
+    """Predicted tokens still to come, by row, for the rows in use."""
     if not requests["log_sd"].any():  # lengths are known
         known: Column = np.maximum(requests["expected"] - requests["tokens"], 0).astype(np.float64)
         return known
     rows = np.flatnonzero(requests["status"] > 0)
     tokens, log_sd = requests["tokens"][rows], requests["log_sd"][rows]
-    remaining = np.zeros(requests.capacity)
-    remaining[rows] = remaining_tokens(requests["log_mean"][rows], log_sd, tokens, requests["max_tokens"][rows])
-    return remaining
+    believed = np.zeros(requests.capacity)
+    believed[rows] = remaining_tokens(requests["log_mean"][rows], log_sd, tokens, requests["max_tokens"][rows])
+    return believed
 
 
 def _worker_columns(state: State) -> WorkerColumns:

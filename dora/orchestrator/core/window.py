@@ -11,7 +11,8 @@ Earliest-deadline-first feasibility: the groups due by ``d`` fit into the places
 Admission and taking keep it true, so every group is taken by its deadline (proof: docs/invariants.md).
 """
 
-from math import inf
+from collections.abc import Iterator
+from itertools import accumulate, islice
 
 from dora.errors import IllegalTransition
 
@@ -54,25 +55,18 @@ class Window:
 
     def slack(self) -> list[int]:
         """``left + B * k - open(s + k)`` for k in 0 .. W-1; the state is feasible iff none is negative."""
-        slack, total = [], 0
-        for k, count in enumerate(self._open):
-            total += count
-            slack.append(self.left + self.groups_per_step * k - total)
-        return slack
+        return list(self._slack())
+
+    def _slack(self) -> Iterator[int]:
+        for k, due in enumerate(accumulate(self._open)):
+            yield self.left + self.groups_per_step * k - due
 
     def admissible(self, version: int) -> int:
         """How many more groups of ``version`` may be admitted now."""
         offset = self.deadline(version) - self.step
         if offset < 0 or version > self.newest or not self.groups_per_step:
             return 0
-        least, total = inf, 0  # of slack()[offset:], without making a list: this is asked at nearly every event
-        for k, count in enumerate(self._open):
-            total += count
-            if k >= offset:
-                slack = self.left + self.groups_per_step * k - total
-                if slack < least:
-                    least = slack
-        return int(least)
+        return min(islice(self._slack(), offset, None))
 
     def admit(self, version: int) -> None:
         """Counts one admitted group. Raises IllegalTransition where the state would become infeasible."""

@@ -151,7 +151,7 @@ class _Board:
         if not len(levels) or levels[place] == np.inf:
             return False
         lane = self.lanes.to_lane.get(row, -1)
-        target = lane if lane >= 0 and levels[peers == lane] < np.inf else int(peers[place])
+        target = lane if lane >= 0 and self._held[lane] < self._workers.slots[lane] else int(peers[place])
         if self._held[target] and self._filled(row, target) * FILL > level * self.lanes.cap[target]:
             return False
         self._do(row, target)

@@ -4,8 +4,7 @@ import numpy as np
 
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.policies.lifespan import MARGIN_STEP, Lifespan
-from dora.orchestrator.core.prediction import remaining_tokens
-from dora.orchestrator.core.state import RequestStatus
+from dora.orchestrator.core.view import remaining
 
 FILL = 0.97  # share of a DP group's KV that is to be used
 SAFETY = 1.04  # a token takes this much longer than of late
@@ -84,12 +83,6 @@ def _paces_s(floor: Floor) -> tuple[float, float]:
 
 def _longest_remaining(floor: Floor) -> dict[int, float]:
     """By version: tokens to come of its longest response."""
-    requests = floor.requests
-    status = requests["status"]
-    rows = np.flatnonzero((status == int(RequestStatus.WAITING)) | (status == int(RequestStatus.RUNNING)))
-    versions, tokens, log_sd = (requests[name][rows] for name in ("version", "tokens", "log_sd"))
-    if log_sd.any():
-        remaining = remaining_tokens(requests["log_mean"][rows], log_sd, tokens, requests["max_tokens"][rows])
-    else:  # lengths are known
-        remaining = requests["expected"][rows] - tokens
-    return {int(version): float(remaining[versions == version].max()) for version in np.unique(versions)}
+    rows = floor.unfinished()
+    versions, tokens = floor.requests["version"][rows], remaining(floor.requests)[rows]
+    return {int(version): float(tokens[versions == version].max()) for version in np.unique(versions)}

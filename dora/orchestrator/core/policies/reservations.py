@@ -7,7 +7,6 @@ from dora.orchestrator.core.line import Entry
 from dora.orchestrator.core.policies.forecast import on_grid, rows_forecast
 from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.policies.outlook import FILL, SAFETY, lifespan_of
-from dora.orchestrator.core.state import RequestStatus
 from dora.orchestrator.core.table import Column
 
 REFRESH_S = 5.0  # the forecast is made anew after this, or after this share of a step: in between it only grows
@@ -66,8 +65,7 @@ class Reservations:
         return True
 
     def _forecast(self, floor: Floor, lifespan: Lifespan) -> None:
-        status = floor.requests["status"]
-        rows = np.flatnonzero((status == RequestStatus.WAITING) | (status == RequestStatus.RUNNING))
+        rows = floor.unfinished()
         versions = floor.requests["version"][rows]
         kv_tokens = max(1.0, FILL * floor.kv_tokens() / max(1, lifespan.groups))  # of one DP group
         for known in self._reserved.keys() - set(floor.versions()):
