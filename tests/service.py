@@ -2,15 +2,19 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dora.client import Operator, Trainer
 from dora.config import Config, load_config
+from dora.errors import Conflict, NotFound
 from dora.orchestrator.main import ServiceHandle, serve
+from dora.rpc import dora_pb2 as pb
 from dora.trajectory import TrajectoryGroup
+
+Result = TypeVar("Result")
 
 
 def configured(model: Path, **fields: Any) -> Config:
@@ -70,6 +74,46 @@ async def until(operator: Operator, condition: Any) -> Any:
         if condition(status):
             return status
     raise AssertionError("the service stopped being watched")
+
+
+async def during(work: asyncio.Task[Any], awaited: Coroutine[Any, Any, Result]) -> Result:
+    """What ``awaited`` returns. Fails at once where ``work`` ends first: it would then be awaited for ever."""
+    waiting = asyncio.create_task(awaited)
+    await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    if not waiting.done():
+        waiting.cancel()
+        work.result()
+        raise AssertionError("the work ended before what was awaited happened")
+    return await waiting
+
+
+async def ask_move(operator: Operator, status: pb.Status) -> bool:
+    """Asks for the move of the running request that has the most before it; whether there was one that can move."""
+    hosts = [worker for worker in status.workers if worker.state == "ready"]
+    listed = (await operator.trajectories("running", limit=1000)).trajectories
+    for request in sorted(listed, key=lambda request: request.tokens):
+        for target in hosts:
+            if target.version == request.version and target.worker_id != request.worker:
+                try:
+                    await operator.migrate(request.trajectory_id, target.worker_id)
+                except (Conflict, NotFound):  # it has ended or changed hands since
+                    continue
+                return True
+    return False
+
+
+async def move_one(operator: Operator, *, and_begin_another: bool = False) -> None:
+    """Moves requests as an operator does until one has moved with its KV, and on demand until a further move begins.
+
+    A strategy moves what it must, which depends on how fast the machine happens to be; a test that needs a move asks
+    for it. Begun before the first commit, when every worker hosts the one version there is, it finds requests to move.
+    """
+    async for status in operator.watch(period_ms=50):
+        moved = status.counters["migrations_kv"] > 0
+        if moved and not and_begin_another:
+            return
+        if await ask_move(operator, status) and moved:
+            return
 
 
 def check_promises(steps: list[list[TrajectoryGroup]], window: int, groups: int) -> None:

@@ -16,7 +16,7 @@ from dora.orchestrator import main
 from dora.orchestrator.runtime import Runtime
 from dora.replay import Replay, known_of
 from tests.e2e.test_service_fake import GROUPS, LONG
-from tests.service import configured, running, train, until
+from tests.service import configured, during, move_one, running, train, until
 
 
 @pytest.fixture
@@ -47,7 +47,9 @@ async def test_a_replay_ends_as_the_service_did(tiny_dense: Path, tmp_path: Path
         training = asyncio.create_task(train(handle, trainer, steps=4, groups=GROUPS))
         with pytest.raises(NotFound, match="nobody"):
             await operator.drain("nobody")
-        status = await until(operator, lambda status: status.counters["groups_trained"] >= 2 * GROUPS)
+        await during(training, move_one(operator))
+        taken = until(operator, lambda status: status.counters["groups_trained"] >= 2 * GROUPS)
+        status = await during(training, taken)
         os.kill(next(worker.pid for worker in status.workers if worker.worker_id == "w0"), signal.SIGKILL)
         await training
     (runtime,) = runtimes

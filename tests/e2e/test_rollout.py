@@ -13,7 +13,7 @@ from dora.orchestrator.main import ServiceHandle
 from dora.trainers.grpo import GrpoConfig, Report, train
 from dora.trainers.learner import LearnerConfig
 from dora.verify import verify
-from tests.service import configured, running, until
+from tests.service import configured, during, move_one, running, until
 
 pytestmark = pytest.mark.e2e
 
@@ -48,10 +48,14 @@ def check_record(folder: Path, report: Report) -> None:
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 async def test_two_versions_and_migrations(tiny_dense: Path, tiny_moe: Path, tmp_path: Path, kind: str) -> None:
     model = tiny_dense if kind == "dense" else tiny_moe
-    async with running(configured(model, record=str(tmp_path / "record"), **TINY)) as handle:
-        report = await train(trainer_of(handle))
-        async with Operator(handle.address, handle.token) as operator:
-            counters = (await operator.status()).counters
+    async with (
+        running(configured(model, record=str(tmp_path / "record"), **TINY)) as handle,
+        Operator(handle.address, handle.token) as operator,
+    ):
+        training = asyncio.create_task(train(trainer_of(handle)))
+        await during(training, move_one(operator))
+        report = await training
+        counters = (await operator.status()).counters
     assert counters["versions_live_max"] == 2
     assert counters["staleness_max"] <= 1
     assert counters["migrations_kv"] > 0
@@ -67,8 +71,9 @@ async def test_kill_9_costs_no_sample(tiny_dense: Path, tmp_path: Path, victim: 
         Operator(handle.address, handle.token) as operator,
     ):
         training = asyncio.create_task(train(trainer_of(handle)))
-        counter = "tokens_generated" if moment == "in the first step" else "migrations_kv"
-        status = await until(operator, lambda status: status.counters[counter] > 0)
+        status = await during(training, until(operator, lambda status: status.counters["tokens_generated"] > 0))
+        if moment == "while requests move":
+            await during(training, move_one(operator, and_begin_another=True))
         os.kill(next(worker.pid for worker in status.workers if worker.worker_id == victim), signal.SIGKILL)
         report = await training
         counters = (await operator.status()).counters

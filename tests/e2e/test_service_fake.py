@@ -15,7 +15,7 @@ from dora.orchestrator.main import ServiceHandle
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded, Unauthenticated
 from dora.types import Prompt
-from tests.service import check_promises, configured, running, train, until
+from tests.service import check_promises, configured, during, move_one, running, train, until
 
 GROUPS = 4
 # long enough that a version is published while responses of the one before are under way
@@ -29,11 +29,15 @@ LONG = {
 
 
 async def test_three_steps_two_versions(tiny_dense: Path) -> None:
-    async with running(configured(tiny_dense, window__size=2, **LONG)) as handle:
-        async with dora.Trainer(handle.address, token=handle.token) as trainer:
-            steps = await train(handle, trainer, steps=4, groups=GROUPS)
-        async with Operator(handle.address, handle.token) as operator:
-            status = await operator.status()
+    async with (
+        running(configured(tiny_dense, window__size=2, **LONG)) as handle,
+        Operator(handle.address, handle.token) as operator,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        training = asyncio.create_task(train(handle, trainer, steps=4, groups=GROUPS))
+        await during(training, move_one(operator))
+        steps = await training
+        status = await operator.status()
     check_promises(steps, window=2, groups=GROUPS)
     counters = status.counters
     assert counters["groups_trained"] == 4 * GROUPS
@@ -51,7 +55,8 @@ async def test_a_killed_worker_costs_no_sample(tiny_dense: Path, victim: str) ->
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
         training = asyncio.create_task(train(handle, trainer, steps=6, groups=GROUPS))
-        status = await until(operator, lambda status: status.counters["groups_trained"] >= GROUPS)
+        taken = until(operator, lambda status: status.counters["groups_trained"] >= GROUPS)
+        status = await during(training, taken)
         os.kill(next(worker.pid for worker in status.workers if worker.worker_id == victim), signal.SIGKILL)
         steps = await training
         status = await operator.status()
