@@ -94,9 +94,9 @@ def laminar() -> Iterator[Setting]:
 
 # "We tune the GPU allocation ratio between rollout and training to optimal values" (paper 000, section 6.1), for every
 # system: accelerators that generate, of 128, where training then takes about as long as generation was seen to.
-STALEFLOW_ROLLOUT_GPUS: Final = {1: 84, 2: 80, 3: 80}  # by the bound on staleness
+STALEFLOW_ROLLOUT_GPUS: Final = {1: 84, 2: 82, 3: 81}  # by the bound on staleness
+PARTIAL_ROLLOUT_GPUS: Final = {1: 85, 2: 83, 3: 83}  # likewise
 ONE_STEP_ROLLOUT_GPUS: Final = 96
-PARTIAL_ROLLOUT_GPUS: Final = 84
 
 
 def staleflow() -> Iterator[Setting]:
@@ -109,7 +109,7 @@ def staleflow() -> Iterator[Setting]:
     for staleness, rollout_gpus in STALEFLOW_ROLLOUT_GPUS.items():
         ours, peer = f"staleflow, {staleness}", f"partial, {staleness}"
         systems[ours] = split(scenario_for(name, "staleflow", staleness + 1), rollout_gpus)
-        partial = split(scenario_for(name, "partial"), PARTIAL_ROLLOUT_GPUS)
+        partial = split(scenario_for(name, "partial"), PARTIAL_ROLLOUT_GPUS[staleness])
         in_flight = (staleness + 1) * partial.trainer.groups_per_step
         slots = -(-in_flight * partial.workload.group_size // partial.cluster.engines)
         cluster = partial.cluster.model_copy(update={"slots": slots})
