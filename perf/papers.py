@@ -97,6 +97,7 @@ def laminar() -> Iterator[Setting]:
 STALEFLOW_ROLLOUT_GPUS: Final = {1: 84, 2: 82, 3: 81}  # by the bound on staleness
 PARTIAL_ROLLOUT_GPUS: Final = {1: 85, 2: 83, 3: 83}  # likewise
 ONE_STEP_ROLLOUT_GPUS: Final = 96
+STREAMRL_SYNC_ROLLOUT_GPUS: Final = 80  # paper 002 balances the stages too (Algorithm 1)
 
 
 def staleflow() -> Iterator[Setting]:
@@ -127,11 +128,18 @@ def split(scenario: Scenario, rollout_gpus: int) -> Scenario:
 
 
 def streamrl() -> Iterator[Setting]:
-    """The ends of table 3: what lies between them has one version in flight, the strategy here two or more."""
+    """Table 3, each row with what the row above has: Algorithm 2 in place, then apart from the trainer, then ahead."""
     name = "streamrl-128"
-    systems = {"colocated": scenario_for(name, "sync"), "asynchronous": scenario_for(name, "streamrl")}
-    paper = papers.STREAMRL_ABLATION["asynchronous"]
-    yield Setting(name, systems, (Claim("speedup", "asynchronous", "colocated", paper),))
+    colocated = scenario_for(name, "sync")
+    systems = {
+        "colocated": colocated,
+        "skewness-aware scheduling": colocated.model_copy(update={"policy": "streamrl"}),
+        "disaggregated, streaming": split(scenario_for(name, "streamrl", 1), STREAMRL_SYNC_ROLLOUT_GPUS),
+        "asynchronous": scenario_for(name, "streamrl"),
+    }
+    stated = papers.STREAMRL_ABLATION
+    claims = (Claim("speedup", row, "colocated", stated[row]) for row in systems if row != "colocated")
+    yield Setting(name, systems, tuple(claims))
 
 
 def verl() -> Iterator[Setting]:

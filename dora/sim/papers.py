@@ -248,7 +248,7 @@ def _mean_speedups(system: str, policy: str, speedups: tuple[Speedup, ...], sour
 def _streamrl(policy: str) -> Iterator[PaperResult]:
     cells = {"sync": "colocated", "streamrl": "asynchronous"}
     if policy in cells:
-        yield PaperResult(STREAMRL, speedup=STREAMRL_ABLATION[cells[policy]], note="table 3")
+        yield PaperResult(STREAMRL, speedup=STREAMRL_ABLATION[cells[policy]], note=f"table 3, {cells[policy]}")
 
 
 def _longcat(policy: str, task: str) -> Iterator[PaperResult]:

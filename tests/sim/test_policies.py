@@ -29,6 +29,10 @@ def test_sync_is_on_policy_whatever_the_window(window: int) -> None:
     assert staleness("sync", window) == [Counter({0: 8})] * 6
 
 
+def test_streamrl_is_on_policy_in_a_window_of_one() -> None:
+    assert staleness("streamrl", window=1) == [Counter({0: 8})] * 6
+
+
 @pytest.mark.parametrize("policy", ["one_step", "stream", "streamrl"])
 @pytest.mark.parametrize("window", [2, 3])
 def test_one_step_trains_on_batches_of_the_version_before(policy: str, window: int) -> None:

@@ -29,7 +29,7 @@ POLICIES: dict[str, Callable[[BalanceConfig], Policy]] = {
 # They break C1, which no service does: only the simulator runs them.
 SIMULATED = frozenset({"partial"})
 # Versions that must be live at once; the others do with one.
-WINDOW_MIN = {"one_step": 2, "stream": 2, "streamrl": 2}
+WINDOW_MIN = {"one_step": 2, "stream": 2}
 
 
 def policy_of(config: BalanceConfig, window: int | None = None) -> Policy:

@@ -14,11 +14,11 @@ class OneStepPolicy(SyncPolicy):
     In the simulator the trainer waits for the whole batch (``trainer.streams`` false).
     """
 
-    def version_of(self, step: int, newest: int) -> int:
+    def version_of(self, step: int, newest: int, window: int) -> int:
         return max(0, step - 1)
 
     def choose(self, floor: Floor, version: int) -> Entry | None:
-        due = version == self.version_of(floor.window.step, floor.newest)
+        due = version == self.version_of(floor.window.step, floor.newest, floor.window.size)
         return floor.backlog.first() if due and batch_open(floor) else None
 
 

@@ -48,7 +48,8 @@ class StreamRlPolicy(StreamPolicy):
     """Batches as in ``stream``; a batch is admitted at once, its longest fifth goes to dedicated DP groups.
 
     Within both kinds of groups the longest expected response starts first, on the emptiest. The trainer's dynamic
-    batches are what groups delivered as they finish are (in the simulator: ``trainer.streams``).
+    batches are what groups delivered as they finish are (in the simulator: ``trainer.streams``). A window of 2 is the
+    paper's StreamRL-Async, of 1 its StreamRL-Sync (section 7.1): a batch of the newest version alone, still streamed.
     """
 
     def __init__(self, config: BalanceConfig) -> None:
@@ -59,6 +60,9 @@ class StreamRlPolicy(StreamPolicy):
         self._long: deque[int] = deque()  # rows in line, the longest first
         self._regular: deque[int] = deque()
         self._sorted: tuple[int, int] | None = None  # the version and state of the line that both were made of
+
+    def version_of(self, step: int, newest: int, window: int) -> int:
+        return newest if window == 1 else super().version_of(step, newest, window)
 
     def rank(self, entry: Entry, expected_tokens: float) -> float:
         return -expected_tokens

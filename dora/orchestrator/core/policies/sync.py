@@ -20,7 +20,7 @@ class SyncPolicy(BasePolicy):
         super().__init__(config)
         self._pool = 0  # DP groups of the last plan
 
-    def version_of(self, step: int, newest: int) -> int:
+    def version_of(self, step: int, newest: int, window: int) -> int:
         """The version that generates the batch of ``step``."""
         return newest
 
@@ -28,7 +28,8 @@ class SyncPolicy(BasePolicy):
         """Global synchronisation: the pool changes version together, once nothing of an older one is unfinished."""
         requests = snapshot.requests
         unfinished = requests.version[requests.unfinished]
-        version = int(unfinished.min()) if len(unfinished) else self.version_of(snapshot.step, snapshot.newest)
+        next_version = self.version_of(snapshot.step, snapshot.newest, snapshot.window)
+        version = int(unfinished.min()) if len(unfinished) else next_version
         seats = plannable(snapshot)
         self._pool = len(seats)
         return Plan(dict.fromkeys(seats, version))
