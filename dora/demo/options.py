@@ -65,6 +65,7 @@ def service_config(options: DemoOptions, record: Path) -> Config:
             "rollout.max_tokens": chosen.max_tokens,
             "rollout.temperature": chosen.temperature,
             "rollout.seed": options.seed,
+            "balance.policy": chosen.policy,
             "balance.period_s": chosen.period_s,
             "workers.count": chosen.workers,
             "workers.slots": chosen.slots,

@@ -291,10 +291,12 @@ def test_every_preset_fits_its_workers(model: str) -> None:
 
 
 def test_options_override_settings_and_settings_override_the_preset() -> None:
-    settings = ("window.size=4", "rollout.group_size=4", "workers.slots=3")
+    assert configured().balance.policy == "dora"
+    settings = ("window.size=4", "rollout.group_size=4", "workers.slots=3", "balance.policy=laxity")
     config = configured(settings=settings, window=3, workers=1, groups=5, max_tokens=7, seed=9)
     assert (config.window.size, config.rollout.group_size, config.workers.slots) == (3, 4, 3)
     assert (config.workers.count, config.window.groups_per_step) == (1, 5)
+    assert config.balance.policy == "laxity"
     assert (config.rollout.max_tokens, config.rollout.seed) == (7, 9)
 
 
