@@ -22,7 +22,7 @@ class DemoPreset:
     window: int = 2
     workers: int = 2
     trainer_threads: int = 1
-    # The paper's strategy moves whatever a DP group still runs when it changes version, which is what a demo is to show;
+    # The paper's strategy moves what a DP group still runs when it changes version, which is what a demo is to show;
     # with two DP groups the default strategy lets most of that end where it is.
     policy: str = "dora"
     period_s: float = 5.0  # between periodic re-balancings: steps are short here
