@@ -94,8 +94,8 @@ def laminar() -> Iterator[Setting]:
 
 # "We tune the GPU allocation ratio between rollout and training to optimal values" (paper 000, section 6.1), for every
 # system: accelerators that generate, of 128, where training then takes about as long as generation was seen to.
-STALEFLOW_ROLLOUT_GPUS: Final = {1: 84, 2: 82, 3: 81}  # by the bound on staleness
-PARTIAL_ROLLOUT_GPUS: Final = {1: 85, 2: 83, 3: 83}  # likewise
+STALEFLOW_ROLLOUT_GPUS: Final = {1: 84, 2: 81, 3: 79}  # by the bound on staleness
+PARTIAL_ROLLOUT_GPUS: Final = {1: 84, 2: 82, 3: 82}  # likewise
 ONE_STEP_ROLLOUT_GPUS: Final = 96
 STREAMRL_SYNC_ROLLOUT_GPUS: Final = 80  # paper 002 balances the stages too (Algorithm 1)
 
