@@ -112,7 +112,6 @@ LAMINAR_SPEEDUPS: Final = (  # section 8.1, figure 11: mathematics, 15 settings
     Speedup("stream", 1.93, 4.06),
     Speedup("partial", 1.39, 1.81),
 )
-LAMINAR_SCALING_EFFICIENCY: Final = {"laminar": 0.537, "partial": 0.336}  # section 8.1: strong scaling, mathematics
 LAMINAR_SCALES: Final = {
     "7b": (16, 32, 64, 128, 256),
     "32b": (32, 64, 128, 256, 512),
@@ -147,7 +146,6 @@ STALEFLOW_SPEEDUPS: Final = (  # section 6.2, figure 13: three models, staleness
     Speedup("one_step", 1.52, 1.95),
     Speedup("partial", 1.17, 1.42),
 )
-STALEFLOW_STEP_S: Final = {"pull": 7.8, "route": 2.0, "interrupt": 0.6, "prefill": 36.4, "decode": 413.3}  # table 3
 STALEFLOW_COST: Final = {"k1": 7.28e-8, "k2": 1.72e-3, "k3": 1.25e-4, "k4": 1.07e-2}  # table 4; k1 a token, not a byte
 
 # ------------------------------------------------------------------------------------------------------- StreamRL
@@ -158,8 +156,6 @@ STREAMRL_ABLATION: Final = {  # table 3: 72B, 20K
     "disaggregated, streaming": 1.23,
     "asynchronous": 1.48,
 }
-STREAMRL_OVER_VERL: Final = {"sync": (1.12, 2.12), "async": (1.30, 2.66)}  # section 7.1, figure 8
-STREAMRL_RECALL_LONGEST_20: Final = 0.87  # table 4, the 7B ranker
 
 # ----------------------------------------------------------------------------------------------- verl, fully async
 
@@ -172,7 +168,6 @@ VERL_ASYNC_STEPS: Final = (
     AsyncRow(64, "partial", 189.26, 28.46, 156.98),
     AsyncRow(128, "partial", 150.63, 33.14, 113.16),
 )
-VERL_ASYNC_BY_STALENESS_S: Final = {0.0: 231.34, 0.1: 171.30, 0.3: 146.11, 0.5: 150.63}  # 128 accelerators
 
 
 @dataclass(frozen=True, slots=True)

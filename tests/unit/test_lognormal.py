@@ -1,7 +1,6 @@
-"""Lognormal beliefs: what is still to come, the longest of a group, what siblings tell."""
+"""Lognormal beliefs: what is still to come, the chance to run on, the longest of a group."""
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,9 +10,7 @@ from hypothesis import strategies as st
 from dora.errors import InvalidValue
 from dora.orchestrator.core.lognormal import (
     Estimate,
-    group_update,
     longest_quantile,
-    remaining_quantile,
     remaining_tokens,
     survival_chance,
 )
@@ -41,18 +38,6 @@ def test_remaining_tokens_is_the_conditional_mean(log_mean: float, log_sd: float
 
 
 @pytest.mark.parametrize(("log_mean", "log_sd"), BELIEFS)
-@pytest.mark.parametrize("q", [0.05, 0.5, 0.9, 0.999])
-def test_remaining_quantile_is_the_conditional_quantile(log_mean: float, log_sd: float, q: float) -> None:
-    for tokens in TOKENS:
-        left = survival(tokens, log_mean, log_sd)
-        if left < 1e-12:
-            continue
-        more = remaining_quantile(log_mean, log_sd, tokens, 1e12, q)[0]
-        if more > 1.0:  # 1 is the least that a running response has to come
-            assert survival(tokens + more, log_mean, log_sd) / left == pytest.approx(1.0 - q, rel=2e-3)
-
-
-@pytest.mark.parametrize(("log_mean", "log_sd"), BELIEFS)
 def test_survival_chance_is_the_conditional_survival_up_to_the_limit(log_mean: float, log_sd: float) -> None:
     limit, ahead = 30_000, np.array([0.0, 100.0, 1000.0, 5000.0, 25_000.0])
     for tokens in TOKENS:
@@ -72,19 +57,11 @@ def test_the_chance_to_run_on_is_one_up_to_a_known_length_and_none_beyond() -> N
     assert chance == pytest.approx(np.array([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]]), abs=1e-9)
 
 
-@given(
-    st.floats(-50, 100),
-    st.floats(0, 20),
-    st.integers(0, 40_000),
-    st.integers(1, 40_000),
-    st.floats(1e-6, 1 - 1e-6),
-)
-def test_what_remains_is_finite_and_within_the_limit(mean: float, sd: float, tokens: int, limit: int, q: float) -> None:
+@given(st.floats(-50, 100), st.floats(0, 20), st.integers(0, 40_000), st.integers(1, 40_000))
+def test_what_remains_is_finite_and_within_the_limit(mean: float, sd: float, tokens: int, limit: int) -> None:
     with np.errstate(over="raise", divide="raise", invalid="raise"):
-        expected = remaining_tokens(mean, sd, tokens, limit)[0]
-        chosen = remaining_quantile(mean, sd, tokens, limit, q)[0]
-    for remaining in (expected, chosen):
-        assert min(1, max(limit - tokens, 0)) <= remaining <= max(limit - tokens, 0)
+        remaining = remaining_tokens(mean, sd, tokens, limit)[0]
+    assert min(1, max(limit - tokens, 0)) <= remaining <= max(limit - tokens, 0)
 
 
 def test_a_long_response_is_expected_to_stay_long() -> None:
@@ -96,7 +73,6 @@ def test_a_known_length_leaves_exactly_the_rest() -> None:
     tokens = np.array([0, 1000, 4998, 4999, 5000])
     expected = np.array([5000, 4000, 2, 1, 1])
     assert remaining_tokens(math.log(5000), 0.0, tokens, 30_000) == pytest.approx(expected, abs=0.01)
-    assert remaining_quantile(math.log(5000), 0.0, tokens[:-1], 30_000, 0.9) == pytest.approx(expected[:-1], abs=0.01)
 
 
 def test_columns_longer_than_a_block_agree_with_single_rows() -> None:
@@ -104,10 +80,8 @@ def test_columns_longer_than_a_block_agree_with_single_rows() -> None:
     rows = 20_000
     mean, sd, tokens = rng.normal(7, 1, rows), rng.uniform(0, 2, rows), rng.integers(0, 30_000, rows)
     means = remaining_tokens(mean, sd, tokens, 30_000)
-    quantiles = remaining_quantile(mean, sd, tokens, 30_000, 0.8)
     for row in (0, 8191, 8192, 19_999):
         assert remaining_tokens(mean[row], sd[row], tokens[row], 30_000)[0] == pytest.approx(means[row])
-        assert remaining_quantile(mean[row], sd[row], tokens[row], 30_000, 0.8)[0] == pytest.approx(quantiles[row])
     assert len(remaining_tokens(np.array([]), np.array([]), np.array([]), 30_000)) == 0
 
 
@@ -133,40 +107,3 @@ def test_the_longest_is_cut_at_the_limit_and_exact_where_known() -> None:
 def test_quantiles_lie_between_0_and_1(q: float) -> None:
     with pytest.raises(InvalidValue, match="q = "):
         longest_quantile(Estimate(7.0, 1.0, 0.5), 16, q)
-    with pytest.raises(InvalidValue, match="q = "):
-        remaining_quantile(7.0, 1.0, 0, 100, q)
-
-
-@pytest.mark.parametrize(
-    ("finished", "running", "sd_error"),
-    [
-        ((300, 500), (), 1e-6),
-        ((300, 500), (2000,) * 14, 0.03),
-        ((3000,) * 8, (8000,) * 8, 0.03),
-        ((100,), (20_000, 20_000), 0.03),
-        ((), (10,) * 16, 0.03),
-        ((), (5000,) * 16, 0.12),  # all censored: filtering is somewhat too sure
-    ],
-)
-def test_siblings_update_the_groups_belief(finished: Sequence[int], running: Sequence[int], sd_error: float) -> None:
-    prior = Estimate(7.0, 1.2, 0.6)
-    own = 1.2 * math.sqrt(0.4)
-    grid = np.linspace(0.0, 14.0, 4001)
-    log_weight = -0.5 * ((grid - 7.0) / (1.2 * math.sqrt(0.6))) ** 2
-    for tokens in finished:
-        log_weight -= 0.5 * ((math.log(tokens) - grid) / own) ** 2
-    for tokens in running:
-        log_weight += np.log([max(survival(tokens, point, own), 1e-300) for point in grid.tolist()])
-    weight = np.exp(log_weight - log_weight.max())
-    weight /= weight.sum()
-    mean = float(weight @ grid)
-    sd = math.sqrt(weight @ (grid - mean) ** 2)
-    updated = group_update(prior, finished, running)
-    assert updated.log_mean == pytest.approx(mean, abs=0.15)
-    assert updated.log_sd * math.sqrt(updated.group_share) == pytest.approx(sd, abs=max(sd_error, 1e-3))
-    assert updated.log_sd**2 * (1 - updated.group_share) == pytest.approx(own**2)  # a sibling's own part stays
-
-
-def test_nothing_is_learnt_where_all_is_known() -> None:
-    for certain in (Estimate(7.0, 1.0, 0.0), Estimate(7.0, 0.0, 0.5), Estimate(7.0, 1.0, 0.5, (1, 2))):
-        assert group_update(certain, (10,), (9000,)) == certain

@@ -1,4 +1,4 @@
-"""Lognormal beliefs about response lengths: what is still to come, quantiles, the longest of a group, updates.
+"""Lognormal beliefs about response lengths: what is still to come, the chance to run on, the longest of a group.
 
 A response's length is believed to be lognormal: its natural logarithm has mean ``log_mean`` and standard deviation
 ``log_sd``. Everything here follows from Mills' ratio R(x) = P(Z > x) / density(x) of the standard normal. Its
@@ -7,8 +7,8 @@ of far tails never meet an underflow. Columns are taken in blocks that fit the p
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
@@ -94,22 +94,6 @@ def remaining_tokens(
     return _blockwise(kernel, log_mean, log_sd, tokens, max_tokens)
 
 
-def remaining_quantile(
-    log_mean: Column | float, log_sd: Column | float, tokens: Column | float, max_tokens: Column | float, q: float
-) -> Column:
-    """``q``-quantile (0 < q < 1) of the tokens still to come; arguments and limits as in ``remaining_tokens``."""
-    if not 0.0 < q < 1.0:
-        raise InvalidValue("q", q, "0 < q < 1")
-    log_left = math.log1p(-q)
-
-    def kernel(mean: Column, sd: Column, done: Column, limit: Column) -> Column:
-        sd, lower = _standardised(mean, sd, done)
-        log_tail = log_left + log_mills(lower) - 0.5 * lower * lower - _LOG_ROOT_2PI
-        return _within_limit(np.exp(mean + sd * _tail_score(log_tail)), done, limit)
-
-    return _blockwise(kernel, log_mean, log_sd, tokens, max_tokens)
-
-
 def survival_chance(
     log_mean: Column, log_sd: Column, tokens: Column, max_tokens: Column, ahead_tokens: Column
 ) -> Column:
@@ -145,21 +129,6 @@ def _within_limit(end: Column, tokens: Column, max_tokens: Column) -> Column:
     return np.maximum(np.minimum(np.maximum(end - tokens, 1.0), max_tokens - tokens), 0.0)
 
 
-def _tail_score(log_tail: Column) -> Column:
-    """x with log P(Z > x) = ``log_tail``, to 4e-5 in probability.
-
-    Abramowitz and Stegun 26.2.23, then one Newton step on the logarithm, both in the half where that is far from 0.
-    """
-    upper_half = log_tail < -math.log(2.0)
-    log_small = np.where(upper_half, log_tail, np.log(-np.expm1(np.minimum(log_tail, -1e-15))))
-    t = np.sqrt(-2.0 * log_small)
-    score = t - (2.515517 + t * (0.802853 + t * 0.010328)) / (1.0 + t * (1.432788 + t * (0.189269 + t * 0.001308)))
-    score = np.minimum(score, _HIGHEST)
-    log_ratio = log_mills(score)
-    score += np.exp(log_ratio) * (log_ratio - 0.5 * score * score - _LOG_ROOT_2PI - log_small)
-    return np.where(upper_half, score, -score)
-
-
 # -------------------------------------------------------------------------------------------------------------- groups
 
 
@@ -188,29 +157,3 @@ def _longest_scores(group_size: int, q: float) -> tuple[float, float, float]:
         raise InvalidValue("q", q, "0 < q < 1")
     median = _NORMAL.inv_cdf(0.5 ** (1.0 / group_size))
     return median, _NORMAL.inv_cdf(q ** (1.0 / group_size)) - median, _NORMAL.inv_cdf(q)
-
-
-def group_update(estimate: Estimate, finished_tokens: Sequence[int], running_tokens: Sequence[int]) -> Estimate:
-    """The belief about the unfinished siblings, given the finished ones' lengths and how far the others have come.
-
-    The group's mean log length has a normal prior; finished lengths update it exactly (conjugate). Each running
-    sibling, known only to be longer than its tokens, updates it by matching the moments of the truncated normal
-    (assumed-density filtering). A known length stays known.
-    """
-    prior = estimate.group_share * estimate.log_sd * estimate.log_sd
-    if estimate.known_tokens or prior <= 0.0:
-        return estimate
-    own = max(estimate.log_sd * estimate.log_sd - prior, 1e-9)
-    precision = 1.0 / prior + len(finished_tokens) / own
-    total = estimate.log_mean / prior + sum(math.log(max(tokens, 1)) for tokens in finished_tokens) / own
-    mean, variance = total / precision, 1.0 / precision
-    for tokens in running_tokens:
-        sd = math.sqrt(variance + own)
-        score = (math.log(max(tokens, 1)) - mean) / sd
-        if score < -4.0:  # it was expected to be longer than that: nothing is learnt
-            continue
-        hazard = math.exp(-_log_mills_exact(score))
-        gain = variance / sd
-        mean += gain * hazard
-        variance -= gain * gain * hazard * (hazard - score)
-    return replace(estimate, log_mean=mean, log_sd=math.sqrt(variance + own), group_share=variance / (variance + own))

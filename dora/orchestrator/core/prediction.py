@@ -20,9 +20,7 @@ import numpy as np
 from dora.errors import InvalidValue
 from dora.orchestrator.core.lognormal import (
     Estimate,
-    group_update,
     longest_quantile,
-    remaining_quantile,
     remaining_tokens,
     survival_chance,
 )
@@ -34,9 +32,7 @@ __all__ = [
     "Predictor",
     "PromptTraits",
     "Recall",
-    "group_update",
     "longest_quantile",
-    "remaining_quantile",
     "remaining_tokens",
     "survival_chance",
 ]
