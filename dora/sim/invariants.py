@@ -25,6 +25,7 @@ LEASED = int(GroupStatus.LEASED)
 def check_state(state: State) -> None:
     """Raises Violation where the state breaks a promise, or contradicts itself."""
     check_window(state)
+    check_hosting(state)
     check_requests(state)
     check_groups(state)
     check_handoffs(state)
@@ -46,6 +47,23 @@ def check_window(state: State) -> None:
     counted = {window.step + k: n for k, n in enumerate(window._open) if n}
     if counted != by_deadline:
         raise Violation(f"open groups by deadline {dict(by_deadline)} are counted as {counted} (C3)")
+
+
+def check_hosting(state: State) -> None:
+    """C1: who hosts which version, as every decision looks it up, is what the workers themselves have."""
+    hosting, seats = state.hosting, [worker for worker in state.seats if worker is not None]
+    for version in {v for worker in seats for v in (worker.loaded, worker.target)} - {-1}:
+        listed = ([worker.seat for worker in hosting.hosts(version)], set(hosting.targeting(version)))
+        found = [worker.seat for worker in seats if worker.hosts == version]
+        aimed = {worker.seat for worker in seats if worker.target == version}
+        if listed != (found, aimed):
+            raise Violation(f"version {version} is listed at {listed}, hosted at {found} and to be at {aimed} (C1)")
+    for name, column in hosting.seated(len(state.seats)).items():
+        if name == "alive":
+            continue
+        expected = [int(getattr(worker, name)) for worker in seats]
+        if column[[worker.seat for worker in seats]].tolist() != expected:
+            raise Violation(f"the column {name} of seats is {column.tolist()}, not {expected}")
 
 
 def check_requests(state: State) -> None:
@@ -152,8 +170,12 @@ def _place(unplaced: set[int], row: int, state: State) -> None:
 
 
 def fingerprint(state: State) -> dict[str, str]:
-    """All of the state but the clock: equal for equal contents, of one machine before and after, or of two machines."""
-    return {name: _plain(value) for name, value in vars(state).items() if name not in ("now_s", "config", "policy")}
+    """All of the state but the clock: equal for equal contents, of one machine before and after, or of two machines.
+
+    Without the index of hosts, which follows from the workers (``check_hosting``) and is made up when somebody looks.
+    """
+    apart = ("now_s", "config", "policy", "hosting")
+    return {name: _plain(value) for name, value in vars(state).items() if name not in apart}
 
 
 def _plain(value: Any) -> str:

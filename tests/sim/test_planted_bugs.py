@@ -148,6 +148,23 @@ def weights_let_go_too_early(patch: Patch) -> None:
 # ------------------------------------------------------------------------------------------------------------- workers
 
 
+def drain_is_not_listed(patch: Patch) -> None:
+    rehosted = State.rehosted
+    patch.setattr(State, "rehosted", lambda self, worker: None if worker.draining else rehosted(self, worker))
+
+
+def target_is_not_listed(patch: Patch) -> None:
+    rebalance = balance.rebalance
+
+    def unlisted(state: State, trigger: Any) -> None:
+        moved = dict(state.hosting._moved)
+        rebalance(state, trigger)
+        state.hosting._moved.clear()
+        state.hosting._moved.update(moved)
+
+    patch.setattr(balance, "rebalance", unlisted)
+
+
 def dead_worker_keeps_its_requests(patch: Patch) -> None:
     patch.setattr(fleet, "orphan", lambda state, row: None)
 
@@ -311,6 +328,8 @@ BUGS = [
     Bug("a worker serves before its first weights are there", "C1", failed_load_serves, "copy"),
     Bug("a failed load is never tried again", "not told to load", failed_load_is_never_tried_again),
     Bug("weights are let go while a group of theirs is open", "C1", weights_let_go_too_early),
+    Bug("the index of hosts is not told of a drain", "is listed at", drain_is_not_listed, "leave"),
+    Bug("the index of hosts is not told of a new target", "is listed at", target_is_not_listed),
     Bug("requests die with their worker (verl 7910)", "C2", dead_worker_keeps_its_requests),
     Bug(
         "the router picks a dead worker again (NeMo-RL 3613)",
