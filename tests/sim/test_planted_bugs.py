@@ -1,25 +1,14 @@
-"""The checks can fail: each bug planted here, many as peers have had them, must be caught within a few seeds."""
+"""The checks can fail: each bug planted here must be caught within a few seeds."""
 
-import itertools
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
-from dora.orchestrator.core import admission, balance, fleet, handoff, handoffs, lifecycle, machine, placement
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.handoff import Action, Phase, Signal
-from dora.orchestrator.core.line import Line
-from dora.orchestrator.core.policies.base import BasePolicy
-from dora.orchestrator.core.state import State, Worker
-from dora.orchestrator.core.window import Window
 from dora.sim.trial import Trial
+from tests.sim import plants
 
 SEEDS = 60
-Patch = pytest.MonkeyPatch
 
 
 @dataclass(frozen=True)
@@ -28,355 +17,85 @@ class Bug:
 
     what: str
     caught: str
-    plant: Callable[[Patch], None]
+    plant: Callable[[pytest.MonkeyPatch], None]
     kinds: str = "all"
 
 
-# ---------------------------------------------------------------------------------------------------- window, admission
-
-
-def count_based_admission(patch: Patch) -> None:
-    def admissible(self: Window, version: int) -> int:
-        live = self.deadline(version) >= self.step and version <= self.newest
-        return self.size * self.groups_per_step - self.open_groups if live and self.groups_per_step else 0
-
-    patch.setattr(Window, "admissible", admissible)
-
-
-def feasible_off_by_one(patch: Patch) -> None:
-    admissible = Window.admissible
-    patch.setattr(Window, "admissible", lambda self, version: admissible(self, version) + (version == self.newest))
-
-
-def tops_up_the_oldest(patch: Patch) -> None:
-    """The oldest version always gets a step's worth."""
-    admissible = Window.admissible
-
-    def topped_up(self: Window, version: int) -> int:
-        if version == self.oldest_live:
-            return self.groups_per_step - self._open[max(0, self.deadline(version) - self.step)]
-        return admissible(self, version)
-
-    patch.setattr(Window, "admissible", topped_up)
-    patch.setattr(BasePolicy, "versions", lambda self, floor: reversed(floor.versions()))
-
-
-def warm_up_over_submits(patch: Patch) -> None:
-    admissible = Window.admissible
-    patch.setattr(
-        Window, "admissible", lambda self, version: admissible(self, version) if self.newest else 8 - self.open_groups
-    )
-
-
-def takes_whatever_is_finished(patch: Patch) -> None:
-    patch.setattr(Window, "takeable", lambda self, version: self.left > 0 and self.newest == self.step)
-
-
-def in_flight_not_counted(patch: Patch) -> None:
-    patch.setattr(Window, "admit", lambda self, version: None)
-
-
-def cancelled_keeps_its_place(patch: Patch) -> None:
-    patch.setattr(Window, "give_back", lambda self, version: None)
-
-
-def recovery_forgets_what_was_taken(patch: Patch) -> None:
-    def attach(state: State, event: on.TrainerAttached) -> None:
-        lifecycle.attached(state, event)
-        state.window._open = [0] * state.window.size
-
-    patch.setitem(machine._HANDLERS, on.TrainerAttached, attach)
-
-
-def draws_prompts_once(patch: Patch) -> None:
-    def draw(state: State) -> None:
-        if not state.counters.groups_admitted:
-            admission.draw(state)
-
-    patch.setattr(balance, "draw", draw)
-
-
-# ------------------------------------------------------------------------------------------------------------ versions
-
-
-def version_read_twice(patch: Patch) -> None:
-    """Once when the group is admitted, and again when the request starts."""
-    send = State.send
-
-    def read_again(self: State, command: do.WorkerCommand, handoff: Any = None) -> None:
-        if isinstance(command, do.StartRequest):
-            command = replace(command, version=self.window.newest)
-        send(self, command, handoff)
-
-    patch.setattr(State, "send", read_again)
-
-
-def version_stamped_at_completion(patch: Patch) -> None:
-    def score(state: State, event: on.RequestScored) -> None:
-        row = state.request_row.get(event.request_id)
-        if row is not None:
-            state.groups["version"][int(state.requests["group"][row])] = state.window.newest
-        lifecycle.scored(state, event)
-
-    patch.setitem(machine._HANDLERS, on.RequestScored, score)
-
-
-def load_under_live_requests(patch: Patch) -> None:
-    patch.setattr(Worker, "held", property(lambda self: 0))
-
-
-def failed_load_serves(patch: Patch) -> None:
-    def load_done(state: State, pending: Any, event: on.CommandDone) -> None:
-        worker = state.workers[pending.command.worker_id]
-        worker.loaded, worker.loading = worker.loading, -1
-        state.rehosted(worker)
-
-    patch.setattr(fleet, "load_done", load_done)
-
-
-def failed_load_is_never_tried_again(patch: Patch) -> None:
-    load_done = fleet.load_done
-    patch.setattr(
-        fleet, "load_done", lambda state, pending, event: load_done(state, pending, event) if event.ok else None
-    )
-
-
-def weights_let_go_too_early(patch: Patch) -> None:
-    patch.setattr(Window, "oldest_kept", property(lambda self: self.newest))
-
-
-# ------------------------------------------------------------------------------------------------------------- workers
-
-
-def drain_is_not_listed(patch: Patch) -> None:
-    rehosted = State.rehosted
-    patch.setattr(State, "rehosted", lambda self, worker: None if worker.draining else rehosted(self, worker))
-
-
-def target_is_not_listed(patch: Patch) -> None:
-    rebalance = balance.rebalance
-
-    def unlisted(state: State, trigger: Any) -> None:
-        moved = dict(state.hosting._moved)
-        rebalance(state, trigger)
-        state.hosting._moved.clear()
-        state.hosting._moved.update(moved)
-
-    patch.setattr(balance, "rebalance", unlisted)
-
-
-def dead_worker_keeps_its_requests(patch: Patch) -> None:
-    patch.setattr(fleet, "orphan", lambda state, row: None)
-
-
-def dead_worker_is_picked_again(patch: Patch) -> None:
-    patch.setattr(State, "unseat", lambda self, worker: None)
-
-
-def epoch_is_not_looked_at(patch: Patch) -> None:
-    patch.setattr(State, "worker_at", lambda self, worker_id, epoch: self.workers.get(worker_id))
-
-
-def progress_reset_on_retry(patch: Patch) -> None:
-    orphan = placement.orphan
-
-    def reset(state: State, row: int) -> None:
-        orphan(state, row)
-        state.requests["tokens"][row] = 0
-
-    patch.setattr(fleet, "orphan", reset)
-
-
-def claims_never_given_back(patch: Patch) -> None:
-    take_away = State.take_away
-
-    def leak(self: State, row: int) -> Worker:
-        claim = int(self.requests["claim"][row])
-        worker = take_away(self, row)
-        worker.kv_claimed += claim
-        return worker
-
-    patch.setattr(State, "take_away", leak)
-
-
-def aborted_request_is_left_on_its_worker(patch: Patch) -> None:
-    send = State.send
-
-    def forgetful(self: State, command: do.WorkerCommand, handoff: Any = None) -> None:
-        if handoff is not None or not isinstance(command, do.RemoveRequest):
-            send(self, command, handoff)
-
-    patch.setattr(State, "send", forgetful)
-
-
-def drain_is_noted_before_it_is_refused(patch: Patch) -> None:
-    def drain(state: State, event: on.DrainAsked) -> None:
-        state.counters.rebalances += 1
-        machine._drain(state, event)
-
-    patch.setitem(machine._HANDLERS, on.DrainAsked, drain)
-
-
-# ------------------------------------------------------------------------------------------------------------ handoffs
-
-
-def source_freed_before_commit(patch: Patch) -> None:
-    key = (Phase.COPYING, Signal.FROZEN)
-    patch.setitem(handoff.TABLE, key, (Phase.FROZEN, (Action.FREE_SOURCE, Action.COPY_IN)))
-
-
-def failed_handoff_stays_frozen(patch: Patch) -> None:
-    for key, (phase, actions) in list(handoff.TABLE.items()):
-        kept = tuple(action for action in actions if action is not Action.THAW_SOURCE)
-        patch.setitem(handoff.TABLE, key, (phase, kept))
-
-
-def lost_workers_handoffs_go_on(patch: Patch) -> None:
-    patch.setattr(handoffs, "lost", lambda state, worker: None)
-
-
-def stranded_request_is_forgotten(patch: Patch) -> None:
-    for key, (phase, actions) in list(handoff.TABLE.items()):
-        if key[0] is Phase.STRANDED:
-            patch.setitem(handoff.TABLE, key, (phase, tuple(a for a in actions if a is not Action.ORPHAN)))
-
-
-def snapshot_is_never_released(patch: Patch) -> None:
-    patch.setitem(handoffs._ACTIONS, Action.RELEASE_SNAPSHOT, lambda state, handoff: None)
-
-
-def reservation_is_not_cancelled(patch: Patch) -> None:
-    """The target goes on with what it has copied in, though the handoff was undone."""
-    patch.setitem(handoffs._ACTIONS, Action.CANCEL_TARGET, lambda state, handoff: None)
-
-
-# -------------------------------------------------------------------------------------------------- groups and trainer
-
-
-def queue_drops_the_oldest(patch: Patch) -> None:
-    patch.setattr(lifecycle, "deque", lambda: deque(maxlen=1))
-
-
-def lease_ends_with_its_trainer(patch: Patch) -> None:
-    def attach(state: State, event: on.TrainerAttached) -> None:
-        lifecycle.attached(state, event)
-        state.leased.clear()
-
-    patch.setitem(machine._HANDLERS, on.TrainerAttached, attach)
-
-
-def leased_groups_are_queued_again(patch: Patch) -> None:
-    def attach(state: State, event: on.TrainerAttached) -> None:
-        lifecycle.attached(state, event)
-        for group in state.leased:
-            state.finished[int(state.groups["version"][group])].append(group)
-
-    patch.setitem(machine._HANDLERS, on.TrainerAttached, attach)
-
-
-def trainer_epoch_is_not_looked_at(patch: Patch) -> None:
-    patch.setattr(lifecycle, "_check_epoch", lambda state, trainer_epoch: None)
-
-
-def commit_counts_twice(patch: Patch) -> None:
-    """A commit asked for again, as its answer was lost, is taken for the next one."""
-    patch.setattr(lifecycle, "check_commit", lambda state, trainer_epoch, step: None)
-
-
-def straggler_is_dropped(patch: Patch) -> None:
-    """What comes due unfinished is let go silently, so that the step need not wait."""
-
-    def commit(state: State, event: on.StepCommitted) -> None:
-        machine._committed(state, event)
-        window = state.window
-        for row, group_id in list(state.group_id.items()):
-            due = window.deadline(int(state.groups["version"][row])) == window.step
-            if due and state.groups["status"][row] == admission.GroupStatus.OPEN:
-                lifecycle.cancel(state, on.GroupCancelled(group_id, ""))
-
-    patch.setitem(machine._HANDLERS, on.StepCommitted, commit)
-
-
-def step_ends_short_too_early(patch: Patch) -> None:
-    def end(state: State) -> None:
-        if state.exhausted and state.stream_step == state.window.step and state.leased:
-            lifecycle._close(state, state.window.step, exhausted=True)
-
-    patch.setattr(lifecycle, "end_if_exhausted", end)
-
-
-def core_draws_lots(patch: Patch) -> None:
-    """What the core does depends on something that is in no event."""
-    lots: Iterator[int] = itertools.count()
-    push = Line.push
-    patch.setattr(Line, "push", lambda self, row, rank: push(self, row, next(lots) * 7919 % 101))
-
-
 BUGS = [
-    Bug("a cap of W * B groups in flight instead of deadlines", "C3", count_based_admission),
-    Bug("one group more than fits is admitted", "C3", feasible_off_by_one),
-    Bug("the oldest version is topped up again and again", "C3", tops_up_the_oldest),
-    Bug("warm-up submits more than a step may take", "C3", warm_up_over_submits),
-    Bug("a step takes what is finished, not what is due", "C3|C1", takes_whatever_is_finished),
-    Bug("what is in flight is not counted (verl-recipe 113)", "C3", in_flight_not_counted),
-    Bug("a cancelled group's place is not given back", "C3", cancelled_keeps_its_place),
-    Bug("staleness passes its bound after recovery (AReaL 1388)", "C3", recovery_forgets_what_was_taken),
-    Bug("an undersized buffer: prompts are asked for once only", "not done", draws_prompts_once),
-    Bug("a version is read twice (AReaL 1569)", "C1", version_read_twice),
-    Bug("the version is stamped at completion (rLLM 622)", "C3", version_stamped_at_completion),
-    Bug("weights change under live requests", "C1", load_under_live_requests),
-    Bug("a worker serves before its first weights are there", "C1", failed_load_serves, "copy"),
-    Bug("a failed load is never tried again", "not told to load", failed_load_is_never_tried_again),
-    Bug("weights are let go while a group of theirs is open", "C1", weights_let_go_too_early),
-    Bug("the index of hosts is not told of a drain", "is listed at", drain_is_not_listed, "leave"),
-    Bug("the index of hosts is not told of a new target", "is listed at", target_is_not_listed),
-    Bug("requests die with their worker (verl 7910)", "C2", dead_worker_keeps_its_requests),
+    Bug("a cap of W * B groups in flight instead of deadlines", "C3", plants.count_based_admission),
+    Bug("one group more than fits is admitted", "C3", plants.feasible_off_by_one),
+    Bug("the oldest version is topped up again and again", "C3", plants.tops_up_the_oldest),
+    Bug("warm-up submits more than a step may take", "C3", plants.warm_up_over_submits),
+    Bug("a step takes what is finished, not what is due", "C3|C1", plants.takes_whatever_is_finished),
+    Bug("what is in flight is not counted (verl-recipe 113)", "C3", plants.in_flight_not_counted),
+    Bug("a cancelled group's place is not given back", "C3", plants.cancelled_keeps_its_place),
+    Bug("staleness passes its bound after recovery (AReaL 1388)", "C3", plants.recovery_forgets_what_was_taken),
+    Bug("an undersized buffer: prompts are asked for once only", "not done", plants.draws_prompts_once),
+    Bug("a version is read twice (AReaL 1569)", "C1", plants.version_read_twice),
+    Bug("the version is stamped at completion (rLLM 622)", "C3", plants.version_stamped_at_completion),
+    Bug("weights change under live requests", "C1", plants.load_under_live_requests),
+    Bug("a worker serves before its first weights are there", "C1", plants.failed_load_serves, "copy"),
+    Bug("a failed load is never tried again", "not told to load", plants.failed_load_is_never_tried_again),
+    Bug("weights are let go while a group of theirs is open", "C1", plants.weights_let_go_too_early),
+    Bug("the index of hosts is not told of a drain", "is listed at", plants.drain_is_not_listed, "leave"),
+    Bug("the index of hosts is not told of a new target", "is listed at", plants.target_is_not_listed),
+    Bug("requests die with their worker (verl 7910)", "C2", plants.dead_worker_keeps_its_requests),
     Bug(
         "the router picks a dead worker again (NeMo-RL 3613)",
         "gone|no living worker|not told",
-        dead_worker_is_picked_again,
+        plants.dead_worker_is_picked_again,
     ),
-    Bug("reports of an epoch that is over count", "lost epoch|gone", epoch_is_not_looked_at, "partition,hang"),
-    Bug("progress is reset on retry", "C2", progress_reset_on_retry),
-    Bug("claims on KV are never given back", "claimed", claims_never_given_back),
+    Bug("reports of an epoch that is over count", "lost epoch|gone", plants.epoch_is_not_looked_at, "partition,hang"),
+    Bug("progress is reset on retry", "C2", plants.progress_reset_on_retry),
+    Bug("claims on KV are never given back", "claimed", plants.claims_never_given_back),
     Bug(
         "an aborted request stays on its worker (vLLM 46283)",
         "C1|C2|holds",
-        aborted_request_is_left_on_its_worker,
+        plants.aborted_request_is_left_on_its_worker,
         "cancel",
     ),
-    Bug("a refused request leaves a trace", "yet changed", drain_is_noted_before_it_is_refused, "leave"),
-    Bug("the source frees before the target has committed", "C2|not done", source_freed_before_commit),
-    Bug("a failed handoff leaves its request frozen", "not done", failed_handoff_stays_frozen),
-    Bug("handoffs of a lost worker are not settled", "C2|handoff|gone", lost_workers_handoffs_go_on),
+    Bug("a refused request leaves a trace", "yet changed", plants.drain_is_noted_before_it_is_refused, "leave"),
+    Bug("the source frees before the target has committed", "C2|not done", plants.source_freed_before_commit),
+    Bug("a failed handoff leaves its request frozen", "not done", plants.failed_handoff_stays_frozen),
+    Bug("handoffs of a lost worker are not settled", "C2|handoff|gone", plants.lost_workers_handoffs_go_on),
     Bug(
         "a request whose source died and whose copy fails is forgotten",
         "C2",
-        stranded_request_is_forgotten,
+        plants.stranded_request_is_forgotten,
         "handoff,kill",
     ),
-    Bug("KV snapshots are never released", "never released", snapshot_is_never_released),
-    Bug("an undone handoff is not undone at its target", "C1|C2|holds", reservation_is_not_cancelled, "handoff,copy"),
-    Bug("a full queue drops its oldest", "C2", queue_drops_the_oldest),
-    Bug("the trainer's death drops what it had (verl 7579)", "C2", lease_ends_with_its_trainer),
-    Bug("groups are delivered twice after a trainer's restart", "C2", leased_groups_are_queued_again),
+    Bug("KV snapshots are never released", "never released", plants.snapshot_is_never_released),
+    Bug(
+        "an undone handoff is not undone at its target",
+        "C1|C2|holds",
+        plants.reservation_is_not_cancelled,
+        "handoff,copy",
+    ),
+    Bug("a full queue drops its oldest", "C2", plants.queue_drops_the_oldest),
+    Bug("the trainer's death drops what it had (verl 7579)", "C2", plants.lease_ends_with_its_trainer),
+    Bug("groups are delivered twice after a trainer's restart", "C2", plants.leased_groups_are_queued_again),
     Bug(
         "a trainer that was replaced may still commit",
         "not refused|C2",
-        trainer_epoch_is_not_looked_at,
+        plants.trainer_epoch_is_not_looked_at,
         "trainer,stale",
     ),
-    Bug("a repeated commit counts twice", "not refused|yet changed|C2", commit_counts_twice),
-    Bug("long rollouts are dropped (tinker-cookbook 822)", "C2", straggler_is_dropped),
-    Bug("the last step ends before its groups are there", "C2|not done", step_ends_short_too_early),
-    Bug("the core is not deterministic", "replayed", core_draws_lots),
+    Bug("a repeated commit counts twice", "not refused|yet changed|C2", plants.commit_counts_twice),
+    Bug("long rollouts are dropped (tinker-cookbook 822)", "C2", plants.straggler_is_dropped),
+    Bug("the last step ends before its groups are there", "C2|not done", plants.step_ends_short_too_early),
+    Bug("the core is not deterministic", "replayed", plants.core_draws_lots),
 ]
 
 
 def test_the_suite_holds_what_peers_fell_into() -> None:
     planted = {bug.plant for bug in BUGS}
     assert len(planted) == len(BUGS) >= 20
-    assert planted > {tops_up_the_oldest, count_based_admission, source_freed_before_commit, version_read_twice}
+    assert planted > {
+        plants.tops_up_the_oldest,
+        plants.count_based_admission,
+        plants.source_freed_before_commit,
+        plants.version_read_twice,
+    }
 
 
 def test_the_core_as_it_is_passes_these_seeds() -> None:
