@@ -38,7 +38,7 @@ class Compared:
 
 def paper_tree(report: Report) -> dict[str, Any] | None:
     """The paper's numbers for this preset and policy as a tree; None where there are none."""
-    paper = paper_result(report.preset, report.policy)
+    paper = paper_result(report.preset, report.policy, report.window)
     return None if paper is None else asdict(paper)
 
 
@@ -53,7 +53,7 @@ def comparison(reports: Sequence[Report], scenarios: Sequence[Scenario]) -> list
             scenario.cluster.colocated,
             None if sync is None else _ratio(report.tokens_per_s, sync.tokens_per_s),
             None if sync is None else _ratio(_rollout_min(sync), _rollout_min(report)),
-            paper_result(report.preset, report.policy),
+            paper_result(report.preset, report.policy, report.window),
         )
         for report, scenario in zip(reports, scenarios, strict=True)
     ]
@@ -86,7 +86,7 @@ def comparison_table(rows: Sequence[Compared]) -> Group:
 
 def report_table(report: Report, scenario: Scenario) -> Group:
     """One run, beside the paper's numbers where there are some."""
-    paper = paper_result(report.preset, report.policy)
+    paper = paper_result(report.preset, report.policy, report.window)
     table = Table()
     table.add_column("")
     table.add_column("simulated", justify="right")

@@ -183,8 +183,11 @@ class PaperResult:
     note: str = ""
 
 
-def paper_result(preset: str, policy: str) -> PaperResult | None:
-    """The paper's number beside which a run of ``preset`` under ``policy`` is shown; None where there is none."""
+def paper_result(preset: str, policy: str, window: int = 0) -> PaperResult | None:
+    """The paper's number beside which a run of ``preset`` under ``policy`` is shown; None where there is none.
+
+    ``window``: of the run, where a paper has rows for several of one strategy; 0: the preset's.
+    """
     family, _, rest = preset.partition("-")
     found: Iterator[PaperResult]
     if family == "dora":
@@ -196,7 +199,7 @@ def paper_result(preset: str, policy: str) -> PaperResult | None:
     elif family == "staleflow":
         found = _mean_speedups("staleflow", policy, STALEFLOW_SPEEDUPS, STALEFLOW)
     elif family == "streamrl":
-        found = _streamrl(policy)
+        found = _streamrl(policy, window)
     elif family == "longcat":
         found = _longcat(policy, "agentic" if rest.endswith("agentic") else "maths")
     else:
@@ -240,10 +243,10 @@ def _mean_speedups(system: str, policy: str, speedups: tuple[Speedup, ...], sour
         yield PaperResult(source, speedup=ratio, note="derived: ratio of two means over its settings")
 
 
-def _streamrl(policy: str) -> Iterator[PaperResult]:
-    cells = {"sync": "colocated", "streamrl": "asynchronous"}
-    if policy in cells:
-        yield PaperResult(STREAMRL, speedup=STREAMRL_ABLATION[cells[policy]], note=f"table 3, {cells[policy]}")
+def _streamrl(policy: str, window: int) -> Iterator[PaperResult]:
+    row = "colocated" if policy == "sync" else "disaggregated, streaming" if window == 1 else "asynchronous"
+    if policy in ("sync", "streamrl"):
+        yield PaperResult(STREAMRL, speedup=STREAMRL_ABLATION[row], note=f"table 3, {row}")
 
 
 def _longcat(policy: str, task: str) -> Iterator[PaperResult]:

@@ -163,6 +163,9 @@ def test_a_paper_is_silent_where_it_says_nothing() -> None:
     assert derived is not None and derived.speedup == pytest.approx(2.56 / 1.98)
     verl = paper_result("verl-async-128", "partial")
     assert verl is not None and verl.speedup == pytest.approx(2.37, abs=0.01)
+    rows = [("sync", 1), ("streamrl", 1), ("streamrl", 2), ("laxity", 2)]
+    found = [paper_result("streamrl-128", policy, window) for policy, window in rows]
+    assert [result and result.speedup for result in found] == [1.0, 1.23, 1.48, None]
     agentic = paper_result("longcat-4096-agentic", "dora")
     assert agentic is not None and agentic.rollout_speedup == 6.2
 
