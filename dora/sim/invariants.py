@@ -51,19 +51,23 @@ def check_window(state: State) -> None:
 
 def check_hosting(state: State) -> None:
     """C1: who hosts which version, as every decision looks it up, is what the workers themselves have."""
-    hosting, seats = state.hosting, [worker for worker in state.seats if worker is not None]
-    for version in {v for worker in seats for v in (worker.loaded, worker.target)} - {-1}:
-        listed = ([worker.seat for worker in hosting.hosts(version)], set(hosting.targeting(version)))
-        found = [worker.seat for worker in seats if worker.hosts == version]
-        aimed = {worker.seat for worker in seats if worker.target == version}
-        if listed != (found, aimed):
-            raise Violation(f"version {version} is listed at {listed}, hosted at {found} and to be at {aimed} (C1)")
-    for name, column in hosting.seated(len(state.seats)).items():
-        if name == "alive":
-            continue
-        expected = [int(getattr(worker, name)) for worker in seats]
-        if column[[worker.seat for worker in seats]].tolist() != expected:
-            raise Violation(f"the column {name} of seats is {column.tolist()}, not {expected}")
+    hosting = state.hosting
+    hosted: dict[int, list[int]] = {}
+    aimed: dict[int, set[int]] = {}
+    for worker in state.seats:
+        if worker is not None:
+            hosted.setdefault(worker.hosts, []).append(worker.seat)
+            aimed.setdefault(worker.target, set()).add(worker.seat)
+    for version in {*hosted, *aimed} - {-1}:
+        found = hosted.get(version, []), aimed.get(version, set())
+        listed = [worker.seat for worker in hosting.hosts(version)], hosting.targeting(version)
+        if listed != found:
+            raise Violation(f"version {version} is listed at {listed}, workers host it and are to at {found}")
+    columns = hosting.seated(len(state.seats))
+    for name in ("loaded", "target", "draining"):
+        kept = columns[name].tolist()
+        if any(kept[worker.seat] != getattr(worker, name) for worker in state.workers.values()):
+            raise Violation(f"the column {name} of seats is {kept}")
 
 
 def check_requests(state: State) -> None:
