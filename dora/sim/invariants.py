@@ -5,7 +5,7 @@ may run after every event of every seed.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from enum import Enum
 from typing import Any
 
@@ -13,13 +13,15 @@ import numpy as np
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core.handoff import LIVE, Phase
-from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
+from dora.orchestrator.core.hosting import SEATED
+from dora.orchestrator.core.state import GroupStatus, RequestStatus, State, Worker
 from dora.orchestrator.core.table import Table
 from dora.sim.ledger import Violation
 
 # plain integers: a comparison of enumerations would take most of the time
 WAITING, RUNNING, SCORED = int(RequestStatus.WAITING), int(RequestStatus.RUNNING), int(RequestStatus.SCORED)
 LEASED = int(GroupStatus.LEASED)
+LOADED, TARGET = SEATED.index("loaded"), SEATED.index("target")
 
 
 def check_state(state: State) -> None:
@@ -51,23 +53,26 @@ def check_window(state: State) -> None:
 
 def check_hosting(state: State) -> None:
     """C1: who hosts which version, as every decision looks it up, is what the workers themselves have."""
-    hosting = state.hosting
-    hosted: dict[int, list[int]] = {}
+    hosting, workers = state.hosting, [worker for worker in state.seats if worker is not None]
+    hosted: dict[int, list[Worker]] = {}
     aimed: dict[int, set[int]] = {}
-    for worker in state.seats:
-        if worker is not None:
-            hosted.setdefault(worker.hosts, []).append(worker.seat)
-            aimed.setdefault(worker.target, set()).add(worker.seat)
+    for worker in workers:
+        hosted.setdefault(worker.hosts, []).append(worker)
+        aimed.setdefault(worker.target, set()).add(worker.seat)
     for version in {*hosted, *aimed} - {-1}:
+        listed = hosting.hosts(version), hosting.targeting(version)
         found = hosted.get(version, []), aimed.get(version, set())
-        listed = [worker.seat for worker in hosting.hosts(version)], hosting.targeting(version)
-        if listed != found:
-            raise Violation(f"version {version} is listed at {listed}, workers host it and are to at {found}")
-    columns = hosting.seated(len(state.seats))
-    for name in ("loaded", "target", "draining"):
-        kept = columns[name].tolist()
-        if any(kept[worker.seat] != getattr(worker, name) for worker in state.workers.values()):
-            raise Violation(f"the column {name} of seats is {kept}")
+        if (list(listed[0]), listed[1]) != found:
+            raise Violation(f"version {version} is listed at {_seats(listed)}, while workers say {_seats(found)}")
+    kept = hosting._seated.tolist()
+    if any(
+        (kept[worker.seat][LOADED], kept[worker.seat][TARGET]) != (worker.loaded, worker.target) for worker in workers
+    ):
+        raise Violation(f"what a snapshot says of seats is {kept}, of {', '.join(SEATED)}")
+
+
+def _seats(listing: tuple[Iterable[Worker], Set[int]]) -> tuple[list[int], list[int]]:
+    return [worker.seat for worker in listing[0]], sorted(listing[1])
 
 
 def check_requests(state: State) -> None:
