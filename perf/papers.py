@@ -97,7 +97,6 @@ def laminar() -> Iterator[Setting]:
 STALEFLOW_ROLLOUT_GPUS: Final = {1: 84, 2: 81, 3: 79}  # by the bound on staleness
 PARTIAL_ROLLOUT_GPUS: Final = {1: 84, 2: 82, 3: 82}  # likewise
 ONE_STEP_ROLLOUT_GPUS: Final = 96
-STREAMRL_SYNC_ROLLOUT_GPUS: Final = 80  # paper 002 balances the stages too (Algorithm 1)
 
 
 def staleflow() -> Iterator[Setting]:
@@ -134,7 +133,7 @@ def streamrl() -> Iterator[Setting]:
     systems = {
         "colocated": colocated,
         "skewness-aware scheduling": colocated.model_copy(update={"policy": "streamrl"}),
-        "disaggregated, streaming": split(scenario_for(name, "streamrl", 1), STREAMRL_SYNC_ROLLOUT_GPUS),
+        "disaggregated, streaming": scenario_for(name, "streamrl", 1),
         "asynchronous": scenario_for(name, "streamrl"),
     }
     stated = papers.STREAMRL_ABLATION

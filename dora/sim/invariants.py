@@ -5,7 +5,7 @@ may run after every event of every seed.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core.handoff import LIVE, Phase
-from dora.orchestrator.core.hosting import SEATED
+from dora.orchestrator.core.hosting import EMPTY_SEAT, SEATED, seated_row
 from dora.orchestrator.core.state import GroupStatus, RequestStatus, State, Worker
 from dora.orchestrator.core.table import Table
 from dora.sim.ledger import Violation
@@ -21,7 +21,6 @@ from dora.sim.ledger import Violation
 # plain integers: a comparison of enumerations would take most of the time
 WAITING, RUNNING, SCORED = int(RequestStatus.WAITING), int(RequestStatus.RUNNING), int(RequestStatus.SCORED)
 LEASED = int(GroupStatus.LEASED)
-LOADED, TARGET = SEATED.index("loaded"), SEATED.index("target")
 
 
 def check_state(state: State) -> None:
@@ -54,25 +53,25 @@ def check_window(state: State) -> None:
 def check_hosting(state: State) -> None:
     """C1: who hosts which version, as every decision looks it up, is what the workers themselves have."""
     hosting, workers = state.hosting, [worker for worker in state.seats if worker is not None]
-    hosted: dict[int, list[Worker]] = {}
-    aimed: dict[int, set[int]] = {}
-    for worker in workers:
-        hosted.setdefault(worker.hosts, []).append(worker)
-        aimed.setdefault(worker.target, set()).add(worker.seat)
-    for version in {*hosted, *aimed} - {-1}:
-        listed = hosting.hosts(version), hosting.targeting(version)
-        found = hosted.get(version, []), aimed.get(version, set())
-        if (list(listed[0]), listed[1]) != found:
-            raise Violation(f"version {version} is listed at {_seats(listed)}, while workers say {_seats(found)}")
-    kept = hosting._seated.tolist()
-    if any(
-        (kept[worker.seat][LOADED], kept[worker.seat][TARGET]) != (worker.loaded, worker.target) for worker in workers
-    ):
+    for version in {v for worker in workers for v in (worker.loaded, worker.target, worker.loading)} - {-1}:
+        listed = [_seats(hosting.hosts(version)), sorted(hosting.targeting(version)), sorted(hosting.loading(version))]
+        found = [
+            _seats(worker for worker in workers if worker.hosts == version),
+            _seats(worker for worker in workers if worker.target == version),
+            _seats(worker for worker in workers if worker.loading == version),
+        ]
+        if listed != found:
+            raise Violation(f"version {version} is listed at {listed}, while workers say {found}")
+    vacating = [worker for worker in workers if worker.vacating]
+    if list(hosting.vacating()) != vacating or set(hosting.leaving()) != {worker.loaded for worker in vacating}:
+        raise Violation(f"seats {_seats(hosting.vacating())} are listed as vacated, while {_seats(vacating)} are")
+    kept = hosting._seated[: len(state.seats)].tolist()
+    if kept != [list(EMPTY_SEAT if worker is None else seated_row(worker)) for worker in state.seats]:
         raise Violation(f"what a snapshot says of seats is {kept}, of {', '.join(SEATED)}")
 
 
-def _seats(listing: tuple[Iterable[Worker], Set[int]]) -> tuple[list[int], list[int]]:
-    return [worker.seat for worker in listing[0]], sorted(listing[1])
+def _seats(workers: Iterable[Worker]) -> list[int]:
+    return [worker.seat for worker in workers]
 
 
 def check_requests(state: State) -> None:

@@ -244,9 +244,9 @@ def _mean_speedups(system: str, policy: str, speedups: tuple[Speedup, ...], sour
 
 
 def _streamrl(policy: str, window: int) -> Iterator[PaperResult]:
-    row = "colocated" if policy == "sync" else "disaggregated, streaming" if window == 1 else "asynchronous"
-    if policy in ("sync", "streamrl"):
-        yield PaperResult(STREAMRL, speedup=STREAMRL_ABLATION[row], note=f"table 3, {row}")
+    rows = {"sync": "colocated", "streamrl": "disaggregated, streaming" if window == 1 else "asynchronous"}
+    if policy in rows:
+        yield PaperResult(STREAMRL, speedup=STREAMRL_ABLATION[rows[policy]], note=f"table 3, {rows[policy]}")
 
 
 def _longcat(policy: str, task: str) -> Iterator[PaperResult]:

@@ -13,7 +13,7 @@ from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.line import Backlog, Entry, Line
 from dora.orchestrator.core.state import State, Worker
 from dora.orchestrator.core.table import Column
-from dora.orchestrator.core.view import RUNNING, WAITING
+from dora.orchestrator.core.view import unfinished
 
 NO_LINE = Line()
 
@@ -72,8 +72,7 @@ class Floor:
 
     def unfinished(self) -> Column:
         """Rows of the admitted requests that have not ended."""
-        status = self.requests["status"]
-        return np.flatnonzero((status == WAITING) | (status == RUNNING))
+        return np.flatnonzero(unfinished(self.requests))
 
     def full(self, worker: Worker) -> None:
         """The worker has no room: it is no candidate until something leaves it, or its version's ration grows."""

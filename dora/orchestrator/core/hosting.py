@@ -88,9 +88,7 @@ class Hosting:
             self._seated[seat] = EMPTY_SEAT
             if worker is not None:
                 self._list(seat, worker)
-                self._seated[seat] = (
-                    not worker.stopping, worker.loaded, worker.target, worker.draining, worker.slots, worker.kv_tokens
-                )  # fmt: skip
+                self._seated[seat] = seated_row(worker)
         self._moved.clear()
 
     def _make_seats(self, seats: int) -> None:
@@ -126,6 +124,13 @@ class Hosting:
         _discard(self._targeting, entry.target, seat)
         if entry.loading >= 0:
             _discard(self._loading, entry.loading, seat)
+
+
+def seated_row(worker: "Worker") -> tuple[int, ...]:
+    """Its row of the ``SEATED`` columns."""
+    return (
+        int(not worker.stopping), worker.loaded, worker.target, int(worker.draining), worker.slots, worker.kv_tokens
+    )  # fmt: skip
 
 
 def _insert(workers: list["Worker"], worker: "Worker") -> None:

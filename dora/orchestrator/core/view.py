@@ -30,7 +30,7 @@ def snapshot(state: State) -> Snapshot:
         backlog_longest=state.backlog.lengths(),
         workers=_worker_columns(state),
         requests=RequestColumns(
-            unfinished=(status == WAITING) | (status == RUNNING),
+            unfinished=unfinished(requests),
             movable=(status == RUNNING) & ~requests["moving"] & (requests["rests_until_s"] <= state.now_s),
             version=requests["version"],
             worker=requests["worker"] - 1,
@@ -39,6 +39,13 @@ def snapshot(state: State) -> Snapshot:
             remaining_tokens=remaining(requests),
         ),
     )
+
+
+def unfinished(requests: Table) -> Column:
+    """Whether a row is of an admitted request that has not ended; bool."""
+    status = requests["status"]
+    mask: Column = (status == WAITING) | (status == RUNNING)
+    return mask
 
 
 def remaining(requests: Table) -> Column:

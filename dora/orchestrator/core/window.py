@@ -11,9 +11,6 @@ Earliest-deadline-first feasibility: the groups due by ``d`` fit into the places
 Admission and taking keep it true, so every group is taken by its deadline (proof: docs/invariants.md).
 """
 
-from collections.abc import Iterator
-from itertools import accumulate, islice
-
 from dora.errors import IllegalTransition
 
 
@@ -55,18 +52,18 @@ class Window:
 
     def slack(self) -> list[int]:
         """``left + B * k - open(s + k)`` for k in 0 .. W-1; the state is feasible iff none is negative."""
-        return list(self._slack())
-
-    def _slack(self) -> Iterator[int]:
-        for k, due in enumerate(accumulate(self._open)):
-            yield self.left + self.groups_per_step * k - due
+        slack, total = [], self.left
+        for due in self._open:
+            slack.append(total := total - due)
+            total += self.groups_per_step
+        return slack
 
     def admissible(self, version: int) -> int:
         """How many more groups of ``version`` may be admitted now."""
         offset = self.deadline(version) - self.step
         if offset < 0 or version > self.newest or not self.groups_per_step:
             return 0
-        return min(islice(self._slack(), offset, None))
+        return min(self.slack()[offset:])
 
     def admit(self, version: int) -> None:
         """Counts one admitted group. Raises IllegalTransition where the state would become infeasible."""
