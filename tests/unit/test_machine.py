@@ -148,6 +148,26 @@ def test_the_end_of_a_frozen_response_is_taken_from_its_owner() -> None:
     assert bench.owner("g0.0") == ""
 
 
+def test_kv_goes_with_a_request_that_moves_before_anyone_reports() -> None:
+    """Under laxity on 81 engines that reported every 15 s, moves made all of them look full, and so made more moves."""
+    bench = Bench()
+    bench.start("w0", "w1")
+    bench.offer(4)
+    for number in range(4):
+        bench.report(f"g{number}.0", 5)  # 10 tokens of context each, as the engine says
+    used = {name: worker.kv_expected for name, worker in bench.state.workers.items()}
+    source = bench.owner("g0.0")
+    target = "w1" if source == "w0" else "w0"
+    bench.post(on.MigrateAsked("g0.0", target))
+    bench.obey(do.ReserveSlot)
+    bench.answer(bench.given(do.CopyOut)[-1], locator="snapshot", tokens=5)
+    bench.obey(do.CopyIn)
+    assert bench.owner("g0.0") == target
+    workers = bench.state.workers
+    assert workers[source].kv_expected == used[source] - 10
+    assert workers[target].kv_expected == used[target] + 10
+
+
 def test_reports_of_an_earlier_stay_on_the_same_worker_do_not_count() -> None:
     """w1 had taken the request in when the handoff was undone, and decoded a little. Then the source died, and the
     request was started on w1: what w1 reports before it has obeyed that is not what will be resumed there."""

@@ -29,7 +29,7 @@ def offered(state: State, event: on.PromptsOffered) -> None:
         estimate = state.predictor.predict(traits_of(prompt))
         longest = longest_quantile(estimate, prompt.group_size, LONGEST_QUANTILE, prompt.max_tokens)
         entry = state.backlog.add(prompt, longest, siblings(estimate, prompt))
-        state.rhythm.offered(entry.work, entry.longest_tokens)
+        state.rhythm.mix.add(entry.lengths, prompt.prompt_tokens)
     state.exhausted = event.exhausted
 
 

@@ -121,7 +121,7 @@ def _close(state: State, handoff: Handoff, signal: Signal) -> None:
 
 def _commit(state: State, handoff: Handoff) -> None:
     if state.owner(handoff.row) is not None:
-        state.take_away(handoff.row)
+        state.move_off(handoff.row)
     state.give(handoff.row, state.workers[handoff.target])
     state.requests["moves"][handoff.row] += 1
     state.counters.migrations_kv += 1
@@ -159,7 +159,7 @@ def _cancel_target(state: State, handoff: Handoff) -> None:
 
 
 def _restart_at_target(state: State, handoff: Handoff) -> None:
-    source = state.take_away(handoff.row)
+    source = state.move_off(handoff.row)
     state.send(do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), handoff.request_id))
     start(state, handoff.row, state.workers[handoff.target])
     state.requests["moves"][handoff.row] += 1

@@ -207,7 +207,7 @@ def cancel(state: State, event: on.GroupCancelled) -> None:
         handoffs.signal_row(state, row, Signal.UNDO)
         status = state.requests["status"][row]
         if status == RUNNING:
-            worker = state.take_away(row)
+            worker = state.move_off(row)
             request_id = state.request_id[row]
             state.send(do.RemoveRequest(worker.worker_id, worker.epoch, state.command_id(), request_id))
         elif status == WAITING:

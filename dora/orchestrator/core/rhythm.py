@@ -1,12 +1,47 @@
 """How fast training and generation go, as seen from the events."""
 
 from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from dora.orchestrator.core.table import Column
 
 LAST_STEPS = 8  # whose times are kept
 SMOOTHING = 0.3  # weight of the newest step in the running mean of step times
 PACE_TOKENS = 200_000.0  # a response's weight in the running pace is its tokens over this
 ODD_PACE = 1.2  # a response that took longer for a token than this times the mean counts as this
-OFFER_WEIGHT = 1.0 / 2048  # of one prompt in the running mean of their work
+OFFER_WEIGHT = 1.0 / 2048  # of one prompt in the running mean of what they ask for
+CLASSES_AN_OCTAVE = 4  # of response lengths
+CLASSES = 24 * CLASSES_AN_OCTAVE
+RARE_RESPONSES = 1e-4  # of a group
+
+
+class LengthMix:
+    """What the group of a drawn prompt is predicted to ask for, by length of its responses: running means."""
+
+    def __init__(self) -> None:
+        self.responses = np.zeros(CLASSES)
+        self.tokens = np.zeros(CLASSES)
+        self.work = np.zeros(CLASSES)  # context-tokens, summed over the steps of the responses
+        self._prompts = 0
+
+    def add(self, lengths: Sequence[float], prompt_tokens: int) -> None:
+        tokens = np.maximum(1.0, lengths)
+        at = np.minimum(CLASSES - 1, (CLASSES_AN_OCTAVE * np.log2(tokens)).astype(np.int64))
+        self._prompts += 1
+        weight = max(1.0 / self._prompts, OFFER_WEIGHT)
+        works = tokens * (tokens / 2 + prompt_tokens)
+        for mean, of_each in ((self.responses, None), (self.tokens, tokens), (self.work, works)):
+            mean += weight * (np.bincount(at, of_each, CLASSES) - mean)
+
+    def classes(self) -> Column:
+        """The classes that have responses, but for the rarest, in order of length."""
+        return np.flatnonzero(self.responses > RARE_RESPONSES)
+
+    def context_tokens(self) -> float:
+        """Mean context of a running request."""
+        return float(self.work.sum() / self.tokens.sum())
 
 
 class Rhythm:
@@ -17,10 +52,8 @@ class Rhythm:
         self.took_s: deque[float] = deque(maxlen=LAST_STEPS)  # between the last publishes
         self.step_s = 0.0  # mean time between publishes; 0: not known yet
         self.pace_s = 0.0  # seconds a token; 0: not known yet
-        self.group_work = 0.0  # mean over drawn prompts of what their groups cost (``Entry.work``)
-        self.longest_tokens = 0.0  # the longest response predicted of late
+        self.mix = LengthMix()  # of the prompts drawn
         self._publishes = 0
-        self._offers = 0
 
     def published(self, now_s: float) -> None:
         """A version was published. The first step holds the start of everything and is not counted."""
@@ -43,11 +76,10 @@ class Rhythm:
             pace_s = min(pace_s, ODD_PACE * self.pace_s)
         self.pace_s += weight * (pace_s - self.pace_s)
 
-    def offered(self, work: float, longest_tokens: float) -> None:
-        """A prompt was drawn: what its group is predicted to cost (``Entry.work``), and its longest response."""
-        self.longest_tokens = max(longest_tokens, self.longest_tokens * (1.0 - OFFER_WEIGHT))
-        self._offers += 1
-        self.group_work += max(1.0 / self._offers, OFFER_WEIGHT) * (work - self.group_work)
+    @property
+    def group_work(self) -> float:
+        """Mean over drawn prompts of what their groups cost (``Entry.work``)."""
+        return float(self.mix.work.sum())
 
     def kv_step_s(self, groups: int, kv_tokens: float) -> float:
         """How long a step of so many groups takes where KV is always full: context-tokens over KV, times the pace.

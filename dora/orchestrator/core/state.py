@@ -54,14 +54,14 @@ class Worker:
     inbound: int = 0  # handoffs on their way to it
     kv_claimed: int = 0  # prompts and expected lengths of both
     kv_used: int = 0  # as last reported
-    kv_given: int = 0  # context of the requests given to it since then
+    kv_change: int = 0  # since then: context of the requests given to it, less that of those moved off
     kv_inbound: int = 0  # context of those on their way to it
     waiting: int = 0  # queued inside the engine, as last reported
 
     @property
     def kv_expected(self) -> int:
         """KV in use once all that was sent has arrived."""
-        return self.kv_used + self.kv_given + self.kv_inbound
+        return max(0, self.kv_used + self.kv_change) + self.kv_inbound
 
     @property
     def hosts(self) -> int:
@@ -221,7 +221,7 @@ class State:
 
     def uses(self, worker: Worker, kv_tokens: int) -> None:
         """So much KV is in use on this worker now."""
-        worker.kv_used, worker.kv_given = kv_tokens, 0
+        worker.kv_used, worker.kv_change = kv_tokens, 0
         if kv_tokens > self.config.balance.pressure * worker.kv_tokens:
             self.pressed.add(worker.seat)
         else:
@@ -266,7 +266,16 @@ class State:
         requests["starting"][row] = 0
         worker.rows.add(row)
         worker.kv_claimed += claim
-        worker.kv_given += prompt_tokens + tokens
+        worker.kv_change += prompt_tokens + tokens
+
+    def move_off(self, row: int) -> Worker:
+        """Its worker is told to let go of the request, which it owns no more. Returns that worker.
+
+        Engines may report seldom: until they do, moves that only ever added would make all of them look full.
+        """
+        worker = self.take_away(row)
+        worker.kv_change -= int(self.requests["prompt_tokens"][row] + self.requests["tokens"][row])
+        return worker
 
     def take_away(self, row: int) -> Worker:
         """Its worker owns the request no more. Returns that worker."""

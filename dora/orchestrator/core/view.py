@@ -77,7 +77,7 @@ def _worker_columns(state: State) -> WorkerColumns:
         held=owned + column("inbound"),
         kv_tokens=seated["kv_tokens"],
         kv_claimed=column("kv_claimed"),
-        kv_expected=kv_used + column("kv_given") + column("kv_inbound"),
+        kv_expected=np.maximum(0, kv_used + column("kv_change")) + column("kv_inbound"),
         kv_used=kv_used,
         waiting=column("waiting"),
     )

@@ -46,6 +46,8 @@ class Demand:
             for version in need:
                 if version < newest and need[version] and snapshot.admissible.get(version, 0) >= 1:
                     need[version] = max(need[version], int(lifespan.hosts(version, snapshot.now_s)))
+        if not self._may_begin(newest):
+            need = _shared(need, len(target))
         have: dict[int, list[int]] = {version: [] for version in need}
         for seat, version in target.items():
             have[version].append(seat)
@@ -110,11 +112,22 @@ class Demand:
         has = bool((requests.unfinished & (requests.version == snapshot.newest)).any())
         return not has and not len(snapshot.backlog_longest) and snapshot.admissible.get(snapshot.newest, 0) < 1
 
+    def _may_begin(self, version: int) -> bool:
+        """Whether a prompt waits that this version may still take."""
+        snapshot = self._snapshot
+        return len(snapshot.backlog_longest) > 0 and snapshot.admissible.get(version, 0) >= 1
+
     def _ends(self, version: int) -> bool:
         """Whether this version is in its last step, or can admit no more."""
         snapshot = self._snapshot
         due = version + snapshot.window - 1 <= snapshot.newest
         return due or snapshot.admissible.get(version, 0) < 1
+
+
+def _shared(need: dict[int, int], groups: int) -> dict[int, int]:
+    """What is left over of so many DP groups goes to all versions in proportion to what they need: all get faster."""
+    total = sum(need.values())
+    return {version: max(least, least * groups // total) for version, least in need.items()} if total else need
 
 
 class _Board:

@@ -17,7 +17,7 @@ from dora.orchestrator.core.policies.outlook import FILL
 from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.table import Column
 
-LEAST_FILL = 0.45  # a lane holds at least this share of its KV: emptier, it would gain little pace for much KV
+LEAST_FILL = 0.82  # a lane holds at least this share of what the longest responses need: emptier, it costs too much
 NEAR_SHARE = 0.03  # a response with less to come than this share of the longest needs no lane any more
 AHEAD_TOKENS = 1_500.0  # a lane has room for what its responses will have grown by then
 STICKY = 1.05  # one stays on a lane that is slower than it needs by less than this
@@ -42,6 +42,7 @@ class Lanes:
     """Of one plan."""
 
     cap: Column  # by seat: KV that it is to hold at most
+    least: Column  # by seat: and that a lane may hold in any case
     hurried: Column  # by row, bool: needs a lane
     by_seat: dict[int, Lane] = field(default_factory=dict)
     to_lane: dict[int, int] = field(default_factory=dict)  # row -> seat, of those that are not where they should be
@@ -50,7 +51,9 @@ class Lanes:
 def plan_lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None) -> Lanes:
     """The lanes of all versions among the DP groups that stay with theirs (``stays``, bool by seat)."""
     requests, workers = snapshot.requests, snapshot.workers
-    found = Lanes(FILL * workers.kv_tokens.astype(np.float64), np.zeros(len(requests.tokens), dtype=bool))
+    kv_tokens, easy = workers.kv_tokens.astype(np.float64), np.zeros(len(requests.tokens), dtype=bool)
+    fill = LEAST_FILL * lifespan.lane_fill if lifespan is not None else FILL
+    found = Lanes(FILL * kv_tokens, fill * kv_tokens, easy)
     rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
     if snapshot.cost is None or lifespan is None or not lifespan.hurried or not len(rows):
         return found
@@ -85,7 +88,7 @@ def _open(found: Lanes, snapshot: Snapshot, cost: CostModel, rows: Column, seats
             seat = next(free, None)
             if seat is None:
                 break
-            opened.append(_lane(seat, pace_s, cost, snapshot, float(found.cap[seat])))
+            opened.append(_lane(seat, pace_s, cost, snapshot, found))
         opened[-1].load += share
     for lane in opened:
         lane.load = 0.0
@@ -94,13 +97,12 @@ def _open(found: Lanes, snapshot: Snapshot, cost: CostModel, rows: Column, seats
     _assign(found, opened, requests.worker[rows].tolist(), rows.tolist(), shares.tolist(), needed_s.tolist())
 
 
-def _lane(seat: int, pace_s: float, cost: CostModel, snapshot: Snapshot, most: float) -> Lane:
-    held = max(1, int(snapshot.workers.held[seat]))
-    least = LEAST_FILL * float(snapshot.workers.kv_tokens[seat])
+def _lane(seat: int, pace_s: float, cost: CostModel, snapshot: Snapshot, found: Lanes) -> Lane:
+    held, least = max(1, int(snapshot.workers.held[seat])), float(found.least[seat])
     fastest_s = cost.decode_step_s(held, least)
     if pace_s <= fastest_s:
         return Lane(seat, fastest_s, least)
-    return Lane(seat, pace_s, min((pace_s - cost.matmul_s(held)) / cost.kv_token_s, most))
+    return Lane(seat, pace_s, min((pace_s - cost.matmul_s(held)) / cost.kv_token_s, float(found.cap[seat])))
 
 
 def _assign(

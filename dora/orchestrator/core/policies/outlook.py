@@ -4,6 +4,7 @@ import numpy as np
 
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.policies.lifespan import MARGIN_STEP, Lifespan
+from dora.orchestrator.core.policies.pacing import Engine, Pacing
 from dora.orchestrator.core.view import remaining
 
 FILL = 0.97  # share of a DP group's KV that is to be used
@@ -11,7 +12,7 @@ SAFETY = 1.04  # a token takes this much longer than of late
 LOSS = 1.04  # a step takes this much longer than the work of its responses on KV that is always full
 SHORTEST_STEP = 0.8  # of the mean time between publishes: a step is not expected to be shorter
 SKEW = 0.25  # prompts that wait cost this share more than those drawn: from here on steps are expected to be longer
-LANE_FILL = 0.55  # share of KV in use at which a DP group is reckoned to be as fast as is worth while
+LANE_FILL = 0.55  # share of KV in use at which a DP group is as fast as is worth while, where nothing needs less
 WORTH = 0.95  # it is worth while only where a token then takes less than this share of what it takes on a full one
 
 
@@ -21,23 +22,29 @@ def lifespan_of(floor: Floor) -> Lifespan:
     Steps as short as the KV allows, so that stragglers do not set their length; a late publish moves what follows. Nor
     shorter: steps are, while long prompts are left waiting, and would then leave ever more of them. The more those that
     wait cost, the nearer to the steps seen: what sets their length, a trainer perhaps, leaves time for long ones. And
-    never so short that the longest response could not end within its version's life on a DP group half empty.
+    never so short that the longest responses could not end within their version's life (pacing.py).
     """
     rhythm, window = floor.rhythm, floor.window
-    lane_s, full_s = _paces_s(floor)
+    groups = floor.groups()
     life_steps = window.size - MARGIN_STEP
+    pacing = _pacing(floor, groups, life_steps)
     left_out = floor.backlog.mean_work / rhythm.group_work - 1.0 if rhythm.group_work else 0.0
     shortest = min(1.0, SHORTEST_STEP + (1.0 - SHORTEST_STEP) * max(0.0, left_out - SKEW) / SKEW)
     step_s = max(
         LOSS * rhythm.kv_step_s(window.groups_per_step, floor.kv_tokens()),
         shortest * rhythm.step_s,
-        rhythm.longest_tokens * lane_s / life_steps if floor.cost else 0.0,
+        LOSS * pacing.step_s if pacing is not None else 0.0,
     )
+    hurried, lane_fill, lane_s = False, LANE_FILL, rhythm.pace_s
+    if pacing is not None:
+        kv_tokens = floor.kv_tokens() / groups
+        lane_fill = min(LANE_FILL, pacing.lane_kv(step_s) / kv_tokens)
+        lane_s = pacing.pace_s(lane_fill * kv_tokens)
+        hurried = pacing.hurries(step_s) and lane_s < WORTH * pacing.full_s
     longest = _longest_remaining(floor)
     least_end_s = {version: floor.now_s + SAFETY * lane_s * tokens for version, tokens in longest.items()}
     due = floor.newest - window.size + 1
     next_s = max(_next_s(floor, step_s, longest.get(due, 0.0)), least_end_s.get(due, 0.0))
-    groups = floor.groups()
     return Lifespan(
         groups=groups,
         window=max(1, min(window.size, groups)),  # each version needs a DP group of its own
@@ -45,7 +52,8 @@ def lifespan_of(floor: Floor) -> Lifespan:
         published_s=rhythm.published_s,
         next_s=next_s,
         step_s=step_s,
-        hurried=rhythm.longest_tokens * full_s > life_steps * step_s and lane_s < WORTH * full_s,
+        hurried=hurried,
+        lane_fill=lane_fill,
         least_end_s=least_end_s,
     )
 
@@ -68,17 +76,13 @@ def _next_s(floor: Floor, step_s: float, due_tokens: float) -> float:
     return max(next_s, floor.now_s + 1.0 + lacking_s)
 
 
-def _paces_s(floor: Floor) -> tuple[float, float]:
-    """Seconds a token takes on a DP group that is kept half empty, and on a full one; without a cost, as of late.
-
-    Half the slots: then the weights, not the requests, set what a step takes beside its KV.
-    """
-    worker = next(iter(floor.workers()), None)
-    if floor.cost is None or worker is None:
-        return floor.rhythm.pace_s, floor.rhythm.pace_s
-    held = max(1, worker.slots // 2)
-    lane_s = floor.cost.decode_step_s(held, LANE_FILL * worker.kv_tokens)
-    return lane_s, floor.cost.decode_step_s(held, FILL * worker.kv_tokens)
+def _pacing(floor: Floor, groups: int, life_steps: float) -> Pacing | None:
+    """None where the cost of an engine or what prompts ask for is not known."""
+    worker, mix = next(iter(floor.workers()), None), floor.rhythm.mix
+    if floor.cost is None or worker is None or not groups or not len(mix.classes()):
+        return None
+    engine = Engine(floor.cost, worker.slots, FILL * floor.kv_tokens() / groups)
+    return Pacing(mix, engine, groups, floor.window.groups_per_step, life_steps)
 
 
 def _longest_remaining(floor: Floor) -> dict[int, float]:
