@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.cost import context_work
 from dora.orchestrator.core.prediction import Recall
 from dora.sim.ledger import Group
 from dora.sim.report import Arrow, Span, StepSpan, Timeline
@@ -54,7 +55,7 @@ class Consumed:
                 self.responses += 1
                 self.response_tokens += length
                 self.prompt_tokens += group.prompt.prompt_tokens
-                self.context_tokens += length * (length / 2 + group.prompt.prompt_tokens)
+                self.context_tokens += context_work(length, group.prompt.prompt_tokens)
 
 
 class Meter:

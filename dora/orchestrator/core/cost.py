@@ -11,6 +11,11 @@ neutral for a dense model).
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+from dora.orchestrator.core.table import Column
+
+Tokens = TypeVar("Tokens", float, Column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +45,8 @@ class CostModel:
     def tokens_per_s(self, running: int, kv_tokens: float) -> float:
         """Generation throughput of one engine (eq. 12)."""
         return running / self.decode_step_s(running, kv_tokens) if running else 0.0
+
+
+def context_work(tokens: Tokens, prompt_tokens: int) -> Tokens:
+    """Context-tokens, summed over the steps of a response of so many tokens: what it costs of KV that is scarce."""
+    return tokens * (tokens / 2 + prompt_tokens)

@@ -8,6 +8,7 @@ from math import inf
 
 import numpy as np
 
+from dora.orchestrator.core.cost import context_work
 from dora.orchestrator.core.events import OfferedPrompt
 from dora.orchestrator.core.table import Column
 
@@ -23,8 +24,8 @@ class Entry:
 
     @property
     def work(self) -> float:
-        """Tokens of context, summed over the steps of its responses: what they cost of KV that is scarce."""
-        return sum(tokens * (tokens / 2 + self.prompt.prompt_tokens) for tokens in self.lengths)
+        """What its responses cost of KV, in context-tokens."""
+        return sum(context_work(tokens, self.prompt.prompt_tokens) for tokens in self.lengths)
 
 
 class Backlog:

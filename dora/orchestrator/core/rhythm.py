@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dora.orchestrator.core.cost import context_work
 from dora.orchestrator.core.table import Column
 
 LAST_STEPS = 8  # whose times are kept
@@ -23,7 +24,7 @@ class LengthMix:
     def __init__(self) -> None:
         self.responses = np.zeros(CLASSES)
         self.tokens = np.zeros(CLASSES)
-        self.work = np.zeros(CLASSES)  # context-tokens, summed over the steps of the responses
+        self.work = np.zeros(CLASSES)  # cost.context_work
         self._prompts = 0
 
     def add(self, lengths: Sequence[float], prompt_tokens: int) -> None:
@@ -31,7 +32,7 @@ class LengthMix:
         at = np.minimum(CLASSES - 1, (CLASSES_AN_OCTAVE * np.log2(tokens)).astype(np.int64))
         self._prompts += 1
         weight = max(1.0 / self._prompts, OFFER_WEIGHT)
-        works = tokens * (tokens / 2 + prompt_tokens)
+        works = context_work(tokens, prompt_tokens)
         for mean, of_each in ((self.responses, None), (self.tokens, tokens), (self.work, works)):
             mean += weight * (np.bincount(at, of_each, CLASSES) - mean)
 

@@ -67,6 +67,10 @@ class Snapshot:
     workers: WorkerColumns
     requests: RequestColumns
 
+    def admits(self, version: int) -> bool:
+        """Whether the window lets this version begin another group."""
+        return self.admissible.get(version, 0) >= 1
+
 
 @dataclass(frozen=True, slots=True)
 class Move:

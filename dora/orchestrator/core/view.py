@@ -67,7 +67,7 @@ def _worker_columns(state: State) -> WorkerColumns:
         return np.fromiter(map(attrgetter(name), seats), dtype=np.int64, count=len(seats))
 
     owned = np.fromiter(map(len, map(attrgetter("rows"), seats)), dtype=np.int64, count=len(seats))
-    kv_used, seated = column("kv_used"), state.hosting.seated(len(seats))
+    seated = state.hosting.seated(len(seats))
     return WorkerColumns(
         alive=seated["alive"].astype(bool),
         loaded=seated["loaded"],
@@ -77,7 +77,7 @@ def _worker_columns(state: State) -> WorkerColumns:
         held=owned + column("inbound"),
         kv_tokens=seated["kv_tokens"],
         kv_claimed=column("kv_claimed"),
-        kv_expected=np.maximum(0, kv_used + column("kv_change")) + column("kv_inbound"),
-        kv_used=kv_used,
+        kv_expected=column("kv_expected"),
+        kv_used=column("kv_used"),
         waiting=column("waiting"),
     )

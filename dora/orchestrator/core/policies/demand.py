@@ -44,7 +44,7 @@ class Demand:
         need = self._needs({*target.values(), newest})
         if lifespan is not None:
             for version in need:
-                if version < newest and need[version] and snapshot.admissible.get(version, 0) >= 1:
+                if version < newest and need[version] and snapshot.admits(version):
                     need[version] = max(need[version], int(lifespan.hosts(version, snapshot.now_s)))
         if not self._may_begin(newest):
             need = _shared(need, len(target))
@@ -110,18 +110,18 @@ class Demand:
         """Whether the newest version has nothing and will get nothing: no prompt is left."""
         snapshot, requests = self._snapshot, self._snapshot.requests
         has = bool((requests.unfinished & (requests.version == snapshot.newest)).any())
-        return not has and not len(snapshot.backlog_longest) and snapshot.admissible.get(snapshot.newest, 0) < 1
+        return not has and not len(snapshot.backlog_longest) and not snapshot.admits(snapshot.newest)
 
     def _may_begin(self, version: int) -> bool:
         """Whether a prompt waits that this version may still take."""
         snapshot = self._snapshot
-        return len(snapshot.backlog_longest) > 0 and snapshot.admissible.get(version, 0) >= 1
+        return len(snapshot.backlog_longest) > 0 and snapshot.admits(version)
 
     def _ends(self, version: int) -> bool:
         """Whether this version is in its last step, or can admit no more."""
         snapshot = self._snapshot
         due = version + snapshot.window - 1 <= snapshot.newest
-        return due or snapshot.admissible.get(version, 0) < 1
+        return due or not snapshot.admits(version)
 
 
 def _shared(need: dict[int, int], groups: int) -> dict[int, int]:

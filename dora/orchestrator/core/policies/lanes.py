@@ -42,7 +42,6 @@ class Lanes:
     """Of one plan."""
 
     cap: Column  # by seat: KV that it is to hold at most
-    least: Column  # by seat: and that a lane may hold in any case
     hurried: Column  # by row, bool: needs a lane
     by_seat: dict[int, Lane] = field(default_factory=dict)
     to_lane: dict[int, int] = field(default_factory=dict)  # row -> seat, of those that are not where they should be
@@ -51,24 +50,25 @@ class Lanes:
 def plan_lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None) -> Lanes:
     """The lanes of all versions among the DP groups that stay with theirs (``stays``, bool by seat)."""
     requests, workers = snapshot.requests, snapshot.workers
-    kv_tokens, easy = workers.kv_tokens.astype(np.float64), np.zeros(len(requests.tokens), dtype=bool)
-    fill = LEAST_FILL * lifespan.lane_fill if lifespan is not None else FILL
-    found = Lanes(FILL * kv_tokens, fill * kv_tokens, easy)
+    found = Lanes(FILL * workers.kv_tokens.astype(np.float64), np.zeros(len(requests.tokens), dtype=bool))
     rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
     if snapshot.cost is None or lifespan is None or not lifespan.hurried or not len(rows):
         return found
     remaining = requests.remaining_tokens[rows]
     rows = rows[remaining > NEAR_SHARE * remaining.max()]
     versions = requests.version[rows]
+    least_fill = LEAST_FILL * lifespan.lane_fill
     for version in np.unique(versions).tolist():
         seats = np.flatnonzero(stays & (workers.loaded == version))
         if len(seats):
             left_s = lifespan.end_s(version) - snapshot.now_s
-            _open(found, snapshot, snapshot.cost, rows[versions == version], seats, left_s)
+            _open(found, snapshot, snapshot.cost, rows[versions == version], seats, left_s, least_fill)
     return found
 
 
-def _open(found: Lanes, snapshot: Snapshot, cost: CostModel, rows: Column, seats: Column, left_s: float) -> None:
+def _open(
+    found: Lanes, snapshot: Snapshot, cost: CostModel, rows: Column, seats: Column, left_s: float, least_fill: float
+) -> None:
     """The lanes of one version, of which ``rows`` are to end within ``left_s``: the most hurried on the first."""
     requests, workers = snapshot.requests, snapshot.workers
     needed_s = left_s / requests.remaining_tokens[rows]
@@ -88,7 +88,7 @@ def _open(found: Lanes, snapshot: Snapshot, cost: CostModel, rows: Column, seats
             seat = next(free, None)
             if seat is None:
                 break
-            opened.append(_lane(seat, pace_s, cost, snapshot, found))
+            opened.append(_lane(seat, pace_s, cost, snapshot, float(found.cap[seat]), least_fill))
         opened[-1].load += share
     for lane in opened:
         lane.load = 0.0
@@ -97,12 +97,12 @@ def _open(found: Lanes, snapshot: Snapshot, cost: CostModel, rows: Column, seats
     _assign(found, opened, requests.worker[rows].tolist(), rows.tolist(), shares.tolist(), needed_s.tolist())
 
 
-def _lane(seat: int, pace_s: float, cost: CostModel, snapshot: Snapshot, found: Lanes) -> Lane:
-    held, least = max(1, int(snapshot.workers.held[seat])), float(found.least[seat])
+def _lane(seat: int, pace_s: float, cost: CostModel, snapshot: Snapshot, most: float, least_fill: float) -> Lane:
+    held, least = max(1, int(snapshot.workers.held[seat])), least_fill * float(snapshot.workers.kv_tokens[seat])
     fastest_s = cost.decode_step_s(held, least)
     if pace_s <= fastest_s:
         return Lane(seat, fastest_s, least)
-    return Lane(seat, pace_s, min((pace_s - cost.matmul_s(held)) / cost.kv_token_s, float(found.cap[seat])))
+    return Lane(seat, pace_s, min((pace_s - cost.matmul_s(held)) / cost.kv_token_s, most))
 
 
 def _assign(
