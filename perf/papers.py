@@ -18,6 +18,7 @@ from statistics import fmean, geometric_mean
 from typing import Final
 
 from dora.sim import papers
+from dora.sim.experiments import verl_in_flight_groups
 from dora.sim.presets import names, scenario_for
 from dora.sim.report import Report
 from dora.sim.run import simulate
@@ -95,13 +96,13 @@ def laminar() -> Iterator[Setting]:
 # "We tune the GPU allocation ratio between rollout and training to optimal values" (paper 000, section 6.1), for every
 # system: accelerators that generate, of 128, where training then takes about as long as generation was seen to.
 STALEFLOW_ROLLOUT_GPUS: Final = {1: 84, 2: 81, 3: 79}  # by the bound on staleness
-PARTIAL_ROLLOUT_GPUS: Final = {1: 84, 2: 82, 3: 82}  # likewise
+PARTIAL_ROLLOUT_GPUS: Final = {1: 84, 2: 81, 3: 82}  # likewise
 ONE_STEP_ROLLOUT_GPUS: Final = 96
 
 
 def staleflow() -> Iterator[Setting]:
     """VeRL-Async bounds staleness by what is in flight, (bound + 1) batches (paper 000, 2.2): being generated, or
-    generated and not yet in a batch that the trainer took. Slots for as much spread it evenly."""
+    generated and not yet trained on. Slots for as much spread it evenly."""
     name = "staleflow-128"
     one_step = split(scenario_for(name, "one_step"), ONE_STEP_ROLLOUT_GPUS)
     systems = {"sync": scenario_for(name, "sync"), "one_step": one_step}
@@ -142,11 +143,21 @@ def streamrl() -> Iterator[Setting]:
 
 
 def verl() -> Iterator[Setting]:
+    """Its stream begins no batch ahead (staleness 0): sync, with accelerators of its own and a trainer that streams."""
     for gpus in (32, 64, 128):
-        rows = [row for row in papers.VERL_ASYNC_STEPS if row.gpus == gpus]
         name = f"verl-async-{gpus}"
+        rows = [row for row in papers.VERL_ASYNC_STEPS if row.gpus == gpus]
         systems = {row.policy: scenario_for(name, row.policy) for row in rows}
-        yield Setting(name, systems, tuple(Claim("step_time_min", row.policy, "", row.step_s / 60) for row in rows))
+        if "stream" in systems:
+            systems["stream"] = systems["stream"].model_copy(update={"policy": "sync", "window": 1})
+        claims = [Claim("step_time_min", row.policy, "", row.step_s / 60) for row in rows]
+        for row in (row for row in papers.VERL_STALENESS_STEPS if row.gpus == gpus):
+            system = f"{row.policy}, {row.staleness}"
+            trainer = systems[row.policy].trainer.model_copy(update={"step_s": row.training_s})
+            fields = {"trainer": trainer, "in_flight_groups": verl_in_flight_groups(row.staleness)}
+            systems[system] = systems[row.policy].model_copy(update=fields)
+            claims.append(Claim("step_time_min", system, "", row.step_s / 60))
+        yield Setting(name, systems, tuple(claims))
 
 
 def _means(family: str, speedups: Sequence[papers.Speedup]) -> Means:

@@ -28,13 +28,17 @@ VERL_SLOTS: Final = 1024  # requests one engine takes at once: verl's default, L
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How one system uses the accelerators, and its training time on them. ``window`` 0: the experiment's."""
+    """How one system uses the accelerators, and its training time on them. ``window`` 0: the experiment's.
+
+    ``in_flight_groups``: at most so many that are generated and not yet handed to the trainer; 0: no limit.
+    """
 
     rollout_gpus: int
     training_s: float
     colocated: bool = False
     engine_gpus: int = 4
     window: int = 0
+    in_flight_groups: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class Experiment:
     groups_per_step: int = 512
     window: int = 3
     slots: int = 256
+    micro_batches: int = 16
     publish_s: float = 0.0
     period_s: float = 30.0  # between periodic re-balancings, of policies without a period of their own
 
@@ -210,28 +215,40 @@ def _streamrl() -> Experiment:
 
 
 # verl measured the training times; engines on 4 GPUs are its published script's. Lengths are not given and changed as
-# it trained, differently at each scale: mean and spread are those with which sync takes as long as it did there. At
-# most half of a step is a version old: window 2.
-VERL_MEAN_TOKENS: Final = {32: 1300, 64: 550, 128: 620}
+# it trained, differently at each scale: mean and spread are those with which sync generates for as long as it did
+# there. At most half of a step is a version old: window 2. The trainer takes 128 of a step's 512 prompts at a time.
+VERL_MEAN_TOKENS: Final = {32: 1450, 64: 660, 128: 870}
 VERL_SIGMA: Final = 0.9
+VERL_GROUPS: Final = 512
+VERL_FETCHES: Final = 4
 
 
 def _verl_async(gpus: int) -> Experiment:
-    training_s = {row.policy: row.training_s for row in papers.VERL_ASYNC_STEPS if row.gpus == gpus}
-    asynchronous = Placement(gpus // 2, training_s["partial"])
+    rows = {row.policy: row for row in papers.VERL_ASYNC_STEPS if row.gpus == gpus}
+    partial = rows["partial"]
     return Experiment(
         gpus,
-        others=asynchronous,
+        others=Placement(gpus // 2, partial.training_s),
         workload=Workload.model_validate(lognormal(VERL_MEAN_TOKENS[gpus], 28 * 1024, VERL_SIGMA)),
         systems={
-            "sync": Placement(gpus, training_s["sync"], colocated=True),
-            "stream": Placement(gpus // 2, training_s.get("stream", training_s["partial"])),
+            "sync": Placement(gpus, rows["sync"].training_s, colocated=True),
+            "stream": Placement(gpus // 2, rows.get("stream", partial).training_s),
+            "partial": Placement(
+                gpus // 2, partial.training_s, in_flight_groups=verl_in_flight_groups(partial.staleness)
+            ),
         },
         model="qwen2.5-7b",
         hardware="h20",
+        groups_per_step=VERL_GROUPS,
         window=2,
         slots=VERL_SLOTS,
+        micro_batches=VERL_FETCHES,
     )
+
+
+def verl_in_flight_groups(staleness: float) -> int:
+    """``rollout_num`` of verl's documentation: a step's groups, and ``staleness`` of them ahead."""
+    return round((1.0 + staleness) * VERL_GROUPS)
 
 
 # ----------------------------------------------------------------------------------------------- DORA's own presets

@@ -60,10 +60,12 @@ def scenario_for(name: str, policy: str, window: int | None = None) -> Scenario:
             "trainer": {
                 "groups_per_step": experiment.groups_per_step,
                 "step_s": placement.training_s,
+                "micro_batches": experiment.micro_batches,
                 "streams": policy not in WHOLE_BATCH and not placement.colocated,
                 "publish_s": experiment.publish_s,
             },
             "workload": experiment.workload,
+            "in_flight_groups": placement.in_flight_groups,
         },
     )
 

@@ -134,6 +134,6 @@ class Scenario(_Section):
         description="a step's slowest groups that finished later ones may replace; they are cancelled",
     )
     in_flight_groups: int = Field(
-        0, ge=0, description="prompt groups drawn that no batch handed to the trainer holds, at most; 0: no limit"
+        0, ge=0, description="prompt groups drawn and not yet trained on, at most; 0: no limit"
     )
     period_s: float = Field(30.0, gt=0.0, description="time between periodic re-balancings")

@@ -214,8 +214,7 @@ class World(WorkerDriver):
     def _draw(self) -> None:
         """Offers what is owed as far as the scenario's limit allows; the rest is looked at again at the next tick."""
         limit, state = self.scenario.in_flight_groups, self.machine.state
-        window = state.window
-        in_flight = len(state.backlog) + window.open_groups + window.groups_per_step - window.left
+        in_flight = len(state.backlog) + state.window.open_groups + len(state.leased)
         count = min(self._owed, limit - in_flight) if limit else self._owed
         if count > 0:
             self._owed = 0  # the core asks again for what is lacking

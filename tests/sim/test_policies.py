@@ -49,7 +49,7 @@ def test_asynchronous_strategies_stay_within_the_window(policy: str) -> None:
 
 @pytest.mark.parametrize("limit", [8, 16, 24])
 def test_what_is_in_flight_is_limited_though_it_is_generated(limit: int) -> None:
-    """Whole batches wait for a slow trainer: they count until it takes them (paper 000, section 2.2)."""
+    """Whole batches wait for a slow trainer: they count until it has trained on them, as in AReaL's and verl's bounds."""
     base = scenario_for("small", "partial")
     pace = base.trainer.model_copy(update={"step_s": 600.0})
     world = World(base.model_copy(update={"in_flight_groups": limit, "trainer": pace}), seed=0)
@@ -57,7 +57,7 @@ def test_what_is_in_flight_is_limited_though_it_is_generated(limit: int) -> None
 
     def in_flight(_now_s: float, _event: object, _commands: object) -> None:
         state = world.machine.state
-        seen.append(state.groups_named - 8 * state.window.step)  # admitted, less the batches that are complete
+        seen.append(state.groups_named - 8 * state.window.newest)  # admitted, less the batches that were trained on
 
     world.observers.append(in_flight)
     world.run_until(lambda: world.trainer.committed == 4, limit_s=20_000.0)

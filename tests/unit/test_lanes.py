@@ -32,8 +32,10 @@ def snapshot_of(requests: list[tuple[int, int, int]], seats: int = 4, cost: Cost
     )  # fmt: skip
     ones = np.ones(len(seat), dtype=bool)
     table = RequestColumns(
-        ones, ones, np.zeros(len(seat), dtype=np.int64), seat, tokens * 0 + 100, tokens, remaining.astype(np.float64)
-    )
+        unfinished=ones, movable=ones, version=0 * seat, worker=seat, prompt_tokens=0 * seat + 100, tokens=tokens,
+        remaining_tokens=remaining.astype(np.float64), max_tokens=tokens + remaining, log_mean=0.0 * seat,
+        log_sd=0.0 * seat,
+    )  # fmt: skip
     return Snapshot(
         now_s=0.0, step=0, newest=0, window=1, admissible={}, cost=cost, group_tokens=1.0,
         backlog_longest=np.array([]), workers=workers, requests=table,

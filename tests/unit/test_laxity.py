@@ -17,6 +17,7 @@ from dora.orchestrator.core.policies.forecast import rows_forecast
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.policies.reservations import GRID, Reservations
+from dora.orchestrator.core.prediction import PromptTraits
 from dora.orchestrator.core.rhythm import Rhythm
 from dora.sim.presets import composed
 from dora.sim.run import simulate
@@ -85,6 +86,25 @@ def test_work_of_drawn_prompts_gives_the_shortest_step() -> None:
     assert backlog.mean_work > rhythm.group_work  # long prompts wait
     backlog.remove(costly)
     assert backlog.mean_work == pytest.approx(rhythm.group_work)
+
+
+def test_a_guess_made_before_anything_was_learnt_does_not_set_the_length_of_steps() -> None:
+    """Half the limit for every prompt, at first: it would make steps of an hour of steps of minutes, for many steps."""
+    machine = Machine(validated({"balance": {"policy": "laxity", "predictor": "statistics"}}))
+    machine.handle(on.TrainerAttached(1, 8), 0.0)
+    machine.handle(on.StepRequested(1, 0), 0.0)
+    state = machine.state
+
+    def offer(name: str) -> None:
+        state.drawing = 1
+        machine.handle(on.PromptsOffered((on.OfferedPrompt(name, "task", 10, 2, 50_000),), False), 0.0)
+
+    offer("p0")
+    assert state.rhythm.group_work == 0.0
+    for _ in range(8 * 2):  # a step's worth
+        state.predictor.observe(PromptTraits("p", "task", 10, 50_000, 2), 200)
+    offer("p1")
+    assert 0.0 < state.rhythm.group_work < 1e6  # the guess: 6e8
 
 
 def test_a_response_that_stood_still_does_not_set_the_pace() -> None:

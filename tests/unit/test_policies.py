@@ -17,46 +17,11 @@ from dora.orchestrator.core.policies.staleflow import StaleFlowPolicy, migrate
 from dora.orchestrator.core.policies.streamrl import dedicated_groups, latency_s
 from dora.orchestrator.core.policies.sync import SyncPolicy
 from dora.orchestrator.core.policies.throughput import MU, Board, Load, load_of, relative_gain
-from dora.orchestrator.core.snapshot import Move, RequestColumns, Snapshot, Trigger, WorkerColumns
+from dora.orchestrator.core.snapshot import Move, Trigger
 from dora.orchestrator.core.state import Worker
+from tests.unit.snapshots import KV_TOKENS, SLOTS, snapshot_of
 
 COST = CostModel(kv_token_s=1e-7, weights_s=4e-3, request_s=1e-4, step_s=6e-3)  # computing binds from 40 requests on
-KV_TOKENS, SLOTS = 1000, 64
-
-
-def snapshot_of(workers: list[dict[str, int]], requests: list[tuple[int, int, int]] = (), **fields: Any) -> Snapshot:
-    """``workers``: loaded (= target) and what differs; ``requests``: (version, seat, context), prompts of 10 tokens."""
-    rows = [{"target": worker["loaded"], **worker} for worker in workers]
-
-    def column(name: str, default: int = 0) -> np.ndarray:
-        return np.array([row.get(name, default) for row in rows], dtype=np.int64)
-
-    version, seat, context = np.array(requests, dtype=np.int64).reshape(-1, 3).T
-    on = [np.flatnonzero(seat == place) for place in range(len(rows))]
-    kv = np.array([int(context[held].sum()) for held in on], dtype=np.int64)
-    columns = WorkerColumns(
-        alive=column("alive", 1).astype(bool),
-        loaded=column("loaded"),
-        target=column("target"),
-        draining=column("draining").astype(bool),
-        slots=column("slots", SLOTS),
-        held=np.array([len(held) for held in on], dtype=np.int64),
-        kv_tokens=column("kv_tokens", KV_TOKENS),
-        kv_claimed=kv,
-        kv_expected=kv,
-        kv_used=kv,
-        waiting=column("waiting"),
-    )
-    newest = fields.pop("newest", max((row["loaded"] for row in rows), default=0))
-    ones = np.ones(len(version), dtype=bool)
-    table = RequestColumns(
-        ones, ones & (seat >= 0), version, seat, np.full(len(version), 10), context - 10, np.full(len(version), 50.0)
-    )
-    known: dict[str, Any] = {
-        "now_s": 0.0, "step": newest, "newest": newest, "window": 3, "admissible": {}, "cost": None,
-        "group_tokens": 100.0, "backlog_longest": np.array([])
-    }  # fmt: skip
-    return Snapshot(**{**known, **fields}, workers=columns, requests=table)
 
 
 # ------------------------------------------------------------------------------------------------------------ by name

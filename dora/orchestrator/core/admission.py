@@ -29,7 +29,8 @@ def offered(state: State, event: on.PromptsOffered) -> None:
         estimate = state.predictor.predict(traits_of(prompt))
         longest = longest_quantile(estimate, prompt.group_size, LONGEST_QUANTILE, prompt.max_tokens)
         entry = state.backlog.add(prompt, longest, siblings(estimate, prompt))
-        state.rhythm.mix.add(entry.lengths, prompt.prompt_tokens)
+        if estimate.known_tokens or state.predictor.seen >= state.window.groups_per_step * prompt.group_size:
+            state.rhythm.mix.add(entry.lengths, prompt.prompt_tokens)  # before, beliefs are a guess far too long
     state.exhausted = event.exhausted
 
 

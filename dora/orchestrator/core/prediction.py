@@ -67,6 +67,10 @@ class PromptTraits:
 class Predictor(Protocol):
     """Deterministic: the same calls in the same order give the same estimates."""
 
+    @property
+    def seen(self) -> int:
+        """Responses it has learnt from."""
+
     def predict(self, prompt: PromptTraits) -> Estimate:
         """Belief about one response to ``prompt``."""
 
@@ -199,6 +203,11 @@ class MixedModel:
         self._prompts = _Means(PROMPTS_MAX)
         self._noise = _Forgetting(4 * horizon, PRIOR_VARIANCE, PRIOR_COUNT)
         self._residual = _Forgetting(4 * horizon, 2.0 * PRIOR_VARIANCE, PRIOR_COUNT)
+        self._seen = 0
+
+    @property
+    def seen(self) -> int:
+        return self._seen
 
     def predict(self, prompt: PromptTraits) -> Estimate:
         level, seen = self._level.value, self._level.count
@@ -215,6 +224,7 @@ class MixedModel:
     def observe(self, prompt: PromptTraits, tokens: int) -> None:
         trend = self._trend.expected(prompt)  # first: it refuses prompts, and then nothing may have changed
         log_tokens = math.log(max(tokens, 1))
+        self._seen += 1
         self._level.add(log_tokens)
         relative = log_tokens - self._level.value
         self._residual.add((relative - trend) ** 2)
@@ -233,6 +243,10 @@ class Given:
 
     def __init__(self, fallback: Predictor) -> None:
         self._fallback = fallback
+
+    @property
+    def seen(self) -> int:
+        return self._fallback.seen
 
     def predict(self, prompt: PromptTraits) -> Estimate:
         known = prompt.known_tokens

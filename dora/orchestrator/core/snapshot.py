@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.line import Entry
+from dora.orchestrator.core.lognormal import survival_chance
 from dora.orchestrator.core.table import Column
 
 if TYPE_CHECKING:
@@ -52,6 +55,17 @@ class RequestColumns:
     prompt_tokens: Column  # int64
     tokens: Column  # int64, response tokens so far
     remaining_tokens: Column  # float64, predicted
+    max_tokens: Column  # int64, at which a response is cut
+    log_mean: Column  # float64, belief about a response's log tokens
+    log_sd: Column  # float64, 0 where the length is known
+
+    def runs_on(self, rows: Column, ahead_tokens: Column) -> Column:
+        """The chance that these run on for so many more tokens: 0 or 1 where lengths are known. (rows, ahead)."""
+        log_sd = self.log_sd[rows]
+        if not log_sd.any():
+            known: Column = (self.remaining_tokens[rows, None] > ahead_tokens).astype(np.float64)
+            return known
+        return survival_chance(self.log_mean[rows], log_sd, self.tokens[rows], self.max_tokens[rows], ahead_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,9 @@ def snapshot(state: State) -> Snapshot:
             prompt_tokens=requests["prompt_tokens"],
             tokens=requests["tokens"],
             remaining_tokens=remaining(requests),
+            max_tokens=requests["max_tokens"],
+            log_mean=requests["log_mean"],
+            log_sd=requests["log_sd"],
         ),
     )
 

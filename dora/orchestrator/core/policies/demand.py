@@ -26,6 +26,9 @@ class Demand:
         self._snapshot, self._lifespan, self._kept_free = snapshot, lifespan, kept_free
         requests = snapshot.requests
         self._context = (requests.prompt_tokens + requests.tokens).astype(np.float64)
+        self._runs_on = np.zeros((len(self._context), 2))  # chance that it runs on to LEVEL_TOKENS, HORIZON_TOKENS
+        rows = np.flatnonzero(requests.unfinished)
+        self._runs_on[rows] = requests.runs_on(rows, np.array([LEVEL_TOKENS, HORIZON_TOKENS]))
         self._seats = plannable(snapshot)
 
     def targets(self) -> dict[int, int]:
@@ -41,7 +44,8 @@ class Demand:
         if self._dry():
             cover(snapshot, target)
             return target
-        need = self._needs({*target.values(), newest})
+        exact = self._needs({*target.values(), newest})
+        need = {version: ceil(groups) for version, groups in exact.items()}
         if lifespan is not None:
             for version in need:
                 if version < newest and need[version] and snapshot.admits(version):
@@ -65,18 +69,19 @@ class Demand:
         for version in sorted(need):  # the earliest deadline first
             while len(have[version]) < need[version]:
                 donors = [v for v in need if v != version and len(have[v]) > need[v]]
-                if not donors and not have[version]:
-                    donors = [v for v in need if len(have[v]) > 1]
-                if not donors:
+                if donors:
+                    give(max(donors), version)
+                elif not have[version] and (donors := [v for v in need if len(have[v]) > 1]):
+                    give(min(donors, key=lambda v: (exact[v] - len(have[v]), v)), version)
+                else:
                     break
-                give(max(donors), version)
         cover(snapshot, target)
         return target
 
     def moves(self, targets: Mapping[int, int]) -> tuple[tuple[Move, ...], Lanes]:
         """Off the DP groups that change or leave, the longest first; to the lanes; then off those whose KV runs out."""
         stays = staying(self._snapshot, dict(targets))
-        board = _Board(self._snapshot, stays, plan_lanes(self._snapshot, stays, self._lifespan), self._context)
+        board = _Board(self._snapshot, stays, plan_lanes(self._snapshot, stays, self._lifespan), self._shares())
         requests = self._snapshot.requests
         rows = np.flatnonzero(requests.movable & (requests.worker >= 0))
         rows = rows[~board.stays[requests.worker[rows]]]
@@ -89,22 +94,25 @@ class Demand:
             board.relieve(seat)
         return tuple(board.moves), board.lanes
 
-    def _needs(self, versions: set[int]) -> dict[int, int]:
+    def _needs(self, versions: set[int]) -> dict[int, float]:
         """DP groups that each version needs for its requests' KV, now and at the horizon; the newest one at least."""
         snapshot, requests = self._snapshot, self._snapshot.requests
         unfinished = np.flatnonzero(requests.unfinished)
         of_version = requests.version[unfinished]
         kv_tokens = float(snapshot.workers.kv_tokens[self._seats].mean()) if self._seats else 1.0
         slots = float(snapshot.workers.slots[self._seats].mean()) if self._seats else 1.0
-        need = {}
+        need: dict[int, float] = {}
         for version in sorted({*versions, *np.unique(of_version).tolist()}):
             rows = unfinished[of_version == version]
-            grown = self._context[rows] + HORIZON_TOKENS
-            later = float(grown[requests.remaining_tokens[rows] > HORIZON_TOKENS].sum())
+            later = float((self._context[rows] + HORIZON_TOKENS) @ self._runs_on[rows, 1])
             kv = max(float(self._context[rows].sum()), later) + self._kept_free.get(version, 0.0)
             least = 1 if len(rows) or version == snapshot.newest else 0
-            need[version] = max(least, ceil(kv / (FILL * kv_tokens)), ceil(len(rows) / slots))
+            need[version] = max(least, kv / (FILL * kv_tokens), len(rows) / slots)
         return need
+
+    def _shares(self) -> Column:
+        """By row: KV of a request now, and LEVEL_TOKENS later."""
+        return np.stack([self._context, (self._context + LEVEL_TOKENS) * self._runs_on[:, 0]])
 
     def _dry(self) -> bool:
         """Whether the newest version has nothing and will get nothing: no prompt is left."""
@@ -133,15 +141,14 @@ def _shared(need: dict[int, int], groups: int) -> dict[int, int]:
 class _Board:
     """KV and requests of each DP group as they would be once the moves so far are done: now, and some tokens later."""
 
-    def __init__(self, snapshot: Snapshot, stays: Column, lanes: Lanes, context: Column) -> None:
+    def __init__(self, snapshot: Snapshot, stays: Column, lanes: Lanes, shares: Column) -> None:
         workers = self._workers = snapshot.workers
         requests = self._requests = snapshot.requests
         self.stays, self.lanes = stays, lanes
-        self._shares = np.stack([context, (context + LEVEL_TOKENS) * (requests.remaining_tokens > LEVEL_TOKENS)])
+        self._shares = shares
         rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
         ahead = np.bincount(requests.worker[rows], weights=self._shares[1][rows], minlength=len(workers.held))
         self._kv = np.stack([workers.kv_expected.astype(np.float64), ahead])
-        self._context = context
         self._held = workers.held.copy()
         self._peers: dict[int, Column] = {}  # version -> seats that stay with it
         # by seat: KV over what it is to hold, kept up to date, as every move asks for the least of many
@@ -207,6 +214,6 @@ class _Board:
             if largest is None:
                 movable = self._requests.movable & ~self.lanes.hurried
                 rows = np.flatnonzero(movable & (self._requests.worker == seat))
-                largest = rows[np.argsort(self._context[rows], kind="stable")].tolist()
+                largest = rows[np.argsort(self._shares[0][rows], kind="stable")].tolist()
             if not largest or not self.move(largest.pop(), level):
                 return

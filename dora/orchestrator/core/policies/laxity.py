@@ -31,6 +31,9 @@ from dora.orchestrator.core.snapshot import Move, Plan, Snapshot, Trigger
 from dora.orchestrator.core.state import Worker
 from dora.orchestrator.core.table import Column
 
+BELIEVED_FILL = (
+    0.955  # FILL where lengths are only believed: forecasts err, and being preempted costs more than it gains
+)
 EARLY_STEP = 0.3  # for this share of a step after a publish, what cannot end in time goes first
 NEAR_STEP = 0.25  # then: what could not begin after this share of a step
 DENSE = 0.10  # slots in use exceed KV in use by this share: longer prompts are taken
@@ -197,4 +200,6 @@ class LaxityPolicy(BasePolicy):
     def _most(self, worker: Worker) -> float:
         """KV that a DP group is to hold at most."""
         version, most = self._lanes.get(worker.seat, (-1, 0.0))
-        return most if version == worker.hosts else FILL * worker.kv_tokens
+        if version == worker.hosts:
+            return most
+        return (BELIEVED_FILL if self._reservations.believed else FILL) * worker.kv_tokens

@@ -26,6 +26,7 @@ class Reservations:
         self._limit: dict[int, Column] = {}
         self.token_s = 0.0  # seconds a token takes
         self.kept_free: dict[int, float] = {}  # version -> KV that its lanes keep free (lanes.py)
+        self.believed = False  # lengths are not known, of some of the unfinished requests at least
         self.lifespan: Lifespan | None = None  # None: how long steps and tokens take is not known yet
 
     def refresh(self, floor: Floor) -> bool:
@@ -66,6 +67,7 @@ class Reservations:
 
     def _forecast(self, floor: Floor, lifespan: Lifespan) -> None:
         rows = floor.unfinished()
+        self.believed = bool(floor.requests["log_sd"][rows].any())
         versions = floor.requests["version"][rows]
         kv_tokens = max(1.0, FILL * floor.kv_tokens() / max(1, lifespan.groups))  # of one DP group
         for known in self._reserved.keys() - set(floor.versions()):

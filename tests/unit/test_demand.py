@@ -1,0 +1,75 @@
+"""Which version gives a DP group up and which gets one, by the KV that requests hold and will hold."""
+
+import math
+
+import numpy as np
+import pytest
+
+from dora.orchestrator.core.lognormal import remaining_tokens
+from dora.orchestrator.core.policies.demand import HORIZON_TOKENS, LEVEL_TOKENS, Demand
+from dora.orchestrator.core.snapshot import Snapshot
+from tests.unit.snapshots import MAX_TOKENS, PROMPT_TOKENS, snapshot_of
+
+TOKENS, LOG_SD = 2_000, 0.8
+BELIEF = (math.log(3_000.0), LOG_SD)
+
+
+def targets_of(snapshot: Snapshot) -> dict[int, int]:
+    return Demand(snapshot, None, {}).targets()
+
+
+def test_with_nothing_to_spare_the_version_gives_that_overflows_least() -> None:
+    """Version 0 fills 1.1 of its two DP groups, version 1 nearly 2: it is 0 that can do with one."""
+    workers = [{"loaded": version, "kv_tokens": 100_000} for version in (0, 0, 1, 1)]
+    requests = [(0, 0, 54_000), (0, 1, 53_000), (1, 2, 95_000), (1, 3, 94_000)]
+    targets = targets_of(snapshot_of(workers, requests, newest=2, window=4, admissible={0: 1, 1: 1, 2: 8}))
+    assert sorted(targets.values()) == [0, 1, 1, 2]
+    assert targets[1] == 2  # the one with less KV
+
+
+def test_the_chance_to_run_on_is_certain_where_lengths_are_known() -> None:
+    requests = snapshot_of([{"loaded": 0}], [(0, 0, 100)] * 3, remaining_tokens=600.0).requests
+    assert requests.runs_on(np.array([0, 2]), np.array([599.0, 600.0])).tolist() == [[1.0, 0.0]] * 2
+
+
+def test_the_chance_to_run_on_follows_the_belief() -> None:
+    """Against the lognormal's own tail: P[X > tokens + ahead] over P[X > tokens]."""
+    requests = snapshot_of([{"loaded": 0}], [(0, 0, TOKENS + PROMPT_TOKENS)], belief=BELIEF).requests
+
+    def tail(tokens: float) -> float:
+        return 0.5 * math.erfc((math.log(tokens) - BELIEF[0]) / LOG_SD / math.sqrt(2.0))
+
+    ahead = np.array([LEVEL_TOKENS, HORIZON_TOKENS, MAX_TOKENS - TOKENS])
+    chance = requests.runs_on(np.array([0]), ahead)[0]
+    assert chance[:2] == pytest.approx([tail(TOKENS + tokens) / tail(TOKENS) for tokens in ahead[:2]], rel=1e-3)
+    assert chance[2] == 0.0  # its limit
+
+
+def test_believed_requests_need_the_kv_that_those_still_running_will_hold() -> None:
+    """They are expected to run far beyond the horizon, but not all of them do: the version needs fewer DP groups."""
+    log_mean, log_sd = BELIEF
+    expected = float(remaining_tokens(log_mean, log_sd, TOKENS, MAX_TOKENS)[0])
+    assert expected > HORIZON_TOKENS
+    workers = [{"loaded": 0, "kv_tokens": 50_000, "slots": 256} for _ in range(8)]
+    requests = [(0, index % 8, TOKENS + PROMPT_TOKENS) for index in range(96)]  # 193,000 tokens of KV now
+    fields = {"newest": 1, "window": 2, "admissible": {1: 100}, "backlog_longest": np.array([100.0])}
+    known = targets_of(snapshot_of(workers, requests, remaining_tokens=expected, **fields))
+    believed = targets_of(snapshot_of(workers, requests, remaining_tokens=expected, belief=BELIEF, **fields))
+    count = [list(targets.values()).count(0) for targets in (known, believed)]
+    assert count == [7, 5]  # 348,000 tokens if all run on; 206,000 as believed, of 48,500 a DP group
+
+
+def test_a_dp_group_that_is_to_change_is_emptied_though_its_peers_will_only_just_have_room() -> None:
+    """Where every request counts as running on, its peer seems to overflow, and the DP group stands still."""
+    workers = [{"loaded": 0, "kv_tokens": 50_000}, {"loaded": 0, "kv_tokens": 50_000, "target": 1}]
+    requests = [(0, 0, TOKENS)] * 19 + [(0, 1, TOKENS)] * 2
+    targets = {0: 0, 1: 1}
+    moved = [
+        len(
+            Demand(snapshot_of(workers, requests, newest=1, remaining_tokens=2_000.0, **belief), None, {}).moves(
+                targets
+            )[0]
+        )
+        for belief in ({}, {"belief": (math.log(2_500.0), 0.5)})
+    ]
+    assert moved == [0, 2]
