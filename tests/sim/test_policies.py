@@ -49,7 +49,7 @@ def test_asynchronous_strategies_stay_within_the_window(policy: str) -> None:
 
 @pytest.mark.parametrize("limit", [8, 16, 24])
 def test_what_is_in_flight_is_limited_though_it_is_generated(limit: int) -> None:
-    """Whole batches wait for a slow trainer: they count until it has trained on them, as in AReaL's and verl's bounds."""
+    """Whole batches wait for a slow trainer: they count until it has trained on them, as in AReaL and verl."""
     base = scenario_for("small", "partial")
     pace = base.trainer.model_copy(update={"step_s": 600.0})
     world = World(base.model_copy(update={"in_flight_groups": limit, "trainer": pace}), seed=0)
