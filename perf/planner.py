@@ -1,6 +1,6 @@
 """How long the core takes to plan and to admit, at 1,024 DP groups and 131,072 requests; what it keeps in memory.
 
-    python perf/planner.py [--workers 1024] [--requests 131072] [--plans 100] [--json]
+    python perf/planner.py [--workers 1024] [--requests 131072] [--plans 100] [--predictor statistics] [--json]
 
 Every number stands beside a peer of the same run: plans beside one pass of a plain argmin heap that puts the same
 requests on the same DP groups (what a router without versions, KV or deadlines does), admission beside that heap's
@@ -50,10 +50,10 @@ class Measured:
     memory_bytes_per_request: float
 
 
-def fleet(policy: str, workers: int, requests: int) -> tuple[Machine, float]:
+def fleet(policy: str, predictor: str, workers: int, requests: int) -> tuple[Machine, float]:
     """A machine under full load, and the seconds its admission took."""
     groups = requests // GROUP_SIZE
-    machine = Machine(validated({"window": {"size": 3}, "balance": {"policy": policy, "predictor": "given"}}))
+    machine = Machine(validated({"window": {"size": 3}, "balance": {"policy": policy, "predictor": predictor}}))
     now_s = 0.0
     for index in range(workers):
         machine.handle(on.WorkerJoined(f"w{index}", index + 1, requests // workers, KV_TOKENS), now_s)
@@ -103,10 +103,10 @@ def window_decisions_per_s(decisions: int = 100_000) -> float:
     return decisions / (time.perf_counter() - began_s)
 
 
-def measured(policy: str, workers: int, requests: int, plans: int) -> Measured:
+def measured(policy: str, predictor: str, workers: int, requests: int, plans: int) -> Measured:
     gc.collect()
     before = _memory_bytes()
-    machine, admission_s = fleet(policy, workers, requests)
+    machine, admission_s = fleet(policy, predictor, workers, requests)
     memory = _memory_bytes() - before
     progress(machine)
     state = machine.state
@@ -147,15 +147,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=131_072)
     parser.add_argument("--plans", type=int, default=100)
     parser.add_argument("--policy", action="append", help="may be repeated; by default laxity and dora")
+    parser.add_argument("--predictor", default="given", help="given: lengths are known; statistics: they are believed")
     parser.add_argument("--only", action="store_true", help="this size alone, not a half and a quarter of it too")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     policies = options.policy or ["laxity", "dora"]
+    size = (options.predictor, options.workers, options.requests, options.plans)
     if options.only:
-        rows = [asdict(measured(policy, options.workers, options.requests, options.plans)) for policy in policies]
+        rows = [asdict(measured(policy, *size)) for policy in policies]
     else:
         rows = [
-            alone(policy, options.workers // part, options.requests // part, options.plans)
+            alone(policy, options.predictor, options.workers // part, options.requests // part, options.plans)
             for policy in policies
             for part in (4, 2, 1)
         ]
@@ -167,9 +169,10 @@ def main() -> None:
         print(f"{name:26}", *cells)
 
 
-def alone(policy: str, workers: int, requests: int, plans: int) -> dict[str, object]:
+def alone(policy: str, predictor: str, workers: int, requests: int, plans: int) -> dict[str, object]:
     """One size in a process of its own, so that peak memory is that size's."""
     size = ["--workers", str(workers), "--requests", str(requests), "--plans", str(plans), "--policy", policy]
+    size += ["--predictor", predictor]
     done = subprocess.run(
         [sys.executable, __file__, *size, "--only", "--json"], capture_output=True, text=True, check=True
     )

@@ -102,11 +102,14 @@ def survival_chance(
     def log_tail(score: Column) -> Column:
         return log_mills(score) - 0.5 * score * score
 
-    sd, lower = _standardised(log_mean, log_sd, tokens)
-    end = tokens[:, None] + ahead_tokens
-    upper = np.clip((np.log(np.maximum(end, 1.0)) - log_mean[:, None]) / sd[:, None], lower[:, None], _SURELY)
-    chance: Column = np.exp(log_tail(upper) - log_tail(lower)[:, None]) * (end < max_tokens[:, None])
-    return chance
+    chance = np.empty((len(ahead_tokens), len(tokens)))  # rows last: numpy is fast along the last axis
+    for first in range(0, len(tokens), _BLOCK):
+        block = slice(first, first + _BLOCK)
+        sd, lower = _standardised(log_mean[block], log_sd[block], tokens[block])
+        end = tokens[block] + ahead_tokens[:, None]
+        upper = np.clip((np.log(np.maximum(end, 1.0)) - log_mean[block]) / sd, lower, _SURELY)
+        chance[:, block] = np.exp(log_tail(upper) - log_tail(lower)) * (end < max_tokens[block])
+    return chance.T
 
 
 def _blockwise(kernel: Callable[[Column, Column, Column, Column], Column], *columns: Column | float) -> Column:
