@@ -64,12 +64,9 @@ def test_a_dp_group_that_is_to_change_is_emptied_though_its_peers_will_only_just
     workers = [{"loaded": 0, "kv_tokens": 50_000}, {"loaded": 0, "kv_tokens": 50_000, "target": 1}]
     requests = [(0, 0, TOKENS)] * 19 + [(0, 1, TOKENS)] * 2
     targets = {0: 0, 1: 1}
-    moved = [
-        len(
-            Demand(snapshot_of(workers, requests, newest=1, remaining_tokens=2_000.0, **belief), None, {}).moves(
-                targets
-            )[0]
-        )
+    known, believed = (
+        snapshot_of(workers, requests, newest=1, remaining_tokens=2_000.0, **belief)
         for belief in ({}, {"belief": (math.log(2_500.0), 0.5)})
-    ]
-    assert moved == [0, 2]
+    )
+    moves = [Demand(snapshot, None, {}).moves(targets)[0] for snapshot in (known, believed)]
+    assert [len(each) for each in moves] == [0, 2]

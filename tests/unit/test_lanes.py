@@ -14,32 +14,18 @@ from dora.orchestrator.core.policies.demand import Demand
 from dora.orchestrator.core.policies.lanes import LEAST_FILL, Lanes, plan_lanes
 from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.policies.outlook import FILL, SAFETY, lifespan_of
-from dora.orchestrator.core.snapshot import RequestColumns, Snapshot, WorkerColumns
+from dora.orchestrator.core.snapshot import Snapshot
+from tests.unit.snapshots import snapshot_of
 
 KV_TOKENS, SLOTS = 100_000, 64
 COST = CostModel(kv_token_s=4e-7, weights_s=5e-3, request_s=5e-5, step_s=15e-3)  # 20 ms when empty, 60 ms when full
 
 
-def snapshot_of(requests: list[tuple[int, int, int]], seats: int = 4, cost: CostModel | None = COST) -> Snapshot:
+def lanes_snapshot(requests: list[tuple[int, int, int]], seats: int = 4, cost: CostModel | None = COST) -> Snapshot:
     """All of version 0, the only one: (seat, tokens, tokens to come), prompts of 100 tokens."""
-    seat, tokens, remaining = np.array(requests, dtype=np.int64).reshape(-1, 3).T
-    held = np.bincount(seat, minlength=seats)
-    kv = np.bincount(seat, weights=tokens + 100, minlength=seats).astype(np.int64)
-    none, yes = np.zeros(seats, dtype=np.int64), np.ones(seats, dtype=bool)
-    workers = WorkerColumns(
-        alive=yes, loaded=none, target=none, draining=~yes, slots=none + SLOTS, held=held, kv_tokens=none + KV_TOKENS,
-        kv_claimed=kv, kv_expected=kv, kv_used=kv, waiting=none,
-    )  # fmt: skip
-    ones = np.ones(len(seat), dtype=bool)
-    table = RequestColumns(
-        unfinished=ones, movable=ones, version=0 * seat, worker=seat, prompt_tokens=0 * seat + 100, tokens=tokens,
-        remaining_tokens=remaining.astype(np.float64), max_tokens=tokens + remaining, log_mean=0.0 * seat,
-        log_sd=0.0 * seat,
-    )  # fmt: skip
-    return Snapshot(
-        now_s=0.0, step=0, newest=0, window=1, admissible={}, cost=cost, group_tokens=1.0,
-        backlog_longest=np.array([]), workers=workers, requests=table,
-    )  # fmt: skip
+    workers = [{"loaded": 0, "kv_tokens": KV_TOKENS, "slots": SLOTS}] * seats
+    placed = [(0, seat, tokens + 100) for seat, tokens, _ in requests]
+    return snapshot_of(workers, placed, remaining_tokens=[left for *_, left in requests], window=1, cost=cost)
 
 
 def hurried_until(end_s: float, hurried: bool = True) -> Lifespan:
@@ -58,7 +44,7 @@ EASY = [(seat, 9_000, 2_000) for seat in range(4) for _ in range(8)]
 
 
 def test_hurried_responses_share_one_lane_that_is_as_fast_as_they_need() -> None:
-    lane_plan = found(snapshot_of(HURRIED + EASY), hurried_until(400.0))
+    lane_plan = found(lanes_snapshot(HURRIED + EASY), hurried_until(400.0))
     assert lane_plan.hurried.tolist() == [True] * 3 + [False] * len(EASY)
     ((seat, lane),) = lane_plan.by_seat.items()
     assert lane.pace_s == pytest.approx(0.040)
@@ -69,14 +55,14 @@ def test_hurried_responses_share_one_lane_that_is_as_fast_as_they_need() -> None
 
 
 def test_a_response_near_its_end_needs_no_lane() -> None:
-    lane_plan = found(snapshot_of([*HURRIED, (3, 9_000, 250)]), hurried_until(10.0))  # all of them are late
+    lane_plan = found(lanes_snapshot([*HURRIED, (3, 9_000, 250)]), hurried_until(10.0))  # all of them are late
     assert lane_plan.hurried.tolist() == [True, True, True, False]
 
 
 def test_more_hurried_responses_than_one_lane_holds_open_a_second_and_slower_one() -> None:
     sooner = [(0, 20_000, 10_000)] * 2  # 43,000 tokens of KV soon: a lane is full with them
     later = [(1, 20_000, 8_500)] * 2
-    lane_plan = found(snapshot_of(sooner + later), hurried_until(400.0))
+    lane_plan = found(lanes_snapshot(sooner + later), hurried_until(400.0))
     assert set(lane_plan.by_seat) == {0, 1}
     assert lane_plan.to_lane == {}  # each is where it should be
     assert lane_plan.by_seat[0].pace_s < lane_plan.by_seat[1].pace_s
@@ -84,17 +70,17 @@ def test_more_hurried_responses_than_one_lane_holds_open_a_second_and_slower_one
 
 
 def test_a_lane_is_not_kept_emptier_than_is_worth_while() -> None:
-    lane_plan = found(snapshot_of(HURRIED), hurried_until(100.0))  # 10 ms a token: no DP group is as fast
+    lane_plan = found(lanes_snapshot(HURRIED), hurried_until(100.0))  # 10 ms a token: no DP group is as fast
     assert [lane.kv_tokens for lane in lane_plan.by_seat.values()] == [LEAST_FILL * 0.5 * KV_TOKENS]
 
 
 @pytest.mark.parametrize(
     ("snapshot", "lifespan"),
     [
-        (snapshot_of(HURRIED, cost=None), hurried_until(400.0)),
-        (snapshot_of(HURRIED), hurried_until(400.0, hurried=False)),
-        (snapshot_of(HURRIED), None),
-        (snapshot_of(EASY), hurried_until(400.0)),
+        (lanes_snapshot(HURRIED, cost=None), hurried_until(400.0)),
+        (lanes_snapshot(HURRIED), hurried_until(400.0, hurried=False)),
+        (lanes_snapshot(HURRIED), None),
+        (lanes_snapshot(EASY), hurried_until(400.0)),
     ],
     ids=["cost unknown", "window wide enough", "no lifespan", "nothing hurried"],
 )
@@ -106,7 +92,7 @@ def test_without_hurry_or_cost_there_are_no_lanes(snapshot: Snapshot, lifespan: 
 
 
 def test_a_lane_takes_the_hurried_and_gives_the_others_away() -> None:
-    snapshot = snapshot_of([(0, 1000, 10_000), (1, 1000, 10_000)] + [(0, 9_000, 2_000)] * 8)
+    snapshot = lanes_snapshot([(0, 1000, 10_000), (1, 1000, 10_000)] + [(0, 9_000, 2_000)] * 8)
     moves, lane_plan = Demand(snapshot, hurried_until(400.0), {}).moves(dict.fromkeys(range(4), 0))
     (lane,) = lane_plan.by_seat
     assert lane == 0

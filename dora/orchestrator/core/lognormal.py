@@ -91,7 +91,8 @@ def remaining_tokens(
         cut = np.exp(mean + sd * upper + reached) * np.expm1(log_mills(upper - sd) - log_upper)
         return _within_limit(uncut - cut, done, limit)
 
-    return _blockwise(kernel, log_mean, log_sd, tokens, max_tokens)
+    columns = (np.atleast_1d(column) for column in (log_mean, log_sd, tokens, max_tokens))
+    return _blockwise(kernel, *np.broadcast_arrays(*columns))
 
 
 def survival_chance(
@@ -102,23 +103,38 @@ def survival_chance(
     def log_tail(score: Column) -> Column:
         return log_mills(score) - 0.5 * score * score
 
-    chance = np.empty((len(ahead_tokens), len(tokens)))  # rows last: numpy is fast along the last axis
-    for first in range(0, len(tokens), _BLOCK):
-        block = slice(first, first + _BLOCK)
-        sd, lower = _standardised(log_mean[block], log_sd[block], tokens[block])
-        end = tokens[block] + ahead_tokens[:, None]
-        upper = np.clip((np.log(np.maximum(end, 1.0)) - log_mean[block]) / sd, lower, _SURELY)
-        chance[:, block] = np.exp(log_tail(upper) - log_tail(lower)) * (end < max_tokens[block])
-    return chance.T
+    def kernel(mean: Column, sd: Column, done: Column, limit: Column) -> Column:
+        sd, lower = _standardised(mean, sd, done)
+        end = done + ahead_tokens[:, None]  # rows last: numpy is fast along the last axis
+        upper = np.clip((np.log(np.maximum(end, 1.0)) - mean) / sd, lower, _SURELY)
+        chance: Column = np.exp(log_tail(upper) - log_tail(lower)) * (end < limit)
+        return chance
+
+    return _blockwise(kernel, log_mean, log_sd, tokens, max_tokens).T
 
 
-def _blockwise(kernel: Callable[[Column, Column, Column, Column], Column], *columns: Column | float) -> Column:
-    one, two, three, four = np.broadcast_arrays(*(np.atleast_1d(column) for column in columns))
-    result = np.empty(one.shape)
-    for first in range(0, len(result), _BLOCK):
-        block = slice(first, first + _BLOCK)
-        result[block] = kernel(one[block], two[block], three[block], four[block])
-    return result
+def running_chance(
+    remaining_tokens: Column,
+    log_mean: Column,
+    log_sd: Column,
+    tokens: Column,
+    max_tokens: Column,
+    ahead_tokens: Column,
+) -> Column:
+    """That a response runs on for so many more tokens: certain where all lengths are known. Shape (rows, ahead)."""
+    if log_sd.any():
+        return survival_chance(log_mean, log_sd, tokens, max_tokens, ahead_tokens)
+    known: Column = remaining_tokens[:, None] > ahead_tokens
+    return known
+
+
+def _blockwise(kernel: Callable[[Column, Column, Column, Column], Column], *columns: Column) -> Column:
+    """The kernel's result, rows along its last axis."""
+    rows = len(columns[0])
+    if rows <= _BLOCK:
+        return kernel(*columns)
+    blocks = (slice(first, first + _BLOCK) for first in range(0, rows, _BLOCK))
+    return np.concatenate([kernel(*(column[block] for column in columns)) for block in blocks], axis=-1)
 
 
 def _standardised(mean: Column, sd: Column, tokens: Column) -> tuple[Column, Column]:

@@ -22,7 +22,7 @@ from dora.orchestrator.core.lognormal import (
     Estimate,
     longest_quantile,
     remaining_tokens,
-    survival_chance,
+    running_chance,
 )
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
     "Recall",
     "longest_quantile",
     "remaining_tokens",
-    "survival_chance",
+    "running_chance",
 ]
 
 HORIZON = 8192  # responses: the level forgets at this pace, the trend and the variances at a quarter of it
@@ -203,11 +203,7 @@ class MixedModel:
         self._prompts = _Means(PROMPTS_MAX)
         self._noise = _Forgetting(4 * horizon, PRIOR_VARIANCE, PRIOR_COUNT)
         self._residual = _Forgetting(4 * horizon, 2.0 * PRIOR_VARIANCE, PRIOR_COUNT)
-        self._seen = 0
-
-    @property
-    def seen(self) -> int:
-        return self._seen
+        self.seen = 0
 
     def predict(self, prompt: PromptTraits) -> Estimate:
         level, seen = self._level.value, self._level.count
@@ -224,7 +220,7 @@ class MixedModel:
     def observe(self, prompt: PromptTraits, tokens: int) -> None:
         trend = self._trend.expected(prompt)  # first: it refuses prompts, and then nothing may have changed
         log_tokens = math.log(max(tokens, 1))
-        self._seen += 1
+        self.seen += 1
         self._level.add(log_tokens)
         relative = log_tokens - self._level.value
         self._residual.add((relative - trend) ** 2)

@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.line import Entry
-from dora.orchestrator.core.lognormal import survival_chance
+from dora.orchestrator.core.lognormal import running_chance
 from dora.orchestrator.core.table import Column
 
 if TYPE_CHECKING:
@@ -61,11 +59,10 @@ class RequestColumns:
 
     def runs_on(self, rows: Column, ahead_tokens: Column) -> Column:
         """The chance that these run on for so many more tokens: 0 or 1 where lengths are known. (rows, ahead)."""
-        log_sd = self.log_sd[rows]
-        if not log_sd.any():
-            known: Column = (self.remaining_tokens[rows, None] > ahead_tokens).astype(np.float64)
-            return known
-        return survival_chance(self.log_mean[rows], log_sd, self.tokens[rows], self.max_tokens[rows], ahead_tokens)
+        belief = (self.log_mean[rows], self.log_sd[rows])
+        return running_chance(
+            self.remaining_tokens[rows], *belief, self.tokens[rows], self.max_tokens[rows], ahead_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True)

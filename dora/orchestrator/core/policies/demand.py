@@ -26,9 +26,6 @@ class Demand:
         self._snapshot, self._lifespan, self._kept_free = snapshot, lifespan, kept_free
         requests = snapshot.requests
         self._context = (requests.prompt_tokens + requests.tokens).astype(np.float64)
-        self._runs_on = np.zeros((len(self._context), 2))  # chance that it runs on to LEVEL_TOKENS, HORIZON_TOKENS
-        rows = np.flatnonzero(requests.unfinished)
-        self._runs_on[rows] = requests.runs_on(rows, np.array([LEVEL_TOKENS, HORIZON_TOKENS]))
         self._seats = plannable(snapshot)
 
     def targets(self) -> dict[int, int]:
@@ -104,15 +101,23 @@ class Demand:
         need: dict[int, float] = {}
         for version in sorted({*versions, *np.unique(of_version).tolist()}):
             rows = unfinished[of_version == version]
-            later = float((self._context[rows] + HORIZON_TOKENS) @ self._runs_on[rows, 1])
-            kv = max(float(self._context[rows].sum()), later) + self._kept_free.get(version, 0.0)
+            kv = max(float(self._context[rows].sum()), float(self._later(rows, HORIZON_TOKENS).sum()))
+            kv += self._kept_free.get(version, 0.0)
             least = 1 if len(rows) or version == snapshot.newest else 0
             need[version] = max(least, kv / (FILL * kv_tokens), len(rows) / slots)
         return need
 
     def _shares(self) -> Column:
         """By row: KV of a request now, and LEVEL_TOKENS later."""
-        return np.stack([self._context, (self._context + LEVEL_TOKENS) * self._runs_on[:, 0]])
+        later, rows = np.zeros(len(self._context)), np.flatnonzero(self._snapshot.requests.unfinished)
+        later[rows] = self._later(rows, LEVEL_TOKENS)
+        return np.stack([self._context, later])
+
+    def _later(self, rows: Column, ahead_tokens: float) -> Column:
+        """KV that these will hold so many tokens later, each by the chance that it still runs."""
+        runs_on = self._snapshot.requests.runs_on(rows, np.array([ahead_tokens]))[:, 0]
+        later: Column = (self._context[rows] + ahead_tokens) * runs_on
+        return later
 
     def _dry(self) -> bool:
         """Whether the newest version has nothing and will get nothing: no prompt is left."""

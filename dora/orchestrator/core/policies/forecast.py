@@ -7,7 +7,7 @@ Summed over requests on a grid of ``h`` that is a forecast which can be added to
 import numpy as np
 
 from dora.orchestrator.core.floor import Floor
-from dora.orchestrator.core.prediction import survival_chance
+from dora.orchestrator.core.prediction import running_chance
 from dora.orchestrator.core.table import Column
 
 ENGINE_GRID = np.array([0.0, 300.0, 600.0, 1_000.0])  # tokens; beyond, the next plan can still move something
@@ -26,10 +26,7 @@ def rows_forecast(floor: Floor, rows: Column, grid: Column) -> tuple[Column, flo
     requests = floor.requests
     tokens = requests["tokens"][rows]
     context = (requests["prompt_tokens"][rows] + tokens).astype(np.float64)
-    log_sd = requests["log_sd"][rows]
-    if log_sd.any():
-        runs = survival_chance(requests["log_mean"][rows], log_sd, tokens, requests["max_tokens"][rows], grid)
-        forecast: Column = ((context[:, None] + grid) * runs).sum(axis=0)
-    else:  # lengths are known
-        forecast = on_grid(context, np.maximum(requests["expected"][rows] - tokens, 1.0), grid)
-    return forecast, float(context.sum())
+    remaining = np.maximum(requests["expected"][rows] - tokens, 1.0)
+    log_mean, log_sd, most = (requests[name][rows] for name in ("log_mean", "log_sd", "max_tokens"))
+    runs = running_chance(remaining, log_mean, log_sd, tokens, most, grid)
+    return ((context[:, None] + grid) * runs).sum(axis=0), float(context.sum())

@@ -31,9 +31,7 @@ from dora.orchestrator.core.snapshot import Move, Plan, Snapshot, Trigger
 from dora.orchestrator.core.state import Worker
 from dora.orchestrator.core.table import Column
 
-BELIEVED_FILL = (
-    0.955  # FILL where lengths are only believed: forecasts err, and being preempted costs more than it gains
-)
+BELIEVED_FILL = 0.955  # FILL where lengths are only believed: forecasts err, and preemption takes back what more gains
 EARLY_STEP = 0.3  # for this share of a step after a publish, what cannot end in time goes first
 NEAR_STEP = 0.25  # then: what could not begin after this share of a step
 DENSE = 0.10  # slots in use exceed KV in use by this share: longer prompts are taken
