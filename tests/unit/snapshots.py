@@ -45,7 +45,7 @@ def snapshot_of(workers: list[dict[str, int]], requests: list[tuple[int, int, in
         worker=seat,
         prompt_tokens=np.full(len(version), PROMPT_TOKENS),
         tokens=context - PROMPT_TOKENS,
-        remaining_tokens=np.broadcast_to(np.float64(fields.pop("remaining_tokens", 50.0)), version.shape),
+        expected_tokens=context - PROMPT_TOKENS + np.int64(fields.pop("remaining_tokens", 50)),
         max_tokens=np.full(len(version), MAX_TOKENS),
         log_mean=np.full(len(version), log_mean),
         log_sd=np.full(len(version), log_sd),

@@ -27,6 +27,14 @@ def test_with_nothing_to_spare_the_version_gives_that_overflows_least() -> None:
     assert targets[1] == 2  # the one with less KV
 
 
+def test_what_an_old_version_gives_up_goes_to_the_earliest_deadline_that_is_short() -> None:
+    """Version 0 can do with one; 1 and 2 need two each and have one. The newest would have kept it."""
+    workers = [{"loaded": version, "kv_tokens": 100_000} for version in (0, 0, 1, 2)]
+    requests = [(0, 0, 50_000), (0, 1, 1_000), (1, 2, 90_000), (1, 2, 60_000), (2, 3, 90_000), (2, 3, 60_000)]
+    targets = targets_of(snapshot_of(workers, requests, newest=2, admissible={2: 8}, backlog_longest=np.array([100.0])))
+    assert targets == {0: 0, 1: 1, 2: 1, 3: 2}
+
+
 def test_the_chance_to_run_on_is_certain_where_lengths_are_known() -> None:
     requests = snapshot_of([{"loaded": 0}], [(0, 0, 100)] * 3, remaining_tokens=600.0).requests
     assert requests.runs_on(np.array([0, 2]), np.array([599.0, 600.0])).tolist() == [[1.0, 0.0]] * 2

@@ -13,7 +13,7 @@ from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.policies.demand import Demand
 from dora.orchestrator.core.policies.lanes import LEAST_FILL, Lanes, plan_lanes
 from dora.orchestrator.core.policies.lifespan import Lifespan
-from dora.orchestrator.core.policies.outlook import FILL, SAFETY, lifespan_of
+from dora.orchestrator.core.policies.outlook import FILL, SAFETY, TAIL_STEP, lifespan_of
 from dora.orchestrator.core.snapshot import Snapshot
 from tests.unit.snapshots import snapshot_of
 
@@ -157,6 +157,21 @@ def test_a_step_whose_groups_are_all_there_ends_as_soon_as_the_trainer_can() -> 
     machine.state.window.left = 0
     assert outlook(machine, 10.0).next_s == pytest.approx(120.0)
     assert outlook(machine, 200.0).next_s == pytest.approx(201.0)
+
+
+def test_a_step_is_published_when_what_came_last_is_trained_on() -> None:
+    machine = machine_of(2, 100)
+    rhythm, window = machine.state.rhythm, machine.state.window
+    rhythm.took_s.append(120.0)
+    rhythm.tail_s = 20.0
+    window.left = 0
+    assert outlook(machine, 150.0).next_s == pytest.approx(150.0 + 1.0 + 20.0)
+    rhythm.tail_s = 200.0  # a trainer that was behind: its last groups waited for it
+    assert outlook(machine, 150.0).next_s == pytest.approx(150.0 + 1.0 + TAIL_STEP * 240.0)
+    window.step += 1  # it is full
+    rhythm.filled(140.0)
+    assert outlook(machine, 150.0).next_s == pytest.approx(140.0 + 200.0)
+    assert outlook(machine, 350.0).next_s == pytest.approx(351.0)
 
 
 def test_a_version_does_not_end_before_its_longest_response_can() -> None:

@@ -114,6 +114,15 @@ def test_a_response_that_stood_still_does_not_set_the_pace() -> None:
     assert rhythm.pace_s == pytest.approx(1.2 * 0.02)
 
 
+def test_the_rhythm_keeps_how_long_training_goes_on_after_a_step_is_full() -> None:
+    rhythm = Rhythm()
+    for published_s, filled_s in ((0.0, 0.0), (100.0, 80.0), (210.0, 200.0)):  # the first holds the start of everything
+        rhythm.filled(filled_s)
+        rhythm.published(published_s)
+    assert rhythm.step_s == pytest.approx(100.0 + 0.3 * 10.0)
+    assert rhythm.tail_s == pytest.approx(20.0 - 0.3 * 10.0)
+
+
 # ------------------------------------------------------------------------------------------------- on a small machine
 
 KV_TOKENS = 20_000
@@ -186,6 +195,18 @@ def test_believed_lengths_count_with_the_chance_that_they_still_run() -> None:
     share = held / ((context / len(rows) + grid) * len(rows))
     assert (np.diff(share) < 0).all()
     assert share[2] == pytest.approx(0.5, abs=0.01)  # the median
+
+
+def test_of_the_kv_far_ahead_a_share_is_left_for_what_begins_later() -> None:
+    """One DP group, window 3: 20,000 tokens of KV at 0.97; one of 19,400 would fit without the headroom."""
+    machine = machine_of(8, [19_400, 16_400], window=3)
+    machine.state.rhythm.step_s = 1_000.0
+    machine.handle(on.WorkerJoined("w0", 1, 64, KV_TOKENS), 1.0)
+    reservations = Reservations()
+    assert reservations.refresh(Floor(machine.state))
+    longer, shorter = machine.state.backlog
+    assert not reservations.reserve(0, longer)
+    assert reservations.reserve(0, shorter)
 
 
 def test_reservations_know_nothing_before_the_first_steps() -> None:

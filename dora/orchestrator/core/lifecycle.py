@@ -150,6 +150,7 @@ def end_if_exhausted(state: State) -> None:
 def _close(state: State, step: int, *, exhausted: bool = False) -> None:
     state.out.append(do.CloseStep(step, state.trainer_epoch, exhausted))
     state.stream_step = None
+    state.rhythm.filled(state.now_s)
     state.settling = True  # the window has moved on
 
 

@@ -128,6 +128,16 @@ def running_chance(
     return known
 
 
+def expected_remaining(
+    expected_tokens: Column, log_mean: Column, log_sd: Column, tokens: Column, max_tokens: Column
+) -> Column:
+    """Tokens still to come: what is left of ``expected_tokens`` where all lengths are known. Shape (rows,)."""
+    if log_sd.any():
+        return remaining_tokens(log_mean, log_sd, tokens, max_tokens)
+    known: Column = np.maximum(expected_tokens - tokens, 0).astype(np.float64)
+    return known
+
+
 def _blockwise(kernel: Callable[[Column, Column, Column, Column], Column], *columns: Column) -> Column:
     """The kernel's result, rows along its last axis."""
     rows = len(columns[0])

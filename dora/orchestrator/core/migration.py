@@ -43,8 +43,10 @@ class _Board:
     def __init__(self, snapshot: Snapshot, targets: Mapping[int, int]) -> None:
         workers = snapshot.workers
         requests = self.requests = snapshot.requests
-        far_from_end = requests.movable & (requests.worker >= 0) & (requests.remaining_tokens > SHORTEST_MOVE_TOKENS)
-        self._far_from_end = np.flatnonzero(far_from_end)
+        movable = np.flatnonzero(requests.movable & (requests.worker >= 0))
+        self._remaining = np.zeros(len(requests.tokens))  # by row, of those that may move
+        self._remaining[movable] = requests.remaining_tokens(movable)
+        self._far_from_end = movable[self._remaining[movable] > SHORTEST_MOVE_TOKENS]
         self._seat_of = requests.worker[self._far_from_end]
         self.held = workers.held.copy()
         self.claimed = workers.kv_claimed.copy()
@@ -64,7 +66,7 @@ class _Board:
     def displaced(self, moves_max: int) -> list[Move]:
         requests = self.requests
         rows = self._far_from_end[~self.stays[self._seat_of]]
-        rows = rows[np.argsort(-requests.remaining_tokens[rows], kind="stable")]  # the longest gain most
+        rows = rows[np.argsort(-self._remaining[rows], kind="stable")]  # the longest gain most
         moves: list[Move] = []
         misses: Counter[int] = Counter()
         for row, version in zip(rows.tolist(), requests.version[rows].tolist(), strict=True):
@@ -106,7 +108,7 @@ class _Board:
         rows = self._longest.get(seat)
         if rows is None:
             on_seat = self._far_from_end[self._seat_of == seat]
-            order = np.argsort(-self.requests.remaining_tokens[on_seat], kind="stable")
+            order = np.argsort(-self._remaining[on_seat], kind="stable")
             rows = self._longest[seat] = on_seat[order[::-1]].tolist()
         return rows.pop() if rows else None
 
@@ -127,7 +129,7 @@ class _Board:
 
     def _claim(self, row: int) -> int:
         requests = self.requests
-        return int(requests.prompt_tokens[row] + requests.tokens[row] + requests.remaining_tokens[row])
+        return int(requests.prompt_tokens[row] + requests.tokens[row] + self._remaining[row])
 
     def _move(self, row: int, seat: int) -> Move:
         source = int(self.requests.worker[row])

@@ -21,7 +21,6 @@ from dora.errors import InvalidValue
 from dora.orchestrator.core.lognormal import (
     Estimate,
     longest_quantile,
-    remaining_tokens,
     running_chance,
 )
 
@@ -33,7 +32,6 @@ __all__ = [
     "PromptTraits",
     "Recall",
     "longest_quantile",
-    "remaining_tokens",
     "running_chance",
 ]
 

@@ -52,6 +52,8 @@ class Rhythm:
         self.published_s = 0.0  # when the newest version was published
         self.took_s: deque[float] = deque(maxlen=LAST_STEPS)  # between the last publishes
         self.step_s = 0.0  # mean time between publishes; 0: not known yet
+        self.filled_s = 0.0  # when the last step that is full became so
+        self.tail_s = 0.0  # mean time from there to the publish; 0: not known yet
         self.pace_s = 0.0  # seconds a token; 0: not known yet
         self.mix = LengthMix()  # of the prompts drawn
         self._publishes = 0
@@ -61,11 +63,14 @@ class Rhythm:
         self._publishes += 1
         took_s, self.published_s = now_s - self.published_s, now_s
         if self._publishes > 1:
+            weight = SMOOTHING if self.step_s else 1.0
             self.took_s.append(took_s)
-        if self._publishes == 2:
-            self.step_s = took_s
-        elif self._publishes > 2:
-            self.step_s += SMOOTHING * (took_s - self.step_s)
+            self.step_s += weight * (took_s - self.step_s)
+            self.tail_s += weight * (now_s - self.filled_s - self.tail_s)
+
+    def filled(self, now_s: float) -> None:
+        """The last group of a step went to the trainer."""
+        self.filled_s = now_s
 
     def generated(self, tokens: int, took_s: float) -> None:
         """So many tokens of one response were generated in one stay on a worker."""

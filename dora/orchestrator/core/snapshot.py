@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.line import Entry
-from dora.orchestrator.core.lognormal import running_chance
+from dora.orchestrator.core.lognormal import expected_remaining, running_chance
 from dora.orchestrator.core.table import Column
 
 if TYPE_CHECKING:
@@ -52,17 +52,21 @@ class RequestColumns:
     worker: Column  # int64 seat, -1: waiting for one
     prompt_tokens: Column  # int64
     tokens: Column  # int64, response tokens so far
-    remaining_tokens: Column  # float64, predicted
+    expected_tokens: Column  # int64, of the whole response, as predicted before it began
     max_tokens: Column  # int64, at which a response is cut
     log_mean: Column  # float64, belief about a response's log tokens
     log_sd: Column  # float64, 0 where the length is known
 
     def runs_on(self, rows: Column, ahead_tokens: Column) -> Column:
         """The chance that these run on for so many more tokens: 0 or 1 where lengths are known. (rows, ahead)."""
+        tokens = self.tokens[rows]
         belief = (self.log_mean[rows], self.log_sd[rows])
-        return running_chance(
-            self.remaining_tokens[rows], *belief, self.tokens[rows], self.max_tokens[rows], ahead_tokens
-        )
+        return running_chance(self.expected_tokens[rows] - tokens, *belief, tokens, self.max_tokens[rows], ahead_tokens)
+
+    def remaining_tokens(self, rows: Column) -> Column:
+        """Tokens that these have still to come, as expected; float64. Worked out where asked for: it takes long."""
+        belief = (self.log_mean[rows], self.log_sd[rows])
+        return expected_remaining(self.expected_tokens[rows], *belief, self.tokens[rows], self.max_tokens[rows])
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from operator import attrgetter
 
 import numpy as np
 
-from dora.orchestrator.core.prediction import remaining_tokens
 from dora.orchestrator.core.snapshot import RequestColumns, Snapshot, WorkerColumns
 from dora.orchestrator.core.state import RequestStatus, State, Worker
 from dora.orchestrator.core.table import Column, Table
@@ -36,7 +35,7 @@ def snapshot(state: State) -> Snapshot:
             worker=requests["worker"] - 1,
             prompt_tokens=requests["prompt_tokens"],
             tokens=requests["tokens"],
-            remaining_tokens=remaining(requests),
+            expected_tokens=requests["expected"],
             max_tokens=requests["max_tokens"],
             log_mean=requests["log_mean"],
             log_sd=requests["log_sd"],
@@ -49,18 +48,6 @@ def unfinished(requests: Table) -> Column:
     status = requests["status"]
     mask: Column = (status == WAITING) | (status == RUNNING)
     return mask
-
-
-def remaining(requests: Table) -> Column:
-    """Predicted tokens still to come, by row, for the rows in use."""
-    if not requests["log_sd"].any():  # lengths are known
-        known: Column = np.maximum(requests["expected"] - requests["tokens"], 0).astype(np.float64)
-        return known
-    rows = np.flatnonzero(requests["status"] > 0)
-    tokens, log_sd = requests["tokens"][rows], requests["log_sd"][rows]
-    believed = np.zeros(requests.capacity)
-    believed[rows] = remaining_tokens(requests["log_mean"][rows], log_sd, tokens, requests["max_tokens"][rows])
-    return believed
 
 
 def _worker_columns(state: State) -> WorkerColumns:

@@ -27,6 +27,8 @@ class Demand:
         requests = snapshot.requests
         self._context = (requests.prompt_tokens + requests.tokens).astype(np.float64)
         self._seats = plannable(snapshot)
+        self._unfinished = np.flatnonzero(requests.unfinished)
+        self._later: dict[float, Column] = {}  # tokens ahead -> KV that each unfinished request will hold by then
 
     def targets(self) -> dict[int, int]:
         """Seat -> version. Every version with unfinished requests keeps or gets at least one DP group.
@@ -41,6 +43,7 @@ class Demand:
         if self._dry():
             cover(snapshot, target)
             return target
+        self._look_ahead(LEVEL_TOKENS, HORIZON_TOKENS)
         exact = self._needs({*target.values(), newest})
         need = {version: ceil(groups) for version, groups in exact.items()}
         if lifespan is not None:
@@ -61,8 +64,8 @@ class Demand:
 
         for version in sorted(need):
             if version < newest and (lifespan is not None or self._ends(version)):
-                while len(have[version]) > need[version]:
-                    give(version, newest)
+                while len(have[version]) > need[version]:  # at once to the one that would get it in the end
+                    give(version, next((v for v in sorted(need) if len(have[v]) < need[v]), newest))
         for version in sorted(need):  # the earliest deadline first
             while len(have[version]) < need[version]:
                 donors = [v for v in need if v != version and len(have[v]) > need[v]]
@@ -82,7 +85,7 @@ class Demand:
         requests = self._snapshot.requests
         rows = np.flatnonzero(requests.movable & (requests.worker >= 0))
         rows = rows[~board.stays[requests.worker[rows]]]
-        for row in rows[np.argsort(-requests.remaining_tokens[rows], kind="stable")].tolist():
+        for row in rows[np.argsort(-requests.remaining_tokens(rows), kind="stable")].tolist():
             board.move(row)
         for row, seat in board.lanes.to_lane.items():
             if requests.movable[row] and board.stays[requests.worker[row]]:
@@ -93,15 +96,16 @@ class Demand:
 
     def _needs(self, versions: set[int]) -> dict[int, float]:
         """DP groups that each version needs for its requests' KV, now and at the horizon; the newest one at least."""
-        snapshot, requests = self._snapshot, self._snapshot.requests
-        unfinished = np.flatnonzero(requests.unfinished)
-        of_version = requests.version[unfinished]
+        snapshot, unfinished = self._snapshot, self._unfinished
+        of_version = snapshot.requests.version[unfinished]
+        later = self._look_ahead(HORIZON_TOKENS)
         kv_tokens = float(snapshot.workers.kv_tokens[self._seats].mean()) if self._seats else 1.0
         slots = float(snapshot.workers.slots[self._seats].mean()) if self._seats else 1.0
         need: dict[int, float] = {}
         for version in sorted({*versions, *np.unique(of_version).tolist()}):
-            rows = unfinished[of_version == version]
-            kv = max(float(self._context[rows].sum()), float(self._later(rows, HORIZON_TOKENS).sum()))
+            its = of_version == version
+            rows = unfinished[its]
+            kv = max(float(self._context[rows].sum()), float(later[its].sum()))
             kv += self._kept_free.get(version, 0.0)
             least = 1 if len(rows) or version == snapshot.newest else 0
             need[version] = max(least, kv / (FILL * kv_tokens), len(rows) / slots)
@@ -109,15 +113,22 @@ class Demand:
 
     def _shares(self) -> Column:
         """By row: KV of a request now, and LEVEL_TOKENS later."""
-        later, rows = np.zeros(len(self._context)), np.flatnonzero(self._snapshot.requests.unfinished)
-        later[rows] = self._later(rows, LEVEL_TOKENS)
+        later = np.zeros(len(self._context))
+        later[self._unfinished] = self._look_ahead(LEVEL_TOKENS)
         return np.stack([self._context, later])
 
-    def _later(self, rows: Column, ahead_tokens: float) -> Column:
-        """KV that these will hold so many tokens later, each by the chance that it still runs."""
-        runs_on = self._snapshot.requests.runs_on(rows, np.array([ahead_tokens]))[:, 0]
-        later: Column = (self._context[rows] + ahead_tokens) * runs_on
-        return later
+    def _look_ahead(self, *ahead_tokens: float) -> Column:
+        """KV that each unfinished request will hold so many tokens later, by the chance that it still runs.
+
+        Of the first of ``ahead_tokens``; the others are made with it, as chances at several times share half their
+        work, and are kept.
+        """
+        if ahead_tokens[0] not in self._later:
+            rows = self._unfinished
+            runs_on = self._snapshot.requests.runs_on(rows, np.array(ahead_tokens))
+            for tokens, runs in zip(ahead_tokens, runs_on.T, strict=True):
+                self._later[tokens] = (self._context[rows] + tokens) * runs
+        return self._later[ahead_tokens[0]]
 
     def _dry(self) -> bool:
         """Whether the newest version has nothing and will get nothing: no prompt is left."""

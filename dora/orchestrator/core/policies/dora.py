@@ -56,7 +56,7 @@ def remaining_work(snapshot: Snapshot) -> dict[int, float]:
     requests = snapshot.requests
     rows = np.flatnonzero(requests.unfinished)
     versions, inverse = np.unique(requests.version[rows], return_inverse=True)
-    sums = np.bincount(inverse, weights=requests.remaining_tokens[rows] + 1, minlength=len(versions))
+    sums = np.bincount(inverse, weights=requests.remaining_tokens(rows) + 1, minlength=len(versions))
     work = {int(version): float(total) for version, total in zip(versions, sums, strict=True)}
     supply = max(0, snapshot.admissible.get(snapshot.newest, 0)) * snapshot.group_tokens
     work[snapshot.newest] = work.get(snapshot.newest, 0.0) + supply

@@ -54,7 +54,7 @@ def plan_lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None) -> 
     rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
     if snapshot.cost is None or lifespan is None or not lifespan.hurried or not len(rows):
         return found
-    remaining = requests.remaining_tokens[rows]
+    remaining = requests.remaining_tokens(rows)
     rows = rows[remaining > NEAR_SHARE * remaining.max()]
     versions = requests.version[rows]
     least_fill = LEAST_FILL * lifespan.lane_fill
@@ -71,13 +71,13 @@ def _open(
 ) -> None:
     """The lanes of one version, of which ``rows`` are to end within ``left_s``: the most hurried on the first."""
     requests, workers = snapshot.requests, snapshot.workers
-    needed_s = left_s / requests.remaining_tokens[rows]
+    needed_s = left_s / requests.remaining_tokens(rows)
     hurried = needed_s < cost.decode_step_s(max(1, int(workers.held[seats].mean())), float(found.cap[seats].mean()))
     rows, needed_s = rows[hurried], needed_s[hurried]
     order = np.argsort(needed_s, kind="stable")
     rows, needed_s = rows[order], needed_s[order]
     found.hurried[rows] = True
-    remaining = requests.remaining_tokens[rows]
+    remaining = requests.remaining_tokens(rows)
     shares = requests.prompt_tokens[rows] + requests.tokens[rows] + np.minimum(AHEAD_TOKENS, remaining)
     # where most of them are already, there is least to move
     present = np.bincount(requests.worker[rows], weights=shares, minlength=len(found.cap))

@@ -3,14 +3,15 @@
 import numpy as np
 
 from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.lognormal import expected_remaining
 from dora.orchestrator.core.policies.lifespan import MARGIN_STEP, Lifespan
 from dora.orchestrator.core.policies.pacing import Engine, Pacing
-from dora.orchestrator.core.view import remaining
 
 FILL = 0.97  # share of a DP group's KV that is to be used
 SAFETY = 1.04  # a token takes this much longer than of late
 LOSS = 1.04  # a step takes this much longer than the work of its responses on KV that is always full
 SHORTEST_STEP = 0.8  # of the mean time between publishes: a step is not expected to be shorter
+TAIL_STEP = 0.12  # share of a step that training may go on after its last group: longer, the trainer was behind
 SKEW = 0.25  # prompts that wait cost this share more than those drawn: from here on steps are expected to be longer
 LANE_FILL = 0.55  # share of KV in use at which a DP group is as fast as is worth while, where nothing needs less
 WORTH = 0.95  # it is worth while only where a token then takes less than this share of what it takes on a full one
@@ -44,7 +45,9 @@ def lifespan_of(floor: Floor) -> Lifespan:
     longest = _longest_remaining(floor)
     least_end_s = {version: floor.now_s + SAFETY * lane_s * tokens for version, tokens in longest.items()}
     due = floor.newest - window.size + 1
-    next_s = max(_next_s(floor, step_s, longest.get(due, 0.0)), least_end_s.get(due, 0.0))
+    next_s = _next_s(floor, step_s, longest.get(due, 0.0))
+    if due in least_end_s:
+        next_s = max(next_s, least_end_s[due] + _tail_s(floor, step_s))
     return Lifespan(
         groups=groups,
         window=max(1, min(window.size, groups)),  # each version needs a DP group of its own
@@ -62,18 +65,23 @@ def _next_s(floor: Floor, step_s: float, due_tokens: float) -> float:
     """When the next version is published: as planned; earlier, where the due version ends early; or later.
 
     Earlier matters to a narrow window: what begins now has so much less time. It can be no shorter than what a trainer
-    took of late for a step that it had in full. A step cannot end before the groups that it lacks have finished, and
-    they finish at the rate of a step's in a step. ``due_tokens``: of the due version's longest response, still to come.
+    took of late for a step that it had in full. A step cannot be full before the groups that it lacks have finished,
+    and they finish at the rate of a step's in a step; then the last of them are trained on.
+    ``due_tokens``: of the due version's longest response, still to come.
     """
     rhythm = floor.rhythm
-    training = floor.window.step == floor.newest  # the step is not full yet
-    lacking_s = floor.lacking() * step_s if training else 0.0
-    next_s = rhythm.published_s + step_s
-    if training:
-        ends_s = floor.now_s + max(lacking_s, SAFETY * rhythm.pace_s * due_tokens)
-        trained_s = rhythm.published_s + min(rhythm.took_s, default=step_s)
-        next_s = min(next_s, max(ends_s, trained_s))
-    return max(next_s, floor.now_s + 1.0 + lacking_s)
+    if floor.window.step > floor.newest:  # the step is full
+        return max(rhythm.filled_s + rhythm.tail_s, floor.now_s + 1.0)
+    lacking_s, tail_s = floor.lacking() * step_s, _tail_s(floor, step_s)
+    full_s = floor.now_s + max(lacking_s, SAFETY * rhythm.pace_s * due_tokens)
+    trained_s = rhythm.published_s + min(rhythm.took_s, default=step_s)
+    next_s = min(rhythm.published_s + step_s, max(full_s + tail_s, trained_s))
+    return max(next_s, floor.now_s + 1.0 + lacking_s + tail_s)
+
+
+def _tail_s(floor: Floor, step_s: float) -> float:
+    """How long training goes on after a step's last group."""
+    return min(floor.rhythm.tail_s, TAIL_STEP * step_s)
 
 
 def _pacing(floor: Floor, groups: int, life_steps: float) -> Pacing | None:
@@ -87,6 +95,7 @@ def _pacing(floor: Floor, groups: int, life_steps: float) -> Pacing | None:
 
 def _longest_remaining(floor: Floor) -> dict[int, float]:
     """By version: tokens to come of its longest response."""
-    rows = floor.unfinished()
-    versions, tokens = floor.requests["version"][rows], remaining(floor.requests)[rows]
+    rows, requests = floor.unfinished(), floor.requests
+    columns = (requests[name][rows] for name in ("expected", "log_mean", "log_sd", "tokens", "max_tokens"))
+    versions, tokens = requests["version"][rows], expected_remaining(*columns)
     return {int(version): float(tokens[versions == version].max()) for version in np.unique(versions)}

@@ -11,6 +11,8 @@ from dora.orchestrator.core.table import Column
 
 REFRESH_S = 5.0  # the forecast is made anew after this, or after this share of a step: in between it only grows
 REFRESH_STEP = 0.02
+HEADROOM = 0.15  # share of the KV far ahead that is not reserved: publishes come early or late, and what begins later
+HEADROOM_TOKENS = 8_000.0  # fills it with shorter responses; from this far ahead on, and in proportion before
 GRID = np.array(
     [0, 250, 500, 750, 1000, 1500, 2000, 3000, 4000, 5500, 7000, 9000, 11000, 13500, 16000, 19000, 22000, 25500.0]
 )
@@ -72,6 +74,8 @@ class Reservations:
         kv_tokens = max(1.0, FILL * floor.kv_tokens() / max(1, lifespan.groups))  # of one DP group
         for known in self._reserved.keys() - set(floor.versions()):
             del self._reserved[known], self._limit[known]
+        # where the longest cannot end in time on full DP groups they need all the KV there is, as early as can be
+        share = 1.0 if lifespan.hurried else 1.0 - HEADROOM * np.minimum(1.0, GRID / HEADROOM_TOKENS)
         spare = np.zeros(len(GRID))
         for version in reversed(floor.versions()):
             self._reserved[version] = rows_forecast(floor, rows[versions == version], GRID)[0]
@@ -84,4 +88,4 @@ class Reservations:
             elif spare.any():
                 hosts, spare = hosts + spare, np.zeros(len(GRID))
             hosts[0] = max(hosts[0], len(floor.hosts(version)))
-            self._limit[version] = kv_tokens * hosts - kept_free
+            self._limit[version] = kv_tokens * hosts * share - kept_free
