@@ -199,7 +199,7 @@ def test_believed_lengths_count_with_the_chance_that_they_still_run() -> None:
 
 def test_of_the_kv_far_ahead_a_share_is_left_for_what_begins_later() -> None:
     """One DP group, window 3: 20,000 tokens of KV at 0.97; one of 19,400 would fit without the headroom."""
-    machine = machine_of(8, [19_400, 16_400], window=3)
+    machine = machine_of(8, [19_400, 15_500], window=3)
     machine.state.rhythm.step_s = 1_000.0
     machine.handle(on.WorkerJoined("w0", 1, 64, KV_TOKENS), 1.0)
     reservations = Reservations()
