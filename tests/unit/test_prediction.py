@@ -8,14 +8,8 @@ import pytest
 
 from dora.errors import InvalidValue
 from dora.orchestrator.core import prediction
-from dora.orchestrator.core.prediction import (
-    PREDICTORS,
-    Predictor,
-    PromptTraits,
-    Recall,
-    RegressionTrend,
-    longest_quantile,
-)
+from dora.orchestrator.core.lognormal import longest_quantile
+from dora.orchestrator.core.prediction import PREDICTORS, Predictor, PromptTraits, Recall, RegressionTrend
 from dora.sim.scenario import Lengths, Workload
 from dora.sim.workload import SimPrompt, WorkloadStream
 

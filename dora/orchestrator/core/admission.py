@@ -9,7 +9,8 @@ from dora.errors import InvalidValue
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.line import Entry, Line
-from dora.orchestrator.core.prediction import Estimate, PromptTraits, longest_quantile
+from dora.orchestrator.core.lognormal import Estimate, longest_quantile
+from dora.orchestrator.core.prediction import PromptTraits
 from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
 
 BACKLOG_MIN_GROUPS = 16

@@ -18,22 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from dora.errors import InvalidValue
-from dora.orchestrator.core.lognormal import (
-    Estimate,
-    longest_quantile,
-    running_chance,
-)
-
-__all__ = [
-    "PREDICTORS",
-    "Estimate",
-    "Given",
-    "Predictor",
-    "PromptTraits",
-    "Recall",
-    "longest_quantile",
-    "running_chance",
-]
+from dora.orchestrator.core.lognormal import Estimate
 
 HORIZON = 8192  # responses: the level forgets at this pace, the trend and the variances at a quarter of it
 BLOCK = 64  # responses between two fits of the regression

@@ -43,7 +43,6 @@ class Demand:
         if self._dry():
             cover(snapshot, target)
             return target
-        self._look_ahead(LEVEL_TOKENS, HORIZON_TOKENS)
         exact = self._needs({*target.values(), newest})
         need = {version: ceil(groups) for version, groups in exact.items()}
         if lifespan is not None:
@@ -98,7 +97,7 @@ class Demand:
         """DP groups that each version needs for its requests' KV, now and at the horizon; the newest one at least."""
         snapshot, unfinished = self._snapshot, self._unfinished
         of_version = snapshot.requests.version[unfinished]
-        later = self._look_ahead(HORIZON_TOKENS)
+        later = self._look_ahead(HORIZON_TOKENS, LEVEL_TOKENS)
         kv_tokens = float(snapshot.workers.kv_tokens[self._seats].mean()) if self._seats else 1.0
         slots = float(snapshot.workers.slots[self._seats].mean()) if self._seats else 1.0
         need: dict[int, float] = {}

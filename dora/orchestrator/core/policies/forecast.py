@@ -7,7 +7,7 @@ Summed over requests on a grid of ``h`` that is a forecast which can be added to
 import numpy as np
 
 from dora.orchestrator.core.floor import Floor
-from dora.orchestrator.core.prediction import running_chance
+from dora.orchestrator.core.lognormal import running_chance
 from dora.orchestrator.core.table import Column
 
 ENGINE_GRID = np.array([0.0, 300.0, 600.0, 1_000.0])  # tokens; beyond, the next plan can still move something

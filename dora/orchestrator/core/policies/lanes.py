@@ -55,29 +55,37 @@ def plan_lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None) -> 
     if snapshot.cost is None or lifespan is None or not lifespan.hurried or not len(rows):
         return found
     remaining = requests.remaining_tokens(rows)
-    rows = rows[remaining > NEAR_SHARE * remaining.max()]
+    far = remaining > NEAR_SHARE * remaining.max()
+    rows, remaining = rows[far], remaining[far]
     versions = requests.version[rows]
     least_fill = LEAST_FILL * lifespan.lane_fill
     for version in np.unique(versions).tolist():
         seats = np.flatnonzero(stays & (workers.loaded == version))
         if len(seats):
             left_s = lifespan.end_s(version) - snapshot.now_s
-            _open(found, snapshot, snapshot.cost, rows[versions == version], seats, left_s, least_fill)
+            its = versions == version
+            _open(found, snapshot, snapshot.cost, rows[its], remaining[its], seats, left_s, least_fill)
     return found
 
 
 def _open(
-    found: Lanes, snapshot: Snapshot, cost: CostModel, rows: Column, seats: Column, left_s: float, least_fill: float
+    found: Lanes,
+    snapshot: Snapshot,
+    cost: CostModel,
+    rows: Column,
+    remaining: Column,
+    seats: Column,
+    left_s: float,
+    least_fill: float,
 ) -> None:
     """The lanes of one version, of which ``rows`` are to end within ``left_s``: the most hurried on the first."""
     requests, workers = snapshot.requests, snapshot.workers
-    needed_s = left_s / requests.remaining_tokens(rows)
-    hurried = needed_s < cost.decode_step_s(max(1, int(workers.held[seats].mean())), float(found.cap[seats].mean()))
-    rows, needed_s = rows[hurried], needed_s[hurried]
+    needed_s = left_s / remaining
+    full_s = cost.decode_step_s(max(1, int(workers.held[seats].mean())), float(found.cap[seats].mean()))
     order = np.argsort(needed_s, kind="stable")
-    rows, needed_s = rows[order], needed_s[order]
+    order = order[needed_s[order] < full_s]
+    rows, needed_s, remaining = rows[order], needed_s[order], remaining[order]
     found.hurried[rows] = True
-    remaining = requests.remaining_tokens(rows)
     shares = requests.prompt_tokens[rows] + requests.tokens[rows] + np.minimum(AHEAD_TOKENS, remaining)
     # where most of them are already, there is least to move
     present = np.bincount(requests.worker[rows], weights=shares, minlength=len(found.cap))

@@ -11,8 +11,10 @@ from dora.orchestrator.core.table import Column
 
 REFRESH_S = 5.0  # the forecast is made anew after this, or after this share of a step: in between it only grows
 REFRESH_STEP = 0.02
-HEADROOM = 0.15  # share of the KV far ahead that is not reserved: publishes come early or late, and what begins later
-HEADROOM_TOKENS = 8_000.0  # fills it with shorter responses; from this far ahead on, and in proportion before
+# Share of the KV far ahead that is not reserved: publishes come early or late, and what begins later fills it with
+# shorter responses. From HEADROOM_TOKENS ahead on, and in proportion before.
+HEADROOM = 0.15
+HEADROOM_TOKENS = 8_000.0
 GRID = np.array(
     [0, 250, 500, 750, 1000, 1500, 2000, 3000, 4000, 5500, 7000, 9000, 11000, 13500, 16000, 19000, 22000, 25500.0]
 )
