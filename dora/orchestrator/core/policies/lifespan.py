@@ -7,6 +7,9 @@ about once in W - 1 steps, one at a time, and at every moment the shares of the 
 
     W = 3, E = 6, DP groups by age     newest 1 2 | middle 3 3 | due 2 1 | 0
 
+The due version ends some percent of a step before the publish. Until then its last DP groups are the newest's: else
+they would stand idle, and a version that has 2 and is to have 3 from the publish on is the sooner full.
+
 Why this shape: a DP group that begins a version is short of KV for minutes, as all its requests are young, so the fewer
 changes the better; and the due version must end with its deadline, so it has to give up what it holds gradually.
 """
@@ -54,6 +57,10 @@ class Lifespan:
         age = np.minimum(self.newest - version + np.where(at < self.next_s, now_on, later), self.window - 0.001)
         alive = at < self.end_s(version)
         hosts: Column = np.where(alive, self._by_age(age), 0.0)
+        if version == self.newest and self.window > 1:
+            # the due version ends before the next publish: until then its last DP groups are the newest's
+            over = (at >= self.end_s(version - self.window + 1)) & (at < self.next_s)
+            hosts = hosts + np.where(over, self._by_age(age + self.window - 1.0), 0.0)
         return hosts
 
     def _by_age(self, age: Column) -> Column:

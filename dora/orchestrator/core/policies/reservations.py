@@ -15,6 +15,7 @@ REFRESH_STEP = 0.02
 # shorter responses. From HEADROOM_TOKENS ahead on, and in proportion before.
 HEADROOM = 0.15
 HEADROOM_TOKENS = 8_000.0
+HOLD_TOKENS = 6_000.0  # so far ahead a version fills the DP groups that it is late to give up
 GRID = np.array(
     [0, 250, 500, 750, 1000, 1500, 2000, 3000, 4000, 5500, 7000, 9000, 11000, 13500, 16000, 19000, 22000, 25500.0]
 )
@@ -78,16 +79,29 @@ class Reservations:
             del self._reserved[known], self._limit[known]
         # where the longest cannot end in time on full DP groups they need all the KV there is, as early as can be
         share = 1.0 if lifespan.hurried else 1.0 - HEADROOM * np.minimum(1.0, GRID / HEADROOM_TOKENS)
-        spare = np.zeros(len(GRID))
+        spare = np.zeros(len(GRID))  # what versions that can admit no more do not need: the newest can count on it
         for version in reversed(floor.versions()):
             self._reserved[version] = rows_forecast(floor, rows[versions == version], GRID)[0]
             kept_free = self.kept_free.get(version, 0.0)
             hosts = lifespan.hosts(version, floor.now_s + self.token_s * GRID)
-            if version < floor.newest and floor.window.admissible(version) < 1:
-                needs = np.ceil((self._reserved[version] + kept_free) / kv_tokens)
-                spare += np.maximum(0.0, hosts - needs)  # the next version that may admit can count on it
-                hosts = np.minimum(hosts, needs)
-            elif spare.any():
-                hosts, spare = hosts + spare, np.zeros(len(GRID))
+            needs = (self._reserved[version] + kept_free) / kv_tokens
+            if version == floor.newest:
+                hosts = hosts + spare
+            elif floor.window.admissible(version) < 1:
+                spare += np.maximum(0.0, hosts - np.ceil(needs))
+                hosts = np.minimum(hosts, np.ceil(needs))
+            else:
+                hosts = np.maximum(hosts, held_on(needs, len(floor.hosts(version))))
             hosts[0] = max(hosts[0], len(floor.hosts(version)))
             self._limit[version] = kv_tokens * hosts * share - kept_free
+
+
+def held_on(needs: Column, hosts: int) -> Column:
+    """DP groups that a version of ``hosts`` will not have given up by each point of GRID, whatever the schedule says.
+
+    Its longest responses began when the schedule was a little later, and now end a little after it. Until then it can
+    as well fill what they leave free, with what ends before them. ``needs``: DP groups, in parts, for all it admitted.
+    """
+    held = np.where(GRID <= HOLD_TOKENS, np.minimum(np.ceil(needs - HEADROOM), hosts), 0.0)
+    until: Column = np.maximum.accumulate(held[::-1])[::-1]
+    return until
