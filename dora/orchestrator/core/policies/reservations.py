@@ -84,6 +84,7 @@ class Reservations:
             self._reserved[version] = rows_forecast(floor, rows[versions == version], GRID)[0]
             kept_free = self.kept_free.get(version, 0.0)
             hosts = lifespan.hosts(version, floor.now_s + self.token_s * GRID)
+            present = len(floor.hosts(version))
             needs = (self._reserved[version] + kept_free) / kv_tokens
             if version == floor.newest:
                 hosts = hosts + spare
@@ -91,8 +92,8 @@ class Reservations:
                 spare += np.maximum(0.0, hosts - np.ceil(needs))
                 hosts = np.minimum(hosts, np.ceil(needs))
             else:
-                hosts = np.maximum(hosts, held_on(needs, len(floor.hosts(version))))
-            hosts[0] = max(hosts[0], len(floor.hosts(version)))
+                hosts = np.maximum(hosts, held_on(needs, present))
+            hosts[0] = max(hosts[0], present)
             self._limit[version] = kv_tokens * hosts * share - kept_free
 
 
