@@ -22,9 +22,25 @@ def test_with_nothing_to_spare_the_version_gives_that_overflows_least() -> None:
     """Version 0 fills 1.1 of its two DP groups, version 1 nearly 2: it is 0 that can do with one."""
     workers = [{"loaded": version, "kv_tokens": 100_000} for version in (0, 0, 1, 1)]
     requests = [(0, 0, 54_000), (0, 1, 53_000), (1, 2, 95_000), (1, 3, 94_000)]
-    targets = targets_of(snapshot_of(workers, requests, newest=2, window=4, admissible={0: 1, 1: 1, 2: 8}))
+    targets = targets_of(snapshot_of(workers, requests, newest=2, window=4, admissible={0: 1, 2: 8}))
     assert sorted(targets.values()) == [0, 1, 1, 2]
     assert targets[1] == 2  # the one with less KV
+
+
+def test_few_dp_groups_pass_a_version_over_while_the_one_before_may_begin_more() -> None:
+    """Four of them, window 3: every second version is taken up."""
+    workers, requests = [{"loaded": 0}] * 4, [(0, seat, 500) for seat in range(4)]
+
+    def targets(newest: int, **admissible: int) -> list[int]:
+        may = {int(version[1:]): groups for version, groups in admissible.items()}
+        snapshot = snapshot_of(
+            workers, requests, newest=newest, admissible=may, backlog_longest=np.array([100.0]), window=3
+        )
+        return sorted(targets_of(snapshot).values())
+
+    assert targets(1, v0=4, v1=8) == [0, 0, 0, 0]
+    assert targets(1, v0=0, v1=8)[-1] == 1  # else DP groups would stand idle
+    assert targets(2, v0=4, v1=8, v2=8)[-1] == 2
 
 
 def test_what_an_old_version_gives_up_goes_to_the_earliest_deadline_that_is_short() -> None:

@@ -29,9 +29,8 @@ def lanes_snapshot(requests: list[tuple[int, int, int]], seats: int = 4, cost: C
 
 
 def hurried_until(end_s: float, hurried: bool = True) -> Lifespan:
-    return Lifespan(
-        4, 1, 0, published_s=0.0, next_s=0.0, step_s=1.0, hurried=hurried, lane_fill=0.5, least_end_s={0: end_s}
-    )
+    times = {"published_s": 0.0, "next_s": 0.0, "step_s": 1.0}
+    return Lifespan(4, 1, 0, 0, 1, **times, hurried=hurried, lane_fill=0.5, least_end_s={0: end_s})
 
 
 def found(snapshot: Snapshot, lifespan: Lifespan | None) -> Lanes:

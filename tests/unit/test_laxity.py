@@ -16,32 +16,44 @@ from dora.orchestrator.core.line import Backlog
 from dora.orchestrator.core.policies.forecast import rows_forecast
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.orchestrator.core.policies.lifespan import Lifespan
-from dora.orchestrator.core.policies.reservations import GRID, Reservations, held_on
+from dora.orchestrator.core.policies.reservations import GRID, RISK, Reservations, held_on
+from dora.orchestrator.core.policies.stride import LEAST_GROUPS, leading, stride_of
 from dora.orchestrator.core.prediction import PromptTraits
 from dora.orchestrator.core.rhythm import Rhythm
 from dora.sim.presets import composed
 from dora.sim.run import simulate
+from dora.sim.world import World
 
 STEP_S = 100.0
 
 
-def lifespan_of(groups: int, window: int, newest: int = 9) -> Lifespan:
-    return Lifespan(groups, min(window, groups), newest, published_s=1000.0, next_s=1000.0 + STEP_S, step_s=STEP_S)
+def lifespan_of(groups: int, window: int, stride: int = 1, passed_over: int = 0) -> Lifespan:
+    """The newest version is 9; so many were passed over since one was taken up."""
+    return Lifespan(groups, window, 9, 9 - passed_over, stride, 1000.0, next_s=1000.0 + STEP_S, step_s=STEP_S)
 
 
-@given(groups=st.integers(6, 200), window=st.integers(1, 6), part=st.floats(0.0, 2.999))
-def test_live_versions_share_all_dp_groups(groups: int, window: int, part: float) -> None:
+@st.composite
+def lifespans(draw: st.DrawFn) -> Lifespan:
+    window = draw(st.integers(1, 7))
+    stride = draw(st.sampled_from([stride for stride in range(1, max(2, window)) if (window - 1) % stride == 0]))
+    least = max(2, (window - 1) // stride + 1) if window > 1 else 1
+    return lifespan_of(draw(st.integers(least * 2, 200)), window, stride, draw(st.integers(0, stride - 1)))
+
+
+@given(lifespan=lifespans(), part=st.floats(0.0, 2.999))
+def test_live_versions_share_all_dp_groups(lifespan: Lifespan, part: float) -> None:
     """At every moment, but for the margin in which the due version of a step yet to come is to have ended."""
-    lifespan = lifespan_of(groups, window)
-    at_s, publishes = 1000.0 + part * STEP_S, int(part)
+    window, at_s, publishes = lifespan.window, 1000.0 + part * STEP_S, int(part)
     live = range(9 + publishes - window + 1, 9 + publishes + 1)
-    shares = [float(lifespan.hosts(version, at_s)) for version in live]
-    ended = at_s >= lifespan.end_s(live[0])
-    assert sum(shares[ended:]) <= groups + 1e-6
+    hosted = [version for version in live if lifespan.taken_up(version)]
+    shares = {version: float(lifespan.hosts(version, at_s)) for version in live}
+    ended = at_s >= lifespan.end_s(live[0]) and lifespan.taken_up(live[0])
+    assert sum(shares.values()) <= lifespan.groups + 1e-6
     if not ended or (publishes == 0 and window > 1):
-        assert sum(shares) == pytest.approx(groups)
+        assert sum(shares.values()) == pytest.approx(lifespan.groups)
     if not ended:
-        assert min(shares) >= 1.0  # none is without a DP group
+        assert min(shares[version] for version in hosted) >= 1.0  # none is without a DP group
+    assert not any(shares[version] for version in live if version not in hosted)
     assert float(lifespan.hosts(live[0] - 1, at_s)) == 0.0
 
 
@@ -55,10 +67,29 @@ def test_a_version_grows_while_it_is_newest_and_shrinks_while_it_is_due(groups: 
     assert newest[-1] > newest[0] or groups // (window - 1) <= 2
 
 
-def test_the_example_of_the_docstring() -> None:
-    lifespan = lifespan_of(6, 3)
+def test_the_examples_of_the_docstring() -> None:
     at_s = np.array([1010.0, 1090.0])
-    assert [lifespan.hosts(version, at_s).tolist() for version in (9, 8, 7, 6)] == [[1, 2], [3, 3], [2, 1], [0, 0]]
+    each, second = lifespan_of(10, 3), lifespan_of(6, 3, stride=2)
+    assert [each.hosts(version, at_s).tolist() for version in (9, 8, 7, 6)] == [[2, 3], [5, 5], [3, 2], [0, 0]]
+    assert [second.hosts(version, at_s).tolist() for version in (9, 8, 7, 6)] == [[2, 4], [0, 0], [4, 2], [0, 0]]
+    passed = lifespan_of(6, 3, stride=2, passed_over=1)
+    assert [passed.hosts(version, at_s).tolist() for version in (9, 8, 7, 6)] == [[0, 0], [6, 6], [0, 0], [0, 0]]
+
+
+@given(groups=st.integers(1, 500), window=st.integers(1, 9))
+def test_a_stride_gives_versions_enough_dp_groups_and_is_no_longer_than_it_must_be(groups: int, window: int) -> None:
+    stride = stride_of(groups, window)
+    assert 1 <= stride <= max(1, window - 1)
+    assert (window - 1) % stride == 0
+    enough = [s for s in range(1, window) if (window - 1) % s == 0 and groups * s / (window - 1) >= LEAST_GROUPS]
+    assert stride == min(enough, default=max(1, window - 1))
+
+
+def test_a_version_leads_until_the_next_stride_or_until_it_may_begin_nothing_more() -> None:
+    assert leading(0, -1, 2, lambda version: False) == 0  # no DP group has a version yet
+    assert [leading(newest, 4, 2, lambda version: True) for newest in (4, 5, 6, 7)] == [4, 4, 6, 7]
+    assert leading(5, 4, 2, lambda version: version == 5) == 5
+    assert leading(5, 4, 1, lambda version: True) == 5
 
 
 def test_what_the_due_version_held_to_its_end_is_the_newests_until_the_publish() -> None:
@@ -67,15 +98,15 @@ def test_what_the_due_version_held_to_its_end_is_the_newests_until_the_publish()
     assert [lifespan.hosts(version, at_s).tolist() for version in (9, 8, 7)] == [[2, 3, 3], [3, 3, 2], [1, 0, 0]]
 
 
-def test_with_fewer_dp_groups_than_versions_those_end_earlier() -> None:
-    lifespan = lifespan_of(2, 4)
-    assert [float(lifespan.hosts(version, 1050.0)) for version in (9, 8, 7, 6)] == [1, 1, 0, 0]
-    assert lifespan.due(8)
-    assert lifespan.end_s(8) < 1000.0 + STEP_S
+def test_with_fewer_dp_groups_than_versions_some_are_passed_over() -> None:
+    lifespan = lifespan_of(2, 4, stride=stride_of(2, 4))
+    assert [float(lifespan.hosts(version, 1050.0)) for version in (9, 8, 7, 6)] == [1, 0, 0, 1]
+    assert lifespan.due(6)
+    assert float(lifespan.hosts(9, 1150.0)) == 2.0
 
 
 def test_a_late_publish_moves_deadlines() -> None:
-    early, late = lifespan_of(6, 3), Lifespan(6, 3, 9, 1000.0, 1000.0 + 2 * STEP_S, STEP_S)
+    early, late = lifespan_of(6, 3), Lifespan(6, 3, 9, 9, 1, 1000.0, 1000.0 + 2 * STEP_S, STEP_S)
     assert late.end_s(9) == pytest.approx(early.end_s(9) + STEP_S)
     assert late.hosts(8, 1150.0) == early.hosts(8, 1075.0)  # versions between publishes age by what they wait for
 
@@ -214,6 +245,39 @@ def test_of_the_kv_far_ahead_a_share_is_left_for_what_begins_later() -> None:
     longer, shorter = machine.state.backlog
     assert not reservations.reserve(0, longer)
     assert reservations.reserve(0, shorter)
+
+
+def test_what_may_turn_out_long_waits_for_the_next_version_that_is_taken_up() -> None:
+    """Four DP groups, window 3: every second version is. Responses are cut at 50,000 tokens, beyond any deadline."""
+    machine = machine_of(8, [100], window=3)
+    started(machine)
+    requests = machine.state.requests
+    rows = np.flatnonzero(requests["status"] > 0)
+
+    def limit(log_sd: float, max_tokens: int) -> float:
+        requests["log_sd"][rows], requests["max_tokens"][rows] = log_sd, max_tokens
+        reservations, floor = Reservations(), Floor(machine.state)
+        assert reservations.refresh(floor)
+        return reservations.limit_tokens(floor, 0)
+
+    known = limit(0.0, 50_000)
+    assert limit(0.5, 50_000) == pytest.approx(known / RISK)
+    assert limit(0.5, 10_000) == pytest.approx(known)  # all that begins now ends in time, however long it becomes
+
+
+def test_few_dp_groups_take_up_fewer_versions_unless_the_trainer_is_behind() -> None:
+    """Two at window 3, a trainer of 1 s and one of 60 s a step: versions that groups were begun with, of ten."""
+    taken: dict[float, set[int]] = {1.0: set(), 60.0: set()}
+    for step_s, versions in taken.items():
+        world = World(composed({"trainer": {"step_s": step_s}}, "small", "laxity", 3), 0)
+
+        def see(now_s: float, event: on.Event, commands: list[do.Command], seen: set[int] = versions) -> None:
+            seen.update(command.version for command in commands if isinstance(command, do.AdmitGroup))
+
+        world.observers.append(see)
+        world.run_until(lambda world=world: world.machine.state.window.newest >= 10, 1e5)
+    assert len(taken[1.0]) <= 7
+    assert len(taken[60.0]) >= 9
 
 
 def test_dp_groups_that_cannot_be_given_up_yet_are_filled_for_so_long() -> None:

@@ -9,6 +9,7 @@ from dora.orchestrator.core.policies.hosts import cover, plannable, present_targ
 from dora.orchestrator.core.policies.lanes import Lanes, plan_lanes
 from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.policies.outlook import FILL
+from dora.orchestrator.core.policies.stride import leading, stride_of
 from dora.orchestrator.core.snapshot import Move, Snapshot
 from dora.orchestrator.core.table import Column
 
@@ -28,6 +29,9 @@ class Demand:
         self._context = (requests.prompt_tokens + requests.tokens).astype(np.float64)
         self._seats = plannable(snapshot)
         self._unfinished = np.flatnonzero(requests.unfinished)
+        hosted = int(snapshot.workers.target[self._seats].max(initial=-1))
+        stride = stride_of(len(self._seats), snapshot.window)
+        self._leader = leading(snapshot.newest, hosted, stride, snapshot.admits)
         self._later: dict[float, Column] = {}  # tokens ahead -> KV that each unfinished request will hold by then
 
     def targets(self) -> dict[int, int]:
@@ -38,18 +42,18 @@ class Demand:
         """
         lifespan = self._lifespan
         snapshot, workers = self._snapshot, self._snapshot.workers
-        newest = snapshot.newest
-        target = present_targets(snapshot)
+        leader = self._leader
+        target = present_targets(snapshot, leader)
         if self._dry():
             cover(snapshot, target)
             return target
-        exact = self._needs({*target.values(), newest})
+        exact = self._needs({*target.values(), leader})
         need = {version: ceil(groups) for version, groups in exact.items()}
         if lifespan is not None:
             for version in need:
-                if version < newest and need[version] and snapshot.admits(version):
+                if version < leader and need[version] and snapshot.admits(version):
                     need[version] = max(need[version], int(lifespan.hosts(version, snapshot.now_s)))
-        if not self._may_begin(newest):
+        if not self._may_begin(leader):
             need = _shared(need, len(target))
         have: dict[int, list[int]] = {version: [] for version in need}
         for seat, version in target.items():
@@ -62,9 +66,9 @@ class Demand:
             target[seat] = to
 
         for version in sorted(need):
-            if version < newest and (lifespan is not None or self._ends(version)):
+            if version < leader and (lifespan is not None or self._ends(version)):
                 while len(have[version]) > need[version]:  # at once to the one that would get it in the end
-                    give(version, next((v for v in sorted(need) if len(have[v]) < need[v]), newest))
+                    give(version, next((v for v in sorted(need) if len(have[v]) < need[v]), leader))
         for version in sorted(need):  # the earliest deadline first
             while len(have[version]) < need[version]:
                 donors = [v for v in need if v != version and len(have[v]) > need[v]]
@@ -94,7 +98,7 @@ class Demand:
         return tuple(board.moves), board.lanes
 
     def _needs(self, versions: set[int]) -> dict[int, float]:
-        """DP groups that each version needs for its requests' KV, now and at the horizon; the newest one at least."""
+        """DP groups that each version needs for its requests' KV, now and at the horizon; the leading one at least."""
         snapshot, unfinished = self._snapshot, self._unfinished
         of_version = snapshot.requests.version[unfinished]
         later = self._look_ahead(HORIZON_TOKENS, LEVEL_TOKENS)
@@ -106,7 +110,7 @@ class Demand:
             rows = unfinished[its]
             kv = max(float(self._context[rows].sum()), float(later[its].sum()))
             kv += self._kept_free.get(version, 0.0)
-            least = 1 if len(rows) or version == snapshot.newest else 0
+            least = 1 if len(rows) or version == self._leader else 0
             need[version] = max(least, kv / (FILL * kv_tokens), len(rows) / slots)
         return need
 
@@ -130,10 +134,10 @@ class Demand:
         return self._later[ahead_tokens[0]]
 
     def _dry(self) -> bool:
-        """Whether the newest version has nothing and will get nothing: no prompt is left."""
+        """Whether the leading version has nothing and will get nothing: no prompt is left."""
         snapshot, requests = self._snapshot, self._snapshot.requests
-        has = bool((requests.unfinished & (requests.version == snapshot.newest)).any())
-        return not has and not len(snapshot.backlog_longest) and not snapshot.admits(snapshot.newest)
+        has = bool((requests.unfinished & (requests.version == self._leader)).any())
+        return not has and not len(snapshot.backlog_longest) and not snapshot.admits(self._leader)
 
     def _may_begin(self, version: int) -> bool:
         """Whether a prompt waits that this version may still take."""

@@ -126,7 +126,7 @@ class LaminarPolicy(BasePolicy):
     # ---------------------------------------------------------------------------------------------------- repacking
 
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
-        workers, targets = snapshot.workers, present_targets(snapshot)
+        workers, targets = snapshot.workers, present_targets(snapshot, snapshot.newest)
         waited = waiting_versions(snapshot)
         for seat, version in targets.items():
             if not workers.held[seat] and version not in waited:

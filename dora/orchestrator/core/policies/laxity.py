@@ -102,7 +102,7 @@ class LaxityPolicy(BasePolicy):
             entry = entry or self._longest(floor, version)
         if entry is None:
             self._barren.add(version)
-            if version == floor.newest and not any(worker.held for worker in floor.hosts(version)):
+            if version == lifespan.leader and not any(worker.held for worker in floor.hosts(version)):
                 return floor.backlog.first()  # whatever the forecasts say: there is nothing to wait for
         return entry
 

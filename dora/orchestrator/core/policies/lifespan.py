@@ -4,8 +4,10 @@ A version is ``age`` steps old: 0 when it is published, W when the last step tha
 the newest and the due version share E / (W - 1) of them (all, at W = 2): the newest grows in even steps from a head to
 all but a tail, the due one shrinks as it grows, the versions between hold still. So every DP group changes version
 about once in W - 1 steps, one at a time, and at every moment the shares of the live versions add up to E.
+Where only every S-th version is taken up (stride.py), each has S times as many; the others have none.
 
-    W = 3, E = 6, DP groups by age     newest 1 2 | middle 3 3 | due 2 1 | 0
+    W = 3, E = 10, DP groups by age          newest 2 3 | middle 5 5   | due 3 2     | 0
+    W = 3, E = 6, every second version       newest 2 4 | middle 6 6   | due 4 2     | 0
 
 The due version ends some percent of a step before the publish. Until then its last DP groups are the newest's: else
 they would stand idle, and a version that has 2 and is to have 3 from the publish on is the sooner full.
@@ -31,8 +33,10 @@ class Lifespan:
     """The schedule as of one moment."""
 
     groups: int  # DP groups of all versions
-    window: int  # versions that are hosted at once: the window, or fewer where DP groups are
+    window: int  # steps that a version is hosted for: the window, or 1 where there is but one DP group
     newest: int
+    leader: int  # the version that was taken up last
+    stride: int  # steps between versions that are taken up
     published_s: float  # when the newest version was published
     next_s: float  # when the next one is expected
     step_s: float  # from there on, between publishes
@@ -49,15 +53,21 @@ class Lifespan:
         """Whether this version is to end with the step of the newest."""
         return version + self.window - 1 <= self.newest
 
+    def taken_up(self, version: int) -> bool:
+        """Whether this version is one of those that DP groups take up."""
+        return (self.leader - version) % self.stride == 0
+
     def hosts(self, version: int, at_s: Column | float) -> Column:
         """DP groups that a version is to have at these times; of floats, as a middle version's share may be broken."""
         at = np.asarray(at_s, dtype=np.float64)
+        if not self.taken_up(version):
+            return np.zeros_like(at)
         now_on = np.minimum((at - self.published_s) / max(self.next_s - self.published_s, 1e-9), 0.999)
         later = 1.0 + (at - self.next_s) / self.step_s
         age = np.minimum(self.newest - version + np.where(at < self.next_s, now_on, later), self.window - 0.001)
         alive = at < self.end_s(version)
         hosts: Column = np.where(alive, self._by_age(age), 0.0)
-        if version == self.newest and self.window > 1:
+        if version == self.newest and self.window > 1 and self.taken_up(version - self.window + 1):
             # the due version ends before the next publish: until then its last DP groups are the newest's
             over = (at >= self.end_s(version - self.window + 1)) & (at < self.next_s)
             hosts = hosts + np.where(over, self._by_age(age + self.window - 1.0), 0.0)
@@ -66,12 +76,13 @@ class Lifespan:
     def _by_age(self, age: Column) -> Column:
         if self.window == 1:
             return np.full_like(age, float(self.groups))
-        shared = max(2, round(self.groups / (self.window - 1)))
+        shared = max(2, round(self.groups * self.stride / (self.window - 1)))
         head = max(1, round(HEAD_SHARE * shared))
         tail = max(1, round(TAIL_SHARE * shared))
         steps = np.floor(age)
         part = np.round(age - steps, 9)  # the same for all versions: what one takes another gives
         newest = np.minimum(head + np.floor(part * (shared - head - tail + 1)), shared - tail)
-        middle = (self.groups - shared) / max(1, self.window - 2)
+        old = (self.window - 1) // self.stride  # versions older than the one that grows; the oldest shrinks meanwhile
+        middle = np.where(steps % self.stride, self.groups / old, (self.groups - shared) / max(1, old - 1))
         by_age: Column = np.where(steps == 0, newest, np.where(steps == self.window - 1, shared - newest, middle))
         return by_age

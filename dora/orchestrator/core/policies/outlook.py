@@ -6,6 +6,7 @@ from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.lognormal import expected_remaining
 from dora.orchestrator.core.policies.lifespan import MARGIN_STEP, Lifespan
 from dora.orchestrator.core.policies.pacing import Engine, Pacing
+from dora.orchestrator.core.policies.stride import leading, stride_of
 
 FILL = 0.97  # share of a DP group's KV that is to be used
 SAFETY = 1.04  # a token takes this much longer than of late
@@ -48,10 +49,15 @@ def lifespan_of(floor: Floor) -> Lifespan:
     next_s = _next_s(floor, step_s, longest.get(due, 0.0))
     if due in least_end_s:
         next_s = max(next_s, least_end_s[due] + _tail_s(floor, step_s))
+    several = groups > 1  # else two versions would have no DP group each while one follows the other
+    stride = stride_of(groups, window.size) if several else 1
+    hosted = max((worker.target for worker in floor.workers() if not worker.draining), default=-1)
     return Lifespan(
         groups=groups,
-        window=max(1, min(window.size, groups)),  # each version needs a DP group of its own
+        window=window.size if several else 1,
         newest=floor.newest,
+        leader=leading(floor.newest, hosted, stride, lambda version: window.admissible(version) >= 1),
+        stride=stride,
         published_s=rhythm.published_s,
         next_s=next_s,
         step_s=step_s,

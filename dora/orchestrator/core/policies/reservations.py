@@ -16,6 +16,7 @@ REFRESH_STEP = 0.02
 HEADROOM = 0.15
 HEADROOM_TOKENS = 8_000.0
 HOLD_TOKENS = 6_000.0  # so far ahead a version fills the DP groups that it is late to give up
+RISK = 3.0  # a believed response may take so many times what it is believed to, where another version takes it up soon
 GRID = np.array(
     [0, 250, 500, 750, 1000, 1500, 2000, 3000, 4000, 5500, 7000, 9000, 11000, 13500, 16000, 19000, 22000, 25500.0]
 )
@@ -31,6 +32,7 @@ class Reservations:
         self._limit: dict[int, Column] = {}
         self.token_s = 0.0  # seconds a token takes
         self.kept_free: dict[int, float] = {}  # version -> KV that its lanes keep free (lanes.py)
+        self._most_tokens = 0.0  # at which the unfinished responses are cut
         self.believed = False  # lengths are not known, of some of the unfinished requests at least
         self.lifespan: Lifespan | None = None  # None: how long steps and tokens take is not known yet
 
@@ -50,9 +52,15 @@ class Reservations:
         return floor.now_s - self._made_s >= min(REFRESH_S, REFRESH_STEP * self.lifespan.step_s)
 
     def limit_tokens(self, floor: Floor, version: int) -> float:
-        """The longest response that can begin now and end by its version's deadline."""
+        """The longest response, as predicted, that can begin now and end by its version's deadline.
+
+        Where lengths are only believed and some versions are passed over, one that may turn out much longer waits for
+        the next that is taken up: it would hold a DP group of the due version nearly alone.
+        """
         assert self.lifespan is not None
-        return (self.lifespan.end_s(version) - floor.now_s) / self.token_s
+        limit = (self.lifespan.end_s(version) - floor.now_s) / self.token_s
+        risky = self.believed and self.lifespan.stride > 1 and limit < self._most_tokens
+        return limit / RISK if risky else limit
 
     def reserve(self, version: int, entry: Entry, late: bool = False) -> bool:
         """Counts the group of a prompt in where its KV fits from now to its end, and says whether it did.
@@ -73,6 +81,7 @@ class Reservations:
     def _forecast(self, floor: Floor, lifespan: Lifespan) -> None:
         rows = floor.unfinished()
         self.believed = bool(floor.requests["log_sd"][rows].any())
+        self._most_tokens = float(floor.requests["max_tokens"][rows].max(initial=0))
         versions = floor.requests["version"][rows]
         kv_tokens = max(1.0, FILL * floor.kv_tokens() / max(1, lifespan.groups))  # of one DP group
         for known in self._reserved.keys() - set(floor.versions()):
@@ -86,7 +95,7 @@ class Reservations:
             hosts = lifespan.hosts(version, floor.now_s + self.token_s * GRID)
             present = len(floor.hosts(version))
             needs = (self._reserved[version] + kept_free) / kv_tokens
-            if version == floor.newest:
+            if version == lifespan.leader:
                 hosts = hosts + spare
             elif floor.window.admissible(version) < 1:
                 spare += np.maximum(0.0, hosts - np.ceil(needs))

@@ -42,7 +42,7 @@ class StaleFlowPolicy(BasePolicy):
     # ------------------------------------------------------------------------------------------------------ planning
 
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
-        targets = present_targets(snapshot)
+        targets = present_targets(snapshot, snapshot.newest)
         board = Board(snapshot, targets)
         migrate(board)  # before, not after as in algorithm 1: what still queues then has no host with room (C1)
         synchronise(snapshot, targets, board)
