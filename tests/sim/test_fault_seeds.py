@@ -47,6 +47,11 @@ def test_promises_hold_under_each_kind_of_fault_alone(kind: str) -> None:
     assert not failures(sweep(range(1000, 1006), ("dora",), kind))
 
 
+def test_a_dp_group_alone_takes_up_every_version() -> None:
+    """Found as these seeds: dispatch looked for the newest version's DP group, plans had passed that version over."""
+    assert not failures(sweep((900529, 900817), ("laxity",)))
+
+
 def test_a_source_may_die_again_while_its_first_lifes_handoff_is_stranded() -> None:
     """Found as 205:dora:handoff,kill:1,2,3,4:0:0. The snapshot is on its way to w1; w0 died, came back, dies."""
     bench = Bench()

@@ -49,12 +49,11 @@ def lifespan_of(floor: Floor) -> Lifespan:
     next_s = _next_s(floor, step_s, longest.get(due, 0.0))
     if due in least_end_s:
         next_s = max(next_s, least_end_s[due] + _tail_s(floor, step_s))
-    several = groups > 1  # else two versions would have no DP group each while one follows the other
-    stride = stride_of(groups, window.size) if several else 1
+    stride = stride_of(groups, window.size)
     hosted = max((worker.target for worker in floor.workers() if not worker.draining), default=-1)
     return Lifespan(
         groups=groups,
-        window=window.size if several else 1,
+        window=window.size if groups > 1 else 1,
         newest=floor.newest,
         leader=leading(floor.newest, hosted, stride, lambda version: window.admissible(version) >= 1),
         stride=stride,

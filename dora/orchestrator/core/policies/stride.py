@@ -17,12 +17,15 @@ LEAST_GROUPS = 4  # DP groups that a version should have between its first and i
 def stride_of(groups: int, window: int) -> int:
     """Steps from a version that is taken up to the next: the fewest that give each enough of so many DP groups.
 
-    A divisor of ``window - 1``, so that as one version comes another one is due.
+    A divisor of ``window - 1``, so that as one version comes another one is due. One DP group alone takes up every
+    version: two could not share it.
     """
+    if groups < 2 or window < 2:
+        return 1
     for stride in range(1, window):
         if (window - 1) % stride == 0 and groups * stride >= LEAST_GROUPS * (window - 1):
             return stride
-    return max(1, window - 1)
+    return window - 1
 
 
 def leading(newest: int, hosted: int, stride: int, admits: Callable[[int], bool]) -> int:
