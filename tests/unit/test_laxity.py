@@ -16,7 +16,7 @@ from dora.orchestrator.core.line import Backlog
 from dora.orchestrator.core.policies.forecast import rows_forecast
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.orchestrator.core.policies.lifespan import Lifespan
-from dora.orchestrator.core.policies.reservations import GRID, RISK, Reservations, held_on
+from dora.orchestrator.core.policies.reservations import GRID, HEADROOM_GROUPS, RISK, Reservations, held_on, unreserved
 from dora.orchestrator.core.policies.stride import LEAST_GROUPS, leading, stride_of
 from dora.orchestrator.core.prediction import PromptTraits
 from dora.orchestrator.core.rhythm import Rhythm
@@ -245,6 +245,15 @@ def test_of_the_kv_far_ahead_a_share_is_left_for_what_begins_later() -> None:
     longer, shorter = machine.state.backlog
     assert not reservations.reserve(0, longer)
     assert reservations.reserve(0, shorter)
+
+
+def test_what_is_left_unreserved_is_less_than_a_dp_group_and_nothing_now() -> None:
+    few, many = unreserved(np.full(len(GRID), 2.0)), unreserved(np.full(len(GRID), 40.0))
+    assert few[0] == many[0] == 0.0
+    assert (np.diff(few) >= 0).all()
+    assert few[-1] == pytest.approx(0.3)
+    assert many[-1] == pytest.approx(HEADROOM_GROUPS)
+    assert HEADROOM_GROUPS < 1.0
 
 
 def test_what_may_turn_out_long_waits_for_the_next_version_that_is_taken_up() -> None:

@@ -12,8 +12,10 @@ from dora.orchestrator.core.table import Column
 REFRESH_S = 5.0  # the forecast is made anew after this, or after this share of a step: in between it only grows
 REFRESH_STEP = 0.02
 # Share of the KV far ahead that is not reserved: publishes come early or late, and what begins later fills it with
-# shorter responses. From HEADROOM_TOKENS ahead on, and in proportion before.
+# shorter responses. From HEADROOM_TOKENS ahead on, and in proportion before. Never that of more than HEADROOM_GROUPS
+# DP groups: a version that is late holds one more than it should, however many it has.
 HEADROOM = 0.15
+HEADROOM_GROUPS = 0.9
 HEADROOM_TOKENS = 8_000.0
 HOLD_TOKENS = 6_000.0  # so far ahead a version fills the DP groups that it is late to give up
 RISK = 3.0  # a believed response may take so many times what it is believed to, where another version takes it up soon
@@ -86,8 +88,6 @@ class Reservations:
         kv_tokens = max(1.0, FILL * floor.kv_tokens() / max(1, lifespan.groups))  # of one DP group
         for known in self._reserved.keys() - set(floor.versions()):
             del self._reserved[known], self._limit[known]
-        # where the longest cannot end in time on full DP groups they need all the KV there is, as early as can be
-        share = 1.0 if lifespan.hurried else 1.0 - HEADROOM * np.minimum(1.0, GRID / HEADROOM_TOKENS)
         spare = np.zeros(len(GRID))  # what versions that can admit no more do not need: the newest can count on it
         for version in reversed(floor.versions()):
             self._reserved[version] = rows_forecast(floor, rows[versions == version], GRID)[0]
@@ -103,7 +103,16 @@ class Reservations:
             else:
                 hosts = np.maximum(hosts, held_on(needs, present))
             hosts[0] = max(hosts[0], present)
-            self._limit[version] = kv_tokens * hosts * share - kept_free
+            # where the longest cannot end in time on full DP groups they need all the KV there is, as early as can be
+            if not lifespan.hurried:
+                hosts = hosts - unreserved(hosts)
+            self._limit[version] = kv_tokens * hosts - kept_free
+
+
+def unreserved(hosts: Column) -> Column:
+    """How many of a version's ``hosts`` DP groups, at each point of GRID, are left for what begins later."""
+    ahead: Column = np.minimum(1.0, GRID / HEADROOM_TOKENS)
+    return ahead * np.minimum(HEADROOM * hosts, HEADROOM_GROUPS)
 
 
 def held_on(needs: Column, hosts: int) -> Column:

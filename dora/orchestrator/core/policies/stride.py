@@ -11,7 +11,7 @@ A version that may begin nothing more is followed by the newest at once: a train
 
 from collections.abc import Callable
 
-LEAST_GROUPS = 4  # DP groups that a version should have between its first and its last step
+LEAST_GROUPS = 3.5  # DP groups that a version should have between its first and its last step
 
 
 def stride_of(groups: int, window: int) -> int:
