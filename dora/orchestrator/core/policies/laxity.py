@@ -112,7 +112,8 @@ class LaxityPolicy(BasePolicy):
         limit = reservations.limit_tokens(floor, version)
         if version == floor.newest and floor.now_s - rhythm.published_s < EARLY_STEP * rhythm.step_s:
             longest = backlog.longest()
-            if longest is not None and longest.longest_tokens > limit and reservations.reserve(version, longest, True):
+            late = longest is not None and longest.longest_tokens > reservations.reach_tokens(floor, version)
+            if longest is not None and late and reservations.reserve(version, longest, True):
                 return longest
         soon = NEAR_STEP * rhythm.step_s / reservations.token_s
         entry = backlog.longest_within(limit)

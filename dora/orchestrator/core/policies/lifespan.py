@@ -33,9 +33,9 @@ class Lifespan:
     """The schedule as of one moment."""
 
     groups: int  # DP groups of all versions
-    window: int  # steps that a version is hosted for: the window, or 1 where there is but one DP group
+    window: int  # steps that a version is hosted for: the window, or fewer where DP groups are
     newest: int
-    leader: int  # the version that was taken up last
+    leader: int  # the version that new work goes to first
     stride: int  # steps between versions that are taken up
     published_s: float  # when the newest version was published
     next_s: float  # when the next one is expected
@@ -67,7 +67,7 @@ class Lifespan:
         age = np.minimum(self.newest - version + np.where(at < self.next_s, now_on, later), self.window - 0.001)
         alive = at < self.end_s(version)
         hosts: Column = np.where(alive, self._by_age(age), 0.0)
-        if version == self.newest and self.window > 1 and self.taken_up(version - self.window + 1):
+        if version == self.newest and self.window > 1:
             # the due version ends before the next publish: until then its last DP groups are the newest's
             over = (at >= self.end_s(version - self.window + 1)) & (at < self.next_s)
             hosts = hosts + np.where(over, self._by_age(age + self.window - 1.0), 0.0)

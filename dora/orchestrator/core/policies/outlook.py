@@ -6,7 +6,7 @@ from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.lognormal import expected_remaining
 from dora.orchestrator.core.policies.lifespan import MARGIN_STEP, Lifespan
 from dora.orchestrator.core.policies.pacing import Engine, Pacing
-from dora.orchestrator.core.policies.stride import leading, stride_of
+from dora.orchestrator.core.policies.stride import leading, life_of, stride_of
 
 FILL = 0.97  # share of a DP group's KV that is to be used
 SAFETY = 1.04  # a token takes this much longer than of late
@@ -53,7 +53,7 @@ def lifespan_of(floor: Floor) -> Lifespan:
     hosted = max((worker.target for worker in floor.workers() if not worker.draining), default=-1)
     return Lifespan(
         groups=groups,
-        window=window.size if groups > 1 else 1,
+        window=life_of(groups, window.size),
         newest=floor.newest,
         leader=leading(floor.newest, hosted, stride, lambda version: window.admissible(version) >= 1),
         stride=stride,

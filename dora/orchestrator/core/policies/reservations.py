@@ -18,7 +18,11 @@ HEADROOM = 0.15
 HEADROOM_GROUPS = 0.9
 HEADROOM_TOKENS = 8_000.0
 HOLD_TOKENS = 6_000.0  # so far ahead a version fills the DP groups that it is late to give up
-RISK = 3.0  # a believed response may take so many times what it is believed to, where another version takes it up soon
+# A response may become longer than it is believed to: so many standard deviations of its logarithm, and so many times
+# at most. It counts where another version is taken up soon.
+RISK_SD = 1.5
+RISK = 3.0
+OUTMOST_SD = 3.0  # none is expected to become longer than this
 GRID = np.array(
     [0, 250, 500, 750, 1000, 1500, 2000, 3000, 4000, 5500, 7000, 9000, 11000, 13500, 16000, 19000, 22000, 25500.0]
 )
@@ -34,7 +38,8 @@ class Reservations:
         self._limit: dict[int, Column] = {}
         self.token_s = 0.0  # seconds a token takes
         self.kept_free: dict[int, float] = {}  # version -> KV that its lanes keep free (lanes.py)
-        self._most_tokens = 0.0  # at which the unfinished responses are cut
+        self._risk = 1.0  # responses may become so many times longer than believed,
+        self._most_tokens = 0.0  # but no longer than this
         self.believed = False  # lengths are not known, of some of the unfinished requests at least
         self.lifespan: Lifespan | None = None  # None: how long steps and tokens take is not known yet
 
@@ -54,15 +59,19 @@ class Reservations:
         return floor.now_s - self._made_s >= min(REFRESH_S, REFRESH_STEP * self.lifespan.step_s)
 
     def limit_tokens(self, floor: Floor, version: int) -> float:
-        """The longest response, as predicted, that can begin now and end by its version's deadline.
+        """The longest response, as predicted, that is to begin now.
 
         Where lengths are only believed and some versions are passed over, one that may turn out much longer waits for
         the next that is taken up: it would hold a DP group of the due version nearly alone.
         """
         assert self.lifespan is not None
-        limit = (self.lifespan.end_s(version) - floor.now_s) / self.token_s
-        risky = self.believed and self.lifespan.stride > 1 and limit < self._most_tokens
-        return limit / RISK if risky else limit
+        reach = self.reach_tokens(floor, version)
+        return reach / self._risk if self.lifespan.stride > 1 and reach < self._most_tokens else reach
+
+    def reach_tokens(self, floor: Floor, version: int) -> float:
+        """The longest response that can begin now and end by its version's deadline."""
+        assert self.lifespan is not None
+        return (self.lifespan.end_s(version) - floor.now_s) / self.token_s
 
     def reserve(self, version: int, entry: Entry, late: bool = False) -> bool:
         """Counts the group of a prompt in where its KV fits from now to its end, and says whether it did.
@@ -80,15 +89,22 @@ class Reservations:
         self._reserved[version] = reserved
         return True
 
+    def _judge(self, floor: Floor, rows: Column) -> None:
+        """How far beyond what is believed of them these may go."""
+        log_mean, log_sd, most = (floor.requests[name][rows] for name in ("log_mean", "log_sd", "max_tokens"))
+        self.believed = bool(log_sd.any())
+        self._risk = min(RISK, float(np.exp(RISK_SD * log_sd.mean()))) if self.believed else 1.0
+        log_most = np.minimum(log_mean + OUTMOST_SD * log_sd, np.log(np.maximum(1, most)))
+        self._most_tokens = float(np.exp(log_most.max(initial=0.0)))
+
     def _forecast(self, floor: Floor, lifespan: Lifespan) -> None:
         rows = floor.unfinished()
-        self.believed = bool(floor.requests["log_sd"][rows].any())
-        self._most_tokens = float(floor.requests["max_tokens"][rows].max(initial=0))
+        self._judge(floor, rows)
         versions = floor.requests["version"][rows]
         kv_tokens = max(1.0, FILL * floor.kv_tokens() / max(1, lifespan.groups))  # of one DP group
         for known in self._reserved.keys() - set(floor.versions()):
             del self._reserved[known], self._limit[known]
-        spare = np.zeros(len(GRID))  # what versions that can admit no more do not need: the newest can count on it
+        spare = np.zeros(len(GRID))  # what versions that can admit no more do not need: the leading one can count on it
         for version in reversed(floor.versions()):
             self._reserved[version] = rows_forecast(floor, rows[versions == version], GRID)[0]
             kept_free = self.kept_free.get(version, 0.0)
@@ -96,7 +112,10 @@ class Reservations:
             present = len(floor.hosts(version))
             needs = (self._reserved[version] + kept_free) / kv_tokens
             if version == lifespan.leader:
-                hosts = hosts + spare
+                hosts = np.maximum(0.0, hosts + spare)
+            elif not lifespan.taken_up(version):  # one that the schedule does not know: what it holds, others lack
+                hosts = np.minimum(np.ceil(needs), present)
+                spare -= hosts
             elif floor.window.admissible(version) < 1:
                 spare += np.maximum(0.0, hosts - np.ceil(needs))
                 hosts = np.minimum(hosts, np.ceil(needs))
