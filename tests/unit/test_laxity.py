@@ -79,6 +79,8 @@ def test_the_examples_of_the_docstring() -> None:
     each, second = lifespan_of(10, 3), lifespan_of(6, 3, stride=2)
     assert [each.hosts(version, at_s).tolist() for version in (9, 8, 7, 6)] == [[2, 3], [5, 5], [3, 2], [0, 0]]
     assert [second.hosts(version, at_s).tolist() for version in (9, 8, 7, 6)] == [[2, 4], [0, 0], [4, 2], [0, 0]]
+    six = lifespan_of(6, 3)
+    assert [six.hosts(version, at_s).tolist() for version in (9, 8, 7, 6)] == [[1, 2], [3, 3], [2, 1], [0, 0]]
     passed = lifespan_of(6, 3, stride=2, passed_over=1)
     assert [passed.hosts(version, at_s).tolist() for version in (9, 8, 7, 6)] == [[0, 0], [6, 6], [0, 0], [0, 0]]
 
@@ -95,10 +97,11 @@ def test_every_second_version_is_taken_up_where_dp_groups_are_few_and_the_window
 
 
 def test_a_version_leads_until_the_next_stride_or_until_it_may_begin_nothing_more() -> None:
-    assert leading(0, -1, 2, lambda version: False) == 0  # no DP group has a version yet
-    assert [leading(newest, 4, 2, lambda version: True) for newest in (4, 5, 6, 7)] == [4, 4, 6, 7]
-    assert leading(5, 4, 2, lambda version: version == 5) == 5
-    assert leading(5, 4, 1, lambda version: True) == 5
+    assert leading(0, [-1, -1], 3, lambda version: False) == 0  # no DP group has a version yet
+    assert [leading(newest, [3, 4, 4, -1], 3, lambda version: True) for newest in (4, 5, 6, 7)] == [4, 4, 6, 7]
+    assert leading(5, [4, 4], 3, lambda version: version == 5) == 5
+    assert leading(5, [4, 4], 2, lambda version: True) == 5  # every version is taken up,
+    assert leading(5, [4], 3, lambda version: True) == 5  # and by a DP group alone
 
 
 def test_what_the_due_version_held_to_its_end_is_the_newests_until_the_publish() -> None:

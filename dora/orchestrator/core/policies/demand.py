@@ -9,7 +9,7 @@ from dora.orchestrator.core.policies.hosts import cover, plannable, present_targ
 from dora.orchestrator.core.policies.lanes import Lanes, plan_lanes
 from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.policies.outlook import FILL
-from dora.orchestrator.core.policies.stride import leading, stride_of
+from dora.orchestrator.core.policies.stride import leading
 from dora.orchestrator.core.snapshot import Move, Snapshot
 from dora.orchestrator.core.table import Column
 
@@ -29,9 +29,8 @@ class Demand:
         self._context = (requests.prompt_tokens + requests.tokens).astype(np.float64)
         self._seats = plannable(snapshot)
         self._unfinished = np.flatnonzero(requests.unfinished)
-        hosted = int(snapshot.workers.target[self._seats].max(initial=-1))
-        stride = stride_of(len(self._seats), snapshot.window)
-        self._leader = leading(snapshot.newest, hosted, stride, snapshot.admits)
+        targets = snapshot.workers.target[self._seats].tolist()
+        self._leader = leading(snapshot.newest, targets, snapshot.window, snapshot.admits)
         self._later: dict[float, Column] = {}  # tokens ahead -> KV that each unfinished request will hold by then
 
     def targets(self) -> dict[int, int]:

@@ -38,10 +38,10 @@ def cover(snapshot: Snapshot, targets: dict[int, int]) -> None:
             targets[seat] = version
 
 
-def present_targets(snapshot: Snapshot, leader: int) -> dict[int, int]:
-    """What each plannable seat is to host already; the leading version where that is none."""
+def present_targets(snapshot: Snapshot, otherwise: int) -> dict[int, int]:
+    """What each plannable seat is to host already; ``otherwise`` where that is no version."""
     target = snapshot.workers.target.tolist()
-    return {seat: target[seat] if target[seat] >= 0 else leader for seat in plannable(snapshot)}
+    return {seat: target[seat] if target[seat] >= 0 else otherwise for seat in plannable(snapshot)}
 
 
 def living_targets(snapshot: Snapshot) -> dict[int, int]:

@@ -3,7 +3,8 @@
 What a strict window costs is mostly KV that lies idle: KV binds on long responses, a version's KV starts at nothing,
 grows as its long responses grow, and must be gone by its deadline. So (docs/simulator.md has the reasoning):
 
-- DP groups go from version to version one at a time, on a schedule over a version's life (lifespan.py);
+- DP groups go from version to version one at a time, on a schedule over a version's life (lifespan.py); where they are
+  few, every second version is passed over (stride.py);
 - a group is admitted only when a DP group has room, and only if its KV fits, from now to the end of its longest
   response, into what its version is to have by then (reservations.py): so it ends before its deadline, and nothing is
   preempted when the version gives DP groups up. What could soon begin no more goes first;
@@ -111,9 +112,8 @@ class LaxityPolicy(BasePolicy):
         reservations, backlog, rhythm = self._reservations, floor.backlog, floor.rhythm
         limit = reservations.limit_tokens(floor, version)
         if version == floor.newest and floor.now_s - rhythm.published_s < EARLY_STEP * rhythm.step_s:
-            longest = backlog.longest()
-            late = longest is not None and longest.longest_tokens > reservations.reach_tokens(floor, version)
-            if longest is not None and late and reservations.reserve(version, longest, True):
+            longest, reach = backlog.longest(), reservations.reach_tokens(floor, version)
+            if longest is not None and longest.longest_tokens > reach and reservations.reserve(version, longest, True):
                 return longest
         soon = NEAR_STEP * rhythm.step_s / reservations.token_s
         entry = backlog.longest_within(limit)

@@ -49,14 +49,13 @@ def lifespan_of(floor: Floor) -> Lifespan:
     next_s = _next_s(floor, step_s, longest.get(due, 0.0))
     if due in least_end_s:
         next_s = max(next_s, least_end_s[due] + _tail_s(floor, step_s))
-    stride = stride_of(groups, window.size)
-    hosted = max((worker.target for worker in floor.workers() if not worker.draining), default=-1)
+    targets = [worker.target for worker in floor.workers() if not worker.draining]
     return Lifespan(
         groups=groups,
         window=life_of(groups, window.size),
         newest=floor.newest,
-        leader=leading(floor.newest, hosted, stride, lambda version: window.admissible(version) >= 1),
-        stride=stride,
+        leader=leading(floor.newest, targets, window.size, lambda version: window.admissible(version) >= 1),
+        stride=stride_of(groups, window.size),
         published_s=rhythm.published_s,
         next_s=next_s,
         step_s=step_s,

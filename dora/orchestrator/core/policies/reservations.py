@@ -38,7 +38,7 @@ class Reservations:
         self._limit: dict[int, Column] = {}
         self.token_s = 0.0  # seconds a token takes
         self.kept_free: dict[int, float] = {}  # version -> KV that its lanes keep free (lanes.py)
-        self._risk = 1.0  # responses may become so many times longer than believed,
+        self._risk = 1.0  # where versions are passed over: responses may become so many times longer than believed,
         self._most_tokens = 0.0  # but no longer than this
         self.believed = False  # lengths are not known, of some of the unfinished requests at least
         self.lifespan: Lifespan | None = None  # None: how long steps and tokens take is not known yet
@@ -92,14 +92,15 @@ class Reservations:
     def _judge(self, floor: Floor, rows: Column) -> None:
         """How far beyond what is believed of them these may go."""
         log_mean, log_sd, most = (floor.requests[name][rows] for name in ("log_mean", "log_sd", "max_tokens"))
-        self.believed = bool(log_sd.any())
-        self._risk = min(RISK, float(np.exp(RISK_SD * log_sd.mean()))) if self.believed else 1.0
+        self._risk = min(RISK, float(np.exp(RISK_SD * log_sd.mean()))) if len(rows) else 1.0
         log_most = np.minimum(log_mean + OUTMOST_SD * log_sd, np.log(np.maximum(1, most)))
         self._most_tokens = float(np.exp(log_most.max(initial=0.0)))
 
     def _forecast(self, floor: Floor, lifespan: Lifespan) -> None:
         rows = floor.unfinished()
-        self._judge(floor, rows)
+        self.believed = bool(floor.requests["log_sd"][rows].any())
+        if lifespan.stride > 1:
+            self._judge(floor, rows)
         versions = floor.requests["version"][rows]
         kv_tokens = max(1.0, FILL * floor.kv_tokens() / max(1, lifespan.groups))  # of one DP group
         for known in self._reserved.keys() - set(floor.versions()):

@@ -7,7 +7,7 @@ version to be used: with a stride of two, one that is taken up has the DP groups
 A version that may begin nothing more is followed by the newest at once: a trainer that is behind sees every version.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 LEAST_GROUPS = 3.5  # DP groups that a version should have between its first and its last step
 MOST = 2  # a longer one makes responses staler, for next to nothing
@@ -26,14 +26,15 @@ def stride_of(groups: int, window: int) -> int:
 
 def life_of(groups: int, window: int) -> int:
     """Steps that a version is hosted for: the window, or fewer where its versions are more than DP groups."""
-    return min(window, stride_of(groups, window) * (groups - 1) + 1) if groups else 1
+    return max(1, min(window, stride_of(groups, window) * (groups - 1) + 1))
 
 
-def leading(newest: int, hosted: int, stride: int, admits: Callable[[int], bool]) -> int:
+def leading(newest: int, targets: Sequence[int], window: int, admits: Callable[[int], bool]) -> int:
     """The version that new work goes to first, and that DP groups without a version get.
 
-    ``hosted``: the newest version that a DP group is to host, negative where there is none.
+    ``targets``: the version that each DP group is to host, negative where that is none.
     """
-    if hosted >= 0 and newest - hosted < stride and admits(hosted):
+    hosted = max(targets, default=-1)
+    if hosted >= 0 and newest - hosted < stride_of(len(targets), window) and admits(hosted):
         return hosted
     return newest
