@@ -1,17 +1,11 @@
-"""Resource allocation: the bubble-free bound, Algorithm 1, dynamic adjustment, rooflines and ``dora plan``."""
+"""Resource allocation: the bubble-free bound, Algorithm 1, dynamic adjustment and rooflines."""
 
-import json
 import math
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner, Result
 
-from dora.cli.exits import DoraGroup
-from dora.cli.plan import plan
 from dora.errors import InvalidValue
 from dora.planning.adjustment import even_gain_s, groups_to_add
 from dora.planning.allocation import (
@@ -339,100 +333,3 @@ def test_growing_lengths_ask_for_one_more_node_as_in_figure_11() -> None:
         added_at += [iteration] * added
     assert len(added_at) == 1
     assert 8 <= added_at[0] <= 18  # the paper adds a node after 10 and after 16
-
-
-# The command.
-
-
-def run(*arguments: str) -> Result:
-    app = typer.Typer(cls=DoraGroup)
-    app.command("plan")(plan)
-    app.callback()(lambda: None)
-    return CliRunner().invoke(app, ["plan", *arguments])
-
-
-def test_the_command_prints_a_table_around_the_best() -> None:
-    result = run("--gpus", "64")
-    assert result.exit_code == 0
-    assert "7 x 4" in result.stdout
-    assert "13.98" in result.stdout
-    assert result.stdout.count(" x 4 ") == 9
-
-
-def test_the_command_prints_one_json_object() -> None:
-    points = ("--train-s-at", "88=477", "--train-s-at", "40=774")
-    result = run("--gpus", "128", *points, "--lengths", "lognormal:7.0881,1.2,30000", "--json")
-    found = json.loads(result.stdout)
-    assert (found["rollout_gpus"], found["train_gpus"], found["engines"], found["gpus_per_engine"]) == (48, 80, 12, 4)
-    assert found["train_s_at"] == [[40, 774.0], [88, 477.0]]
-    assert found["step_s"] == max(found["generation_s"], found["training_s"])
-    assert {key: found[key] for key in ("rollout_gpus", "train_gpus")} in [
-        {key: row[key] for key in ("rollout_gpus", "train_gpus")} for row in found["candidates"]
-    ]
-
-
-def test_the_command_plans_two_datacentres() -> None:
-    result = run("--model", "qwen2.5-7b", "--rollout-gpus", "32", "--train-gpus", "96", "--rollout-hardware", "h20",
-                 "--link-gbps", "80", "--json")  # fmt: skip
-    found = json.loads(result.stdout)
-    assert found["rollout_hardware"] == "h20"
-    assert found["rollout_gpus"] <= 32
-    assert found["train_gpus"] < 96
-    assert found["transfer_s"] == pytest.approx(1.52, abs=0.01)
-
-
-def test_the_command_takes_measured_costs(tmp_path: Path) -> None:
-    file = tmp_path / "cost.toml"
-    file.write_text("[cluster.cost]\nkv_token_s = 6.52e-8\nweights_s = 0.013\nrequest_s = 94e-6\nstep_s = 0.04\n")
-    slow = run("--gpus", "64", "--cost", str(file), "--gpus-per-engine", "4", "--json")
-    assert json.loads(slow.stdout)["cost"]["step_s"] == 0.04
-    assert json.loads(slow.stdout)["rollout_gpus"] > 28
-    for line, words in (
-        ("kv_token_s = -1", "cost.kv_token_s = -1"),
-        ("kv_token_s = nan", "cost.kv_token_s = nan"),
-        ("kv_tokens = 1", "cost.kv_tokens"),
-        ("kv_token_s =", "--cost"),
-    ):
-        file.write_text(f"[cluster.cost]\n{line}\n")
-        refused(run("--gpus", "64", "--cost", str(file), "--gpus-per-engine", "4"), words)
-    file.write_text("[cost]\n")
-    refused(run("--gpus", "64", "--cost", str(file), "--gpus-per-engine", "4"), "cluster.cost")
-
-
-def test_the_command_says_how_many_groups_to_add() -> None:
-    times = ("--generation-s", "600", "--training-s", "300", "--engines", "2")
-    assert json.loads(run(*times, "--json").stdout) == {
-        "groups_to_add": 2,
-        "engines": 4,
-        "generation_s": 300.0,
-        "lag_s": 300.0,
-        "lag_after_s": 0.0,
-    }
-    assert "add 2 DP groups" in run(*times).stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--gpus", "64", "--model", "qwen2.5-33b"), "did you mean qwen2.5-32b?"),
-        (("--gpus", "64", "--hardware", "h80"), "did you mean h800?"),
-        (("--gpus", "4", "--model", "qwen2.5-72b"), "gpus = 4"),
-        (("--gpus", "64", "--gpus-per-engine", "1"), "gpus_per_engine = 1"),
-        (("--gpus", "64", "--lengths", "lognormal:7,1"), "lognormal:MU,SIGMA,CAP"),
-        (("--gpus", "64", "--lengths", "uniform:7,1,100"), "lognormal:MU,SIGMA,CAP"),
-        (("--gpus", "64", "--lengths", "lognormal:nan,1,100"), "lengths.mu"),
-        (("--gpus", "64", "--train-s-at", "40"), "GPUS=SECONDS"),
-        (("--gpus", "64", "--train-s-at", "40=nan"), "train_s_at"),
-        (("--gpus", "64", "--mean-tokens", "40000"), "mean_tokens"),
-        (("--generation-s", "600"), "--training-s"),
-        ((), "either gpus, or both"),
-    ],
-)
-def test_bad_input_is_one_line_and_prints_no_plan(arguments: tuple[str, ...], words: str) -> None:
-    refused(run(*arguments), words)
-
-
-def refused(result: Result, words: str) -> None:
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert words in result.stderr
-    assert result.stderr.count("\n") == 1

@@ -1,0 +1,155 @@
+"""Operator commands against a real gRPC service on loopback: tables, JSON, tokens, what is refused, ``watch``."""
+
+import json
+
+import pytest
+
+from dora.cli.exits import ExitCode
+from dora.cli.narration import Narrator, news
+from dora.cli.output import plain
+from dora.cli.tables import duration, number
+from dora.cli.token import find_token, left_token, token_file
+from dora.cli.view import spark_line
+from dora.rpc import dora_pb2 as pb
+from tests.unit.cli.service import STATUS, TOKEN, at, dora, free_port
+
+
+def test_status_prints_a_table_or_json(address: str) -> None:
+    table = at(address, "status").stdout
+    for words in ("tiny", "2 versions, newest v3", "3, 3 of 4 groups taken", "w1 loading", "1 min 2 s", "12.25"):
+        assert words in table
+    tree = json.loads(at(address, "status", "--json").stdout)
+    assert tree == plain(STATUS)
+    assert (tree["newest_version"], tree["counters"]["groups_admitted"], tree["draining"]) == (3, 15.0, False)
+
+
+def test_versions_prints_the_newest_first_and_json(address: str) -> None:
+    table = at(address, "versions").stdout
+    assert table.index("v3") < table.index("v2")
+    rows = json.loads(at(address, "versions", "--json").stdout)["versions"]
+    assert [(row["version"], row["deadline_step"], row["newest"]) for row in rows] == [(2, 3, False), (3, 4, True)]
+
+
+def test_groups_prints_workers_by_version_and_json(address: str) -> None:
+    table = at(address, "groups").stdout
+    for words in ("w0", "w1", "v2  to  v3", "25%", "silent for 61 s"):
+        assert words in table
+    rows = json.loads(at(address, "groups", "--json").stdout)["groups"]
+    assert [row["worker_id"] for row in rows] == ["w0", "w1", "w2"]
+    assert (rows[0]["pid"], rows[1]["target_version"], rows[2]["version"]) == (7, 3, -1)
+
+
+def test_trajectories_filters_and_limits(address: str) -> None:
+    rows = json.loads(at(address, "trajectories", "--state", "running", "--json").stdout)
+    assert [row["trajectory_id"] for row in rows["trajectories"]] == ["g3.0"]
+    limited = at(address, "trajectories", "--limit", "1").stdout
+    assert "1 of 2" in limited
+    assert "5/9" in limited
+    assert "g3.1" not in limited
+
+
+def test_migrate_drain_and_rebalance_say_what_was_begun(address: str) -> None:
+    assert at(address, "migrate", "g3.0", "--to", "w1").stdout == "g3.0 moves to w1\n"
+    assert json.loads(at(address, "drain", "w0", "--json").stdout) == {"message": "w0 drains", "moves": 4, "loads": 0}
+    assert json.loads(at(address, "rebalance", "--json").stdout)["loads"] == 1
+
+
+def test_what_the_service_refuses_is_4_with_its_own_sentence(address: str) -> None:
+    unknown = at(address, "migrate", "g9.9", "--to", "w1")
+    assert (unknown.exit_code, unknown.stdout) == (ExitCode.REFUSED, "")
+    assert "g9.9" in unknown.stderr and "g3.0" in unknown.stderr
+    wrong = at(address, "migrate", "g3.0", "--to", "w0", "--json")
+    assert (wrong.exit_code, wrong.stdout) == (ExitCode.REFUSED, "")
+    assert "a worker of version 2" in wrong.stderr
+
+
+def test_a_wrong_token_and_no_token_are_5(address: str) -> None:
+    wrong = dora("status", "--address", address, "--token", "nonsense")
+    assert wrong.exit_code == ExitCode.UNAUTHENTICATED
+    assert "nonsense" not in wrong.stderr
+    none = dora("status", "--address", address)
+    assert none.exit_code == ExitCode.UNAUTHENTICATED
+    assert "DORA_TOKEN" in none.stderr
+
+
+def test_no_service_is_3_and_names_the_address() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    failed = at(address, "status", "--json")
+    assert (failed.exit_code, failed.stdout) == (ExitCode.UNREACHABLE, "")
+    assert address in failed.stderr
+
+
+def test_the_token_comes_from_the_environment_or_from_the_service_on_this_host(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with left_token(address, TOKEN) as file:
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert dora("status", "--address", address, "--json").exit_code == ExitCode.OK
+    assert not file.exists()
+    monkeypatch.setenv("DORA_TOKEN", TOKEN)
+    monkeypatch.setenv("DORA_ADDRESS", address)
+    assert dora("status", "--json").exit_code == ExitCode.OK
+
+
+def test_a_token_of_this_host_is_sent_to_no_other(address: str) -> None:
+    with left_token(address, TOKEN):
+        assert find_token(address) == TOKEN
+        assert find_token(f"elsewhere.example:{address.rpartition(':')[2]}") == ""
+
+
+def test_a_token_that_another_service_left_stays() -> None:
+    with left_token("127.0.0.1:7070", "first"):
+        token_file("127.0.0.1:7070").write_text("second\n")
+    assert find_token("127.0.0.1:7070") == "second"
+
+
+# -------------------------------------------------------------------------------------------------------------- watch
+
+
+def test_watch_tells_news_once_where_there_is_no_terminal(address: str) -> None:
+    lines = at(address, "watch", "--period-ms", "50").stdout.splitlines()
+    assert "step 2 committed: mean reward 0.500, staleness mean 0.25 max 1, 1,234 tokens" in lines
+    assert "w2 lost: silent for 61 s" in lines
+    assert len(lines) == len(set(lines))
+
+
+def test_watch_prints_one_json_document_a_line(address: str) -> None:
+    shown = at(address, "watch", "--json", "--updates", "1").stdout.splitlines()
+    assert [json.loads(line) for line in shown] == [plain(STATUS)]
+
+
+def test_news_names_what_changed_between_two_statuses() -> None:
+    after = pb.Status()
+    after.CopyFrom(STATUS)
+    after.steps.add(step=3, mean_reward=0.75, tokens=10)
+    after.counters["migrations_kv"] = 3
+    after.workers[1].version = 3
+    after.workers[2].state, after.workers[2].epoch = "ready", 5
+    assert news(STATUS, after) == [
+        "step 3 committed: mean reward 0.750, staleness mean 0.00 max 0, 10 tokens",
+        "w1 now hosts v3",
+        "w2 is back (epoch 5)",
+        "requests migrated with their KV: 3",
+    ]
+    assert news(after, after) == []
+
+
+def test_the_narrator_keeps_its_pace_and_gives_signs_of_life() -> None:
+    narrator = Narrator()
+    assert len(narrator.tell(STATUS, 0.0)) == 4
+    changed = pb.Status()
+    changed.CopyFrom(STATUS)
+    changed.counters["migrations_kv"] = 1
+    assert narrator.tell(changed, 1.0) == []
+    assert narrator.tell(changed, 2.0) == ["requests migrated with their KV: 1"]
+    assert narrator.tell(changed, 5.0) == []
+    assert narrator.tell(changed, 17.0) == ["filling step 3, 3 of 4 groups taken, 4 requests running"]
+    changed.counters["migrations_kv"] = 2
+    assert narrator.tell(changed, 17.1, last=True) == ["requests migrated with their KV: 1"]
+
+
+def test_numbers_and_durations_for_people() -> None:
+    assert [duration(seconds) for seconds in (1.5, 62, 3725)] == ["1.5 s", "1 min 2 s", "1 h 2 min"]
+    assert [number(value) for value in (1234.0, 12.345)] == ["1,234", "12.35"]
+    assert spark_line([0.0, 0.5, 1.0]) == "▁▄█"
+    assert spark_line([]) == ""

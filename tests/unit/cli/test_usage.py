@@ -1,0 +1,216 @@
+"""The command line: help, usage errors, exit codes, configuration, and the commands that ask no service."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dora.cli.app import COMMANDS
+from dora.cli.exits import MEANINGS, ExitCode, exit_code_of
+from dora.cli.settings import overrides_of, toml_of
+from dora.config import load_config
+from dora.errors import CanaryMismatch, Conflict, InvalidValue, NotFound
+from dora.rpc.errors import CallFailed, LimitExceeded, ServiceUnavailable, Unauthenticated
+from dora.trajectory import Trajectory
+from tests.contract.trainer_service import make_trajectory
+from tests.unit.cli.service import dora
+
+# ---------------------------------------------------------------------------------------------------- usage and help
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_ends_with_an_example(command: str) -> None:
+    shown = dora(command, "--help")
+    assert shown.exit_code == ExitCode.OK
+    last_paragraph = re.split(r"\n\s*\n", shown.stdout.rstrip())[-1]
+    assert f"Example: dora {command}" in " ".join(last_paragraph.split())
+
+
+def test_every_example_is_a_command_line_that_parses() -> None:
+    for command, (_, example) in COMMANDS.items():
+        name, *arguments = example.split()
+        assert (name, arguments[0]) == ("dora", command)
+        options = {argument for argument in arguments if argument.startswith("--")}
+        assert options <= set(re.findall(r"--[a-z-]+", dora(command, "--help").stdout))
+
+
+def test_the_help_documents_every_exit_code() -> None:
+    words = " ".join(dora("--help").stdout.split())
+    for code, meaning in MEANINGS.items():
+        assert f"{code.value} {meaning}" in words
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nonsense",),
+        ("status", "--nonsense"),
+        ("migrate", "g3.0"),
+        ("drain",),
+        ("trajectories", "--state", "lazy"),
+        ("trajectories", "--limit", "0"),
+        ("serve", "--window", "two"),
+        ("verify",),
+    ],
+)
+def test_bad_usage_is_2_and_nothing_on_stdout(arguments: tuple[str, ...]) -> None:
+    failed = dora(*arguments)
+    assert failed.exit_code == ExitCode.USAGE
+    assert failed.stdout == ""
+    assert failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("serve", "--window", "0"), ("window.size", "0")),
+        (("serve", "--set", "window.sise=3", "--dry-run"), ("window.sise", "did you mean size")),
+        (("serve", "--set", "window", "--dry-run"), ("--set", "section.field=value")),
+        (("serve", "--listen", "nowhere", "--dry-run"), ("service.listen", "nowhere")),
+        (("serve", "--config", "missing.toml"), ("--config", "missing.toml")),
+        (("demo", "--steps", "0"), ("--steps", "0")),
+        (("demo", "--lr", "0"), ("--lr", "0")),
+        (("demo", "--kill-worker-after", "-1"), ("--kill-worker-after", "-1")),
+        (("demo", "--model", "huge"), ("--model", "huge", "smollm2")),
+        (("prepare", "huge"), ("--model", "huge")),
+        (("status", "--address", "nowhere"), ("address", "nowhere", "host:port")),
+    ],
+)
+def test_a_bad_value_is_one_line_that_names_field_and_value(arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    failed = dora(*arguments)
+    assert failed.exit_code == ExitCode.USAGE
+    assert failed.stdout == ""
+    assert failed.stderr.count("\n") == 1
+    for part in parts:
+        assert part in failed.stderr
+
+
+def test_every_expected_error_has_its_exit_code() -> None:
+    triple = ("field", "value", "allowed")
+    codes = {
+        InvalidValue(*triple): 2,
+        ServiceUnavailable("gone"): 3,
+        Conflict(*triple): 4,
+        NotFound(*triple): 4,
+        LimitExceeded(*triple): 4,
+        Unauthenticated(*triple): 5,
+        CallFailed("bug"): 1,
+        CanaryMismatch("differs"): 1,
+    }
+    assert {error: int(exit_code_of(error)) for error in codes} == codes
+
+
+# -------------------------------------------------------------------------------------------------------------- serve
+
+
+def test_a_dry_run_prints_a_file_that_loads_back_to_the_same_configuration(tmp_path: Path) -> None:
+    given = ("--window", "3", "--workers", "1", "--model", "123", "--set", "rollout.temperature=0.5")
+    shown = dora("serve", *given, "--reward", "module:function", "--record", 'a "quoted" \\ folder', "--dry-run")
+    assert shown.exit_code == ExitCode.OK
+    file = tmp_path / "dora.toml"
+    file.write_text(shown.stdout)
+    config = load_config(file)
+    assert (config.window.size, config.workers.count, config.model) == (3, 1, "123")
+    assert (config.rollout.temperature, config.reward.function) == (0.5, "module:function")
+    assert config.record == 'a "quoted" \\ folder'
+    assert toml_of(config) == shown.stdout
+
+
+def test_short_options_override_set_and_set_overrides_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "dora.toml"
+    file.write_text('model = "tiny"\n[window]\nsize = 5\n[workers]\ncount = 5\n')
+    settings = ("--set", "window.size=4", "--set", "workers.count=4")
+    shown = dora("serve", "--config", str(file), *settings, "--window", "3", "--dry-run", "--json")
+    tree = json.loads(shown.stdout)
+    assert (tree["model"], tree["window"]["size"], tree["workers"]["count"]) == ("tiny", 3, 4)
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_dry_run_does_not_print_the_secret(form: tuple[str, ...]) -> None:
+    shown = dora("serve", "--token", "hush-hush", "--dry-run", *form)
+    assert shown.exit_code == ExitCode.OK
+    assert "hush-hush" not in shown.stdout
+    assert load_config(None, ["service.token=hush-hush"]).service.token == "hush-hush"
+
+
+def test_values_become_toml() -> None:
+    overrides = overrides_of({"model": "7", "window.size": 2, "rollout.min_p": 0.5, "record": None, "a.b": True})
+    assert [tomllib.loads(f"x={override.partition('=')[2]}")["x"] for override in overrides] == ["7", 2, 0.5, True]
+
+
+# ------------------------------------------------------------------------------------------------------------- others
+
+
+def test_version_and_prepare(tmp_path: Path) -> None:
+    assert dora("version").stdout.startswith("dora 0.")
+    assert set(json.loads(dora("version", "--json").stdout)) == {"dora", "python"}
+    prepared = json.loads(dora("prepare", "tiny", "--cache", str(tmp_path), "--json").stdout)
+    assert (Path(prepared["folder"]) / "model.safetensors").is_file()
+
+
+def write_record(folder: Path, tiny: Path, trajectory: Trajectory) -> None:
+    (folder / "versions").mkdir(parents=True)
+    (folder / "versions" / "0").symlink_to(tiny)
+    (folder / "trajectories.jsonl").write_text(json.dumps(trajectory.to_json_dict()) + "\n")
+
+
+def test_verify_fails_a_record_whose_logprobs_are_not_the_models(tmp_path: Path, tiny_dense: Path) -> None:
+    write_record(tmp_path, tiny_dense, make_trajectory(0, 0, 0, group_size=1))
+    as_json = dora("verify", str(tmp_path), "--json")
+    assert as_json.exit_code == ExitCode.FAILED
+    report = json.loads(as_json.stdout)
+    assert (report["ok"], report["trajectories"]) == (False, 1)
+    table = dora("verify", str(tmp_path))
+    assert table.exit_code == ExitCode.FAILED
+    assert "violation" in table.stdout
+
+
+def test_verify_passes_a_record_within_the_tolerance_given(tmp_path: Path, tiny_dense: Path) -> None:
+    write_record(tmp_path, tiny_dense, make_trajectory(0, 0, 0, group_size=1))
+    passed = dora("verify", str(tmp_path), "--atol", "100")
+    assert passed.exit_code == ExitCode.OK
+    assert "verified" in passed.stdout
+
+
+def test_verify_of_no_record_is_a_bad_value(tmp_path: Path) -> None:
+    failed = dora("verify", str(tmp_path / "nowhere"))
+    assert failed.exit_code == ExitCode.USAGE
+    assert "nowhere" in failed.stderr
+
+
+def test_importing_the_command_line_loads_no_heavy_module() -> None:
+    heavy = ("torch", "vllm", "transformers", "matplotlib")
+    code = f"import sys, dora.cli.app; print([name for name in {heavy} if name in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"
+
+
+def test_serve_says_how_to_attach_and_drains_on_sigterm(tmp_path: Path, tiny_dense: Path) -> None:
+    options = ["--model", str(tiny_dense), "--prompts", "tiny", "--workers", "0", "--listen", "127.0.0.1:0", "--json"]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "dora", "serve", *options], stdout=subprocess.PIPE, text=True, env=environment
+    ) as service:
+        assert service.stdout is not None
+        document = "".join(iter(service.stdout.readline, "}\n")) + "}"
+        handle = json.loads(document)
+        status = dora("status", "--address", handle["address"], "--token", handle["token"], "--json")
+        file = tmp_path / "dora" / f"{handle['address'].rpartition(':')[2]}.token"
+        left = file.read_text().strip()
+        service.send_signal(signal.SIGTERM)
+        assert service.wait() == ExitCode.OK
+    assert json.loads(status.stdout)["model"] == handle["model"] == str(tiny_dense)
+    assert left == handle["token"]
+    assert not file.exists()
+
+
+def test_serve_on_a_busy_port_is_a_bad_value(address: str, tiny_dense: Path) -> None:
+    failed = dora("serve", "--model", str(tiny_dense), "--prompts", "tiny", "--workers", "0", "--listen", address)
+    assert failed.exit_code == ExitCode.USAGE
+    assert "--listen" in failed.stderr and address in failed.stderr
