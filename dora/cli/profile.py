@@ -50,6 +50,8 @@ def profile(
 
     if out is not None and out.suffix not in FORMATS:
         raise InvalidValue("--out", str(out), f"a file that ends in {' or '.join(FORMATS)}")
+    if out is not None and not out.parent.is_dir():  # before minutes of timing
+        raise InvalidValue("--out", str(out), f"a file in a folder that exists, and {out.parent} does not")
     if not 0.0 < tolerance < 1.0:
         raise InvalidValue("--tolerance", tolerance, "above 0, below 1")
     stderr().print(f"timing {model} ...")

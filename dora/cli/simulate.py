@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from dora.sim.report import BrokenReport, Report, Timeline
     from dora.sim.scenario import Scenario
 
-EXAMPLE = "dora simulate --preset dora-64 --policy dora --window 3 --steps 8 --compare"
+WIDEST = 400  # columns
+EXAMPLE = "dora simulate --preset dora-64 --window 3 --steps 8 --compare"
 
 
 class SplitChoice(StrEnum):
@@ -181,7 +182,10 @@ def _compare(scenarios: list["Scenario"], asked: Asked) -> None:
         tree = {"preset": scenarios[0].name, "seed": asked.seed, "steps": asked.steps}
         print_json(_finite(tree | {"policies": [asdict(row) for row in rows]}))
     else:
-        stdout().print(comparison_table(rows))
+        out, table = stdout(), comparison_table(rows)
+        # in a narrow terminal lines wrap: a number that is cut short would say something else
+        out.width = max(out.width, out.measure(table, options=out.options.update(max_width=WIDEST)).maximum)
+        out.print(table)
     _exit_if_broken(reports)
 
 

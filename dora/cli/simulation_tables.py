@@ -75,7 +75,7 @@ def comparison_table(rows: Sequence[Compared]) -> Group:
     for column in kept:
         name = COLUMNS[column]
         justify: JustifyMethod = "left" if name == "policy" else "right"
-        table.add_column(name, justify=justify, style="dim" if name == PAPER else "", no_wrap=True)
+        table.add_column(name.replace(" ", "\n"), justify=justify, style="dim" if name == PAPER else "", no_wrap=True)
     fastest = min(row.report.step_time_min for row in rows)
     for row, line in zip(rows, lines, strict=True):
         style = "bold" if row.report.step_time_min == fastest else ""

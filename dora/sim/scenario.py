@@ -25,6 +25,13 @@ class Coefficients(_Section):
     expert_fraction: float = Field(1.0, gt=0.0, le=1.0, description="share of the weights one token reads; 1: dense")
     imbalance: float = Field(0.0, ge=0.0, description="extra k3 from uneven experts, times 1/sqrt(requests)")
 
+    @model_validator(mode="after")
+    def _takes_time(self) -> Self:
+        """Else an engine would generate without end at one moment."""
+        if self.kv_token_s + self.weights_s + self.request_s + self.step_s <= 0.0:
+            raise InvalidValue("cluster.cost.step_s", self.step_s, "above 0 where k1, k2 and k3 are 0 too")
+        return self
+
     def model(self) -> CostModel:
         return CostModel(**self.model_dump())
 

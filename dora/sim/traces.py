@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.errors import InvalidValue, NotFound
+from dora.errors import InvalidValue
 
 IntColumn = NDArray[np.int64]
 FloatColumn = NDArray[np.float64]
@@ -60,7 +60,7 @@ class Trace:
 def load_histogram(path: Path | str) -> LengthTable:
     """Reads ``{"hist": {tokens: weight, ...}}``; other keys are ignored.
 
-    Raises NotFound where there is no such file, InvalidValue with file, line and reason where it is malformed.
+    Raises InvalidValue: where there is no such file, or with file, line and reason where it is malformed.
     """
     text = _text(path)
     document = _parsed(text, f"{path}", 1)
@@ -82,7 +82,7 @@ def load_trace(path: Path | str) -> Trace:
     """Reads one request a line: ``output_length`` in tokens (>= 1) and, each 0 by default, ``input_length`` in tokens
     and ``timestamp`` in milliseconds; other keys (``hash_ids``) and blank lines are ignored.
 
-    Raises NotFound where there is no such file, InvalidValue with file, line and reason where it is malformed.
+    Raises InvalidValue: where there is no such file, or with file, line and reason where it is malformed.
     """
     columns: tuple[list[float], list[float], list[float]] = ([], [], [])
     for number, line in enumerate(_text(path).split("\n"), 1):
@@ -116,7 +116,7 @@ def _text(path: Path | str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise NotFound("lengths.file", str(path), "a readable file") from error
+        raise InvalidValue("workload.lengths.file", str(path), "a file that exists") from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise InvalidValue(f"{path}:{line}", error.object[error.start : error.end], "UTF-8 text") from error

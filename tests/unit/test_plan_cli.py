@@ -88,6 +88,8 @@ def test_it_says_how_many_groups_to_add() -> None:
         (("--gpus", "64", "--lengths", "lognormal:7,1"), "lognormal:MU,SIGMA,CAP"),
         (("--gpus", "64", "--lengths", "uniform:7,1,100"), "lognormal:MU,SIGMA,CAP"),
         (("--gpus", "64", "--lengths", "lognormal:nan,1,100"), "lengths.mu"),
+        (("--gpus", "64", "--lengths", "lognormal:400,1,30000"), "lengths.mu = 400"),
+        (("--gpus", "64", "--lengths", "lognormal:7,30,30000"), "sigma is 30"),
         (("--gpus", "64", "--train-s-at", "40"), "GPUS=SECONDS"),
         (("--gpus", "64", "--train-s-at", "40=nan"), "train_s_at"),
         (("--gpus", "64", "--mean-tokens", "40000"), "mean_tokens"),

@@ -43,6 +43,9 @@ def test_a_service_refuses_what_breaks_c1() -> None:
                 check_live(name)
         else:
             check_live(name)
+    with pytest.raises(InvalidValue, match=r"balance.policy = 'lamniar'.*did you mean laminar\?") as unknown:
+        check_live("lamniar")
+    assert "partial" not in str(unknown.value)
     assert {"partial"} == SIMULATED and POLICIES.keys() >= SIMULATED
 
 

@@ -22,6 +22,9 @@ from dora.sim.report import Report
 from dora.sim.run import policy_names
 from tests.unit.test_plot import REPORT
 
+NO_COST = [
+    word for name in ("kv_token_s", "weights_s", "request_s", "step_s") for word in ("--set", f"cluster.cost.{name}=0")
+]
 SMALL = ("simulate", "--preset", "small", "--steps", "3", "--warmup", "1")
 
 
@@ -88,6 +91,19 @@ def test_the_timeline_is_drawn(tmp_path: Path) -> None:
     assert "run.svg" in result.stdout
     text = (tmp_path / "run.svg").read_text()
     assert "small · laxity · window 3" in text and "step 3" in text
+
+
+def test_the_example_of_the_help_runs() -> None:
+    words = simulate.EXAMPLE.replace("dora-64", "small").replace("--steps 8", "--steps 1").split()
+    result = run(*words[1:])
+    assert result.exit_code == ExitCode.OK, result.output
+
+
+def test_a_narrow_terminal_cuts_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    table = run("simulate", "--preset", "small", "--steps", "1", "--compare").stdout
+    assert "…" not in table
+    assert all(words in table for words in ("policy", "rollout", "errors"))
 
 
 def test_all_policies_are_compared_in_one_table_and_in_one_json_object() -> None:
@@ -165,6 +181,7 @@ def test_the_plan_changes_the_split() -> None:
         (("--preset", "small", "--set", "cluster.weights_bytes=1e12"), "do not fit"),
         (("--preset", "small", "--set", "cluster.kv_tokens=1000"), "longest response"),
         (("--preset", "small", "--set", "cluster.rollout_gpus=4"), "cluster.rollout_gpus = 4"),
+        (("--preset", "small", *NO_COST), "cluster.cost.step_s = 0"),
         (("--preset", "small", "--file", "no-such.toml"), "--file = 'no-such.toml'"),
         (("--preset", "small", "--plot", "run.pdf"), "--plot = 'run.pdf'"),
         (("--preset", "small", "--compare", "--plot", "run.png"), "left out with --compare"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dora.errors import InvalidValue, NotFound
+from dora.errors import InvalidValue
 from dora.sim.scenario import Lengths, Turns, Workload
 from dora.sim.traces import load_histogram, load_trace
 from dora.sim.workload import SimPrompt, WorkloadStream, moments
@@ -256,7 +256,7 @@ def test_bytes_that_are_no_text_and_missing_files(load: Callable[[Path], object]
     file.write_bytes(b'{"output_length": 5}\n\xff')
     with pytest.raises(InvalidValue, match="lengths:2"):
         load(file)
-    with pytest.raises(NotFound, match="nowhere"):
+    with pytest.raises(InvalidValue, match=r"workload.lengths.file.*nowhere"):
         load(tmp_path / "nowhere")
 
 

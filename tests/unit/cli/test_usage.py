@@ -139,6 +139,19 @@ def test_a_dry_run_does_not_print_the_secret(form: tuple[str, ...]) -> None:
     assert load_config(None, ["service.token=hush-hush"]).service.token == "hush-hush"
 
 
+@pytest.mark.parametrize(("name", "words"), [("lamniar", "did you mean laminar?"), ("partial", "breaks C1")])
+def test_a_dry_run_refuses_a_strategy_that_a_start_would_refuse(name: str, words: str) -> None:
+    refused = dora("serve", "--dry-run", "--set", f"balance.policy={name}")
+    assert (refused.exit_code, refused.stdout) == (ExitCode.USAGE, "")
+    assert words in refused.stderr
+
+
+def test_profile_refuses_a_folder_that_does_not_exist_before_it_times_anything(tmp_path: Path) -> None:
+    refused = dora("profile", "--model", "tiny", "--out", str(tmp_path / "nowhere" / "cost.toml"))
+    assert (refused.exit_code, refused.stdout) == (ExitCode.USAGE, "")
+    assert "--out" in refused.stderr and "timing" not in refused.stderr
+
+
 def test_values_become_toml() -> None:
     overrides = overrides_of({"model": "7", "window.size": 2, "rollout.min_p": 0.5, "record": None, "a.b": True})
     assert [tomllib.loads(f"x={override.partition('=')[2]}")["x"] for override in overrides] == ["7", 2, 0.5, True]

@@ -49,10 +49,14 @@ def policy_of(config: BalanceConfig, window: int | None = None) -> Policy:
 
 
 def check_live(name: str) -> None:
-    """Raises InvalidValue for a strategy that only the simulator may run."""
-    if name in SIMULATED:
-        allowed = ", ".join(live for live in POLICIES if live not in SIMULATED)
-        raise InvalidValue("balance.policy", name, f"one of {allowed}: {name} breaks C1 and only runs in dora simulate")
+    """Raises InvalidValue for a strategy that a service may not run: an unknown one, with the nearest name, or one that
+    only the simulator may."""
+    live = [known for known in POLICIES if known not in SIMULATED]
+    if name not in live:
+        near = difflib.get_close_matches(name, live, n=1)
+        reason = f": {name} breaks C1 and only runs in dora simulate" if name in SIMULATED else ""
+        hint = f"; did you mean {near[0]}?" if near and not reason else ""
+        raise InvalidValue("balance.policy", name, f"one of {', '.join(live)}{reason}{hint}")
 
 
 __all__ = ["POLICIES", "SIMULATED", "WINDOW_MIN", "check_live", "policy_of"]
