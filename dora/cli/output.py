@@ -5,10 +5,11 @@ import sys
 from typing import Any
 
 from google.protobuf.message import Message
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from dora.rpc.dora_pb2 import OperatorReply
 
+WIDEST_CHARACTERS = 400
 PIPED_WIDTH_CHARACTERS = 160  # a pipe has no width of its own; tables must not be cut for it
 
 
@@ -25,6 +26,13 @@ def stderr() -> Console:
 def print_json(tree: object) -> None:
     """Prints ``tree`` as the command's one JSON document."""
     sys.stdout.write(json.dumps(tree, indent=2) + "\n")
+
+
+def print_whole(console: Console, table: RenderableType) -> None:
+    """Prints a wide table. In a narrow terminal lines wrap: a number that is cut short would say something else."""
+    options = console.options.update(max_width=WIDEST_CHARACTERS)
+    console.width = max(console.width, console.measure(table, options=options).maximum)
+    console.print(table)
 
 
 def print_reply(reply: OperatorReply, as_json: bool) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption
-from dora.cli.output import print_json, stderr, stdout
+from dora.cli.output import print_json, print_whole, stderr, stdout
 from dora.config import DEFAULT_POLICY
 from dora.errors import InvalidValue
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from dora.sim.report import BrokenReport, Report, Timeline
     from dora.sim.scenario import Scenario
 
-WIDEST = 400  # columns
 EXAMPLE = "dora simulate --preset dora-64 --window 3 --steps 8 --compare"
 
 
@@ -182,10 +181,7 @@ def _compare(scenarios: list["Scenario"], asked: Asked) -> None:
         tree = {"preset": scenarios[0].name, "seed": asked.seed, "steps": asked.steps}
         print_json(_finite(tree | {"policies": [asdict(row) for row in rows]}))
     else:
-        out, table = stdout(), comparison_table(rows)
-        # in a narrow terminal lines wrap: a number that is cut short would say something else
-        out.width = max(out.width, out.measure(table, options=out.options.update(max_width=WIDEST)).maximum)
-        out.print(table)
+        print_whole(stdout(), comparison_table(rows))
     _exit_if_broken(reports)
 
 

@@ -1,7 +1,8 @@
 """One simulated engine, event-driven: it advances piecewise at the cost model's rate, never token by token.
 
 Between two changes of its batch an engine with ``n`` running requests and ``kv`` cached tokens takes
-``a(n) + k1 * kv`` seconds a step, and every step adds ``n`` to ``kv``. So ``m`` steps take
+``a(n) + k1 * kv`` seconds a step, and every step adds ``n`` to ``kv``. What waits for its environment holds KV that no
+step reads, and is not counted; what a handoff copies is read too, by the copy. So ``m`` steps take
 
     m * a(n) + k1 * (kv * m + n * m**2 / 2)
 
@@ -48,6 +49,7 @@ class SimRequest:
     turn: int = 0
     cached: bool = False  # its KV exists, on the engine or in host memory: no prefill before it runs
     resident: bool = False  # its KV lies on the engine
+    unread: bool = False  # and no step reads it: since its environment was called, until it runs again
     phase: Phase = WAITING
     since_step: float = 0.0
     start: int = 0  # number of its present run on its engine
@@ -79,6 +81,7 @@ class SimEngine:
         self.clock_s = 0.0
         self.steps = 0.0
         self.kv = 0.0  # tokens resident
+        self.unread = 0  # of them, those that no step reads
         self.debt_s = 0.0  # prefill to compute before the next decode step
         self.paused = False
         self.slowness = 1.0  # a slow engine takes this many times longer
@@ -144,6 +147,7 @@ class SimEngine:
         request.prompt += answer_tokens
         if request.resident:  # else its whole context is computed when it starts
             self.kv += answer_tokens
+            self.unread += answer_tokens * request.unread
             self._prefill(answer_tokens)
         self._queue_first(request)
         self._admit()
@@ -182,7 +186,7 @@ class SimEngine:
         steps = max(0.0, self._ends[0][0] - self.steps)
         if self.running > 1:
             steps = min(steps, max(0.0, (self.kv_capacity - self.kv) / self.running))
-        linear_s = self.cost.matmul_s(self.running) + self.cost.kv_token_s * self.kv
+        linear_s = self.cost.matmul_s(self.running) + self.cost.kv_token_s * (self.kv - self.unread)
         decode_s = steps * linear_s + self.cost.kv_token_s * self.running * steps * steps / 2
         return self.clock_s + (self.debt_s + decode_s) * self.slowness
 
@@ -201,6 +205,9 @@ class SimEngine:
             if request.tokens >= request.length:
                 del self.requests[request.request_id]
                 self._let_out(request)
+            else:
+                request.unread = True
+                self.unread += request.context
         if self.running > 1 and self.kv + EPSILON_STEPS * self.running >= self.kv_capacity:
             self._preempt()
         self._admit()
@@ -217,7 +224,7 @@ class SimEngine:
 
     def _decode(self, seconds: float) -> None:
         """``seconds`` of decoding with the present batch."""
-        linear_s = self.cost.matmul_s(self.running) + self.cost.kv_token_s * self.kv
+        linear_s = self.cost.matmul_s(self.running) + self.cost.kv_token_s * (self.kv - self.unread)
         square_s = self.cost.kv_token_s * self.running / 2
         if square_s > 0.0:
             # the root in the form that loses no digits when the square term is small
@@ -226,7 +233,7 @@ class SimEngine:
             steps = seconds / linear_s
         totals = self.totals
         totals.decode_s += seconds
-        totals.context_token_steps += self.kv * steps + self.running * steps * steps / 2
+        totals.context_token_steps += (self.kv - self.unread) * steps + self.running * steps * steps / 2
         totals.steps += steps
         self.steps += steps
         self.kv += self.running * steps
@@ -254,11 +261,18 @@ class SimEngine:
             return
         self.kv -= request.context
         request.resident = False
+        self._read(request)
         self._siblings[request.group_id] -= 1
         if not self._siblings[request.group_id]:
             del self._siblings[request.group_id]
         if not self._siblings:
             self.kv = 0.0  # what rounding left
+
+    def _read(self, request: SimRequest) -> None:
+        """Steps read its KV again, or it is gone."""
+        if request.unread:
+            request.unread = False
+            self.unread -= request.context
 
     def _queue_first(self, request: SimRequest) -> None:
         request.phase = WAITING
@@ -297,6 +311,7 @@ class SimEngine:
             self.kv += request.context
             request.resident = request.cached = True
             self._siblings[request.group_id] += 1
+        self._read(request)
         request.phase, request.since_step = RUNNING, self.steps
         self.running += 1
         self._starts += 1

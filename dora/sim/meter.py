@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core.cost import context_work
 from dora.orchestrator.core.prediction import Recall
 from dora.sim.ledger import Group
 from dora.sim.report import Arrow, Span, StepSpan, Timeline
@@ -39,7 +38,7 @@ class Consumed:
     responses: int = 0
     response_tokens: float = 0.0
     prompt_tokens: float = 0.0
-    context_tokens: float = 0.0  # sum over responses of length^2 / 2 + prompt * length: the C of the bound
+    context_tokens: float = 0.0  # the C of the bound: SimPrompt.context_work
     busy_s: float = 0.0
     staleness: list[int] = field(default_factory=list)  # of each group
 
@@ -55,7 +54,7 @@ class Consumed:
                 self.responses += 1
                 self.response_tokens += length
                 self.prompt_tokens += group.prompt.prompt_tokens
-                self.context_tokens += context_work(length, group.prompt.prompt_tokens)
+            self.context_tokens += group.prompt.context_work()
 
 
 class Meter:

@@ -83,7 +83,8 @@ def check_cluster(scenario: Scenario) -> None:
         raise InvalidValue("in_flight_groups", limit, f"0 or at least trainer.groups_per_step, {batch}")
     if not cluster.colocated and cluster.rollout_gpus >= cluster.gpus:
         raise InvalidValue("cluster.rollout_gpus", cluster.rollout_gpus, f"less than cluster.gpus, {cluster.gpus}")
-    longest = workload.lengths.cap_tokens + workload.prompt_tokens
+    answers_tokens = (workload.turns.most - 1) * workload.turns.answer_tokens
+    longest = workload.lengths.cap_tokens + workload.prompt_tokens + answers_tokens
     if cluster.kv_tokens < longest:
         raise InvalidValue("cluster.kv_tokens", cluster.kv_tokens, f"at least the {longest} of the longest response")
     need_bytes = cluster.weights_bytes + longest * cluster.kv_token_bytes

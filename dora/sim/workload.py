@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dora.errors import InvalidValue
+from dora.orchestrator.core.cost import context_work
 from dora.sim.scenario import Lengths, Workload
 from dora.sim.traces import FloatColumn, IntColumn, load_histogram, load_trace
 
@@ -60,22 +61,36 @@ class SimPrompt:
     lengths: tuple[int, ...]
     turns: tuple[tuple[Turn, ...], ...]
 
+    def context_work(self) -> float:
+        """Cached tokens read over all decode steps of its responses: prompt, response and answers so far."""
+        if not self.turns:
+            return sum(context_work(length, self.prompt_tokens) for length in self.lengths)
+        work = 0.0
+        for turns in self.turns:
+            context = self.prompt_tokens
+            for turn in turns:
+                work += context_work(turn.tokens, context)
+                context += turn.tokens + turn.answer_tokens
+        return work
+
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Mean and mean square of one response's tokens, after the cut, and the prompt's tokens."""
+    """Mean and mean square of one response's tokens, after the cut; the prompt's and the answers' tokens before one."""
 
     mean_tokens: float
     mean_square_tokens: float
     prompt_tokens: float
+    answer_tokens: float = 0.0  # of the environment, in the context of a sampled token
 
     def generated_tokens(self, responses: int) -> float:
         """N: tokens to be sampled."""
         return responses * self.mean_tokens
 
     def context_tokens(self, responses: int) -> float:
-        """C: cached tokens read over all decode steps, prompt and response so far."""
-        return responses * (0.5 * self.mean_square_tokens + self.prompt_tokens * self.mean_tokens)
+        """C: cached tokens read over all decode steps: prompt, response and answers so far."""
+        before_tokens = self.prompt_tokens + self.answer_tokens
+        return responses * (0.5 * self.mean_square_tokens + before_tokens * self.mean_tokens)
 
 
 class WorkloadStream:
@@ -179,7 +194,9 @@ def moments(workload: Workload) -> Moments:
     weights /= weights.sum()
     tokens = _whole(quantile(workload.lengths)(scores), workload.lengths.cap_tokens)
     prompt_tokens = _prompt_tokens(workload.prompt_tokens, scores)
-    return Moments(float(weights @ tokens), float(weights @ tokens**2), float(weights @ prompt_tokens))
+    # of 1 .. most turns that are alike on average, half of the others have been answered before a token
+    answer_tokens = workload.turns.answer_tokens * (workload.turns.most - 1) / 4
+    return Moments(float(weights @ tokens), float(weights @ tokens**2), float(weights @ prompt_tokens), answer_tokens)
 
 
 def _whole(tokens: NDArray[np.floating[Any]], cap_tokens: int) -> IntColumn:

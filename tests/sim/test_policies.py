@@ -6,8 +6,8 @@ import pytest
 
 from dora.errors import InvalidValue
 from dora.sim.invariants import check_state
-from dora.sim.presets import scenario_for
-from dora.sim.run import check_cluster
+from dora.sim.presets import composed, scenario_for
+from dora.sim.run import check_cluster, simulate
 from dora.sim.world import World
 
 
@@ -31,6 +31,18 @@ def test_sync_is_on_policy_whatever_the_window(window: int) -> None:
 
 def test_streamrl_is_on_policy_in_a_window_of_one() -> None:
     assert staleness("streamrl", window=1) == [Counter({0: 8})] * 6
+
+
+@pytest.mark.parametrize(("environment_mean_s", "answer_tokens"), [(0.0, 0), (30.0, 0), (3.0, 50)])
+def test_sync_does_the_work_that_it_consumes_however_long_environments_take(
+    environment_mean_s: float, answer_tokens: int
+) -> None:
+    """KV that waits for an environment is read by no step; what the environment answered is read by the later ones."""
+    turns = {"most": 4, "environment_mean_s": environment_mean_s, "answer_tokens": answer_tokens}
+    scenario = composed({"workload": {"turns": turns}}, "small", "sync", 1)
+    report = simulate(scenario, steps=4, warmup=0, seed=0)
+    assert report.preemptions == 0
+    assert report.work_done_over_consumed == pytest.approx(1.0, abs=1e-9)
 
 
 @pytest.mark.parametrize("policy", ["one_step", "stream", "streamrl"])

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from dora.cli import simulate
 from dora.cli.app import app
 from dora.cli.exits import ExitCode
+from dora.cli.output import print_whole
 from dora.cli.progress import progress_bar
 from dora.cli.simulation_tables import comparison, comparison_table, report_table
 from dora.orchestrator.core.window import Window
@@ -99,11 +100,16 @@ def test_the_example_of_the_help_runs() -> None:
     assert result.exit_code == ExitCode.OK, result.output
 
 
-def test_a_narrow_terminal_cuts_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    table = run("simulate", "--preset", "small", "--steps", "1", "--compare").stdout
-    assert "…" not in table
-    assert all(words in table for words in ("policy", "rollout", "errors"))
+def test_a_narrow_terminal_cuts_no_number() -> None:
+    scenarios = [scenario_for("dora-64", policy) for policy in ("sync", "dora")]
+    table = comparison_table(comparison(reports(sync=22.91, dora=14.67), scenarios))
+    stream = io.StringIO()
+    Console(file=stream, width=60).print(table)
+    assert "…" in stream.getvalue()
+    stream = io.StringIO()
+    print_whole(Console(file=stream, width=60), table)
+    assert "…" not in stream.getvalue()
+    assert all(words in stream.getvalue() for words in ("22.91", "14.67", "errors"))
 
 
 def test_all_policies_are_compared_in_one_table_and_in_one_json_object() -> None:
@@ -181,6 +187,10 @@ def test_the_plan_changes_the_split() -> None:
         (("--preset", "small", "--set", "cluster.weights_bytes=1e12"), "do not fit"),
         (("--preset", "small", "--set", "cluster.kv_tokens=1000"), "longest response"),
         (("--preset", "small", "--set", "cluster.rollout_gpus=4"), "cluster.rollout_gpus = 4"),
+        (
+            ("--preset", "small", "--set", "workload.turns.most=4", "--set", "workload.turns.answer_tokens=5000"),
+            "cluster.kv_tokens = 8000",
+        ),
         (("--preset", "small", *NO_COST), "cluster.cost.step_s = 0"),
         (("--preset", "small", "--file", "no-such.toml"), "--file = 'no-such.toml'"),
         (("--preset", "small", "--plot", "run.pdf"), "--plot = 'run.pdf'"),

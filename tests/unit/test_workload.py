@@ -5,6 +5,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from dora.errors import InvalidValue
 from dora.sim.scenario import Lengths, Turns, Workload
 from dora.sim.traces import load_histogram, load_trace
-from dora.sim.workload import SimPrompt, WorkloadStream, moments
+from dora.sim.workload import SimPrompt, Turn, WorkloadStream, moments
 
 
 def drawn(workload: Workload, count: int, seed: int = 0, groups_per_step: int = 512) -> list[SimPrompt]:
@@ -162,6 +163,17 @@ def test_turns_split_each_response() -> None:
             counts[len(parts)] += length >= 6
     assert np.mean(waits) == pytest.approx(5.0, rel=0.02) and min(waits) > 0.0
     assert counts[1:] / counts.sum() == pytest.approx([1 / 6] * 6, abs=0.01)
+
+
+def test_answers_are_read_with_every_token_after_them() -> None:
+    turns = ((Turn(10, 1.0, 100), Turn(20, 0.0, 0)), (Turn(30, 0.0, 0),))
+    prompt = replace(drawn(Workload(group_size=2), 1)[0], prompt_tokens=50, lengths=(30, 30), turns=turns)
+    assert prompt.context_work() == (50 * 10 + 50) + (160 * 20 + 200) + (50 * 30 + 450)
+    workload = Workload(turns=Turns(most=4, answer_tokens=300))
+    prompts = drawn(workload, 2000)
+    of_answers = sum(prompt.context_work() - replace(prompt, turns=()).context_work() for prompt in prompts)
+    tokens = sum(map(sum, (prompt.lengths for prompt in prompts)))
+    assert of_answers / tokens == pytest.approx(moments(workload).answer_tokens, rel=0.02)
 
 
 def test_single_turn_workloads_have_no_turns_and_the_same_lengths() -> None:
