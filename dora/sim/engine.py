@@ -99,7 +99,8 @@ class SimEngine:
     def add(self, request: SimRequest) -> None:
         """Queues a request; it runs as soon as a slot and KV are free. One that brings its KV goes first."""
         self._arrivals += 1
-        request.order, request.phase, request.resident = self._arrivals, WAITING, False
+        request.order, request.phase = self._arrivals, WAITING
+        request.resident = request.unread = False  # it may have been both where it comes from
         self.requests[request.request_id] = request
         if request.cached:
             self.waiting.appendleft(request)

@@ -45,6 +45,21 @@ def test_sync_does_the_work_that_it_consumes_however_long_environments_take(
     assert report.work_done_over_consumed == pytest.approx(1.0, abs=1e-9)
 
 
+def test_what_no_step_reads_is_what_waits_for_an_environment_though_it_is_moved() -> None:
+    """A request that is moved between two turns brings its KV, and the next step there reads it."""
+    turns = {"most": 4, "environment_mean_s": 3.0, "answer_tokens": 50}
+    world = World(composed({"workload": {"turns": turns}}, "small", "laxity", 3), seed=0)
+
+    def unread(_now_s: float, _event: object, _commands: object) -> None:
+        for worker in world.workers.values():
+            engine = worker.engine
+            assert engine.unread == sum(request.context for request in engine.requests.values() if request.unread)
+
+    world.observers.append(unread)
+    world.run_until(lambda: world.trainer.committed == 30, limit_s=20_000.0)
+    assert world.machine.state.counters.migrations_kv > 0
+
+
 @pytest.mark.parametrize("policy", ["one_step", "stream", "streamrl"])
 @pytest.mark.parametrize("window", [2, 3])
 def test_one_step_trains_on_batches_of_the_version_before(policy: str, window: int) -> None:
