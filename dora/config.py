@@ -4,7 +4,6 @@ Field names carry their units. Nothing is silently corrected: a bad value raises
 with the dotted field, the value and what is allowed.
 """
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, one_of
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -191,8 +190,7 @@ def validated_as(model: type[Model], tree: Mapping[str, Any]) -> Model:
         allowed = first["msg"]
         if first["type"] == "extra_forbidden":
             fields = _fields_at(model, path[:-1])
-            near = difflib.get_close_matches(path[-1], fields, n=1)
-            allowed = f"one of {', '.join(fields)}" + (f"; did you mean {near[0]}?" if near else "")
+            allowed = one_of(path[-1], fields, cutoff=0.6)
         raise InvalidValue(".".join(path), first["input"], allowed) from error
 
 

@@ -1,5 +1,8 @@
 """Errors that reach people. Each one names the field, the value that was given and what is allowed."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class DoraError(Exception):
     """Base of every expected failure. Bugs raise other exceptions and crash."""
@@ -33,3 +36,13 @@ class CanaryMismatch(DoraError):
 
 class IllegalTransition(DoraError):
     """An event that the state machine's table does not allow in the present state; the state is unchanged."""
+
+
+def one_of(name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
+    """What is allowed instead of an unknown name: all known ones, and the one that was probably meant, in any case.
+
+    ``cutoff``: how alike that one has to be, 0 to 1 (``difflib.get_close_matches``).
+    """
+    spelled = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=cutoff)
+    return f"one of {', '.join(spelled.values())}" + (f"; did you mean {spelled[near[0]]}?" if near else "")

@@ -16,6 +16,7 @@ from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stderr, stdout
 from dora.errors import InvalidValue
+from dora.outfile import check_folder
 
 if TYPE_CHECKING:
     from dora.planning.profile import Fit, Validation
@@ -48,10 +49,10 @@ def profile(
     """
     from dora.planning.profile import fit, validate
 
-    if out is not None and out.suffix not in FORMATS:
-        raise InvalidValue("--out", str(out), f"a file that ends in {' or '.join(FORMATS)}")
-    if out is not None and not out.parent.is_dir():  # before minutes of timing
-        raise InvalidValue("--out", str(out), f"a file in a folder that exists, and {out.parent} does not")
+    if out is not None:
+        if out.suffix not in FORMATS:
+            raise InvalidValue("--out", str(out), f"a file that ends in {' or '.join(FORMATS)}")
+        check_folder("--out", out)
     if not 0.0 < tolerance < 1.0:
         raise InvalidValue("--tolerance", tolerance, "above 0, below 1")
     stderr().print(f"timing {model} ...")

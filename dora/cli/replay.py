@@ -1,6 +1,5 @@
 """``dora replay``"""
 
-import difflib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -10,7 +9,7 @@ import typer
 
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stderr, stdout
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, one_of
 
 if TYPE_CHECKING:
     from dora.eventlog import EventLog
@@ -89,8 +88,6 @@ def _kinds(only: str | None) -> frozenset[str]:
     for name in only.split(",") if only is not None else ():
         kind = spelled.get(name.strip().lower())
         if kind is None:
-            near = difflib.get_close_matches(name.strip().lower(), spelled, n=1)
-            hint = f"; did you mean {spelled[near[0]]}?" if near else ""
-            raise InvalidValue("--only", name, f"one of {', '.join(KINDS)}{hint}")
+            raise InvalidValue("--only", name, one_of(name.strip(), KINDS, cutoff=0.6))
         found.add(kind)
     return frozenset(found)

@@ -71,11 +71,11 @@ def serve(
         }
     )
     config = load_config(config_file, [*(settings or ()), *short])
-    from dora.orchestrator.core.policies import check_live
-
-    check_live(config.balance.policy)  # a dry run is to say too what a start would refuse
     if not dry_run:
         raise typer.Exit(asyncio.run(_serve(config, as_json)))
+    from dora.orchestrator.core.policies import check_live
+
+    check_live(config.balance.policy)  # as a start would
     if as_json:
         print_json(shown(config))
     else:

@@ -13,7 +13,7 @@ from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, print_whole, stderr, stdout
 from dora.config import DEFAULT_POLICY
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, one_of
 
 if TYPE_CHECKING:
     from dora.sim.report import BrokenReport, Report, Timeline
@@ -223,10 +223,8 @@ def _check_length(scenarios: list["Scenario"], steps: int, warmup: int) -> None:
 
 
 def _known_policy(policy: str, known: Sequence[str]) -> str:
-    from dora.planning.models import one_of
-
     if policy not in known:
-        raise InvalidValue("--policy", policy, one_of(policy, dict.fromkeys(known)))
+        raise InvalidValue("--policy", policy, one_of(policy, known))
     return policy
 
 

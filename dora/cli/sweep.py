@@ -8,7 +8,7 @@ import typer
 from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stderr, stdout
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, one_of
 
 if TYPE_CHECKING:
     from dora.sim.sweep import SweepReport
@@ -58,14 +58,13 @@ def _sweep(seeds: range, policies: list[str], faults: str) -> "SweepReport":
 
 def _known_policies(names: list[str]) -> list[str]:
     """The strategies among which the seeds are dealt out. Raises InvalidValue, with the nearest name."""
-    from dora.planning.models import one_of
     from dora.sim.sweep import LIVE_POLICIES
 
     if not names or ALL in names:
         return list(LIVE_POLICIES)
     for name in names:
         if name not in LIVE_POLICIES:
-            raise InvalidValue("--policy", name, f"{ALL}, or {one_of(name, dict.fromkeys(LIVE_POLICIES))}")
+            raise InvalidValue("--policy", name, f"{ALL}, or {one_of(name, LIVE_POLICIES)}")
     return list(dict.fromkeys(names))
 
 

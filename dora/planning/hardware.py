@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from dora.errors import InvalidValue
-from dora.planning.models import ModelSpec, one_of
+from dora.errors import InvalidValue, one_of
+from dora.planning.models import ModelSpec
 from dora.sim.scenario import Coefficients
 
 KV_EFFICIENCY: Final = 0.600  # of the memory bandwidth, reading KV

@@ -1,11 +1,10 @@
 """Language models by name: what decides the size of their weights and of their KV-cache."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, one_of
 
 VALUE_BYTES: Final = 2  # bf16, weights and KV alike
 
@@ -58,9 +57,3 @@ def find_model(name: str) -> ModelSpec:
     if found is None:
         raise InvalidValue("--model", name, one_of(name, MODELS))
     return found
-
-
-def one_of(name: str, known: Mapping[str, object]) -> str:
-    """What to say of an unknown name: all known ones, and the one that was probably meant."""
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
-    return f"one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")

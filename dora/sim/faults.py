@@ -6,11 +6,10 @@ from functools import partial
 from random import Random
 from typing import Any, Final, TypeVar
 
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, one_of
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.handoff import Phase
-from dora.planning.models import one_of
 from dora.sim.session import GAP_LIMIT_S, Trouble
 from dora.sim.unreliable import SILENCE_LIMIT_S, UnreliableWorld
 from dora.sim.worker import SimWorker

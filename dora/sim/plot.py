@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.errors import DoraError, InvalidValue
+from dora.outfile import check_folder
 from dora.sim.panels import GRID, INK, SOFT, bundled, draw_groups, draw_trainer, end_s_of, mark_steps, rows_of
 from dora.sim.report import Report, Timeline
 
@@ -27,8 +28,7 @@ def check_plot(path: Path) -> None:
     """Raises what ``draw`` would raise for this file, before the run rather than after it."""
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidValue("--plot", str(path), f"a file ending in {', '.join(SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise InvalidValue("--plot", str(path), f"a file in a folder that exists, and {path.parent} does not")
+    check_folder("--plot", path)
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

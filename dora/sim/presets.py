@@ -1,11 +1,10 @@
 """Presets: every row of the papers' tables as a :class:`~dora.sim.scenario.Scenario`, by name."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, Final
 
 from dora.config import DEFAULT_POLICY, merged, validated_as
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, one_of
 from dora.planning.allocation import EngineOption, Generation, TrainingTime, allocate, generation
 from dora.planning.workload import StepWorkload
 from dora.sim.experiments import EXPERIMENTS
@@ -38,9 +37,7 @@ def scenario_for(name: str, policy: str, window: int | None = None) -> Scenario:
     """
     experiment = EXPERIMENTS.get(name)
     if experiment is None:
-        near = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.4)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise InvalidValue("--preset", name, f"one of {', '.join(EXPERIMENTS)}{meant}")
+        raise InvalidValue("--preset", name, one_of(name, EXPERIMENTS))
     placement = experiment.placement(policy)
     return validated_as(
         Scenario,

@@ -7,9 +7,8 @@ from random import Random
 from typing import Final
 
 from dora.config import Config, merged, validated
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, one_of
 from dora.orchestrator.core.policies import POLICIES, WINDOW_MIN
-from dora.planning.models import one_of
 from dora.sim.faults import Fault, draw_faults, kinds_of, strike
 from dora.sim.invariants import check_empty
 from dora.sim.ledger import Failure, Lost, Stalled, Violation, failure_of

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.sim.engine import Phase, SimEngine, SimRequest
+from dora.sim.engine import SimEngine, SimRequest
 from dora.sim.ledger import Ledger, Response, Violation
 
 
@@ -170,7 +170,7 @@ class SimWorker:
             if command.request_id in self.engine.requests:
                 raise Violation(f"{command.request_id} is copied to {self.worker_id}, where it is already (C2)")
             world.ledger.sampled(command.request_id, self.version)
-            self.engine.add(replace(snapshot.request, phase=Phase.WAITING, resident=False, cached=True))
+            self.engine.add(replace(snapshot.request, cached=True))
             return done
 
         return Later(world.copy_s(snapshot.source, self.worker_id, snapshot.request.context), copied)

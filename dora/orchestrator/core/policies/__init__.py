@@ -1,10 +1,9 @@
 """Rollout strategies by name. A third one is a file here and a line below."""
 
-import difflib
 from collections.abc import Callable
 
 from dora.config import BalanceConfig
-from dora.errors import InvalidValue, NotFound
+from dora.errors import InvalidValue, NotFound, one_of
 from dora.orchestrator.core.policies.dora import DoraPolicy
 from dora.orchestrator.core.policies.laminar import LaminarPolicy
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
@@ -39,9 +38,7 @@ def policy_of(config: BalanceConfig, window: int | None = None) -> Policy:
     """
     make = POLICIES.get(config.policy)
     if make is None:
-        near = difflib.get_close_matches(config.policy, POLICIES, n=1)
-        allowed = f"one of {', '.join(POLICIES)}" + (f"; did you mean {near[0]}?" if near else "")
-        raise NotFound("balance.policy", config.policy, allowed)
+        raise NotFound("balance.policy", config.policy, one_of(config.policy, POLICIES, cutoff=0.6))
     least = WINDOW_MIN.get(config.policy, 1)
     if window is not None and window < least:
         raise InvalidValue("window.size", window, f"at least {least} with balance.policy {config.policy}")
@@ -52,11 +49,11 @@ def check_live(name: str) -> None:
     """Raises InvalidValue for a strategy that a service may not run: an unknown one, with the nearest name, or one that
     only the simulator may."""
     live = [known for known in POLICIES if known not in SIMULATED]
+    if name in SIMULATED:
+        allowed = f"one of {', '.join(live)}: {name} breaks C1 and only runs in dora simulate"
+        raise InvalidValue("balance.policy", name, allowed)
     if name not in live:
-        near = difflib.get_close_matches(name, live, n=1)
-        reason = f": {name} breaks C1 and only runs in dora simulate" if name in SIMULATED else ""
-        hint = f"; did you mean {near[0]}?" if near and not reason else ""
-        raise InvalidValue("balance.policy", name, f"one of {', '.join(live)}{reason}{hint}")
+        raise InvalidValue("balance.policy", name, one_of(name, live, cutoff=0.6))
 
 
 __all__ = ["POLICIES", "SIMULATED", "WINDOW_MIN", "check_live", "policy_of"]
