@@ -109,6 +109,19 @@ class ServiceConfig(_Section):
     tick_s: float = Field(0.5, gt=0.0, le=60.0)
 
 
+class SelectionConfig(_Section):
+    """Groups that are begun and not trained on: off by default, each recorded with its reason."""
+
+    filter: str = Field(
+        "",
+        pattern=r"^(|equal_rewards|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        description="of scored groups: equal_rewards (lets go what teaches nothing), module:function, or empty: none",
+    )
+    redundant_fraction: float = Field(
+        0.0, ge=0.0, le=1.0, description="a step's slowest groups that finished later ones may replace"
+    )
+
+
 class RewardConfig(_Section):
     """The verifier: a plug-in ``module:function``, run in processes of its own."""
 
@@ -133,6 +146,7 @@ class Config(_Section):
     workers: WorkersConfig = WorkersConfig()
     service: ServiceConfig = ServiceConfig()
     reward: RewardConfig = RewardConfig()
+    selection: SelectionConfig = SelectionConfig()
 
 
 def load_config(file: Path | None = None, overrides: Iterable[str] = ()) -> Config:

@@ -1,6 +1,7 @@
 """The record of a run: every delivered trajectory and every published version, so that anyone can recompute both.
 
     DIR/trajectories.jsonl     one trajectory a line (keys: dora.trajectory.Trajectory), each trajectory once
+    DIR/cancelled.jsonl        one group a line that was ended and not trained on, and why (keys: CancelledGroup)
     DIR/versions/<version>/    a Hugging Face folder: config, tokenizer, safetensors
 
 Synchronous and for one thread at a time; the shell calls it in a thread.
@@ -9,16 +10,32 @@ Synchronous and for one thread at a time; the shell calls it in a thread.
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import BinaryIO, Final, Self
 
 from dora.errors import InvalidValue
 from dora.trajectory import Trajectory
 
 TRAJECTORIES_FILE: Final = "trajectories.jsonl"
+CANCELLED_FILE: Final = "cancelled.jsonl"
 VERSIONS_FOLDER: Final = "versions"
 _OWN_PREFIX: Final = "dora-"  # the store's own notes stay in the store
+
+
+@dataclass(frozen=True, slots=True)
+class CancelledGroup:
+    """A group that a filter, redundant rollout, a user or an engine that cannot take it has ended."""
+
+    group_id: str
+    prompt_id: str
+    task_id: str
+    version: int
+    reason: str
+    length_tokens: tuple[int, ...]  # of each response, as far as it came
+    rewards: tuple[float | None, ...]  # None: no verdict, or a failed one
+    cancelled_at: float  # seconds since the Unix epoch
 
 
 class Recorder:
@@ -33,9 +50,12 @@ class Recorder:
             for unfinished in self._versions.glob(".*"):
                 shutil.rmtree(unfinished)
             self._stream = self._file.open("a+b")
+            self._cancelled = (folder / CANCELLED_FILE).open("a+b")
         except OSError as error:
             raise InvalidValue("record", str(folder), f"a folder that can be written ({error.strerror})") from error
         self._written = self._read_ids()  # an id of some 50 bytes for a line of some thousands
+        for _ in _whole_lines(self._cancelled):
+            pass
 
     def append(self, trajectories: Iterable[Trajectory]) -> int:
         """Writes those not yet recorded and flushes; how many they were."""
@@ -47,6 +67,10 @@ class Recorder:
         self._stream.write(b"".join(lines))
         self._stream.flush()
         return len(lines)
+
+    def append_cancelled(self, group: CancelledGroup) -> None:
+        self._cancelled.write(json.dumps(asdict(group), allow_nan=False).encode() + b"\n")
+        self._cancelled.flush()
 
     def keep_version(self, version: int, folder: Path) -> Path:
         """Copies a version's Hugging Face folder unless it is kept already; a file on the same disk is hard-linked."""
@@ -64,6 +88,7 @@ class Recorder:
 
     def close(self) -> None:
         self._stream.close()
+        self._cancelled.close()
 
     def __enter__(self) -> Self:
         return self
@@ -73,18 +98,24 @@ class Recorder:
 
     def _read_ids(self) -> set[str]:
         ids = set()
-        self._stream.seek(0)
-        whole_bytes = 0
-        for number, line in enumerate(self._stream, start=1):
-            if not line.endswith(b"\n"):
-                break  # torn by a crash: its trajectory was never acknowledged and is delivered again
+        for number, line in enumerate(_whole_lines(self._stream), start=1):
             try:
                 ids.add(str(json.loads(line)["trajectory_id"]))
             except (ValueError, KeyError, TypeError) as error:
                 raise InvalidValue(f"{self._file.name} line {number}", line[:80], "a trajectory record") from error
-            whole_bytes += len(line)
-        self._stream.truncate(whole_bytes)
         return ids
+
+
+def _whole_lines(stream: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file. At its end one that a crash has torn is cut off: what it said was never acknowledged."""
+    stream.seek(0)
+    whole_bytes = 0
+    for line in stream:
+        if not line.endswith(b"\n"):
+            break
+        whole_bytes += len(line)
+        yield line
+    stream.truncate(whole_bytes)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

@@ -46,14 +46,16 @@ def print_reply(reply: OperatorReply, as_json: bool) -> None:
 def plain(message: Message) -> dict[str, object]:
     """A protobuf message as JSON values, every field present, 64-bit numbers as numbers (protobuf's own makes strings).
 
-    ``message`` must hold no ``bytes`` field.
+    An optional field that is not set is None. ``message`` must hold no ``bytes`` field.
     """
-    return {field.name: _plain_field(getattr(message, field.name), field) for field in message.DESCRIPTOR.fields}
+    return {field.name: _plain_field(message, field) for field in message.DESCRIPTOR.fields}
 
 
-def _plain_field(value: Any, field: Any) -> object:
-    entry = field.message_type
+def _plain_field(message: Message, field: Any) -> object:
+    value, entry = getattr(message, field.name), field.message_type
     if entry is None:
+        if field.has_presence and not message.HasField(field.name):
+            return None
         return list(value) if field.is_repeated else value
     if entry.GetOptions().map_entry:
         return dict(sorted(value.items()))

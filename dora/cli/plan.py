@@ -232,7 +232,7 @@ def _measured(points: list[str] | None, multiple: int) -> "TrainingTime | None":
 
 def _adjust(generation_s: float | None, training_s: float | None, engines: int, as_json: bool) -> None:
     """Dynamic adjustment, from times measured in a run."""
-    from dora.planning.adjustment import even_gain_s, groups_to_add
+    from dora.orchestrator.core.adjustment import even_gain_s, groups_to_add
 
     for option, value in (("--generation-s", generation_s), ("--training-s", training_s), ("--engines", engines)):
         if not value:

@@ -23,6 +23,7 @@ def status_table(status: Status) -> Table:
     table.add_row("window", f"{status.window_versions} versions, newest v{status.newest_version}")
     table.add_row("filling step", filling(status))
     table.add_row("workers", ", ".join(f"{worker.worker_id} {worker.state}" for worker in status.workers) or "none")
+    table.add_row("generation", pace(status))
     table.add_row("prompts queued", f"{status.prompts_queued:,}")
     table.add_section()
     for name in sorted(status.counters):
@@ -107,6 +108,16 @@ def filling(status: Status) -> str:
         return f"{status.filling_step}, its size is not set yet (a trainer sets it)"
     taken = status.groups_per_step - status.filling_left
     return f"{status.filling_step}, {taken} of {status.groups_per_step} groups taken"
+
+
+def pace(status: Status) -> str:
+    """Whether generation keeps up with training, and what would let it."""
+    if not status.HasField("dp_groups_to_add"):
+        return "its pace is known after two steps of a trainer that says how long it waited"
+    count = status.dp_groups_to_add
+    if not count:
+        return "keeps up with training"
+    return f"lags training: {count} more DP group{'s' * (count > 1)} would keep up"
 
 
 def duration(seconds: float) -> str:

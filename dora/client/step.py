@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class Step:
         self._repeated: set[str] = set()  # delivered by the present stream
         self._complete = False
         self._commit: Commit | None = None
+        self._waited_s = 0.0
 
     @property
     def version(self) -> int:
@@ -72,8 +74,10 @@ class Step:
 
     async def has_groups(self) -> bool:
         """Waits until there is a group to take; False when there are no more."""
+        began_s = time.monotonic()
         while not self._pending and not self._complete:
             await self._receive()
+        self._waited_s += time.monotonic() - began_s
         return bool(self._pending)
 
     async def commit(
@@ -185,6 +189,7 @@ class Step:
             files=[pb.WeightFile(name=file.name, file_bytes=file.file_bytes, blake3=file.blake3) for file in files],
             canary=canary_to_wire(canary) if canary is not None else None,
             metrics=dict(metrics),
+            waited_s=self._waited_s,
         )
 
     def _check_taken(self) -> None:

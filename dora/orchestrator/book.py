@@ -150,13 +150,18 @@ class Book:
         """What was delivered and not committed."""
         return list(self._delivered.values())
 
-    def forget(self, group_id: str) -> Prompt:
-        """Lets a committed or cancelled group go. Returns its prompt."""
+    def rewards(self, group_id: str) -> list[Reward] | None:
+        """The verdicts on a group, in order of its samples; None while one is due."""
+        rewards = [entry.reward for entry in self._groups[group_id]]
+        return None if None in rewards else [reward for reward in rewards if reward is not None]
+
+    def forget(self, group_id: str) -> tuple[Entry, ...]:
+        """Lets a committed or cancelled group go. Returns its entries."""
         self._delivered.pop(group_id, None)
         entries = self._groups.pop(group_id)
         for entry in entries:
             del self._entries[entry.request_id]
-        return entries[0].prompt
+        return entries
 
     def _sampling(self, prompt: Prompt, sample_index: int) -> SamplingParams:
         """The service's defaults, the prompt's overrides, and a seed that follows from run, prompt and index."""

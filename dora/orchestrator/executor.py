@@ -8,20 +8,24 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from dora.orchestrator.book import sampling_of
+from dora.orchestrator.book import Entry, sampling_of
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.selection import REDUNDANT
 from dora.orchestrator.orders import worker_message
 from dora.orchestrator.sessions import StepStream, WorkerSession
 from dora.prompts.traits import features_of, key_of
+from dora.record import CancelledGroup
 from dora.rpc import dora_pb2 as pb
 
 if TYPE_CHECKING:
     from dora.orchestrator.runtime import Runtime
 
 log = logging.getLogger("dora.service")
+
+FILTERED: Final = "filtered: "  # a reason; the filter's name follows
 
 
 def carry_out(runtime: "Runtime", command: do.Command) -> None:
@@ -72,18 +76,57 @@ def _score_request(runtime: "Runtime", command: do.ScoreRequest) -> None:
             log.error("%s: %s", entry.request_id, reward.log)
         entry.reward = reward
         runtime.telemetry.trajectories_finished += 1
+        if await _filtered(runtime, entry):
+            return
         runtime.post(on.RequestScored(entry.request_id))
 
     runtime.spawn(score())
 
 
+async def _filtered(runtime: "Runtime", entry: Entry) -> bool:
+    """Whether this verdict, the last of its group, lets the user's filter cancel the group: no step has seen it yet.
+
+    A group with a verdict that failed is kept: nothing says what it teaches.
+    """
+    chosen, group_id = runtime.group_filter, entry.group_id
+    rewards = runtime.book.rewards(group_id) if chosen is not None and runtime.book.get(entry.request_id) else None
+    if chosen is None or rewards is None or not all(reward.valid for reward in rewards):
+        return False
+    values = [reward.value for reward in rewards]
+    kept = await chosen.keeps(entry.prompt.text, values, entry.prompt.verifier_json)
+    if kept or runtime.book.get(entry.request_id) is None:  # it may have been cancelled meanwhile
+        return False
+    runtime.telemetry.groups_filtered += 1
+    runtime.post(on.GroupCancelled(group_id, f"{FILTERED}{chosen.name}"))
+    return True
+
+
 def _drop_group(runtime: "Runtime", command: do.DropGroup) -> None:
-    log.warning("group %s was cancelled: %s", command.group_id, command.reason)
-    runtime.feed.release(runtime.book.forget(command.group_id).prompt_id)
+    chosen = command.reason == REDUNDANT or command.reason.startswith(FILTERED)
+    log.log(logging.INFO if chosen else logging.WARNING, "group %s was cancelled: %s", command.group_id, command.reason)
+    entries = runtime.book.forget(command.group_id)
+    if runtime.recorder is not None:
+        cancelled = _cancelled(entries, command, time.time())
+        runtime.record(functools.partial(runtime.recorder.append_cancelled, cancelled))
+    runtime.feed.release(entries[0].prompt.prompt_id)
+
+
+def _cancelled(entries: tuple[Entry, ...], command: do.DropGroup, at: float) -> CancelledGroup:
+    return CancelledGroup(
+        group_id=command.group_id,
+        prompt_id=entries[0].prompt.prompt_id,
+        task_id=entries[0].prompt.task_id,
+        version=entries[0].version,
+        reason=command.reason,
+        length_tokens=tuple(len(entry.tokens) for entry in entries),
+        rewards=tuple(entry.reward.value if entry.reward and entry.reward.valid else None for entry in entries),
+        cancelled_at=at,
+    )
 
 
 def _forget_group(runtime: "Runtime", command: do.ForgetGroup) -> None:
-    runtime.feed.release(runtime.book.forget(command.group_id).prompt_id)
+    entries = runtime.book.forget(command.group_id)
+    runtime.feed.release(entries[0].prompt.prompt_id)
 
 
 # ------------------------------------------------------------------------------------------------------------ trainer

@@ -32,7 +32,7 @@ from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.service import OperatorService, PromptService, TrainerService, WorkerService
 from dora.prompts import ChatTokenizer, PromptSource, resolve_prompts
 from dora.record import TRAJECTORIES_FILE, Recorder
-from dora.rewards import RewardRunner
+from dora.rewards import EQUAL_REWARDS, EqualRewards, FilterRunner, GroupFilter, RewardRunner
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import server_interceptors, server_options
 from dora.weights.store import WeightStore
@@ -79,12 +79,14 @@ async def serve(
             lambda: resolve_prompts(config.prompts, ChatTokenizer(model), config.rollout.seed)
         )
         verifier = await stack.enter_async_context(_verifier(config, source, model))
+        group_filter = await stack.enter_async_context(_group_filter(config))
         snapshots = run_folder / "kv"
         snapshots.mkdir(exist_ok=True)
         runtime = Runtime(
             config,
             feed=lambda refused: PromptFeed(config, iter(source), refused),
             verifier=verifier,
+            group_filter=group_filter,
             store=store,
             transport=ShmTransport(snapshots),
             recorder=recorder,
@@ -186,6 +188,19 @@ async def _verifier(config: Config, source: PromptSource, model: Path) -> AsyncI
         timeout_s=reward.timeout_s,
         queue_max=reward.queued_max,
     )
+    try:
+        yield runner
+    finally:
+        await runner.close()
+
+
+@contextlib.asynccontextmanager
+async def _group_filter(config: Config) -> AsyncIterator[GroupFilter | None]:
+    name = config.selection.filter
+    if name in ("", EQUAL_REWARDS):
+        yield EqualRewards() if name else None
+        return
+    runner = await FilterRunner.start(name, timeout_s=config.reward.timeout_s, queue_max=config.reward.queued_max)
     try:
         yield runner
     finally:

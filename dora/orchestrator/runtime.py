@@ -28,6 +28,7 @@ from dora.orchestrator.feed import PromptFeed
 from dora.orchestrator.sessions import StepStream, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.record import Recorder
+from dora.rewards import GroupFilter
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.types import Prompt, Reward, TokenDelta
@@ -62,6 +63,7 @@ class Runtime:
         *,
         feed: Callable[[Callable[[str], None]], PromptFeed],
         verifier: Verifier,
+        group_filter: GroupFilter | None = None,
         store: WeightStore,
         transport: KvTransport,
         recorder: Recorder | None,
@@ -74,6 +76,7 @@ class Runtime:
         self.telemetry = Telemetry()
         self.feed = feed(self._prompt_refused)
         self.verifier = verifier
+        self.group_filter = group_filter
         self.store = store
         self.transport = transport
         self.recorder = recorder

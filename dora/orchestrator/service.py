@@ -149,7 +149,8 @@ class TrainerService(stubs.TrainerServicer):
             )
             if runtime.recorder is not None:
                 runtime.record(functools.partial(runtime.recorder.keep_version, request.version, folder))
-            runtime.telemetry.step(request.step, runtime.book.leased(), dict(request.metrics), time.time())
+            waited_s = request.waited_s if request.HasField("waited_s") else None
+            runtime.telemetry.step(request.step, runtime.book.leased(), dict(request.metrics), time.time(), waited_s)
             runtime.post(on.StepCommitted(request.trainer_epoch, request.step))
             self._last_commit = (request.step, digest)
         runtime.trainer_seen_s = time.monotonic()

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dora.orchestrator.core.adjustment import even_gain_s, groups_to_add
 from dora.trajectory import TrajectoryGroup
 
 BLACKOUTS_KEPT = 4096
 STEPS_KEPT = 512
 RATE_WINDOW_S = 5.0
+ADVICE_STEPS = 8  # whose times say how many DP groups to add
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class StepRecord:
     staleness_max: int
     tokens: int
     metrics: dict[str, float] = field(default_factory=dict)
+    took_s: float | None = None  # since the commit before; None: the first
+    waited_s: float | None = None  # of it, the trainer stood waiting for groups; None: it does not say
 
 
 class Rate:
@@ -50,6 +54,7 @@ class Telemetry:
         self.trajectories_finished = 0
         self.rewards_failed = 0
         self.prompts_refused = 0
+        self.groups_filtered = 0
         self.blackouts_ms: deque[float] = deque(maxlen=BLACKOUTS_KEPT)
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self.first_token_at = 0.0
@@ -61,10 +66,18 @@ class Telemetry:
             self.last_token_at = at
             self.tokens_delivered += count
 
-    def step(self, step: int, groups: list[TrajectoryGroup], metrics: dict[str, float], at: float) -> None:
+    def step(
+        self,
+        step: int,
+        groups: list[TrajectoryGroup],
+        metrics: dict[str, float],
+        at: float,
+        waited_s: float | None = None,
+    ) -> None:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         rewards = [t.reward for t in trajectories if t.reward_valid]
         staleness = [t.staleness for t in trajectories]
+        took_s = at - self.steps[-1].committed_at if self.steps else None
         self.steps.append(
             StepRecord(
                 step,
@@ -74,8 +87,22 @@ class Telemetry:
                 max(staleness, default=0),
                 sum(t.length_tokens for t in trajectories),
                 metrics,
+                took_s,
+                waited_s,
             )
         )
+
+    def groups_to_add(self, workers: int) -> int | None:
+        """DP groups that would let generation keep up with training, from the latest steps; None: not known yet.
+
+        A step in which the trainer waits takes as long as generation does, and without the waiting as long as training.
+        """
+        known = [(s.took_s, s.waited_s) for s in self.steps if s.took_s and s.waited_s is not None][-ADVICE_STEPS:]
+        if not known or not workers:
+            return None
+        generation_s = float(np.mean([took_s for took_s, _ in known]))
+        training_s = float(np.mean([max(took_s - waited_s, 1e-3 * took_s) for took_s, waited_s in known]))
+        return groups_to_add(generation_s, training_s, workers, even_gain_s(generation_s, workers))
 
     def counters(self) -> dict[str, float]:
         """Beside the core's own counters."""
@@ -88,6 +115,7 @@ class Telemetry:
             "trajectories_finished": self.trajectories_finished,
             "rewards_failed": self.rewards_failed,
             "prompts_refused": self.prompts_refused,
+            "groups_filtered": self.groups_filtered,
             "blackout_ms_p50": float(np.percentile(blackouts, 50)),
             "blackout_ms_p99": float(np.percentile(blackouts, 99)),
         }

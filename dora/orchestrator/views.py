@@ -35,6 +35,7 @@ def status(runtime: Runtime, model: str) -> pb.Status:
         steps=[pb.StepMetrics(**asdict(step)) for step in runtime.telemetry.steps],
         draining=runtime.feed.closed,
         prompts_queued=len(runtime.feed) + len(state.backlog),
+        dp_groups_to_add=runtime.telemetry.groups_to_add(sum(not w.draining for w in state.workers.values())),
     )
 
 

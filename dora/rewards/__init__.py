@@ -14,6 +14,7 @@ else costs no sample: its trajectory is delivered with ``Reward(valid=False, val
 stdout goes to stderr. One process runs one call at a time; a function need not be thread-safe.
 """
 
+from dora.rewards.group_filter import EQUAL_REWARDS, EqualRewards, FilterRunner, GroupFilter
 from dora.rewards.runner import RewardRunner
 
-__all__ = ["RewardRunner"]
+__all__ = ["EQUAL_REWARDS", "EqualRewards", "FilterRunner", "GroupFilter", "RewardRunner"]

@@ -1,4 +1,4 @@
-"""The reward process: ``python -m dora.rewards.process module:function [tokenizer folder]``.
+"""A reward function's or a filter's process: ``python -m dora.rewards.process module:function [tokenizer folder]``.
 
 Reads one call a frame from stdin and answers one frame each on what was stdout at its start; first it says whether the
 function could be loaded. It ends when stdin ends, in the middle of a call too, so that it never outlives the service.
@@ -24,11 +24,11 @@ from dora.types import Reward
 LOG_MAX_CHARS = 16384
 ALLOWED_RESULT = 'a finite number, or a mapping with a finite "reward"'
 
-RewardFunction = Callable[[str, str, list[int], dict[str, Any]], object]
+UserFunction = Callable[..., object]  # dora.rewards and dora.rewards.group_filter say of what
 Message = dict[str, Any]
 
 
-def load_function(spec: str) -> RewardFunction:
+def load_function(spec: str) -> UserFunction:
     """The function that ``module:function`` names. Raises ValueError saying what is missing."""
     module_name, _, function_name = spec.partition(":")
     try:
@@ -41,8 +41,24 @@ def load_function(spec: str) -> RewardFunction:
     return function
 
 
-def outcome(function: RewardFunction, call: Message, tokenizer: Tokenizer | None) -> Message:
-    """Runs one call: {"reward", "components", "log"}, or {"failure": what the function did}."""
+def answer(function: UserFunction, call: Message, tokenizer: Tokenizer | None) -> Message:
+    """Runs one call: a filter on a group where it has ``rewards``, else a reward function on a response."""
+    return kept(function, call) if "rewards" in call else outcome(function, call, tokenizer)
+
+
+def kept(function: UserFunction, call: Message) -> Message:
+    """Runs a filter on one group: {"keep"}, or {"failure": what the function did}."""
+    try:
+        result = function(call["prompt_text"], call["rewards"], json.loads(call["verifier_json"]))
+    except (Exception, SystemExit) as error:
+        return {"failure": f"raised {_described(error)}"}
+    if not isinstance(result, bool):
+        return {"failure": f"returned {_shortened(result)}; allowed is True or False"}
+    return {"keep": result}
+
+
+def outcome(function: UserFunction, call: Message, tokenizer: Tokenizer | None) -> Message:
+    """Runs a reward function: {"reward", "components", "log"}, or {"failure": what the function did}."""
     token_ids = call["response_token_ids"]
     text = call["response_text"]
     if text is None:
@@ -89,7 +105,7 @@ def main(arguments: list[str]) -> None:
     pending: queue.Queue[Message] = queue.Queue(maxsize=1)
     threading.Thread(target=_read_calls, args=(calls, pending), daemon=True).start()
     while True:
-        _send(replies, outcome(function, pending.get(), tokenizer))
+        _send(replies, answer(function, pending.get(), tokenizer))
 
 
 def _private_streams() -> tuple[BinaryIO, BinaryIO]:

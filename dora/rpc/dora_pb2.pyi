@@ -240,7 +240,7 @@ class Canary(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
 
 class CommitStepRequest(_message.Message):
-    __slots__ = ("trainer_epoch", "step", "version", "files", "canary", "metrics")
+    __slots__ = ("trainer_epoch", "step", "version", "files", "canary", "metrics", "waited_s")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -254,13 +254,15 @@ class CommitStepRequest(_message.Message):
     FILES_FIELD_NUMBER: _ClassVar[int]
     CANARY_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
     trainer_epoch: int
     step: int
     version: int
     files: _containers.RepeatedCompositeFieldContainer[WeightFile]
     canary: Canary
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, trainer_epoch: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., files: _Optional[_Iterable[_Union[WeightFile, _Mapping]]] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    waited_s: float
+    def __init__(self, trainer_epoch: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., files: _Optional[_Iterable[_Union[WeightFile, _Mapping]]] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class CommitStepReply(_message.Message):
     __slots__ = ("next_step", "groups_trained")
@@ -313,7 +315,7 @@ class WatchRequest(_message.Message):
     def __init__(self, period_ms: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued")
+    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -335,6 +337,7 @@ class Status(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    DP_GROUPS_TO_ADD_FIELD_NUMBER: _ClassVar[int]
     model: str
     uptime_s: float
     window_versions: int
@@ -349,7 +352,8 @@ class Status(_message.Message):
     steps: _containers.RepeatedCompositeFieldContainer[StepMetrics]
     draining: bool
     prompts_queued: int
-    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ...) -> None: ...
+    dp_groups_to_add: int
+    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ...) -> None: ...
 
 class VersionStatus(_message.Message):
     __slots__ = ("version", "deadline_step", "newest", "workers", "groups_open", "groups_finished", "requests_running", "requests_waiting")
@@ -402,7 +406,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., target_version: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., kv_use: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class StepMetrics(_message.Message):
-    __slots__ = ("step", "committed_at", "mean_reward", "staleness_mean", "staleness_max", "tokens", "metrics")
+    __slots__ = ("step", "committed_at", "mean_reward", "staleness_mean", "staleness_max", "tokens", "metrics", "took_s", "waited_s")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -417,6 +421,8 @@ class StepMetrics(_message.Message):
     STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    TOOK_S_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
     step: int
     committed_at: float
     mean_reward: float
@@ -424,7 +430,9 @@ class StepMetrics(_message.Message):
     staleness_max: int
     tokens: int
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, step: _Optional[int] = ..., committed_at: _Optional[float] = ..., mean_reward: _Optional[float] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., tokens: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    took_s: float
+    waited_s: float
+    def __init__(self, step: _Optional[int] = ..., committed_at: _Optional[float] = ..., mean_reward: _Optional[float] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., tokens: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., took_s: _Optional[float] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class TrajectoriesRequest(_message.Message):
     __slots__ = ("state", "limit")

@@ -7,6 +7,7 @@ from typing import Any
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.selection import spare_groups
 from dora.sim.agenda import Agenda, Links
 from dora.sim.engine import Phase, SimRequest
 from dora.sim.ledger import Ledger
@@ -24,7 +25,8 @@ class WorkerDriver(Agenda, ABC):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__()
         self.scenario = scenario
-        self.ledger = Ledger(scenario.window, scenario.trainer.groups_per_step)
+        batch = scenario.trainer.groups_per_step
+        self.ledger = Ledger(scenario.window, batch, spare_groups(scenario.redundant_fraction, batch))
         self.workers: dict[str, SimWorker] = {}  # in session, by id
         self.snapshots: dict[str, KvSnapshot] = {}
         self._links = Links(scenario.cluster.link_bytes_per_s, scenario.cluster.link_latency_s)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.selection import REDUNDANT
 from dora.sim.workload import SimPrompt
 
 
@@ -68,21 +69,22 @@ class Group:
 
 @dataclass(slots=True)
 class Ledger:
-    """Books of one run. ``window`` bounds staleness: at most ``window - 1``."""
+    """Books of one run. ``window`` bounds staleness: at most ``window - 1``. ``spare``: groups a step may drop."""
 
     window: int
     groups_per_step: int
+    spare: int = 0
     offered: dict[str, SimPrompt] = field(default_factory=dict)  # drawn, not admitted yet
     responses: dict[str, Response] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)  # admitted, neither trained nor cancelled
     received: list[str] = field(default_factory=list)  # groups of the step that the trainer now collects
     admitted: int = 0
     trained: int = 0
+    steps: int = 0  # committed
     cancelled: int = 0
     cancel_reasons: Counter[str] = field(default_factory=Counter)
+    redundant: Counter[int] = field(default_factory=Counter)  # version -> groups dropped as redundant
     cancelled_tokens: int = 0  # that the service had taken over of cancelled groups
-    unfinished: Counter[int] = field(default_factory=Counter)  # version -> groups with responses that have no verdict
-    finished: int = 0  # groups that wait to be delivered
 
     def duplicated(self) -> int:
         """Groups that left the books more often than they entered them."""
@@ -97,7 +99,6 @@ class Ledger:
             raise Violation(f"{command.group_id} takes the prompt {command.prompt_id}, which is not on offer (C2)")
         self.groups[command.group_id] = Group(prompt, command.version, command.request_ids, len(command.request_ids))
         self.admitted += 1
-        self.unfinished[command.version] += 1
         for index, request_id in enumerate(command.request_ids):
             self.responses[request_id] = Response(command.group_id, command.version, index, prompt)
 
@@ -145,11 +146,7 @@ class Ledger:
             return None  # cancelled
         group = self.groups[response.group_id]
         group.unscored -= 1
-        if group.unscored:
-            return None
-        self.unfinished[group.version] -= 1
-        self.finished += 1
-        return response.group_id
+        return None if group.unscored else response.group_id
 
     def check_retired(self, version: int) -> None:
         """The weights of ``version`` are let go."""
@@ -171,7 +168,6 @@ class Ledger:
             raise Duplicated(f"{command.group_id} is delivered twice in one stream (C2)")
         if command.again != (group.step >= 0):
             raise Violation(f"{command.group_id} is delivered {'first' if group.step < 0 else 'again'}, not as it says")
-        self.finished -= group.step < 0
         group.step = command.step
         self.received.append(command.group_id)
 
@@ -194,6 +190,7 @@ class Ledger:
                 del self.responses[request_id]
             groups.append(group)
         self.trained += len(groups)
+        self.steps += 1
         self.received = []
         return groups
 
@@ -205,11 +202,17 @@ class Ledger:
         group = self.groups.pop(command.group_id, None)
         if group is None or not command.reason:
             raise Lost(f"{command.group_id} is cancelled without being open, or without a reason (C2)")
+        if command.reason == REDUNDANT:
+            self._check_redundant(command.group_id, group)
         for request_id in group.request_ids:
             self.cancelled_tokens += self.responses.pop(request_id).tokens
-        if group.unscored:
-            self.unfinished[group.version] -= 1
-        else:
-            self.finished -= 1
         self.cancelled += 1
         self.cancel_reasons[command.reason] += 1
+
+    def _check_redundant(self, group_id: str, group: Group) -> None:
+        """Only what is due and unfinished may be dropped for others, and of a step no more than was asked for."""
+        self.redundant[group.version] += 1
+        due = self.steps - self.window + 1
+        if group.version != due or not group.unscored or self.redundant[due] > self.spare:
+            facts = f"version {group.version}, due is {due}; {group.unscored} unscored; {self.redundant[due]} dropped"
+            raise Lost(f"{group_id} is no redundant group of its step ({facts}, {self.spare} at most; C2)")

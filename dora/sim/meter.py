@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.prediction import Recall
+from dora.orchestrator.core.selection import REDUNDANT
+from dora.sim.filtering import FILTERED
 from dora.sim.ledger import Group
 from dora.sim.report import Arrow, Span, StepSpan, Timeline
-from dora.sim.selection import DROPPED, FILTERED
 from dora.sim.world import World
 
 KV_SAMPLE_S = 10.0  # a worker's KV use is put on the timeline at most so often
@@ -113,7 +114,7 @@ class Meter:
             self._still_s,
             self._resident_s,
             world.ledger.cancel_reasons[FILTERED],
-            world.ledger.cancel_reasons[DROPPED],
+            world.ledger.cancel_reasons[REDUNDANT],
             world.ledger.cancelled_tokens,
         )
 

@@ -18,9 +18,9 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.sim.driver import Order, WorkerDriver
 from dora.sim.engine import SimEngine
+from dora.sim.filtering import FILTERED, Filter
 from dora.sim.ledger import Violation
 from dora.sim.scenario import Scenario
-from dora.sim.selection import DROPPED, FILTERED, Selection
 from dora.sim.trainer import SimTrainer
 from dora.sim.worker import Parcel, SimWorker, resumed
 from dora.sim.workload import SimPrompt, WorkloadStream
@@ -41,6 +41,7 @@ def core_config(scenario: Scenario) -> Config:
                 "predictor": "given" if scenario.predictor == "oracle" else scenario.predictor,
                 "cost": scenario.cluster.cost.model_dump(),
             },
+            "selection": {"redundant_fraction": scenario.redundant_fraction},
         }
     )
 
@@ -54,7 +55,7 @@ class World(WorkerDriver):
         self.config = config or core_config(scenario)
         self.machine = Machine(self.config)
         self.prompts = WorkloadStream(scenario.workload, seed, scenario.trainer.groups_per_step)
-        self.selection = Selection(scenario, seed)
+        self.filter = Filter(scenario.filter_fraction, seed)
         self.cost = scenario.cluster.cost.model()
         self.events = 0
         self.retired = 0
@@ -120,9 +121,6 @@ class World(WorkerDriver):
         """The core has handled an event, and its commands were carried out."""
         for observer in self.observers:
             observer(self.now_s, event, commands)
-        if self.selection.drops and not self._now and self.trainer.alive:  # else what is to come may change the answer
-            for group_id in self.selection.surplus(self.ledger, self.trainer.step):
-                self.post(on.GroupCancelled(group_id, DROPPED))
 
     def _take_over(self, event: on.Progress) -> None:
         """The shell's part: only the owner's tokens enter the books, and only they reach the core."""
@@ -245,7 +243,7 @@ class World(WorkerDriver):
     def judged(self, request_id: str) -> None:
         """A verdict is there. If it is a group's last, the user's filter sees it before any step may take the group."""
         group_id = self.ledger.scored(request_id)
-        if group_id is not None and self.selection.filters(self.ledger.groups[group_id].prompt):
+        if group_id is not None and self.filter.lets_go(self.ledger.groups[group_id].prompt):
             self.post(on.GroupCancelled(group_id, FILTERED))
         else:
             self.post(on.RequestScored(request_id))

@@ -1,6 +1,7 @@
 """The whole service with fake engines: processes, gRPC, handoffs, deaths; fast enough to try many things."""
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -12,6 +13,7 @@ import dora
 from dora.client import Operator
 from dora.errors import Conflict, DoraError, InvalidValue, NotFound
 from dora.orchestrator.main import ServiceHandle
+from dora.record import CANCELLED_FILE
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded, Unauthenticated
 from dora.types import Prompt
@@ -104,6 +106,31 @@ async def test_draining_delivers_what_was_admitted(tiny_dense: Path) -> None:
         await until(operator, lambda status: status.counters["groups_admitted"] == GROUPS + 2)
     await training
     assert taken == [GROUPS, 2]
+
+
+async def test_what_a_filter_lets_go_is_recorded_and_no_step_has_it(tiny_dense: Path, tmp_path: Path) -> None:
+    """Groups that agree teach nothing and are let go; steps are full all the same."""
+    config = configured(
+        tiny_dense,
+        workers__engine="fake",
+        rollout__group_size=2,
+        reward__function="tests.unit.reward_functions:agrees_on_every_second",
+        selection__filter="equal_rewards",
+        record=str(tmp_path),
+    )
+    async with running(config) as handle, Operator(handle.address, handle.token) as operator:
+        async with dora.Trainer(handle.address, token=handle.token) as trainer:
+            steps = await train(handle, trainer, steps=4, groups=GROUPS)
+        status = await until(operator, lambda status: status.counters["groups_filtered"] > 0)
+    check_promises(steps, window=2, groups=GROUPS)
+    trained = {group.group_id: {t.reward for t in group.trajectories} for step in steps for group in step}
+    assert all(len(rewards) > 1 for rewards in trained.values())
+    lines = (tmp_path / CANCELLED_FILE).read_text().splitlines()
+    filtered = [line for line in map(json.loads, lines) if line["reason"] == "filtered: equal_rewards"]
+    assert len(filtered) >= status.counters["groups_filtered"]
+    assert all(line["rewards"][0] == line["rewards"][1] for line in filtered)
+    assert not trained.keys() & {line["group_id"] for line in filtered}
+    assert status.counters["groups_lost"] == 0 and status.HasField("dp_groups_to_add")
 
 
 async def test_bad_input_is_refused_and_nothing_is_lost(tiny_dense: Path) -> None:

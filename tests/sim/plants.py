@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from dora.orchestrator.core import admission, balance, fleet, handoff, handoffs, lifecycle, machine, placement
+from dora.orchestrator.core import (
+    admission,
+    balance,
+    fleet,
+    handoff,
+    handoffs,
+    lifecycle,
+    machine,
+    placement,
+    selection,
+)
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.handoff import Action, Phase, Signal
@@ -283,6 +293,10 @@ def straggler_is_dropped(patch: Patch) -> None:
                 lifecycle.cancel(state, on.GroupCancelled(group_id, ""))
 
     patch.setitem(machine._HANDLERS, on.StepCommitted, commit)
+
+
+def more_is_dropped_than_is_redundant(patch: Patch) -> None:
+    patch.setattr(selection, "spare_groups", lambda fraction, groups_per_step: groups_per_step)
 
 
 def step_ends_short_too_early(patch: Patch) -> None:

@@ -9,7 +9,7 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.handoff import TABLE, Action, Handoff, Phase, Signal
 from dora.sim.faults import KINDS
-from dora.sim.selection import DROPPED, FILTERED
+from dora.sim.filtering import FILTERED
 from dora.sim.sweep import LIVE_POLICIES, SweepReport, sweep
 from dora.sim.trial import Trial, conduct
 from dora.sim.unreliable import Habits, UnreliableWorld
@@ -94,6 +94,7 @@ def test_faults_meet_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
         totals += Counter(
             lost=counters.workers_lost,
             cancelled=counters.groups_cancelled,
+            redundant=counters.groups_redundant,
             moved=counters.migrations_kv,
             reprefilled=counters.migrations_reprefill,
             loads_failed=counters.loads_failed,
@@ -105,5 +106,5 @@ def test_faults_meet_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
     floors = {"lost": 40, "cancelled": 5, "moved": 60, "reprefilled": 40, "loads_failed": 5, "stale": 10, "refused": 20}
     assert {name: count for name, count in floors.items() if totals[name] < count} == {}
     assert totals["trainers"] >= 10 and totals["exhausted"] >= 2
-    assert min(totals[FILTERED], totals[DROPPED]) >= 5
+    assert min(totals[FILTERED], totals["redundant"]) >= 5
     assert all(totals[kind.__name__] >= 3 for kind in ASKED)

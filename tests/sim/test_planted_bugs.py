@@ -82,6 +82,7 @@ BUGS = [
     ),
     Bug("a repeated commit counts twice", "not refused|yet changed|C2", plants.commit_counts_twice),
     Bug("long rollouts are dropped (tinker-cookbook 822)", "C2", plants.straggler_is_dropped),
+    Bug("a step drops more than its redundant share", "C2", plants.more_is_dropped_than_is_redundant),
     Bug("the last step ends before its groups are there", "C2|not done", plants.step_ends_short_too_early),
     Bug("the core is not deterministic", "replayed", plants.core_draws_lots),
 ]

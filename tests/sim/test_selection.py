@@ -8,12 +8,13 @@ import pytest
 from dora.errors import InvalidValue
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.selection import REDUNDANT
+from dora.sim.filtering import FILTERED, Filter
 from dora.sim.ledger import Ledger, Lost
 from dora.sim.presets import composed
 from dora.sim.report import Report
 from dora.sim.run import simulate
 from dora.sim.scenario import Scenario
-from dora.sim.selection import DROPPED, FILTERED, Selection
 from dora.sim.sweep import LIVE_POLICIES
 from dora.sim.workload import SimPrompt, WorkloadStream
 from dora.sim.world import World
@@ -34,7 +35,7 @@ class Watched:
 
     def __init__(self, scenario: Scenario, seed: int = 3) -> None:
         self.trained: list[list[SimPrompt]] = []
-        self.cancelled: dict[str, list[SimPrompt]] = {FILTERED: [], DROPPED: []}
+        self.cancelled: dict[str, list[SimPrompt]] = {FILTERED: [], REDUNDANT: []}
         self.finished_when_dropped: list[bool] = []
         self.world = World(scenario, seed)
         self.world.trainer.on_step = lambda step, _began, _ended, groups, _busy: self.trained.append(
@@ -73,9 +74,9 @@ def test_off_they_cancel_nothing(policy: str) -> None:
 def test_the_filter_lets_that_share_of_finished_groups_go_and_the_trainer_never_sees_them() -> None:
     scenario = scenario_of("dora", filter_fraction=0.4)
     watched = Watched(scenario)
-    selection = Selection(scenario, seed=3)
-    assert all(selection.filters(prompt) for prompt in watched.cancelled[FILTERED])
-    assert not any(selection.filters(prompt) for step in watched.trained for prompt in step)
+    chosen = Filter(scenario.filter_fraction, seed=3)
+    assert all(chosen.lets_go(prompt) for prompt in watched.cancelled[FILTERED])
+    assert not any(chosen.lets_go(prompt) for step in watched.trained for prompt in step)
     assert watched.finished_when_dropped and all(watched.finished_when_dropped)
     assert all(len(step) == scenario.trainer.groups_per_step for step in watched.trained)
     share = len(watched.cancelled[FILTERED]) / (len(watched.cancelled[FILTERED]) + sum(map(len, watched.trained)))
@@ -85,7 +86,7 @@ def test_the_filter_lets_that_share_of_finished_groups_go_and_the_trainer_never_
 def test_the_filter_follows_from_the_seed_and_the_prompt() -> None:
     scenario = scenario_of("dora", filter_fraction=0.25)
     prompts = WorkloadStream(scenario.workload, 0, 8).take(4000)
-    chosen = [[Selection(scenario, seed).filters(prompt) for prompt in prompts] for seed in (1, 1, 2)]
+    chosen = [[Filter(0.25, seed).lets_go(prompt) for prompt in prompts] for seed in (1, 1, 2)]
     assert chosen[0] == chosen[1] != chosen[2]
     assert sum(chosen[0]) / len(prompts) == pytest.approx(0.25, abs=0.03)
 
@@ -94,7 +95,7 @@ def test_redundant_rollout_drops_a_steps_slowest_groups_and_shortens_the_step() 
     scenario = scenario_of("dora", redundant_fraction=0.25)
     watched = Watched(scenario)
     assert not any(watched.finished_when_dropped)
-    dropped, trained = watched.cancelled[DROPPED], [prompt for step in watched.trained for prompt in step]
+    dropped, trained = watched.cancelled[REDUNDANT], [prompt for step in watched.trained for prompt in step]
     spare = 0.25 * scenario.trainer.groups_per_step
     assert 0 < len(dropped) <= spare * (STEPS + 1)
     assert all(len(step) == scenario.trainer.groups_per_step for step in watched.trained)
@@ -104,52 +105,36 @@ def test_redundant_rollout_drops_a_steps_slowest_groups_and_shortens_the_step() 
     assert with_it.groups_dropped > 0 and with_it.step_time_min < without.step_time_min
 
 
-@pytest.mark.parametrize(
-    ("finished", "unfinished", "received", "spare", "drops"),
-    [
-        (2, 2, 2, 0.5, True),
-        (1, 2, 2, 0.5, False),  # one of the two places would stay empty
-        (2, 2, 1, 0.5, False),  # the step waits for another one, too
-        (2, 2, 2, 0.25, False),  # more than are redundant
-        (2, 0, 4, 0.5, False),  # complete
-        (2, 2, 2, 0.0, False),
-    ],
-)
-def test_what_is_due_is_dropped_when_as_many_finished_groups_can_take_its_place(
-    finished: int, unfinished: int, received: int, spare: float, drops: bool
-) -> None:
-    scenario = Scenario.model_validate(
-        {"window": 2, "redundant_fraction": spare, "trainer": {"groups_per_step": 4}, "workload": {"group_size": 1}}
-    )
-    ledger, prompts = Ledger(2, 4), WorkloadStream(scenario.workload, 0, 4).take(8)
-    ledger.offer(prompts)
-    for number, prompt in enumerate(prompts[: unfinished + finished]):
-        version = int(number >= unfinished)
-        ledger.admit(do.AdmitGroup(f"g{number}", prompt.prompt_id, version, (f"g{number}.0",)))
-        if version:
-            assert ledger.scored(f"g{number}.0") == f"g{number}"
-    ledger.received = [f"taken{number}" for number in range(received)]
-    due = [f"g{number}" for number in range(unfinished)]
-    assert Selection(scenario, 0).surplus(ledger, step=1) == (due if drops else [])
-
-
 def test_cancelled_groups_leave_the_books_with_their_tokens_counted() -> None:
-    ledger, scenario = Ledger(2, 4), scenario_of("dora")
+    ledger, scenario = Ledger(1, 4, spare=1), scenario_of("dora")
     ledger.offer(prompts := WorkloadStream(scenario.workload, 0, 4).take(2))
     for number, prompt in enumerate(prompts):
         names = tuple(f"g{number}.{index}" for index in range(prompt.group_size))
         ledger.admit(do.AdmitGroup(f"g{number}", prompt.prompt_id, 0, names))
     ledger.take_over(on.Progress("w0", 1, 0, {"g0.0": 1}), "g0.0")
-    ledger.drop(do.DropGroup("g0", DROPPED))
+    ledger.drop(do.DropGroup("g0", REDUNDANT))
     for index in range(prompts[1].group_size):
         ledger.scored(f"g1.{index}")
-    assert (ledger.unfinished[0], ledger.finished) == (0, 1)
     ledger.drop(do.DropGroup("g1", FILTERED))
-    assert (ledger.unfinished[0], ledger.finished, ledger.cancelled, ledger.cancelled_tokens) == (0, 0, 2, 1)
-    assert ledger.cancel_reasons == Counter({DROPPED: 1, FILTERED: 1})
+    assert (ledger.cancelled, ledger.cancelled_tokens) == (2, 1)
+    assert ledger.cancel_reasons == Counter({REDUNDANT: 1, FILTERED: 1})
     assert not ledger.groups and not ledger.responses and not ledger.duplicated()
     with pytest.raises(Lost):
-        ledger.drop(do.DropGroup("g0", DROPPED))
+        ledger.drop(do.DropGroup("g0", REDUNDANT))
+
+
+@pytest.mark.parametrize(
+    ("version", "spare", "unscored"),
+    [(0, 0, 2), (1, 1, 2), (0, 1, 0)],
+    ids=["more than was asked for", "not due", "finished"],
+)
+def test_the_books_refuse_what_is_not_redundant(version: int, spare: int, unscored: int) -> None:
+    ledger = Ledger(1, 4, spare)
+    ledger.offer(prompts := WorkloadStream(scenario_of("dora").workload, 0, 4).take(1))
+    ledger.admit(do.AdmitGroup("g0", prompts[0].prompt_id, version, ("g0.0", "g0.1")))
+    ledger.groups["g0"].unscored = unscored
+    with pytest.raises(Lost, match="no redundant group"):
+        ledger.drop(do.DropGroup("g0", REDUNDANT))
 
 
 def test_the_same_seed_gives_the_same_report() -> None:

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import zlib
 from typing import Any
 
 Verifier = dict[str, Any]
@@ -45,3 +46,19 @@ def misbehaves(prompt_text: str, response_text: str, response_token_ids: list[in
         case "hang":
             threading.Event().wait()
     return 1.0
+
+
+def agrees_on_every_second(
+    prompt_text: str, response_text: str, response_token_ids: list[int], verifier: Verifier
+) -> float:
+    """All responses to about half of the prompts are worth the same, those to the others hardly ever."""
+    if zlib.crc32(prompt_text.encode()) % 2:
+        return 1.0
+    return zlib.crc32(str(response_token_ids).encode()) / 2**32
+
+
+def keeps(prompt_text: str, rewards: list[float], verifier: Verifier) -> object:
+    """A filter: good on the whole, or misbehaving as the prompt says."""
+    if prompt_text == "raise":
+        raise ZeroDivisionError("no such luck")
+    return verifier.get("result", sum(rewards) >= verifier.get("least", 0.0))

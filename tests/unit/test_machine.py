@@ -14,8 +14,9 @@ from dora.sim.invariants import check_state
 class Bench:
     """A machine, and the commands it has given; ``done`` answers commands in order, all as wanted."""
 
-    def __init__(self, window: int = 2, groups: int = 2, **balance: Any) -> None:
-        self.machine = Machine(validated({"window": {"size": window}, "balance": balance}))
+    def __init__(self, window: int = 2, groups: int = 2, redundant: float = 0.0, **balance: Any) -> None:
+        selection = {"redundant_fraction": redundant}
+        self.machine = Machine(validated({"window": {"size": window}, "balance": balance, "selection": selection}))
         self.state = self.machine.state
         self.groups = groups
         self.now_s = 0.0

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from dora.errors import InvalidValue
-from dora.planning.adjustment import even_gain_s, groups_to_add
+from dora.orchestrator.core.adjustment import even_gain_s, groups_to_add
 from dora.planning.allocation import (
     EFFICIENCY,
     EngineOption,

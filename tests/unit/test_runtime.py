@@ -1,8 +1,9 @@
 """The shell around the core, without processes: what happens between a report, a command and a trainer's call."""
 
 import asyncio
+import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from dora.orchestrator.feed import PromptFeed
 from dora.orchestrator.runtime import BookError, Runtime
 from dora.orchestrator.service import TrainerService
 from dora.orchestrator.sessions import WorkerSession
+from dora.orchestrator.telemetry import Telemetry
+from dora.record import CANCELLED_FILE, Recorder
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.types import EngineCapability, Prompt, Reward, TokenDelta
@@ -25,8 +28,28 @@ CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
 
 
 class Praise:
-    async def score(self, *_: object) -> Reward:
-        return Reward(1.0)
+    """Every response is worth 1.0, or what the prompt's own data says."""
+
+    async def score(self, _prompt: str, _response: str | None, _ids: tuple[int, ...], verifier_json: str) -> Reward:
+        verdict = json.loads(verifier_json)
+        return Reward(verdict.get("reward", 1.0), valid=verdict.get("valid", True))
+
+
+class Dismiss:
+    """A filter that lets every group go that its gate lets it look at."""
+
+    name = "dismiss"
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.seen: list[list[float]] = []
+        self.answered = asyncio.Event()
+
+    async def keeps(self, _prompt: str, rewards: Sequence[float], _verifier_json: str) -> bool:
+        self.seen.append(list(rewards))
+        await self.gate.wait()
+        self.answered.set()
+        return False
 
 
 class Kills:
@@ -76,6 +99,7 @@ class Shell:
             recorder=None,
             processes=self.kills,
         )
+        self.recorder = self.runtime.recorder = Recorder(folder / "record")
         self.trainer = TrainerService(self.runtime, model)
         self.session = self.join(1)
 
@@ -102,11 +126,13 @@ class Shell:
                 found.append(getattr(command, kind))
         return found
 
-    async def admit(self, groups: int) -> list[str]:
+    async def admit(self, groups: int, group_size: int = 0, verifier_json: str = "{}") -> list[str]:
         """A trainer attaches, prompts come, their requests are started."""
         self.orders("")
         await self.trainer.Attach(pb.AttachRequest(groups_per_step=groups), None)
-        self.runtime.feed.submit([Prompt(f"p{i}", "task", (1, 2)) for i in range(groups)])
+        self.runtime.feed.submit(
+            [Prompt(f"p{i}", "task", (1, 2), group_size=group_size, verifier_json=verifier_json) for i in range(groups)]
+        )
         await self.until(lambda: len(self.state.group_row) == groups)
         return [start.request_id for start in self.orders("start_request")]
 
@@ -211,3 +237,67 @@ async def test_what_the_core_refuses_is_no_bug(shell: Shell) -> None:
     with pytest.raises(Exception, match="nobody"):
         shell.runtime.post(on.DrainAsked("nobody"))
     assert not failed.done()
+
+
+async def test_a_filtered_group_is_cancelled_recorded_and_never_seen_by_a_step(shell: Shell, tmp_path: Path) -> None:
+    shell.runtime.group_filter = chosen = Dismiss()
+    chosen.gate.set()
+    first, second = await shell.admit(1, group_size=2, verifier_json='{"reward": 0.5}')
+    stream = shell.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=1, step=0), None)
+    shell.report(ended(first))
+    await shell.until(lambda: shell.runtime.telemetry.trajectories_finished == 1)
+    assert not chosen.seen and shell.state.group_row, "one verdict is due"
+    shell.report(ended(second))
+    await shell.until(lambda: not shell.state.group_row)
+    assert chosen.seen == [[0.5, 0.5]]
+    assert shell.runtime.telemetry.groups_filtered == shell.runtime.machine.counters.groups_cancelled == 1
+    await shell.runtime.recorded()
+    (line,) = (tmp_path / "record" / CANCELLED_FILE).read_text().splitlines()
+    recorded = json.loads(line)
+    assert recorded.pop("cancelled_at") > 0
+    assert recorded == {
+        "group_id": "g0",
+        "prompt_id": "p0",
+        "task_id": "task",
+        "version": 0,
+        "reason": "filtered: dismiss",
+        "length_tokens": [2, 2],
+        "rewards": [0.5, 0.5],
+    }
+    shell.runtime.feed.submit([Prompt("p0", "task", (1, 2))])  # its prompt may come again
+    await stream.aclose()
+
+
+async def test_a_group_with_a_failed_verdict_is_not_filtered(shell: Shell) -> None:
+    shell.runtime.group_filter = chosen = Dismiss()
+    (request_id,) = await shell.admit(1, verifier_json='{"valid": false}')
+    stream = shell.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=1, step=0), None)
+    shell.report(ended(request_id))
+    taken = [group.group_id async for batch in stream for group in batch.groups]
+    assert taken == ["g0"] and not chosen.seen
+
+
+async def test_a_group_that_is_cancelled_while_the_filter_looks_is_cancelled_once(shell: Shell) -> None:
+    shell.runtime.group_filter = chosen = Dismiss()
+    (request_id,) = await shell.admit(1)
+    shell.report(ended(request_id))
+    await shell.until(lambda: chosen.seen)
+    shell.runtime.post(on.GroupCancelled("g0", "asked for"))
+    chosen.gate.set()
+    await chosen.answered.wait()
+    await asyncio.to_thread(lambda: None)  # what a task that failed leaves is seen by now
+    assert shell.runtime.machine.counters.groups_cancelled == 1
+    assert not shell.runtime.telemetry.groups_filtered and not shell.runtime.failed.done()
+
+
+@pytest.mark.parametrize(("waited_s", "expected"), [((30.0, 30.0), 2), ((0.0, 0.0), 0), ((None, None), None)])
+def test_the_trainers_waiting_says_how_many_dp_groups_to_add(
+    waited_s: tuple[float | None, ...], expected: int | None
+) -> None:
+    """Steps of 60 s on two DP groups of which it waits 30: four would generate one in the 30 s that it trains."""
+    telemetry = Telemetry()
+    telemetry.step(0, [], {}, at=100.0, waited_s=90.0)
+    assert telemetry.groups_to_add(2) is None, "what the first step took is not known"
+    for step, waited in enumerate(waited_s, start=1):
+        telemetry.step(step, [], {}, at=100.0 + 60.0 * step, waited_s=waited)
+    assert telemetry.groups_to_add(2) == expected

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from dora.config import Config
-from dora.orchestrator.core import admission, balance, fleet, handoffs, lifecycle
+from dora.orchestrator.core import admission, balance, fleet, handoffs, lifecycle, selection
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.commands import Command
@@ -30,6 +30,7 @@ class Machine:
         assert not state.out
         try:
             _HANDLERS[type(event)](state, event)
+            selection.drop_surplus(state)
             balance.check(state)
             return state.out
         finally:

@@ -93,6 +93,7 @@ class Counters:
     groups_taken: int = 0
     groups_trained: int = 0
     groups_cancelled: int = 0
+    groups_redundant: int = 0  # of these, dropped as their step had enough
     migrations_kv: int = 0
     migrations_reprefill: int = 0
     migrations_failed: int = 0  # undone: refused, timed out, a worker lost

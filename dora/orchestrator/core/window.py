@@ -46,6 +46,11 @@ class Window:
     def open_groups(self) -> int:
         return sum(self._open)
 
+    @property
+    def due(self) -> int:
+        """Open groups whose deadline is step ``s``."""
+        return self._open[0]
+
     def deadline(self, version: int) -> int:
         """The last step that may train on ``version``."""
         return version + self.size - 1
