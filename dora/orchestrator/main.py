@@ -29,10 +29,10 @@ from dora.orchestrator.core.policies import check_live
 from dora.orchestrator.feed import PromptFeed
 from dora.orchestrator.launcher import Launcher, WorkerStartError
 from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.scoring import filtering, verifying
 from dora.orchestrator.service import OperatorService, PromptService, TrainerService, WorkerService
-from dora.prompts import ChatTokenizer, PromptSource, resolve_prompts
+from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.record import TRAJECTORIES_FILE, Recorder
-from dora.rewards import EQUAL_REWARDS, EqualRewards, FilterRunner, GroupFilter, RewardRunner
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import server_interceptors, server_options
 from dora.weights.store import WeightStore
@@ -78,8 +78,8 @@ async def serve(
         source = await asyncio.to_thread(
             lambda: resolve_prompts(config.prompts, ChatTokenizer(model), config.rollout.seed)
         )
-        verifier = await stack.enter_async_context(_verifier(config, source, model))
-        group_filter = await stack.enter_async_context(_group_filter(config))
+        verifier = await stack.enter_async_context(verifying(config, source, model))
+        group_filter = await stack.enter_async_context(filtering(config))
         snapshots = run_folder / "kv"
         snapshots.mkdir(exist_ok=True)
         runtime = Runtime(
@@ -173,38 +173,6 @@ def _event_log(config: Config, stack: contextlib.AsyncExitStack) -> EventLogWrit
     if not config.service.event_log:
         return None
     return stack.enter_context(EventLogWriter(Path(config.service.event_log), config, now_s=time.monotonic()))
-
-
-@contextlib.asynccontextmanager
-async def _verifier(config: Config, source: PromptSource, model: Path) -> AsyncIterator[RewardRunner]:
-    function = config.reward.function or source.reward
-    if not function:
-        raise InvalidValue("reward.function", "", f"module:function, since prompts {config.prompts!r} bring none")
-    reward = config.reward
-    runner = await RewardRunner.start(
-        function,
-        tokenizer_folder=model,
-        workers=reward.workers,
-        timeout_s=reward.timeout_s,
-        queue_max=reward.queued_max,
-    )
-    try:
-        yield runner
-    finally:
-        await runner.close()
-
-
-@contextlib.asynccontextmanager
-async def _group_filter(config: Config) -> AsyncIterator[GroupFilter | None]:
-    name = config.selection.filter
-    if name in ("", EQUAL_REWARDS):
-        yield EqualRewards() if name else None
-        return
-    runner = await FilterRunner.start(name, timeout_s=config.reward.timeout_s, queue_max=config.reward.queued_max)
-    try:
-        yield runner
-    finally:
-        await runner.close()
 
 
 @contextlib.asynccontextmanager
