@@ -16,7 +16,7 @@ from dora.sim.ledger import Failure, Violation, failure_of
 from dora.sim.meter import Meter, Reading
 from dora.sim.report import BrokenReport, Report, Timeline
 from dora.sim.scenario import Scenario
-from dora.sim.workload import moments
+from dora.sim.workload import longest_prompt_tokens, moments
 from dora.sim.world import Observer, World
 
 # The books check every event. The core's whole state is checked once in so many, or in twice as many as there are
@@ -84,9 +84,11 @@ def check_cluster(scenario: Scenario) -> None:
     if not cluster.colocated and cluster.rollout_gpus >= cluster.gpus:
         raise InvalidValue("cluster.rollout_gpus", cluster.rollout_gpus, f"less than cluster.gpus, {cluster.gpus}")
     answers_tokens = (workload.turns.most - 1) * workload.turns.answer_tokens
-    longest = workload.lengths.cap_tokens + workload.prompt_tokens + answers_tokens
+    prompt_tokens = longest_prompt_tokens(workload)
+    longest = workload.lengths.cap_tokens + prompt_tokens + answers_tokens
     if cluster.kv_tokens < longest:
-        raise InvalidValue("cluster.kv_tokens", cluster.kv_tokens, f"at least the {longest} of the longest response")
+        allowed = f"at least the {longest} of the longest response, with a prompt of {prompt_tokens} tokens"
+        raise InvalidValue("cluster.kv_tokens", cluster.kv_tokens, allowed)
     need_bytes = cluster.weights_bytes + longest * cluster.kv_token_bytes
     if cluster.memory_bytes and cluster.memory_bytes < need_bytes:
         allowed = f"at least {need_bytes:.3g}: the weights and the KV of one response"

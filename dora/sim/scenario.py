@@ -9,6 +9,8 @@ from dora.config import DEFAULT_POLICY
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel
 
+PROMPT_TOKENS_MOST = 2048  # the longest prompt that a workload draws
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -115,7 +117,7 @@ class Workload(_Section):
 
     group_size: int = Field(16, ge=1)
     prompts: int = Field(17_000, ge=1, description="size of the prompt set; an epoch draws each once")
-    prompt_tokens: int = Field(150, ge=1, description="mean prompt length")
+    prompt_tokens: int = Field(150, ge=1, le=PROMPT_TOKENS_MOST, description="mean prompt length")
     lengths: Lengths = Lengths()
     turns: Turns = Turns()
     feature_correlation: float = Field(

@@ -186,6 +186,7 @@ def test_the_plan_changes_the_split() -> None:
         (("--preset", "small", "--set", "cluster.cost.step_s=nan"), "finite"),
         (("--preset", "small", "--set", "cluster.weights_bytes=1e12"), "do not fit"),
         (("--preset", "small", "--set", "cluster.kv_tokens=1000"), "longest response"),
+        (("--preset", "small", "--set", "workload.prompt_tokens=2049"), "less than or equal to 2048"),
         (("--preset", "small", "--set", "cluster.rollout_gpus=4"), "cluster.rollout_gpus = 4"),
         (
             ("--preset", "small", "--set", "workload.turns.most=4", "--set", "workload.turns.answer_tokens=5000"),

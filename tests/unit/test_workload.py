@@ -14,7 +14,7 @@ import pytest
 from dora.errors import InvalidValue
 from dora.sim.scenario import Lengths, Turns, Workload
 from dora.sim.traces import load_histogram, load_trace
-from dora.sim.workload import SimPrompt, Turn, WorkloadStream, moments
+from dora.sim.workload import SimPrompt, Turn, WorkloadStream, longest_prompt_tokens, moments
 
 
 def drawn(workload: Workload, count: int, seed: int = 0, groups_per_step: int = 512) -> list[SimPrompt]:
@@ -103,6 +103,13 @@ def test_prompt_lengths_are_spread_around_their_mean() -> None:
     tokens = np.array([prompt.prompt_tokens for prompt in drawn(Workload(prompt_tokens=300), 10_000)])
     assert tokens.mean() == pytest.approx(300, rel=0.02)
     assert 16 <= tokens.min() < 100 and 900 < tokens.max() <= 2048
+
+
+@pytest.mark.parametrize(("mean_tokens", "longest"), [(1, 48), (20, 964), (300, 2048), (2048, 2048)])
+def test_no_prompt_is_longer_than_the_longest(mean_tokens: int, longest: int) -> None:
+    workload = Workload(prompt_tokens=mean_tokens, prompts=10_000)
+    assert longest_prompt_tokens(workload) == longest
+    assert max(prompt.prompt_tokens for prompt in drawn(workload, 10_000)) <= longest
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.85, 1.0])
