@@ -136,11 +136,14 @@ def _given(preset: str, file: Path | None, settings: Sequence[str], predictor: s
 def _scenario(
     over: Mapping[str, Any], preset: str, policy: str, window: int | None, split: SplitChoice, compare: bool
 ) -> "Scenario":
-    """Of one policy. In a comparison, those with a window of their own keep it, and the colocated their split."""
-    from dora.sim.presets import OWN_WINDOWS, composed, planned
+    """Of one policy. In a comparison each has the nearest window that it allows, and the colocated their own split."""
+    from dora.orchestrator.core.policies import nearest_window
+    from dora.sim.presets import composed, planned
 
-    if compare and policy in OWN_WINDOWS:
-        over, window = {key: value for key, value in over.items() if key != "window"}, None
+    asked = over.get("window") if window is None else window
+    if compare and isinstance(asked, int):
+        window = nearest_window(policy, asked)
+        over = {key: value for key, value in over.items() if key != "window"}
     scenario = composed(over, preset, policy, window)
     if split is SplitChoice.PRESET or (compare and scenario.cluster.colocated):
         return scenario

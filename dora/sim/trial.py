@@ -8,7 +8,7 @@ from typing import Final
 
 from dora.config import Config, merged, validated
 from dora.errors import InvalidValue, one_of
-from dora.orchestrator.core.policies import POLICIES, WINDOW_MIN
+from dora.orchestrator.core.policies import POLICIES, nearest_window
 from dora.sim.faults import Fault, draw_faults, kinds_of, strike
 from dora.sim.invariants import check_empty
 from dora.sim.ledger import Failure, Lost, Stalled, Violation, failure_of
@@ -84,7 +84,7 @@ class Trial:
         scenario = Scenario(
             name=f"seed {self.seed}",
             policy=self.policy,
-            window=max(window, WINDOW_MIN.get(self.policy, 1)),
+            window=nearest_window(self.policy, window),
             predictor=random.choice(("oracle", "statistics", "ranker")),
             filter_fraction=options.choice((0.0, 0.0, 0.3)),
             redundant_fraction=options.choice((0.0, 0.5, 1.0)),

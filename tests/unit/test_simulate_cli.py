@@ -122,6 +122,19 @@ def test_all_policies_are_compared_in_one_table_and_in_one_json_object() -> None
     assert all(policy in table for policy in policy_names())
 
 
+def test_each_policy_of_a_comparison_has_the_nearest_window_that_it_is_defined_for() -> None:
+    """That of the preset is 3; what is asked for, by an option or a setting, is for those that have a choice."""
+    own = {"sync": 1, "one_step": 2, "stream": 2, "streamrl": 2, "partial": 64, "laxity": 3, "dora": 3}
+    for asked, windows in (
+        ((), own),
+        (("--window", "1"), own | {"streamrl": 1, "laxity": 1, "dora": 1}),
+        (("--set", "window=4"), own | {"laxity": 4, "dora": 4}),
+    ):
+        found = json.loads(run(*SMALL, "--compare", *asked, "--json").stdout)["policies"]
+        rows = {row["report"]["policy"]: row["report"]["window"] for row in found}
+        assert rows.items() >= windows.items(), asked
+
+
 def plant_over_admission(patch: pytest.MonkeyPatch) -> None:
     admissible = Window.admissible
     patch.setattr(Window, "admissible", lambda self, version: admissible(self, version) + (version == self.newest))
@@ -178,6 +191,7 @@ def test_the_plan_changes_the_split() -> None:
         (("--preset", "dora65"), "did you mean dora-64"),
         (("--preset", "small", "--policy", "stale"), "did you mean staleflow"),
         (("--preset", "small", "--policy", "sync", "--window", "3"), "by the definition of sync"),
+        (("--preset", "small", "--policy", "streamrl", "--window", "3"), "1 to 2, by the definition of streamrl"),
         (("--preset", "small", "--policy", "sync", "--split", "plan"), "colocated"),
         (("--preset", "small", "--policy", "partial", "--steps", "63"), "at most 62 with --policy partial"),
         (("--preset", "small", "--predictor", "orcale"), "oracle"),

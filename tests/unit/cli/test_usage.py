@@ -146,6 +146,13 @@ def test_a_dry_run_refuses_a_strategy_that_a_start_would_refuse(name: str, words
     assert words in refused.stderr
 
 
+@pytest.mark.parametrize(("policy", "window", "allowed"), [("sync", "4", "1, by"), ("streamrl", "3", "1 to 2, by")])
+def test_a_dry_run_refuses_a_window_that_a_start_would_refuse(policy: str, window: str, allowed: str) -> None:
+    refused = dora("serve", "--dry-run", "--set", f"balance.policy={policy}", "--window", window)
+    assert (refused.exit_code, refused.stdout) == (ExitCode.USAGE, "")
+    assert f"window.size = {window}" in refused.stderr and f"{allowed} the definition of {policy}" in refused.stderr
+
+
 def test_profile_refuses_a_folder_that_does_not_exist_before_it_times_anything(tmp_path: Path) -> None:
     refused = dora("profile", "--model", "tiny", "--out", str(tmp_path / "nowhere" / "cost.toml"))
     assert (refused.exit_code, refused.stdout) == (ExitCode.USAGE, "")
