@@ -189,7 +189,7 @@ def _compare(scenarios: list["Scenario"], asked: Asked) -> None:
 
 
 def _report(scenario: "Scenario", asked: Asked, place: str = "", timeline: "Timeline | None" = None) -> "Report":
-    """Simulates with a progress bar. A broken promise ends the command, with all that is known of it."""
+    """Simulates with a progress bar. A broken promise, or a bug, ends the command, with all that is known of it."""
     from dora.cli.progress import progress_bar
     from dora.sim.run import BrokenRun
     from dora.sim.run import simulate as run
@@ -210,7 +210,8 @@ def _show_broken(report: "BrokenReport", replay: str, as_json: bool) -> None:
         return
     out = stderr()
     run = f"{report.preset}, {report.policy}, window {report.window}, seed {report.seed}"
-    out.print(f"dora: {run}: a promise was broken after {report.at_s:.3f} s of simulated time", markup=False)
+    what = "an exception was raised" if report.raised else "a promise was broken"
+    out.print(f"dora: {run}: {what} after {report.at_s:.3f} s of simulated time", markup=False, soft_wrap=True)
     out.print(f"  {report.violation}", markup=False, soft_wrap=True)
     out.print(f"  {replay}", markup=False, soft_wrap=True)
 

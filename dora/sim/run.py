@@ -27,7 +27,7 @@ STEP_LIMIT_S = 14 * 86_400.0  # simulated; a step that takes longer has stalled
 
 
 class BrokenRun(Violation):
-    """The run has ended: a promise was broken, or nothing goes on. ``report`` says what is known."""
+    """The run has ended: a promise was broken, nothing goes on, or a strategy raised. ``report`` says what is known."""
 
     def __init__(self, report: BrokenReport) -> None:
         super().__init__(report.violation)
@@ -51,12 +51,13 @@ def simulate(
 ) -> Report:
     """Runs ``warmup + steps`` training steps and reports on the last ``steps``.
 
-    Raises InvalidValue for an impossible scenario, BrokenRun where a promise is broken or nothing goes on.
+    Raises InvalidValue for an impossible scenario, BrokenRun where a promise is broken, nothing goes on or a strategy
+    raises.
     """
     check_cluster(scenario)
     began_s = time.perf_counter()
     with _collecting_rarely():
-        world = World(scenario, seed)
+        world = _world(scenario, seed)
         world.observers.append(_checks(world))
         meter = Meter(world, warmup, timeline)
         goal = warmup + steps
@@ -66,8 +67,8 @@ def simulate(
                 if progress is not None:
                     progress(meter.steps / goal)
             check_state(world.machine.state)
-        except (Violation, DoraError) as error:  # what the core refuses here follows from its own commands
-            raise BrokenRun(_broken(scenario, world, seed, failure_of(error, world.now_s))) from error
+        except Exception as error:  # also what the core refuses: here that follows from its own commands
+            raise BrokenRun(_broken(scenario, seed, failure_of(error, world.now_s), world.events)) from error
     meter.finish()
     return _report(scenario, world, meter, steps, seed, time.perf_counter() - began_s)
 
@@ -93,6 +94,16 @@ def check_cluster(scenario: Scenario) -> None:
     if cluster.memory_bytes and cluster.memory_bytes < need_bytes:
         allowed = f"at least {need_bytes:.3g}: the weights and the KV of one response"
         raise InvalidValue("cluster.memory_bytes", cluster.memory_bytes, allowed)
+
+
+def _world(scenario: Scenario, seed: int) -> World:
+    """The core makes its first decisions, and so may fail, while the world is made."""
+    try:
+        return World(scenario, seed)
+    except DoraError:
+        raise
+    except Exception as error:
+        raise BrokenRun(_broken(scenario, seed, failure_of(error, 0.0), events=0)) from error
 
 
 def _checks(world: World) -> Observer:
@@ -172,7 +183,7 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
     )
 
 
-def _broken(scenario: Scenario, world: World, seed: int, failure: Failure) -> BrokenReport:
+def _broken(scenario: Scenario, seed: int, failure: Failure, events: int) -> BrokenReport:
     kinds = Counter([failure.kind])
     return BrokenReport(
         preset=scenario.name,
@@ -186,7 +197,8 @@ def _broken(scenario: Scenario, world: World, seed: int, failure: Failure) -> Br
         stalled=kinds["stalled"],
         violation=failure.message,
         at_s=failure.at_s,
-        events=world.events,
+        events=events,
+        raised=failure.raised,
     )
 
 

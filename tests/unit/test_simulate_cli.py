@@ -3,6 +3,7 @@
 import io
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from dora.cli.exits import ExitCode
 from dora.cli.output import print_whole
 from dora.cli.progress import progress_bar
 from dora.cli.simulation_tables import comparison, comparison_table, report_table
+from dora.config import BalanceConfig
+from dora.orchestrator.core.policies import POLICIES
+from dora.orchestrator.core.policies.laxity import LaxityPolicy
+from dora.orchestrator.core.snapshot import Plan, Snapshot, Trigger
 from dora.orchestrator.core.window import Window
 from dora.sim.meter import Consumed
 from dora.sim.presets import scenario_for
@@ -151,6 +156,7 @@ def test_a_broken_promise_is_told_with_its_time_and_the_command_that_shows_it_ag
     assert told.exit_code == ExitCode.FAILED
     assert (answer["preset"], answer["policy"], answer["window"], answer["seed"]) == ("small", "dora", 2, 5)
     assert (answer["violations"], answer["lost"], answer["duplicated"], answer["stalled"]) == (1, 0, 0, 0)
+    assert answer["raised"] is False
     assert "(C3)" in answer["violation"] or "does not fit" in answer["violation"]
     assert 0.0 <= answer["at_s"] < 86_400.0
 
@@ -170,6 +176,47 @@ def test_a_comparison_ends_with_the_policy_that_breaks_a_promise(monkeypatch: py
     assert told.exit_code == ExitCode.FAILED and answer["violations"] == 1
     again = run(*shlex.split(answer["replay"])[1:], "--json")
     assert json.loads(again.stdout) == answer
+
+
+class Faulty(LaxityPolicy):
+    """A strategy with a bug: it plans three times."""
+
+    plans = 0
+
+    def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
+        self.plans += 1
+        if self.plans > 3:
+            raise KeyError("w9")
+        return super().plan(snapshot, trigger)
+
+
+def not_made(_config: BalanceConfig) -> Faulty:
+    raise RuntimeError("no such table")
+
+
+@pytest.mark.parametrize(
+    ("faulty", "said"),
+    [
+        (Faulty, "KeyError: 'w9' (test_simulate_cli.py:"),
+        (not_made, "RuntimeError: no such table (test_simulate_cli.py:"),
+    ],
+)
+def test_a_strategy_that_raises_is_told_with_its_name_its_time_and_the_command_that_shows_it_again(
+    monkeypatch: pytest.MonkeyPatch, faulty: Callable[[BalanceConfig], Faulty], said: str
+) -> None:
+    monkeypatch.setitem(POLICIES, "faulty", faulty)
+    told = run(*SMALL, "--policy", "faulty", "--seed", "5", "--json")
+    answer = json.loads(told.stdout)
+    assert (told.exit_code, told.stderr) == (ExitCode.FAILED, "")
+    assert (answer["policy"], answer["seed"], answer["violations"], answer["raised"]) == ("faulty", 5, 1, True)
+    assert answer["violation"].startswith(said) and (answer["at_s"] > 0.0) == (faulty is Faulty)
+
+    again = run(*shlex.split(answer["replay"])[1:])
+    assert (again.exit_code, again.stdout) == (ExitCode.FAILED, "")
+    told_s = f"{answer['at_s']:.3f} s"
+    assert f"small, faulty, window 3, seed 5: an exception was raised after {told_s}" in again.stderr
+    assert answer["violation"] in again.stderr and answer["replay"] in again.stderr
+    assert "Traceback" not in again.stderr
 
 
 def test_the_report_counts_groups_that_were_trained_outside_the_window() -> None:
