@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dora.cli.exits import ExitCode
-from dora.cli.options import JsonOption
+from dora.cli.options import JsonOption, given_options
 from dora.cli.output import print_json, print_whole, stderr, stdout
 from dora.config import DEFAULT_POLICY
 from dora.errors import InvalidValue, one_of
@@ -96,6 +96,10 @@ def simulate(
     Exits with 1 where a promise was broken: a version mixed, staleness out of bounds, a group lost or delivered twice.
     """
     if context.invoked_subcommand is not None:
+        ignored = given_options(context)
+        if ignored:
+            allowed = f"left out before {context.invoked_subcommand}, which has options of its own"
+            raise InvalidValue(*next(iter(ignored.items())), allowed)
         return
     from dora.config import settings_tree
     from dora.sim.run import policy_names
@@ -110,6 +114,8 @@ def simulate(
     if compare:
         if policy or plot:
             raise InvalidValue("--policy" if policy else "--plot", policy or str(plot), "left out with --compare")
+        if "policy" in over:
+            raise InvalidValue("policy", over["policy"], "left out with --compare, which runs all of them")
         chosen = policy_names()
     else:
         chosen = [_known_policy(policy or str(over.get("policy", DEFAULT_POLICY)), policy_names())]

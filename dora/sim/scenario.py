@@ -10,6 +10,7 @@ from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel
 
 PROMPT_TOKENS_MOST = 2048  # the longest prompt that a workload draws
+READING_KINDS = ("histogram", "trace")  # of length distributions: they are what a file says
 
 
 class _Section(BaseModel):
@@ -101,6 +102,13 @@ class Lengths(_Section):
     cap_tokens: int = Field(30_000, ge=1, description="longest response; longer ones are cut there")
     group_correlation: float = Field(0.6, ge=0.0, le=1.0, description="of log lengths within one prompt's group")
     drift_per_step: float = Field(0.0, gt=-0.5, lt=0.5, description="mean length grows by this share a step")
+
+    @model_validator(mode="after")
+    def _reads_its_file(self) -> Self:
+        if self.file and self.kind not in READING_KINDS:
+            allowed = f"left out: lengths.kind is {self.kind}, and only {' and '.join(READING_KINDS)} read a file"
+            raise InvalidValue("workload.lengths.file", self.file, allowed)
+        return self
 
 
 class Turns(_Section):

@@ -257,6 +257,19 @@ def test_the_plan_changes_the_split() -> None:
         (("--preset", "small", "--file", "no-such.toml"), "--file = 'no-such.toml'"),
         (("--preset", "small", "--plot", "run.pdf"), "--plot = 'run.pdf'"),
         (("--preset", "small", "--compare", "--plot", "run.png"), "left out with --compare"),
+        (("--preset", "small", "--compare", "--set", "policy=dora"), "policy = 'dora' is not allowed: left out with"),
+        (("--preset", "small", "sweep", "--seeds", "1"), "--preset = 'small' is not allowed: left out before sweep"),
+        (
+            ("--set", "window=2", "--set", "name=x", "sweep"),
+            "--set = ['window=2', 'name=x'] is not allowed: left out",
+        ),
+        (("--json", "sweep"), "--json = True is not allowed: left out before sweep"),
+        (("--split", "plan", "sweep"), "--split = 'plan' is not allowed: left out before sweep"),
+        (
+            ("--preset", "small", "--set", "workload.lengths.file=lengths.json"),
+            "workload.lengths.file = 'lengths.json' is not allowed: left out: lengths.kind is lognormal, and only "
+            "histogram and trace read a file",
+        ),
         (
             (
                 "--preset",
