@@ -8,13 +8,13 @@ import pytest
 from dora.errors import InvalidValue
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.policies import LIVE_POLICIES
 from dora.sim.ledger import Ledger, Lost
 from dora.sim.presets import composed
 from dora.sim.report import Report
 from dora.sim.run import simulate
 from dora.sim.scenario import Scenario
 from dora.sim.selection import DROPPED, FILTERED, Selection
-from dora.sim.sweep import LIVE_POLICIES
 from dora.sim.workload import SimPrompt, WorkloadStream
 from dora.sim.world import World
 

@@ -236,6 +236,10 @@ MALFORMED_HISTOGRAMS = [
     ('{"hist":\n {"5": 1.0,}}', 2, "JSON"),
     ('\n{"hist": {}}', 2, "at least one positive weight"),
     ('{"hist": {"5": 0}}', 1, "at least one positive weight"),
+    ('{"hist": {"5": 1e308, "6": 1e308}}', 1, "a finite sum of all"),
+    ('{"hist": {"5": 1.0,\n "6": 1' + 400 * "0" + "}}", 2, "weight of 6 tokens"),
+    ('{"hist": {"5": 1' + 5000 * "0" + "}}", 1, "integer string"),
+    ('{"hist": {"5": 1.0,\n "1' + 400 * "0" + '": 1.0}}', 2, "18 digits at most"),
     ('{"hist": [1, 2]}', 1, "hist"),
     ("[]", 1, "hist"),
     ("", 1, "JSON"),
@@ -244,6 +248,7 @@ MALFORMED_HISTOGRAMS = [
 MALFORMED_TRACES = [
     ('{"output_length": 5}\n{"output_length": 0}', 2, "output_length"),
     ('{"output_length": 5}\n{"output_length": 2.5}', 2, "2.5"),
+    ('{"output_length": 5}\n{"output_length": 1' + 400 * "0" + "}", 2, "output_length"),
     ('{"output_length": 5}\n{"input_length": 5}', 2, "output_length = None"),
     ('{"output_length": 5}\n\n{"output_length": "5"}', 3, "'5'"),
     ('{"output_length": 5, "input_length": -1}', 1, "input_length"),

@@ -27,6 +27,7 @@ POLICIES: dict[str, Callable[[BalanceConfig], Policy]] = {
 }
 # They break C1, which no service does: only the simulator runs them.
 SIMULATED = frozenset({"partial"})
+LIVE_POLICIES = tuple(name for name in POLICIES if name not in SIMULATED)
 # The fewest and the most versions that may be live, where a strategy's definition says so: in a narrower window it
 # would stall, in a wider one run as in its widest. Partial rollout knows no versions: the largest window is no bound.
 WINDOWS = {"sync": (1, 1), "one_step": (2, 2), "stream": (2, 2), "streamrl": (1, 2), "partial": (64, 64)}
@@ -62,13 +63,21 @@ def check_window(policy: str, window: int, field: str = "window.size") -> None:
 def check_live(name: str, window: int) -> None:
     """Raises InvalidValue for a strategy that a service may not run: an unknown one, with the nearest name, one that
     only the simulator may, or one that is not defined for this window."""
-    live = [known for known in POLICIES if known not in SIMULATED]
     if name in SIMULATED:
-        allowed = f"one of {', '.join(live)}: {name} breaks C1 and only runs in dora simulate"
+        allowed = f"one of {', '.join(LIVE_POLICIES)}: {name} breaks C1 and only runs in dora simulate"
         raise InvalidValue("balance.policy", name, allowed)
-    if name not in live:
-        raise InvalidValue("balance.policy", name, one_of(name, live, cutoff=0.6))
+    if name not in LIVE_POLICIES:
+        raise InvalidValue("balance.policy", name, one_of(name, LIVE_POLICIES, cutoff=0.6))
     check_window(name, window)
 
 
-__all__ = ["POLICIES", "SIMULATED", "WINDOWS", "check_live", "check_window", "nearest_window", "policy_of"]
+__all__ = [
+    "LIVE_POLICIES",
+    "POLICIES",
+    "SIMULATED",
+    "WINDOWS",
+    "check_live",
+    "check_window",
+    "nearest_window",
+    "policy_of",
+]
