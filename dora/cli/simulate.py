@@ -53,8 +53,13 @@ class Asked:
     warmup: int
     seed: int
     options: tuple[str, ...]
+    settings: tuple[str, ...]
     split: SplitChoice
     as_json: bool
+
+    def tree(self) -> dict[str, Any]:
+        """What a report does not say of how it came about."""
+        return {"warmup": self.warmup, "settings": list(self.settings), "split": self.split.value}
 
     def replay(self, scenario: "Scenario") -> str:
         """The command that runs this one scenario again."""
@@ -121,7 +126,8 @@ def simulate(
         chosen = [_known_policy(policy or str(over.get("policy", DEFAULT_POLICY)), policy_names())]
     scenarios = [_scenario(over, preset, each, window, split, compare) for each in chosen]
     _check_length(scenarios, steps, warmup)
-    asked = Asked(steps, warmup, seed, _given(preset, file, settings or (), predictor), split, as_json)
+    options = _given(preset, file, settings or (), predictor)
+    asked = Asked(steps, warmup, seed, options, tuple(settings or ()), split, as_json)
     if compare:
         _compare(scenarios, asked)
     else:
@@ -157,7 +163,7 @@ def _scenario(
 
 
 def _run_one(scenario: "Scenario", asked: Asked, plot: Path | None) -> None:
-    from dora.cli.simulation_tables import paper_tree, report_table
+    from dora.cli.simulation_tables import report_table, report_tree
     from dora.sim.report import Timeline
 
     if plot is None:
@@ -170,7 +176,7 @@ def _run_one(scenario: "Scenario", asked: Asked, plot: Path | None) -> None:
         report = _report(scenario, asked, timeline=timeline)
         draw(timeline, report, plot)
     if asked.as_json:
-        print_json(_finite(asdict(report) | {"paper": paper_tree(report)}))
+        print_json(_finite(report_tree(report, scenario) | asked.tree() | {"replay": asked.replay(scenario)}))
     else:
         stdout().print(report_table(report, scenario))
         if plot is not None:
@@ -187,7 +193,7 @@ def _compare(scenarios: list["Scenario"], asked: Asked) -> None:
     ]
     rows = comparison(reports, scenarios)
     if asked.as_json:
-        tree = {"preset": scenarios[0].name, "seed": asked.seed, "steps": asked.steps}
+        tree = {"preset": scenarios[0].name, "seed": asked.seed, "steps": asked.steps} | asked.tree()
         print_json(_finite(tree | {"policies": [asdict(row) for row in rows]}))
     else:
         print_whole(stdout(), comparison_table(rows))

@@ -16,7 +16,7 @@ from dora.cli.app import app
 from dora.cli.exits import ExitCode
 from dora.cli.output import print_whole
 from dora.cli.progress import progress_bar
-from dora.cli.simulation_tables import comparison, comparison_table, report_table
+from dora.cli.simulation_tables import comparison, comparison_table, report_table, report_tree
 from dora.config import BalanceConfig
 from dora.orchestrator.core.policies import POLICIES
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
@@ -52,7 +52,9 @@ def test_one_run_is_one_json_object_with_every_field() -> None:
     result = run(*SMALL, "--json")
     assert result.exit_code == ExitCode.OK, result.output
     answer = json.loads(result.stdout)
-    assert set(answer) == {field.name for field in fields(Report)} | {"paper"}
+    split = {"gpus": 4, "train_gpus": 2, "rollout_gpus": 2, "gpus_per_engine": 1, "colocated": False, "split": "preset"}
+    assert answer.items() >= (split | {"warmup": 1, "settings": []}).items()
+    assert set(answer) == {field.name for field in fields(Report)} | {"paper", "warmup", "settings", "replay", *split}
     assert (answer["preset"], answer["policy"], answer["window"], answer["steps"]) == ("small", "laxity", 3, 3)
     assert answer["violations"] == answer["lost"] == answer["duplicated"] == 0
     assert 0 < answer["bound_min"] <= answer["step_time_min"]
@@ -60,8 +62,9 @@ def test_one_run_is_one_json_object_with_every_field() -> None:
     assert answer["paper"] is None
 
 
-def test_the_same_seed_gives_the_same_numbers() -> None:
-    first, second = (json.loads(run(*SMALL, "--seed", "7", "--json").stdout) for _ in range(2))
+def test_the_same_seed_gives_the_same_numbers_and_the_report_has_the_command() -> None:
+    first = json.loads(run(*SMALL, "--seed", "7", "--json").stdout)
+    second = json.loads(run(*shlex.split(first["replay"])[1:], "--json").stdout)
     for answer in (first, second):
         del answer["wall_s"], answer["sim_speedup"]
     assert first == second
@@ -72,6 +75,7 @@ def test_options_and_settings_reach_the_scenario() -> None:
     answer = json.loads(run(*SMALL, *arguments, "--json").stdout)
     assert (answer["window"], answer["predictor"]) == (2, "statistics")
     assert answer["step_time_min"] >= 10.0
+    assert answer["settings"] == ["trainer.step_s=600"]
 
 
 def test_filter_and_redundant_rollout_are_recorded_and_shown_where_they_are_on() -> None:
@@ -119,6 +123,7 @@ def test_a_narrow_terminal_cuts_no_number() -> None:
 
 def test_all_policies_are_compared_in_one_table_and_in_one_json_object() -> None:
     answer = json.loads(run(*SMALL, "--compare", "--json").stdout)
+    assert (answer["preset"], answer["steps"], answer["warmup"], answer["settings"]) == ("small", 3, 1, [])
     rows = {row["report"]["policy"]: row for row in answer["policies"]}
     assert list(rows) == policy_names()
     assert rows["sync"]["speedup"] == 1.0 and rows["sync"]["report"]["window"] == 1
@@ -228,6 +233,8 @@ def test_the_plan_changes_the_split() -> None:
     own = json.loads(run(*SMALL, *slow_training).stdout)
     planned = json.loads(run(*SMALL, *slow_training, "--split", "plan").stdout)
     assert (own["engines"], planned["engines"]) == (2, 1)
+    divided = [(each["split"], each["train_gpus"], each["rollout_gpus"], each["gpus"]) for each in (own, planned)]
+    assert divided == [("preset", 2, 2, 4), ("plan", 3, 1, 4)]
     assert planned["step_time_min"] < own["step_time_min"]
 
 
@@ -296,6 +303,16 @@ def test_a_report_stands_beside_the_papers_numbers() -> None:
     for words in ("17.00", "14.67", "15.63", "22%", "12%", "23,327", "3.63%", "40:24", "below the bound of 40:24"):
         assert words in text, words
     assert "paper" not in shown(report_table(replace(REPORT, preset="small"), scenario_for("small", "dora")))
+
+
+def test_the_json_of_a_run_has_the_papers_numbers_that_the_table_shows() -> None:
+    tree = report_tree(REPORT, scenario_for("dora-64", "dora"))
+    shares = {"rollout_only_fraction": 0.12, "overhead_balancing": 0.00414, "overhead_transfer": 0.03627}
+    assert tree["paper"].items() >= ({"step_time_min": 14.67, "tokens_per_s": 23_327.0} | shares).items()
+    assert (tree["train_gpus"], tree["rollout_gpus"], tree["colocated"]) == (40, 24, False)
+    sync = report_tree(replace(REPORT, policy="sync", window=1), scenario_for("dora-64", "sync"))
+    assert (sync["train_gpus"], sync["rollout_gpus"], sync["colocated"]) == (64, 64, True)
+    assert sync["paper"]["overhead_balancing"] is None
 
 
 def test_a_comparison_says_how_much_faster_than_sync() -> None:
