@@ -22,6 +22,7 @@ from dora.sim.world import Observer, World
 # The books check every event. The core's whole state is checked once in so many, or in twice as many as there are
 # requests where that is more: a check walks them all, and is to cost a few percent at most.
 CHECK_EVENTS = 4096
+PROGRESS_EVENTS = 256  # between two looks at how much is done: a step of a large cluster is many thousands
 COLLECT_OBJECTS = 100_000  # between two looks for cyclic garbage, of which a run makes next to none
 STEP_LIMIT_S = 14 * 86_400.0  # simulated; a step that takes longer has stalled
 
@@ -49,7 +50,7 @@ def simulate(
     timeline: Timeline | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
-    """Runs ``warmup + steps`` training steps and reports on the last ``steps``.
+    """Runs ``warmup + steps`` training steps and reports on the last ``steps``. ``progress`` is told the share done.
 
     Raises InvalidValue for an impossible scenario, BrokenRun where a promise is broken, nothing goes on or a strategy
     raises.
@@ -61,6 +62,8 @@ def simulate(
         world.observers.append(_checks(world))
         meter = Meter(world, warmup, timeline)
         goal = warmup + steps
+        if progress is not None:
+            world.observers.append(_tells(world, meter, goal, progress))
         try:
             for step in range(goal):
                 world.run_until(lambda step=step: meter.steps > step, world.now_s + STEP_LIMIT_S)  # type: ignore[misc]
@@ -116,6 +119,16 @@ def _checks(world: World) -> Observer:
             state = world.machine.state
             check_state(state)
             due = world.events + max(CHECK_EVENTS, 2 * len(state.requests))
+
+    return observe
+
+
+def _tells(world: World, meter: Meter, goal: int, progress: Callable[[float], None]) -> Observer:
+    """Tells now and then how much is done of ``goal`` steps, within a step by the groups that the trainer has of it."""
+
+    def observe(_now_s: float, _event: on.Event, _commands: list[do.Command]) -> None:
+        if world.events % PROGRESS_EVENTS == 0:
+            progress((meter.steps + len(world.ledger.received) / world.ledger.groups_per_step) / goal)
 
     return observe
 

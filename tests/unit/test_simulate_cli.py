@@ -26,6 +26,7 @@ from dora.sim.meter import Consumed
 from dora.sim.presets import scenario_for
 from dora.sim.report import Report
 from dora.sim.run import policy_names
+from dora.sim.run import simulate as simulate_scenario
 from tests.unit.test_plot import REPORT
 
 NO_COST = [
@@ -339,6 +340,15 @@ def test_what_was_not_measured_is_null_in_json_and_a_dash_in_the_table() -> None
         row for row in shown(report_table(report, scenario_for("dora-64", "dora"))).splitlines() if "recall" in row
     )
     assert " - " in line
+
+
+def test_progress_moves_within_a_step() -> None:
+    told: list[float] = []
+    simulate_scenario(scenario_for("small", "laxity"), steps=3, warmup=1, seed=0, progress=told.append)
+    steps = [4 * share for share in told]
+    assert told == sorted(told) and told[-1] == 1.0
+    assert {step for step in steps if step.is_integer()} >= {1.0, 2.0, 3.0, 4.0}
+    assert any(not step.is_integer() for step in steps), steps
 
 
 def test_progress_is_shown_on_a_terminal_after_its_patience_and_nowhere_else() -> None:
