@@ -191,10 +191,10 @@ def validated(tree: Mapping[str, Any]) -> Config:
     return validated_as(Config, tree)
 
 
-def validated_as(model: type[Model], tree: Mapping[str, Any]) -> Model:
+def validated_as(model: type[Model], tree: Mapping[str, Any], section: str = "") -> Model:
     """A ``model`` of a nested mapping; raises InvalidValue for the first field that is wrong.
 
-    An unknown field is answered with the section's fields and the nearest name.
+    An unknown field is answered with the section's fields and the nearest name. ``section``: where the mapping stands.
     """
     try:
         return model.model_validate(tree)
@@ -205,7 +205,7 @@ def validated_as(model: type[Model], tree: Mapping[str, Any]) -> Model:
         if first["type"] == "extra_forbidden":
             fields = _fields_at(model, path[:-1])
             allowed = one_of(path[-1], fields, cutoff=0.6)
-        raise InvalidValue(".".join(path), first["input"], allowed) from error
+        raise InvalidValue(".".join((section, *path) if section else path), first["input"], allowed) from error
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

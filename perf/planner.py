@@ -23,6 +23,7 @@ from dora.config import validated
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.policies import nearest_window
 from dora.orchestrator.core.snapshot import Trigger
 from dora.orchestrator.core.view import snapshot
 from dora.orchestrator.core.window import Window
@@ -53,7 +54,8 @@ class Measured:
 def fleet(policy: str, predictor: str, workers: int, requests: int) -> tuple[Machine, float]:
     """A machine under full load, and the seconds its admission took."""
     groups = requests // GROUP_SIZE
-    machine = Machine(validated({"window": {"size": 3}, "balance": {"policy": policy, "predictor": predictor}}))
+    window = {"size": nearest_window(policy, 3)}
+    machine = Machine(validated({"window": window, "balance": {"policy": policy, "predictor": predictor}}))
     now_s = 0.0
     for index in range(workers):
         machine.handle(on.WorkerJoined(f"w{index}", index + 1, requests // workers, KV_TOKENS), now_s)

@@ -1,8 +1,11 @@
 """Exit codes, and how an expected failure ends a command: one line on stderr, never a traceback."""
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any
+from typing import Any, TextIO, cast
 
 import typer
 from typer.core import TyperGroup
@@ -11,7 +14,7 @@ from dora.errors import Conflict, DoraError, InvalidValue, NotFound
 
 
 class ExitCode(IntEnum):
-    """What a command's exit code means. ``INTERRUPTED`` is the shell's own convention for Ctrl-C."""
+    """What a command's exit code means. The last two are the shell's own conventions, for Ctrl-C and for SIGPIPE."""
 
     OK = 0
     FAILED = 1
@@ -20,21 +23,77 @@ class ExitCode(IntEnum):
     REFUSED = 4
     UNAUTHENTICATED = 5
     INTERRUPTED = 130
+    UNREAD = 141
 
 
 MEANINGS = {
     ExitCode.OK: "done",
-    ExitCode.FAILED: "a check failed (verify, the demo's bars), or the service failed",
+    ExitCode.FAILED: "a check failed (verify, the demo's bars), the service failed, or the output cannot be written",
     ExitCode.USAGE: "bad usage or a bad value",
     ExitCode.UNREACHABLE: "the service cannot be reached",
     ExitCode.REFUSED: "the service refused: not found, or not possible now",
     ExitCode.UNAUTHENTICATED: "no token, or a wrong one",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
+    ExitCode.UNREAD: "nobody reads the output any more",
 }
 
 
+class OutputFailed(Exception):
+    """Standard output cannot be written; the OSError is its cause."""
+
+
+class CheckedOutput:
+    """Standard output, whose failures say that they are its own: an OSError may come from any file."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise OutputFailed from error
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise OutputFailed from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def checked_output() -> Iterator[None]:
+    """All that is printed in it reaches standard output, or the command ends here: a full disk with one line on stderr,
+    a reader that has gone without a word, as a command that SIGPIPE ends."""
+    stream = sys.stdout
+    if stream is None:  # closed by who started the command
+        sys.stderr.write("dora: standard output is closed\n")
+        raise SystemExit(ExitCode.FAILED)
+    sys.stdout = cast(TextIO, CheckedOutput(stream))
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OutputFailed as failed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else Python tries to write the rest as it exits
+        if isinstance(failed.__cause__, BrokenPipeError):
+            raise SystemExit(ExitCode.UNREAD) from failed
+        sys.stderr.write(f"dora: standard output cannot be written: {failed.__cause__}\n")
+        raise SystemExit(ExitCode.FAILED) from failed
+    finally:
+        sys.stdout = stream
+
+
 class DoraGroup(TyperGroup):
-    """The root command: every DoraError of a command becomes one line and an exit code."""
+    """The root command: every DoraError of a command becomes one line and an exit code; so does a stdout that fails."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        with checked_output():
+            return super().main(*arguments, **options)
 
     def invoke(self, ctx: Any) -> Any:
         try:

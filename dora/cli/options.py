@@ -1,6 +1,6 @@
 """Options that several commands share."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,3 +19,14 @@ TokenOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document for programs.")]
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
+
+
+def given_options(context: typer.Context) -> dict[str, Any]:
+    """The options that the command line itself has, in the order of the help, with their values; names as text."""
+    given = {}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            value = context.params[parameter.name or ""]
+            given[parameter.opts[0]] = value if isinstance(value, int | float | list) else str(value)
+    return given

@@ -2,13 +2,14 @@
 
 import json
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from dora.cli.options import JsonOption
+from dora.cli.options import JsonOption, given_options
 from dora.cli.output import print_json, stdout
 from dora.errors import InvalidValue
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 EXAMPLE = "dora plan --model qwen2.5-32b --hardware h800 --gpus 64"
 SHOWN_EACH_SIDE = 4  # candidates beside the best
+ADJUSTMENT = ("--generation-s", "--training-s", "--engines")
+TWO_DATACENTRES = ("--rollout-gpus", "--train-gpus", "--rollout-hardware", "--link-gbps")
 
 Model = Annotated[str, typer.Option(help="qwen2.5-7b, -32b, -72b, qwen3-30b-a3b or longcat-flash.")]
 HardwareName = Annotated[str, typer.Option(help="h800, h20 or npu-60gb.")]
@@ -53,6 +56,7 @@ Engines = Annotated[int, typer.Option(min=0, help="DP groups that generate at pr
 
 
 def plan(
+    context: typer.Context,
     model: Model = "qwen2.5-32b",
     hardware: HardwareName = "h800",
     gpus: Gpus = 0,
@@ -86,6 +90,7 @@ def plan(
     from dora.planning.models import find_model
     from dora.planning.plan import Question, default_training, make_plan
 
+    _refuse_ignored(given_options(context))
     if generation_s is not None or training_s is not None:
         _adjust(generation_s, training_s, engines, as_json)
         return
@@ -112,6 +117,21 @@ def plan(
         print_json(report(question, answer))
     else:
         stdout().print(_table(question, answer))
+
+
+def _refuse_ignored(given: Mapping[str, Any]) -> None:
+    """Raises InvalidValue for an option that the others given leave without any meaning."""
+    adjusts = "--generation-s" in given or "--training-s" in given
+    ignored: tuple[tuple[bool, Sequence[str], str], ...] = (
+        (adjusts, [each for each in given if each not in (*ADJUSTMENT, "--json")], "with --generation-s"),
+        (not adjusts, ["--engines"], "without --generation-s and --training-s"),
+        (bool(given.get("--gpus")), TWO_DATACENTRES, "with --gpus, the accelerators of one datacentre"),
+        ("--lengths" in given, ["--mean-tokens", "--cap-tokens"], "with --lengths"),
+    )
+    for applies, options, reason in ignored:
+        for option in options:
+            if applies and given.get(option):
+                raise InvalidValue(option, given[option], f"left out {reason}")
 
 
 def read_cost(file: Path) -> "CostModel":

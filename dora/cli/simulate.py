@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dora.cli.exits import ExitCode
-from dora.cli.options import JsonOption
+from dora.cli.options import JsonOption, given_options
 from dora.cli.output import print_json, print_whole, stderr, stdout
 from dora.config import DEFAULT_POLICY
 from dora.errors import InvalidValue, one_of
@@ -53,8 +53,13 @@ class Asked:
     warmup: int
     seed: int
     options: tuple[str, ...]
+    settings: tuple[str, ...]
     split: SplitChoice
     as_json: bool
+
+    def tree(self) -> dict[str, Any]:
+        """What a report does not say of how it came about."""
+        return {"warmup": self.warmup, "settings": list(self.settings), "split": self.split.value}
 
     def replay(self, scenario: "Scenario") -> str:
         """The command that runs this one scenario again."""
@@ -96,6 +101,10 @@ def simulate(
     Exits with 1 where a promise was broken: a version mixed, staleness out of bounds, a group lost or delivered twice.
     """
     if context.invoked_subcommand is not None:
+        ignored = given_options(context)
+        if ignored:
+            allowed = f"left out before {context.invoked_subcommand}, which has options of its own"
+            raise InvalidValue(*next(iter(ignored.items())), allowed)
         return
     from dora.config import settings_tree
     from dora.sim.run import policy_names
@@ -110,12 +119,15 @@ def simulate(
     if compare:
         if policy or plot:
             raise InvalidValue("--policy" if policy else "--plot", policy or str(plot), "left out with --compare")
+        if "policy" in over:
+            raise InvalidValue("policy", over["policy"], "left out with --compare, which runs all of them")
         chosen = policy_names()
     else:
         chosen = [_known_policy(policy or str(over.get("policy", DEFAULT_POLICY)), policy_names())]
     scenarios = [_scenario(over, preset, each, window, split, compare) for each in chosen]
     _check_length(scenarios, steps, warmup)
-    asked = Asked(steps, warmup, seed, _given(preset, file, settings or (), predictor), split, as_json)
+    options = _given(preset, file, settings or (), predictor)
+    asked = Asked(steps, warmup, seed, options, tuple(settings or ()), split, as_json)
     if compare:
         _compare(scenarios, asked)
     else:
@@ -136,11 +148,14 @@ def _given(preset: str, file: Path | None, settings: Sequence[str], predictor: s
 def _scenario(
     over: Mapping[str, Any], preset: str, policy: str, window: int | None, split: SplitChoice, compare: bool
 ) -> "Scenario":
-    """Of one policy. In a comparison, those with a window of their own keep it, and the colocated their split."""
-    from dora.sim.presets import OWN_WINDOWS, composed, planned
+    """Of one policy. In a comparison each has the nearest window that it allows, and the colocated their own split."""
+    from dora.orchestrator.core.policies import nearest_window
+    from dora.sim.presets import composed, planned
 
-    if compare and policy in OWN_WINDOWS:
-        over, window = {key: value for key, value in over.items() if key != "window"}, None
+    asked = over.get("window") if window is None else window
+    if compare and isinstance(asked, int):
+        window = nearest_window(policy, asked)
+        over = {key: value for key, value in over.items() if key != "window"}
     scenario = composed(over, preset, policy, window)
     if split is SplitChoice.PRESET or (compare and scenario.cluster.colocated):
         return scenario
@@ -148,7 +163,7 @@ def _scenario(
 
 
 def _run_one(scenario: "Scenario", asked: Asked, plot: Path | None) -> None:
-    from dora.cli.simulation_tables import paper_tree, report_table
+    from dora.cli.simulation_tables import report_table, report_tree
     from dora.sim.report import Timeline
 
     if plot is None:
@@ -161,7 +176,7 @@ def _run_one(scenario: "Scenario", asked: Asked, plot: Path | None) -> None:
         report = _report(scenario, asked, timeline=timeline)
         draw(timeline, report, plot)
     if asked.as_json:
-        print_json(_finite(asdict(report) | {"paper": paper_tree(report)}))
+        print_json(_finite(report_tree(report, scenario) | asked.tree() | {"replay": asked.replay(scenario)}))
     else:
         stdout().print(report_table(report, scenario))
         if plot is not None:
@@ -178,7 +193,7 @@ def _compare(scenarios: list["Scenario"], asked: Asked) -> None:
     ]
     rows = comparison(reports, scenarios)
     if asked.as_json:
-        tree = {"preset": scenarios[0].name, "seed": asked.seed, "steps": asked.steps}
+        tree = {"preset": scenarios[0].name, "seed": asked.seed, "steps": asked.steps} | asked.tree()
         print_json(_finite(tree | {"policies": [asdict(row) for row in rows]}))
     else:
         print_whole(stdout(), comparison_table(rows))
@@ -186,7 +201,7 @@ def _compare(scenarios: list["Scenario"], asked: Asked) -> None:
 
 
 def _report(scenario: "Scenario", asked: Asked, place: str = "", timeline: "Timeline | None" = None) -> "Report":
-    """Simulates with a progress bar. A broken promise ends the command, with all that is known of it."""
+    """Simulates with a progress bar. A broken promise, or a bug, ends the command, with all that is known of it."""
     from dora.cli.progress import progress_bar
     from dora.sim.run import BrokenRun
     from dora.sim.run import simulate as run
@@ -207,7 +222,8 @@ def _show_broken(report: "BrokenReport", replay: str, as_json: bool) -> None:
         return
     out = stderr()
     run = f"{report.preset}, {report.policy}, window {report.window}, seed {report.seed}"
-    out.print(f"dora: {run}: a promise was broken after {report.at_s:.3f} s of simulated time", markup=False)
+    what = "an exception was raised" if report.raised else "a promise was broken"
+    out.print(f"dora: {run}: {what} after {report.at_s:.3f} s of simulated time", markup=False, soft_wrap=True)
     out.print(f"  {report.violation}", markup=False, soft_wrap=True)
     out.print(f"  {replay}", markup=False, soft_wrap=True)
 

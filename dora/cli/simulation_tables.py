@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dora.orchestrator.core.policies import SIMULATED
-from dora.sim.papers import DORA_OVERHEAD, PaperResult, paper_result
+from dora.sim.papers import PaperResult, paper_result
 from dora.sim.report import Report
 from dora.sim.scenario import Scenario
 
@@ -21,6 +21,17 @@ COLUMNS: Final = (
     "policy", "W", "train:\nrollout", "min/\nstep", PAPER, "speed-\nup", PAPER, "rollout\nonly", PAPER,
     "rollout\nspeed-up", PAPER, "tokens\n/s", PAPER, "bound", "over\nit", "work", "staleness", "errors",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Whose the accelerators are; colocated: all are both roles', one after the other."""
+
+    gpus: int
+    train_gpus: int
+    rollout_gpus: int
+    gpus_per_engine: int
+    colocated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +47,35 @@ class Compared:
     paper: PaperResult | None
 
 
-def paper_tree(report: Report) -> dict[str, Any] | None:
-    """The paper's numbers for this preset and policy as a tree; None where there are none."""
+def report_tree(report: Report, scenario: Scenario) -> dict[str, Any]:
+    """One run with its split and the paper's numbers beside it, null where there are none; as a tree."""
     paper = paper_result(report.preset, report.policy, report.window)
-    return None if paper is None else asdict(paper)
+    return asdict(report) | asdict(division(scenario)) | {"paper": None if paper is None else asdict(paper)}
+
+
+def division(scenario: Scenario) -> Division:
+    cluster = scenario.cluster
+    rollout_gpus = cluster.gpus if cluster.colocated else cluster.rollout_gpus
+    return Division(cluster.gpus, cluster.train_gpus, rollout_gpus, cluster.gpus_per_engine, cluster.colocated)
 
 
 def comparison(reports: Sequence[Report], scenarios: Sequence[Scenario]) -> list[Compared]:
     """The reports of all policies of one preset, in the same order, each held against that of ``sync``."""
     sync = next((report for report in reports if report.policy == "sync"), None)
-    return [
-        Compared(
+    rows = []
+    for report, scenario in zip(reports, scenarios, strict=True):
+        divided = division(scenario)
+        row = Compared(
             report,
-            scenario.cluster.train_gpus,
-            scenario.cluster.gpus if scenario.cluster.colocated else scenario.cluster.rollout_gpus,
-            scenario.cluster.colocated,
+            divided.train_gpus,
+            divided.rollout_gpus,
+            divided.colocated,
             None if sync is None else _ratio(report.tokens_per_s, sync.tokens_per_s),
             None if sync is None else _ratio(_rollout_min(sync), _rollout_min(report)),
             paper_result(report.preset, report.policy, report.window),
         )
-        for report, scenario in zip(reports, scenarios, strict=True)
-    ]
+        rows.append(row)
+    return rows
 
 
 def comparison_table(rows: Sequence[Compared]) -> Group:
@@ -104,8 +123,6 @@ def report_table(report: Report, scenario: Scenario) -> Group:
 
 def _report_rows(report: Report, paper: PaperResult | None) -> list[tuple[str, str | Text, str]]:
     stated = paper or PaperResult("")
-    overhead = DORA_OVERHEAD.get(report.preset) if report.policy == "dora" else None
-    balancing, transfer = (None, None) if overhead is None else (overhead.balancing, overhead.transfer)
     broken = report.violations + report.lost + report.duplicated
     selected = report.filter_fraction or report.redundant_fraction
     wasted = [
@@ -125,8 +142,8 @@ def _report_rows(report: Report, paper: PaperResult | None) -> list[tuple[str, s
         ("moves with KV, by re-prefill", f"{report.migrations_kv:,}, {report.migrations_reprefill:,}", ""),
         ("preemptions", f"{report.preemptions:,}", ""),
         *(wasted if selected else ()),
-        ("overhead: balancing", _percent(report.overhead_balancing, 2), _percent(balancing, 2)),
-        ("  transfer", _percent(report.overhead_transfer, 2), _percent(transfer, 2)),
+        ("overhead: balancing", _percent(report.overhead_balancing, 2), _percent(stated.overhead_balancing, 2)),
+        ("  transfer", _percent(report.overhead_transfer, 2), _percent(stated.overhead_transfer, 2)),
         ("  re-prefill", _percent(report.overhead_reprefill, 2), ""),
         ("recall of the longest 20%", _number(report.recall_longest_20, 2), ""),
         (

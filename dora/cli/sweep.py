@@ -58,7 +58,7 @@ def _sweep(seeds: range, policies: list[str], faults: str) -> "SweepReport":
 
 def _known_policies(names: list[str]) -> list[str]:
     """The strategies among which the seeds are dealt out. Raises InvalidValue, with the nearest name."""
-    from dora.sim.sweep import LIVE_POLICIES
+    from dora.orchestrator.core.policies import LIVE_POLICIES
 
     if not names or ALL in names:
         return list(LIVE_POLICIES)

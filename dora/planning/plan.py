@@ -61,9 +61,12 @@ class Plan:
 
 def make_plan(question: Question) -> Plan:
     """Algorithm 1 for either deployment. Raises InvalidValue for a cluster that cannot run the model."""
-    if bool(question.gpus) == bool(question.rollout_gpus and question.train_gpus):
+    apart = question.rollout_gpus, question.train_gpus
+    if any(apart) if question.gpus else not all(apart):
         given = f"{question.gpus}, {question.rollout_gpus}, {question.train_gpus}"
         raise InvalidValue("gpus, rollout_gpus, train_gpus", given, "either gpus, or both of the others, above 0")
+    if question.gpus and question.link_bits_per_s:
+        raise InvalidValue("link_gbps", question.link_bits_per_s / 1e9, "0 in one datacentre")
     time = partial(generation, workload=question.workload, window=question.window, efficiency=question.efficiency)
     options = _options(question)
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
+from dora.config import validated_as
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel
 from dora.planning.samples import DecodeSample, Measurement, MixedRequest, PrefillSample
@@ -129,14 +129,9 @@ def validate(coefficients: Coefficients, measurement: Measurement) -> Validation
 def coefficients_of(tree: Mapping[str, Any]) -> Coefficients:
     """Checked coefficients of a mapping, as ``dora profile`` writes it.
 
-    Raises InvalidValue for the first field that is unknown, negative or no finite number.
+    Raises InvalidValue for the first field that is unknown, with the nearest name, negative or no finite number.
     """
-    try:
-        return Coefficients.model_validate(tree)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(["cost", *(str(part) for part in first["loc"])])
-        raise InvalidValue(field, first["input"], first["msg"]) from error
+    return validated_as(Coefficients, tree, section="cost")
 
 
 def _check(decode: Iterable[DecodeSample], prefill: Iterable[PrefillSample]) -> None:

@@ -51,6 +51,8 @@ class Lognormal:
 
 def lognormal_of_mean(mean_tokens: float, cap_tokens: int, sigma: float = SIGMA) -> Lognormal:
     """The lognormal of that spread whose mean, cut at ``cap_tokens``, is ``mean_tokens``."""
+    if cap_tokens < 2:
+        raise InvalidValue("cap_tokens", cap_tokens, "2 or above: the mean lies between 1 and it")
     if not 1.0 <= mean_tokens < cap_tokens:
         raise InvalidValue("mean_tokens", mean_tokens, f"1 to below the longest response, {cap_tokens}")
     low, high = math.log(mean_tokens) - sigma**2, math.log(cap_tokens) + 10 * sigma

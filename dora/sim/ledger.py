@@ -5,7 +5,10 @@ Nothing here is read from the core, so a core that miscounts is found out.
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
+from traceback import extract_tb
 
+from dora.errors import DoraError
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.selection import REDUNDANT
@@ -30,18 +33,25 @@ class Stalled(Violation):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a run failed, and when in simulated time. ``kind``: violation, lost, duplicated or stalled."""
+    """How a run failed, and when in simulated time. ``kind``: violation, lost, duplicated or stalled.
+
+    ``raised``: by an exception that is neither a check's nor the core's refusal, a bug of a strategy or of the core.
+    """
 
     kind: str
     message: str
     at_s: float
+    raised: bool = False
 
 
 def failure_of(error: Exception, at_s: float) -> Failure:
     """What an exception that ended a run means: whatever the core raises there is a broken promise too."""
     kinds: dict[type[Exception], str] = {Lost: "lost", Duplicated: "duplicated", Stalled: "stalled"}
+    raised = not isinstance(error, (Violation, DoraError))
     message = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
-    return Failure(kinds.get(type(error), "violation"), message, round(at_s, 3))
+    if raised and (frames := extract_tb(error.__traceback__)):
+        message += f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, in {frames[-1].name})"
+    return Failure(kinds.get(type(error), "violation"), message, round(at_s, 3), raised)
 
 
 @dataclass(slots=True)

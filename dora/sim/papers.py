@@ -194,6 +194,8 @@ class PaperResult:
     speedup: float | None = None  # throughput over sync
     rollout_speedup: float | None = None  # rollout-only time of sync over this one's
     note: str = ""
+    overhead_balancing: float | None = None  # shares of the total time
+    overhead_transfer: float | None = None
 
 
 def paper_result(preset: str, policy: str, window: int = 0) -> PaperResult | None:
@@ -227,8 +229,17 @@ def _dora(cell: StepCell) -> PaperResult:
     if cell.rollout_only_fraction is not None:
         rollout = sync.step_time_min * sync.rollout_only_fraction / (cell.step_time_min * cell.rollout_only_fraction)
     speedup = None if cell.tokens_per_s is None else cell.tokens_per_s / sync.tokens_per_s
+    overhead = DORA_OVERHEAD.get(f"dora-{cell.gpus}") if cell.policy == "dora" else None
     return PaperResult(
-        DORA, cell.step_time_min, cell.rollout_only_fraction, cell.tokens_per_s, speedup, rollout, cell.note
+        DORA,
+        cell.step_time_min,
+        cell.rollout_only_fraction,
+        cell.tokens_per_s,
+        speedup,
+        rollout,
+        cell.note,
+        overhead_balancing=None if overhead is None else overhead.balancing,
+        overhead_transfer=None if overhead is None else overhead.transfer,
     )
 
 

@@ -5,15 +5,13 @@ from typing import Any, Final
 
 from dora.config import DEFAULT_POLICY, merged, validated_as
 from dora.errors import InvalidValue, one_of
+from dora.orchestrator.core.policies import check_window, nearest_window
 from dora.planning.allocation import EngineOption, Generation, TrainingTime, allocate, generation
 from dora.planning.workload import StepWorkload
 from dora.sim.experiments import EXPERIMENTS
 from dora.sim.scenario import Scenario
 from dora.sim.workload import moments
 
-# Versions that these policies have in flight by their definition; the others take the window they are given. Partial
-# rollout knows no versions: its largest window is no bound, and as many steps as that can be simulated.
-OWN_WINDOWS: Final = {"sync": 1, "one_step": 2, "stream": 2, "partial": 64}
 OWN_PERIODS_S: Final = {"laminar": 5.0}  # its repack is checked so often (paper 001, section 5.1)
 # These train a step only when all of it is there; so does whatever shares its accelerators with the trainer.
 WHOLE_BATCH: Final = frozenset({"sync", "one_step"})
@@ -68,11 +66,11 @@ def scenario_for(name: str, policy: str, window: int | None = None) -> Scenario:
 
 
 def window_of(policy: str, default: int, asked: int | None = None) -> int:
-    """The window of ``policy``: its own by definition, else the one ``asked`` for, else ``default``."""
-    own = OWN_WINDOWS.get(policy)
-    if own is not None and asked not in (None, own):
-        raise InvalidValue("window", asked, f"{own}, by the definition of {policy}")
-    return own or asked or default
+    """The window ``asked`` for; else ``default``, or the nearest one that ``policy`` is defined for."""
+    if asked is None:
+        return nearest_window(policy, default)
+    check_window(policy, asked, "window")
+    return asked
 
 
 def composed(over: Mapping[str, Any], name: str = "", policy: str = "", window: int | None = None) -> Scenario:

@@ -48,7 +48,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class BrokenReport:
-    """A run that ended because a promise was broken: what is left to say of it."""
+    """A run that ended because a promise was broken, or an exception raised: what is left to say of it."""
 
     preset: str
     policy: str
@@ -62,6 +62,7 @@ class BrokenReport:
     violation: str  # the first, with the facts
     at_s: float  # simulated
     events: int
+    raised: bool  # an exception that no check raises, a bug of the strategy or the core: ``violation`` names it
 
 
 @dataclass(frozen=True, slots=True)

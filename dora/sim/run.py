@@ -16,18 +16,19 @@ from dora.sim.ledger import Failure, Violation, failure_of
 from dora.sim.meter import Meter, Reading
 from dora.sim.report import BrokenReport, Report, Timeline
 from dora.sim.scenario import Scenario
-from dora.sim.workload import moments
+from dora.sim.workload import longest_prompt_tokens, moments
 from dora.sim.world import Observer, World
 
 # The books check every event. The core's whole state is checked once in so many, or in twice as many as there are
 # requests where that is more: a check walks them all, and is to cost a few percent at most.
 CHECK_EVENTS = 4096
+PROGRESS_EVENTS = 256  # between two looks at how much is done: a step of a large cluster is many thousands
 COLLECT_OBJECTS = 100_000  # between two looks for cyclic garbage, of which a run makes next to none
 STEP_LIMIT_S = 14 * 86_400.0  # simulated; a step that takes longer has stalled
 
 
 class BrokenRun(Violation):
-    """The run has ended: a promise was broken, or nothing goes on. ``report`` says what is known."""
+    """The run has ended: a promise was broken, nothing goes on, or a strategy raised. ``report`` says what is known."""
 
     def __init__(self, report: BrokenReport) -> None:
         super().__init__(report.violation)
@@ -49,25 +50,28 @@ def simulate(
     timeline: Timeline | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
-    """Runs ``warmup + steps`` training steps and reports on the last ``steps``.
+    """Runs ``warmup + steps`` training steps and reports on the last ``steps``. ``progress`` is told the share done.
 
-    Raises InvalidValue for an impossible scenario, BrokenRun where a promise is broken or nothing goes on.
+    Raises InvalidValue for an impossible scenario, BrokenRun where a promise is broken, nothing goes on or a strategy
+    raises.
     """
     check_cluster(scenario)
     began_s = time.perf_counter()
     with _collecting_rarely():
-        world = World(scenario, seed)
+        world = _world(scenario, seed)
         world.observers.append(_checks(world))
         meter = Meter(world, warmup, timeline)
         goal = warmup + steps
+        if progress is not None:
+            world.observers.append(_tells(world, meter, goal, progress))
         try:
             for step in range(goal):
                 world.run_until(lambda step=step: meter.steps > step, world.now_s + STEP_LIMIT_S)  # type: ignore[misc]
                 if progress is not None:
                     progress(meter.steps / goal)
             check_state(world.machine.state)
-        except (Violation, DoraError) as error:  # what the core refuses here follows from its own commands
-            raise BrokenRun(_broken(scenario, world, seed, failure_of(error, world.now_s))) from error
+        except Exception as error:  # also what the core refuses: here that follows from its own commands
+            raise BrokenRun(_broken(scenario, seed, failure_of(error, world.now_s), world.events)) from error
     meter.finish()
     return _report(scenario, world, meter, steps, seed, time.perf_counter() - began_s)
 
@@ -84,13 +88,25 @@ def check_cluster(scenario: Scenario) -> None:
     if not cluster.colocated and cluster.rollout_gpus >= cluster.gpus:
         raise InvalidValue("cluster.rollout_gpus", cluster.rollout_gpus, f"less than cluster.gpus, {cluster.gpus}")
     answers_tokens = (workload.turns.most - 1) * workload.turns.answer_tokens
-    longest = workload.lengths.cap_tokens + workload.prompt_tokens + answers_tokens
+    prompt_tokens = longest_prompt_tokens(workload)
+    longest = workload.lengths.cap_tokens + prompt_tokens + answers_tokens
     if cluster.kv_tokens < longest:
-        raise InvalidValue("cluster.kv_tokens", cluster.kv_tokens, f"at least the {longest} of the longest response")
+        allowed = f"at least the {longest} of the longest response, with a prompt of {prompt_tokens} tokens"
+        raise InvalidValue("cluster.kv_tokens", cluster.kv_tokens, allowed)
     need_bytes = cluster.weights_bytes + longest * cluster.kv_token_bytes
     if cluster.memory_bytes and cluster.memory_bytes < need_bytes:
         allowed = f"at least {need_bytes:.3g}: the weights and the KV of one response"
         raise InvalidValue("cluster.memory_bytes", cluster.memory_bytes, allowed)
+
+
+def _world(scenario: Scenario, seed: int) -> World:
+    """The core makes its first decisions, and so may fail, while the world is made."""
+    try:
+        return World(scenario, seed)
+    except DoraError:
+        raise
+    except Exception as error:
+        raise BrokenRun(_broken(scenario, seed, failure_of(error, 0.0), events=0)) from error
 
 
 def _checks(world: World) -> Observer:
@@ -103,6 +119,16 @@ def _checks(world: World) -> Observer:
             state = world.machine.state
             check_state(state)
             due = world.events + max(CHECK_EVENTS, 2 * len(state.requests))
+
+    return observe
+
+
+def _tells(world: World, meter: Meter, goal: int, progress: Callable[[float], None]) -> Observer:
+    """Tells now and then how much is done of ``goal`` steps, within a step by the groups that the trainer has of it."""
+
+    def observe(_now_s: float, _event: on.Event, _commands: list[do.Command]) -> None:
+        if world.events % PROGRESS_EVENTS == 0:
+            progress((meter.steps + len(world.ledger.received) / world.ledger.groups_per_step) / goal)
 
     return observe
 
@@ -170,7 +196,7 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
     )
 
 
-def _broken(scenario: Scenario, world: World, seed: int, failure: Failure) -> BrokenReport:
+def _broken(scenario: Scenario, seed: int, failure: Failure, events: int) -> BrokenReport:
     kinds = Counter([failure.kind])
     return BrokenReport(
         preset=scenario.name,
@@ -184,7 +210,8 @@ def _broken(scenario: Scenario, world: World, seed: int, failure: Failure) -> Br
         stalled=kinds["stalled"],
         violation=failure.message,
         at_s=failure.at_s,
-        events=world.events,
+        events=events,
+        raised=failure.raised,
     )
 
 

@@ -9,6 +9,9 @@ from dora.config import DEFAULT_POLICY
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel
 
+PROMPT_TOKENS_MOST = 2048  # the longest prompt that a workload draws
+READING_KINDS = ("histogram", "trace")  # of length distributions: they are what a file says
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -100,6 +103,13 @@ class Lengths(_Section):
     group_correlation: float = Field(0.6, ge=0.0, le=1.0, description="of log lengths within one prompt's group")
     drift_per_step: float = Field(0.0, gt=-0.5, lt=0.5, description="mean length grows by this share a step")
 
+    @model_validator(mode="after")
+    def _reads_its_file(self) -> Self:
+        if self.file and self.kind not in READING_KINDS:
+            allowed = f"left out: lengths.kind is {self.kind}, and only {' and '.join(READING_KINDS)} read a file"
+            raise InvalidValue("workload.lengths.file", self.file, allowed)
+        return self
+
 
 class Turns(_Section):
     """Multi-turn trajectories: between turns an environment answers while the request holds no slot."""
@@ -115,7 +125,7 @@ class Workload(_Section):
 
     group_size: int = Field(16, ge=1)
     prompts: int = Field(17_000, ge=1, description="size of the prompt set; an epoch draws each once")
-    prompt_tokens: int = Field(150, ge=1, description="mean prompt length")
+    prompt_tokens: int = Field(150, ge=1, le=PROMPT_TOKENS_MOST, description="mean prompt length")
     lengths: Lengths = Lengths()
     turns: Turns = Turns()
     feature_correlation: float = Field(

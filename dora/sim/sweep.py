@@ -5,13 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dora.orchestrator.core.policies import POLICIES, SIMULATED
+from dora.orchestrator.core.policies import LIVE_POLICIES
 from dora.sim.faults import Fault
 from dora.sim.ledger import Failure
 from dora.sim.shrinking import shrunk
 from dora.sim.trial import Trial
 
-LIVE_POLICIES: Final = tuple(name for name in POLICIES if name not in SIMULATED)
 SHRUNK_MAX: Final = 10  # failures that are cut down; a core that fails everywhere needs no more
 
 

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from dora.errors import InvalidValue
 
+DIGITS_MOST = 18  # of a whole number: what fits into 64 bits
+
 IntColumn = NDArray[np.int64]
 FloatColumn = NDArray[np.float64]
 
@@ -68,13 +70,15 @@ def load_histogram(path: Path | str) -> LengthTable:
         raise InvalidValue(f"{path}:1: hist", document, 'an object {"hist": {tokens: weight, ...}}')
     weights: dict[int, float] = {}
     for key, weight in hist.items():
-        if not (key.isascii() and key.isdecimal() and int(key) >= 1):
-            raise InvalidValue(f"{path}:{_line(text, key)}: tokens", key, "a whole number of at least 1")
+        if not (key.isascii() and key.isdecimal() and len(key) <= DIGITS_MOST and int(key) >= 1):
+            allowed = f"a whole number of at least 1, of {DIGITS_MOST} digits at most"
+            raise InvalidValue(f"{path}:{_line(text, key)}: tokens", key, allowed)
         if not _is_number(weight) or weight < 0.0:
             raise InvalidValue(f"{path}:{_line(text, key)}: weight of {key} tokens", weight, "a number of at least 0")
         weights[int(key)] = weights.get(int(key), 0.0) + float(weight)
-    if not any(weights.values()):
-        raise InvalidValue(f"{path}:{_line(text, 'hist')}: hist", hist, "at least one positive weight")
+    if not 0.0 < sum(weights.values()) < math.inf:
+        allowed = "at least one positive weight, and a finite sum of all"
+        raise InvalidValue(f"{path}:{_line(text, 'hist')}: hist", hist, allowed)
     return LengthTable.weighted(weights)
 
 
@@ -109,7 +113,10 @@ def _field(request: Mapping[str, Any], name: str, least: int, place: str, *, who
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whole numbers have to fit into 64 bits, others have to be finite."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**DIGITS_MOST
 
 
 def _text(path: Path | str) -> str:
@@ -138,6 +145,8 @@ def _parsed(text: str, path: str, first_line: int) -> Any:
     except json.JSONDecodeError as error:
         shown = error.doc[error.pos : error.pos + 20]
         raise InvalidValue(f"{path}:{first_line + error.lineno - 1}", shown, f"JSON ({error.msg})") from error
+    except ValueError as error:  # Python reads no whole number of thousands of digits
+        raise InvalidValue(f"{path}:{first_line}", text[:20], f"JSON ({error})") from error
     except RecursionError as error:
         raise InvalidValue(f"{path}:{first_line}", text[:20], "JSON that is not nested this deeply") from error
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from dora.config import Config, merged, validated
 from dora.errors import InvalidValue, one_of
-from dora.orchestrator.core.policies import POLICIES, WINDOW_MIN
+from dora.orchestrator.core.policies import LIVE_POLICIES, nearest_window
 from dora.sim.faults import Fault, draw_faults, kinds_of, strike
 from dora.sim.invariants import check_empty
 from dora.sim.ledger import Failure, Lost, Stalled, Violation, failure_of
@@ -16,6 +16,7 @@ from dora.sim.scenario import Cluster, Coefficients, Lengths, Scenario, TrainerP
 from dora.sim.unreliable import UnreliableWorld
 from dora.sim.world import core_config
 
+WORKERS_MOST: Final = 4
 HORIZON_S: Final = 60  # faults strike before
 FAULTS_MEAN: Final = 8.0
 STEPS_AFTER: Final = 2  # that the trainer must get once faults have ended
@@ -42,20 +43,31 @@ class Trial:
 
     @classmethod
     def of(cls, token: str) -> "Trial":
-        """Raises InvalidValue for a text that no trial has printed."""
-        allowed = "a token as `dora simulate sweep` prints it"
+        """Raises InvalidValue for a text that no trial has printed: for its first part that is wrong, by name."""
         try:
             seed, policy, kinds, chosen, workers, steps_after = token.split(":")
             indexes = None if chosen == "all" else tuple(int(index) for index in chosen.split(",") if index)
             trial = cls(int(seed), policy, kinds, indexes, int(workers), int(steps_after))
         except ValueError as error:
-            raise InvalidValue("--replay", token, allowed) from error
-        drawn = len(trial.drawn)
-        if policy not in POLICIES:
-            raise InvalidValue("--replay", policy, one_of(policy, POLICIES))
-        if any(not 0 <= index < drawn for index in trial.chosen or ()) or trial.workers < 0:
-            raise InvalidValue("--replay", token, f"{allowed}; seed {seed} has {drawn} faults of {kinds}")
+            raise InvalidValue("--replay", token, "a token as `dora simulate sweep` prints it") from error
+        trial.check()
         return trial
+
+    def check(self) -> None:
+        """Raises InvalidValue for what no sweep tries."""
+        if self.policy not in LIVE_POLICIES:
+            raise InvalidValue("--replay: policy", self.policy, one_of(self.policy, LIVE_POLICIES))
+        if self.seed < 0:
+            raise InvalidValue("--replay: seed", self.seed, "0 or above")
+        if not 0 <= self.workers <= WORKERS_MOST:
+            raise InvalidValue("--replay: workers", self.workers, f"0, as drawn, to {WORKERS_MOST}")
+        if self.steps_after < 0:
+            raise InvalidValue("--replay: steps after the faults", self.steps_after, "0 or above")
+        indexes, drawn = self.chosen or (), len(self.drawn)
+        if any(not 0 <= index < drawn for index in indexes) or list(indexes) != sorted(set(indexes)):
+            allowed = f"all, or some of 0 to {drawn - 1} in order" if drawn else "all, or none"
+            given = ",".join(map(str, indexes))
+            raise InvalidValue("--replay: faults", given, f"{allowed}: seed {self.seed} has {drawn} of {self.kinds}")
 
     @cached_property
     def drawn(self) -> tuple[Fault, ...]:
@@ -79,12 +91,13 @@ class Trial:
     def cluster(self) -> tuple[Scenario, Config]:
         """The scenario of this seed, and its core's configuration."""
         random = Random(f"cluster {self.seed}")
-        workers, window, period_s = random.randint(1, 4), random.randint(1, 4), random.choice((4.0, 7.0, 15.0))
+        workers, window = random.randint(1, WORKERS_MOST), random.randint(1, 4)
+        period_s = random.choice((4.0, 7.0, 15.0))
         options = Random(f"options {self.seed}")
         scenario = Scenario(
             name=f"seed {self.seed}",
             policy=self.policy,
-            window=max(window, WINDOW_MIN.get(self.policy, 1)),
+            window=nearest_window(self.policy, window),
             predictor=random.choice(("oracle", "statistics", "ranker")),
             filter_fraction=options.choice((0.0, 0.0, 0.3)),
             redundant_fraction=options.choice((0.0, 0.5, 1.0)),

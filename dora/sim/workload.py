@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import context_work
-from dora.sim.scenario import Lengths, Workload
+from dora.sim.scenario import PROMPT_TOKENS_MOST, Lengths, Workload
 from dora.sim.traces import FloatColumn, IntColumn, load_histogram, load_trace
 
 TASK = "synthetic"  # one task: what tells prompts apart are their features and their history
 FEATURES = 4
 PROMPT_LOG_SD = 0.5
-PROMPT_TOKENS_LEAST, PROMPT_TOKENS_MOST = 16, 2048
+PROMPT_TOKENS_LEAST = 16
 BLOCK = 512  # prompts drawn at once: takes of any size see the same stream
 SCORE_MOST = 8.0  # beyond lies 1e-15 of the normal distribution
 
@@ -199,12 +199,17 @@ def moments(workload: Workload) -> Moments:
     return Moments(float(weights @ tokens), float(weights @ tokens**2), float(weights @ prompt_tokens), answer_tokens)
 
 
+def longest_prompt_tokens(workload: Workload) -> int:
+    """The longest prompt that any seed can draw."""
+    return int(_prompt_tokens(workload.prompt_tokens, np.array([SCORE_MOST]))[0])
+
+
 def _whole(tokens: NDArray[np.floating[Any]], cap_tokens: int) -> IntColumn:
     return np.rint(np.clip(tokens, 1.0, cap_tokens)).astype(np.int64)
 
 
 def _prompt_tokens(mean_tokens: int, scores: FloatColumn) -> IntColumn:
-    tokens = mean_tokens * np.exp(PROMPT_LOG_SD * scores - 0.5 * PROMPT_LOG_SD**2)
+    tokens = mean_tokens * np.exp(PROMPT_LOG_SD * np.minimum(scores, SCORE_MOST) - 0.5 * PROMPT_LOG_SD**2)
     return np.rint(np.clip(tokens, PROMPT_TOKENS_LEAST, PROMPT_TOKENS_MOST)).astype(np.int64)
 
 

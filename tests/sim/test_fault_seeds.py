@@ -8,9 +8,10 @@ import pytest
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.handoff import TABLE, Action, Handoff, Phase, Signal
+from dora.orchestrator.core.policies import LIVE_POLICIES
 from dora.sim.faults import KINDS
 from dora.sim.filtering import FILTERED
-from dora.sim.sweep import LIVE_POLICIES, SweepReport, sweep
+from dora.sim.sweep import SweepReport, sweep
 from dora.sim.trial import Trial, conduct
 from dora.sim.unreliable import Habits, UnreliableWorld
 from tests.unit.test_machine import Bench

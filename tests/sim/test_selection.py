@@ -8,6 +8,7 @@ import pytest
 from dora.errors import InvalidValue
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.policies import LIVE_POLICIES
 from dora.orchestrator.core.selection import REDUNDANT
 from dora.sim.filtering import FILTERED, Filter
 from dora.sim.ledger import Ledger, Lost
@@ -15,7 +16,6 @@ from dora.sim.presets import composed
 from dora.sim.report import Report
 from dora.sim.run import simulate
 from dora.sim.scenario import Scenario
-from dora.sim.sweep import LIVE_POLICIES
 from dora.sim.workload import SimPrompt, WorkloadStream
 from dora.sim.world import World
 

@@ -57,7 +57,8 @@ def test_it_takes_measured_costs(tmp_path: Path) -> None:
     for line, words in (
         ("kv_token_s = -1", "cost.kv_token_s = -1"),
         ("kv_token_s = nan", "cost.kv_token_s = nan"),
-        ("kv_tokens = 1", "cost.kv_tokens"),
+        ("kv_tokens = 1", "cost.kv_tokens = 1 is not allowed: one of kv_token_s, weights_s"),
+        ("kv_tokens = 1", "did you mean kv_token_s?"),
         ("kv_token_s =", "--cost"),
     ):
         file.write_text(f"[cluster.cost]\n{line}\n")
@@ -93,8 +94,17 @@ def test_it_says_how_many_groups_to_add() -> None:
         (("--gpus", "64", "--train-s-at", "40"), "GPUS=SECONDS"),
         (("--gpus", "64", "--train-s-at", "40=nan"), "train_s_at"),
         (("--gpus", "64", "--mean-tokens", "40000"), "mean_tokens"),
+        (("--gpus", "64", "--cap-tokens", "0"), "cap_tokens = 0 is not allowed: 2 or above"),
         (("--generation-s", "600"), "--training-s"),
         ((), "either gpus, or both"),
+        (("--gpus", "64", "--rollout-gpus", "8"), "--rollout-gpus = 8 is not allowed: left out with --gpus"),
+        (("--gpus", "64", "--train-gpus", "8"), "--train-gpus = 8 is not allowed: left out with --gpus"),
+        (("--gpus", "64", "--link-gbps", "80"), "--link-gbps = 80.0 is not allowed: left out with --gpus"),
+        (("--gpus", "64", "--rollout-hardware", "h20"), "--rollout-hardware = 'h20' is not allowed: left out with"),
+        (("--rollout-gpus", "8"), "either gpus, or both"),
+        (("--gpus", "64", "--engines", "3"), "--engines = 3 is not allowed: left out without --generation-s"),
+        (("--generation-s", "600", "--training-s", "300", "--engines", "2", "--gpus", "64"), "left out with --gen"),
+        (("--gpus", "64", "--lengths", "lognormal:7,1,30000", "--mean-tokens", "900"), "left out with --lengths"),
     ],
 )
 def test_bad_input_is_one_line_and_prints_no_plan(arguments: tuple[str, ...], words: str) -> None:

@@ -9,7 +9,7 @@ from dora.config import BalanceConfig
 from dora.errors import InvalidValue, NotFound
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.migration import plan_moves
-from dora.orchestrator.core.policies import POLICIES, SIMULATED, check_live, policy_of
+from dora.orchestrator.core.policies import POLICIES, SIMULATED, check_live, nearest_window, policy_of
 from dora.orchestrator.core.policies.hosts import cover
 from dora.orchestrator.core.policies.laminar import LaminarPolicy, Replica, consolidate, roofline_requests
 from dora.orchestrator.core.policies.one_step import OneStepPolicy
@@ -31,20 +31,31 @@ def test_a_policy_is_found_by_name_and_refused_with_the_reason() -> None:
     assert all(type(policy_of(BalanceConfig(policy=name))).__name__.endswith("Policy") for name in POLICIES)
     with pytest.raises(NotFound, match="did you mean laminar"):
         policy_of(BalanceConfig(policy="laminer"))
-    with pytest.raises(InvalidValue, match=r"window.size.*at least 2 with balance.policy one_step"):
-        policy_of(BalanceConfig(policy="one_step"), window=1)
     assert isinstance(policy_of(BalanceConfig(policy="one_step"), window=2), OneStepPolicy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "window", "allowed"),
+    [("sync", 4, "1, by"), ("one_step", 1, "2, by"), ("stream", 3, "2, by"), ("streamrl", 3, "1 to 2, by")],
+)
+def test_a_window_that_a_strategy_is_not_defined_for_is_refused(policy: str, window: int, allowed: str) -> None:
+    """By the core and before a service starts: it would run as in another window, or stall."""
+    message = rf"window.size = {window} .* {allowed} the definition of {policy}"
+    for refuse in (lambda: policy_of(BalanceConfig(policy=policy), window), lambda: check_live(policy, window)):
+        with pytest.raises(InvalidValue, match=message):
+            refuse()
+    check_live(policy, nearest_window(policy, window))
 
 
 def test_a_service_refuses_what_breaks_c1() -> None:
     for name in POLICIES:
         if name in SIMULATED:
             with pytest.raises(InvalidValue, match="breaks C1"):
-                check_live(name)
+                check_live(name, nearest_window(name, 2))
         else:
-            check_live(name)
+            check_live(name, nearest_window(name, 2))
     with pytest.raises(InvalidValue, match=r"balance.policy = 'lamniar'.*did you mean laminar\?") as unknown:
-        check_live("lamniar")
+        check_live("lamniar", 2)
     assert "partial" not in str(unknown.value)
     assert {"partial"} == SIMULATED and POLICIES.keys() >= SIMULATED
 

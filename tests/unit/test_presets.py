@@ -91,8 +91,12 @@ def test_training_efficiency_is_the_one_at_which_laminars_own_splits_match() -> 
 def test_policies_have_the_window_of_their_definition() -> None:
     assert [scenario_for("dora-64", policy).window for policy in ("sync", "one_step", "stream", "dora")] == [1, 2, 2, 3]
     assert scenario_for("dora-64", "dora", window=2).window == 2
+    assert [scenario_for(name, "streamrl").window for name in ("dora-64", "streamrl-128")] == [2, 2]
+    assert scenario_for("dora-64", "streamrl", window=1).window == 1
     with pytest.raises(InvalidValue, match=r"window = 3 .* 1, by the definition of sync"):
         scenario_for("dora-64", "sync", window=3)
+    with pytest.raises(InvalidValue, match=r"window = 3 .* 1 to 2, by the definition of streamrl"):
+        composed({"policy": "streamrl", "window": 3})
 
 
 def test_laminar_checks_for_idle_replicas_as_often_as_its_paper() -> None:

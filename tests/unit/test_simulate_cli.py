@@ -3,6 +3,7 @@
 import io
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -15,12 +16,17 @@ from dora.cli.app import app
 from dora.cli.exits import ExitCode
 from dora.cli.output import print_whole
 from dora.cli.progress import progress_bar
-from dora.cli.simulation_tables import comparison, comparison_table, report_table
+from dora.cli.simulation_tables import comparison, comparison_table, report_table, report_tree
+from dora.config import BalanceConfig
+from dora.orchestrator.core.policies import POLICIES
+from dora.orchestrator.core.policies.laxity import LaxityPolicy
+from dora.orchestrator.core.snapshot import Plan, Snapshot, Trigger
 from dora.orchestrator.core.window import Window
 from dora.sim.meter import Consumed
 from dora.sim.presets import scenario_for
 from dora.sim.report import Report
 from dora.sim.run import policy_names
+from dora.sim.run import simulate as simulate_scenario
 from tests.unit.test_plot import REPORT
 
 NO_COST = [
@@ -47,7 +53,9 @@ def test_one_run_is_one_json_object_with_every_field() -> None:
     result = run(*SMALL, "--json")
     assert result.exit_code == ExitCode.OK, result.output
     answer = json.loads(result.stdout)
-    assert set(answer) == {field.name for field in fields(Report)} | {"paper"}
+    split = {"gpus": 4, "train_gpus": 2, "rollout_gpus": 2, "gpus_per_engine": 1, "colocated": False, "split": "preset"}
+    assert answer.items() >= (split | {"warmup": 1, "settings": []}).items()
+    assert set(answer) == {field.name for field in fields(Report)} | {"paper", "warmup", "settings", "replay", *split}
     assert (answer["preset"], answer["policy"], answer["window"], answer["steps"]) == ("small", "laxity", 3, 3)
     assert answer["violations"] == answer["lost"] == answer["duplicated"] == 0
     assert 0 < answer["bound_min"] <= answer["step_time_min"]
@@ -55,8 +63,9 @@ def test_one_run_is_one_json_object_with_every_field() -> None:
     assert answer["paper"] is None
 
 
-def test_the_same_seed_gives_the_same_numbers() -> None:
-    first, second = (json.loads(run(*SMALL, "--seed", "7", "--json").stdout) for _ in range(2))
+def test_the_same_seed_gives_the_same_numbers_and_the_report_has_the_command() -> None:
+    first = json.loads(run(*SMALL, "--seed", "7", "--json").stdout)
+    second = json.loads(run(*shlex.split(first["replay"])[1:], "--json").stdout)
     for answer in (first, second):
         del answer["wall_s"], answer["sim_speedup"]
     assert first == second
@@ -67,6 +76,7 @@ def test_options_and_settings_reach_the_scenario() -> None:
     answer = json.loads(run(*SMALL, *arguments, "--json").stdout)
     assert (answer["window"], answer["predictor"]) == (2, "statistics")
     assert answer["step_time_min"] >= 10.0
+    assert answer["settings"] == ["trainer.step_s=600"]
 
 
 def test_filter_and_redundant_rollout_are_recorded_and_shown_where_they_are_on() -> None:
@@ -114,12 +124,26 @@ def test_a_narrow_terminal_cuts_no_number() -> None:
 
 def test_all_policies_are_compared_in_one_table_and_in_one_json_object() -> None:
     answer = json.loads(run(*SMALL, "--compare", "--json").stdout)
+    assert (answer["preset"], answer["steps"], answer["warmup"], answer["settings"]) == ("small", 3, 1, [])
     rows = {row["report"]["policy"]: row for row in answer["policies"]}
     assert list(rows) == policy_names()
     assert rows["sync"]["speedup"] == 1.0 and rows["sync"]["report"]["window"] == 1
     assert rows["dora"]["speedup"] > 1.0
     table = run(*SMALL, "--compare").stdout
     assert all(policy in table for policy in policy_names())
+
+
+def test_each_policy_of_a_comparison_has_the_nearest_window_that_it_is_defined_for() -> None:
+    """That of the preset is 3; what is asked for, by an option or a setting, is for those that have a choice."""
+    own = {"sync": 1, "one_step": 2, "stream": 2, "streamrl": 2, "partial": 64, "laxity": 3, "dora": 3}
+    for asked, windows in (
+        ((), own),
+        (("--window", "1"), own | {"streamrl": 1, "laxity": 1, "dora": 1}),
+        (("--set", "window=4"), own | {"laxity": 4, "dora": 4}),
+    ):
+        found = json.loads(run(*SMALL, "--compare", *asked, "--json").stdout)["policies"]
+        rows = {row["report"]["policy"]: row["report"]["window"] for row in found}
+        assert rows.items() >= windows.items(), asked
 
 
 def plant_over_admission(patch: pytest.MonkeyPatch) -> None:
@@ -138,6 +162,7 @@ def test_a_broken_promise_is_told_with_its_time_and_the_command_that_shows_it_ag
     assert told.exit_code == ExitCode.FAILED
     assert (answer["preset"], answer["policy"], answer["window"], answer["seed"]) == ("small", "dora", 2, 5)
     assert (answer["violations"], answer["lost"], answer["duplicated"], answer["stalled"]) == (1, 0, 0, 0)
+    assert answer["raised"] is False
     assert "(C3)" in answer["violation"] or "does not fit" in answer["violation"]
     assert 0.0 <= answer["at_s"] < 86_400.0
 
@@ -159,6 +184,47 @@ def test_a_comparison_ends_with_the_policy_that_breaks_a_promise(monkeypatch: py
     assert json.loads(again.stdout) == answer
 
 
+class Faulty(LaxityPolicy):
+    """A strategy with a bug: it plans three times."""
+
+    plans = 0
+
+    def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
+        self.plans += 1
+        if self.plans > 3:
+            raise KeyError("w9")
+        return super().plan(snapshot, trigger)
+
+
+def not_made(_config: BalanceConfig) -> Faulty:
+    raise RuntimeError("no such table")
+
+
+@pytest.mark.parametrize(
+    ("faulty", "said"),
+    [
+        (Faulty, "KeyError: 'w9' (test_simulate_cli.py:"),
+        (not_made, "RuntimeError: no such table (test_simulate_cli.py:"),
+    ],
+)
+def test_a_strategy_that_raises_is_told_with_its_name_its_time_and_the_command_that_shows_it_again(
+    monkeypatch: pytest.MonkeyPatch, faulty: Callable[[BalanceConfig], Faulty], said: str
+) -> None:
+    monkeypatch.setitem(POLICIES, "faulty", faulty)
+    told = run(*SMALL, "--policy", "faulty", "--seed", "5", "--json")
+    answer = json.loads(told.stdout)
+    assert (told.exit_code, told.stderr) == (ExitCode.FAILED, "")
+    assert (answer["policy"], answer["seed"], answer["violations"], answer["raised"]) == ("faulty", 5, 1, True)
+    assert answer["violation"].startswith(said) and (answer["at_s"] > 0.0) == (faulty is Faulty)
+
+    again = run(*shlex.split(answer["replay"])[1:])
+    assert (again.exit_code, again.stdout) == (ExitCode.FAILED, "")
+    told_s = f"{answer['at_s']:.3f} s"
+    assert f"small, faulty, window 3, seed 5: an exception was raised after {told_s}" in again.stderr
+    assert answer["violation"] in again.stderr and answer["replay"] in again.stderr
+    assert "Traceback" not in again.stderr
+
+
 def test_the_report_counts_groups_that_were_trained_outside_the_window() -> None:
     assert Consumed(staleness=[0, 1, 2, 3, -1]).out_of_window(3) == 2
 
@@ -168,6 +234,8 @@ def test_the_plan_changes_the_split() -> None:
     own = json.loads(run(*SMALL, *slow_training).stdout)
     planned = json.loads(run(*SMALL, *slow_training, "--split", "plan").stdout)
     assert (own["engines"], planned["engines"]) == (2, 1)
+    divided = [(each["split"], each["train_gpus"], each["rollout_gpus"], each["gpus"]) for each in (own, planned)]
+    assert divided == [("preset", 2, 2, 4), ("plan", 3, 1, 4)]
     assert planned["step_time_min"] < own["step_time_min"]
 
 
@@ -178,6 +246,7 @@ def test_the_plan_changes_the_split() -> None:
         (("--preset", "dora65"), "did you mean dora-64"),
         (("--preset", "small", "--policy", "stale"), "did you mean staleflow"),
         (("--preset", "small", "--policy", "sync", "--window", "3"), "by the definition of sync"),
+        (("--preset", "small", "--policy", "streamrl", "--window", "3"), "1 to 2, by the definition of streamrl"),
         (("--preset", "small", "--policy", "sync", "--split", "plan"), "colocated"),
         (("--preset", "small", "--policy", "partial", "--steps", "63"), "at most 62 with --policy partial"),
         (("--preset", "small", "--predictor", "orcale"), "oracle"),
@@ -186,6 +255,7 @@ def test_the_plan_changes_the_split() -> None:
         (("--preset", "small", "--set", "cluster.cost.step_s=nan"), "finite"),
         (("--preset", "small", "--set", "cluster.weights_bytes=1e12"), "do not fit"),
         (("--preset", "small", "--set", "cluster.kv_tokens=1000"), "longest response"),
+        (("--preset", "small", "--set", "workload.prompt_tokens=2049"), "less than or equal to 2048"),
         (("--preset", "small", "--set", "cluster.rollout_gpus=4"), "cluster.rollout_gpus = 4"),
         (
             ("--preset", "small", "--set", "workload.turns.most=4", "--set", "workload.turns.answer_tokens=5000"),
@@ -195,6 +265,19 @@ def test_the_plan_changes_the_split() -> None:
         (("--preset", "small", "--file", "no-such.toml"), "--file = 'no-such.toml'"),
         (("--preset", "small", "--plot", "run.pdf"), "--plot = 'run.pdf'"),
         (("--preset", "small", "--compare", "--plot", "run.png"), "left out with --compare"),
+        (("--preset", "small", "--compare", "--set", "policy=dora"), "policy = 'dora' is not allowed: left out with"),
+        (("--preset", "small", "sweep", "--seeds", "1"), "--preset = 'small' is not allowed: left out before sweep"),
+        (
+            ("--set", "window=2", "--set", "name=x", "sweep"),
+            "--set = ['window=2', 'name=x'] is not allowed: left out",
+        ),
+        (("--json", "sweep"), "--json = True is not allowed: left out before sweep"),
+        (("--split", "plan", "sweep"), "--split = 'plan' is not allowed: left out before sweep"),
+        (
+            ("--preset", "small", "--set", "workload.lengths.file=lengths.json"),
+            "workload.lengths.file = 'lengths.json' is not allowed: left out: lengths.kind is lognormal, and only "
+            "histogram and trace read a file",
+        ),
         (
             (
                 "--preset",
@@ -223,6 +306,16 @@ def test_a_report_stands_beside_the_papers_numbers() -> None:
     assert "paper" not in shown(report_table(replace(REPORT, preset="small"), scenario_for("small", "dora")))
 
 
+def test_the_json_of_a_run_has_the_papers_numbers_that_the_table_shows() -> None:
+    tree = report_tree(REPORT, scenario_for("dora-64", "dora"))
+    shares = {"rollout_only_fraction": 0.12, "overhead_balancing": 0.00414, "overhead_transfer": 0.03627}
+    assert tree["paper"].items() >= ({"step_time_min": 14.67, "tokens_per_s": 23_327.0} | shares).items()
+    assert (tree["train_gpus"], tree["rollout_gpus"], tree["colocated"]) == (40, 24, False)
+    sync = report_tree(replace(REPORT, policy="sync", window=1), scenario_for("dora-64", "sync"))
+    assert (sync["train_gpus"], sync["rollout_gpus"], sync["colocated"]) == (64, 64, True)
+    assert sync["paper"]["overhead_balancing"] is None
+
+
 def test_a_comparison_says_how_much_faster_than_sync() -> None:
     scenarios = [scenario_for("dora-64", policy) for policy in ("sync", "dora")]
     sync, dora = reports(sync=25.5, dora=17.0)
@@ -247,6 +340,15 @@ def test_what_was_not_measured_is_null_in_json_and_a_dash_in_the_table() -> None
         row for row in shown(report_table(report, scenario_for("dora-64", "dora"))).splitlines() if "recall" in row
     )
     assert " - " in line
+
+
+def test_progress_moves_within_a_step() -> None:
+    told: list[float] = []
+    simulate_scenario(scenario_for("small", "laxity"), steps=3, warmup=1, seed=0, progress=told.append)
+    steps = [4 * share for share in told]
+    assert told == sorted(told) and told[-1] == 1.0
+    assert {step for step in steps if step.is_integer()} >= {1.0, 2.0, 3.0, 4.0}
+    assert any(not step.is_integer() for step in steps), steps
 
 
 def test_progress_is_shown_on_a_terminal_after_its_patience_and_nowhere_else() -> None:

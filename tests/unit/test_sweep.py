@@ -14,11 +14,12 @@ from dora.cli.exits import DoraGroup, ExitCode
 from dora.cli.sweep import sweep as sweep_command
 from dora.errors import InvalidValue
 from dora.orchestrator.core import fleet
+from dora.orchestrator.core.policies import LIVE_POLICIES
 from dora.orchestrator.core.window import Window
 from dora.sim.faults import KINDS, draw_faults, kinds_of
 from dora.sim.session import GAP_LIMIT_S, Trouble, Wire
 from dora.sim.shrinking import ddmin, shrunk
-from dora.sim.sweep import LIVE_POLICIES, replay, sweep
+from dora.sim.sweep import replay, sweep
 from dora.sim.trial import HORIZON_S, Trial
 
 app = typer.Typer(cls=DoraGroup, pretty_exceptions_enable=False)
@@ -78,8 +79,14 @@ def test_a_token_names_its_trial(trial: Trial) -> None:
         ("3", "token"),
         ("x:dora:all:all:0:2", "token"),
         ("3:dora:all:0,x:0:2", "token"),
-        ("3:dora:all:999:0:2", "faults of all"),
-        ("3:dora:all:0:-1:2", "token"),
+        ("3:dora:all:999:0:2", "--replay: faults = '999' .* seed 3 has 8 of all"),
+        ("3:dora:all:1,1:0:2", "--replay: faults = '1,1' .* all, or some of 0 to 7 in order"),
+        ("3:dora:all:-1:0:2", "--replay: faults = '-1'"),
+        ("-5:dora:all:all:0:2", "--replay: seed = -5 .* 0 or above"),
+        ("5:partial:all:all:0:2", "--replay: policy = 'partial' .* one of dora, laxity"),
+        ("3:dora:all:0:-1:2", "--replay: workers = -1 .* to 4"),
+        ("3:dora:all:0:5:2", "--replay: workers = 5 .* to 4"),
+        ("3:dora:all:0:0:-1", "--replay: steps after the faults = -1 .* 0 or above"),
         ("3:doro:all:all:0:2", "did you mean dora"),
         ("3:dora:kil:all:0:2", "did you mean kill"),
     ],

@@ -14,7 +14,7 @@ import pytest
 from dora.errors import InvalidValue
 from dora.sim.scenario import Lengths, Turns, Workload
 from dora.sim.traces import load_histogram, load_trace
-from dora.sim.workload import SimPrompt, Turn, WorkloadStream, moments
+from dora.sim.workload import SimPrompt, Turn, WorkloadStream, longest_prompt_tokens, moments
 
 
 def drawn(workload: Workload, count: int, seed: int = 0, groups_per_step: int = 512) -> list[SimPrompt]:
@@ -103,6 +103,13 @@ def test_prompt_lengths_are_spread_around_their_mean() -> None:
     tokens = np.array([prompt.prompt_tokens for prompt in drawn(Workload(prompt_tokens=300), 10_000)])
     assert tokens.mean() == pytest.approx(300, rel=0.02)
     assert 16 <= tokens.min() < 100 and 900 < tokens.max() <= 2048
+
+
+@pytest.mark.parametrize(("mean_tokens", "longest"), [(1, 48), (20, 964), (300, 2048), (2048, 2048)])
+def test_no_prompt_is_longer_than_the_longest(mean_tokens: int, longest: int) -> None:
+    workload = Workload(prompt_tokens=mean_tokens, prompts=10_000)
+    assert longest_prompt_tokens(workload) == longest
+    assert max(prompt.prompt_tokens for prompt in drawn(workload, 10_000)) <= longest
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.85, 1.0])
@@ -229,6 +236,10 @@ MALFORMED_HISTOGRAMS = [
     ('{"hist":\n {"5": 1.0,}}', 2, "JSON"),
     ('\n{"hist": {}}', 2, "at least one positive weight"),
     ('{"hist": {"5": 0}}', 1, "at least one positive weight"),
+    ('{"hist": {"5": 1e308, "6": 1e308}}', 1, "a finite sum of all"),
+    ('{"hist": {"5": 1.0,\n "6": 1' + 400 * "0" + "}}", 2, "weight of 6 tokens"),
+    ('{"hist": {"5": 1' + 5000 * "0" + "}}", 1, "integer string"),
+    ('{"hist": {"5": 1.0,\n "1' + 400 * "0" + '": 1.0}}', 2, "18 digits at most"),
     ('{"hist": [1, 2]}', 1, "hist"),
     ("[]", 1, "hist"),
     ("", 1, "JSON"),
@@ -237,6 +248,7 @@ MALFORMED_HISTOGRAMS = [
 MALFORMED_TRACES = [
     ('{"output_length": 5}\n{"output_length": 0}', 2, "output_length"),
     ('{"output_length": 5}\n{"output_length": 2.5}', 2, "2.5"),
+    ('{"output_length": 5}\n{"output_length": 1' + 400 * "0" + "}", 2, "output_length"),
     ('{"output_length": 5}\n{"input_length": 5}', 2, "output_length = None"),
     ('{"output_length": 5}\n\n{"output_length": "5"}', 3, "'5'"),
     ('{"output_length": 5, "input_length": -1}', 1, "input_length"),

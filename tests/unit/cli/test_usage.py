@@ -8,11 +8,12 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dora.cli.app import COMMANDS
-from dora.cli.exits import MEANINGS, ExitCode, exit_code_of
+from dora.cli.exits import MEANINGS, ExitCode, checked_output, exit_code_of
 from dora.cli.settings import overrides_of, toml_of
 from dora.config import load_config
 from dora.errors import CanaryMismatch, Conflict, InvalidValue, NotFound
@@ -106,6 +107,45 @@ def test_every_expected_error_has_its_exit_code() -> None:
     assert {error: int(exit_code_of(error)) for error in codes} == codes
 
 
+# ------------------------------------------------------------------------------------- standard output that is no use
+
+
+PRINTING = [("--help",), ("version",), ("plan", "--gpus", "64"), ("plan", "--gpus", "64", "--json")]
+
+
+def dora_process(*arguments: str, stdout: int, **options: Any) -> tuple[int, str]:
+    """Exit code and stderr of the command in a process of its own."""
+    command = [sys.executable, "-m", "dora", *arguments]
+    ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, **options)
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.parametrize("arguments", PRINTING)
+def test_an_output_that_is_full_is_one_line_and_a_failure(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        code, stderr = dora_process(*arguments, stdout=full.fileno())
+    assert (code, stderr.count("\n")) == (ExitCode.FAILED, 1)
+    assert stderr.startswith("dora: standard output cannot be written: ") and "No space left" in stderr
+
+
+@pytest.mark.parametrize("arguments", PRINTING)
+def test_an_output_that_nobody_reads_ends_the_command_without_a_word(arguments: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert dora_process(*arguments, stdout=writer) == (ExitCode.UNREAD, "")
+    os.close(writer)
+
+
+def test_an_output_that_is_closed_is_one_line_and_a_failure() -> None:
+    ended = dora_process("version", stdout=subprocess.DEVNULL, preexec_fn=lambda: os.close(1))
+    assert ended == (ExitCode.FAILED, "dora: standard output is closed\n")
+
+
+def test_the_failure_of_another_file_is_not_the_outputs() -> None:
+    with pytest.raises(OSError, match="elsewhere"), checked_output():
+        raise OSError("elsewhere")
+
+
 # -------------------------------------------------------------------------------------------------------------- serve
 
 
@@ -144,6 +184,13 @@ def test_a_dry_run_refuses_a_strategy_that_a_start_would_refuse(name: str, words
     refused = dora("serve", "--dry-run", "--set", f"balance.policy={name}")
     assert (refused.exit_code, refused.stdout) == (ExitCode.USAGE, "")
     assert words in refused.stderr
+
+
+@pytest.mark.parametrize(("policy", "window", "allowed"), [("sync", "4", "1, by"), ("streamrl", "3", "1 to 2, by")])
+def test_a_dry_run_refuses_a_window_that_a_start_would_refuse(policy: str, window: str, allowed: str) -> None:
+    refused = dora("serve", "--dry-run", "--set", f"balance.policy={policy}", "--window", window)
+    assert (refused.exit_code, refused.stdout) == (ExitCode.USAGE, "")
+    assert f"window.size = {window}" in refused.stderr and f"{allowed} the definition of {policy}" in refused.stderr
 
 
 def test_profile_refuses_a_folder_that_does_not_exist_before_it_times_anything(tmp_path: Path) -> None:

@@ -27,33 +27,57 @@ POLICIES: dict[str, Callable[[BalanceConfig], Policy]] = {
 }
 # They break C1, which no service does: only the simulator runs them.
 SIMULATED = frozenset({"partial"})
-# Versions that must be live at once; the others do with one.
-WINDOW_MIN = {"one_step": 2, "stream": 2}
+LIVE_POLICIES = tuple(name for name in POLICIES if name not in SIMULATED)
+# The fewest and the most versions that may be live, where a strategy's definition says so: in a narrower window it
+# would stall, in a wider one run as in its widest. Partial rollout knows no versions: the largest window is no bound.
+WINDOWS = {"sync": (1, 1), "one_step": (2, 2), "stream": (2, 2), "streamrl": (1, 2), "partial": (64, 64)}
 
 
 def policy_of(config: BalanceConfig, window: int | None = None) -> Policy:
     """The strategy that the configuration names. Raises NotFound, with the nearest name.
 
-    ``window``: ``window.size``, where it is to be checked. Raises InvalidValue where that strategy needs a larger one.
+    ``window``: ``window.size``, where it is to be checked. Raises InvalidValue where the strategy does not allow it.
     """
     make = POLICIES.get(config.policy)
     if make is None:
         raise NotFound("balance.policy", config.policy, one_of(config.policy, POLICIES, cutoff=0.6))
-    least = WINDOW_MIN.get(config.policy, 1)
-    if window is not None and window < least:
-        raise InvalidValue("window.size", window, f"at least {least} with balance.policy {config.policy}")
+    if window is not None:
+        check_window(config.policy, window)
     return make(config)
 
 
-def check_live(name: str) -> None:
-    """Raises InvalidValue for a strategy that a service may not run: an unknown one, with the nearest name, or one that
-    only the simulator may."""
-    live = [known for known in POLICIES if known not in SIMULATED]
+def nearest_window(policy: str, window: int) -> int:
+    """``window`` itself, or the nearest one that the strategy is defined for."""
+    least, most = WINDOWS.get(policy, (window, window))
+    return min(max(window, least), most)
+
+
+def check_window(policy: str, window: int, field: str = "window.size") -> None:
+    """Raises InvalidValue for a window that the strategy is not defined for. ``field``: where it was given."""
+    if nearest_window(policy, window) != window:
+        least, most = WINDOWS[policy]
+        allowed = f"{least}" if least == most else f"{least} to {most}"
+        raise InvalidValue(field, window, f"{allowed}, by the definition of {policy}")
+
+
+def check_live(name: str, window: int) -> None:
+    """Raises InvalidValue for a strategy that a service may not run: an unknown one, with the nearest name, one that
+    only the simulator may, or one that is not defined for this window."""
     if name in SIMULATED:
-        allowed = f"one of {', '.join(live)}: {name} breaks C1 and only runs in dora simulate"
+        allowed = f"one of {', '.join(LIVE_POLICIES)}: {name} breaks C1 and only runs in dora simulate"
         raise InvalidValue("balance.policy", name, allowed)
-    if name not in live:
-        raise InvalidValue("balance.policy", name, one_of(name, live, cutoff=0.6))
+    if name not in LIVE_POLICIES:
+        raise InvalidValue("balance.policy", name, one_of(name, LIVE_POLICIES, cutoff=0.6))
+    check_window(name, window)
 
 
-__all__ = ["POLICIES", "SIMULATED", "WINDOW_MIN", "check_live", "policy_of"]
+__all__ = [
+    "LIVE_POLICIES",
+    "POLICIES",
+    "SIMULATED",
+    "WINDOWS",
+    "check_live",
+    "check_window",
+    "nearest_window",
+    "policy_of",
+]

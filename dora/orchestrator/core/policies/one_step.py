@@ -10,7 +10,7 @@ class OneStepPolicy(SyncPolicy):
 
     Weights change globally: all DP groups keep version ``v`` until its whole batch is generated *and* ``v + 1`` is
     published, then all load it (paper 001, figure 3b). One batch a version; version 0 also makes the first batch, which
-    is on-policy. Needs a window of 2; in a larger one a change of version may wait for the next periodic re-balancing.
+    is on-policy. Its window is 2.
     In the simulator the trainer waits for the whole batch (``trainer.streams`` false).
     """
 

@@ -49,7 +49,8 @@ class StreamRlPolicy(StreamPolicy):
 
     Within both kinds of groups the longest expected response starts first, on the emptiest. The trainer's dynamic
     batches are what groups delivered as they finish are (in the simulator: ``trainer.streams``). A window of 2 is the
-    paper's StreamRL-Async, of 1 its StreamRL-Sync (section 7.1): a batch of the newest version alone, still streamed.
+    paper's StreamRL-Async, of 1 its StreamRL-Sync (section 7.1): a batch of the newest version alone, still streamed;
+    it has no wider one.
     """
 
     def __init__(self, config: BalanceConfig) -> None:

@@ -48,7 +48,7 @@ class SyncPolicy(BasePolicy):
         return True
 
     def choose(self, floor: Floor, version: int) -> Entry | None:
-        """Only the newest version, only for the step that trains on it fresh, whatever the window would allow."""
+        """Only the newest version, only for the step that trains on it fresh."""
         fresh = version == floor.newest == floor.window.step
         return floor.backlog.first() if fresh and batch_open(floor) else None
 
