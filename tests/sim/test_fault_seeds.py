@@ -53,6 +53,11 @@ def test_a_dp_group_alone_takes_up_every_version() -> None:
     assert not failures(sweep((900529, 900817), ("laxity",)))
 
 
+def test_an_idle_dp_group_whose_last_report_had_kv_is_given_up() -> None:
+    """Found as this seed: a group was cancelled, and what its engine had reported last seemed to fill it for ever."""
+    assert not failures(sweep((720579,), ("dora",)))
+
+
 def test_a_source_may_die_again_while_its_first_lifes_handoff_is_stranded() -> None:
     """Found as 205:dora:handoff,kill:1,2,3,4:0:0. The snapshot is on its way to w1; w0 died, came back, dies."""
     bench = Bench()

@@ -286,23 +286,25 @@ def test_the_share_of_a_worker_that_is_lost_while_it_loads_goes_to_the_others() 
 
 
 def test_a_look_for_moves_that_found_no_place_is_repeated_when_there_is_one() -> None:
-    """Each worker holds three requests of 45 tokens in 100; w0 is to leave. Room is made by what ends on w1."""
+    """Each worker holds three requests of 35 tokens; w0 is to leave. Room is made by what ends on w1."""
     bench = Bench(window=3, groups=2, policy="dora", predictor="given")
     for name in ("w0", "w1"):
         bench.epochs += 1
-        bench.post(on.WorkerJoined(name, bench.epochs, 8, 100))
+        bench.post(on.WorkerJoined(name, bench.epochs, 8, 120))
     bench.load_all()
     bench.post(on.TrainerAttached(1, 2))
     prompts = tuple(on.OfferedPrompt(f"p{i}", "task", 5, 1, 60, known_tokens=(40,)) for i in range(6))
     bench.post(on.PromptsOffered(prompts, True))
     bench.obey(do.StartRequest)
+    held = {name: [r for r in bench.state.request_row if bench.owner(r) == name] for name in ("w0", "w1")}
+    assert {name: len(requests) for name, requests in held.items()} == {"w0": 3, "w1": 3}
     bench.now_s += 1.0
+    for epoch, (name, requests) in enumerate(held.items(), start=1):
+        bench.post(on.Progress(name, epoch, 0, dict.fromkeys(requests, 30), {}, 0, 105))
     bench.post(on.DrainAsked("w0"))
     assert bench.state.barren == {0}
-    on_w1 = [request_id for request_id in bench.state.request_row if bench.owner(request_id) == "w1"]
-    assert len(on_w1) == 3
-    for request_id in on_w1[:2]:
+    for request_id, used in zip(held["w1"], (80, 45), strict=False):
         bench.now_s += 1.0
         assert not bench.given(do.ReserveSlot)
-        bench.report(request_id, 40, end=True)
-    assert len(bench.given(do.ReserveSlot)) == 1, "one of 45 tokens beside the one that is left"
+        bench.post(on.Progress("w1", 2, 0, {request_id: 40}, {request_id: "stop"}, 0, used))
+    assert len(bench.given(do.ReserveSlot)) == 1, "one of 35 tokens beside 45, where 108 are the pressure"

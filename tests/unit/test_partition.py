@@ -1,11 +1,12 @@
 """Proportional partition and locality (Hypothesis)."""
 
 from collections import Counter
+from math import ceil
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.orchestrator.core.partition import Seat, assign, proportional, settled
+from dora.orchestrator.core.partition import Seat, assign, keeping_full, proportional, settled
 
 WORK = st.dictionaries(st.integers(0, 9), st.floats(0, 1e6, allow_nan=False), max_size=6)
 
@@ -37,6 +38,30 @@ def test_exact_shares() -> None:
     assert proportional({3: 1.0, 4: 999.0}, 4, 4) == {3: 1, 4: 3}
     assert proportional({1: 5.0, 2: 5.0, 3: 5.0}, 2, 3) == {1: 1, 2: 1}  # too few: the oldest versions go first
     assert proportional({}, 3, 7) == {7: 3}
+
+
+@given(st.data())
+def test_what_is_full_is_kept_and_the_rest_is_shared(data: st.DataObject) -> None:
+    newest = data.draw(st.integers(0, 4))
+    present = data.draw(st.dictionaries(st.integers(0, newest), st.integers(1, 5), min_size=1))
+    full = {version: data.draw(st.floats(0.0, 1.5 * count)) for version, count in present.items()}
+    groups = sum(present.values())
+    work = data.draw(st.dictionaries(st.integers(0, newest), st.floats(0, 1e6), max_size=5))
+    shares = {newest: 0} | proportional(work, groups, newest)
+    counts = keeping_full(shares, present, full)
+    assert sum(counts.values()) == groups and all(count > 0 for count in counts.values())
+    for version in {*present, *shares} - {newest}:
+        kept = min(present.get(version, 0), ceil(full.get(version, 0.0)))
+        assert counts.get(version, 0) >= kept  # nothing that is full is given up
+        assert counts.get(version, 0) <= max(kept, shares.get(version, 0))  # and nothing kept beyond that
+
+
+def test_an_older_version_gives_dp_groups_up_as_its_kv_falls() -> None:
+    shares = {3: 1, 4: 1, 5: 4}
+    assert keeping_full(shares, {3: 1, 4: 5}, {3: 0.9, 4: 4.2}) == {3: 1, 4: 5}  # the newest waits
+    assert keeping_full(shares, {3: 1, 4: 5}, {3: 0.9, 4: 2.9}) == {3: 1, 4: 3, 5: 2}
+    assert keeping_full(shares, {3: 1, 4: 5}, {}) == shares
+    assert keeping_full({5: 2}, {}, {}) == {5: 2}
 
 
 @given(st.data())

@@ -7,9 +7,12 @@ import pytest
 
 from dora.config import BalanceConfig
 from dora.errors import InvalidValue, NotFound
+from dora.orchestrator.core import events as on
 from dora.orchestrator.core.cost import CostModel
+from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.migration import plan_moves
 from dora.orchestrator.core.policies import POLICIES, SIMULATED, check_live, nearest_window, policy_of
+from dora.orchestrator.core.policies.dora import DoraPolicy
 from dora.orchestrator.core.policies.hosts import cover
 from dora.orchestrator.core.policies.laminar import LaminarPolicy, Replica, consolidate, roofline_requests
 from dora.orchestrator.core.policies.one_step import OneStepPolicy
@@ -20,6 +23,7 @@ from dora.orchestrator.core.policies.throughput import MU, Board, Load, load_of,
 from dora.orchestrator.core.snapshot import Move, Trigger
 from dora.orchestrator.core.state import Worker
 from tests.unit.snapshots import KV_TOKENS, SLOTS, snapshot_of
+from tests.unit.test_machine import Bench
 
 COST = CostModel(kv_token_s=1e-7, weights_s=4e-3, request_s=1e-4, step_s=6e-3)  # computing binds from 40 requests on
 
@@ -102,7 +106,8 @@ def test_a_version_that_requests_wait_for_gets_a_dp_group() -> None:
 def levelling(requests: int, cost: CostModel | None, kv_tokens: int = 10_000) -> int:
     """How many of so many requests on one DP group move to an empty one."""
     workers = [{"loaded": 0, "kv_tokens": kv_tokens}, {"loaded": 0, "kv_tokens": 10_000}]
-    return len(plan_moves(snapshot_of(workers, [(0, 0, 20)] * requests, cost=cost), {0: 0, 1: 0}, 2, 64))
+    shown = snapshot_of(workers, [(0, 0, 20)] * requests, cost=cost)
+    return len(plan_moves(shown, {0: 0, 1: 0}, BalanceConfig(level_gap=2)))
 
 
 def test_levelling_stops_where_it_gains_nothing() -> None:
@@ -112,7 +117,45 @@ def test_levelling_stops_where_it_gains_nothing() -> None:
 
 
 def test_levelling_goes_on_where_kv_would_run_out() -> None:
-    assert levelling(8, COST, kv_tokens=100) == 1, "160 tokens are claimed of 100, and a request claims 70"
+    assert levelling(8, COST, kv_tokens=140) == 2, "160 tokens are held, 126 are the pressure"
+    assert levelling(8, COST, kv_tokens=180) == 0
+
+
+def test_an_older_version_keeps_what_its_kv_fills_and_gives_up_what_it_does_not() -> None:
+    policy = DoraPolicy(BalanceConfig())
+    supply = {"newest": 1, "admissible": {1: 100}}
+    workers = [{"loaded": 0, "kv_tokens": 100} for _ in range(4)]
+    full = snapshot_of(workers, [(0, seat, 80) for seat in range(4)], **supply)
+    assert policy.plan(full, Trigger.UPDATE).targets == dict.fromkeys(range(4), 0), "nowhere to go to"
+    emptier = snapshot_of(workers, [(0, seat, 30 + seat) for seat in range(4)], **supply)
+    plan = policy.plan(emptier, Trigger.UPDATE)
+    assert plan.targets == {0: 1, 1: 1, 2: 0, 3: 0}, "126 tokens of 360"
+    assert {(move.row, move.target) for move in plan.moves} == {(0, 2), (1, 3)}
+
+
+def test_an_older_version_begins_nothing_while_it_shrinks_and_then_only_what_ends_in_time() -> None:
+    bench = Bench(window=2, groups=2, policy="dora", predictor="given")
+    bench.start("w0")
+    bench.offer(2)
+    bench.post(on.StepRequested(1, 0))
+    for group in range(2):
+        bench.complete(f"g{group}.0")
+    bench.post(on.StepCommitted(1, 0))
+    bench.post(on.WorkerLost("w0", 1, "killed"))
+    offered = (on.OfferedPrompt(f"q{n}", "task", 5, 1, 60, known_tokens=(n,)) for n in (50, 20, 30))
+    bench.post(on.PromptsOffered(tuple(offered)))
+    state, policy, floor = bench.state, bench.state.policy, Floor(bench.state)
+    state.rhythm.step_s, state.rhythm.pace_s, state.rhythm.tail_s = 30.0, 1.0, 2.0
+
+    def chosen(version: int) -> str | None:
+        entry = policy.choose(floor, version)
+        return entry.prompt.prompt_id if entry is not None else None
+
+    assert chosen(1) == "q50", "the newest: as they came"
+    assert chosen(0) == "q20", "the step that must take it is full in 28 s, less a margin"
+    full = snapshot_of([{"loaded": 0, "kv_tokens": 100}] * 2, [(0, 0, 80), (0, 1, 80)], newest=1, admissible={1: 9})
+    assert policy.plan(full, Trigger.UPDATE).targets == {0: 0, 1: 0}
+    assert chosen(0) is None and chosen(1) == "q50"
 
 
 # ------------------------------------------------------------------------------------------------------------ Laminar

@@ -1,6 +1,7 @@
 """Which requests move where (design: re-balancing, step 3; paper 004, section 4.3).
 
 A request moves when its DP group is to change version or leave, or when groups of one version are unevenly loaded.
+A DP group takes requests as far as its KV in use stays below the pressure at which it would be relieved again.
 What finds no room finishes in place. A target may be over-subscribed once over: what exceeds its slots queues there
 with its KV in host memory, which frees the source for its new version at once.
 """
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from dora.config import BalanceConfig
 from dora.orchestrator.core.snapshot import Move, Snapshot
 from dora.orchestrator.core.table import Column
 
@@ -19,13 +21,13 @@ LEVEL_SHARE = 0.05  # DP groups whose steps take the same time, but for this sha
 SHORTEST_MOVE_TOKENS = 2  # a request this near its certain end is not worth a move
 
 
-def plan_moves(snapshot: Snapshot, targets: Mapping[int, int], level_gap: int, moves_max: int) -> tuple[Move, ...]:
-    """At most ``moves_max`` moves: first off the groups that change or leave, then levelling within each version."""
-    board = _Board(snapshot, targets)
+def plan_moves(snapshot: Snapshot, targets: Mapping[int, int], balance: BalanceConfig) -> tuple[Move, ...]:
+    """At most ``moves_at_once`` moves: first off groups that change or leave, then levelling within each version."""
+    board = _Board(snapshot, targets, balance.pressure)
     if not board.movable:
         return ()
-    moves = board.displaced(moves_max)
-    return (*moves, *board.level(level_gap, moves_max - len(moves)))
+    moves = board.displaced(balance.moves_at_once)
+    return (*moves, *board.level(balance.level_gap, balance.moves_at_once - len(moves)))
 
 
 def staying(snapshot: Snapshot, targets: Mapping[int, int]) -> Column:
@@ -40,7 +42,7 @@ def staying(snapshot: Snapshot, targets: Mapping[int, int]) -> Column:
 class _Board:
     """Loads as they would be once the moves planned so far are done."""
 
-    def __init__(self, snapshot: Snapshot, targets: Mapping[int, int]) -> None:
+    def __init__(self, snapshot: Snapshot, targets: Mapping[int, int], pressure: float) -> None:
         workers = snapshot.workers
         requests = self.requests = snapshot.requests
         movable = np.flatnonzero(requests.movable & (requests.worker >= 0))
@@ -49,11 +51,10 @@ class _Board:
         self._far_from_end = movable[self._remaining[movable] > SHORTEST_MOVE_TOKENS]
         self._seat_of = requests.worker[self._far_from_end]
         self.held = workers.held.copy()
-        self.claimed = workers.kv_claimed.copy()
         self.kv = workers.kv_expected.copy()
         self.cost = snapshot.cost
         self.slots = workers.slots
-        self.capacity = workers.kv_tokens
+        self.room = pressure * workers.kv_tokens
         self.stays = staying(snapshot, targets)
         self.version = workers.loaded
         self._longest: dict[int, list[int]] = {}  # seat -> rows that may move off it, the longest last
@@ -74,7 +75,7 @@ class _Board:
                 break
             if misses[version] >= MISSES_MAX:
                 continue
-            seat = self._roomiest(version, self._claim(row))
+            seat = self._roomiest(version, self._context(row))
             if seat is None:
                 misses[version] += 1
             else:
@@ -89,16 +90,16 @@ class _Board:
                 source = int(seats[np.argmax(self.held[seats])])
                 target = int(seats[np.argmin(self.held[seats])])
                 row = self._longest_on(source) if self.held[source] - self.held[target] >= max(gap, 2) else None
-                if row is None or self.claimed[target] + self._claim(row) > self.capacity[target]:
+                if row is None or self.kv[target] + self._context(row) > self.room[target]:
                     break
                 if not self._gains(row, source, target):
                     break
                 moves.append(self._move(row, target))
         return moves
 
-    def _roomiest(self, version: int, claim: int) -> int | None:
+    def _roomiest(self, version: int, context: int) -> int | None:
         fits = self.stays & (self.version == version) & (self.held < QUEUE_SLOTS * self.slots)
-        fits &= (self.claimed + claim <= self.capacity) | (self.held == 0)
+        fits &= (self.kv + context <= self.room) | (self.held == 0)
         if not fits.any():
             return None
         return int(np.where(fits, self.slots - self.held, np.iinfo(np.int64).min).argmax())
@@ -113,12 +114,12 @@ class _Board:
         return rows.pop() if rows else None
 
     def _gains(self, row: int, source: int, target: int) -> bool:
-        """Whether this request decodes markedly faster on the target, or else KV would run out where it is.
+        """Whether this request decodes markedly faster on the target, or KV is running out where it is.
 
         A step that reads the weights for a few requests takes as long as one that reads them for many. Where the cost
         of a step is not known, every move gains.
         """
-        if self.cost is None or self.claimed[source] > self.capacity[source]:
+        if self.cost is None or self.kv[source] > self.room[source]:
             return True
         here_s = self.cost.decode_step_s(int(self.held[source]), float(self.kv[source]))
         there_s = self.cost.decode_step_s(int(self.held[target]) + 1, float(self.kv[target] + self._context(row)))
@@ -127,17 +128,11 @@ class _Board:
     def _context(self, row: int) -> int:
         return int(self.requests.prompt_tokens[row] + self.requests.tokens[row])
 
-    def _claim(self, row: int) -> int:
-        requests = self.requests
-        return int(requests.prompt_tokens[row] + requests.tokens[row] + self._remaining[row])
-
     def _move(self, row: int, seat: int) -> Move:
         source = int(self.requests.worker[row])
-        claim, context = self._claim(row), self._context(row)
+        context = self._context(row)
         self.kv[source] -= context
         self.kv[seat] += context
         self.held[source] -= 1
         self.held[seat] += 1
-        self.claimed[source] -= claim
-        self.claimed[seat] += claim
         return Move(row, seat)
