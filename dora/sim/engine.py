@@ -185,7 +185,7 @@ class SimEngine:
         while self._stale(self._ends[0]):
             heappop(self._ends)
         steps = max(0.0, self._ends[0][0] - self.steps)
-        if self.running > 1:
+        if self._evictable():
             steps = min(steps, max(0.0, (self.kv_capacity - self.kv) / self.running))
         linear_s = self.cost.matmul_s(self.running) + self.cost.kv_token_s * (self.kv - self.unread)
         decode_s = steps * linear_s + self.cost.kv_token_s * self.running * steps * steps / 2
@@ -209,7 +209,7 @@ class SimEngine:
             else:
                 request.unread = True
                 self.unread += request.context
-        if self.running > 1 and self.kv + EPSILON_STEPS * self.running >= self.kv_capacity:
+        if self.kv + EPSILON_STEPS * self.running >= self.kv_capacity and self._evictable():
             self._preempt()
         self._admit()
         return ended
@@ -279,19 +279,26 @@ class SimEngine:
         request.phase = WAITING
         self.waiting.appendleft(request)
 
+    def _evictable(self) -> bool:
+        """Whether KV could be freed: several run, or one does beside others that wait for a slot or an environment."""
+        if self.running != 1 or not self.unread:
+            return self.running > 1
+        return any(request.resident and request.phase in (AWAY, WAITING) for request in self.requests.values())
+
     def _preempt(self) -> None:
         """KV has run out: the youngest gives its up and will compute it again (vLLM's recompute preemption).
 
-        One whose environment is about to answer goes before one that decodes.
+        One whose environment is about to answer goes before one that decodes. Where only one decodes, it goes on.
         """
-        candidates = (r for r in self.requests.values() if r.resident and r.phase in (RUNNING, AWAY))
+        phases = (RUNNING, AWAY) if self.running > 1 else (AWAY, WAITING)
+        candidates = (r for r in self.requests.values() if r.resident and r.phase in phases)
         request = max(candidates, key=lambda r: (r.phase is AWAY, r.order))
-        away = request.phase is AWAY
+        ran = request.phase is RUNNING
         self._stop(request)
         self._let_out(request)
         request.cached = False
         self.totals.preemptions += 1
-        if not away:
+        if ran:
             self._queue_first(request)
 
     def _admit(self) -> None:

@@ -1,0 +1,72 @@
+"""The simulated engine by hand: time in closed form, and who gives up KV when it runs out."""
+
+from dataclasses import replace
+
+import pytest
+
+from dora.orchestrator.core.cost import CostModel
+from dora.sim.engine import Phase, SimEngine, SimRequest
+from dora.sim.workload import Turn
+
+COST = CostModel(kv_token_s=0.001, weights_s=0.01, request_s=0.002, step_s=0.05)
+TURNS = (Turn(tokens=60, environment_s=50.0, answer_tokens=5), Turn(tokens=30, environment_s=0.0, answer_tokens=0))
+
+
+def request(name: str, tokens: int, prompt: int = 10, turns: tuple[Turn, ...] = ()) -> SimRequest:
+    left = turns[0].tokens if turns else tokens
+    return SimRequest(name, name, 0, prompt, 0, left, tokens, turns)
+
+
+def run(engine: SimEngine, until_s: float) -> list[str]:
+    """Lets time pass; the names of those whose turn or response ended."""
+    ended: list[str] = []
+    while engine.next_s() <= until_s:
+        engine.advance(engine.next_s())
+        assert engine.kv <= engine.kv_capacity + 1e-3, "more KV than there is"
+        ended += [request.request_id for request in engine.happened()]
+    engine.advance(until_s)
+    return ended
+
+
+def test_a_stretch_takes_what_its_steps_take_one_by_one() -> None:
+    """Within half a step's growth: the closed form takes KV as growing evenly."""
+    engine = SimEngine(COST, slots=4, kv_tokens=10_000)
+    for name in "abc":
+        engine.add(request(name, 40))
+    one_by_one_s = sum(COST.decode_step_s(3, 3 * (10 + step)) for step in range(40))
+    growth_s = COST.kv_token_s * 3 * 40 / 2
+    assert engine.next_s() == pytest.approx(one_by_one_s + growth_s)
+    engine.advance(engine.next_s() / 3)  # a look on the way changes nothing
+    assert engine.next_s() == pytest.approx(one_by_one_s + growth_s)
+
+
+def test_the_youngest_is_preempted_and_starts_again_when_there_is_room() -> None:
+    engine = SimEngine(COST, slots=4, kv_tokens=100)
+    for name in "ab":
+        engine.add(request(name, 60))
+    assert run(engine, 1e6) == ["a", "b"]
+    assert engine.totals.preemptions == 1 and engine.totals.generated_tokens == 120
+
+
+def test_one_that_decodes_alone_takes_the_kv_of_those_that_wait_for_an_environment() -> None:
+    engine = SimEngine(replace(COST, prefill_token_s=0.001), slots=1, kv_tokens=100)
+    away = request("away", 90, turns=TURNS)
+    engine.add(away)
+    engine.add(request("alone", 60))
+    assert run(engine, 1e3) == ["away", "alone"]
+    assert away.phase is Phase.AWAY and not away.resident, "70 tokens of it beside 70 of the other"
+    engine.resume(away)
+    assert run(engine, 1e6) == ["away"]
+    assert engine.totals.reprefill_s == pytest.approx(0.001 * (10 + 60 + 5)), "its whole context, again"
+    assert engine.kv == 0.0 and engine.unread == 0
+
+
+def test_one_that_was_answered_and_waits_for_the_slot_gives_its_kv_up_too() -> None:
+    engine = SimEngine(COST, slots=1, kv_tokens=100)
+    away = request("away", 90, turns=TURNS)
+    engine.add(away)
+    engine.add(request("alone", 60))
+    assert run(engine, engine.next_s()) == ["away"]
+    engine.resume(away)
+    assert away.phase is Phase.WAITING and away.resident
+    assert run(engine, 1e6) == ["alone", "away"]
