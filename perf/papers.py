@@ -4,7 +4,7 @@
 
 Every run stands on a line of its own as soon as it has ended, then what is claimed of its setting, at the end the means
 over settings: arithmetic, as the papers' "on average", with the geometric one beside it. The scenarios are the presets
-(dora/sim/experiments.py; StaleFlow's with splits of their own). Splits, engine sizes and windows are each system's, and
+(dora/sim/experiments; StaleFlow's with splits of their own). Splits, engine sizes and windows are each system's, and
 training time follows from the split; nothing else differs between the systems of one setting.
 """
 
@@ -18,7 +18,7 @@ from statistics import fmean, geometric_mean
 from typing import Final
 
 from dora.sim import papers
-from dora.sim.experiments import verl_in_flight_groups
+from dora.sim.experiments.verl import verl_in_flight_groups
 from dora.sim.presets import names, scenario_for
 from dora.sim.report import Report
 from dora.sim.run import simulate

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dora.orchestrator.core.policies import SIMULATED
-from dora.sim.papers import DORA_OVERHEAD, PaperResult, paper_result
+from dora.sim.paper_results import PaperResult, paper_result
+from dora.sim.papers import DORA_OVERHEAD
 from dora.sim.report import Report
 from dora.sim.scenario import Scenario
 

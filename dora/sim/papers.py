@@ -5,7 +5,6 @@ cell that contradicts another one. Policies have the names they have here: verl 
 rollout is ``partial``.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -181,89 +180,3 @@ VERL_STALENESS_STEPS: Final = (  # its ablation; 0 and 0.5 are above
     AsyncRow(128, "partial", 171.30, 58.17, 0.1),
     AsyncRow(128, "partial", 146.11, 38.88, 0.3),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class PaperResult:
-    """What a paper says of one policy in one preset. ``None``: it does not say."""
-
-    source: str
-    step_time_min: float | None = None
-    rollout_only_fraction: float | None = None
-    tokens_per_s: float | None = None
-    speedup: float | None = None  # throughput over sync
-    rollout_speedup: float | None = None  # rollout-only time of sync over this one's
-    note: str = ""
-
-
-def paper_result(preset: str, policy: str, window: int = 0) -> PaperResult | None:
-    """The paper's number beside which a run of ``preset`` under ``policy`` is shown; None where there is none.
-
-    ``window``: of the run, where a paper has rows for several of one strategy; 0: the preset's.
-    """
-    family, _, rest = preset.partition("-")
-    found: Iterator[PaperResult]
-    if family == "dora":
-        found = (_dora(cell) for cell in DORA_STEPS if (str(cell.gpus), cell.policy) == (rest, policy))
-    elif family == "verl":
-        found = (_verl(row) for row in VERL_ASYNC_STEPS if (f"async-{row.gpus}", row.policy) == (rest, policy))
-    elif family == "laminar":
-        found = _mean_speedups("laminar", policy, LAMINAR_SPEEDUPS, LAMINAR)
-    elif family == "staleflow":
-        found = _mean_speedups("staleflow", policy, STALEFLOW_SPEEDUPS, STALEFLOW)
-    elif family == "streamrl":
-        found = _streamrl(policy, window)
-    elif family == "longcat":
-        found = _longcat(policy, "agentic" if rest.endswith("agentic") else "maths")
-    else:
-        found = iter(())
-    return next(found, None)
-
-
-def _dora(cell: StepCell) -> PaperResult:
-    sync = next(each for each in DORA_STEPS if (each.gpus, each.policy) == (cell.gpus, "sync"))
-    assert sync.tokens_per_s is not None and sync.rollout_only_fraction is not None
-    rollout = None
-    if cell.rollout_only_fraction is not None:
-        rollout = sync.step_time_min * sync.rollout_only_fraction / (cell.step_time_min * cell.rollout_only_fraction)
-    speedup = None if cell.tokens_per_s is None else cell.tokens_per_s / sync.tokens_per_s
-    return PaperResult(
-        DORA, cell.step_time_min, cell.rollout_only_fraction, cell.tokens_per_s, speedup, rollout, cell.note
-    )
-
-
-def _verl(row: AsyncRow) -> PaperResult:
-    sync = next(each for each in VERL_ASYNC_STEPS if (each.gpus, each.policy) == (row.gpus, "sync"))
-    return PaperResult(
-        VERL_ASYNC,
-        row.step_s / 60,
-        row.generation_s / row.step_s,
-        speedup=sync.step_s / row.step_s,
-        note="response lengths changed while it trained, differently in each run",
-    )
-
-
-def _mean_speedups(system: str, policy: str, speedups: tuple[Speedup, ...], source: str) -> Iterator[PaperResult]:
-    """Only means over all settings are given: over sync, and of the others by the ratio of two means."""
-    over = {each.policy: each for each in speedups}
-    if policy == system:
-        sync = over["sync"]
-        yield PaperResult(source, speedup=sync.mean, note=f"mean over its settings, at most {sync.most:g}")
-    elif policy == "sync":
-        yield PaperResult(source, speedup=1.0)
-    elif policy in over:
-        ratio = over["sync"].mean / over[policy].mean
-        yield PaperResult(source, speedup=ratio, note="derived: ratio of two means over its settings")
-
-
-def _streamrl(policy: str, window: int) -> Iterator[PaperResult]:
-    rows = {"sync": "colocated", "streamrl": "disaggregated, streaming" if window == 1 else "asynchronous"}
-    if policy in rows:
-        yield PaperResult(STREAMRL, speedup=STREAMRL_ABLATION[rows[policy]], note=f"table 3, {rows[policy]}")
-
-
-def _longcat(policy: str, task: str) -> Iterator[PaperResult]:
-    if policy == "dora":
-        yield PaperResult(DORA, rollout_speedup=LONGCAT_ROLLOUT_SPEEDUP[task], note=f"{task}, figure 10")
-    elif policy == "sync":
-        yield PaperResult(DORA, speedup=1.0, rollout_speedup=1.0)

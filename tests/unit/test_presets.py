@@ -10,7 +10,8 @@ from dora.errors import InvalidValue
 from dora.planning.allocation import bound_s
 from dora.sim import papers
 from dora.sim.experiments import EXPERIMENTS
-from dora.sim.papers import DORA_STEPS, paper_result
+from dora.sim.paper_results import paper_result
+from dora.sim.papers import DORA_STEPS
 from dora.sim.presets import composed, names, planned, preset, scenario_for
 from dora.sim.scenario import Scenario
 from dora.sim.workload import moments

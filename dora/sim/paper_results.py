@@ -1,0 +1,96 @@
+"""Which of the papers' numbers stands beside a run: by preset and policy."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dora.sim import papers
+
+
+@dataclass(frozen=True, slots=True)
+class PaperResult:
+    """What a paper says of one policy in one preset. ``None``: it does not say."""
+
+    source: str
+    step_time_min: float | None = None
+    rollout_only_fraction: float | None = None
+    tokens_per_s: float | None = None
+    speedup: float | None = None  # throughput over sync
+    rollout_speedup: float | None = None  # rollout-only time of sync over this one's
+    note: str = ""
+
+
+def paper_result(preset: str, policy: str, window: int = 0) -> PaperResult | None:
+    """The paper's number beside which a run of ``preset`` under ``policy`` is shown; None where there is none.
+
+    ``window``: of the run, where a paper has rows for several of one strategy; 0: the preset's.
+    """
+    family, _, rest = preset.partition("-")
+    found: Iterator[PaperResult]
+    if family == "dora":
+        found = (_dora(cell) for cell in papers.DORA_STEPS if (str(cell.gpus), cell.policy) == (rest, policy))
+    elif family == "verl":
+        found = (_verl(row) for row in papers.VERL_ASYNC_STEPS if (f"async-{row.gpus}", row.policy) == (rest, policy))
+    elif family == "laminar":
+        found = _mean_speedups("laminar", policy, papers.LAMINAR_SPEEDUPS, papers.LAMINAR)
+    elif family == "staleflow":
+        found = _mean_speedups("staleflow", policy, papers.STALEFLOW_SPEEDUPS, papers.STALEFLOW)
+    elif family == "streamrl":
+        found = _streamrl(policy, window)
+    elif family == "longcat":
+        found = _longcat(policy, "agentic" if rest.endswith("agentic") else "maths")
+    else:
+        found = iter(())
+    return next(found, None)
+
+
+def _dora(cell: papers.StepCell) -> PaperResult:
+    sync = next(each for each in papers.DORA_STEPS if (each.gpus, each.policy) == (cell.gpus, "sync"))
+    assert sync.tokens_per_s is not None and sync.rollout_only_fraction is not None
+    rollout = None
+    if cell.rollout_only_fraction is not None:
+        rollout = sync.step_time_min * sync.rollout_only_fraction / (cell.step_time_min * cell.rollout_only_fraction)
+    speedup = None if cell.tokens_per_s is None else cell.tokens_per_s / sync.tokens_per_s
+    return PaperResult(
+        papers.DORA, cell.step_time_min, cell.rollout_only_fraction, cell.tokens_per_s, speedup, rollout, cell.note
+    )
+
+
+def _verl(row: papers.AsyncRow) -> PaperResult:
+    sync = next(each for each in papers.VERL_ASYNC_STEPS if (each.gpus, each.policy) == (row.gpus, "sync"))
+    return PaperResult(
+        papers.VERL_ASYNC,
+        row.step_s / 60,
+        row.generation_s / row.step_s,
+        speedup=sync.step_s / row.step_s,
+        note="response lengths changed while it trained, differently in each run",
+    )
+
+
+def _mean_speedups(
+    system: str, policy: str, speedups: tuple[papers.Speedup, ...], source: str
+) -> Iterator[PaperResult]:
+    """Only means over all settings are given: over sync, and of the others by the ratio of two means."""
+    over = {each.policy: each for each in speedups}
+    if policy == system:
+        sync = over["sync"]
+        yield PaperResult(source, speedup=sync.mean, note=f"mean over its settings, at most {sync.most:g}")
+    elif policy == "sync":
+        yield PaperResult(source, speedup=1.0)
+    elif policy in over:
+        ratio = over["sync"].mean / over[policy].mean
+        yield PaperResult(source, speedup=ratio, note="derived: ratio of two means over its settings")
+
+
+def _streamrl(policy: str, window: int) -> Iterator[PaperResult]:
+    rows = {"sync": "colocated", "streamrl": "disaggregated, streaming" if window == 1 else "asynchronous"}
+    if policy in rows:
+        yield PaperResult(
+            papers.STREAMRL, speedup=papers.STREAMRL_ABLATION[rows[policy]], note=f"table 3, {rows[policy]}"
+        )
+
+
+def _longcat(policy: str, task: str) -> Iterator[PaperResult]:
+    if policy == "dora":
+        yield PaperResult(papers.DORA, rollout_speedup=papers.LONGCAT_ROLLOUT_SPEEDUP[task], note=f"{task}, figure 10")
+    elif policy == "sync":
+        yield PaperResult(papers.DORA, speedup=1.0, rollout_speedup=1.0)
