@@ -1,6 +1,6 @@
 """Which of the papers' numbers stands beside a run: by preset and policy."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from dora.sim import papers
@@ -29,13 +29,18 @@ def paper_result(preset: str, policy: str, window: int = 0) -> PaperResult | Non
     if family == "dora":
         found = (_dora(cell) for cell in papers.DORA_STEPS if (str(cell.gpus), cell.policy) == (rest, policy))
     elif family == "verl":
-        found = (_verl(row) for row in papers.VERL_ASYNC_STEPS if (f"async-{row.gpus}", row.policy) == (rest, policy))
+        rows = papers.VERL_ROWS.get(preset, ())
+        found = (_verl(row, rows) for row in rows if row.policy == policy)
+    elif family == "laminar" and rest.endswith("tools"):
+        found = _laminar_tools(policy)
     elif family == "laminar":
         found = _mean_speedups("laminar", policy, papers.LAMINAR_SPEEDUPS, papers.LAMINAR)
+    elif preset == "staleflow-128-40k":
+        found = _staleflow_40k(policy, window)
     elif family == "staleflow":
         found = _mean_speedups("staleflow", policy, papers.STALEFLOW_SPEEDUPS, papers.STALEFLOW)
     elif family == "streamrl":
-        found = _streamrl(policy, window)
+        found = _streamrl(policy, window) if rest == "128" else _streamrl_range(policy, window)
     elif family == "longcat":
         found = _longcat(policy, "agentic" if rest.endswith("agentic") else "maths")
     else:
@@ -55,8 +60,8 @@ def _dora(cell: papers.StepCell) -> PaperResult:
     )
 
 
-def _verl(row: papers.AsyncRow) -> PaperResult:
-    sync = next(each for each in papers.VERL_ASYNC_STEPS if (each.gpus, each.policy) == (row.gpus, "sync"))
+def _verl(row: papers.AsyncRow, rows: Iterable[papers.AsyncRow]) -> PaperResult:
+    sync = next(each for each in rows if each.policy == "sync")
     return PaperResult(
         papers.VERL_ASYNC,
         row.step_s / 60,
@@ -64,6 +69,24 @@ def _verl(row: papers.AsyncRow) -> PaperResult:
         speedup=sync.step_s / row.step_s,
         note="response lengths changed while it trained, differently in each run",
     )
+
+
+def _laminar_tools(policy: str) -> Iterator[PaperResult]:
+    """One mean over all baselines, and the range of the single ones."""
+    if policy == "laminar":
+        stated, least = papers.LAMINAR_TOOLS_SPEEDUP, papers.LAMINAR_TOOLS_LEAST
+        note = (
+            f"over all four baselines {stated.mean:g} times their throughput on average, {least:g} to {stated.most:g}"
+        )
+        yield PaperResult(papers.LAMINAR, note=note)
+    elif policy == "sync":
+        yield PaperResult(papers.LAMINAR, speedup=1.0)
+
+
+def _staleflow_40k(policy: str, window: int) -> Iterator[PaperResult]:
+    if policy == "staleflow" and window in (0, 4):
+        note = "table 3; the lengths assumed here have this step's bound"
+        yield PaperResult(papers.STALEFLOW, papers.STALEFLOW_40K_STEP_S / 60, note=note)
 
 
 def _mean_speedups(
@@ -82,11 +105,24 @@ def _mean_speedups(
 
 
 def _streamrl(policy: str, window: int) -> Iterator[PaperResult]:
-    rows = {"sync": "colocated", "streamrl": "disaggregated, streaming" if window == 1 else "asynchronous"}
+    rows = {"sync": "colocated", "streamrl": _streamrl_variant(window)}
     if policy in rows:
-        yield PaperResult(
-            papers.STREAMRL, speedup=papers.STREAMRL_ABLATION[rows[policy]], note=f"table 3, {rows[policy]}"
-        )
+        speedup = papers.STREAMRL_ABLATION[rows[policy]]
+        yield PaperResult(papers.STREAMRL, speedup=speedup, note=f"table 3, {rows[policy]}")
+
+
+def _streamrl_range(policy: str, window: int) -> Iterator[PaperResult]:
+    """Of single settings figure 8 shows bars without numbers; the text has the range."""
+    if policy == "streamrl":
+        over, least, most = papers.STREAMRL_RANGES[_streamrl_variant(window)]
+        note = f"{least:g} to {most:g} times the throughput of {over}, over its nine settings"
+        yield PaperResult(papers.STREAMRL, note=note)
+    elif policy == "sync":
+        yield PaperResult(papers.STREAMRL, speedup=1.0)
+
+
+def _streamrl_variant(window: int) -> str:
+    return "disaggregated, streaming" if window == 1 else "asynchronous"
 
 
 def _longcat(policy: str, task: str) -> Iterator[PaperResult]:

@@ -62,9 +62,10 @@ class SplitRow:
 
 @dataclass(frozen=True, slots=True)
 class AsyncRow:
-    """verl: mean seconds of one step of 512 prompts. ``generation_s``: in which the trainer has nothing to train.
+    """verl: mean seconds of one step. ``generation_s``: in which the trainer has nothing to train.
 
-    ``staleness``: share of a step's groups that may be begun ahead of it.
+    ``staleness``: share of a step's groups that may be begun ahead of it. ``require_batches``: mini-batches that the
+    trainer takes at once. ``rollout_gpus`` 0: half of all.
     """
 
     gpus: int
@@ -72,6 +73,8 @@ class AsyncRow:
     step_s: float
     generation_s: float
     staleness: float = 0.0
+    require_batches: int = 4
+    rollout_gpus: int = 0
 
     @property
     def training_s(self) -> float:
@@ -120,6 +123,8 @@ LAMINAR_SPEEDUPS: Final = (  # section 8.1, figure 11: mathematics, 15 settings
     Speedup("stream", 1.93, 4.06),
     Speedup("partial", 1.39, 1.81),
 )
+LAMINAR_TOOLS_SPEEDUP: Final = Speedup("", 2.62, 5.42)  # figure 12: tool calling, 7B; over all four baselines
+LAMINAR_TOOLS_LEAST: Final = 1.21
 LAMINAR_SCALES: Final = {
     "7b": (16, 32, 64, 128, 256),
     "32b": (32, 64, 128, 256, 512),
@@ -149,12 +154,14 @@ LAMINAR_ACTOR_STALL_S: Final = {"32b": 0.64, "72b": 1.40}  # section 8.3
 
 # ------------------------------------------------------------------------------------------------------ StaleFlow
 
-STALEFLOW_SPEEDUPS: Final = (  # section 6.2, figure 13: three models, staleness 1 to 3
+STALEFLOW_SPEEDUPS: Final = (  # section 6.2, figure 13: the models of table 2, staleness 1 to 3
     Speedup("sync", 2.01, 2.68),
     Speedup("one_step", 1.52, 1.95),
     Speedup("partial", 1.17, 1.42),
 )
 STALEFLOW_COST: Final = {"k1": 7.28e-8, "k2": 1.72e-3, "k3": 1.25e-4, "k4": 1.07e-2}  # table 4; k1 a token, not a byte
+
+STALEFLOW_40K_STEP_S: Final = 7.8 + 2.0 + 0.6 + 36.4 + 413.3  # table 3: bound 3, training hidden by rollout
 
 # ------------------------------------------------------------------------------------------------------- StreamRL
 
@@ -163,6 +170,12 @@ STREAMRL_ABLATION: Final = {  # table 3: 72B, 20K
     "skewness-aware scheduling": 1.08,
     "disaggregated, streaming": 1.23,
     "asynchronous": 1.48,
+}
+STREAMRL_SIZES: Final = ("7b", "32b", "72b")
+STREAMRL_LENGTHS: Final = ("5k", "10k", "20k")
+STREAMRL_RANGES: Final = {  # section 7.1, figure 8: least and most of its nine settings
+    "disaggregated, streaming": ("ColocationRL", 1.06, 1.41),
+    "asynchronous": ("verl, with another engine and trainer", 1.30, 2.66),
 }
 
 # ----------------------------------------------------------------------------------------------- verl, fully async
@@ -176,7 +189,19 @@ VERL_ASYNC_STEPS: Final = (
     AsyncRow(64, "partial", 189.26, 28.46, 0.5),
     AsyncRow(128, "partial", 150.63, 33.14, 0.5),
 )
-VERL_STALENESS_STEPS: Final = (  # its ablation; 0 and 0.5 are above
-    AsyncRow(128, "partial", 171.30, 58.17, 0.1),
-    AsyncRow(128, "partial", 146.11, 38.88, 0.3),
-)
+_SYNC_128: Final = VERL_ASYNC_STEPS[2]
+VERL_ROWS: Final = {  # by preset
+    **{f"verl-async-{n}": tuple(row for row in VERL_ASYNC_STEPS if row.gpus == n) for n in (32, 64, 128)},
+    # the ablation of staleness: 0 and 0.5 are above
+    "verl-async-128-stale-0.1": (_SYNC_128, AsyncRow(128, "partial", 171.30, 58.17, 0.1)),
+    "verl-async-128-stale-0.3": (_SYNC_128, AsyncRow(128, "partial", 146.11, 38.88, 0.3)),
+    # the ablation of require_batches; staleness as above, not stated. 4 has the total times of the 150.63 s above.
+    "verl-async-128-batches-1": (_SYNC_128, AsyncRow(128, "partial", 203.47, 30.88, 0.5, 1)),
+    "verl-async-128-batches-2": (_SYNC_128, AsyncRow(128, "partial", 158.72, 26.32, 0.5, 2)),
+    "verl-async-128-batches-4": (_SYNC_128, AsyncRow(128, "partial", 124.64, 25.62, 0.5, 4)),
+    "verl-async-30b-128": (
+        AsyncRow(128, "sync", 497.89, 348.05),
+        AsyncRow(128, "partial", 282.75, 22.06, 0.5, rollout_gpus=96),
+    ),
+    "verl-async-32-tools": (AsyncRow(32, "sync", 375.47, 228.03), AsyncRow(32, "partial", 221.36, 40.59, 1.0)),
+}

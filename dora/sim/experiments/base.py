@@ -17,6 +17,8 @@ TRAINING_EFFICIENCY: Final = 0.26
 GRPO_PASSES: Final = 8  # FLOP a parameter and token: 6 to train, 2 for the old policy's logprobs
 PPO_PASSES: Final = 18  # GRPO's, a critic of the same size, and a reference model's logprobs
 PROMPT_TOKENS: Final = 150
+# Tool calls: Laminar shows its sandbox's latencies in a figure (2) only, verl none. Assumed for both.
+SANDBOX: Final = {"environment_mean_s": 5.0, "environment_sigma": 1.0, "answer_tokens": 200}
 WINDOW_MOST: Final = 64  # as good as no bound on staleness
 VERL_SLOTS: Final = 1024  # requests one engine takes at once: verl's default, Laminar's and AReaL's setting
 

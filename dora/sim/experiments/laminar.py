@@ -7,6 +7,7 @@ from typing import Final
 from dora.sim import papers
 from dora.sim.experiments.base import (
     PROMPT_TOKENS,
+    SANDBOX,
     VERL_SLOTS,
     WINDOW_MOST,
     Experiment,
@@ -22,10 +23,16 @@ from dora.sim.scenario import Workload
 # window 5 for every other policy. With 1,024 responses a replica, 7B at 256 GPUs has 8 batches in flight, so either
 # those replicas were not full or responses longer than assumed here kept fewer of them running.
 
+# Tool calling (figure 12) is the 7B model with at most 8 calls, at table 2's splits. Assumed: the same lengths, and
+# what a call takes and adds. A response makes half of the calls on average; the trainer computes their answers too.
+TOOL_CALLS: Final = 8
+TOOLS_SIZE: Final = "7b"
 
-def _laminar(size: str, gpus: int) -> Experiment:
+
+def _laminar(size: str, gpus: int, calls: int = 0) -> Experiment:
     model, hardware, mean_tokens = f"qwen2.5-{size}", "h800", 2400
-    tokens = 512 * 16 * (mean_tokens + PROMPT_TOKENS)
+    turns = {"most": calls + 1, **SANDBOX} if calls else {}
+    tokens = 512 * 16 * (mean_tokens + PROMPT_TOKENS + calls * SANDBOX["answer_tokens"] / 2)
     own_gpus, others_gpus = papers.LAMINAR_ENGINE_GPUS[size]
 
     def placed(policy: str) -> Placement:
@@ -39,7 +46,7 @@ def _laminar(size: str, gpus: int) -> Experiment:
     return Experiment(
         gpus,
         others=placed("laminar"),
-        workload=Workload.model_validate(lognormal(mean_tokens, 16 * 1024)),
+        workload=Workload.model_validate(lognormal(mean_tokens, 16 * 1024, turns=turns)),
         systems=systems | {"laminar": replace(systems["laminar"], window=WINDOW_MOST)},
         model=model,
         hardware=hardware,
@@ -51,4 +58,7 @@ def _laminar(size: str, gpus: int) -> Experiment:
 
 EXPERIMENTS: Final[Mapping[str, Experiment]] = {
     f"laminar-{size}-{gpus}": _laminar(size, gpus) for size, scales in papers.LAMINAR_SCALES.items() for gpus in scales
+} | {
+    f"laminar-{TOOLS_SIZE}-{gpus}-tools": _laminar(TOOLS_SIZE, gpus, TOOL_CALLS)
+    for gpus in papers.LAMINAR_SCALES[TOOLS_SIZE]
 }
