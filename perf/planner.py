@@ -139,7 +139,7 @@ def measured(policy: str, predictor: str, workers: int, requests: int, plans: in
 
 
 def _memory_bytes() -> float:
-    """Peak resident memory of this process so far."""
+    """Peak resident memory of this process so far; it takes one measurement only."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
@@ -153,16 +153,12 @@ def main() -> None:
     parser.add_argument("--only", action="store_true", help="this size alone, not a half and a quarter of it too")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    policies = options.policy or ["laxity", "dora"]
-    size = (options.predictor, options.workers, options.requests, options.plans)
-    if options.only:
-        rows = [asdict(measured(policy, *size)) for policy in policies]
-    else:
-        rows = [
-            alone(policy, options.predictor, options.workers // part, options.requests // part, options.plans)
-            for policy in policies
-            for part in (4, 2, 1)
-        ]
+    runs = [
+        (policy, options.predictor, options.workers // part, options.requests // part, options.plans)
+        for policy in options.policy or ["laxity", "dora"]
+        for part in ((1,) if options.only else (4, 2, 1))
+    ]
+    rows = [asdict(measured(*runs[0]))] if len(runs) == 1 else [alone(*run) for run in runs]
     if options.json:
         print(json.dumps(rows, indent=2))
         return
@@ -172,7 +168,7 @@ def main() -> None:
 
 
 def alone(policy: str, predictor: str, workers: int, requests: int, plans: int) -> dict[str, object]:
-    """One size in a process of its own, so that peak memory is that size's."""
+    """One policy and size in a process of its own: peak memory never falls, so a second one would find it raised."""
     size = ["--workers", str(workers), "--requests", str(requests), "--plans", str(plans), "--policy", policy]
     size += ["--predictor", predictor]
     done = subprocess.run(

@@ -38,17 +38,18 @@ def profile(
     dtype: Annotated[Dtype, typer.Option(help="Of weights and KV.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of the engine.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Prompts and the order of timing follow from it.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that all is measured; the fastest steps count.")] = 4,
     tolerance: Annotated[float, typer.Option(help="Largest error of the predicted throughput.")] = 0.15,
     out: Annotated[Path | None, typer.Option(help="Also write the coefficients, to FILE.toml or FILE.json.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write them even where the check fails.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time an engine's steps, fit the cost model to them, and check it against a mixed workload.
 
-    The coefficients are a scenario's ``cluster.cost``. Exits with 1 where the predicted throughput is off by more than
-    the tolerance: the machine was busy with something else, or the cost model does not describe the engine.
+    The coefficients are a scenario's ``cluster.cost``. Exits with 1, and writes nothing, where the predicted throughput
+    is off by more than the tolerance: the machine was busy with something else, or the cost model does not describe the
+    engine.
     """
-    from dora.planning.profile import fit, validate
-
     if out is not None:
         if out.suffix not in FORMATS:
             raise InvalidValue("--out", str(out), f"a file that ends in {' or '.join(FORMATS)}")
@@ -56,18 +57,46 @@ def profile(
     if not 0.0 < tolerance < 1.0:
         raise InvalidValue("--tolerance", tolerance, "above 0, below 1")
     stderr().print(f"timing {model} ...")
-    measurement = _measure(model, slots, kv_tokens, max_model_len, dtype, threads, seed)
+    measurement = _measure(model, slots, kv_tokens, max_model_len, dtype, threads, seed, rounds)
+    conclude(model, measurement, tolerance, out, force=force, as_json=as_json)
+
+
+def conclude(
+    model: str, measurement: "Measurement", tolerance: float, out: Path | None, *, force: bool, as_json: bool
+) -> None:
+    """Fits, checks and shows; writes ``out`` if the check passed, or with ``force``. Exits with 1 if it did not."""
+    from dora.planning.profile import fit, validate
+
     fitted = fit(measurement.decode, measurement.prefill)
     checked = validate(fitted.coefficients, measurement)
-    if out is not None:
-        out.write_text(coefficients_text(fitted, out.suffix))
+    passed = abs(checked.ratio - 1.0) <= tolerance
     if as_json:
-        print_json(report(model, measurement, fitted, checked))
+        print_json(report(model, measurement, fitted, checked) | {"passed": passed})
     else:
         stdout().print(_table(model, measurement, fitted, checked, tolerance))
         stdout().print(coefficients_text(fitted, ".toml"), end="", soft_wrap=True, markup=False)
-    if abs(checked.ratio - 1.0) > tolerance:
+    if out is not None and (passed or force):
+        out.write_text(coefficients_text(fitted, out.suffix))
+    if not passed:
+        for line in failure(fitted, checked, tolerance, None if force else out):
+            stderr().print(line, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(ExitCode.FAILED)
+
+
+def failure(fitted: "Fit", checked: "Validation", tolerance: float, unwritten: Path | None) -> list[str]:
+    """What was off, and what can be done about it."""
+    allowed = f"{1 - tolerance:.2f} to {1 + tolerance:.2f}"
+    lines = [f"dora: predicted/measured throughput = {checked.ratio:.3f} is not allowed: {allowed} (--tolerance)"]
+    cost = fitted.coefficients
+    zero = [name for name, value in (("k1", cost.kv_token_s), ("k3", cost.request_s), ("k4", cost.step_s)) if not value]
+    if zero:
+        lines.append(f"  fitted as 0: {', '.join(zero)}; mean error of the steps fitted {fitted.decode_error:.1%}")
+    lines.append(f"  the machine took {checked.wall_s / checked.measured_s:.2f} times as long as its fastest steps")
+    lines.append("  leave the machine to the engine, or measure more with --rounds; where that does not help, the cost")
+    lines.append("  model does not describe this engine")
+    if unwritten is not None:
+        lines.append(f"  {unwritten} is not written; --force writes it all the same")
+    return lines
 
 
 def coefficients_text(fitted: "Fit", suffix: str) -> str:
@@ -97,7 +126,7 @@ def report(model: str, measurement: "Measurement", fitted: "Fit", checked: "Vali
 
 
 def _measure(
-    model: str, slots: int, kv_tokens: int, max_model_len: int, dtype: Dtype, threads: int, seed: int
+    model: str, slots: int, kv_tokens: int, max_model_len: int, dtype: Dtype, threads: int, seed: int, rounds: int
 ) -> "Measurement":
     """Starts the engine in this process, times it, and closes it."""
     from dora.models import resolve_model
@@ -105,7 +134,7 @@ def _measure(
 
     folder = resolve_model(model)
     max_model_len = max_model_len or min(CONTEXT_TOKENS, _context_tokens(folder))
-    grid = default_grid(slots, kv_tokens, max_model_len)  # refuses what is too small before vLLM is loaded
+    grid = default_grid(slots, kv_tokens, max_model_len, rounds)  # refuses what is too small before vLLM is loaded
     os.environ["OMP_NUM_THREADS"] = str(threads)  # vLLM reads it while it is imported
     from dora.worker.vllm_engine import VllmEngine
 

@@ -11,12 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from dora.orchestrator.core.policies import SIMULATED
-from dora.sim.papers import PaperResult, paper_result
+from dora.sim.paper_results import PaperResult, paper_result
 from dora.sim.report import Report
 from dora.sim.scenario import Scenario
 
 NONE: Final = "-"
 PAPER: Final = "paper"
+ROUNDING_MIN: Final = 1e-9
 COLUMNS: Final = (
     "policy", "W", "train:\nrollout", "min/\nstep", PAPER, "speed-\nup", PAPER, "rollout\nonly", PAPER,
     "rollout\nspeed-up", PAPER, "tokens\n/s", PAPER, "bound", "over\nit", "work", "staleness", "errors",
@@ -204,7 +205,9 @@ def _split(scenario: Scenario) -> str:
 
 
 def _rollout_min(report: Report) -> float:
-    return report.step_time_min * report.rollout_only_fraction
+    """What rounding leaves of a difference of two equal times is no time: nothing is faster by a ratio to it."""
+    minutes = report.step_time_min * report.rollout_only_fraction
+    return minutes if minutes > ROUNDING_MIN else 0.0
 
 
 def _over(report: Report) -> float | None:

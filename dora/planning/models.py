@@ -37,12 +37,13 @@ class ModelSpec:
 
 
 # Layers and heads of StreamRL's Table 2 (paper 002), but for the 7B model: its published configuration has 4 KV heads,
-# the table prints 8.
+# the table prints 8. StaleFlow names the 14B model without its sizes: they are its published configuration's.
 # LongCat-Flash: 28 blocks of two latent attentions each, 512 + 64 values; 18.6 to 31.3 billion parameters are active.
 MODELS: Final[Mapping[str, ModelSpec]] = {
     model.name: model
     for model in (
         ModelSpec("qwen2.5-7b", 7.62e9, 7.62e9, layers=28, kv_heads=4, head_dim=128),
+        ModelSpec("qwen2.5-14b", 14.77e9, 14.77e9, layers=48, kv_heads=8, head_dim=128),
         ModelSpec("qwen2.5-32b", 32.76e9, 32.76e9, layers=64, kv_heads=8, head_dim=128),
         ModelSpec("qwen2.5-72b", 72.7e9, 72.7e9, layers=80, kv_heads=8, head_dim=128),
         ModelSpec("qwen3-30b-a3b", 30.5e9, 3.3e9, layers=48, kv_heads=4, head_dim=128),

@@ -5,7 +5,6 @@ cell that contradicts another one. Policies have the names they have here: verl 
 rollout is ``partial``.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -63,9 +62,10 @@ class SplitRow:
 
 @dataclass(frozen=True, slots=True)
 class AsyncRow:
-    """verl: mean seconds of one step of 512 prompts. ``generation_s``: in which the trainer has nothing to train.
+    """verl: mean seconds of one step. ``generation_s``: in which the trainer has nothing to train.
 
-    ``staleness``: share of a step's groups that may be begun ahead of it.
+    ``staleness``: share of a step's groups that may be begun ahead of it. ``require_batches``: mini-batches that the
+    trainer takes at once. ``rollout_gpus`` 0: half of all.
     """
 
     gpus: int
@@ -73,6 +73,8 @@ class AsyncRow:
     step_s: float
     generation_s: float
     staleness: float = 0.0
+    require_batches: int = 4
+    rollout_gpus: int = 0
 
     @property
     def training_s(self) -> float:
@@ -121,6 +123,8 @@ LAMINAR_SPEEDUPS: Final = (  # section 8.1, figure 11: mathematics, 15 settings
     Speedup("stream", 1.93, 4.06),
     Speedup("partial", 1.39, 1.81),
 )
+LAMINAR_TOOLS_SPEEDUP: Final = Speedup("", 2.62, 5.42)  # figure 12: tool calling, 7B; over all four baselines
+LAMINAR_TOOLS_LEAST: Final = 1.21
 LAMINAR_SCALES: Final = {
     "7b": (16, 32, 64, 128, 256),
     "32b": (32, 64, 128, 256, 512),
@@ -150,12 +154,14 @@ LAMINAR_ACTOR_STALL_S: Final = {"32b": 0.64, "72b": 1.40}  # section 8.3
 
 # ------------------------------------------------------------------------------------------------------ StaleFlow
 
-STALEFLOW_SPEEDUPS: Final = (  # section 6.2, figure 13: three models, staleness 1 to 3
+STALEFLOW_SPEEDUPS: Final = (  # section 6.2, figure 13: the models of table 2, staleness 1 to 3
     Speedup("sync", 2.01, 2.68),
     Speedup("one_step", 1.52, 1.95),
     Speedup("partial", 1.17, 1.42),
 )
 STALEFLOW_COST: Final = {"k1": 7.28e-8, "k2": 1.72e-3, "k3": 1.25e-4, "k4": 1.07e-2}  # table 4; k1 a token, not a byte
+
+STALEFLOW_40K_STEP_S: Final = 7.8 + 2.0 + 0.6 + 36.4 + 413.3  # table 3: bound 3, training hidden by rollout
 
 # ------------------------------------------------------------------------------------------------------- StreamRL
 
@@ -164,6 +170,12 @@ STREAMRL_ABLATION: Final = {  # table 3: 72B, 20K
     "skewness-aware scheduling": 1.08,
     "disaggregated, streaming": 1.23,
     "asynchronous": 1.48,
+}
+STREAMRL_SIZES: Final = ("7b", "32b", "72b")
+STREAMRL_LENGTHS: Final = ("5k", "10k", "20k")
+STREAMRL_RANGES: Final = {  # section 7.1, figure 8: least and most of its nine settings
+    "disaggregated, streaming": ("ColocationRL", 1.06, 1.41),
+    "asynchronous": ("verl, with another engine and trainer", 1.30, 2.66),
 }
 
 # ----------------------------------------------------------------------------------------------- verl, fully async
@@ -177,104 +189,19 @@ VERL_ASYNC_STEPS: Final = (
     AsyncRow(64, "partial", 189.26, 28.46, 0.5),
     AsyncRow(128, "partial", 150.63, 33.14, 0.5),
 )
-VERL_STALENESS_STEPS: Final = (  # its ablation; 0 and 0.5 are above
-    AsyncRow(128, "partial", 171.30, 58.17, 0.1),
-    AsyncRow(128, "partial", 146.11, 38.88, 0.3),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class PaperResult:
-    """What a paper says of one policy in one preset. ``None``: it does not say."""
-
-    source: str
-    step_time_min: float | None = None
-    rollout_only_fraction: float | None = None
-    tokens_per_s: float | None = None
-    speedup: float | None = None  # throughput over sync
-    rollout_speedup: float | None = None  # rollout-only time of sync over this one's
-    note: str = ""
-    overhead_balancing: float | None = None  # shares of the total time
-    overhead_transfer: float | None = None
-
-
-def paper_result(preset: str, policy: str, window: int = 0) -> PaperResult | None:
-    """The paper's number beside which a run of ``preset`` under ``policy`` is shown; None where there is none.
-
-    ``window``: of the run, where a paper has rows for several of one strategy; 0: the preset's.
-    """
-    family, _, rest = preset.partition("-")
-    found: Iterator[PaperResult]
-    if family == "dora":
-        found = (_dora(cell) for cell in DORA_STEPS if (str(cell.gpus), cell.policy) == (rest, policy))
-    elif family == "verl":
-        found = (_verl(row) for row in VERL_ASYNC_STEPS if (f"async-{row.gpus}", row.policy) == (rest, policy))
-    elif family == "laminar":
-        found = _mean_speedups("laminar", policy, LAMINAR_SPEEDUPS, LAMINAR)
-    elif family == "staleflow":
-        found = _mean_speedups("staleflow", policy, STALEFLOW_SPEEDUPS, STALEFLOW)
-    elif family == "streamrl":
-        found = _streamrl(policy, window)
-    elif family == "longcat":
-        found = _longcat(policy, "agentic" if rest.endswith("agentic") else "maths")
-    else:
-        found = iter(())
-    return next(found, None)
-
-
-def _dora(cell: StepCell) -> PaperResult:
-    sync = next(each for each in DORA_STEPS if (each.gpus, each.policy) == (cell.gpus, "sync"))
-    assert sync.tokens_per_s is not None and sync.rollout_only_fraction is not None
-    rollout = None
-    if cell.rollout_only_fraction is not None:
-        rollout = sync.step_time_min * sync.rollout_only_fraction / (cell.step_time_min * cell.rollout_only_fraction)
-    speedup = None if cell.tokens_per_s is None else cell.tokens_per_s / sync.tokens_per_s
-    overhead = DORA_OVERHEAD.get(f"dora-{cell.gpus}") if cell.policy == "dora" else None
-    return PaperResult(
-        DORA,
-        cell.step_time_min,
-        cell.rollout_only_fraction,
-        cell.tokens_per_s,
-        speedup,
-        rollout,
-        cell.note,
-        overhead_balancing=None if overhead is None else overhead.balancing,
-        overhead_transfer=None if overhead is None else overhead.transfer,
-    )
-
-
-def _verl(row: AsyncRow) -> PaperResult:
-    sync = next(each for each in VERL_ASYNC_STEPS if (each.gpus, each.policy) == (row.gpus, "sync"))
-    return PaperResult(
-        VERL_ASYNC,
-        row.step_s / 60,
-        row.generation_s / row.step_s,
-        speedup=sync.step_s / row.step_s,
-        note="response lengths changed while it trained, differently in each run",
-    )
-
-
-def _mean_speedups(system: str, policy: str, speedups: tuple[Speedup, ...], source: str) -> Iterator[PaperResult]:
-    """Only means over all settings are given: over sync, and of the others by the ratio of two means."""
-    over = {each.policy: each for each in speedups}
-    if policy == system:
-        sync = over["sync"]
-        yield PaperResult(source, speedup=sync.mean, note=f"mean over its settings, at most {sync.most:g}")
-    elif policy == "sync":
-        yield PaperResult(source, speedup=1.0)
-    elif policy in over:
-        ratio = over["sync"].mean / over[policy].mean
-        yield PaperResult(source, speedup=ratio, note="derived: ratio of two means over its settings")
-
-
-def _streamrl(policy: str, window: int) -> Iterator[PaperResult]:
-    rows = {"sync": "colocated", "streamrl": "disaggregated, streaming" if window == 1 else "asynchronous"}
-    if policy in rows:
-        yield PaperResult(STREAMRL, speedup=STREAMRL_ABLATION[rows[policy]], note=f"table 3, {rows[policy]}")
-
-
-def _longcat(policy: str, task: str) -> Iterator[PaperResult]:
-    if policy == "dora":
-        yield PaperResult(DORA, rollout_speedup=LONGCAT_ROLLOUT_SPEEDUP[task], note=f"{task}, figure 10")
-    elif policy == "sync":
-        yield PaperResult(DORA, speedup=1.0, rollout_speedup=1.0)
+_SYNC_128: Final = VERL_ASYNC_STEPS[2]
+VERL_ROWS: Final = {  # by preset
+    **{f"verl-async-{n}": tuple(row for row in VERL_ASYNC_STEPS if row.gpus == n) for n in (32, 64, 128)},
+    # the ablation of staleness: 0 and 0.5 are above
+    "verl-async-128-stale-0.1": (_SYNC_128, AsyncRow(128, "partial", 171.30, 58.17, 0.1)),
+    "verl-async-128-stale-0.3": (_SYNC_128, AsyncRow(128, "partial", 146.11, 38.88, 0.3)),
+    # the ablation of require_batches; staleness as above, not stated. 4 has the total times of the 150.63 s above.
+    "verl-async-128-batches-1": (_SYNC_128, AsyncRow(128, "partial", 203.47, 30.88, 0.5, 1)),
+    "verl-async-128-batches-2": (_SYNC_128, AsyncRow(128, "partial", 158.72, 26.32, 0.5, 2)),
+    "verl-async-128-batches-4": (_SYNC_128, AsyncRow(128, "partial", 124.64, 25.62, 0.5, 4)),
+    "verl-async-30b-128": (
+        AsyncRow(128, "sync", 497.89, 348.05),
+        AsyncRow(128, "partial", 282.75, 22.06, 0.5, rollout_gpus=96),
+    ),
+    "verl-async-32-tools": (AsyncRow(32, "sync", 375.47, 228.03), AsyncRow(32, "partial", 221.36, 40.59, 1.0)),
+}

@@ -2,10 +2,15 @@
 
 Everything goes through the engine's protocol. One set of requests a context is prefilled one by one (each a prefill
 sample); batches of any size are then made by freezing the others, so no token is computed only to be thrown away.
+
+All of it is repeated, round by round, and of each point only the fastest times count: whatever else runs on the machine
+only adds time, and a burst of it lasts for a part of a round or for some rounds, but hardly falls on one point in all.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from statistics import fmean
 from typing import Final
 
 import numpy as np
@@ -17,27 +22,28 @@ from dora.worker.engine import RolloutEngine
 
 Clock = Callable[[], float]
 SETTLING_STEPS: Final = 2  # a changed batch is re-assembled in its first step
-QUIET_QUANTILE: Final = 0.25  # whatever else runs on the machine only adds time, so the median is too late
+ROUNDS: Final = 4
+QUIET_SHARE: Final = 0.125  # of the times of one point: the fastest, which count
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is timed: ``rounds * steps`` steps of each batch; rounds go through the batches in another order."""
+    """What is timed: ``rounds * steps`` steps of each batch and context, each round in another order of batches, and
+    in each round the mixed workload once."""
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]  # prompt tokens
     steps: int = 8  # timed of one batch in one round, after SETTLING_STEPS that are not
-    rounds: int = 3
+    rounds: int = ROUNDS
     mixed_requests: int = 24
-    mixed_repeats: int = 4
 
     @property
     def growth(self) -> int:
         """Most tokens that a request can gain while its context is measured."""
-        return 1 + self.rounds * len(self.batches) * (self.steps + SETTLING_STEPS)
+        return 1 + len(self.batches) * (self.steps + SETTLING_STEPS)
 
 
-def default_grid(slots: int, kv_tokens: int, max_model_len_tokens: int) -> Grid:
+def default_grid(slots: int, kv_tokens: int, max_model_len_tokens: int, rounds: int = ROUNDS) -> Grid:
     """Up to six batches, evenly spaced by ratio; three contexts, far apart, so that k1 and k3 can be told from another.
 
     Raises InvalidValue for an engine that is too small to be measured.
@@ -46,7 +52,7 @@ def default_grid(slots: int, kv_tokens: int, max_model_len_tokens: int) -> Grid:
         raise InvalidValue("slots", slots, "2 or above: two batch sizes must be timed")
     batches = tuple(sorted({round(slots ** (index / 5)) for index in range(6)}))
     room = min(max_model_len_tokens, kv_tokens // slots)
-    grid = Grid(batches, (room // 16, room // 4, room // 2))
+    grid = Grid(batches, (room // 16, room // 4, room // 2), rounds=rounds)
     least = 2 * (grid.growth + 1)
     if room < least:
         raise InvalidValue("max_model_len_tokens and kv_tokens / slots", room, f"{least} or above")
@@ -66,11 +72,18 @@ def check_grid(grid: Grid, slots: int, kv_tokens: int, max_model_len_tokens: int
         ("steps", grid.steps, grid.steps >= 1, "1 or above"),
         ("rounds", grid.rounds, grid.rounds >= 1, "1 or above"),
         ("mixed_requests", grid.mixed_requests, grid.mixed_requests >= 0, "0 or above"),
-        ("mixed_repeats", grid.mixed_repeats, grid.mixed_repeats >= 0, "0 or above"),
     )
     for field, value, valid, allowed in checks:
         if not valid:
             raise InvalidValue(field, value, allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """One step, or the mean of several."""
+
+    kv_tokens: float
+    step_s: float
 
 
 def measure(engine: RolloutEngine, grid: Grid, *, seed: int, clock: Clock) -> Measurement:
@@ -89,20 +102,24 @@ def measure(engine: RolloutEngine, grid: Grid, *, seed: int, clock: Clock) -> Me
     begin_s = clock()
     bench.time_prefills(1, grid.contexts[0])  # what the engine does once, it does now
     bench.clear()
-    decode: list[DecodeSample] = []
-    prefill: list[PrefillSample] = []
-    for tokens in grid.contexts:
-        prefill.append(bench.time_prefills(max(grid.batches), tokens))
-        decode += bench.time_batches(grid)
-        bench.clear()
-    mixed = bench.mixed_workload(grid)
-    runs = [bench.time_mixed(mixed) for _ in range(grid.mixed_repeats if mixed else 0)]
+    decode: dict[tuple[int, int], list[_Timed]] = defaultdict(list)  # by context and batch
+    prefill: dict[int, list[_Timed]] = defaultdict(list)
+    mixed, runs = bench.mixed_workload(grid), []
+    for _ in range(grid.rounds):
+        for tokens in grid.contexts:
+            prefill[tokens] += bench.time_prefills(max(grid.batches), tokens)
+            for batch, timed in bench.time_batches(grid):
+                decode[tokens, batch] += timed
+            bench.clear()
+        if mixed:
+            runs.append(bench.time_mixed(mixed))
+    steps = [_quiet([_Timed(0, step_s) for step_s in times]) for times in zip(*runs, strict=True)]  # the same batches
     return Measurement(
         slots=capability.slots,
-        decode=tuple(decode),
-        prefill=tuple(prefill),
+        decode=tuple(DecodeSample(batch, *astuple(_quiet(timed))) for (_, batch), timed in decode.items()),
+        prefill=tuple(PrefillSample(1, tokens, _quiet(timed).step_s) for tokens, timed in prefill.items()),
         mixed=mixed,
-        mixed_s=sum(_quiet(times) for times in zip(*runs, strict=True)),  # all runs go through the same batches
+        mixed_s=sum(step.step_s for step in steps),
         mixed_wall_s=tuple(sum(times) for times in runs),
         wall_s=clock() - begin_s,
     )
@@ -116,33 +133,31 @@ class _Bench:
         self._contexts: dict[str, int] = {}  # request -> tokens of prompt and response
         self._serial = 0
 
-    def time_prefills(self, count: int, tokens: int) -> PrefillSample:
+    def time_prefills(self, count: int, tokens: int) -> list[_Timed]:
         """Adds ``count`` requests, each prefilled in a step of its own, and freezes them."""
-        times = []
+        timed = []
         for _ in range(count):
             response_tokens = self._engine.capability.max_model_len_tokens - tokens
             request_id = self._add(MixedRequest(tokens, response_tokens))
-            times.append(self._timed_step())
+            timed.append(_Timed(tokens, self._timed_step()))
             self._engine.freeze(request_id)
-        return PrefillSample(1, tokens, _quiet(times))
+        return timed
 
-    def time_batches(self, grid: Grid) -> list[DecodeSample]:
-        """Steps of every batch size, the batches drawn anew in each round."""
-        times: dict[int, list[float]] = {batch: [] for batch in grid.batches}
-        kv_tokens: dict[int, list[int]] = {batch: [] for batch in grid.batches}
-        for _ in range(grid.rounds):
-            for batch in self._rng.permutation(grid.batches):
-                chosen = [str(name) for name in self._rng.choice(sorted(self._contexts), batch, replace=False)]
-                for request_id in chosen:
-                    self._engine.thaw(request_id)
-                for _ in range(SETTLING_STEPS):
-                    self._timed_step()
-                for _ in range(grid.steps):
-                    kv_tokens[batch].append(sum(self._contexts[request_id] for request_id in chosen))
-                    times[batch].append(self._timed_step())
-                for request_id in chosen:
-                    self._engine.freeze(request_id)
-        return [DecodeSample(batch, _quiet(kv_tokens[batch]), _quiet(times[batch])) for batch in grid.batches]
+    def time_batches(self, grid: Grid) -> Iterator[tuple[int, list[_Timed]]]:
+        """Steps of every batch size, in random order and of requests drawn anew."""
+        for batch in self._rng.permutation(grid.batches).tolist():
+            chosen = [str(name) for name in self._rng.choice(sorted(self._contexts), batch, replace=False)]
+            for request_id in chosen:
+                self._engine.thaw(request_id)
+            for _ in range(SETTLING_STEPS):
+                self._timed_step()
+            timed = []
+            for _ in range(grid.steps):
+                kv_tokens = sum(self._contexts[request_id] for request_id in chosen)
+                timed.append(_Timed(kv_tokens, self._timed_step()))
+            for request_id in chosen:
+                self._engine.freeze(request_id)
+            yield batch, timed
 
     def mixed_workload(self, grid: Grid) -> tuple[MixedRequest, ...]:
         """Prompts and responses of very different lengths, all within the measured contexts."""
@@ -191,6 +206,7 @@ class _Bench:
                 del self._contexts[delta.request_id]
 
 
-def _quiet(values: Sequence[float]) -> float:
-    """What a value is on a machine left alone, out of many."""
-    return float(np.quantile(values, QUIET_QUANTILE))
+def _quiet(timed: Sequence[_Timed]) -> _Timed:
+    """What a step takes on a machine left alone, out of many: the mean of the fastest, with the KV that they had."""
+    fastest = sorted(timed, key=lambda each: each.step_s)[: max(1, round(QUIET_SHARE * len(timed)))]
+    return _Timed(fmean(each.kv_tokens for each in fastest), fmean(each.step_s for each in fastest))

@@ -99,6 +99,7 @@ def _quantile(share: float) -> float:
 def test_kv_and_weights_follow_from_the_architecture() -> None:
     assert {name: model.kv_token_bytes for name, model in MODELS.items()} == {
         "qwen2.5-7b": 57_344,
+        "qwen2.5-14b": 196_608,
         "qwen2.5-32b": 262_144,
         "qwen2.5-72b": 327_680,
         "qwen3-30b-a3b": 98_304,

@@ -1,7 +1,7 @@
 """Presets and the papers' numbers: what they say agrees with the papers' ratios and with each other."""
 
 from dataclasses import replace
-from math import prod
+from math import exp, prod
 
 import pytest
 
@@ -10,10 +10,13 @@ from dora.errors import InvalidValue
 from dora.planning.allocation import bound_s
 from dora.sim import papers
 from dora.sim.experiments import EXPERIMENTS
-from dora.sim.papers import DORA_STEPS, paper_result
+from dora.sim.paper_results import paper_result
+from dora.sim.papers import DORA_STEPS
 from dora.sim.presets import composed, names, planned, preset, scenario_for
 from dora.sim.scenario import Scenario
 from dora.sim.workload import moments
+
+LAMINAR_TABLE_2 = [name for name in names() if name.startswith("laminar-") and not name.endswith("-tools")]
 
 
 def bound_min(scenario: Scenario) -> float:
@@ -26,7 +29,14 @@ def bound_min(scenario: Scenario) -> float:
 
 def test_every_row_of_the_papers_tables_has_a_preset() -> None:
     assert names()[:2] == ["dora-64", "dora-128"]
-    assert sum(name.startswith("laminar-") for name in names()) == 15
+    assert len(LAMINAR_TABLE_2) == 15
+    assert {f"laminar-7b-{gpus}-tools" for gpus in (16, 32, 64, 128, 256)} <= set(names())
+    assert {"staleflow-128-40k", "staleflow-14b-64", "staleflow-32b-128"} <= set(names())
+    assert sum(name.startswith("streamrl-") for name in names()) == 9
+    assert {"streamrl-7b-32-5k", "streamrl-32b-128-20k", "streamrl-72b-128-10k"} <= set(names())
+    assert set(papers.VERL_ROWS) <= set(names())
+    assert {f"verl-async-128-{row}" for row in ("stale-0.1", "stale-0.3", "batches-1", "batches-2")} <= set(names())
+    assert {"verl-async-30b-128", "verl-async-32-tools"} <= set(names())
     assert {"laminar-7b-16", "laminar-32b-512", "laminar-72b-1024", "staleflow-128", "streamrl-128"} <= set(names())
     assert {"longcat-4096", "longcat-4096-agentic", "verl-async-32", "verl-async-64", "verl-async-128"} <= set(names())
     assert {"fleet-1024", "small"} <= set(names())
@@ -83,9 +93,60 @@ def test_a_policy_gets_its_papers_row_and_engine_size() -> None:
 
 def test_training_efficiency_is_the_one_at_which_laminars_own_splits_match() -> None:
     """The geometric mean over its 15 rows of training time over bound is 1."""
-    scenarios = [scenario_for(name, "laminar") for name in names() if name.startswith("laminar-")]
+    scenarios = [scenario_for(name, "laminar") for name in LAMINAR_TABLE_2]
     ratios = [scenario.trainer.step_s / 60 / bound_min(scenario) for scenario in scenarios]
     assert prod(ratios) ** (1 / len(ratios)) == pytest.approx(1.0, rel=0.05)
+
+
+def test_tool_calling_has_the_splits_of_table_2_and_at_most_eight_calls() -> None:
+    maths, tools = (scenario_for(name, "laminar") for name in ("laminar-7b-256", "laminar-7b-256-tools"))
+    assert tools.cluster == maths.cluster
+    assert (maths.workload.turns.most, tools.workload.turns.most) == (1, 9)
+    answers = moments(tools.workload).answer_tokens * 2  # over the whole response; half of them before a token of it
+    assert tools.trainer.step_s / maths.trainer.step_s == pytest.approx(1 + answers / (2400 + 150))
+
+
+@pytest.mark.parametrize("name", papers.VERL_ROWS)
+def test_a_row_of_verls_tables_has_its_training_time_its_split_and_what_may_be_in_flight(name: str) -> None:
+    for row in papers.VERL_ROWS[name]:
+        scenario = scenario_for(name, row.policy)
+        assert scenario.trainer.step_s == pytest.approx(row.step_s - row.generation_s)
+        if row.policy == "partial":
+            groups = scenario.trainer.groups_per_step
+            assert scenario.in_flight_groups == round(groups * (1 + row.staleness))
+            assert scenario.cluster.rollout_gpus == (row.rollout_gpus or row.gpus // 2)
+        paper = paper_result(name, row.policy)
+        assert paper is not None and paper.step_time_min == pytest.approx(row.step_s / 60)
+
+
+def test_verls_trainer_takes_as_many_mini_batches_at_once_as_the_row_says() -> None:
+    rows = ["batches-1", "batches-2", "batches-4", "stale-0.1"]
+    fetches = [scenario_for(f"verl-async-128-{row}", "partial").trainer.micro_batches for row in rows]
+    assert fetches == [16, 8, 4, 4]  # of 32, 64, 128 and 128 of 512 prompts
+
+
+def test_streamrls_shorter_lengths_are_the_longest_ones_scaled_down() -> None:
+    for size in ("7b-32", "32b-128", "72b-128"):
+        longest = "streamrl-128" if size == "72b-128" else f"streamrl-{size}-20k"
+        whole = preset(longest).workload.lengths
+        for length, factor in (("10k", 2), ("5k", 4)):
+            scaled = preset(f"streamrl-{size}-{length}").workload.lengths
+            assert scaled.cap_tokens * factor == whole.cap_tokens
+            assert (exp(scaled.mu) * factor, scaled.sigma) == pytest.approx((exp(whole.mu), whole.sigma), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["staleflow-128-40k", "staleflow-14b-64", "staleflow-32b-128"])
+def test_staleflows_splits_are_those_of_the_shortest_step(name: str) -> None:
+    own, best = preset(name), planned(preset(name))
+    assert abs(own.cluster.rollout_gpus - best.cluster.rollout_gpus) <= own.cluster.gpus_per_engine
+
+
+def test_staleflows_table_3_is_the_bound_of_its_preset() -> None:
+    scenario = preset("staleflow-128-40k")
+    paper = paper_result("staleflow-128-40k", "staleflow", scenario.window)
+    assert paper is not None and paper.step_time_min == pytest.approx(460.1 / 60)
+    assert max(bound_min(scenario), scenario.trainer.step_s / 60) == pytest.approx(paper.step_time_min, rel=0.01)
+    assert paper_result("staleflow-128-40k", "staleflow", scenario.window - 1) is None  # stated for that bound alone
 
 
 def test_policies_have_the_window_of_their_definition() -> None:
@@ -172,6 +233,17 @@ def test_a_paper_is_silent_where_it_says_nothing() -> None:
     assert [result and result.speedup for result in found] == [1.0, 1.23, 1.48, None]
     agentic = paper_result("longcat-4096-agentic", "dora")
     assert agentic is not None and agentic.rollout_speedup == 6.2
+
+
+def test_where_a_paper_states_a_range_alone_it_is_a_note() -> None:
+    for name, policy, window, words in (
+        ("laminar-7b-64-tools", "laminar", 0, "2.62 times"),
+        ("streamrl-7b-32-5k", "streamrl", 2, "1.3 to 2.66 times the throughput of verl"),
+        ("streamrl-7b-32-5k", "streamrl", 1, "1.06 to 1.41 times the throughput of ColocationRL"),
+    ):
+        found = paper_result(name, policy, window)
+        assert found is not None and found.speedup is None and words in found.note
+    assert paper_result("laminar-7b-64-tools", "stream") is None
 
 
 def test_laminars_table_has_all_its_rows() -> None:

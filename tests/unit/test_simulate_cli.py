@@ -316,6 +316,13 @@ def test_the_json_of_a_run_has_the_papers_numbers_that_the_table_shows() -> None
     assert sync["paper"]["overhead_balancing"] is None
 
 
+def test_no_rollout_speedup_over_what_rounding_leaves_of_no_time() -> None:
+    scenarios = [scenario_for("small", policy) for policy in ("sync", "laxity")]
+    sync, laxity = reports(sync=3.0, laxity=2.0)
+    rows = comparison([sync, replace(laxity, rollout_only_fraction=1e-16)], scenarios)
+    assert rows[1].rollout_speedup is None
+
+
 def test_a_comparison_says_how_much_faster_than_sync() -> None:
     scenarios = [scenario_for("dora-64", policy) for policy in ("sync", "dora")]
     sync, dora = reports(sync=25.5, dora=17.0)

@@ -1,0 +1,64 @@
+"""Laminar's table 2 (paper 001, appendix A.3), by model and scale."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from dora.sim import papers
+from dora.sim.experiments.base import (
+    PROMPT_TOKENS,
+    SANDBOX,
+    VERL_SLOTS,
+    WINDOW_MOST,
+    Experiment,
+    Placement,
+    flop_training_s,
+    lognormal,
+)
+from dora.sim.scenario import Workload
+
+# Splits and engine sizes are table 2 and appendix A.3. Lengths are shown in a figure only: assumed are DORA's mean of
+# 2.4K (the same prompts, DAPO-Math-17k) and the stated cap. Laminar itself enforces no bound (section 8.1: "inherent
+# staleness without manual enforcement"): its window is the largest there is. 4 was the most its authors saw, hence
+# window 5 for every other policy. With 1,024 responses a replica, 7B at 256 GPUs has 8 batches in flight, so either
+# those replicas were not full or responses longer than assumed here kept fewer of them running.
+
+# Tool calling (figure 12) is the 7B model with at most 8 calls, at table 2's splits. Assumed: the same lengths, and
+# what a call takes and adds. A response makes half of the calls on average; the trainer computes their answers too.
+TOOL_CALLS: Final = 8
+TOOLS_SIZE: Final = "7b"
+
+
+def _laminar(size: str, gpus: int, calls: int = 0) -> Experiment:
+    model, hardware, mean_tokens = f"qwen2.5-{size}", "h800", 2400
+    turns = {"most": calls + 1, **SANDBOX} if calls else {}
+    tokens = 512 * 16 * (mean_tokens + PROMPT_TOKENS + calls * SANDBOX["answer_tokens"] / 2)
+    own_gpus, others_gpus = papers.LAMINAR_ENGINE_GPUS[size]
+
+    def placed(policy: str) -> Placement:
+        row = next(row for row in papers.LAMINAR_SPLITS[policy] if (row.model, row.gpus) == (size, gpus))
+        training_s = flop_training_s(model, hardware, row.train_gpus, tokens)
+        engine_gpus = own_gpus if policy in ("laminar", "partial") else others_gpus
+        return Placement(row.rollout_gpus, training_s, engine_gpus=engine_gpus)
+
+    sync = Placement(gpus, flop_training_s(model, hardware, gpus, tokens), True, others_gpus)
+    systems = {"sync": sync} | {policy: placed(policy) for policy in papers.LAMINAR_SPLITS}
+    return Experiment(
+        gpus,
+        others=placed("laminar"),
+        workload=Workload.model_validate(lognormal(mean_tokens, 16 * 1024, turns=turns)),
+        systems=systems | {"laminar": replace(systems["laminar"], window=WINDOW_MOST)},
+        model=model,
+        hardware=hardware,
+        window=5,
+        slots=VERL_SLOTS,
+        publish_s=papers.LAMINAR_ACTOR_STALL_S.get(size, 0.0),
+    )
+
+
+EXPERIMENTS: Final[Mapping[str, Experiment]] = {
+    f"laminar-{size}-{gpus}": _laminar(size, gpus) for size, scales in papers.LAMINAR_SCALES.items() for gpus in scales
+} | {
+    f"laminar-{TOOLS_SIZE}-{gpus}-tools": _laminar(TOOLS_SIZE, gpus, TOOL_CALLS)
+    for gpus in papers.LAMINAR_SCALES[TOOLS_SIZE]
+}
