@@ -49,7 +49,7 @@ def test_the_youngest_is_preempted_and_starts_again_when_there_is_room() -> None
 
 
 def test_one_that_decodes_alone_takes_the_kv_of_those_that_wait_for_an_environment() -> None:
-    engine = SimEngine(replace(COST, prefill_token_s=0.001), slots=1, kv_tokens=100)
+    engine = SimEngine(replace(COST, prefill_token_s=0.001), slots=1, kv_tokens=110)
     away = request("away", 90, turns=TURNS)
     engine.add(away)
     engine.add(request("alone", 60))
@@ -62,7 +62,7 @@ def test_one_that_decodes_alone_takes_the_kv_of_those_that_wait_for_an_environme
 
 
 def test_one_that_was_answered_and_waits_for_the_slot_gives_its_kv_up_too() -> None:
-    engine = SimEngine(COST, slots=1, kv_tokens=100)
+    engine = SimEngine(COST, slots=1, kv_tokens=110)
     away = request("away", 90, turns=TURNS)
     engine.add(away)
     engine.add(request("alone", 60))
