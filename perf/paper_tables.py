@@ -73,9 +73,9 @@ def _laminar_settings(chosen: Sequence[str]) -> Iterator[Setting]:
 # system: accelerators that generate, of 128, where training then takes about as long as generation was seen to. The
 # other models have the preset's split for all systems.
 STALEFLOW_ROLLOUT_GPUS: Final = {
-    "staleflow-128": {"one_step": 96}
-    | {"staleflow, 1": 84, "staleflow, 2": 81, "staleflow, 3": 79}
-    | {"partial, 1": 84, "partial, 2": 81, "partial, 3": 82},
+    "staleflow-128": {"one_step": 104}
+    | {"staleflow, 1": 92, "staleflow, 2": 91, "staleflow, 3": 93}
+    | {"partial, 1": 92, "partial, 2": 95, "partial, 3": 95},
     "staleflow-14b-64": {},
     "staleflow-32b-128": {},
 }

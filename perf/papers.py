@@ -98,9 +98,15 @@ def _comparison_line(each: Comparison) -> str:
 
 
 def _tell(place: str) -> Callable[[float], None]:
+    shown = ""
+
     def progress(share: float) -> None:
-        sys.stderr.write(f"\r{place}: {share:4.0%} " + ("\r\033[K" if share >= 1.0 else ""))
-        sys.stderr.flush()
+        nonlocal shown
+        text = f"\r{place}: {share:4.0%} " + ("\r\033[K" if share >= 1.0 else "")
+        if text != shown and sys.stderr.isatty():
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        shown = text
 
     return progress
 

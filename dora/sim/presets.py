@@ -88,7 +88,21 @@ def composed(over: Mapping[str, Any], name: str = "", policy: str = "", window: 
         default = Scenario.model_fields["window"].default
         base = {"window": window_of(policy, default, own), "trainer": {"streams": policy not in WHOLE_BATCH}}
     chosen = {"policy": policy} | ({} if window is None else {"window": window})
-    return validated_as(Scenario, merged(merged(base, over), chosen))
+    scenario = validated_as(Scenario, merged(merged(base, over), chosen))
+    _check_lengths(scenario, over)
+    return scenario
+
+
+def _check_lengths(scenario: Scenario, over: Mapping[str, Any]) -> None:
+    """Raises InvalidValue for a parameter of a distribution that was asked for and is not the one in use."""
+    kind = scenario.workload.lengths.kind
+    if kind == "lognormal":
+        return
+    asked = over.get("workload", {}).get("lengths", {})
+    for name in ("mu", "sigma"):
+        if name in asked:
+            allowed = f"left out: lengths.kind is {kind}, and only lognormal has it"
+            raise InvalidValue(f"workload.lengths.{name}", asked[name], allowed)
 
 
 def planned(scenario: Scenario) -> Scenario:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import exp, prod
+from pathlib import Path
 
 import pytest
 
@@ -141,12 +142,22 @@ def test_staleflows_splits_are_those_of_the_shortest_step(name: str) -> None:
     assert abs(own.cluster.rollout_gpus - best.cluster.rollout_gpus) <= own.cluster.gpus_per_engine
 
 
-def test_staleflows_table_3_is_the_bound_of_its_preset() -> None:
+def test_staleflows_table_3_is_just_above_the_bound_of_its_preset() -> None:
+    """Of the 460 s that it states for a step 413 are decoding; nothing decodes faster than the bound."""
     scenario = preset("staleflow-128-40k")
     paper = paper_result("staleflow-128-40k", "staleflow", scenario.window)
     assert paper is not None and paper.step_time_min == pytest.approx(460.1 / 60)
-    assert max(bound_min(scenario), scenario.trainer.step_s / 60) == pytest.approx(paper.step_time_min, rel=0.01)
+    assert 0.95 * 413.3 < 60 * max(bound_min(scenario), scenario.trainer.step_s / 60) < 413.3
     assert paper_result("staleflow-128-40k", "staleflow", scenario.window - 1) is None  # stated for that bound alone
+
+
+def test_a_parameter_of_a_distribution_that_is_not_in_use_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text('{"hist": {"100": 1, "200": 1}}')
+    lengths = {"kind": "histogram", "file": str(file)}
+    assert composed({"workload": {"lengths": lengths}}, "small").workload.lengths.kind == "histogram"
+    with pytest.raises(InvalidValue, match=r"workload\.lengths\.sigma = 0\.5 .*only lognormal has it"):
+        composed({"workload": {"lengths": {**lengths, "sigma": 0.5}}}, "small")
 
 
 def test_policies_have_the_window_of_their_definition() -> None:

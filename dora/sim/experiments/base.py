@@ -10,10 +10,11 @@ from dora.planning.models import find_model
 from dora.planning.workload import SIGMA, lognormal_of_mean
 from dora.sim.scenario import Workload
 
-# Share of the peak FLOP/s that training reaches. Laminar's authors "tune the placement by matching the generation and
-# training throughput": 0.26 is the value (geometric mean over the 15 rows of its table 2) at which their own splits
-# match, with the lengths assumed below. DORA's stated 8.0 min on 64 H800 are 0.18, verl's stated 377 s on 32 H20 0.41.
-TRAINING_EFFICIENCY: Final = 0.26
+# Share of the peak FLOP/s that training reaches, by accelerator. H800: Laminar's authors "tune the placement by
+# matching the generation and training throughput"; 0.26 is the value (geometric mean over the 15 rows of its table 2)
+# at which their own splits match, with the lengths assumed below. DORA's stated 8.0 min on 64 are 0.18. An H20 has a
+# seventh of the FLOP/s and more bandwidth, so it reaches more: verl's stated 377 s on 32 are 0.41.
+TRAINING_EFFICIENCY: Final = {"h800": 0.26, "h20": 0.41}
 GRPO_PASSES: Final = 8  # FLOP a parameter and token: 6 to train, 2 for the old policy's logprobs
 PPO_PASSES: Final = 18  # GRPO's, a critic of the same size, and a reference model's logprobs
 PROMPT_TOKENS: Final = 150
@@ -88,4 +89,4 @@ def lognormal(mean_tokens: float, cap_tokens: int, sigma: float = SIGMA, **field
 def flop_training_s(model: str, hardware: str, gpus: int, tokens: float, passes: int = GRPO_PASSES) -> float:
     """Seconds to train ``tokens`` on ``gpus`` accelerators: passes x active parameters x tokens over the FLOP/s."""
     flop = passes * find_model(model).active_parameters * tokens
-    return flop / (gpus * find_hardware(hardware).flops * TRAINING_EFFICIENCY)
+    return flop / (gpus * find_hardware(hardware).flops * TRAINING_EFFICIENCY[hardware])
