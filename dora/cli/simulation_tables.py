@@ -125,7 +125,7 @@ def report_table(report: Report, scenario: Scenario) -> Group:
 def _report_rows(report: Report, paper: PaperResult | None) -> list[tuple[str, str | Text, str]]:
     stated = paper or PaperResult("")
     broken = report.violations + report.lost + report.duplicated
-    selected = report.filter_fraction or report.redundant_fraction
+    selected, to_add = report.filter_fraction or report.redundant_fraction, report.dp_groups_to_add
     wasted = [
         ("groups filtered, dropped as redundant", f"{report.groups_filtered:,}, {report.groups_dropped:,}", ""),
         ("  tokens wasted on them", _percent(report.tokens_wasted_fraction, 1), ""),
@@ -137,6 +137,7 @@ def _report_rows(report: Report, paper: PaperResult | None) -> list[tuple[str, s
         ("  bound of the batches consumed", _number(report.bound_consumed_min, 2), ""),
         ("  work done over consumed", _number(report.work_done_over_consumed, 3), ""),
         ("rollout only", _percent(report.rollout_only_fraction), _percent(stated.rollout_only_fraction)),
+        ("  DP groups that would end it", "-" if to_add is None else f"{to_add:,} more", ""),
         ("tokens/s", _number(report.tokens_per_s, 0), _number(stated.tokens_per_s, 0)),
         ("staleness mean, max", _staleness(report, 2), ""),
         ("KV in use", _percent(report.kv_utilisation), ""),

@@ -23,7 +23,7 @@ from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.orchestrator.core.snapshot import Plan, Snapshot, Trigger
 from dora.orchestrator.core.window import Window
 from dora.sim.meter import Consumed
-from dora.sim.presets import scenario_for
+from dora.sim.presets import composed, scenario_for
 from dora.sim.report import Report
 from dora.sim.run import policy_names
 from dora.sim.run import simulate as simulate_scenario
@@ -301,9 +301,33 @@ def test_a_bad_value_is_one_line_on_stderr_and_nothing_on_stdout(arguments: tupl
 
 def test_a_report_stands_beside_the_papers_numbers() -> None:
     text = shown(report_table(REPORT, scenario_for("dora-64", "dora")))
-    for words in ("17.00", "14.67", "15.63", "22%", "12%", "23,327", "3.63%", "40:24", "below the bound of 40:24"):
+    for words in (
+        "17.00",
+        "14.67",
+        "15.63",
+        "22%",
+        "12%",
+        "23,327",
+        "3.63%",
+        "40:24",
+        "below the bound of 40:24",
+        "2 more",
+    ):
         assert words in text, words
     assert "paper" not in shown(report_table(replace(REPORT, preset="small"), scenario_for("small", "dora")))
+
+
+def test_dp_groups_that_were_said_to_be_lacking_let_generation_keep_up_better() -> None:
+    def report(engines: int) -> Report:
+        cluster = {"gpus": engines + 2, "rollout_gpus": engines}
+        return simulate_scenario(composed({"cluster": cluster}, "small", "dora"), steps=12, warmup=4, seed=0)
+
+    before = report(2)
+    assert before.dp_groups_to_add
+    after = report(2 + before.dp_groups_to_add)
+    assert after.rollout_only_fraction < before.rollout_only_fraction
+    together = simulate_scenario(scenario_for("small", "sync"), steps=2, warmup=0, seed=0)
+    assert together.dp_groups_to_add is None, "they take turns"
 
 
 def test_the_json_of_a_run_has_the_papers_numbers_that_the_table_shows() -> None:
