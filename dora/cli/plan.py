@@ -122,11 +122,13 @@ def plan(
 def _refuse_ignored(given: Mapping[str, Any]) -> None:
     """Raises InvalidValue for an option that the others given leave without any meaning."""
     adjusts = "--generation-s" in given or "--training-s" in given
+    measured = "--train-s-at" in given and "--rollout-hardware" in given
     ignored: tuple[tuple[bool, Sequence[str], str], ...] = (
         (adjusts, [each for each in given if each not in (*ADJUSTMENT, "--json")], "with --generation-s"),
         (not adjusts, ["--engines"], "without --generation-s and --training-s"),
         (bool(given.get("--gpus")), TWO_DATACENTRES, "with --gpus, the accelerators of one datacentre"),
         ("--lengths" in given, ["--mean-tokens", "--cap-tokens"], "with --lengths"),
+        (measured, ["--hardware"], "with --train-s-at and --rollout-hardware, which leave it nothing to say"),
     )
     for applies, options, reason in ignored:
         for option in options:
