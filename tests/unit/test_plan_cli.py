@@ -10,6 +10,8 @@ from typer.testing import CliRunner, Result
 from dora.cli.exits import DoraGroup
 from dora.cli.plan import plan
 
+TWO_BUDGETS = ("--rollout-gpus", "8", "--train-gpus", "8")
+
 
 def run(*arguments: str) -> Result:
     app = typer.Typer(cls=DoraGroup)
@@ -106,7 +108,7 @@ def test_it_says_how_many_groups_to_add() -> None:
         (("--generation-s", "600", "--training-s", "300", "--engines", "2", "--gpus", "64"), "left out with --gen"),
         (("--gpus", "64", "--lengths", "lognormal:7,1,30000", "--mean-tokens", "900"), "left out with --lengths"),
         (
-            tuple("--rollout-gpus 8 --train-gpus 8 --train-s-at 8=900 --rollout-hardware h20 --hardware h800".split()),
+            (*TWO_BUDGETS, "--train-s-at", "8=900", "--rollout-hardware", "h20", "--hardware", "h800"),
             "--hardware = 'h800' is not allowed: left out with --train-s-at and --rollout-hardware",
         ),
     ],
