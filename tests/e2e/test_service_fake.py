@@ -30,9 +30,10 @@ LONG = {
 }
 
 
-async def test_three_steps_two_versions(tiny_dense: Path) -> None:
+@pytest.mark.parametrize("policy", ["laxity", "dora"])
+async def test_three_steps_two_versions(tiny_dense: Path, policy: str) -> None:
     async with (
-        running(configured(tiny_dense, window__size=2, **LONG)) as handle,
+        running(configured(tiny_dense, window__size=2, balance__policy=policy, **LONG)) as handle,
         Operator(handle.address, handle.token) as operator,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
