@@ -20,7 +20,7 @@ WORKERS_MOST: Final = 4
 HORIZON_S: Final = 60  # faults strike before
 FAULTS_MEAN: Final = 8.0
 STEPS_AFTER: Final = 2  # that the trainer must get once faults have ended
-PATIENCE_S: Final = 1500.0  # within which it must, and again for the drain
+PATIENCE_S: Final = 1500.0  # within which the next one must be committed, in the drain too
 QUIET_S: Final = 20.0  # after the drain: for what is still under way, longer than any fault lasts
 
 
@@ -175,8 +175,14 @@ def check_books(world: UnreliableWorld) -> None:
 
 
 def _patiently(world: UnreliableWorld, done: Callable[[], bool]) -> None:
+    """Until ``done``, as long as steps are committed: many prompts may be left, and a step takes what it takes."""
+
+    def moved_on(committed: int) -> Callable[[], bool]:
+        return lambda: done() or world.trainer.committed > committed
+
     try:
-        world.run_until(done, world.now_s + PATIENCE_S)
+        while not done():
+            world.run_until(moved_on(world.trainer.committed), world.now_s + PATIENCE_S)
     except Stalled as error:
         raise Stalled(f"{error}: {describe(world)}") from error
 

@@ -58,6 +58,11 @@ def test_an_idle_dp_group_whose_last_report_had_kv_is_given_up() -> None:
     assert not failures(sweep((720579,), ("dora",)))
 
 
+def test_many_prompts_in_a_window_of_one_take_long_and_are_no_stall() -> None:
+    """Found as this seed: 37 prompts were left, each a step of its own of 26 s."""
+    assert not failures(sweep((1001673,), ("laxity",)))
+
+
 def test_a_source_may_die_again_while_its_first_lifes_handoff_is_stranded() -> None:
     """Found as 205:dora:handoff,kill:1,2,3,4:0:0. The snapshot is on its way to w1; w0 died, came back, dies."""
     bench = Bench()
