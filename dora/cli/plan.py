@@ -254,13 +254,13 @@ def _measured(points: list[str] | None, multiple: int) -> "TrainingTime | None":
 
 def _adjust(generation_s: float | None, training_s: float | None, engines: int, as_json: bool) -> None:
     """Dynamic adjustment, from times measured in a run."""
-    from dora.orchestrator.core.adjustment import even_gain_s, groups_to_add
+    from dora.orchestrator.core.adjustment import groups_to_add
 
     for option, value in (("--generation-s", generation_s), ("--training-s", training_s), ("--engines", engines)):
         if not value:
             raise InvalidValue(option, value, "above 0: all of --generation-s, --training-s and --engines")
     assert generation_s is not None and training_s is not None
-    added = groups_to_add(generation_s, training_s, engines, even_gain_s(generation_s, engines))
+    added = groups_to_add(generation_s, training_s, engines)
     expected_s = generation_s * engines / (engines + added)
     if as_json:
         lag = {"lag_s": generation_s - training_s, "lag_after_s": expected_s - training_s}

@@ -152,8 +152,9 @@ class Book:
 
     def rewards(self, group_id: str) -> list[Reward] | None:
         """The verdicts on a group, in order of its samples; None while one is due."""
-        rewards = [entry.reward for entry in self._groups[group_id]]
-        return None if None in rewards else [reward for reward in rewards if reward is not None]
+        entries = self._groups[group_id]
+        rewards = [entry.reward for entry in entries if entry.reward is not None]
+        return rewards if len(rewards) == len(entries) else None
 
     def forget(self, group_id: str) -> tuple[Entry, ...]:
         """Lets a committed or cancelled group go. Returns its entries."""

@@ -89,8 +89,10 @@ async def _filtered(runtime: "Runtime", entry: Entry) -> bool:
     A group with a verdict that failed is kept: nothing says what it teaches.
     """
     chosen, group_id = runtime.group_filter, entry.group_id
-    rewards = runtime.book.rewards(group_id) if chosen is not None and runtime.book.get(entry.request_id) else None
-    if chosen is None or rewards is None or not all(reward.valid for reward in rewards):
+    if chosen is None or runtime.book.get(entry.request_id) is None:
+        return False
+    rewards = runtime.book.rewards(group_id)
+    if rewards is None or not all(reward.valid for reward in rewards):
         return False
     values = [reward.value for reward in rewards]
     kept = await chosen.keeps(entry.prompt.text, values, entry.prompt.verifier_json)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dora.orchestrator.core.adjustment import even_gain_s, groups_to_add
+from dora.orchestrator.core.adjustment import groups_to_add
 from dora.trajectory import TrajectoryGroup
 
 BLACKOUTS_KEPT = 4096
@@ -102,7 +102,7 @@ class Telemetry:
             return None
         generation_s = float(np.mean([took_s for took_s, _ in known]))
         training_s = float(np.mean([max(took_s - waited_s, 1e-3 * took_s) for took_s, waited_s in known]))
-        return groups_to_add(generation_s, training_s, workers, even_gain_s(generation_s, workers))
+        return groups_to_add(generation_s, training_s, workers)
 
     def counters(self) -> dict[str, float]:
         """Beside the core's own counters."""

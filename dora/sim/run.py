@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dora.errors import DoraError, InvalidValue
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core.adjustment import even_gain_s, groups_to_add
+from dora.orchestrator.core.adjustment import groups_to_add
 from dora.orchestrator.core.policies import POLICIES
 from dora.planning.allocation import bound_s
 from dora.sim.invariants import check_state
@@ -167,7 +167,7 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
         engines=cluster.engines,
         step_time_min=took_s / steps / 60,
         rollout_only_fraction=1 - consumed.busy_s / took_s,
-        dp_groups_to_add=None if cluster.colocated else _groups_to_add(took_s, consumed.busy_s, cluster.engines),
+        dp_groups_to_add=None if cluster.colocated else groups_to_add(took_s, consumed.busy_s, cluster.engines),
         tokens_per_s=(consumed.response_tokens + consumed.prompt_tokens) / took_s,
         staleness_max=max(consumed.staleness),
         staleness_mean=sum(consumed.staleness) / len(consumed.staleness),
@@ -196,11 +196,6 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
         wall_s=wall_s,
         sim_speedup=world.now_s / wall_s,
     )
-
-
-def _groups_to_add(took_s: float, busy_s: float, engines: int) -> int:
-    """As a service says it: steps in which the trainer waits take as long as generation does."""
-    return groups_to_add(took_s, min(busy_s, took_s), engines, even_gain_s(took_s, engines))
 
 
 def _broken(scenario: Scenario, seed: int, failure: Failure, events: int) -> BrokenReport:

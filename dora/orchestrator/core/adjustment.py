@@ -7,20 +7,25 @@ from dora.errors import InvalidValue
 
 
 def groups_to_add(
-    generation_s: float, training_s: float, engines: int, gain_s: Callable[[int], float], most: int = 4096
+    generation_s: float,
+    training_s: float,
+    engines: int,
+    gain_s: Callable[[int], float] | None = None,
+    most: int = 4096,
 ) -> int:
     """DP groups to add so that generation lags training by less than one more group would gain.
 
     With ``delta`` the lag, a group is added while ``delta >= gain_s(engines)``, the seconds that one more than
-    ``engines`` groups saves; where it saves nothing, as when one response alone takes that long, none is added. At most
-    ``most``. The trainer is never resized: that would mean its restart. Raises InvalidValue for a value outside its
-    domain.
+    ``engines`` groups saves (None: ``even_gain_s``); where it saves nothing, as when one response alone takes that
+    long, none is added. At most ``most``. The trainer is never resized: that would mean its restart. Raises
+    InvalidValue for a value outside its domain.
     """
     for field, value in (("generation_s", generation_s), ("training_s", training_s)):
         if not 0.0 < value < math.inf:
             raise InvalidValue(field, value, "a finite number above 0")
     if engines < 1:
         raise InvalidValue("engines", engines, "1 or above")
+    gain_s = gain_s or even_gain_s(generation_s, engines)
     added, lag_s = 0, generation_s - training_s
     while added < most and 0.0 < (gain := gain_s(engines + added)) <= lag_s:
         lag_s -= gain
