@@ -47,21 +47,31 @@ def test_what_is_full_is_kept_and_the_rest_is_shared(data: st.DataObject) -> Non
     full = {version: data.draw(st.floats(0.0, 1.5 * count)) for version, count in present.items()}
     groups = sum(present.values())
     work = data.draw(st.dictionaries(st.integers(0, newest), st.floats(0, 1e6), max_size=5))
-    shares = {newest: 0} | proportional(work, groups, newest)
-    counts = keeping_full(shares, present, full)
+    shares = proportional(work, groups, newest)
+    counts = keeping_full(shares, present, full, newest)
     assert sum(counts.values()) == groups and all(count > 0 for count in counts.values())
-    for version in {*present, *shares} - {newest}:
+    older = sorted({*present, *shares} - {newest})
+    lost = [version for version in older if shares.get(version, 0) and not present.get(version, 0)]
+    for version in older:
         kept = min(present.get(version, 0), ceil(full.get(version, 0.0)))
-        assert counts.get(version, 0) >= kept  # nothing that is full is given up
-        assert counts.get(version, 0) <= max(kept, shares.get(version, 0))  # and nothing kept beyond that
+        assert counts.get(version, 0) >= min(1, shares.get(version, 0))  # nobody with a share starves
+        assert counts.get(version, 0) <= max(kept, shares.get(version, 0))  # and nothing is kept beyond need
+        if not lost:
+            assert counts.get(version, 0) >= kept  # nothing that is full is given up
 
 
 def test_an_older_version_gives_dp_groups_up_as_its_kv_falls() -> None:
     shares = {3: 1, 4: 1, 5: 4}
-    assert keeping_full(shares, {3: 1, 4: 5}, {3: 0.9, 4: 4.2}) == {3: 1, 4: 5}  # the newest waits
-    assert keeping_full(shares, {3: 1, 4: 5}, {3: 0.9, 4: 2.9}) == {3: 1, 4: 3, 5: 2}
-    assert keeping_full(shares, {3: 1, 4: 5}, {}) == shares
-    assert keeping_full({5: 2}, {}, {}) == {5: 2}
+    assert keeping_full(shares, {3: 1, 4: 5}, {3: 0.9, 4: 4.2}, 5) == {3: 1, 4: 5}  # the newest waits
+    assert keeping_full(shares, {3: 1, 4: 5}, {3: 0.9, 4: 2.9}, 5) == {3: 1, 4: 3, 5: 2}
+    assert keeping_full(shares, {3: 1, 4: 5}, {}, 5) == shares
+    assert keeping_full({5: 2}, {}, {}, 5) == {5: 2}
+
+
+def test_a_version_whose_dp_group_was_lost_goes_before_what_is_full() -> None:
+    assert keeping_full({3: 1, 4: 1}, {4: 2}, {4: 2.0}, 5) == {3: 1, 4: 1}  # too few for the newest, 5, to have a share
+    assert keeping_full({3: 1, 4: 1, 5: 1}, {4: 3}, {4: 3.0}, 5) == {3: 1, 4: 2}
+    assert keeping_full({3: 1, 4: 1}, {3: 1, 4: 1}, {3: 0.9, 4: 0.9}, 5) == {3: 1, 4: 1}  # none of them is the newest
 
 
 @given(st.data())

@@ -31,22 +31,26 @@ def proportional(work: Mapping[int, float], groups: int, newest: int) -> dict[in
     return {version: count for version, count in counts.items() if count}
 
 
-def keeping_full(shares: Mapping[int, int], present: Mapping[int, int], full: Mapping[int, float]) -> dict[int, int]:
+def keeping_full(
+    shares: Mapping[int, int], present: Mapping[int, int], full: Mapping[int, float], newest: int
+) -> dict[int, int]:
     """The counts of ``shares``, but that an older version gives up no DP group that its KV still fills.
 
     Else its requests would find no room on what is left to it, and finish where they are, on DP groups that their new
     version waits for. ``present``: DP groups that hold each version now; ``full``: its KV in use, in DP groups' worth.
-    The newest of ``shares`` gets what is left, maybe nothing: the others shrink as their responses end. Counts sum to
-    the same; where they would not, the earliest deadline is served first.
+    One DP group for each version that has a share goes before that, and the earliest deadline before the later ones.
+    ``newest`` gets what is left, maybe nothing: the others shrink as their responses end. Counts sum to the same.
     """
-    groups, newest = sum(shares.values()), max(shares)
     versions = sorted({*shares, *present} - {newest})
-    counts = {version: min(present.get(version, 0), ceil(full.get(version, 0.0))) for version in versions}
-    left = groups - sum(counts.values())
-    for version in versions:
-        more = min(left, max(0, shares.get(version, 0) - counts[version]))
-        counts[version] += more
-        left -= more
+    least = {version: min(1, shares.get(version, 0)) for version in versions}
+    kept = {version: min(present.get(version, 0), ceil(full.get(version, 0.0))) for version in versions}
+    counts = dict.fromkeys(versions, 0)
+    left = sum(shares.values())
+    for wanted in (least, kept, shares):
+        for version in versions:
+            more = min(left, max(0, wanted.get(version, 0) - counts[version]))
+            counts[version] += more
+            left -= more
     counts[newest] = left
     return {version: count for version, count in counts.items() if count}
 

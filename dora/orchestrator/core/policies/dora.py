@@ -41,7 +41,7 @@ class DoraPolicy(BasePolicy):
             return Plan()
         work = remaining_work(snapshot)
         shares = proportional(work, len(seats), snapshot.newest)
-        wanted = keeping_full(shares, *self._occupied(snapshot, seats))
+        wanted = keeping_full(shares, *self._occupied(snapshot, seats), snapshot.newest)
         self._shrinking = frozenset(version for version in wanted if wanted[version] > shares.get(version, 0))
         present, times = np.unique(workers.target[seats], return_counts=True)
         counts = dict(zip(present.tolist(), times.tolist(), strict=True))
