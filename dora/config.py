@@ -7,9 +7,10 @@ with the dotted field, the value and what is allowed.
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from dora.errors import InvalidValue, one_of
 
@@ -17,17 +18,28 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 DEFAULT_POLICY: Final = "laxity"  # docs/simulator.md says why
+GROUPS_PER_STEP_MOST: Final = 1 << 20
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """``true`` would pass as 1."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in (int, float):
+            raise PydanticCustomError("number", "a number")
+        return value
 
 
 class WindowConfig(_Section):
     """The sliding window of policy versions (design: the window and C3)."""
 
     size: int = Field(2, ge=1, le=64, description="versions that may be live; staleness is at most size - 1")
-    groups_per_step: int = Field(0, ge=0, le=1 << 20, description="prompt groups a step takes; 0: the trainer says")
+    groups_per_step: int = Field(
+        0, ge=0, le=GROUPS_PER_STEP_MOST, description="prompt groups a step takes; 0: the trainer says"
+    )
 
 
 class RolloutConfig(_Section):
@@ -58,13 +70,20 @@ class CostConfig(_Section):
     expert_fraction: float = Field(1.0, gt=0.0, le=1.0, description="share of the weights one token reads; 1: dense")
     imbalance: float = Field(0.0, ge=0.0, allow_inf_nan=False, description="extra k3 from uneven experts")
 
+    @model_validator(mode="after")
+    def _takes_time(self) -> Self:
+        """Else nothing could be reckoned by it."""
+        if self.kv_token_s + self.weights_s + self.request_s + self.step_s <= 0.0:
+            raise InvalidValue("balance.cost.step_s", self.step_s, "above 0 where k1, k2 and k3 are 0 too")
+        return self
+
 
 class BalanceConfig(_Section):
     """Re-balancing (design: triggers, partition, moves) and handoff."""
 
     policy: str = Field(DEFAULT_POLICY, description="strategy by name: see dora.orchestrator.core.policies")
     predictor: Literal["given", "statistics", "ranker"] = Field(
-        "statistics", description="of response lengths; given: from the prompts themselves, where they say"
+        "statistics", description="of response lengths; given: the simulator's oracle, no service's"
     )
     cost: CostConfig | None = Field(None, description="of one engine's steps, as `dora profile` prints it")
     period_s: float = Field(30.0, gt=0.0, description="time trigger")
@@ -147,6 +166,15 @@ class Config(_Section):
     service: ServiceConfig = ServiceConfig()
     reward: RewardConfig = RewardConfig()
     selection: SelectionConfig = SelectionConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        """Else no prompt of the source could be admitted."""
+        longest = self.workers.max_model_len_tokens
+        if self.rollout.max_tokens >= longest:
+            allowed = f"below workers.max_model_len_tokens {longest}, which holds the prompt too"
+            raise InvalidValue("rollout.max_tokens", self.rollout.max_tokens, allowed)
+        return self
 
 
 def load_config(file: Path | None = None, overrides: Iterable[str] = ()) -> Config:

@@ -75,7 +75,7 @@ def serve(
         raise typer.Exit(asyncio.run(_serve(config, as_json)))
     from dora.orchestrator.core.policies import check_live
 
-    check_live(config.balance.policy, config.window.size)  # as a start would
+    check_live(config.balance, config.window.size)  # as a start would
     if as_json:
         print_json(shown(config))
     else:

@@ -44,6 +44,7 @@ class Step:
         self._trainer = trainer
         self._stream: Any = None
         self._pending: deque[TrajectoryGroup] = deque()  # at most one message's groups
+        self._parts: list[pb.TrajectoryGroup] = []  # of a group whose other parts are still to come
         self._seen: set[str] = set()
         self._repeated: set[str] = set()  # delivered by the present stream
         self._complete = False
@@ -127,6 +128,7 @@ class Step:
                 request = pb.StreamStepRequest(trainer_epoch=self._trainer.attachment.epoch, step=self.number)
                 self._stream = self._trainer.stub.StreamStep(request, metadata=self._trainer.connection.metadata)
                 self._repeated.clear()
+                self._parts.clear()
             batch: pb.TrajectoryBatch | None = await self._trainer.connection.read(self._stream)
             if batch is None:
                 self._finish()
@@ -138,10 +140,14 @@ class Step:
         self._trainer.patience.progress()
         self.end_of_prompts = self.end_of_prompts or batch.end_of_prompts
         for message in batch.groups:
+            self._parts.append(message)
+            if message.continues:
+                continue
+            parts, self._parts = self._parts, []
             self._repeated.add(message.group_id)
             if message.group_id not in self._seen:
                 self._seen.add(message.group_id)
-                self._pending.append(group_from_wire(message))
+                self._pending.append(group_from_wire(*parts))
 
     def _finish(self) -> None:
         groups_per_step = self._trainer.attachment.groups_per_step

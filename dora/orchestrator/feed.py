@@ -10,6 +10,7 @@ from itertools import islice
 from dora.config import Config
 from dora.errors import Conflict, DoraError, InvalidValue
 from dora.orchestrator.book import sampling_of
+from dora.rpc.convert import trajectory_bytes_most
 from dora.rpc.errors import LimitExceeded
 from dora.types import Prompt, SamplingParams
 
@@ -31,6 +32,8 @@ _SAMPLING_RANGES: dict[str, tuple[float, float]] = {
 
 
 _WHOLE = frozenset({"top_k", "seed", "max_tokens", "min_tokens", "ignore_eos"})
+DRAWN_MOST = 4096  # prompts read from the source at once
+REFUSED_MOST = 4096  # in a row: a source may have no end
 
 
 class PromptFeed:
@@ -38,11 +41,13 @@ class PromptFeed:
 
     def __init__(self, config: Config, source: Iterator[Prompt] | None, refused: Callable[[str], None]) -> None:
         self._config = config
+        self._message_bytes = config.service.max_message_bytes
         self._source = source
         self._refused = refused
         self._queue: deque[Prompt] = deque()  # at most service.prompts_queued_max
         self._arrived = asyncio.Event()
         self._live: set[str] = set()
+        self._refused_in_a_row = 0  # of the source
         self.closed = False  # no further prompt is taken in: the service drains
 
     def __len__(self) -> int:
@@ -66,7 +71,10 @@ class PromptFeed:
         return limit - len(self._queue)
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]:
-        """1 to ``count`` prompts, waiting for the first; True with none left: there will be no more."""
+        """1 to ``count`` prompts, waiting for the first; True with none left: there will be no more.
+
+        Raises InvalidValue where the source has none that an engine could generate, of very many.
+        """
         while not self.closed:
             taken = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
             if not taken and self._source is not None:
@@ -94,10 +102,11 @@ class PromptFeed:
         """Bad prompts are refused one by one, with their reason. A source that ends is not asked again."""
         source = self._source
         assert source is not None
+        count = min(count, DRAWN_MOST)
         drawn = await asyncio.to_thread(lambda: list(islice(source, count)))
         if len(drawn) < count:
             self._source = None
-        good = []
+        good: list[Prompt] = []
         for prompt in drawn:
             try:
                 if prompt.prompt_id in self._live:
@@ -106,7 +115,12 @@ class PromptFeed:
             except DoraError as error:
                 log.error("prompt refused: %s", error)
                 self._refused(str(error))
+                self._refused_in_a_row += 1
+                if self._refused_in_a_row >= REFUSED_MOST:
+                    allowed = f"a source of possible prompts: {REFUSED_MOST} in a row were refused, the last as {error}"
+                    raise InvalidValue("prompts", self._config.prompts, allowed) from error
                 continue
+            self._refused_in_a_row = 0
             self._live.add(prompt.prompt_id)
         return good
 
@@ -128,6 +142,10 @@ class PromptFeed:
                 f"at most {limit - sampling.max_tokens}: workers.max_model_len_tokens {limit} "
                 f"less max_tokens {sampling.max_tokens}",
             )
+        most, limit_bytes = trajectory_bytes_most(len(prompt.token_ids), sampling.max_tokens), self._message_bytes
+        if most > limit_bytes:  # it could be generated, and never be delivered
+            allowed = f"such that a trajectory fits into service.max_message_bytes {limit_bytes}: it may take {most}"
+            raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.max_tokens", sampling.max_tokens, allowed)
         return replace(prompt, group_size=group_size)
 
     def _check_sampling(self, prompt: Prompt) -> SamplingParams:

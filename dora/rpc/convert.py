@@ -31,6 +31,9 @@ from dora.types import (
 _INT32: Final = np.dtype("<i4")
 _FLOAT32: Final = np.dtype("<f4")
 _UINT8: Final = np.dtype("u1")
+_FIELD_BYTES: Final = 8  # that say how long a nested message is
+_ENVELOPE_BYTES: Final = 64  # of a batch, around the groups in it
+_HISTORY_BYTES: Final = 128 << 10  # of a trajectory, beside its tokens: half for the verifier's log, half for its moves
 
 # Fields that bear the same name on both sides and need no conversion.
 _SAMPLING: Final = tuple(each.name for each in fields(SamplingParams))
@@ -97,8 +100,10 @@ def group_to_wire(group: TrajectoryGroup) -> pb.TrajectoryGroup:
     )
 
 
-def group_from_wire(message: pb.TrajectoryGroup) -> TrajectoryGroup:
-    return TrajectoryGroup(message.group_id, tuple(trajectory_from_wire(each) for each in message.trajectories))
+def group_from_wire(*parts: pb.TrajectoryGroup) -> TrajectoryGroup:
+    """Of all the messages that one group came in."""
+    trajectories = tuple(trajectory_from_wire(each) for part in parts for each in part.trajectories)
+    return TrajectoryGroup(parts[0].group_id, trajectories)
 
 
 def trajectory_batches(
@@ -108,20 +113,45 @@ def trajectory_batches(
     batch_bytes: int = BATCH_BYTES,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Iterator[pb.TrajectoryBatch]:
-    """Messages of about ``batch_bytes``, whole groups in order. Raises LimitExceeded for a group over the limit."""
+    """Messages of about ``batch_bytes``, whole groups in order; one that exceeds a message is cut between trajectories.
+
+    Raises LimitExceeded for a trajectory over the limit.
+    """
     batch = pb.TrajectoryBatch(step=step)
     held_bytes = 0
-    for group in groups:
-        message = group_to_wire(group)
-        group_bytes = message.ByteSize()
-        if batch.groups and held_bytes + group_bytes > batch_bytes:
+    for part in (part for group in groups for part in _parts(group, max_message_bytes - _ENVELOPE_BYTES)):
+        part_bytes = part.ByteSize()
+        if batch.groups and held_bytes + part_bytes > min(batch_bytes, max_message_bytes - _ENVELOPE_BYTES):
             yield batch
             batch, held_bytes = pb.TrajectoryBatch(step=step), 0
-        batch.groups.append(message)
-        check_message_bytes(f"group {group.group_id}", batch, max_message_bytes)
-        held_bytes += group_bytes
+        batch.groups.append(part)
+        check_message_bytes(f"group {part.group_id}", batch, max_message_bytes)
+        held_bytes += part_bytes + _FIELD_BYTES
     if batch.groups:
         yield batch
+
+
+def _parts(group: TrajectoryGroup, most_bytes: int) -> Iterator[pb.TrajectoryGroup]:
+    """The group's message; several where it exceeds ``most_bytes``, with one trajectory at least."""
+    part = pb.TrajectoryGroup(group_id=group.group_id)
+    held_bytes = part.ByteSize()
+    for trajectory in group.trajectories:
+        message = trajectory_to_wire(trajectory)
+        message_bytes = message.ByteSize() + _FIELD_BYTES
+        if part.trajectories and held_bytes + message_bytes > most_bytes:
+            part.continues = True
+            yield part
+            part = pb.TrajectoryGroup(group_id=group.group_id)
+            held_bytes = part.ByteSize()
+        part.trajectories.append(message)
+        held_bytes += message_bytes
+    yield part
+
+
+def trajectory_bytes_most(prompt_tokens: int, max_tokens: int) -> int:
+    """The most that the message of one trajectory may take."""
+    response_bytes = _INT32.itemsize + _FLOAT32.itemsize + _UINT8.itemsize  # token, logprob, loss mask
+    return _INT32.itemsize * prompt_tokens + response_bytes * max_tokens + _HISTORY_BYTES
 
 
 def request_to_wire(request: RequestSpec) -> pb.StartRequest:

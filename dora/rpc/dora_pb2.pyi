@@ -71,12 +71,14 @@ class TrajectoryBatch(_message.Message):
     def __init__(self, step: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[TrajectoryGroup, _Mapping]]] = ..., end_of_prompts: _Optional[bool] = ...) -> None: ...
 
 class TrajectoryGroup(_message.Message):
-    __slots__ = ("group_id", "trajectories")
+    __slots__ = ("group_id", "trajectories", "continues")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    CONTINUES_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     trajectories: _containers.RepeatedCompositeFieldContainer[Trajectory]
-    def __init__(self, group_id: _Optional[str] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ...) -> None: ...
+    continues: bool
+    def __init__(self, group_id: _Optional[str] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., continues: _Optional[bool] = ...) -> None: ...
 
 class Trajectory(_message.Message):
     __slots__ = ("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size", "behaviour_version", "reference_version", "trained_step", "staleness", "prompt_token_ids", "response_token_ids", "logprobs", "loss_mask", "sampling", "reward", "reward_valid", "reward_components", "verifier_log", "finish_reason", "started_at", "finished_at", "worker_history", "length_tokens", "events")

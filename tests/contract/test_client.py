@@ -16,10 +16,11 @@ from dora.client import Step
 from dora.errors import Conflict, InvalidValue
 from dora.models.tiny import make_tiny
 from dora.rpc import dora_pb2 as pb
+from dora.rpc.convert import trajectory_to_wire
 from dora.rpc.errors import LimitExceeded, ServiceUnavailable, Unauthenticated
 from dora.types import Prompt
 from dora.weights.canary import compute_canary
-from tests.contract.trainer_service import TOKEN, Running, start_service
+from tests.contract.trainer_service import TOKEN, Running, make_trajectory, start_service
 
 GROUPS = 2
 
@@ -219,6 +220,21 @@ async def test_a_refused_upload_says_why_however_long_it_is(service: Running) ->
 
 
 # ----------------------------------------------------------------------------------- the scripted service
+
+
+async def test_a_group_too_large_for_a_message_arrives_whole(service: Running, tensors: dict[str, Any]) -> None:
+    """Also where the connection breaks between its parts: what came before it is not mixed with what comes again."""
+    service.service.group_size = 5
+    service.service.cut_bytes = 2 * trajectory_to_wire(make_trajectory(0, 0, 0, 5)).ByteSize() + 200
+    service.service.faults.after_parts = [1, 2]
+    async with trainer_of(service) as trainer:
+        step = await anext(trainer.steps(groups=GROUPS))
+        groups = [group async for group in step]
+        assert [group.group_id for group in groups] == [f"s0-g{index}" for index in range(GROUPS)]
+        for group in groups:
+            assert [each.sample_index for each in group.trajectories] == list(range(5))
+        await step.commit(tensors)
+    assert not service.service.faults.after_parts
 
 
 async def test_a_broken_stream_is_attached_again_and_no_group_comes_twice(

@@ -69,6 +69,7 @@ class Faults:
     """Each is one connection broken once, at a place of the script."""
 
     after_groups: list[int] = field(default_factory=list)  # within a stream, after so many groups
+    after_parts: list[int] = field(default_factory=list)  # within a stream, after so many messages of its first group
     before_commit: int = 0
     after_commit: int = 0  # the commit is carried out, its reply lost
     quiet_ends: int = 0  # the stream ends early without a word
@@ -89,6 +90,8 @@ class ScriptedService(TrainerServicer, PromptsServicer):
         self.uploads: list[str] = []
         self.prompts: set[str] = set()
         self.max_message_bytes = 1 << 20
+        self.cut_bytes = self.max_message_bytes  # larger groups come in parts
+        self.group_size = 2
         self._total_groups = total_groups
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachReply:
@@ -125,8 +128,13 @@ class ScriptedService(TrainerServicer, PromptsServicer):
                     self.faults.quiet_ends -= 1
                     return
                 raise ServiceUnavailable("broken by the script")
+            break_within = self.faults.after_parts.pop(0) if self.faults.after_parts and not index else None
             number = index + (100 * self.epoch if self.faults.other_groups else 0)
-            for batch in trajectory_batches(request.step, [make_group(request.step, number)]):
+            groups = [make_group(request.step, number, self.group_size)]
+            batches = trajectory_batches(request.step, groups, max_message_bytes=self.cut_bytes)
+            for part, batch in enumerate(batches):
+                if part == break_within:
+                    raise ServiceUnavailable("broken by the script within a group")
                 yield batch
         if left < self.groups_per_step:
             yield pb.TrajectoryBatch(step=request.step, end_of_prompts=True)

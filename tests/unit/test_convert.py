@@ -1,5 +1,6 @@
 """Wire messages and types: round trips, little-endian bytes, and what is refused. Errors through a real status too."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from dora.errors import CanaryMismatch, Conflict, DoraError, InvalidValue, NotFound
+from dora.rewards.process import LOG_MAX_CHARS
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import TokenInterceptor, bearer, open_channel
 from dora.rpc.convert import (
@@ -26,6 +28,7 @@ from dora.rpc.convert import (
     sampling_from_wire,
     sampling_to_wire,
     trajectory_batches,
+    trajectory_bytes_most,
     trajectory_from_wire,
     trajectory_to_wire,
 )
@@ -37,7 +40,7 @@ from dora.rpc.errors import (
     abort,
     from_rpc_error,
 )
-from dora.trajectory import EnvironmentEvent
+from dora.trajectory import EnvironmentEvent, TrajectoryGroup
 from dora.types import Canary, EngineCapability, Prompt, RequestSpec, SamplingParams, TokenDelta
 from tests.contract.trainer_service import make_group, make_trajectory
 
@@ -134,6 +137,34 @@ def test_batches_hold_whole_groups_and_about_the_asked_size() -> None:
     assert [len(batch.groups) for batch in batches[:-1]] == [3] * (len(batches) - 1)
     with pytest.raises(LimitExceeded, match="group s0-g0: message bytes"):
         list(trajectory_batches(0, groups, max_message_bytes=100))
+
+
+def test_a_group_too_large_for_a_message_comes_in_parts() -> None:
+    groups = [make_group(0, 0), make_group(0, 1, group_size=9), make_group(0, 2)]
+    limit = 3 * max(trajectory_to_wire(each).ByteSize() for group in groups for each in group.trajectories)
+    batches = list(trajectory_batches(0, groups, max_message_bytes=limit))
+    assert all(batch.ByteSize() <= limit for batch in batches)
+    whole: list[TrajectoryGroup] = []
+    parts: list[pb.TrajectoryGroup] = []
+    for message in (message for batch in batches for message in batch.groups):
+        parts.append(over_the_wire(message))
+        if not message.continues:
+            whole.append(group_from_wire(*parts))
+            parts.clear()
+    assert not parts and [group.group_id for group in whole] == [group.group_id for group in groups]
+    assert [[each.trajectory_id for each in group.trajectories] for group in whole] == [
+        [each.trajectory_id for each in group.trajectories] for group in groups
+    ]
+
+
+def test_no_trajectory_takes_more_than_what_prompts_are_admitted_by() -> None:
+    trajectory = replace(
+        make_trajectory(0, 0, 0),
+        verifier_log="\N{GREEK SMALL LETTER ALPHA}" * LOG_MAX_CHARS,
+        worker_history=1000 * make_trajectory(0, 0, 0).worker_history,
+    )
+    most = trajectory_bytes_most(len(trajectory.prompt_token_ids), trajectory.length_tokens)
+    assert trajectory_to_wire(trajectory).ByteSize() <= most
 
 
 class AbortedContext:

@@ -2,29 +2,30 @@
 
 import asyncio
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 
 from dora.config import validated
 from dora.errors import InvalidValue
-from dora.orchestrator.feed import PromptFeed
+from dora.orchestrator.feed import REFUSED_MOST, PromptFeed
 from dora.types import Prompt
 
 
-def prompts(count: int) -> Iterator[Prompt]:
-    return (Prompt(f"p{number}", "task", (1, 2)) for number in range(count))
+def prompts(most: int) -> Iterator[Prompt]:
+    return (Prompt(f"p{number}", "task", (1, 2)) for number in range(most))
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
-async def test_a_source_that_ends_is_said_to_have_ended(count: int) -> None:
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 4])
+async def test_a_source_that_ends_is_said_to_have_ended(most: int) -> None:
     """Also where its last draw was a short one: else the last step would wait for ever."""
-    feed = PromptFeed(validated({"prompts": "some.jsonl"}), prompts(count), lambda _: None)
+    feed = PromptFeed(validated({"prompts": "some.jsonl"}), prompts(most), lambda _: None)
     taken, exhausted = [], False
     async with asyncio.timeout(10):
         while not exhausted:
             drawn, exhausted = await feed.take(2)
             taken += [prompt.prompt_id for prompt in drawn]
-    assert taken == [f"p{number}" for number in range(count)]
+    assert taken == [f"p{number}" for number in range(most)]
     assert feed.closed
 
 
@@ -38,6 +39,25 @@ async def test_without_a_source_the_feed_waits_for_what_is_submitted() -> None:
     await asyncio.sleep(0)
     feed.close()
     assert await waiting == ([], True)
+
+
+async def test_a_source_without_end_of_impossible_prompts_is_an_error() -> None:
+    """Not a service that looks alive, reads prompts for ever and admits nothing."""
+    refused: list[str] = []
+    endless = (Prompt(f"p{number}", "task", (1,) * 4096) for number in count())
+    feed = PromptFeed(validated({"prompts": "some.jsonl"}), endless, refused.append)
+    with pytest.raises(InvalidValue, match=f"prompts = 'some.jsonl'.*{REFUSED_MOST} in a row were refused"):
+        await feed.take(32)
+    assert len(refused) == REFUSED_MOST
+
+
+async def test_a_prompt_whose_response_fits_no_message_is_refused() -> None:
+    """Else its group would be generated, leased to a step, and never be delivered."""
+    settings = {"workers": {"max_model_len_tokens": 1 << 20}, "service": {"max_message_bytes": 1 << 20}}
+    feed = PromptFeed(validated({"prompts": "none", **settings}), None, lambda _: None)
+    feed.submit([Prompt("p0", "task", (1, 2), sampling={"max_tokens": 100_000})])
+    with pytest.raises(InvalidValue, match=r"p1: sampling.max_tokens = 110000 .*service.max_message_bytes 1048576"):
+        feed.submit([Prompt("p1", "task", (1, 2), sampling={"max_tokens": 110_000})])
 
 
 @pytest.mark.parametrize(

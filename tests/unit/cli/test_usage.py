@@ -171,6 +171,20 @@ def test_short_options_override_set_and_set_overrides_the_file(tmp_path: Path) -
     assert (tree["model"], tree["window"]["size"], tree["workers"]["count"]) == ("tiny", 3, 4)
 
 
+def test_numbers_are_no_truth_values_and_lengths_leave_room_for_a_prompt() -> None:
+    """Python would take ``true`` for 1."""
+    for setting, message in (
+        ("window.size=true", "window.size = True is not allowed: a number"),
+        ("balance.period_s=false", "balance.period_s = False is not allowed: a number"),
+        ("rollout.max_tokens=2048", "rollout.max_tokens = 2048 .*below workers.max_model_len_tokens 2048"),
+        ("balance.cost={kv_token_s=0,weights_s=0,request_s=0,step_s=0}", "balance.cost.step_s = 0.0 .*above 0"),
+        ("window.groups_per_step=2000000", "window.groups_per_step = 2000000"),
+    ):
+        with pytest.raises(InvalidValue, match=message):
+            load_config(None, [setting])
+    assert load_config(None, ["rollout.ignore_eos=true"]).rollout.ignore_eos
+
+
 @pytest.mark.parametrize("form", [(), ("--json",)])
 def test_a_dry_run_does_not_print_the_secret(form: tuple[str, ...]) -> None:
     shown = dora("serve", "--token", "hush-hush", "--dry-run", *form)
