@@ -5,6 +5,7 @@ import mmap
 import os
 import re
 import secrets
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +13,8 @@ from dora.errors import InvalidValue, NotFound, SnapshotRefused
 from dora.kvtransfer.codec import decode, encode
 from dora.kvtransfer.snapshot import KvSnapshot
 
-_LOCATOR: Final = re.compile(r"[0-9a-f]{32}\.kv")
+_OWNER: Final = re.compile(r"[0-9a-z]{1,32}")
+_LOCATOR: Final = re.compile(rf"{_OWNER.pattern}-[0-9a-f]{{32}}\.kv")
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -21,16 +23,19 @@ class ShmTransport:
 
     A file is written under a temporary name, then renamed, so a locator names a whole snapshot or none. Files are
     readable by their owner only. What was not released is removed with the folder, by whoever made the folder. The
-    file system's size is the bound: a snapshot that does not fit is refused.
+    file system's size is the bound: a snapshot that does not fit is refused. A locator begins with its ``owner``,
+    whoever put it: 1 to 32 digits and small letters.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, owner: str = "0") -> None:
+        if not _OWNER.fullmatch(owner):
+            raise InvalidValue("owner", owner, "1 to 32 digits and small letters")
         if not directory.is_dir():
             raise InvalidValue("snapshot directory", str(directory), "an existing folder, best on a tmpfs")
-        self._directory = directory
+        self._directory, self._owner = directory, owner
 
     def put(self, snapshot: KvSnapshot) -> str:
-        locator = f"{secrets.token_hex(16)}.kv"
+        locator = f"{self._owner}-{secrets.token_hex(16)}.kv"
         unfinished = self._directory / f".{locator}"
         try:
             descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -60,7 +65,13 @@ class ShmTransport:
     def release(self, locator: str) -> None:
         self._file(locator).unlink(missing_ok=True)
 
+    def sweep(self, owners: Collection[str], kept: Collection[str]) -> None:
+        for file in self._directory.iterdir():
+            locator = file.name.removeprefix(".")  # also what is under its temporary name
+            if _LOCATOR.fullmatch(locator) and locator not in kept and locator.partition("-")[0] not in owners:
+                file.unlink(missing_ok=True)
+
     def _file(self, locator: str) -> Path:
         if not _LOCATOR.fullmatch(locator):
-            raise InvalidValue("locator", locator, "32 hexadecimal digits and .kv")
+            raise InvalidValue("locator", locator, "its owner, a dash, 32 hexadecimal digits and .kv")
         return self._directory / locator

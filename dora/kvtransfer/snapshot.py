@@ -4,7 +4,7 @@ Pure data: numpy only, no torch. ``codec`` turns a snapshot into bytes, ``layout
 ``shm`` moves it between processes of one host.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,3 +64,9 @@ class KvTransport(Protocol):
 
     def release(self, locator: str) -> None:
         """Frees a snapshot. Unknown locators are ignored, so that a release may be repeated."""
+
+    def sweep(self, owners: Collection[str], kept: Collection[str]) -> None:
+        """Frees what any other writer has put, or began to put, but for the locators that are ``kept``.
+
+        A writer that dies in the act leaves a snapshot that nobody knows: its locator would have come with its word.
+        """

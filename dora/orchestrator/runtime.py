@@ -36,6 +36,7 @@ from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
 
+LOST_KEPT = 256  # workers that are gone, and still shown with the reason
 TRAINER_ABSENT_S = 2.0  # a trainer that holds no stream and no lease for so long has gone
 
 
@@ -139,6 +140,12 @@ class Runtime:
                 if silent_s > limit_s:
                     self.replace(session, f"silent for {silent_s:.0f} s")
             self.post(on.Tick())
+            self.sweep_snapshots()
+
+    def sweep_snapshots(self) -> None:
+        """Deletes what workers that are gone have left: a snapshot that no handoff knows is nobody's."""
+        kept = {handoff.locator for handoff in self.machine.state.handoffs.values()}
+        self.transport.sweep({str(session.epoch) for session in self.sessions.values()}, kept)
 
     # -------------------------------------------------------------------------------------------------------- workers
 
@@ -148,16 +155,23 @@ class Runtime:
             return
         del self.sessions[session.worker_id]
         session.give_up()
-        reason = self.lost_reasons.setdefault(session.worker_id, reason)
+        reason = self.lost_reasons.get(session.worker_id, reason)
+        self.keep_reason(session.worker_id, reason)
         log.info("worker %s is gone (epoch %d): %s", session.worker_id, session.epoch, reason)
         self.post_soon(on.WorkerLost(session.worker_id, session.epoch, reason))
+
+    def keep_reason(self, worker_id: str, reason: str) -> None:
+        """Why a worker has gone, for operators; of the last ones, as some come under a new name each time."""
+        self.lost_reasons[worker_id] = reason
+        if len(self.lost_reasons) > LOST_KEPT:
+            del self.lost_reasons[next(iter(self.lost_reasons))]
 
     def replace(self, session: WorkerSession, reason: str) -> None:
         """Ends a worker that is silent or cannot be trusted; whoever started it starts it again."""
         if self.sessions.get(session.worker_id) is not session:
             return
         log.error("worker %s is replaced: %s", session.worker_id, reason)
-        self.lost_reasons[session.worker_id] = reason
+        self.keep_reason(session.worker_id, reason)
         self.lose(session, reason)
         if self.processes is not None:
             self.processes.kill(session.worker_id)

@@ -168,10 +168,8 @@ def check_books(world: UnreliableWorld) -> None:
     for worker in world.workers.values():
         if worker.alive and worker.engine.requests:
             raise Violation(f"{worker.worker_id} still holds {', '.join(worker.engine.requests)}")
-    alive = {worker.epoch for worker in world.workers.values()}
-    left = [locator for locator, snapshot in world.snapshots.items() if snapshot.epoch in alive]
-    if left:
-        raise Violation(f"snapshots are never released: {', '.join(left)}")
+    if world.snapshots:
+        raise Violation(f"snapshots are never released: {', '.join(world.snapshots)}")
 
 
 def _patiently(world: UnreliableWorld, done: Callable[[], bool]) -> None:

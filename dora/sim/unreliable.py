@@ -73,7 +73,16 @@ class UnreliableWorld(World):
 
     def _tick(self) -> None:
         self.post(on.Tick())
+        self._sweep_snapshots()
         self.after(2.0 * TICK_S * self.random.random(), self._tick)
+
+    def _sweep_snapshots(self) -> None:
+        """As the service does at each tick: what workers that are gone have left, and no handoff knows."""
+        epochs = {worker.epoch for worker in self.workers.values()}
+        kept = {handoff.locator for handoff in self.machine.state.handoffs.values()}
+        for locator, snapshot in list(self.snapshots.items()):
+            if snapshot.epoch not in epochs and locator not in kept:
+                del self.snapshots[locator]
 
     def handled(self, event: on.Event, commands: list[do.Command]) -> None:
         super().handled(event, commands)

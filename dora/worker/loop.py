@@ -44,7 +44,7 @@ class EngineLoop:
     ) -> None:
         self._engine = engine
         self._orders = orders
-        self._transport = transport or ShmTransport(Path(welcome.snapshot_folder))
+        self._transport = transport or ShmTransport(Path(welcome.snapshot_folder), str(welcome.epoch))
         self._period_s = welcome.report_period_ms / 1000
         self._clock = clock
         self._deltas: list[TokenDelta] = []

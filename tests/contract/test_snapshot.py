@@ -76,6 +76,24 @@ def test_files_are_private_whole_and_gone_once_released(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_writer_left_that_died_is_swept(tmp_path: Path) -> None:
+    dead, alive = ShmTransport(tmp_path, "7"), ShmTransport(tmp_path, "8")
+    kept, left, its = dead.put(make_snapshot()), dead.put(make_snapshot()), alive.put(make_snapshot())
+    unfinished = tmp_path / f".7-{'0' * 32}.kv"
+    unfinished.write_bytes(b"as far as it came")
+    (tmp_path / "another's").write_bytes(b"")
+    alive.sweep({"8"}, {kept})
+    assert {file.name for file in tmp_path.iterdir()} == {kept, its, "another's"}
+    with pytest.raises(NotFound):
+        alive.get(left)
+
+
+def test_an_owner_is_never_a_path(tmp_path: Path) -> None:
+    for owner in ("", "..", "a/b", "A", "7-8"):
+        with pytest.raises(InvalidValue, match="owner"):
+            ShmTransport(tmp_path, owner)
+
+
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     transport = ShmTransport(tmp_path)
     for damage, name in ((b"", "total bytes"), (b"x" * 300, "magic")):
