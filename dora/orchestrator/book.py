@@ -7,7 +7,7 @@ written here.
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -165,14 +165,20 @@ class Book:
         return entries
 
     def _sampling(self, prompt: Prompt, sample_index: int) -> SamplingParams:
-        """The service's defaults, the prompt's overrides, and a seed that follows from run, prompt and index."""
-        rollout = self._rollout
-        digest = hashlib.blake2b(f"{rollout.seed}/{prompt.prompt_id}/{sample_index}".encode(), digest_size=8).digest()
-        return sampling_of(rollout, prompt, seed=int.from_bytes(digest, "big") >> 2)
+        """The service's defaults, the prompt's overrides, and a seed of its own: siblings of one seed would be equal.
+
+        It follows from run, prompt and index; where the prompt names one, that is the first sibling's.
+        """
+        rollout, seed = self._rollout, prompt.sampling.get("seed")
+        origin = f"{rollout.seed}/{prompt.prompt_id}" if seed is None else f"{int(seed)}"
+        if seed is None or sample_index:
+            digest = hashlib.blake2b(f"{origin}/{sample_index}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "big") >> 2
+        return replace(sampling_of(rollout, prompt), seed=int(seed))
 
 
-def sampling_of(rollout: RolloutConfig, prompt: Prompt, seed: int = 0) -> SamplingParams:
-    """How this prompt's responses are sampled."""
+def sampling_of(rollout: RolloutConfig, prompt: Prompt) -> SamplingParams:
+    """How this prompt's responses are sampled, but for their seeds."""
     chosen = {
         "temperature": rollout.temperature,
         "top_p": rollout.top_p,
@@ -183,7 +189,6 @@ def sampling_of(rollout: RolloutConfig, prompt: Prompt, seed: int = 0) -> Sampli
         "frequency_penalty": rollout.frequency_penalty,
         "repetition_penalty": rollout.repetition_penalty,
         "ignore_eos": rollout.ignore_eos,
-        "seed": seed,
         **prompt.sampling,
     }
     return SamplingParams(**chosen)  # type: ignore[arg-type]

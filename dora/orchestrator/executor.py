@@ -185,7 +185,7 @@ def _evict_worker(runtime: "Runtime", command: do.EvictWorker) -> None:
 
 
 def _stop_worker(runtime: "Runtime", command: do.StopWorker) -> None:
-    runtime.lost_reasons[command.worker_id] = "drained"
+    runtime.keep_reason(command.worker_id, "drained")
     if runtime.processes is not None:
         runtime.processes.let_go(command.worker_id)
     session = _session_of(runtime, command)

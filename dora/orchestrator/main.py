@@ -68,7 +68,7 @@ async def serve(
     ``service.drain_timeout_s`` to commit it; then workers end. Returns 0. Raises InvalidValue for a bad
     configuration, WorkerStartError where the workers do not start.
     """
-    check_live(config.balance.policy, config.window.size)
+    check_live(config.balance, config.window.size)
     progress(f"preparing the model {config.model}")
     model = await _prepared(config, progress)
     async with contextlib.AsyncExitStack() as stack:

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import hashlib
 import logging
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -137,6 +138,9 @@ class TrainerService(stubs.TrainerServicer):
             runtime.machine.check_commit(request.trainer_epoch, request.step)
             if request.version != request.step + 1:
                 raise Conflict("version", request.version, f"{request.step + 1}, that is step + 1")
+            waited_s = request.waited_s if request.HasField("waited_s") else None
+            if waited_s is not None and not 0.0 <= waited_s < math.inf:
+                raise InvalidValue("waited_s", waited_s, "a finite number of seconds, 0 or above")
             canary = convert.canary_from_wire(request.canary)
             folder = await asyncio.to_thread(
                 functools.partial(
@@ -149,8 +153,8 @@ class TrainerService(stubs.TrainerServicer):
             )
             if runtime.recorder is not None:
                 runtime.record(functools.partial(runtime.recorder.keep_version, request.version, folder))
-            waited_s = request.waited_s if request.HasField("waited_s") else None
-            runtime.telemetry.step(request.step, runtime.book.leased(), dict(request.metrics), time.time(), waited_s)
+            metrics, stepped_s = dict(request.metrics), time.monotonic()
+            runtime.telemetry.step(request.step, runtime.book.leased(), metrics, time.time(), stepped_s, waited_s)
             runtime.post(on.StepCommitted(request.trainer_epoch, request.step))
             self._last_commit = (request.step, digest)
         runtime.trainer_seen_s = time.monotonic()

@@ -57,6 +57,7 @@ class Telemetry:
         self.groups_filtered = 0
         self.blackouts_ms: deque[float] = deque(maxlen=BLACKOUTS_KEPT)
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
+        self._stepped_s = 0.0
         self.first_token_at = 0.0
         self.last_token_at = 0.0
 
@@ -72,12 +73,15 @@ class Telemetry:
         groups: list[TrajectoryGroup],
         metrics: dict[str, float],
         at: float,
+        stepped_s: float,
         waited_s: float | None = None,
     ) -> None:
+        """``at``: of the wall clock, for people; ``stepped_s``: of a clock that is never set."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         rewards = [t.reward for t in trajectories if t.reward_valid]
         staleness = [t.staleness for t in trajectories]
-        took_s = at - self.steps[-1].committed_at if self.steps else None
+        took_s = stepped_s - self._stepped_s if self.steps else None
+        self._stepped_s = stepped_s
         self.steps.append(
             StepRecord(
                 step,

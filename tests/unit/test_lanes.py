@@ -53,6 +53,15 @@ def test_hurried_responses_share_one_lane_that_is_as_fast_as_they_need() -> None
     assert (lane_plan.cap[others] == FILL * KV_TOKENS).all()
 
 
+def test_where_kv_costs_no_time_a_lane_may_be_full() -> None:
+    """A fitted cost may have it so: an engine then is as fast as it has few requests."""
+    cost = CostModel(kv_token_s=0.0, weights_s=0.0, request_s=1e-3, step_s=15e-3)
+    hurried = [(0, 1000, 10_000)] * 3  # 30 ms a token, between what three requests take, 18, and what most seats do, 45
+    crowded = [(seat, 9_000, 2_000) for seat in (1, 2, 3) for _ in range(30)]
+    lane_plan = found(lanes_snapshot(hurried + crowded, cost=cost), hurried_until(300.0))
+    assert list(lane_plan.by_seat) == [0] and lane_plan.cap[0] == FILL * KV_TOKENS
+
+
 def test_a_response_near_its_end_needs_no_lane() -> None:
     lane_plan = found(lanes_snapshot([*HURRIED, (3, 9_000, 250)]), hurried_until(10.0))  # all of them are late
     assert lane_plan.hurried.tolist() == [True, True, True, False]

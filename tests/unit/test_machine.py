@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from dora.config import validated
+from dora.config import GROUPS_PER_STEP_MOST, validated
+from dora.errors import InvalidValue
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
@@ -257,6 +258,32 @@ def test_streamrl_sees_a_line_that_changed_and_is_as_long_as_before() -> None:
     bench.join("w0", slots=3)
     bench.load_all()
     assert {bench.owner("g0.0"), bench.owner("g2.0")} == {"w0"}
+
+
+def test_an_evicted_worker_counts_as_lost_and_a_drained_one_does_not() -> None:
+    bench = Bench(window=2, groups=1)
+    for name in ("w0", "w1"):
+        bench.join(name)
+    for attempt in range(3):
+        loads = [command for command in bench.given(do.LoadVersion) if command.worker_id == "w0"]
+        bench.answer(loads[attempt], ok=False, error="no room")
+    (evicted,) = bench.given(do.EvictWorker)
+    bench.post(on.WorkerLost("w0", evicted.epoch, evicted.reason))
+    assert bench.state.counters.workers_lost == 1
+    bench.join("w2")
+    bench.load_all()
+    bench.post(on.DrainAsked("w1"))
+    (stopped,) = bench.given(do.StopWorker)
+    bench.post(on.WorkerLost("w1", stopped.epoch, "drained"))
+    assert bench.state.counters.workers_lost == 1
+
+
+@pytest.mark.parametrize("groups", [0, GROUPS_PER_STEP_MOST + 1, 4_000_000_000])
+def test_a_trainer_with_an_impossible_batch_is_refused(groups: int) -> None:
+    """Two steps' worth of prompts are drawn at once."""
+    bench = Bench(window=2, groups=1)
+    with pytest.raises(InvalidValue, match="groups_per_step"):
+        bench.post(on.TrainerAttached(1, groups))
 
 
 def both_loading() -> tuple[Bench, list[do.LoadVersion]]:

@@ -38,6 +38,10 @@ def test_a_policy_is_found_by_name_and_refused_with_the_reason() -> None:
     assert isinstance(policy_of(BalanceConfig(policy="one_step"), window=2), OneStepPolicy)
 
 
+def live(policy: str, window: int) -> None:
+    check_live(BalanceConfig(policy=policy), window)
+
+
 @pytest.mark.parametrize(
     ("policy", "window", "allowed"),
     [("sync", 4, "1, by"), ("one_step", 1, "2, by"), ("stream", 3, "2, by"), ("streamrl", 3, "1 to 2, by")],
@@ -45,22 +49,24 @@ def test_a_policy_is_found_by_name_and_refused_with_the_reason() -> None:
 def test_a_window_that_a_strategy_is_not_defined_for_is_refused(policy: str, window: int, allowed: str) -> None:
     """By the core and before a service starts: it would run as in another window, or stall."""
     message = rf"window.size = {window} .* {allowed} the definition of {policy}"
-    for refuse in (lambda: policy_of(BalanceConfig(policy=policy), window), lambda: check_live(policy, window)):
+    for refuse in (lambda: policy_of(BalanceConfig(policy=policy), window), lambda: live(policy, window)):
         with pytest.raises(InvalidValue, match=message):
             refuse()
-    check_live(policy, nearest_window(policy, window))
+    live(policy, nearest_window(policy, window))
 
 
 def test_a_service_refuses_what_breaks_c1() -> None:
     for name in POLICIES:
         if name in SIMULATED:
             with pytest.raises(InvalidValue, match="breaks C1"):
-                check_live(name, nearest_window(name, 2))
+                live(name, nearest_window(name, 2))
         else:
-            check_live(name, nearest_window(name, 2))
+            live(name, nearest_window(name, 2))
     with pytest.raises(InvalidValue, match=r"balance.policy = 'lamniar'.*did you mean laminar\?") as unknown:
-        check_live("lamniar", 2)
+        live("lamniar", 2)
     assert "partial" not in str(unknown.value)
+    with pytest.raises(InvalidValue, match=r"balance.predictor = 'given'.*statistics or ranker"):
+        check_live(BalanceConfig(predictor="given"), 2)
     assert {"partial"} == SIMULATED and POLICIES.keys() >= SIMULATED
 
 

@@ -1,19 +1,22 @@
 """The shell around the core, without processes: what happens between a report, a command and a trainer's call."""
 
 import asyncio
+import hashlib
 import json
 import threading
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dora.config import validated
+from dora.errors import InvalidValue
 from dora.kvtransfer.shm import ShmTransport
 from dora.orchestrator.core import events as on
 from dora.orchestrator.feed import PromptFeed
-from dora.orchestrator.runtime import BookError, Runtime
+from dora.orchestrator.runtime import LOST_KEPT, BookError, Runtime
 from dora.orchestrator.service import TrainerService
 from dora.orchestrator.sessions import WorkerSession
 from dora.orchestrator.telemetry import Telemetry
@@ -239,6 +242,48 @@ async def test_what_the_core_refuses_is_no_bug(shell: Shell) -> None:
     assert not failed.done()
 
 
+async def test_snapshots_that_a_lost_worker_left_are_swept(shell: Shell, tmp_path: Path) -> None:
+    """It died after writing one, before it could say so: nobody else knows the locator."""
+    for owner, name in (("1", "its"), ("9", "of an earlier life")):
+        (tmp_path / "kv" / f"{owner}-{hashlib.md5(name.encode()).hexdigest()}.kv").write_bytes(b"")
+    shell.runtime.sweep_snapshots()
+    (left,) = (tmp_path / "kv").iterdir()
+    assert left.name.startswith("1-")
+    shell.runtime.lose(shell.session, "killed")
+    shell.runtime.sweep_snapshots()
+    assert not list((tmp_path / "kv").iterdir())
+
+
+@pytest.mark.parametrize("waited_s", [float("nan"), float("inf"), -1.0])
+async def test_a_commit_that_waited_for_no_time_there_is_is_refused(shell: Shell, waited_s: float) -> None:
+    (request_id,) = await shell.admit(1)
+    stream = shell.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=1, step=0), None)
+    shell.report(ended(request_id))
+    async for _ in stream:
+        pass
+    request = shell.commit_request()
+    request.waited_s = waited_s
+    with pytest.raises(InvalidValue, match=r"waited_s = .*0 or above"):
+        await shell.trainer.CommitStep(request, None)
+    request.waited_s = 1.0
+    assert (await shell.trainer.CommitStep(request, None)).next_step == 1
+
+
+async def test_siblings_differ_where_their_prompt_names_a_seed(shell: Shell) -> None:
+    prompt = Prompt("p0", "task", (1, 2), sampling={"seed": 7}, group_size=3)
+    shell.runtime.book.admit("g0", prompt, 0, ("g0.0", "g0.1", "g0.2"), 0.0)
+    seeds = [shell.runtime.book[f"g0.{index}"].sampling.seed for index in range(3)]
+    assert seeds[0] == 7 and len(set(seeds)) == 3
+    shell.runtime.book.admit("g1", replace(prompt, prompt_id="p1"), 0, ("g1.0", "g1.1", "g1.2"), 0.0)
+    assert seeds == [shell.runtime.book[f"g1.{index}"].sampling.seed for index in range(3)], "they follow from it alone"
+
+
+async def test_the_reasons_of_lost_workers_are_kept_for_the_last_ones(shell: Shell) -> None:
+    for number in range(LOST_KEPT + 3):
+        shell.runtime.keep_reason(f"w{number}", "drained")
+    assert len(shell.runtime.lost_reasons) == LOST_KEPT and "w2" not in shell.runtime.lost_reasons
+
+
 async def test_a_filtered_group_is_cancelled_recorded_and_never_seen_by_a_step(shell: Shell, tmp_path: Path) -> None:
     shell.runtime.group_filter = chosen = Dismiss()
     chosen.gate.set()
@@ -296,8 +341,9 @@ def test_the_trainers_waiting_says_how_many_dp_groups_to_add(
 ) -> None:
     """Steps of 60 s on two DP groups of which it waits 30: four would generate one in the 30 s that it trains."""
     telemetry = Telemetry()
-    telemetry.step(0, [], {}, at=100.0, waited_s=90.0)
+    telemetry.step(0, [], {}, at=100.0, stepped_s=7.0, waited_s=90.0)
     assert telemetry.groups_to_add(2) is None, "what the first step took is not known"
     for step, waited in enumerate(waited_s, start=1):
-        telemetry.step(step, [], {}, at=100.0 + 60.0 * step, waited_s=waited)
+        # the wall clock was set back meanwhile
+        telemetry.step(step, [], {}, at=50.0 - step, stepped_s=7.0 + 60.0 * step, waited_s=waited)
     assert telemetry.groups_to_add(2) == expected

@@ -35,7 +35,7 @@ def lost(state: State, event: on.WorkerLost) -> bool:
         if row not in state.handoffs:  # else its snapshot is on the way to another worker
             orphan(state, row)
     state.unseat(worker)
-    state.counters.workers_lost += not worker.stopping
+    state.counters.workers_lost += worker.evicted or not worker.stopping
     return True
 
 
@@ -93,6 +93,6 @@ def load_done(state: State, pending: Pending, event: on.CommandDone) -> None:
 def evict(state: State, worker: Worker, reason: str) -> None:
     """Asks the shell to end the worker; its loss does the rest. Nothing new is given to it meanwhile."""
     if not worker.stopping:
-        worker.stopping = worker.draining = True
+        worker.stopping = worker.draining = worker.evicted = True
         state.rehosted(worker)
         state.out.append(do.EvictWorker(worker.worker_id, worker.epoch, reason))

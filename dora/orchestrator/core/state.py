@@ -48,7 +48,8 @@ class Worker:
     target: int = -1
     loading: int = -1
     draining: bool = False
-    stopping: bool = False
+    stopping: bool = False  # it was told to end, or its end was asked for
+    evicted: bool = False  # the latter
     load_failures: int = 0
     rows: set[int] = field(default_factory=set)  # requests it owns
     inbound: int = 0  # handoffs on their way to it

@@ -60,15 +60,19 @@ def check_window(policy: str, window: int, field: str = "window.size") -> None:
         raise InvalidValue(field, window, f"{allowed}, by the definition of {policy}")
 
 
-def check_live(name: str, window: int) -> None:
-    """Raises InvalidValue for a strategy that a service may not run: an unknown one, with the nearest name, one that
-    only the simulator may, or one that is not defined for this window."""
+def check_live(balance: BalanceConfig, window: int) -> None:
+    """Raises InvalidValue for what a service may not run: an unknown strategy, with the nearest name, one that only the
+    simulator may, one that is not defined for this window, and lengths that no prompt brings."""
+    name = balance.policy
     if name in SIMULATED:
         allowed = f"one of {', '.join(LIVE_POLICIES)}: {name} breaks C1 and only runs in dora simulate"
         raise InvalidValue("balance.policy", name, allowed)
     if name not in LIVE_POLICIES:
         raise InvalidValue("balance.policy", name, one_of(name, LIVE_POLICIES, cutoff=0.6))
     check_window(name, window)
+    if balance.predictor == "given":
+        allowed = "statistics or ranker: only the simulator knows lengths beforehand"
+        raise InvalidValue("balance.predictor", balance.predictor, allowed)
 
 
 __all__ = [

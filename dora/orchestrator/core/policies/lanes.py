@@ -110,6 +110,8 @@ def _lane(seat: int, pace_s: float, cost: CostModel, snapshot: Snapshot, most: f
     fastest_s = cost.decode_step_s(held, least)
     if pace_s <= fastest_s:
         return Lane(seat, fastest_s, least)
+    if not cost.kv_token_s:  # the KV in use costs no time
+        return Lane(seat, pace_s, most)
     return Lane(seat, pace_s, min((pace_s - cost.matmul_s(held)) / cost.kv_token_s, most))
 
 
