@@ -38,7 +38,7 @@ class Report:
     migrations_reprefill: int
     preemptions: int
     overhead_balancing: float  # share of engine time loading weights (and planning)
-    overhead_transfer: float  # share of engine time requests stood still while their KV moved
+    overhead_transfer: float  # share of their time on workers that requests stood still while their KV moved
     overhead_reprefill: float  # share of engine time spent computing KV a second time
     recall_longest_20: float  # of the predictor: share of the longest 20% that it ranks among the longest 20%
     events: int
