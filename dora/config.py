@@ -165,10 +165,12 @@ def settings_tree(file: Path | None, overrides: Iterable[str], option: str = "--
     tree: dict[str, Any] = {}
     if file is not None:
         try:
-            tree = tomllib.loads(file.read_text())
+            tree = tomllib.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise InvalidValue(option, str(file), f"a readable TOML file ({error.strerror})") from error
-        except tomllib.TOMLDecodeError as error:
+        except UnicodeDecodeError as error:
+            raise InvalidValue(option, str(file), f"TOML, which is UTF-8 text ({error})") from error
+        except ValueError as error:  # also a whole number of more digits than Python reads
             raise InvalidValue(option, str(file), f"valid TOML ({error})") from error
     for override in overrides:
         _apply(tree, override)
@@ -214,7 +216,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise InvalidValue("--set", override, "section.field=value, e.g. window.size=3")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # also a whole number of more digits than Python reads
         value = text
     *sections, name = key.strip().split(".")
     node = tree
