@@ -16,7 +16,7 @@ class Report:
     engines: int
     step_time_min: float  # mean between publishes
     rollout_only_fraction: float  # share of a step in which the trainer waits (colocated: the rollout phase)
-    dp_groups_to_add: int | None  # that would let generation keep up with training; None: they take turns
+    dp_groups_to_add: int | None  # that would let generation keep up; None: training takes turns with it, or no time
     tokens_per_s: float  # prompt and response tokens trained on, over time
     staleness_max: int
     staleness_mean: float

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -248,6 +249,7 @@ def test_the_plan_changes_the_split() -> None:
         (("--preset", "small", "--policy", "sync", "--window", "3"), "by the definition of sync"),
         (("--preset", "small", "--policy", "streamrl", "--window", "3"), "1 to 2, by the definition of streamrl"),
         (("--preset", "small", "--policy", "sync", "--split", "plan"), "colocated"),
+        (("--preset", "small", "--set", "trainer.step_s=0", "--split", "plan"), "training takes trainer.step_s = 0.0"),
         (("--preset", "small", "--policy", "partial", "--steps", "63"), "at most 62 with --policy partial"),
         (("--preset", "small", "--predictor", "orcale"), "oracle"),
         (("--preset", "small", "--set", "cluster.gpu=3"), "did you mean gpus"),
@@ -328,6 +330,18 @@ def test_dp_groups_that_were_said_to_be_lacking_let_generation_keep_up_better() 
     assert after.rollout_only_fraction < before.rollout_only_fraction
     together = simulate_scenario(scenario_for("small", "sync"), steps=2, warmup=0, seed=0)
     assert together.dp_groups_to_add is None, "they take turns"
+
+
+@pytest.mark.parametrize("step_s", ["0", "1e-20"])
+def test_a_trainer_that_takes_no_time_is_simulated_and_no_dp_groups_would_keep_up_with_it(step_s: str) -> None:
+    """So little time is lost in rounding beside that since the start."""
+    free = (*SMALL, "--set", f"trainer.step_s={step_s}")
+    answer = json.loads(run(*free, "--json").stdout)
+    assert (answer["dp_groups_to_add"], answer["rollout_only_fraction"]) == (None, 1.0)
+    table = run(*free)
+    assert table.exit_code == ExitCode.OK, table.output
+    assert re.search(r"DP groups that would end it\s+│\s+- │", table.stdout), table.stdout
+    assert len(json.loads(run(*free, "--compare", "--json").stdout)["policies"]) == len(policy_names())
 
 
 def test_the_json_of_a_run_has_the_papers_numbers_that_the_table_shows() -> None:
