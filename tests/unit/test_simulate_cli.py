@@ -33,6 +33,7 @@ from tests.unit.test_plot import REPORT
 NO_COST = [
     word for name in ("kv_token_s", "weights_s", "request_s", "step_s") for word in ("--set", f"cluster.cost.{name}=0")
 ]
+TRACE = ("--preset", "small", "--set", "workload.lengths.kind=trace", "--set")
 SMALL = ("simulate", "--preset", "small", "--steps", "3", "--warmup", "1")
 
 
@@ -259,6 +260,13 @@ def test_the_plan_changes_the_split() -> None:
         (("--preset", "small", "--set", "cluster.kv_tokens=1000"), "longest response"),
         (("--preset", "small", "--set", "workload.prompt_tokens=2049"), "less than or equal to 2048"),
         (("--preset", "small", "--set", "cluster.rollout_gpus=4"), "cluster.rollout_gpus = 4"),
+        (("--preset", "small", "--set", "workload.prompts=1000000000000"), "less than or equal to 16777216"),
+        (("--preset", "small", "--set", "workload.turns.most=1000000000"), "less than or equal to 4096"),
+        (
+            ("--preset", "small", "--set", "workload.turns.most=1024", "--set", "workload.group_size=64"),
+            "workload.turns.most = 1024 is not allowed: at most 512 with workload.group_size = 64",
+        ),
+        (("--preset", "small", "--set", f"cluster.slots={10**21}"), "less than or equal to 1048576"),
         (
             ("--preset", "small", "--set", "workload.turns.most=4", "--set", "workload.turns.answer_tokens=5000"),
             "cluster.kv_tokens = 8000",
@@ -280,17 +288,9 @@ def test_the_plan_changes_the_split() -> None:
             "workload.lengths.file = 'lengths.json' is not allowed: left out: lengths.kind is lognormal, and only "
             "histogram and trace read a file",
         ),
-        (
-            (
-                "--preset",
-                "small",
-                "--set",
-                "workload.lengths.kind=trace",
-                "--set",
-                "workload.lengths.file=no-such.jsonl",
-            ),
-            "no-such.jsonl",
-        ),
+        ((*TRACE, "workload.lengths.file=no-such.jsonl"), "no-such.jsonl"),
+        ((*TRACE, f"workload.lengths.file={__file__}/below"), "a readable file (Not a directory)"),
+        ((*TRACE, r'workload.lengths.file="a\u0000b"'), "a readable file (embedded null byte)"),
     ],
 )
 def test_a_bad_value_is_one_line_on_stderr_and_nothing_on_stdout(arguments: tuple[str, ...], message: str) -> None:
