@@ -21,7 +21,9 @@ DEFAULT_POLICY: Final = "laxity"  # docs/simulator.md says why
 GROUPS_PER_STEP_MOST: Final = 1 << 20
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """Frozen fields, no others."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
     @field_validator("*", mode="before")
@@ -33,7 +35,7 @@ class _Section(BaseModel):
         return value
 
 
-class WindowConfig(_Section):
+class WindowConfig(Section):
     """The sliding window of policy versions (design: the window and C3)."""
 
     size: int = Field(2, ge=1, le=64, description="versions that may be live; staleness is at most size - 1")
@@ -42,7 +44,7 @@ class WindowConfig(_Section):
     )
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(Section):
     """How responses are sampled, where a prompt does not say otherwise."""
 
     group_size: int = Field(8, ge=1, le=4096, description="responses to one prompt")
@@ -59,7 +61,7 @@ class RolloutConfig(_Section):
     reference_version: int = Field(0, ge=0, description="the frozen version a KL term refers to")
 
 
-class CostConfig(_Section):
+class CostConfig(Section):
     """Cost of one engine step (dora/orchestrator/core/cost.py says what the coefficients mean)."""
 
     kv_token_s: float = Field(ge=0.0, allow_inf_nan=False, description="k1: for each cached token")
@@ -78,7 +80,7 @@ class CostConfig(_Section):
         return self
 
 
-class BalanceConfig(_Section):
+class BalanceConfig(Section):
     """Re-balancing (design: triggers, partition, moves) and handoff."""
 
     policy: str = Field(DEFAULT_POLICY, description="strategy by name: see dora.orchestrator.core.policies")
@@ -96,7 +98,7 @@ class BalanceConfig(_Section):
     moves_at_once: int = Field(64, ge=1, le=1 << 16, description="handoffs in flight")
 
 
-class WorkersConfig(_Section):
+class WorkersConfig(Section):
     """The rollout workers: one process, one DP group, one engine each."""
 
     count: int = Field(2, ge=0, le=1024, description="workers that the service starts itself")
@@ -115,7 +117,7 @@ class WorkersConfig(_Section):
     )
 
 
-class ServiceConfig(_Section):
+class ServiceConfig(Section):
     """Addresses, secrets and limits of the service."""
 
     listen: str = Field("127.0.0.1:7070", pattern=r"^.+:\d{1,5}$", description="host:port")
@@ -128,7 +130,7 @@ class ServiceConfig(_Section):
     tick_s: float = Field(0.5, gt=0.0, le=60.0)
 
 
-class SelectionConfig(_Section):
+class SelectionConfig(Section):
     """Groups that are begun and not trained on: off by default, each recorded with its reason."""
 
     filter: str = Field(
@@ -141,7 +143,7 @@ class SelectionConfig(_Section):
     )
 
 
-class RewardConfig(_Section):
+class RewardConfig(Section):
     """The verifier: a plug-in ``module:function``, run in processes of its own."""
 
     function: str = Field(
@@ -152,7 +154,7 @@ class RewardConfig(_Section):
     queued_max: int = Field(8192, ge=1)
 
 
-class Config(_Section):
+class Config(Section):
     """Everything ``dora serve`` needs."""
 
     model: str = Field("smollm2", min_length=1, description="smollm2, tiny, tiny-moe, or a Hugging Face folder")
@@ -193,10 +195,12 @@ def settings_tree(file: Path | None, overrides: Iterable[str], option: str = "--
     tree: dict[str, Any] = {}
     if file is not None:
         try:
-            tree = tomllib.loads(file.read_text())
+            tree = tomllib.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise InvalidValue(option, str(file), f"a readable TOML file ({error.strerror})") from error
-        except tomllib.TOMLDecodeError as error:
+        except UnicodeDecodeError as error:
+            raise InvalidValue(option, str(file), f"TOML, which is UTF-8 text ({error})") from error
+        except ValueError as error:  # also a whole number of more digits than Python reads
             raise InvalidValue(option, str(file), f"valid TOML ({error})") from error
     for override in overrides:
         _apply(tree, override)
@@ -242,7 +246,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise InvalidValue("--set", override, "section.field=value, e.g. window.size=3")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # also a whole number of more digits than Python reads
         value = text
     *sections, name = key.strip().split(".")
     node = tree

@@ -2,6 +2,8 @@
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
+from traceback import extract_tb
 
 
 class DoraError(Exception):
@@ -46,3 +48,10 @@ def one_of(name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
     spelled = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=cutoff)
     return f"one of {', '.join(spelled.values())}" + (f"; did you mean {spelled[near[0]]}?" if near else "")
+
+
+def told(error: Exception) -> str:
+    """A bug in one line: the exception's kind, what it says, and where it was raised."""
+    frames = extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"

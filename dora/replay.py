@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Final, get_args
 
 from dora.config import Config
-from dora.errors import DoraError
+from dora.errors import InvalidValue, told
 from dora.eventlog import EVENT_KINDS, Record
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
@@ -73,7 +73,11 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One event and what came of it. ``refusal`` is the core's error where it allowed nothing, else empty."""
+    """One event and what came of it.
+
+    ``refusal`` is the core's error where it allowed nothing, else empty; ``failure`` is the bug that ended the service
+    here, with its place in the code, else empty.
+    """
 
     number: int
     now_s: float
@@ -81,11 +85,14 @@ class Decision:
     known: Known
     commands: tuple[do.Command, ...]
     refusal: str = ""
+    failure: str = ""
 
     @property
     def chose(self) -> bool:
-        """Whether something was decided: a command that is no acknowledgement, or a refusal."""
-        return bool(self.refusal) or any(type(command) not in ACKNOWLEDGEMENTS for command in self.commands)
+        """Whether something was decided: a command that is no acknowledgement, a refusal, or the end of the service."""
+        return bool(self.refusal or self.failure) or any(
+            type(command) not in ACKNOWLEDGEMENTS for command in self.commands
+        )
 
     def kinds(self) -> frozenset[str]:
         """The kinds of its event and of its commands."""
@@ -102,6 +109,7 @@ class Summary:
     counters: Mapping[str, int]  # the core's own, at the end
     step: int
     newest: int
+    failed: str | None  # the event that ended the service, and the error at which the core failed; None: none did
 
 
 class Replay:
@@ -113,32 +121,36 @@ class Replay:
         self._events: Counter[str] = Counter()
         self._commands: Counter[str] = Counter()
         self._refused = 0
+        self._failed: str | None = None
 
     def __iter__(self) -> Iterator[Decision]:
-        """Raises what the core raises that is no DoraError: the bug that ended the service, with the event's number."""
+        """Ends with the log, or with the event that ended the service: it left the core half way."""
         for record in self._records:
-            known = known_of(self.machine.state)
-            try:
-                decision = self._decide(record, known)
-            except Exception as error:
-                error.add_note(f"while event {record.number} was replayed: {line_of(record.event)}")
-                raise
+            decision = self._decide(record, known_of(self.machine.state))
             self._events[type(record.event).__name__] += 1
             self._commands.update(type(command).__name__ for command in decision.commands)
             self._refused += bool(decision.refusal)
+            if decision.failure:
+                self._failed = f"event {decision.number}, {type(record.event).__name__}: {decision.failure}"
             yield decision
+            if decision.failure:
+                return
 
     def _decide(self, record: Record, known: Known) -> Decision:
+        """As the service's shell takes it: what the core raises is a refusal or the service's end."""
         number, now_s, event = record.number, record.now_s, record.event
         try:
             return Decision(number, now_s, event, known, tuple(self.machine.handle(event, now_s)))
-        except DoraError as error:  # as the service's core refused it
+        except InvalidValue as error:
             return Decision(number, now_s, event, known, (), str(error))
+        except Exception as error:
+            return Decision(number, now_s, event, known, (), failure=told(error))
 
     def summary(self) -> Summary:
         window = self.machine.state.window
         counters = asdict(self.machine.counters)
-        return Summary(dict(self._events), dict(self._commands), self._refused, counters, window.step, window.newest)
+        counts = dict(self._events), dict(self._commands), self._refused
+        return Summary(*counts, counters, window.step, window.newest, self._failed)
 
 
 def known_of(state: State) -> Known:

@@ -26,6 +26,8 @@ def block(decision: Decision, time_s: float) -> Text:
     text.append("\n  known  ", "dim").append(_known_line(decision.known))
     for line in _worker_lines(decision.known.workers):
         text.append(f"\n{INDENT}").append_text(line)
+    if decision.failure:
+        return text.append("\n  failed  ", "bold red").append(f"{decision.failure}; this ended the service\n")
     if decision.refusal:
         return text.append("\n  refused  ", "bold red").append(decision.refusal).append("\n")
     text.append("\n  chose  ", "dim" if not decision.chose else "green")
@@ -33,7 +35,7 @@ def block(decision: Decision, time_s: float) -> Text:
 
 
 def tree(decision: Decision, time_s: float) -> dict[str, Any]:
-    """The whole decision as JSON values; ``refused`` is null where the core took the event."""
+    """The whole decision as JSON values; ``refused`` and ``failed`` are null where the core took the event."""
     return {
         "number": decision.number,
         "time_s": time_s,
@@ -41,6 +43,7 @@ def tree(decision: Decision, time_s: float) -> dict[str, Any]:
         "known": asdict(decision.known),
         "commands": [_message_tree(command) for command in decision.commands],
         "refused": decision.refusal or None,
+        "failed": decision.failure or None,
     }
 
 
@@ -52,6 +55,8 @@ def summary_table(title: str, summary: Summary) -> Table:
     table.add_row("events", _counted(summary.events))
     table.add_row("commands", _counted(summary.commands))
     table.add_row("refused", f"{summary.refused:,}")
+    if summary.failed:
+        table.add_row("failed", Text(summary.failed, "bold red"))
     table.add_row("filling step", str(summary.step))
     table.add_row("newest version", version_cell(summary.newest))
     table.add_section()

@@ -132,7 +132,7 @@ def _refuse_ignored(given: Mapping[str, Any]) -> None:
     )
     for applies, options, reason in ignored:
         for option in options:
-            if applies and given.get(option):
+            if applies and option in given:
                 raise InvalidValue(option, given[option], f"left out {reason}")
 
 

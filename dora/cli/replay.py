@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stderr, stdout
 from dora.errors import InvalidValue, one_of
@@ -31,7 +32,10 @@ def replay(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a service's event log through the core again: event by event what was known, and what was chosen."""
+    """Run a service's event log through the core again: event by event what was known, and what was chosen.
+
+    Exits with 1 where a bug of the core ended the service: the replay ends there too.
+    """
     from dora.eventlog import read_log
     from dora.replay import Replay
 
@@ -52,6 +56,8 @@ def replay(
 
     run = Replay(log.config, islice(log, events))
     (_print_json if as_json else _print_text)(log, run, (decision for decision in run if shown(decision)))
+    if run.summary().failed:
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _print_text(log: "EventLog", run: "Replay", decisions: Iterator["Decision"]) -> None:

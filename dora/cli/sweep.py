@@ -1,12 +1,13 @@
 """``dora simulate sweep``"""
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dora.cli.exits import ExitCode
-from dora.cli.options import JsonOption
+from dora.cli.options import JsonOption, given_options
 from dora.cli.output import print_json, stderr, stdout
 from dora.errors import InvalidValue, one_of
 
@@ -18,11 +19,12 @@ EXAMPLE = "dora simulate sweep --seeds 1000 --faults all"
 
 
 def sweep(
+    context: typer.Context,
     seeds: Annotated[int, typer.Option(min=1, help="Small clusters that are tried.")] = 1000,
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     faults: Annotated[str, typer.Option(help="all, or kinds with commas between: kill,hang,...")] = "all",
     policy: Annotated[list[str] | None, typer.Option(help="all, or one strategy; may be repeated.")] = None,
-    replay: Annotated[str, typer.Option(metavar="TOKEN", help="Only this trial, as a failure names it.")] = "",
+    replay: Annotated[str | None, typer.Option(metavar="TOKEN", help="Only this trial, as a failure names it.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the real orchestrator core on small simulated clusters under seeded faults, every promise checked each event.
@@ -31,7 +33,8 @@ def sweep(
     """
     from dora.sim import sweep as sim
 
-    if replay:
+    if replay is not None:
+        _refuse_ignored(given_options(context))
         trial, report = sim.replay(replay)
         if not as_json:
             for fault in trial.faults:
@@ -44,6 +47,13 @@ def sweep(
         _show(report)
     if not report.ok:
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _refuse_ignored(given: Mapping[str, Any]) -> None:
+    """Raises InvalidValue for an option that says of many trials what a token says of its own."""
+    for option, value in given.items():
+        if option not in ("--replay", "--json"):
+            raise InvalidValue(option, value, "left out with --replay, whose token has all of the trial")
 
 
 def _sweep(seeds: range, policies: list[str], faults: str) -> "SweepReport":
@@ -60,12 +70,10 @@ def _known_policies(names: list[str]) -> list[str]:
     """The strategies among which the seeds are dealt out. Raises InvalidValue, with the nearest name."""
     from dora.orchestrator.core.policies import LIVE_POLICIES
 
-    if not names or ALL in names:
-        return list(LIVE_POLICIES)
     for name in names:
-        if name not in LIVE_POLICIES:
+        if name not in (ALL, *LIVE_POLICIES):
             raise InvalidValue("--policy", name, f"{ALL}, or {one_of(name, LIVE_POLICIES)}")
-    return list(dict.fromkeys(names))
+    return list(LIVE_POLICIES if not names or ALL in names else dict.fromkeys(names))
 
 
 def _show(report: "SweepReport") -> None:

@@ -5,10 +5,8 @@ Nothing here is read from the core, so a core that miscounts is found out.
 
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
-from traceback import extract_tb
 
-from dora.errors import DoraError
+from dora.errors import DoraError, told
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.selection import REDUNDANT
@@ -48,9 +46,10 @@ def failure_of(error: Exception, at_s: float) -> Failure:
     """What an exception that ended a run means: whatever the core raises there is a broken promise too."""
     kinds: dict[type[Exception], str] = {Lost: "lost", Duplicated: "duplicated", Stalled: "stalled"}
     raised = not isinstance(error, (Violation, DoraError))
-    message = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
-    if raised and (frames := extract_tb(error.__traceback__)):
-        message += f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, in {frames[-1].name})"
+    if raised:
+        message = told(error)
+    else:
+        message = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
     return Failure(kinds.get(type(error), "violation"), message, round(at_s, 3), raised)
 
 

@@ -26,7 +26,7 @@ class Reading:
     preemptions: int = 0
     loads: int = 0
     still_s: float = 0.0  # requests stood still for a handoff, summed over requests
-    resident_s: float = 0.0  # requests were on a worker, summed over requests that ended
+    resident_s: float = 0.0  # requests were on a worker, however often they moved, summed over requests
     filtered: int = 0  # groups
     dropped: int = 0
     wasted_tokens: int = 0
@@ -71,6 +71,9 @@ class Meter:
         self._loads = 0
         self._still_s = 0.0
         self._resident_s = 0.0
+        self._resident_until_s = world.now_s  # what ``_resident_s`` reckons with
+        self._held = {worker.worker_id: len(worker.rows) for worker in world.machine.state.workers.values()}
+        self._on_workers = sum(self._held.values())  # requests
         self._frozen: dict[str, float] = {}  # request -> since when
         self._hosting: dict[str, tuple[int, float]] = {}  # worker -> version and since when
         self._sampled_s: dict[str, float] = {}
@@ -95,6 +98,7 @@ class Meter:
 
     def _read(self) -> Reading:
         world = self.world
+        self._reside(world.now_s)
         for worker in world.workers.values():
             worker.engine.advance(world.now_s)
         engines = [*world.ended, *(worker.engine for worker in world.workers.values())]
@@ -121,13 +125,29 @@ class Meter:
     # ---------------------------------------------------------------------------------------------------------- events
 
     def _saw(self, now_s: float, event: on.Event, commands: list[do.Command]) -> None:
+        self._reside(now_s)
+        if isinstance(event, (on.Progress, on.CommandDone, on.WorkerLost)):
+            self._count(event.worker_id)
         if isinstance(event, on.Progress) and event.finished:
             self._finished(event, now_s)
         for command in commands:
             if isinstance(command, do.WorkerCommand):
+                self._count(command.worker_id)
                 self._sent(command, now_s)
         if self.timeline is not None:
             self._draw(event, now_s)
+
+    def _reside(self, now_s: float) -> None:
+        """Until now requests were on workers as they were last counted."""
+        self._resident_s += self._on_workers * (now_s - self._resident_until_s)
+        self._resident_until_s = now_s
+
+    def _count(self, worker_id: str) -> None:
+        """A worker may hold other requests than before: only one that an event or one of its commands names can."""
+        worker = self.world.machine.state.workers.get(worker_id)
+        held = 0 if worker is None else len(worker.rows)
+        self._on_workers += held - self._held.get(worker_id, 0)
+        self._held[worker_id] = held
 
     def _sent(self, command: do.WorkerCommand, now_s: float) -> None:
         if isinstance(command, do.CopyOut):
@@ -147,7 +167,6 @@ class Meter:
             if row is None:
                 continue
             self._still_s += now_s - self._frozen.pop(request_id, now_s)
-            self._resident_s += now_s - float(state.requests["placed_s"][row])
             self.recall.add(float(state.requests["log_mean"][row]), float(event.tokens[request_id]))
 
     # -------------------------------------------------------------------------------------------------------- timeline

@@ -108,11 +108,14 @@ def _check_lengths(scenario: Scenario, over: Mapping[str, Any]) -> None:
 def planned(scenario: Scenario) -> Scenario:
     """The scenario with the train:rollout split that StreamRL's Algorithm 1 picks for it; engines stay as they are.
 
-    Training scales linearly with its accelerators. Raises InvalidValue for a colocated scenario, which has no split.
+    Training scales linearly with its accelerators. Raises InvalidValue for a colocated scenario, which has no split,
+    and for training that takes no time, which needs none.
     """
     cluster, trainer, workload = scenario.cluster, scenario.trainer, scenario.workload
     if cluster.colocated:
         raise InvalidValue("--split", "plan", f"preset: {scenario.policy} is colocated, its roles share all of them")
+    if trainer.step_s <= 0.0:
+        raise InvalidValue("--split", "plan", f"preset: training takes trainer.step_s = {trainer.step_s}, no time")
     option = EngineOption(cluster.gpus_per_engine, cluster.cost.model(), cluster.slots, cluster.kv_tokens)
     responses = trainer.groups_per_step * workload.group_size
     lengths = moments(workload)

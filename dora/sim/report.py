@@ -16,7 +16,7 @@ class Report:
     engines: int
     step_time_min: float  # mean between publishes
     rollout_only_fraction: float  # share of a step in which the trainer waits (colocated: the rollout phase)
-    dp_groups_to_add: int | None  # that would let generation keep up with training; None: they take turns
+    dp_groups_to_add: int | None  # that would let generation keep up; None: training takes turns with it, or no time
     tokens_per_s: float  # prompt and response tokens trained on, over time
     staleness_max: int
     staleness_mean: float
@@ -38,7 +38,7 @@ class Report:
     migrations_reprefill: int
     preemptions: int
     overhead_balancing: float  # share of engine time loading weights (and planning)
-    overhead_transfer: float  # share of engine time requests stood still while their KV moved
+    overhead_transfer: float  # share of their time on workers that requests stood still while their KV moved
     overhead_reprefill: float  # share of engine time spent computing KV a second time
     recall_longest_20: float  # of the predictor: share of the longest 20% that it ranks among the longest 20%
     events: int

@@ -167,7 +167,7 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
         engines=cluster.engines,
         step_time_min=took_s / steps / 60,
         rollout_only_fraction=1 - consumed.busy_s / took_s,
-        dp_groups_to_add=None if cluster.colocated else groups_to_add(took_s, consumed.busy_s, cluster.engines),
+        dp_groups_to_add=_groups_to_add(scenario, took_s, consumed.busy_s),
         tokens_per_s=(consumed.response_tokens + consumed.prompt_tokens) / took_s,
         staleness_max=max(consumed.staleness),
         staleness_mean=sum(consumed.staleness) / len(consumed.staleness),
@@ -196,6 +196,13 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
         wall_s=wall_s,
         sim_speedup=world.now_s / wall_s,
     )
+
+
+def _groups_to_add(scenario: Scenario, took_s: float, busy_s: float) -> int | None:
+    """None where no number lets generation keep up: with a trainer that takes turns with it, or takes no time."""
+    if scenario.cluster.colocated or busy_s <= 0.0:
+        return None
+    return groups_to_add(took_s, busy_s, scenario.cluster.engines)
 
 
 def _broken(scenario: Scenario, seed: int, failure: Failure, events: int) -> BrokenReport:

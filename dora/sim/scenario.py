@@ -3,17 +3,27 @@
 from math import ceil
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from dora.config import DEFAULT_POLICY
+from dora.config import DEFAULT_POLICY, GROUPS_PER_STEP_MOST, Section
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel
 
 PROMPT_TOKENS_MOST = 2048  # the longest prompt that a workload draws
+# Far above any real use: beyond, numbers do not fit into their columns, or what is drawn not into memory.
+GPUS_MOST = 1 << 20
+TOKENS_MOST = 1 << 30  # of one response: its square has to fit into 64 bits
+KV_TOKENS_MOST = 1 << 40  # of one engine: the sum over all has to
+SLOTS_MOST = 1 << 20
+GROUPS_MOST = GROUPS_PER_STEP_MOST
+GROUP_MOST = 4096  # responses to one prompt, as in rollout.group_size
+PROMPTS_MOST = 1 << 24
+TURNS_MOST = 4096
+GROUP_TURNS_MOST = 1 << 15  # turns of one prompt's responses: they are drawn for hundreds of prompts at once
 READING_KINDS = ("histogram", "trace")  # of length distributions: they are what a file says
 
 
-class _Section(BaseModel):
+class _Section(Section):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
@@ -42,12 +52,14 @@ class Coefficients(_Section):
 class Cluster(_Section):
     """Accelerators, engines and links."""
 
-    gpus: int = Field(64, ge=1, description="all accelerators; colocated: both roles use all of them in turn")
-    rollout_gpus: int = Field(24, ge=1, description="accelerators that generate")
-    gpus_per_engine: int = Field(4, ge=1, description="accelerators of one DP group")
+    gpus: int = Field(
+        64, ge=1, le=GPUS_MOST, description="all accelerators; colocated: both roles use all of them in turn"
+    )
+    rollout_gpus: int = Field(24, ge=1, le=GPUS_MOST, description="accelerators that generate")
+    gpus_per_engine: int = Field(4, ge=1, le=GPUS_MOST, description="accelerators of one DP group")
     colocated: bool = Field(False, description="training and rollout share the accelerators, one at a time")
-    slots: int = Field(256, ge=1, description="requests one engine decodes at once")
-    kv_tokens: int = Field(772_000, ge=1, description="KV-cache of one engine")
+    slots: int = Field(256, ge=1, le=SLOTS_MOST, description="requests one engine decodes at once")
+    kv_tokens: int = Field(772_000, ge=1, le=KV_TOKENS_MOST, description="KV-cache of one engine")
     kv_token_bytes: float = Field(262_144.0, gt=0.0)
     gpu_memory_bytes: float = Field(0.0, ge=0.0, description="memory of one accelerator, 0: not checked")
     weights_bytes: float = Field(65.5e9, gt=0.0, description="weights of one engine")
@@ -84,9 +96,9 @@ class Cluster(_Section):
 class TrainerPace(_Section):
     """The trainer: it streams groups in micro-batches and commits when all are trained."""
 
-    groups_per_step: int = Field(512, ge=1)
+    groups_per_step: int = Field(512, ge=1, le=GROUPS_MOST)
     step_s: float = Field(774.0, ge=0.0, description="computing time of one step")
-    micro_batches: int = Field(16, ge=1, description="training of one begins when its groups are there")
+    micro_batches: int = Field(16, ge=1, le=GROUPS_MOST, description="training of one begins when its groups are there")
     streams: bool = Field(True, description="False: training begins when the whole step is there")
     publish_s: float = Field(0.0, ge=0.0, description="from the last micro-batch to the published version")
 
@@ -99,7 +111,7 @@ class Lengths(_Section):
     sigma: float = Field(1.2, ge=0.0, description="lognormal: its standard deviation")
     file: str = Field("", description="histogram (JSON: {'hist': {tokens: weight}}) or trace (JSONL: output_length)")
     scale: float = Field(1.0, gt=0.0, description="every length is multiplied by this")
-    cap_tokens: int = Field(30_000, ge=1, description="longest response; longer ones are cut there")
+    cap_tokens: int = Field(30_000, ge=1, le=TOKENS_MOST, description="longest response; longer ones are cut there")
     group_correlation: float = Field(0.6, ge=0.0, le=1.0, description="of log lengths within one prompt's group")
     drift_per_step: float = Field(0.0, gt=-0.5, lt=0.5, description="mean length grows by this share a step")
 
@@ -114,23 +126,33 @@ class Lengths(_Section):
 class Turns(_Section):
     """Multi-turn trajectories: between turns an environment answers while the request holds no slot."""
 
-    most: int = Field(1, ge=1, description="turns of one trajectory, drawn uniformly from 1 .. most")
+    most: int = Field(1, ge=1, le=TURNS_MOST, description="turns of one trajectory, drawn uniformly from 1 .. most")
     environment_mean_s: float = Field(0.0, ge=0.0, description="lognormal latency of one environment call")
     environment_sigma: float = Field(1.0, ge=0.0)
-    answer_tokens: int = Field(0, ge=0, description="tokens that one environment answer adds to the context")
+    answer_tokens: int = Field(
+        0, ge=0, le=TOKENS_MOST, description="tokens that one environment answer adds to the context"
+    )
 
 
 class Workload(_Section):
     """Prompts and how long their responses become."""
 
-    group_size: int = Field(16, ge=1)
-    prompts: int = Field(17_000, ge=1, description="size of the prompt set; an epoch draws each once")
+    group_size: int = Field(16, ge=1, le=GROUP_MOST)
+    prompts: int = Field(17_000, ge=1, le=PROMPTS_MOST, description="size of the prompt set; an epoch draws each once")
     prompt_tokens: int = Field(150, ge=1, le=PROMPT_TOKENS_MOST, description="mean prompt length")
     lengths: Lengths = Lengths()
     turns: Turns = Turns()
     feature_correlation: float = Field(
         0.85, ge=0.0, le=1.0, description="between what a prompt shows (its features) and its group's mean log length"
     )
+
+    @model_validator(mode="after")
+    def _can_be_drawn(self) -> Self:
+        most = GROUP_TURNS_MOST // self.group_size
+        if self.turns.most > most:
+            allowed = f"at most {most} with workload.group_size = {self.group_size}"
+            raise InvalidValue("workload.turns.most", self.turns.most, allowed)
+        return self
 
 
 class Scenario(_Section):
@@ -151,6 +173,6 @@ class Scenario(_Section):
         description="a step's slowest groups that finished later ones may replace; they are cancelled",
     )
     in_flight_groups: int = Field(
-        0, ge=0, description="prompt groups drawn and not yet trained on, at most; 0: no limit"
+        0, ge=0, le=64 * GROUPS_MOST, description="prompt groups drawn and not yet trained on, at most; 0: no limit"
     )
     period_s: float = Field(30.0, gt=0.0, description="time between periodic re-balancings")

@@ -122,11 +122,13 @@ def _is_number(value: object) -> bool:
 def _text(path: Path | str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise InvalidValue("workload.lengths.file", str(path), "a file that exists") from error
+    except OSError as error:
+        raise InvalidValue("workload.lengths.file", str(path), f"a readable file ({error.strerror})") from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise InvalidValue(f"{path}:{line}", error.object[error.start : error.end], "UTF-8 text") from error
+    except ValueError as error:  # a name that no file can have
+        raise InvalidValue("workload.lengths.file", str(path), f"a readable file ({error})") from error
 
 
 def _parsed(text: str, path: str, first_line: int) -> Any:

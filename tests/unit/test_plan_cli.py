@@ -107,6 +107,9 @@ def test_it_says_how_many_groups_to_add() -> None:
         (("--gpus", "64", "--engines", "3"), "--engines = 3 is not allowed: left out without --generation-s"),
         (("--generation-s", "600", "--training-s", "300", "--engines", "2", "--gpus", "64"), "left out with --gen"),
         (("--gpus", "64", "--lengths", "lognormal:7,1,30000", "--mean-tokens", "900"), "left out with --lengths"),
+        (("--lengths", "lognormal:7,1.2,30000", "--mean-tokens", "0"), "--mean-tokens = 0.0 is not allowed: left out"),
+        (("--gpus", "64", "--rollout-gpus", "0"), "--rollout-gpus = 0 is not allowed: left out with --gpus"),
+        (("--gpus", "64", "--engines", "0"), "--engines = 0 is not allowed: left out without --generation-s"),
         (
             (*TWO_BUDGETS, "--train-s-at", "8=900", "--rollout-hardware", "h20", "--hardware", "h800"),
             "--hardware = 'h800' is not allowed: left out with --train-s-at and --rollout-hardware",

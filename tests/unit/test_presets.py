@@ -1,10 +1,14 @@
 """Presets and the papers' numbers: what they say agrees with the papers' ratios and with each other."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import exp, prod
 from pathlib import Path
 
 import pytest
+from annotated_types import Le
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from dora.config import merged, settings_tree, validated_as
 from dora.errors import InvalidValue
@@ -196,6 +200,23 @@ def test_fields_are_overridden_and_checked() -> None:
             composed(settings_tree(None, [override]), "dora-64")
 
 
+def whole_numbers(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """The whole-number fields of a section and of those below it."""
+    for name, each in section.model_fields.items():
+        if isinstance(each.annotation, type) and issubclass(each.annotation, BaseModel):
+            yield from whole_numbers(each.annotation)
+        elif each.annotation is int:
+            yield f"{section.__name__}.{name}", each
+
+
+def test_every_whole_number_has_a_most() -> None:
+    """Else it ends a run half way, out of memory or of the 64 bits of a column."""
+    found = dict(whole_numbers(Scenario))
+    assert len(found) >= 15
+    unbounded = [name for name, each in found.items() if not any(isinstance(limit, Le) for limit in each.metadata)]
+    assert unbounded == []
+
+
 def test_without_a_preset_the_default_cluster_is_changed() -> None:
     assert composed({"policy": "sync"}).window == 1
     assert composed({"window": 4}, policy="laminar").model_copy(update={"policy": "laxity", "window": 3}) == Scenario()
@@ -263,3 +284,9 @@ def test_laminars_table_has_all_its_rows() -> None:
     largest = {policy: each[-1] for policy, each in rows.items()}
     assert largest["laminar"] == papers.SplitRow("72b", 1024, 768, 256)
     assert largest["one_step"] == largest["stream"] == replace(largest["laminar"], train_gpus=256, rollout_gpus=768)
+
+
+@pytest.mark.parametrize("field", ["window", "period_s", "filter_fraction"])
+def test_a_truth_value_is_no_number_of_a_scenario(field: str) -> None:
+    with pytest.raises(InvalidValue, match=f"{field} = True is not allowed: a number"):
+        composed({field: True}, "small")

@@ -18,6 +18,7 @@ from dora.eventlog import EventLogWriter, read_log
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.window import Window
 from dora.replay import Decision, Known, KnownWorker, Replay, known_of, line_of
 from dora.sim import world
 from dora.sim.invariants import fingerprint
@@ -152,12 +153,32 @@ def test_what_was_refused_is_refused_again_and_the_replay_goes_on(tmp_path: Path
     assert ticked.event == on.Tick() and not ticked.refusal
 
 
+def place_given_back_twice(patch: pytest.MonkeyPatch) -> None:
+    """A bug of the core that is a DoraError, and yet no refusal: the event is half done by then."""
+    give_back = Window.give_back
+    patch.setattr(Window, "give_back", lambda self, version: (give_back(self, version), give_back(self, version)))
+
+
+def test_what_ends_the_service_ends_the_replay_and_is_no_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place_given_back_twice(monkeypatch)
+    log = read_log(small(tmp_path / "log", on.GroupCancelled("g0", "user"), on.Tick()))
+    replayed = Replay(log.config, log)
+    *_, failed = replayed
+    assert (failed.number, failed.refusal, failed.commands) == (6, "", ()) and failed.chose
+    assert failed.failure.startswith("IllegalTransition: no open group of version 0 to give back")
+    assert failed.failure.endswith("in give_back)")
+    summary = replayed.summary()
+    assert summary.failed == f"event 6, GroupCancelled: {failed.failure}"
+    assert (summary.refused, summary.events["GroupCancelled"]) == (1, 1)
+
+
 def test_a_bug_comes_again_with_the_event_that_met_it(tmp_path: Path) -> None:
     """A shell would have to count wrongly for such an event; then the log shows it."""
-    file = small(tmp_path / "log", on.CommandDone("w0", 1, 2), on.Progress("w0", 1, 0, {"g0.0": 1 << 63}))
-    with pytest.raises(OverflowError) as caught:
-        decisions_of(file)
-    assert any("event 7" in note and "Progress worker_id=w0" in note for note in caught.value.__notes__)
+    file = small(tmp_path / "log", on.CommandDone("w0", 1, 2), on.Progress("w0", 1, 0, {"g0.0": 1 << 63}), on.Tick())
+    *_, failed = decisions_of(file)
+    assert failed.number == 7 and failed.failure.startswith("OverflowError: ") and not failed.refusal
 
 
 def test_decisions_are_told_from_acknowledgements(tmp_path: Path) -> None:
@@ -211,6 +232,27 @@ def test_the_commands_json_is_one_document(tmp_path: Path) -> None:
     assert refused["refused"].startswith("step = 5")
     assert document["summary"]["events"]["PromptsOffered"] == 1 and document["summary"]["refused"] == 1
     assert document["summary"]["counters"]["groups_admitted"] == 1 and document["torn_bytes"] == 0
+
+
+@pytest.mark.parametrize("options", [(), ("--decisions",), ("--only", "LoadVersion")])
+def test_the_command_shows_what_ended_the_service_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    """In the summary, too, whatever else is shown."""
+    place_given_back_twice(monkeypatch)
+    file = small(tmp_path / "log", on.GroupCancelled("g0", "user"), on.Tick())
+    told = invoke(file, *options)
+    assert (told.exit_code, told.stderr) == (1, "")
+    said = "IllegalTransition: no open group of version 0 to give back"
+    assert (f"  failed  {said}" in told.stdout) == ("--only" not in options)
+    assert "event 6, GroupCancelled: IllegalTransition" in " ".join(told.stdout.split())
+    document = json.loads(invoke(file, "--json", *options).stdout)
+    assert document["summary"]["failed"].startswith(f"event 6, GroupCancelled: {said}")
+    if "--only" not in options:
+        *_, refused, failed = document["decisions"]
+        assert (failed["refused"], refused["failed"]) == (None, None)
+        assert failed["failed"].startswith(said) and refused["refused"].startswith("step = 5")
+    assert invoke(file, "--to", 5).exit_code == 0, "what came before did not fail"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -32,6 +33,7 @@ from tests.unit.test_plot import REPORT
 NO_COST = [
     word for name in ("kv_token_s", "weights_s", "request_s", "step_s") for word in ("--set", f"cluster.cost.{name}=0")
 ]
+TRACE = ("--preset", "small", "--set", "workload.lengths.kind=trace", "--set")
 SMALL = ("simulate", "--preset", "small", "--steps", "3", "--warmup", "1")
 
 
@@ -248,6 +250,7 @@ def test_the_plan_changes_the_split() -> None:
         (("--preset", "small", "--policy", "sync", "--window", "3"), "by the definition of sync"),
         (("--preset", "small", "--policy", "streamrl", "--window", "3"), "1 to 2, by the definition of streamrl"),
         (("--preset", "small", "--policy", "sync", "--split", "plan"), "colocated"),
+        (("--preset", "small", "--set", "trainer.step_s=0", "--split", "plan"), "training takes trainer.step_s = 0.0"),
         (("--preset", "small", "--policy", "partial", "--steps", "63"), "at most 62 with --policy partial"),
         (("--preset", "small", "--predictor", "orcale"), "oracle"),
         (("--preset", "small", "--set", "cluster.gpu=3"), "did you mean gpus"),
@@ -257,6 +260,13 @@ def test_the_plan_changes_the_split() -> None:
         (("--preset", "small", "--set", "cluster.kv_tokens=1000"), "longest response"),
         (("--preset", "small", "--set", "workload.prompt_tokens=2049"), "less than or equal to 2048"),
         (("--preset", "small", "--set", "cluster.rollout_gpus=4"), "cluster.rollout_gpus = 4"),
+        (("--preset", "small", "--set", "workload.prompts=1000000000000"), "less than or equal to 16777216"),
+        (("--preset", "small", "--set", "workload.turns.most=1000000000"), "less than or equal to 4096"),
+        (
+            ("--preset", "small", "--set", "workload.turns.most=1024", "--set", "workload.group_size=64"),
+            "workload.turns.most = 1024 is not allowed: at most 512 with workload.group_size = 64",
+        ),
+        (("--preset", "small", "--set", f"cluster.slots={10**21}"), "less than or equal to 1048576"),
         (
             ("--preset", "small", "--set", "workload.turns.most=4", "--set", "workload.turns.answer_tokens=5000"),
             "cluster.kv_tokens = 8000",
@@ -278,17 +288,9 @@ def test_the_plan_changes_the_split() -> None:
             "workload.lengths.file = 'lengths.json' is not allowed: left out: lengths.kind is lognormal, and only "
             "histogram and trace read a file",
         ),
-        (
-            (
-                "--preset",
-                "small",
-                "--set",
-                "workload.lengths.kind=trace",
-                "--set",
-                "workload.lengths.file=no-such.jsonl",
-            ),
-            "no-such.jsonl",
-        ),
+        ((*TRACE, "workload.lengths.file=no-such.jsonl"), "no-such.jsonl"),
+        ((*TRACE, f"workload.lengths.file={__file__}/below"), "a readable file (Not a directory)"),
+        ((*TRACE, r'workload.lengths.file="a\u0000b"'), "a readable file (embedded null byte)"),
     ],
 )
 def test_a_bad_value_is_one_line_on_stderr_and_nothing_on_stdout(arguments: tuple[str, ...], message: str) -> None:
@@ -328,6 +330,18 @@ def test_dp_groups_that_were_said_to_be_lacking_let_generation_keep_up_better() 
     assert after.rollout_only_fraction < before.rollout_only_fraction
     together = simulate_scenario(scenario_for("small", "sync"), steps=2, warmup=0, seed=0)
     assert together.dp_groups_to_add is None, "they take turns"
+
+
+@pytest.mark.parametrize("step_s", ["0", "1e-20"])
+def test_a_trainer_that_takes_no_time_is_simulated_and_no_dp_groups_would_keep_up_with_it(step_s: str) -> None:
+    """So little time is lost in rounding beside that since the start."""
+    free = (*SMALL, "--set", f"trainer.step_s={step_s}")
+    answer = json.loads(run(*free, "--json").stdout)
+    assert (answer["dp_groups_to_add"], answer["rollout_only_fraction"]) == (None, 1.0)
+    table = run(*free)
+    assert table.exit_code == ExitCode.OK, table.output
+    assert re.search(r"DP groups that would end it\s+│\s+- │", table.stdout), table.stdout
+    assert len(json.loads(run(*free, "--compare", "--json").stdout)["policies"]) == len(policy_names())
 
 
 def test_the_json_of_a_run_has_the_papers_numbers_that_the_table_shows() -> None:

@@ -22,6 +22,8 @@ from dora.sim.shrinking import ddmin, shrunk
 from dora.sim.sweep import replay, sweep
 from dora.sim.trial import HORIZON_S, Trial
 
+TOKEN = "0:dora:all:all:0:2"
+
 app = typer.Typer(cls=DoraGroup, pretty_exceptions_enable=False)
 app.command("sweep")(sweep_command)
 app.command("other")(lambda: None)
@@ -269,13 +271,20 @@ def test_seeds_are_dealt_out_among_the_policies(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--policy", "dorra"), "did you mean dora"),
-        (("--faults", "kil"), "did you mean kill"),
+        (("--seeds", "1", "--policy", "dorra"), "did you mean dora"),
+        (("--seeds", "1", "--policy", "all", "--policy", "dorra"), "did you mean dora"),
+        (("--seeds", "1", "--policy", ""), "--policy = ''"),
+        (("--seeds", "1", "--faults", "kil"), "did you mean kill"),
         (("--replay", "nonsense"), "a token as"),
+        (("--replay", ""), "--replay = '' is not allowed: a token as"),
+        (("--replay", TOKEN, "--seeds", "1000"), "--seeds = 1000 is not allowed: left out with --replay"),
+        (("--replay", TOKEN, "--first", "0"), "--first = 0 is not allowed: left out with --replay"),
+        (("--faults", "kill", "--replay", TOKEN), "--faults = 'kill' is not allowed: left out with --replay"),
+        (("--replay", TOKEN, "--policy", "nonsense"), "--policy = ['nonsense'] is not allowed: left out with"),
     ],
 )
-def test_unknown_names_are_refused(arguments: tuple[str, ...], said: str) -> None:
-    result = CliRunner().invoke(app, ["sweep", "--seeds", "1", *arguments])
+def test_unknown_names_and_options_without_a_meaning_are_refused(arguments: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(app, ["sweep", *arguments])
     assert result.exit_code == ExitCode.USAGE and said in result.stderr
     assert not result.stdout
 

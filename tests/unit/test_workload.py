@@ -275,13 +275,20 @@ def test_malformed_files_are_refused_with_file_line_and_reason(
 
 
 @pytest.mark.parametrize("load", [load_histogram, load_trace])
-def test_bytes_that_are_no_text_and_missing_files(load: Callable[[Path], object], tmp_path: Path) -> None:
+def test_bytes_that_are_no_text_and_files_that_cannot_be_read(load: Callable[[Path], object], tmp_path: Path) -> None:
     file = tmp_path / "lengths"
     file.write_bytes(b'{"output_length": 5}\n\xff')
     with pytest.raises(InvalidValue, match="lengths:2"):
         load(file)
-    with pytest.raises(InvalidValue, match=r"workload.lengths.file.*nowhere"):
-        load(tmp_path / "nowhere")
+    for path, reason in (
+        (tmp_path / "nowhere", "No such file"),
+        (tmp_path, "Is a directory"),
+        (file / "below", "Not a directory"),
+        (tmp_path / "a\0b", "null byte"),
+        (tmp_path / (300 * "a"), "too long"),
+    ):
+        with pytest.raises(InvalidValue, match=rf"^workload\.lengths\.file = .* a readable file \(.*{reason}"):
+            load(path)
 
 
 def test_a_histogram_workload_names_its_file(tmp_path: Path) -> None:

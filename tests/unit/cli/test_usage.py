@@ -185,6 +185,30 @@ def test_numbers_are_no_truth_values_and_lengths_leave_room_for_a_prompt() -> No
     assert load_config(None, ["rollout.ignore_eos=true"]).rollout.ignore_eos
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"\xff\xfemodel = 'tiny'", "UTF-8"), (b"model = ", "valid TOML"), (b"seed = " + 5000 * b"9", "valid TOML")],
+)
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [(("serve", "--dry-run"), "--config"), (("simulate", "--preset", "small"), "--file")],
+)
+def test_a_file_that_is_no_toml_is_named_in_one_line(
+    tmp_path: Path, arguments: tuple[str, ...], option: str, content: bytes, words: str
+) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_bytes(content)
+    refused = dora(*arguments, option, str(file))
+    assert (refused.exit_code, refused.stdout) == (ExitCode.USAGE, "")
+    assert refused.stderr.startswith(f"dora: {option} = '{file}' is not allowed: ") and words in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
+def test_a_number_of_more_digits_than_can_be_read_is_no_number() -> None:
+    with pytest.raises(InvalidValue, match=r"window\.size"):
+        load_config(None, ["window.size=" + 5000 * "9"])
+
+
 @pytest.mark.parametrize("form", [(), ("--json",)])
 def test_a_dry_run_does_not_print_the_secret(form: tuple[str, ...]) -> None:
     shown = dora("serve", "--token", "hush-hush", "--dry-run", *form)
