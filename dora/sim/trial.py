@@ -94,15 +94,19 @@ class Trial:
         workers, window = random.randint(1, WORKERS_MOST), random.randint(1, 4)
         period_s = random.choice((4.0, 7.0, 15.0))
         options = Random(f"options {self.seed}")
+        filters, redundant = options.choice((0.0, 0.0, 0.3)), options.choice((0.0, 0.5, 1.0))
+        cost = Coefficients(
+            step_s=0.08, kv_token_s=options.choice((0.0, 0.0, 3e-4)), request_s=options.choice((0.0, 0.0, 0.01))
+        )
         scenario = Scenario(
             name=f"seed {self.seed}",
             policy=self.policy,
             window=nearest_window(self.policy, window),
             predictor=random.choice(("oracle", "statistics", "ranker")),
-            filter_fraction=options.choice((0.0, 0.0, 0.3)),
-            redundant_fraction=options.choice((0.0, 0.5, 1.0)),
+            filter_fraction=filters,
+            redundant_fraction=redundant,
             period_s=period_s,
-            cluster=_cluster(random, self.workers or workers, kv_token_s=options.choice((0.0, 0.0, 3e-4))),
+            cluster=_cluster(random, self.workers or workers, cost),
             trainer=TrainerPace(
                 groups_per_step=random.randint(1, 5),
                 step_s=random.choice((1.0, 4.0, 8.0)),
@@ -126,10 +130,10 @@ class Trial:
         return scenario, validated(merged(core_config(scenario).model_dump(), {"balance": balance}))
 
 
-def _cluster(random: Random, workers: int, kv_token_s: float) -> Cluster:
+def _cluster(random: Random, workers: int, cost: Coefficients) -> Cluster:
     """Slots and KV are scarce; a copy may take as long as many tokens, so that much happens meanwhile.
 
-    Where KV costs time a full engine is much slower: strategies then have fast and slow places to choose from.
+    Where KV or requests cost time a full engine is much slower: strategies have fast and slow places to choose from.
     """
     return Cluster(
         gpus=workers + 1,
@@ -141,7 +145,7 @@ def _cluster(random: Random, workers: int, kv_token_s: float) -> Cluster:
         kv_token_bytes=1.0,
         link_bytes_per_s=random.choice((20.0, 100.0, 1000.0)),
         load_s=random.choice((0.5, 2.0)),
-        cost=Coefficients(step_s=0.08, kv_token_s=kv_token_s),
+        cost=cost,
     )
 
 

@@ -38,6 +38,8 @@ def test_clusters_differ_in_all_that_the_promises_may_depend_on() -> None:
     assert {scenario.predictor for scenario in scenarios} == {"oracle", "statistics", "ranker"}
     assert {scenario.workload.group_size > scenario.cluster.slots for scenario in scenarios} == {False, True}
     assert {scenario.workload.turns.most > 1 for scenario in scenarios} == {False, True}
+    costs = {(cost.kv_token_s > 0.0, cost.request_s > 0.0) for cost in (each.cluster.cost for each in scenarios)}
+    assert len(costs) == 4  # of KV, of requests: a step takes longer for either, both or none
     assert {scenario.filter_fraction > 0.0 for scenario in scenarios} == {False, True}
     assert {scenario.redundant_fraction > 0.0 for scenario in scenarios} == {False, True}
     assert len({Habits.drawn(Random(f"habits {seed}")) for seed in range(200)}) > 20
