@@ -243,7 +243,7 @@ def validated_as(model: type[Model], tree: Mapping[str, Any], section: str = "")
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
-        raise InvalidValue("--set", override, "section.field=value, e.g. window.size=3")
+        raise InvalidValue("--set", override, "section.field=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except ValueError:  # also a whole number of more digits than Python reads

@@ -24,7 +24,7 @@ SHOWN_EACH_SIDE = 4  # candidates beside the best
 ADJUSTMENT = ("--generation-s", "--training-s", "--engines")
 TWO_DATACENTRES = ("--rollout-gpus", "--train-gpus", "--rollout-hardware", "--link-gbps")
 
-Model = Annotated[str, typer.Option(help="qwen2.5-7b, -32b, -72b, qwen3-30b-a3b or longcat-flash.")]
+Model = Annotated[str, typer.Option(help="qwen2.5-7b, -14b, -32b, -72b, qwen3-30b-a3b or longcat-flash.")]
 HardwareName = Annotated[str, typer.Option(help="h800, h20 or npu-60gb.")]
 Gpus = Annotated[int, typer.Option(min=0, help="All accelerators of one datacentre.")]
 RolloutGpus = Annotated[int, typer.Option(min=0, help="Two datacentres: the budget for rollout.")]

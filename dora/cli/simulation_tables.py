@@ -137,7 +137,7 @@ def _report_rows(report: Report, paper: PaperResult | None) -> list[tuple[str, s
         ("  bound of the batches consumed", _number(report.bound_consumed_min, 2), ""),
         ("  work done over consumed", _number(report.work_done_over_consumed, 3), ""),
         ("rollout only", _percent(report.rollout_only_fraction), _percent(stated.rollout_only_fraction)),
-        ("  DP groups that would end it", "-" if to_add is None else f"{to_add:,} more", ""),
+        ("  DP groups to add for it", "-" if to_add is None else f"{to_add:,} more", ""),
         ("tokens/s", _number(report.tokens_per_s, 0), _number(stated.tokens_per_s, 0)),
         ("staleness mean, max", _staleness(report, 2), ""),
         ("KV in use", _percent(report.kv_utilisation), ""),

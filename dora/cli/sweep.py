@@ -32,13 +32,15 @@ def sweep(
     Exits with 1 where a promise was broken: a violation, a group lost or duplicated, or a trainer that waits in vain.
     """
     from dora.sim import sweep as sim
+    from dora.sim.faults import KINDS
 
     if replay is not None:
         _refuse_ignored(given_options(context))
         trial, report = sim.replay(replay)
         if not as_json:
             for fault in trial.faults:
-                stdout().print(f"{fault.at_s:8.3f} s  {fault.kind}  {fault.subject}  {fault.amount}")
+                drawn = f"(subject {fault.subject}, amount {fault.amount})"
+                stdout().print(f"{fault.at_s:8.3f} s  {fault.kind}: {KINDS[fault.kind].meaning} {drawn}")
     else:
         report = _sweep(range(first, first + seeds), _known_policies(policy or []), faults)
     if as_json:

@@ -5,6 +5,7 @@ async with contexts, innermost last:  run folder ─▶ verifier ─▶ runtime 
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -71,6 +72,7 @@ async def serve(
     check_live(config.balance, config.window.size)
     progress(f"preparing the model {config.model}")
     model = await _prepared(config, progress)
+    check_context(config, model)
     async with contextlib.AsyncExitStack() as stack:
         run_folder = stack.enter_context(_run_folder(config))
         store = await asyncio.to_thread(WeightStore, run_folder / "weights", model)
@@ -135,6 +137,14 @@ async def _prepared(config: Config, progress: Callable[[str], None]) -> Path:
         if await process.wait():
             raise InvalidValue("--model", config.model, last)
     return resolve_model(config.model, cache)
+
+
+def check_context(config: Config, model: Path) -> None:
+    """Raises InvalidValue where engines would be asked for longer contexts than the model has: they would not start."""
+    most = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
+    asked = config.workers.max_model_len_tokens
+    if config.workers.count and config.workers.engine == "vllm" and most is not None and asked > most:
+        raise InvalidValue("workers.max_model_len_tokens", asked, f"at most {most}, which is what {config.model} takes")
 
 
 @contextlib.contextmanager

@@ -182,7 +182,7 @@ def quantile(lengths: Lengths) -> Quantile:
         most = 700.0  # every such length is cut; the exponent is bounded so that it stays finite
         return lambda scores: np.exp(np.minimum(lengths.mu + lengths.sigma * scores, most)) * lengths.scale
     if not lengths.file:
-        raise InvalidValue("lengths.file", lengths.file, f"a {lengths.kind} file")
+        raise InvalidValue("workload.lengths.file", lengths.file, f"a {lengths.kind} file")
     table = load_histogram(lengths.file) if lengths.kind == "histogram" else load_trace(lengths.file).lengths()
     return lambda scores: table.at(scores) * lengths.scale
 

@@ -18,7 +18,7 @@ from dora.sim.experiments import EXPERIMENTS
 from dora.sim.paper_results import paper_result
 from dora.sim.papers import DORA_STEPS
 from dora.sim.presets import composed, names, planned, preset, scenario_for
-from dora.sim.scenario import Scenario
+from dora.sim.scenario import Cluster, Scenario
 from dora.sim.workload import moments
 
 LAMINAR_TABLE_2 = [name for name in names() if name.startswith("laminar-") and not name.endswith("-tools")]
@@ -219,7 +219,8 @@ def test_every_whole_number_has_a_most() -> None:
 
 def test_without_a_preset_the_default_cluster_is_changed() -> None:
     assert composed({"policy": "sync"}).window == 1
-    assert composed({"window": 4}, policy="laminar").model_copy(update={"policy": "laxity", "window": 3}) == Scenario()
+    found = composed({"window": 4}, policy="laminar").model_copy(update={"policy": "laxity", "window": 3})
+    assert found == Scenario(cluster=Cluster(gpu_memory_bytes=80e9))
 
 
 def test_sections_are_merged_field_by_field() -> None:
@@ -290,3 +291,9 @@ def test_laminars_table_has_all_its_rows() -> None:
 def test_a_truth_value_is_no_number_of_a_scenario(field: str) -> None:
     with pytest.raises(InvalidValue, match=f"{field} = True is not allowed: a number"):
         composed({field: True}, "small")
+
+
+def test_without_a_preset_the_cluster_has_to_hold_its_model_too() -> None:
+    with pytest.raises(InvalidValue, match=r"cluster.gpus_per_engine = 4 .*at least 12503, with 80 GB each"):
+        composed({"cluster": {"weights_bytes": 1e15}})
+    assert composed({"cluster": {"weights_bytes": 1e15, "gpu_memory_bytes": 0.0}}).cluster.engines

@@ -5,6 +5,7 @@ import hashlib
 import json
 import threading
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from dora.errors import InvalidValue
 from dora.kvtransfer.shm import ShmTransport
 from dora.orchestrator.core import events as on
 from dora.orchestrator.feed import PromptFeed
+from dora.orchestrator.main import check_context
 from dora.orchestrator.runtime import LOST_KEPT, BookError, Runtime
 from dora.orchestrator.service import TrainerService
 from dora.orchestrator.sessions import WorkerSession
@@ -240,6 +242,13 @@ async def test_what_the_core_refuses_is_no_bug(shell: Shell) -> None:
     with pytest.raises(Exception, match="nobody"):
         shell.runtime.post(on.DrainAsked("nobody"))
     assert not failed.done()
+
+
+def test_contexts_longer_than_the_model_takes_are_refused_before_an_engine_starts(tiny_dense: Path) -> None:
+    for most, refused in ((512, False), (513, True)):
+        config = validated({"model": "tiny", "workers": {"max_model_len_tokens": most}})
+        with pytest.raises(InvalidValue, match=r"at most 512, .*tiny") if refused else nullcontext():
+            check_context(config, tiny_dense)
 
 
 async def test_snapshots_that_a_lost_worker_left_are_swept(shell: Shell, tmp_path: Path) -> None:
