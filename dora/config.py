@@ -7,7 +7,7 @@ with the dotted field, the value and what is allowed.
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -19,6 +19,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 DEFAULT_POLICY: Final = "laxity"  # docs/simulator.md says why
 GROUPS_PER_STEP_MOST: Final = 1 << 20
+GROUP_SIZE_MOST: Final = 4096
 
 
 class Section(BaseModel):
@@ -47,7 +48,7 @@ class WindowConfig(Section):
 class RolloutConfig(Section):
     """How responses are sampled, where a prompt does not say otherwise."""
 
-    group_size: int = Field(8, ge=1, le=4096, description="responses to one prompt")
+    group_size: int = Field(8, ge=1, le=GROUP_SIZE_MOST, description="responses to one prompt")
     max_tokens: int = Field(256, ge=1, le=1 << 22, description="longest response")
     temperature: float = Field(1.0, ge=0.0, le=10.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -64,6 +65,8 @@ class RolloutConfig(Section):
 class CostConfig(Section):
     """Cost of one engine step (dora/orchestrator/core/cost.py says what the coefficients mean)."""
 
+    PLACE: ClassVar[str] = "balance.cost"
+
     kv_token_s: float = Field(ge=0.0, allow_inf_nan=False, description="k1: for each cached token")
     weights_s: float = Field(ge=0.0, allow_inf_nan=False, description="k2: to read the weights")
     request_s: float = Field(ge=0.0, allow_inf_nan=False, description="k3: for each running request")
@@ -74,9 +77,9 @@ class CostConfig(Section):
 
     @model_validator(mode="after")
     def _takes_time(self) -> Self:
-        """Else nothing could be reckoned by it."""
+        """Else nothing could be reckoned by it, and a simulated engine would generate without end at one moment."""
         if self.kv_token_s + self.weights_s + self.request_s + self.step_s <= 0.0:
-            raise InvalidValue("balance.cost.step_s", self.step_s, "above 0 where k1, k2 and k3 are 0 too")
+            raise InvalidValue(f"{self.PLACE}.step_s", self.step_s, "above 0 where k1, k2 and k3 are 0 too")
         return self
 
 

@@ -22,10 +22,10 @@ from rich.table import Table
 
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.table import Column
-from dora.planning.allocation import bound_s
 from dora.sim.presets import preset
+from dora.sim.run import expected_bound_s
 from dora.sim.scenario import Scenario
-from dora.sim.workload import WorkloadStream, moments
+from dora.sim.workload import WorkloadStream
 
 FILL: Final = 0.955  # share of the KV that is used, as in `laxity` with believed lengths
 ROOM_TOKENS: Final = 400.0  # KV that a request needs to begin
@@ -39,7 +39,6 @@ TRIED: Final = np.linspace(1.0, 1.4, 41)  # values of T, in bounds
 class Batch:
     """One version's responses, in the order in which they begin."""
 
-    born_s: float
     lengths: Column
     prompts: Column
     done: Column = field(init=False)  # tokens so far
@@ -67,21 +66,13 @@ def main() -> None:
     rows = []
     for name in options.preset:
         scenario = preset(name)
-        bound = bound_of(scenario)
+        bound = expected_bound_s(scenario)
         for order in ("known", "believed", "unknown"):
             step_s = shortest(scenario, options.window, options.versions, order, bound)
             minutes, ratio = (step_s / 60, step_s / bound) if step_s else (None, None)
             row = {"preset": name, "window": options.window, "lengths": order}
             rows.append({**row, "step_min": minutes, "bound_min": bound / 60, "over_bound": ratio})
     print(json.dumps({"rows": rows})) if options.json else show(rows)
-
-
-def bound_of(scenario: Scenario) -> float:
-    """The bubble-free bound of one batch in seconds, as a report has it."""
-    cluster, mean = scenario.cluster, moments(scenario.workload)
-    responses = scenario.trainer.groups_per_step * scenario.workload.group_size
-    work = mean.generated_tokens(responses), mean.context_tokens(responses)
-    return bound_s(cluster.cost, cluster.slots, cluster.kv_tokens, *work, cluster.engines)
 
 
 def shortest(scenario: Scenario, window: int, versions: int, order: str, bound: float) -> float:
@@ -99,7 +90,7 @@ def late(scenario: Scenario, window: int, versions: int, order: str, step_s: flo
     live: list[Batch] = []
     found = []
     for version in range(versions):
-        live = [*live[1 - window :], batch(stream, scenario.trainer.groups_per_step, order, version * step_s)]
+        live = [*live[1 - window :], batch(stream, scenario.trainer.groups_per_step, order)]
         for _ in range(ticks):
             tick(scenario, live, step_s / ticks)
         if len(live) == window and version >= SETTLING:
@@ -107,7 +98,7 @@ def late(scenario: Scenario, window: int, versions: int, order: str, step_s: flo
     return float(np.mean(found))
 
 
-def batch(stream: WorkloadStream, groups: int, order: str, born_s: float) -> Batch:
+def batch(stream: WorkloadStream, groups: int, order: str) -> Batch:
     """The next groups of the workload: by length, by what their prompts show of it, or as they come."""
     prompts = stream.take(groups)
     if order == "known":
@@ -116,7 +107,7 @@ def batch(stream: WorkloadStream, groups: int, order: str, born_s: float) -> Bat
         prompts.sort(key=lambda prompt: -sum(prompt.features))
     lengths = np.array([prompt.lengths for prompt in prompts], dtype=np.float64)
     contexts = np.array([prompt.prompt_tokens for prompt in prompts], dtype=np.float64)
-    return Batch(born_s, lengths.ravel(), np.repeat(contexts, lengths.shape[1]))
+    return Batch(lengths.ravel(), np.repeat(contexts, lengths.shape[1]))
 
 
 def tick(scenario: Scenario, live: list[Batch], seconds: float) -> None:

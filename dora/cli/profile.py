@@ -148,8 +148,10 @@ def _measure(
 
 def _context_tokens(folder: Path) -> int:
     """What the model was made for."""
-    context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
-    if not isinstance(context, int):
+    from dora.models import context_tokens
+
+    context = context_tokens(folder)
+    if context is None:
         raise InvalidValue("--max-model-len", 0, f"above 0: {folder / 'config.json'} has no max_position_embeddings")
     return context
 

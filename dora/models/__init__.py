@@ -1,5 +1,6 @@
 """Models by name: ``smollm2``, ``tiny``, ``tiny-moe``, or any Hugging Face folder."""
 
+import json
 import os
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from dora.errors import InvalidValue
 from dora.models import tiny
 from dora.models.smollm2 import prepare_smollm2
 
-__all__ = ["default_cache", "resolve_model"]
+__all__ = ["context_tokens", "default_cache", "resolve_model"]
 
 _TINY_KINDS: dict[str, tiny.TinyKind] = {"tiny": "dense", "tiny-moe": "moe"}
 
@@ -37,3 +38,9 @@ def resolve_model(name: str, cache: Path | None = None) -> Path:
         if not any(folder.glob(pattern)):
             raise InvalidValue("--model", name, f"a folder with {what} ({pattern})")
     return folder
+
+
+def context_tokens(folder: Path) -> int | None:
+    """The longest context that the model in a Hugging Face folder was made for; None where it does not say."""
+    tokens = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    return tokens if isinstance(tokens, int) else None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from dora.config import Config
+from dora.config import GROUP_SIZE_MOST, Config
 from dora.errors import Conflict, DoraError, InvalidValue
 from dora.orchestrator.book import sampling_of
 from dora.rpc.convert import trajectory_bytes_most
@@ -41,7 +41,6 @@ class PromptFeed:
 
     def __init__(self, config: Config, source: Iterator[Prompt] | None, refused: Callable[[str], None]) -> None:
         self._config = config
-        self._message_bytes = config.service.max_message_bytes
         self._source = source
         self._refused = refused
         self._queue: deque[Prompt] = deque()  # at most service.prompts_queued_max
@@ -131,8 +130,8 @@ class PromptFeed:
         if not prompt.token_ids:
             raise InvalidValue(f"prompt {prompt.prompt_id}: token_ids", "(none)", "at least one token")
         group_size = prompt.group_size or self._config.rollout.group_size
-        if not 1 <= group_size <= 4096:
-            raise InvalidValue(f"prompt {prompt.prompt_id}: group_size", group_size, "1 to 4096")
+        if not 1 <= group_size <= GROUP_SIZE_MOST:
+            raise InvalidValue(f"prompt {prompt.prompt_id}: group_size", group_size, f"1 to {GROUP_SIZE_MOST}")
         sampling = self._check_sampling(prompt)
         limit = self._config.workers.max_model_len_tokens
         if len(prompt.token_ids) + sampling.max_tokens > limit:
@@ -142,7 +141,8 @@ class PromptFeed:
                 f"at most {limit - sampling.max_tokens}: workers.max_model_len_tokens {limit} "
                 f"less max_tokens {sampling.max_tokens}",
             )
-        most, limit_bytes = trajectory_bytes_most(len(prompt.token_ids), sampling.max_tokens), self._message_bytes
+        most = trajectory_bytes_most(len(prompt.token_ids), sampling.max_tokens)
+        limit_bytes = self._config.service.max_message_bytes
         if most > limit_bytes:  # it could be generated, and never be delivered
             allowed = f"such that a trajectory fits into service.max_message_bytes {limit_bytes}: it may take {most}"
             raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.max_tokens", sampling.max_tokens, allowed)

@@ -5,7 +5,6 @@ async with contexts, innermost last:  run folder ─▶ verifier ─▶ runtime 
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -24,7 +23,7 @@ from dora.config import Config
 from dora.errors import DoraError, InvalidValue
 from dora.eventlog import EventLogWriter
 from dora.kvtransfer.shm import ShmTransport
-from dora.models import default_cache, resolve_model
+from dora.models import context_tokens, default_cache, resolve_model
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.policies import check_live
 from dora.orchestrator.feed import PromptFeed
@@ -141,7 +140,7 @@ async def _prepared(config: Config, progress: Callable[[str], None]) -> Path:
 
 def check_context(config: Config, model: Path) -> None:
     """Raises InvalidValue where engines would be asked for longer contexts than the model has: they would not start."""
-    most = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
+    most = context_tokens(model)
     asked = config.workers.max_model_len_tokens
     if config.workers.count and config.workers.engine == "vllm" and most is not None and asked > most:
         raise InvalidValue("workers.max_model_len_tokens", asked, f"at most {most}, which is what {config.model} takes")

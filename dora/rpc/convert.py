@@ -94,12 +94,6 @@ def trajectory_from_wire(message: pb.Trajectory) -> Trajectory:
     )
 
 
-def group_to_wire(group: TrajectoryGroup) -> pb.TrajectoryGroup:
-    return pb.TrajectoryGroup(
-        group_id=group.group_id, trajectories=[trajectory_to_wire(each) for each in group.trajectories]
-    )
-
-
 def group_from_wire(*parts: pb.TrajectoryGroup) -> TrajectoryGroup:
     """Of all the messages that one group came in."""
     trajectories = tuple(trajectory_from_wire(each) for part in parts for each in part.trajectories)
@@ -117,11 +111,11 @@ def trajectory_batches(
 
     Raises LimitExceeded for a trajectory over the limit.
     """
-    batch = pb.TrajectoryBatch(step=step)
-    held_bytes = 0
-    for part in (part for group in groups for part in _parts(group, max_message_bytes - _ENVELOPE_BYTES)):
+    batch, held_bytes = pb.TrajectoryBatch(step=step), 0
+    room_bytes = max_message_bytes - _ENVELOPE_BYTES
+    for part in (part for group in groups for part in _parts(group, room_bytes)):
         part_bytes = part.ByteSize()
-        if batch.groups and held_bytes + part_bytes > min(batch_bytes, max_message_bytes - _ENVELOPE_BYTES):
+        if batch.groups and held_bytes + part_bytes > min(batch_bytes, room_bytes):
             yield batch
             batch, held_bytes = pb.TrajectoryBatch(step=step), 0
         batch.groups.append(part)

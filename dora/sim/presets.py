@@ -7,7 +7,6 @@ from dora.config import DEFAULT_POLICY, merged, validated_as
 from dora.errors import InvalidValue, one_of
 from dora.orchestrator.core.policies import check_window, nearest_window
 from dora.planning.allocation import EngineOption, Generation, TrainingTime, allocate, generation
-from dora.planning.hardware import find_hardware
 from dora.planning.workload import StepWorkload
 from dora.sim.experiments import EXPERIMENTS
 from dora.sim.scenario import Scenario
@@ -87,11 +86,7 @@ def composed(over: Mapping[str, Any], name: str = "", policy: str = "", window: 
         base = scenario_for(name, policy, own).model_dump()
     else:
         default = Scenario.model_fields["window"].default
-        base = {
-            "window": window_of(policy, default, own),
-            "trainer": {"streams": policy not in WHOLE_BATCH},
-            "cluster": {"gpu_memory_bytes": find_hardware("h800").memory_bytes},  # the default engine is four of them
-        }
+        base = {"window": window_of(policy, default, own), "trainer": {"streams": policy not in WHOLE_BATCH}}
     chosen = {"policy": policy} | ({} if window is None else {"window": window})
     scenario = validated_as(Scenario, merged(merged(base, over), chosen))
     _check_lengths(scenario, over)

@@ -152,9 +152,6 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
     engine_s = took_s * cluster.engines
     steps_done = last.steps - first.steps
     context = last.context_token_steps - first.context_token_steps
-    responses = scenario.trainer.groups_per_step * scenario.workload.group_size
-    expected = moments(scenario.workload)
-    bound = _bound_s(scenario, expected.generated_tokens(responses), expected.context_tokens(responses))
     of_consumed = _bound_s(scenario, consumed.response_tokens, consumed.context_tokens)
     lost = len(world.ledger.groups.keys() - world.machine.state.group_row.keys())
     return Report(
@@ -171,7 +168,7 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
         tokens_per_s=(consumed.response_tokens + consumed.prompt_tokens) / took_s,
         staleness_max=max(consumed.staleness),
         staleness_mean=sum(consumed.staleness) / len(consumed.staleness),
-        bound_min=bound / 60,
+        bound_min=expected_bound_s(scenario) / 60,
         bound_consumed_min=of_consumed / steps / 60,
         work_done_over_consumed=_work_done_s(scenario, first, last) / of_consumed,
         kv_utilisation=context / steps_done / cluster.kv_tokens if steps_done else 0.0,
@@ -222,6 +219,12 @@ def _broken(scenario: Scenario, seed: int, failure: Failure, events: int) -> Bro
         events=events,
         raised=failure.raised,
     )
+
+
+def expected_bound_s(scenario: Scenario) -> float:
+    """Bubble-free time of the expected batch."""
+    expected, responses = moments(scenario.workload), scenario.trainer.groups_per_step * scenario.workload.group_size
+    return _bound_s(scenario, expected.generated_tokens(responses), expected.context_tokens(responses))
 
 
 def _bound_s(scenario: Scenario, tokens: float, context_tokens: float) -> float:

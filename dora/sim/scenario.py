@@ -1,11 +1,11 @@
 """What is simulated: one frozen, validated description. Presets (presets.py) are instances of it."""
 
 from math import ceil
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from dora.config import DEFAULT_POLICY, GROUPS_PER_STEP_MOST, Section
+from dora.config import DEFAULT_POLICY, GROUP_SIZE_MOST, GROUPS_PER_STEP_MOST, CostConfig, Section
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel
 
@@ -15,8 +15,6 @@ GPUS_MOST = 1 << 20
 TOKENS_MOST = 1 << 30  # of one response: its square has to fit into 64 bits
 KV_TOKENS_MOST = 1 << 40  # of one engine: the sum over all has to
 SLOTS_MOST = 1 << 20
-GROUPS_MOST = GROUPS_PER_STEP_MOST
-GROUP_MOST = 4096  # responses to one prompt, as in rollout.group_size
 PROMPTS_MOST = 1 << 24
 TURNS_MOST = 4096
 GROUP_TURNS_MOST = 1 << 15  # turns of one prompt's responses: they are drawn for hundreds of prompts at once
@@ -24,11 +22,14 @@ READING_KINDS = ("histogram", "trace")  # of length distributions: they are what
 
 
 class _Section(Section):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
-class Coefficients(_Section):
+class Coefficients(CostConfig):
     """The cost model of one engine: StaleFlow eq. 11 (see dora/orchestrator/core/cost.py)."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    PLACE: ClassVar[str] = "cluster.cost"
 
     kv_token_s: float = Field(3.26e-8, ge=0.0, description="k1: a step's seconds for each cached token")
     weights_s: float = Field(6.5e-3, ge=0.0, description="k2: a step's seconds to read the weights")
@@ -37,13 +38,6 @@ class Coefficients(_Section):
     prefill_token_s: float = Field(41.7e-6, ge=0.0, description="seconds for each prefilled token")
     expert_fraction: float = Field(1.0, gt=0.0, le=1.0, description="share of the weights one token reads; 1: dense")
     imbalance: float = Field(0.0, ge=0.0, description="extra k3 from uneven experts, times 1/sqrt(requests)")
-
-    @model_validator(mode="after")
-    def _takes_time(self) -> Self:
-        """Else an engine would generate without end at one moment."""
-        if self.kv_token_s + self.weights_s + self.request_s + self.step_s <= 0.0:
-            raise InvalidValue("cluster.cost.step_s", self.step_s, "above 0 where k1, k2 and k3 are 0 too")
-        return self
 
     def model(self) -> CostModel:
         return CostModel(**self.model_dump())
@@ -61,7 +55,7 @@ class Cluster(_Section):
     slots: int = Field(256, ge=1, le=SLOTS_MOST, description="requests one engine decodes at once")
     kv_tokens: int = Field(772_000, ge=1, le=KV_TOKENS_MOST, description="KV-cache of one engine")
     kv_token_bytes: float = Field(262_144.0, gt=0.0)
-    gpu_memory_bytes: float = Field(0.0, ge=0.0, description="memory of one accelerator, 0: not checked")
+    gpu_memory_bytes: float = Field(80e9, ge=0.0, description="memory of one accelerator, 0: not checked")
     weights_bytes: float = Field(65.5e9, gt=0.0, description="weights of one engine")
     link_bytes_per_s: float = Field(50e9, gt=0.0, description="KV between two engines")
     link_latency_s: float = Field(0.001, ge=0.0, description="control message, one way")
@@ -96,9 +90,11 @@ class Cluster(_Section):
 class TrainerPace(_Section):
     """The trainer: it streams groups in micro-batches and commits when all are trained."""
 
-    groups_per_step: int = Field(512, ge=1, le=GROUPS_MOST)
+    groups_per_step: int = Field(512, ge=1, le=GROUPS_PER_STEP_MOST)
     step_s: float = Field(774.0, ge=0.0, description="computing time of one step")
-    micro_batches: int = Field(16, ge=1, le=GROUPS_MOST, description="training of one begins when its groups are there")
+    micro_batches: int = Field(
+        16, ge=1, le=GROUPS_PER_STEP_MOST, description="training of one begins when its groups are there"
+    )
     streams: bool = Field(True, description="False: training begins when the whole step is there")
     publish_s: float = Field(0.0, ge=0.0, description="from the last micro-batch to the published version")
 
@@ -137,7 +133,7 @@ class Turns(_Section):
 class Workload(_Section):
     """Prompts and how long their responses become."""
 
-    group_size: int = Field(16, ge=1, le=GROUP_MOST)
+    group_size: int = Field(16, ge=1, le=GROUP_SIZE_MOST)
     prompts: int = Field(17_000, ge=1, le=PROMPTS_MOST, description="size of the prompt set; an epoch draws each once")
     prompt_tokens: int = Field(150, ge=1, le=PROMPT_TOKENS_MOST, description="mean prompt length")
     lengths: Lengths = Lengths()
@@ -173,6 +169,9 @@ class Scenario(_Section):
         description="a step's slowest groups that finished later ones may replace; they are cancelled",
     )
     in_flight_groups: int = Field(
-        0, ge=0, le=64 * GROUPS_MOST, description="prompt groups drawn and not yet trained on, at most; 0: no limit"
+        0,
+        ge=0,
+        le=64 * GROUPS_PER_STEP_MOST,
+        description="prompt groups drawn and not yet trained on, at most; 0: no limit",
     )
     period_s: float = Field(30.0, gt=0.0, description="time between periodic re-balancings")

@@ -19,7 +19,6 @@ from dora.rpc.convert import (
     delta_from_wire,
     delta_to_wire,
     group_from_wire,
-    group_to_wire,
     hello_to_wire,
     prompt_from_wire,
     prompt_to_wire,
@@ -58,6 +57,13 @@ SAMPLING = SamplingParams(
     stop_token_ids=(2, 7),
     ignore_eos=True,
 )
+
+
+def whole_message(group: TrajectoryGroup) -> pb.TrajectoryGroup:
+    ((message,),) = (batch.groups for batch in trajectory_batches(0, [group]))
+    return message
+
+
 LOGPROBS = tuple(np.array([-0.1, -2.5, -1e-7], np.float32).tolist())
 
 
@@ -85,7 +91,7 @@ def test_arrays_travel_as_little_endian_bytes() -> None:
 
 def test_a_group_keeps_its_order() -> None:
     group = make_group(2, 5, group_size=4)
-    again = group_from_wire(over_the_wire(group_to_wire(group)))
+    again = group_from_wire(over_the_wire(whole_message(group)))
     assert [each.trajectory_id for each in again.trajectories] == [each.trajectory_id for each in group.trajectories]
 
 
@@ -131,7 +137,7 @@ def test_an_unknown_arrival_is_refused() -> None:
 
 def test_batches_hold_whole_groups_and_about_the_asked_size() -> None:
     groups = [make_group(0, index) for index in range(20)]
-    one_bytes = group_to_wire(groups[0]).ByteSize()
+    one_bytes = whole_message(groups[0]).ByteSize()
     batches = list(trajectory_batches(0, groups, batch_bytes=3 * one_bytes + one_bytes // 2))
     assert [group.group_id for batch in batches for group in batch.groups] == [group.group_id for group in groups]
     assert [len(batch.groups) for batch in batches[:-1]] == [3] * (len(batches) - 1)

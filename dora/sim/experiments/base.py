@@ -66,7 +66,7 @@ class Experiment:
     def engine(self, gpus: int) -> dict[str, Any]:
         """Fields of a cluster for one engine on ``gpus`` accelerators."""
         if not self.model:
-            return {"gpu_memory_bytes": find_hardware("h800").memory_bytes, **self.cluster}
+            return dict(self.cluster)
         model, hardware = find_model(self.model), find_hardware(self.hardware)
         implied = {
             "kv_tokens": kv_tokens(model, hardware, gpus),
