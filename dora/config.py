@@ -7,15 +7,13 @@ with the dotted field, the value and what is allowed.
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Self, TypeVar
+from typing import Any, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from dora.errors import InvalidValue, one_of
-
-Model = TypeVar("Model", bound=BaseModel)
-
+from dora.errors import InvalidValue
+from dora.validation import validated_as
 
 DEFAULT_POLICY: Final = "laxity"  # docs/simulator.md says why
 GROUPS_PER_STEP_MOST: Final = 1 << 20
@@ -139,7 +137,7 @@ class SelectionConfig(Section):
     filter: str = Field(
         "",
         pattern=r"^(|equal_rewards|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
-        description="of scored groups: equal_rewards (lets go what teaches nothing), module:function, or empty: none",
+        description="equal_rewards (scored groups that teach nothing are let go), module:function, or empty: none",
     )
     redundant_fraction: float = Field(
         0.0, ge=0.0, le=1.0, description="a step's slowest groups that finished later ones may replace"
@@ -150,7 +148,7 @@ class RewardConfig(Section):
     """The verifier: a plug-in ``module:function``, run in processes of its own."""
 
     function: str = Field(
-        "", pattern=r"^$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="empty: the prompt source's own"
+        "", pattern=r"^$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="module:function; empty: the prompt source's own"
     )
     timeout_s: float = Field(10.0, gt=0.0)
     workers: int = Field(1, ge=1, le=256)
@@ -226,23 +224,6 @@ def validated(tree: Mapping[str, Any]) -> Config:
     return validated_as(Config, tree)
 
 
-def validated_as(model: type[Model], tree: Mapping[str, Any], section: str = "") -> Model:
-    """A ``model`` of a nested mapping; raises InvalidValue for the first field that is wrong.
-
-    An unknown field is answered with the section's fields and the nearest name. ``section``: where the mapping stands.
-    """
-    try:
-        return model.model_validate(tree)
-    except ValidationError as error:
-        first = error.errors()[0]
-        path = tuple(str(part) for part in first["loc"])
-        allowed = first["msg"]
-        if first["type"] == "extra_forbidden":
-            fields = _fields_at(model, path[:-1])
-            allowed = one_of(path[-1], fields, cutoff=0.6)
-        raise InvalidValue(".".join((section, *path) if section else path), first["input"], allowed) from error
-
-
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
@@ -258,13 +239,3 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise InvalidValue("--set", override, f"{section} is a field, not a section")
     node[name] = value
-
-
-def _fields_at(model: type[BaseModel], path: tuple[str, ...]) -> list[str]:
-    section = model
-    for part in path:
-        field = section.model_fields.get(part)
-        if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
-            return []
-        section = field.annotation
-    return list(section.model_fields)

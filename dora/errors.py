@@ -1,9 +1,12 @@
 """Errors that reach people. Each one names the field, the value that was given and what is allowed."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from traceback import extract_tb
+from typing import Final
+
+SHOWN_MOST: Final = 200  # characters of a value that is refused
 
 
 class DoraError(Exception):
@@ -17,7 +20,16 @@ class InvalidValue(DoraError):
         self.field = field
         self.value = value
         self.allowed = allowed
-        super().__init__(f"{field} = {value!r} is not allowed: {allowed}")
+        super().__init__(f"{field} = {_shown(value)} is not allowed: {allowed}")
+
+
+def _shown(value: object) -> str:
+    """A value in a line; of a long one only its beginning."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no whole number of more than some thousand digits
+        return "(a number of too many digits)"
+    return text if len(text) <= SHOWN_MOST else f"{text[:SHOWN_MOST]}... ({len(text):,} characters)"
 
 
 class Conflict(InvalidValue):
@@ -40,14 +52,24 @@ class IllegalTransition(DoraError):
     """An event that the state machine's table does not allow in the present state; the state is unchanged."""
 
 
-def one_of(name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
-    """What is allowed instead of an unknown name: all known ones, and the one that was probably meant, in any case.
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.4, most: int = 1) -> list[str]:
+    """The known names that are most like ``name``, in any case, the nearest first.
 
-    ``cutoff``: how alike that one has to be, 0 to 1 (``difflib.get_close_matches``).
+    ``cutoff``: how alike they have to be, 0 to 1 (``difflib.get_close_matches``).
     """
     spelled = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=cutoff)
-    return f"one of {', '.join(spelled.values())}" + (f"; did you mean {spelled[near[0]]}?" if near else "")
+    return [spelled[each] for each in difflib.get_close_matches(name.lower(), spelled, most, cutoff)]
+
+
+def one_of(name: str, known: Iterable[str], cutoff: float = 0.4, meant: Sequence[str] = ()) -> str:
+    """What is allowed instead of an unknown name: the one that was probably meant, then all known ones.
+
+    ``meant``: what is named first, where the caller knows it; else the ``nearest`` name.
+    """
+    names = list(known)
+    meant = meant or nearest(name, names, cutoff)
+    every = f"ne of {', '.join(names)}"
+    return f"did you mean {' or '.join(meant)}? O{every}" if meant else f"o{every}"
 
 
 def told(error: Exception) -> str:

@@ -145,7 +145,8 @@ def read_cost(file: Path) -> "CostModel":
         tree = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise InvalidValue("--cost", str(file), f"a readable TOML or JSON file ({error})") from error
-    section = tree.get("cluster", {}).get("cost") if isinstance(tree, dict) else None
+    cluster = tree.get("cluster") if isinstance(tree, dict) else None
+    section = cluster.get("cost") if isinstance(cluster, dict) else None
     if not isinstance(section, dict):
         raise InvalidValue("--cost", str(file), "a file with a table cluster.cost")
     return coefficients_of(section).model()

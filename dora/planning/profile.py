@@ -11,11 +11,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.config import validated_as
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel
 from dora.planning.samples import DecodeSample, Measurement, MixedRequest, PrefillSample
 from dora.sim.scenario import Coefficients
+from dora.validation import validated_as
 
 Matrix = NDArray[np.float64]
 KINKS: Final = 129  # tried beside the sampled numbers
@@ -131,7 +131,7 @@ def coefficients_of(tree: Mapping[str, Any]) -> Coefficients:
 
     Raises InvalidValue for the first field that is unknown, with the nearest name, negative or no finite number.
     """
-    return validated_as(Coefficients, tree, section="cost")
+    return validated_as(Coefficients, tree, section="cluster.cost")
 
 
 def _check(decode: Iterable[DecodeSample], prefill: Iterable[PrefillSample]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from dora.config import DEFAULT_POLICY, merged, validated_as
+from dora.config import DEFAULT_POLICY, merged
 from dora.errors import InvalidValue, one_of
 from dora.orchestrator.core.policies import check_window, nearest_window
 from dora.planning.allocation import EngineOption, Generation, TrainingTime, allocate, generation
@@ -11,6 +11,7 @@ from dora.planning.workload import StepWorkload
 from dora.sim.experiments import EXPERIMENTS
 from dora.sim.scenario import Scenario
 from dora.sim.workload import moments
+from dora.validation import validated_as
 
 OWN_PERIODS_S: Final = {"laminar": 5.0}  # its repack is checked so often (paper 001, section 5.1)
 # These train a step only when all of it is there; so does whatever shares its accelerators with the trainer.

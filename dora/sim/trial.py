@@ -56,7 +56,7 @@ class Trial:
     def check(self) -> None:
         """Raises InvalidValue for what no sweep tries."""
         if self.policy not in LIVE_POLICIES:
-            raise InvalidValue("--replay: policy", self.policy, one_of(self.policy, LIVE_POLICIES))
+            raise InvalidValue("--replay: policy", self.policy, one_of(self.policy, LIVE_POLICIES, cutoff=0.6))
         if self.seed < 0:
             raise InvalidValue("--replay: seed", self.seed, "0 or above")
         if not 0 <= self.workers <= WORKERS_MOST:

@@ -59,14 +59,14 @@ def test_it_takes_measured_costs(tmp_path: Path) -> None:
     for line, words in (
         ("kv_token_s = -1", "cost.kv_token_s = -1"),
         ("kv_token_s = nan", "cost.kv_token_s = nan"),
-        ("kv_tokens = 1", "cost.kv_tokens = 1 is not allowed: one of kv_token_s, weights_s"),
-        ("kv_tokens = 1", "did you mean kv_token_s?"),
+        ("kv_tokens = 1", "cost.kv_tokens = 1 is not allowed: did you mean kv_token_s? One of kv_token_s, weights_s"),
         ("kv_token_s =", "--cost"),
     ):
         file.write_text(f"[cluster.cost]\n{line}\n")
         refused(run("--gpus", "64", "--cost", str(file), "--gpus-per-engine", "4"), words)
-    file.write_text("[cost]\n")
-    refused(run("--gpus", "64", "--cost", str(file), "--gpus-per-engine", "4"), "cluster.cost")
+    for text in ("[cost]\n", "cluster = 3\n", "[cluster]\ncost = 3\n"):
+        file.write_text(text)
+        refused(run("--gpus", "64", "--cost", str(file), "--gpus-per-engine", "4"), "a file with a table cluster.cost")
 
 
 def test_it_says_how_many_groups_to_add() -> None:

@@ -174,7 +174,7 @@ def test_short_options_override_set_and_set_overrides_the_file(tmp_path: Path) -
 def test_numbers_are_no_truth_values_and_lengths_leave_room_for_a_prompt() -> None:
     """Python would take ``true`` for 1."""
     for setting, message in (
-        ("window.size=true", "window.size = True is not allowed: a number"),
+        ("window.size=true", "window.size = True is not allowed: a whole number"),
         ("balance.period_s=false", "balance.period_s = False is not allowed: a number"),
         ("rollout.max_tokens=2048", "rollout.max_tokens = 2048 .*below workers.max_model_len_tokens 2048"),
         ("balance.cost={kv_token_s=0,weights_s=0,request_s=0,step_s=0}", "balance.cost.step_s = 0.0 .*above 0"),

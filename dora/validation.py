@@ -1,0 +1,130 @@
+"""What is wrong with a configuration, in DORA's words: pydantic finds it, its own wording reaches nobody."""
+
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from types import NoneType
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from dora.errors import InvalidValue, nearest, one_of
+
+Model = TypeVar("Model", bound=BaseModel)
+
+ALIKE: Final = 0.6  # how alike an unknown name and the one that was meant have to be
+BOUNDS: Final = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
+REACHED: Final = {"gt": 1, "lt": -1}  # what is added to such a bound to name the nearest whole number within it
+WHOLE: Final = "configuration"  # what is wrong where no single field is
+
+
+class Missing:
+    """The value of a field that has to be there and is not."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+def validated_as(model: type[Model], tree: Mapping[str, Any], section: str = "") -> Model:
+    """A ``model`` of a nested mapping; raises InvalidValue for the first field that is wrong.
+
+    An unknown field is answered with the nearest name and the section's fields. ``section``: where the mapping stands.
+    """
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        first = next((each for each in found if each["type"] != "missing"), found[0])  # may say why a field is missing
+        path = tuple(str(part) for part in first["loc"])
+        value = Missing() if first["type"] == "missing" else first["input"]
+        if first["type"] == "extra_forbidden":
+            allowed = _known(model, path)
+        else:
+            allowed = _allowed(model, path, value)
+        raise InvalidValue(".".join((section, *path) if section else path) or WHOLE, value, allowed) from error
+
+
+def _known(model: type[BaseModel], path: tuple[str, ...]) -> str:
+    """For an unknown field: the one that was probably meant, in its section or in another one, and the section's."""
+    section, name = _section_at(model, path[:-1]), path[-1]
+    fields = section.model_fields if section is not None else {}
+    if nearest(name, fields, ALIKE):
+        return one_of(name, fields, ALIKE)
+    elsewhere = list(_leaves(model, ""))
+    names = nearest(name, [each.rpartition(".")[2] for each in elsewhere], ALIKE)
+    return one_of(name, fields, ALIKE, meant=[each for each in elsewhere if each.rpartition(".")[2] in names])
+
+
+def _allowed(model: type[BaseModel], path: tuple[str, ...], value: Any) -> str:
+    """What the field at ``path`` takes."""
+    section = _section_at(model, path)
+    if section is not None:
+        return f"a section with {', '.join(section.model_fields)}"
+    above = _section_at(model, path[:-1])
+    assert above is not None, path  # pydantic names no field that there is not
+    field = above.model_fields[path[-1]]
+    if get_origin(field.annotation) is Literal:
+        choices = [str(choice) for choice in get_args(field.annotation)]
+        return one_of(str(value), choices, ALIKE)
+    if field.annotation in (int, float):
+        return _number(field, finite=not isinstance(value, float) or isfinite(value))
+    return "true or false" if field.annotation is bool else _text(field, value)
+
+
+def _number(field: FieldInfo, finite: bool) -> str:
+    """``finite``: the value is, so that nothing needs to be said of it."""
+    whole = field.annotation is int
+    given = {name: getattr(each, name) for each in field.metadata for name in BOUNDS if hasattr(each, name)}
+    if whole:  # any bound of whole numbers can be told as one that may be reached
+        given = {
+            {"gt": "ge", "lt": "le"}.get(name, name): value + REACHED.get(name, 0) for name, value in given.items()
+        }
+    kind = "a whole number" if whole else "a number" if finite else "a finite number"
+    if given.keys() == {"ge", "le"}:
+        return f"{kind} from {_digits(given['ge'])} to {_digits(given['le'])}"
+    said = [f"{words} {_digits(given[name])}" for name, words in BOUNDS.items() if name in given]
+    return f"{kind} {' and '.join(said)}" if said else kind
+
+
+def _digits(value: float) -> str:
+    """``0.0`` as ``0``: a bound, as a person would write it."""
+    return str(int(value)) if value == int(value) else str(value)
+
+
+def _text(field: FieldInfo, value: Any) -> str:
+    """What a text has to be; where it is in the wrong form, that is what its description says."""
+    if not isinstance(value, str):
+        return "a text, in quotes"
+    if any(getattr(each, "pattern", None) for each in field.metadata) and field.description:
+        return field.description
+    return "a text that is not empty" if not value else "a text in UTF-8"
+
+
+def _section_at(model: type[BaseModel], path: tuple[str, ...]) -> type[BaseModel] | None:
+    """The section that ``path`` names; None where it names a field, or nothing."""
+    section = model
+    for part in path:
+        below = _section_of(section.model_fields.get(part))
+        if below is None:
+            return None
+        section = below
+    return section
+
+
+def _section_of(field: FieldInfo | None) -> type[BaseModel] | None:
+    """The section that a field is, one that may be left out too."""
+    if field is None:
+        return None
+    kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not NoneType]
+    one = kinds[0] if len(kinds) == 1 else None
+    return one if isinstance(one, type) and issubclass(one, BaseModel) else None
+
+
+def _leaves(model: type[BaseModel], path: str) -> Iterator[str]:
+    """All fields with their sections before them."""
+    for name, field in model.model_fields.items():
+        below = _section_of(field)
+        if below is None:
+            yield f"{path}{name}"
+        else:
+            yield from _leaves(below, f"{path}{name}.")

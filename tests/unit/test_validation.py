@@ -1,0 +1,105 @@
+"""What is wrong with a configuration is told in DORA's words: the field, the value, what is allowed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from dora.config import Config, settings_tree, validated
+from dora.errors import InvalidValue
+from dora.sim.scenario import Coefficients, Scenario
+from dora.validation import validated_as
+
+PYDANTIC = ("Input", "should", "valid ", "permitted", "unable", "greater", "less than", "required", "String")
+WRONG = (
+    *("", "nonsense", "1.5", -(1 << 70), 1 << 70, 1.5, -1e300, 1e300, float("nan"), float("inf")),
+    *(True, [], {"a": 1}, None),
+)
+
+
+def refusal(model: type[BaseModel], *overrides: str) -> str:
+    with pytest.raises(InvalidValue) as refused:
+        validated_as(model, settings_tree(None, overrides))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("window=soon", "window = 'soon' is not allowed: a whole number from 1 to 64"),
+        ("window=true", "window = True is not allowed: a whole number from 1 to 64"),
+        ("period_s=0", "period_s = 0 is not allowed: a number above 0"),
+        ("filter_fraction=1", "filter_fraction = 1 is not allowed: a number of at least 0 and below 1"),
+        ("trainer.step_s=nan", "trainer.step_s = nan is not allowed: a finite number of at least 0"),
+        ("workload.lengths.mu=long", "workload.lengths.mu = 'long' is not allowed: a number"),
+        ("cluster.colocated=maybe", "cluster.colocated = 'maybe' is not allowed: true or false"),
+        ("name=3", "name = 3 is not allowed: a text, in quotes"),
+        ("predictor=orcale", "'orcale' is not allowed: did you mean oracle? One of oracle, statistics, ranker"),
+        ("trainer=3", "trainer = 3 is not allowed: a section with groups_per_step, step_s, micro_batches, streams"),
+        ("trainer.steps=3", "trainer.steps = 3 is not allowed: did you mean step_s? One of groups_per_step, step_s"),
+        ("slots=3", "slots = 3 is not allowed: did you mean cluster.slots? One of name, policy"),
+        ("step_s=3", "did you mean cluster.cost.step_s or trainer.step_s? One of name"),
+        ("zebra=3", "zebra = 3 is not allowed: one of name, policy"),
+    ],
+)
+def test_a_scenario_says_what_is_allowed(override: str, message: str) -> None:
+    assert message in refusal(Scenario, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.seed=-1", "rollout.seed = -1 is not allowed: a whole number from 0 to 9223372036854775807"),
+        ("model=", "model = '' is not allowed: a text that is not empty"),
+        ("service.listen=nowhere", "service.listen = 'nowhere' is not allowed: host:port"),
+        ("reward.function=abc", "reward.function = 'abc' is not allowed: module:function; empty:"),
+        ("balance.cost=3", "balance.cost = 3 is not allowed: a section with kv_token_s, weights_s"),
+        ("balance.cost.kv_token_s=0", "balance.cost.weights_s = nothing is not allowed: a number of at least 0"),
+        ("balance.cost.kv_tokens=0", "balance.cost.kv_tokens = 0 is not allowed: did you mean kv_token_s? One of"),
+    ],
+)
+def test_a_service_says_what_is_allowed(override: str, message: str) -> None:
+    assert message in refusal(Config, override)
+
+
+def test_a_field_is_named_with_the_section_that_it_stands_in() -> None:
+    with pytest.raises(InvalidValue, match=r"^cluster\.cost\.step_s = -1 is not allowed: a number of at least 0$"):
+        validated_as(Coefficients, {"step_s": -1}, section="cluster.cost")
+
+
+def test_what_is_no_mapping_at_all_is_refused_too() -> None:
+    with pytest.raises(InvalidValue, match=r"^configuration = \[1\] is not allowed: a section with model, prompts"):
+        validated([1])  # type: ignore[arg-type]
+
+
+def test_a_long_value_is_shown_by_its_beginning() -> None:
+    digits = "1" * 5000
+    assert "111... (5,002 characters) is not allowed" in refusal(Scenario, f"window={digits}")
+    assert "window = (a number of too many digits) is not allowed" in refusal(Scenario, "window=0x" + "f" * 5000)
+
+
+def places(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every section and field."""
+    for name, field in model.model_fields.items():
+        yield (*path, name)
+        for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from places(kind, (*path, name))
+
+
+@pytest.mark.parametrize("model", [Config, Scenario])
+def test_no_field_and_no_value_lets_the_words_of_pydantic_out(model: type[BaseModel]) -> None:
+    refused = 0
+    for path in places(model):
+        for value in WRONG:
+            tree: Any = value
+            for part in reversed(path):
+                tree = {part: tree}
+            try:
+                validated_as(model, tree)
+            except InvalidValue as error:
+                refused += 1
+                assert error.field and error.allowed
+                assert not any(word in error.allowed for word in PYDANTIC), error
+    assert refused > 300
