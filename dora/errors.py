@@ -7,6 +7,8 @@ from traceback import extract_tb
 from typing import Final
 
 SHOWN_MOST: Final = 200  # characters of a value that is refused
+NAMED_MOST: Final = 20  # names that an error lists, where a command lists them too; of more it names some:
+SOME_NAMED: Final = 4
 
 
 class DoraError(Exception):
@@ -61,14 +63,18 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.4, most: int = 1)
     return [spelled[each] for each in difflib.get_close_matches(name.lower(), spelled, most, cutoff)]
 
 
-def one_of(name: str, known: Iterable[str], cutoff: float = 0.4, meant: Sequence[str] = ()) -> str:
+def one_of(name: str, known: Iterable[str], cutoff: float = 0.4, meant: Sequence[str] = (), listed_by: str = "") -> str:
     """What is allowed instead of an unknown name: the one that was probably meant, then all known ones.
 
-    ``meant``: what is named first, where the caller knows it; else the ``nearest`` name.
+    ``meant``: what is named first, where the caller knows it; else the ``nearest`` name. ``listed_by``: a command that
+    lists the known names; only some of them are named then, where they are many.
     """
     names = list(known)
     meant = meant or nearest(name, names, cutoff)
     every = f"ne of {', '.join(names)}"
+    if listed_by and len(names) > NAMED_MOST:
+        some = nearest(name, names, cutoff, SOME_NAMED) or names[:SOME_NAMED]
+        every = f"ne of {', '.join(some)}, or of the {len(names) - len(some)} others that `{listed_by}` lists"
     return f"did you mean {' or '.join(meant)}? O{every}" if meant else f"o{every}"
 
 

@@ -11,6 +11,7 @@ from dora.cli import (
     migrate,
     plan,
     prepare,
+    presets,
     profile,
     rebalance,
     replay,
@@ -60,4 +61,5 @@ for _name, (_function, _example) in COMMANDS.items():
     app.command(_name, epilog=f"Example: {_example}")(_function)
 
 simulate.app.command("sweep", epilog=f"Example: {sweep.EXAMPLE}")(sweep.sweep)
+simulate.app.command("presets", epilog=f"Example: {presets.EXAMPLE}")(presets.presets)
 app.add_typer(simulate.app, name="simulate", cls=DoraGroup, help=simulate.simulate.__doc__)

@@ -29,7 +29,9 @@ class SplitChoice(StrEnum):
     PLAN = "plan"
 
 
-Preset = Annotated[str, typer.Option(help="A row of a paper's table, such as dora-64; or small.")]
+Preset = Annotated[
+    str, typer.Option(help="A row of a paper's table, such as dora-64, or small: see `dora simulate presets`.")
+]
 Policy = Annotated[str, typer.Option(help=f"By default the scenario's; {DEFAULT_POLICY} in presets.")]
 Window = Annotated[int | None, typer.Option(help="Policy versions that may be live.")]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps that are measured.")]
@@ -113,9 +115,11 @@ def simulate(
     if predictor is not None:
         over["predictor"] = predictor
     if not preset and not over:
-        from dora.sim.presets import names
+        from dora.sim.presets import LISTED_BY
 
-        raise InvalidValue("--preset", preset, f"a --file, a --set, or one of {', '.join(names())}")
+        raise InvalidValue(
+            "--preset", preset, f"a --file, a --set, or a preset as `{LISTED_BY}` lists them: dora-64, ..."
+        )
     if compare:
         if policy or plot:
             raise InvalidValue("--policy" if policy else "--plot", policy or str(plot), "left out with --compare")

@@ -74,7 +74,7 @@ def _known_policies(names: list[str]) -> list[str]:
 
     for name in names:
         if name not in (ALL, *LIVE_POLICIES):
-            raise InvalidValue("--policy", name, f"{ALL}, or {one_of(name, LIVE_POLICIES)}")
+            raise InvalidValue("--policy", name, one_of(name, (ALL, *LIVE_POLICIES)))
     return list(LIVE_POLICIES if not names or ALL in names else dict.fromkeys(names))
 
 

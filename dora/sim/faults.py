@@ -68,7 +68,7 @@ def kinds_of(names: str) -> tuple[str, ...]:
         return tuple(KINDS)
     for name in names.split(","):
         if name not in KINDS:
-            raise InvalidValue("--faults", name, f"all, or {one_of(name, KINDS)}")
+            raise InvalidValue("--faults", name, one_of(name, ("all", *KINDS)))
     return tuple(dict.fromkeys(names.split(",")))
 
 

@@ -13,6 +13,7 @@ from dora.sim.scenario import Scenario
 from dora.sim.workload import moments
 from dora.validation import validated_as
 
+LISTED_BY: Final = "dora simulate presets"  # the command
 OWN_PERIODS_S: Final = {"laminar": 5.0}  # its repack is checked so often (paper 001, section 5.1)
 # These train a step only when all of it is there; so does whatever shares its accelerators with the trainer.
 WHOLE_BATCH: Final = frozenset({"sync", "one_step"})
@@ -36,7 +37,7 @@ def scenario_for(name: str, policy: str, window: int | None = None) -> Scenario:
     """
     experiment = EXPERIMENTS.get(name)
     if experiment is None:
-        raise InvalidValue("--preset", name, one_of(name, EXPERIMENTS))
+        raise InvalidValue("--preset", name, one_of(name, EXPERIMENTS, listed_by=LISTED_BY))
     placement = experiment.placement(policy)
     return validated_as(
         Scenario,

@@ -24,7 +24,7 @@ from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.orchestrator.core.snapshot import Plan, Snapshot, Trigger
 from dora.orchestrator.core.window import Window
 from dora.sim.meter import Consumed
-from dora.sim.presets import composed, scenario_for
+from dora.sim.presets import composed, names, scenario_for
 from dora.sim.report import Report
 from dora.sim.run import policy_names
 from dora.sim.run import simulate as simulate_scenario
@@ -245,8 +245,10 @@ def test_the_plan_changes_the_split() -> None:
     ("arguments", "message"),
     [
         ((), "dora-64"),
-        (("--preset", "dora65"), "did you mean dora-64"),
-        (("--preset", "small", "--policy", "stale"), "did you mean staleflow"),
+        (("--preset", "dora65"), "did you mean dora-64? One of dora-64, dora-128, or of the "),
+        (("--preset", "zebra"), "one of dora-64, dora-128, laminar-7b-16, laminar-7b-32, or of the "),
+        (("--preset", "zebra"), " others that `dora simulate presets` lists"),
+        (("--preset", "small", "--policy", "stale"), "is not allowed: did you mean staleflow? One of sync, one_step"),
         (("--preset", "small", "--policy", "sync", "--window", "3"), "by the definition of sync"),
         (("--preset", "small", "--policy", "streamrl", "--window", "3"), "1 to 2, by the definition of streamrl"),
         (("--preset", "small", "--policy", "sync", "--split", "plan"), "colocated"),
@@ -299,6 +301,18 @@ def test_a_bad_value_is_one_line_on_stderr_and_nothing_on_stdout(arguments: tupl
     assert result.stdout == ""
     assert result.stderr.startswith("dora: ") and result.stderr.count("\n") == 1
     assert message in result.stderr
+
+
+def test_presets_are_listed_as_the_default_strategy_runs_them() -> None:
+    listed = json.loads(run("simulate", "presets", "--json").stdout)
+    assert [row["preset"] for row in listed] == names()
+    assert listed[0] == {
+        "preset": "dora-64", "train_gpus": 40, "rollout_gpus": 24, "gpus_per_engine": 4, "window": 3,
+        "groups_per_step": 512, "group_size": 16, "cap_tokens": 30_000,
+    }  # fmt: skip
+    shown_rows = run("simulate", "presets").stdout.splitlines()
+    assert max(map(len, shown_rows)) <= 100
+    assert [line.split()[0] for line in shown_rows if ":" in line][1:] == names()
 
 
 def test_a_report_stands_beside_the_papers_numbers() -> None:

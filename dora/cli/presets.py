@@ -1,0 +1,74 @@
+"""``dora simulate presets``"""
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from dora.cli.options import JsonOption
+from dora.cli.output import print_json, print_whole, stdout
+
+if TYPE_CHECKING:
+    from dora.sim.scenario import Scenario
+
+EXAMPLE = "dora simulate presets"
+
+
+@dataclass(frozen=True, slots=True)
+class PresetRow:
+    """What tells presets apart, under the default strategy."""
+
+    preset: str
+    train_gpus: int
+    rollout_gpus: int
+    gpus_per_engine: int
+    window: int
+    groups_per_step: int
+    group_size: int
+    cap_tokens: int
+
+
+def presets(as_json: JsonOption = False) -> None:
+    """List what --preset takes, in the order of the papers, each as the default strategy runs it."""
+    from dora.config import DEFAULT_POLICY
+    from dora.sim.presets import names, scenario_for
+
+    rows = [_row(scenario_for(name, DEFAULT_POLICY)) for name in names()]
+    if as_json:
+        print_json([asdict(row) for row in rows])
+    else:
+        print_whole(stdout(), _table(rows))
+
+
+def _row(scenario: "Scenario") -> PresetRow:
+    cluster, workload = scenario.cluster, scenario.workload
+    return PresetRow(
+        scenario.name,
+        cluster.train_gpus,
+        cluster.rollout_gpus,
+        cluster.gpus_per_engine,
+        scenario.window,
+        scenario.trainer.groups_per_step,
+        workload.group_size,
+        workload.lengths.cap_tokens,
+    )
+
+
+def _table(rows: list[PresetRow]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("preset", no_wrap=True)
+    for heading in (
+        "GPUs\ntrain:rollout",
+        "GPUs\nan engine",
+        "window",
+        "groups\na step",
+        "group\nsize",
+        "longest\nresponse",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        numbers = (row.gpus_per_engine, row.window, row.groups_per_step, row.group_size)
+        split = f"{row.train_gpus}:{row.rollout_gpus}"
+        table.add_row(row.preset, split, *(f"{number:,}" for number in numbers), f"{row.cap_tokens:,}")
+    return table
