@@ -191,11 +191,15 @@ def _row(training: "TrainingTime", split: "Split") -> dict[str, int | float | bo
 
 
 def _table(question: "Question", answer: "Plan") -> Table:
+    from dora.sim.units import step_unit
+
     place = answer.candidates.index(answer.best)
     shown = answer.candidates[max(0, place - SHOWN_EACH_SIDE) : place + SHOWN_EACH_SIDE + 1]
     title = f"{question.model.name} on {question.rollout_hardware.name}, window {question.window}"
     table = Table(title=title, title_justify="left", header_style="bold")
-    for column in ("", "rollout", "train", "unused", "engines", "generation min", "training min", "step min", "waits"):
+    unit = step_unit(split.step_s / 60.0 for split in shown)
+    times = (f"generation {unit.name}", f"training {unit.name}", f"step {unit.name}")
+    for column in ("", "rollout", "train", "unused", "engines", *times, "waits"):
         table.add_column(column, justify="right")
     budget = question.gpus or question.rollout_gpus + question.train_gpus
     for split in shown:
@@ -207,9 +211,9 @@ def _table(question: "Question", answer: "Plan") -> Table:
             str(split.train_gpus),
             str(budget - split.gpus),
             f"{generation.engines} x {generation.option.gpus}",
-            f"{generation.seconds / 60:.2f}",
-            f"{split.training_s / 60:.2f}" + ("" if question.training.measured(split.train_gpus) else "*"),
-            f"{split.step_s / 60:.2f}",
+            f"{generation.seconds / unit.seconds:.2f}",
+            f"{split.training_s / unit.seconds:.2f}" + ("" if question.training.measured(split.train_gpus) else "*"),
+            f"{split.step_s / unit.seconds:.2f}",
             waits if generation.seconds > split.training_s else "train",
             style="bold green" if best else None,
         )

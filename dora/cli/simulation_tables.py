@@ -10,16 +10,18 @@ from rich.console import Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from dora.cli.tables import duration
 from dora.orchestrator.core.policies import SIMULATED
 from dora.sim.paper_results import PaperResult, paper_result
 from dora.sim.report import Report
 from dora.sim.scenario import Scenario
+from dora.sim.units import StepUnit, step_unit
 
 NONE: Final = "-"
 PAPER: Final = "paper"
 ROUNDING_MIN: Final = 1e-9
 COLUMNS: Final = (
-    "policy", "W", "train:\nrollout", "min/\nstep", PAPER, "speed-\nup", PAPER, "rollout\nonly", PAPER,
+    "policy", "W", "train:\nrollout", "{unit}/\nstep", PAPER, "speed-\nup", PAPER, "rollout\nonly", PAPER,
     "rollout\nspeed-up", PAPER, "tokens\n/s", PAPER, "bound", "over\nit", "work", "staleness", "errors",
 )  # fmt: skip
 
@@ -88,12 +90,13 @@ def comparison_table(rows: Sequence[Compared]) -> Group:
     """
     first = rows[0].report
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    lines = [_comparison_row(row) for row in rows]
+    unit = step_unit(row.report.step_time_min for row in rows)
+    lines = [_comparison_row(row, unit) for row in rows]
     kept = [
         column for column, name in enumerate(COLUMNS) if name != PAPER or any(line[column] != NONE for line in lines)
     ]
     for column in kept:
-        name = COLUMNS[column]
+        name = COLUMNS[column].format(unit=unit.name)
         justify: JustifyMethod = "left" if name == "policy" else "right"
         table.add_column(name.replace(" ", "\n"), justify=justify, style="dim" if name == PAPER else "", no_wrap=True)
     fastest = min(row.report.step_time_min for row in rows)
@@ -123,7 +126,7 @@ def report_table(report: Report, scenario: Scenario) -> Group:
 
 
 def _report_rows(report: Report, paper: PaperResult | None) -> list[tuple[str, str | Text, str]]:
-    stated = paper or PaperResult("")
+    stated, unit = paper or PaperResult(""), step_unit([report.step_time_min])
     broken = report.violations + report.lost + report.duplicated
     selected, to_add = report.filter_fraction or report.redundant_fraction, report.dp_groups_to_add
     wasted = [
@@ -131,10 +134,10 @@ def _report_rows(report: Report, paper: PaperResult | None) -> list[tuple[str, s
         ("  tokens wasted on them", _percent(report.tokens_wasted_fraction, 1), ""),
     ]
     return [
-        ("minutes a step", _number(report.step_time_min, 2), _number(stated.step_time_min, 2)),
-        ("  bubble-free bound", _number(report.bound_min, 2), ""),
+        (f"{unit.word} a step", _time(report.step_time_min, unit), _time(stated.step_time_min, unit)),
+        ("  bubble-free bound", _time(report.bound_min, unit), ""),
         ("  over the bound", _percent(_over(report)), ""),
-        ("  bound of the batches consumed", _number(report.bound_consumed_min, 2), ""),
+        ("  bound of the batches consumed", _time(report.bound_consumed_min, unit), ""),
         ("  work done over consumed", _number(report.work_done_over_consumed, 3), ""),
         ("rollout only", _percent(report.rollout_only_fraction), _percent(stated.rollout_only_fraction)),
         ("  DP groups to add for it", "-" if to_add is None else f"{to_add:,} more", ""),
@@ -153,12 +156,13 @@ def _report_rows(report: Report, paper: PaperResult | None) -> list[tuple[str, s
             Text(f"{report.violations}, {report.lost}, {report.duplicated}", "bold red" if broken else "green"),
             "",
         ),
-        ("simulated, in", f"{report.simulated_s / 3600:.1f} h, {report.wall_s:.1f} s", ""),
+        ("simulated", duration(report.simulated_s), ""),
+        ("  in", duration(report.wall_s), ""),
         ("  faster than real time", f"{report.sim_speedup:,.0f} x", ""),
     ]
 
 
-def _comparison_row(row: Compared) -> list[str | Text]:
+def _comparison_row(row: Compared, unit: StepUnit) -> list[str | Text]:
     report, stated = row.report, row.paper or PaperResult("")
     broken = report.violations + report.lost + report.duplicated
     split = f"{row.train_gpus} both" if row.colocated else f"{row.train_gpus}:{row.rollout_gpus}"
@@ -166,8 +170,8 @@ def _comparison_row(row: Compared) -> list[str | Text]:
         report.policy,
         NONE if report.policy in SIMULATED else str(report.window),
         split,
-        _number(report.step_time_min, 2),
-        _number(stated.step_time_min, 2),
+        _time(report.step_time_min, unit),
+        _time(stated.step_time_min, unit),
         _number(row.speedup, 2),
         _number(stated.speedup, 2),
         _percent(report.rollout_only_fraction),
@@ -176,7 +180,7 @@ def _comparison_row(row: Compared) -> list[str | Text]:
         _number(stated.rollout_speedup, 1),
         _number(report.tokens_per_s, 0),
         _number(stated.tokens_per_s, 0),
-        _number(report.bound_min, 2),
+        _time(report.bound_min, unit),
         _percent(None if row.colocated else _over(report)),  # the bound is of generation, without the training
         _number(report.work_done_over_consumed, 3),
         _staleness(report, 1),
@@ -218,6 +222,10 @@ def _over(report: Report) -> float | None:
 
 def _ratio(above: float, below: float) -> float | None:
     return above / below if below > 0.0 else None
+
+
+def _time(minutes: float | None, unit: StepUnit) -> str:
+    return _number(None if minutes is None else unit.of_min(minutes), 2)
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -15,6 +15,7 @@ from dora.errors import DoraError, InvalidValue
 from dora.outfile import check_folder
 from dora.sim.panels import GRID, INK, SOFT, bundled, draw_groups, draw_trainer, end_s_of, mark_steps, rows_of
 from dora.sim.report import Report, Timeline
+from dora.sim.units import step_unit
 
 SUFFIXES: Final = (".png", ".svg", ".html")
 STYLE: Final = {
@@ -89,11 +90,11 @@ def _unit(end_s: float) -> tuple[float, str]:
 
 def _title(report: Report) -> str:
     over = report.step_time_min / report.bound_min if report.bound_min > 0 else 0.0
-    bound = f", {over:.2f} x the bubble-free {report.bound_min:.2f}" if over else ""
-    return (
-        f"{report.preset} · {report.policy} · window {report.window}: "
-        f"{report.step_time_min:.2f} min a step{bound} · trainer waits {report.rollout_only_fraction:.0%}"
-    )
+    unit = step_unit([report.step_time_min])
+    bound = f", {over:.2f} x the bubble-free {unit.of_min(report.bound_min):.2f}" if over else ""
+    step = f"{unit.of_min(report.step_time_min):.2f} {unit.name} a step{bound}"
+    waits = f"trainer waits {report.rollout_only_fraction:.0%}"
+    return f"{report.preset} · {report.policy} · window {report.window}: {step} · {waits}"
 
 
 def _caption(timeline: Timeline, report: Report, rows: Sequence[int]) -> str:

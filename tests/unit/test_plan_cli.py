@@ -50,6 +50,13 @@ def test_it_plans_two_datacentres() -> None:
     assert found["transfer_s"] == pytest.approx(1.52, abs=0.01)
 
 
+def test_short_steps_are_shown_in_seconds() -> None:
+    short = ("--gpus", "8", "--model", "qwen2.5-7b", "--groups", "8", "--mean-tokens", "100", "--cap-tokens", "200")
+    for arguments, unit in ((short, "s"), (("--gpus", "64"), "min")):
+        heading = run(*arguments).stdout.splitlines()[2]
+        assert all(f" {name} {unit} " in heading for name in ("generation", "training", "step")), heading
+
+
 def test_it_takes_measured_costs(tmp_path: Path) -> None:
     file = tmp_path / "cost.toml"
     file.write_text("[cluster.cost]\nkv_token_s = 6.52e-8\nweights_s = 0.013\nrequest_s = 94e-6\nstep_s = 0.04\n")

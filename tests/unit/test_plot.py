@@ -63,6 +63,12 @@ def test_the_drawing_says_what_it_shows(tmp_path: Path) -> None:
         assert words in text, words
 
 
+def test_short_steps_are_told_in_seconds(tmp_path: Path) -> None:
+    file = tmp_path / "run.svg"
+    draw(made_up(2, 3, step_s=9.6), replace(REPORT, step_time_min=0.16, bound_min=0.08), file)
+    assert "9.60 s a step, 2.00 x the bubble-free 4.80" in file.read_text()
+
+
 def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     file = tmp_path / "run.html"
     draw(made_up(2, 3), replace(REPORT, preset="<b>"), file)

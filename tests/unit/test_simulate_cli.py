@@ -333,6 +333,26 @@ def test_a_report_stands_beside_the_papers_numbers() -> None:
     assert "paper" not in shown(report_table(replace(REPORT, preset="small"), scenario_for("small", "dora")))
 
 
+@pytest.mark.parametrize(
+    ("step_min", "bound_min", "words"),
+    [
+        (17.0, 15.63, ("minutes a step", "17.00", "15.63", "14.67")),
+        (1.0, 0.5, ("minutes a step", "1.00", "0.50", "14.67")),
+        (0.16, 0.07, ("seconds a step", "9.60", "4.20", "880.20")),
+    ],
+)
+def test_short_steps_are_shown_in_seconds_and_the_papers_beside_them_too(
+    step_min: float, bound_min: float, words: tuple[str, ...]
+) -> None:
+    report = replace(REPORT, step_time_min=step_min, bound_min=bound_min)
+    scenario = scenario_for("dora-64", "dora")
+    text = shown(report_table(report, scenario))
+    assert all(word in text for word in words), text
+    assert "1 h 42 min" in text and "2.0 s" in text  # simulated, and the time that it took
+    text = shown(comparison_table(comparison([report], [scenario])))
+    assert all(word in text for word in words[1:]), text
+
+
 def test_dp_groups_that_were_said_to_be_lacking_let_generation_keep_up_better() -> None:
     def report(engines: int) -> Report:
         cluster = {"gpus": engines + 2, "rollout_gpus": engines}
