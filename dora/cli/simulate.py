@@ -189,7 +189,7 @@ def _run_one(scenario: "Scenario", asked: Asked, plot: Path | None) -> None:
 
 
 def _compare(scenarios: list["Scenario"], asked: Asked) -> None:
-    from dora.cli.simulation_tables import comparison, comparison_table
+    from dora.cli.comparison import comparison, comparison_table
 
     reports = [
         _report(scenario, asked, f" ({number} of {len(scenarios)})")

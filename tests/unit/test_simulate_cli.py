@@ -14,10 +14,11 @@ from typer.testing import CliRunner, Result
 
 from dora.cli import simulate
 from dora.cli.app import app
+from dora.cli.comparison import comparison, comparison_table
 from dora.cli.exits import ExitCode
 from dora.cli.output import print_whole
 from dora.cli.progress import progress_bar
-from dora.cli.simulation_tables import comparison, comparison_table, report_table, report_tree
+from dora.cli.simulation_tables import report_table, report_tree
 from dora.config import BalanceConfig
 from dora.orchestrator.core.policies import POLICIES
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
@@ -402,14 +403,34 @@ def test_a_comparison_says_how_much_faster_than_sync() -> None:
     assert rows[1].speedup == pytest.approx(20 / 13)
     assert rows[1].rollout_speedup == pytest.approx(25.5 * 0.7 / (17.0 * 0.22))
     text = shown(comparison_table(rows))
-    for words in ("64 both", "40:24", "22.91", "1.54", "1.65", "below the bound of 40:24"):
+    for words in ("40:24", "22.91", "1.54", "1.65", "below the bound of 40:24"):
         assert words in text, words
+    assert re.search(r"sync +3 +64 ", text)
 
 
-def test_columns_of_which_the_paper_is_silent_are_left_out() -> None:
-    rows = comparison(reports(dora=1.0), [scenario_for("small", "dora")])
-    rows = [replace(rows[0], report=replace(REPORT, preset="small"), paper=None)]
-    assert "paper" not in shown(comparison_table(rows))
+def test_the_papers_numbers_stand_under_ours_in_the_same_columns_where_there_are_some() -> None:
+    rows = comparison(reports(sync=25.5, dora=17.0), [scenario_for("dora-64", policy) for policy in ("sync", "dora")])
+    lines = shown(comparison_table(rows)).splitlines()
+    [ours], [papers] = ([line for line in lines if word in line] for word in ("17.00", "14.67"))
+    assert papers.index("14.67") == ours.index("17.00")
+    assert papers.index("23,327") == ours.index("20,000")
+    assert papers.split() == ["paper", "14.67", "23,327", "1.65", "12%", "8.5"]
+    silent = [replace(row, report=replace(row.report, preset="small"), paper=None) for row in rows]
+    assert "paper" not in shown(comparison_table(silent))
+
+
+@pytest.mark.parametrize("preset", ["small", "dora-64", "laminar-72b-1024", "streamrl-128", "verl-async-128"])
+def test_a_comparison_of_all_policies_fits_a_terminal_of_100_columns(preset: str) -> None:
+    scenarios = [scenario_for(preset, policy) for policy in policy_names()]
+    measured = {"step_time_min": 99.99, "bound_min": 88.88, "tokens_per_s": 999_999.0, "work_done_over_consumed": 1.125}
+    found = [
+        replace(REPORT, preset=preset, policy=each.policy, window=each.window, **measured)  # type: ignore[arg-type]
+        for each in scenarios
+    ]
+    stream = io.StringIO()
+    print_whole(Console(file=stream, width=60), comparison_table(comparison(found, scenarios)))
+    assert max(map(len, stream.getvalue().splitlines())) <= 100
+    assert "…" not in stream.getvalue()
 
 
 def test_what_was_not_measured_is_null_in_json_and_a_dash_in_the_table() -> None:
