@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dora.cli.simulation_tables import NONE, division, number, over_bound, percent, ratio, staleness, step_time
+from dora.cli.stationarity import stationarity
 from dora.orchestrator.core.policies import SIMULATED
 from dora.sim.paper_results import PaperResult, paper_result
 from dora.sim.report import Report
@@ -79,7 +80,9 @@ def comparison_table(rows: Sequence[Compared]) -> Group:
             table.add_row("  paper", *stated, style="dim")
     title = f"{first.preset}: {first.steps} steps, seed {first.seed}, {first.predictor} lengths"
     notes = [fill(line, WIDTH, subsequent_indent="  ") for line in (LEGEND, *_notes(rows))]
-    return Group(Text(title, "bold"), table, Text("\n" + "\n".join(notes), "dim"))
+    doubts = fill(stationarity([row.report for row in rows]), WIDTH, subsequent_indent="  ")
+    doubt = [Text(f"\n{doubts}", "yellow")] if doubts else []
+    return Group(Text(title, "bold"), table, *doubt, Text("\n" + "\n".join(notes), "dim"))
 
 
 def _simulated(row: Compared, unit: StepUnit) -> list[str | Text]:

@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from dora.cli.stationarity import stationarity
 from dora.cli.tables import duration
 from dora.orchestrator.core.policies import SIMULATED
 from dora.sim.paper_results import PaperResult, paper_result
@@ -56,8 +57,10 @@ def report_table(report: Report, scenario: Scenario) -> Group:
         f"{report.preset}, {report.policy}, window {report.window}: {report.steps} steps, seed {report.seed}, "
         f"{report.predictor} lengths, {_split(scenario)}"
     )
-    note = "" if paper is None else f"paper: {paper.source}" + (f"; {paper.note}" if paper.note else "")
-    return Group(Text(title, "bold"), table, Text(note, "dim"))
+    source = "" if paper is None else f"paper: {paper.source}" + (f"; {paper.note}" if paper.note else "")
+    doubts = stationarity([report])
+    notes = [*([Text(doubts, "yellow")] if doubts else ()), *([Text(source, "dim")] if source else ())]
+    return Group(Text(title, "bold"), table, *notes)
 
 
 def _report_rows(report: Report, paper: PaperResult | None) -> list[tuple[str, str | Text, str]]:

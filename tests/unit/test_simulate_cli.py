@@ -442,6 +442,38 @@ def test_what_was_not_measured_is_null_in_json_and_a_dash_in_the_table() -> None
     assert " - " in line
 
 
+@pytest.mark.parametrize(
+    ("steps", "work", "wasted", "line"),
+    [
+        (40, 1.009, 0.0, ""),
+        (40, 0.991, 0.0, ""),
+        (40, 1.02, 0.0, "not to be taken as stationary: work done over consumed is off 1 by more than 1%"),
+        (40, 1.25, 0.2, "stationary: work done over consumed is off 1 by more than 1%, cancelled groups included"),
+        (40, float("nan"), 0.0, "not to be taken as stationary: work done over consumed is off 1 by more than 1%"),
+        (39, 1.0, 0.0, "not to be taken as stationary: 39 steps were measured, which should be 40 or more (--steps)"),
+        (8, 0.8, 0.0, "should be 40 or more (--steps); work done over consumed is off 1 by more than 1%"),
+    ],
+)
+def test_a_run_that_cannot_be_taken_as_stationary_says_so_in_one_line(
+    steps: int, work: float, wasted: float, line: str
+) -> None:
+    report = replace(REPORT, steps=steps, work_done_over_consumed=work, tokens_wasted_fraction=wasted)
+    lines = shown(report_table(report, scenario_for("dora-64", "dora"))).splitlines()
+    told = [each.rstrip() for each in lines if "stationary" in each]
+    assert (len(told) == 1 and told[0].endswith(line)) if line else not told, lines
+
+
+def test_a_comparison_names_the_policies_that_cannot_be_taken_as_stationary() -> None:
+    policies = {"sync": 1.0, "dora": 0.98, "laxity": 1.005}
+    found = [
+        replace(REPORT, policy=policy, steps=40, work_done_over_consumed=work) for policy, work in policies.items()
+    ]
+    scenarios = [scenario_for("dora-64", policy) for policy in policies]
+    text = shown(comparison_table(comparison(found, scenarios)))
+    assert "stationary: work done over consumed of dora is off 1 by more than 1%" in text
+    assert "taken as stationary" not in shown(comparison_table(comparison([found[0]], scenarios[:1])))
+
+
 def test_progress_moves_within_a_step() -> None:
     told: list[float] = []
     simulate_scenario(scenario_for("small", "laxity"), steps=3, warmup=1, seed=0, progress=told.append)
