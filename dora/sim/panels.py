@@ -4,18 +4,23 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log2
+from itertools import groupby
+from math import sqrt
 from typing import Any, Final
 
 from dora.sim.report import Span, StepSpan, Timeline
 
 ROWS_MOST: Final = 48  # DP groups drawn; more would be thinner than a line
 LABELLED_ROWS: Final = 16
-ARROWS_MOST: Final = 200
-BUNDLE_SHARE: Final = 1 / 300  # of the width, within which moves from one DP group to another are one arrow
-LEGEND_MOST: Final = 24
+ARROWS_MOST: Final = 60  # more hide the versions and each other
+BUNDLE_SHARE: Final = 1 / 40  # of the width, within which moves from one DP group to another are one arrow
+BESIDE_MOST: Final = 8  # arrows of one such stretch
+ARROW_GAP: Final = BUNDLE_SHARE / BESIDE_MOST  # of the width, between them
+LEGEND_MOST: Final = 16  # versions; more would widen the drawing
+STEP_LINES_MOST: Final = 120
 POINTS_MOST: Final = 40_000  # of KV use, over all rows
 LABEL_SHARE: Final = 1 / 45  # of the width, from which a stretch has room for its version's name
+COUNTS_ROW: Final = -0.8  # where the numbers of moves stand, in rows
 HALF: Final = 0.42  # of a row's height, the rest is the gap to the next
 INK, SOFT, GRID, WAIT, EMPTY = "#1f2933", "#7b8794", "#e4e7eb", "#f6c6c0", "#eef0f2"
 # After Paul Tol's muted scheme, in an order in which neighbouring versions differ in hue and in lightness.
@@ -29,7 +34,7 @@ LEGEND: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Moves from one DP group to another at about the same time: one arrow."""
+    """Moves from one DP group to another at about the same time: one arrow. ``at_s``: where it is drawn."""
 
     at_s: float
     source: int
@@ -53,9 +58,11 @@ def draw_groups(axes: Any, timeline: Timeline, rows: Sequence[int], scale: float
         if span.worker in labelled and span.version >= 0 and span.end_s - span.begin_s > end_s * LABEL_SHARE:
             _label_span(axes, span, row_of[span.worker], scale, end_s)
     _draw_bundles(axes, bundled(timeline, rows), row_of, scale)
+    _draw_counts(axes, timeline, scale)
     every = max(1, -(-len(rows) // 32))
-    axes.set_yticks(range(0, len(rows), every), [f"w{worker}" for worker in rows[::every]], fontsize=8.5)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
+    names = ["moves", *(f"w{worker}" for worker in rows[::every])]
+    axes.set_yticks([COUNTS_ROW, *range(0, len(rows), every)], names, fontsize=8.5)
+    axes.set_ylim(len(rows) - 0.4, COUNTS_ROW - 0.4)
     axes.tick_params(length=0)
     axes.set_ylabel("DP groups")
     _versions_legend(axes, sorted({span.version for span in timeline.spans if span.version >= 0}))
@@ -87,14 +94,26 @@ def _label_span(axes: Any, span: Span, row: int, scale: float, end_s: float) -> 
 
 
 def _draw_bundles(axes: Any, bundles: Sequence[Bundle], row_of: dict[int, int], scale: float) -> None:
-    """A thin arrow at the time of the moves, from row to row; thicker the more there are."""
+    """An arrow from row to row, thicker the more moves it stands for."""
+    most = max((bundle.moves for bundle in bundles), default=1)
     for bundle in bundles:
         style = {
-            "arrowstyle": "-|>,head_width=0.12,head_length=0.28", "color": INK, "alpha": 0.75, "shrinkA": 0.0,
-            "shrinkB": 0.0, "linewidth": 0.5 + 0.2 * log2(bundle.moves),
+            "arrowstyle": "-|>,head_width=0.16,head_length=0.34", "color": INK, "alpha": 0.8, "shrinkA": 0.0,
+            "shrinkB": 0.0, "linewidth": 0.5 + 2.0 * sqrt(bundle.moves / most),
         }  # fmt: skip
         at = bundle.at_s / scale
         axes.annotate("", (at, row_of[bundle.target]), (at, row_of[bundle.source]), arrowprops=style, zorder=4)
+
+
+def _draw_counts(axes: Any, timeline: Timeline, scale: float) -> None:
+    """Above the rows: how many requests moved in each stretch of time, between whichever DP groups."""
+    stretch_s = end_s_of(timeline) * BUNDLE_SHARE
+    for place, moves in sorted(Counter(int(arrow.at_s / stretch_s) for arrow in timeline.arrows).items()):
+        at = (place + 0.5) * stretch_s / scale
+        axes.text(
+            at, COUNTS_ROW, f"{moves:,}", ha="center", va="center", fontsize=7, color=SOFT, clip_on=True, zorder=5,
+            bbox={"facecolor": "white", "pad": 0.5, "linewidth": 0.0},
+        )  # fmt: skip
 
 
 def _versions_legend(axes: Any, versions: Sequence[int]) -> None:
@@ -157,7 +176,14 @@ def mark_steps(panels: Sequence[Any], steps: Sequence[StepSpan], measured: int, 
     """A line at every publish; the warm-up, which the report leaves out, lies under a veil."""
     warm_up = steps[: max(0, len(steps) - measured)]
     for axes in panels:
-        axes.vlines([step.end_s / scale for step in steps], *axes.get_ylim(), color=INK, lw=0.7, ls=":", alpha=0.6)
+        axes.vlines(
+            [step.end_s / scale for step in steps[:: -(-len(steps) // STEP_LINES_MOST) or 1]],
+            *axes.get_ylim(),
+            color=INK,
+            lw=0.7,
+            ls=":",
+            alpha=0.6,
+        )
         if warm_up:
             axes.axvspan(0, warm_up[-1].end_s / scale, color="white", alpha=0.45, linewidth=0.0, zorder=3)
 
@@ -203,17 +229,29 @@ def _stretch(kv: tuple[list[float], list[float]], span: Span) -> tuple[list[floa
 
 
 def bundled(timeline: Timeline, rows: Sequence[int]) -> list[Bundle]:
-    """Moves between drawn DP groups, those that would lie on each other taken together; the largest bundles only."""
-    drawn, width_s = set(rows), end_s_of(timeline) * BUNDLE_SHARE
-    moves = Counter(
-        (int(arrow.at_s / width_s), arrow.source, arrow.target)
-        for arrow in timeline.arrows
-        if arrow.source in drawn and arrow.target in drawn
-    )
-    return [
-        Bundle((slot + 0.5) * width_s, source, target, count)
-        for (slot, source, target), count in moves.most_common(ARROWS_MOST)
-    ]
+    """Moves between drawn DP groups, those of about the same time taken together; the largest bundles only.
+
+    The bundles of one stretch of time stand side by side around the mean time of their moves.
+    """
+    drawn, end_s = set(rows), end_s_of(timeline)
+    times: dict[tuple[int, int, int], list[float]] = {}
+    for arrow in timeline.arrows:
+        if arrow.source in drawn and arrow.target in drawn:
+            place = int(arrow.at_s / (end_s * BUNDLE_SHARE))
+            times.setdefault((place, arrow.source, arrow.target), []).append(arrow.at_s)
+    beside: dict[int, list[tuple[int, int, int]]] = {}
+    for key in sorted(times, key=lambda key: (-len(times[key]), key)):
+        beside.setdefault(key[0], []).append(key)
+    candidates = [key for keys in beside.values() for key in keys[:BESIDE_MOST]]
+    kept = sorted(sorted(candidates, key=lambda key: (-len(times[key]), key))[:ARROWS_MOST])
+    bundles = []
+    for _, together in groupby(kept, key=lambda key: key[0]):
+        keys = list(together)
+        moved_s = [at_s for key in keys for at_s in times[key]]
+        first_s = sum(moved_s) / len(moved_s) - end_s * ARROW_GAP * (len(keys) - 1) / 2
+        for number, key in enumerate(keys):
+            bundles.append(Bundle(first_s + end_s * ARROW_GAP * number, key[1], key[2], len(times[key])))
+    return bundles
 
 
 def _colour(version: int) -> str:

@@ -1,7 +1,8 @@
 """The timeline of a simulated run: DP groups by time, and the trainer's steps under them. Matplotlib loads on use.
 
-Each DP group is a row. Its colour is the version it hosts, the filled height the share of its KV in use; arrows are
-requests that moved; hatched stretches load weights or host nothing. Below, the trainer computes (dark) or waits, and
+Each DP group is a row. Its colour is the version it hosts, the filled height the share of its KV in use; an arrow is
+requests that moved from one to another at about the same time, the thicker the more, and above the rows stands how many
+moved in all; hatched stretches load weights or host nothing. Below, the trainer computes (dark) or waits, and
 the batch of each step is divided by staleness.
 """
 
@@ -13,7 +14,19 @@ from typing import Final
 
 from dora.errors import DoraError, InvalidValue
 from dora.outfile import check_folder
-from dora.sim.panels import GRID, INK, SOFT, bundled, draw_groups, draw_trainer, end_s_of, mark_steps, rows_of
+from dora.sim.panels import (
+    ARROWS_MOST,
+    BUNDLE_SHARE,
+    GRID,
+    INK,
+    SOFT,
+    bundled,
+    draw_groups,
+    draw_trainer,
+    end_s_of,
+    mark_steps,
+    rows_of,
+)
 from dora.sim.report import Report, Timeline
 from dora.sim.units import step_unit
 
@@ -98,16 +111,25 @@ def _title(report: Report) -> str:
 
 
 def _caption(timeline: Timeline, report: Report, rows: Sequence[int]) -> str:
-    parts = ["colour: policy version; filled height: KV in use; thick arrows: many moves"]
+    parts = ["colour: policy version; filled height: KV in use"]
     workers = len({span.worker for span in timeline.spans})
     if workers > len(rows):
         parts.append(f"{len(rows)} of {workers:,} DP groups shown")
-    moves, shown = len(timeline.arrows), sum(bundle.moves for bundle in bundled(timeline, rows))
-    parts.append(f"arrows: {moves:,} moves" if shown == moves else f"arrows: {shown:,} of {moves:,} moves")
+    parts.append(_moves(timeline, rows))
     if len(timeline.steps) > report.steps:
         parts.append("pale: warm-up")
     parts.append(f"staleness at most {report.staleness_max}")
     return "   |   ".join(parts)
+
+
+def _moves(timeline: Timeline, rows: Sequence[int]) -> str:
+    """What the arrows stand for, and how many moves are not among them."""
+    moves, shown = len(timeline.arrows), sum(bundle.moves for bundle in bundled(timeline, rows))
+    if not moves:
+        return "no moves"
+    scale, unit = _unit(end_s_of(timeline))
+    within = f"{end_s_of(timeline) * BUNDLE_SHARE / scale:.2g} {unit}"
+    return f"{ARROWS_MOST} arrows at most: {shown:,} of {moves:,} moves, bundled over {within}"
 
 
 def _page(svg: str, report: Report) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dora.errors import InvalidValue
-from dora.sim.panels import ROWS_MOST, bundled
+from dora.sim.panels import ARROW_GAP, ARROWS_MOST, BESIDE_MOST, ROWS_MOST, bundled
 from dora.sim.plot import draw
 from dora.sim.report import Arrow, Report, Span, StepSpan, Timeline
 
@@ -96,19 +96,36 @@ def test_of_many_dp_groups_and_moves_some_are_shown_and_the_caption_says_so(tmp_
     draw(timeline, replace(REPORT, engines=200), file)
     text = file.read_text()
     assert f"{ROWS_MOST} of 200 DP groups shown" in text
-    assert re.search(r"arrows: \d+ of 630 moves", text)
+    assert re.search(rf"{ARROWS_MOST} arrows at most: \d+ of 630 moves, bundled over 0\.85 minutes", text)
 
 
-def test_moves_that_would_lie_on_each_other_are_one_arrow() -> None:
-    steps = [StepSpan(0, 0.0, 3000.0, (), (8,))]
-    arrows = [Arrow(at_s, *ends, 0) for at_s, ends in ((1.0, (0, 1)), (9.0, (0, 1)), (9.0, (1, 0)), (20.0, (0, 1)))]
+def test_moves_of_about_the_same_time_are_one_arrow() -> None:
+    steps = [StepSpan(0, 0.0, 4000.0, (), (8,))]  # so moves within 100 s are taken together
+    times = {(0, 1): (1.0, 9.0, 120.0), (1, 0): (14.0,)}
+    arrows = [Arrow(at_s, *ends, 0) for ends, each in times.items() for at_s in each]
     bundles = bundled(Timeline(steps=steps, arrows=arrows), [0, 1])
-    assert [(bundle.at_s, bundle.source, bundle.moves) for bundle in bundles] == [
-        (5.0, 0, 2),
-        (5.0, 1, 1),
-        (25.0, 0, 1),
-    ]
+    assert [(bundle.source, bundle.target, bundle.moves) for bundle in bundles] == [(0, 1, 2), (1, 0, 1), (0, 1, 1)]
+    first, beside, alone = (bundle.at_s for bundle in bundles)
+    assert (first + beside) / 2 == pytest.approx((1.0 + 9.0 + 14.0) / 3)
+    assert beside - first == pytest.approx(4000.0 * ARROW_GAP)
+    assert alone == 120.0
     assert bundled(Timeline(steps=steps, arrows=arrows), [0]) == []
+
+
+def test_where_much_moves_the_largest_bundles_are_drawn_a_few_of_one_time_and_not_many_in_all(tmp_path: Path) -> None:
+    steps = [StepSpan(0, 0.0, 4000.0, (), (8,))]
+    at_once = [Arrow(50.0, 0, target, 0) for target in range(1, 20) for _ in range(target)]
+    bundles = bundled(Timeline(steps=steps, arrows=at_once), range(20))
+    assert sorted(bundle.moves for bundle in bundles) == list(range(20 - BESIDE_MOST, 20))
+    everywhere = [Arrow(at_s, 0, target, 0) for at_s in range(0, 4000, 50) for target in range(1, 6)]
+    timeline = Timeline(steps=steps, arrows=[*everywhere, *(Arrow(3950.0, 5, 4, 0) for _ in range(7))])
+    bundles = bundled(timeline, range(6))
+    assert len(bundles) == ARROWS_MOST
+    assert max(bundles, key=lambda bundle: bundle.moves) == bundles[-1]
+    draw(timeline, REPORT, tmp_path / "run.svg")
+    text = (tmp_path / "run.svg").read_text()
+    assert f"{ARROWS_MOST} arrows at most: {sum(bundle.moves for bundle in bundles)} of 407 moves" in text
+    assert ">moves<" in text and ">10<" in text and ">17<" in text  # in all, by time
 
 
 @pytest.mark.parametrize("name", ["run.pdf", "run", "no-such-folder/run.png"])
