@@ -199,7 +199,7 @@ def _table(question: "Question", answer: "Plan") -> Table:
     table = Table(title=title, title_justify="left", header_style="bold")
     unit = step_unit(split.step_s / 60.0 for split in shown)
     times = (f"generation {unit.name}", f"training {unit.name}", f"step {unit.name}")
-    for column in ("", "rollout", "train", "unused", "engines", *times, "waits"):
+    for column in ("", "rollout", "train", "unused", "engines", *times, "waits for"):
         table.add_column(column, justify="right")
     budget = question.gpus or question.rollout_gpus + question.train_gpus
     for split in shown:
