@@ -178,7 +178,14 @@ def test_the_rhythm_keeps_how_long_training_goes_on_after_a_step_is_full() -> No
 KV_TOKENS = 20_000
 
 
-def machine_of(groups: int, lengths: list[int], window: int = 2) -> Machine:
+def prompts_of(lengths: list[int], name: str = "p") -> tuple[on.OfferedPrompt, ...]:
+    return tuple(
+        on.OfferedPrompt(f"{name}{index}", "task", 10, 1, 50_000, known_tokens=(length,))
+        for index, length in enumerate(lengths)
+    )
+
+
+def machine_of(groups: int, lengths: list[int], window: int = 2, exhausted: bool = True) -> Machine:
     """Four DP groups that know how fast steps (100 s) and tokens (0.01 s) are; prompts of one response each wait."""
     config = validated({"window": {"size": window}, "balance": {"policy": "laxity", "predictor": "given"}})
     machine = Machine(config)
@@ -186,11 +193,7 @@ def machine_of(groups: int, lengths: list[int], window: int = 2) -> Machine:
     machine.handle(on.StepRequested(1, 0), 0.0)
     rhythm = machine.state.rhythm
     rhythm.step_s, rhythm.pace_s = 100.0, 0.01
-    offered = tuple(
-        on.OfferedPrompt(f"p{index}", "task", 10, 1, 50_000, known_tokens=(length,))
-        for index, length in enumerate(lengths)
-    )
-    machine.handle(on.PromptsOffered(offered, True), 0.0)
+    machine.handle(on.PromptsOffered(prompts_of(lengths), exhausted), 0.0)
     return machine
 
 
@@ -217,6 +220,14 @@ def started(machine: Machine, workers: int = 4) -> list[str]:
 def test_what_cannot_end_in_time_begins_first_after_a_publish() -> None:
     """Two steps of 100 s at 0.01 s a token: 19,000 tokens at most can end before the deadline, and 30,000 never."""
     assert started(machine_of(8, [100, 200, 19_500, 100]))[0] == "p2"
+
+
+def test_what_cannot_end_in_time_and_came_after_the_version_began_lets_all_others_begin_first() -> None:
+    """It would hold the version's last step up for as much longer as it came later."""
+    machine = machine_of(8, [100], exhausted=False)
+    assert started(machine) == ["p0"]
+    commands = machine.handle(on.PromptsOffered(prompts_of([19_500, 300], "q"), False), 2.0)
+    assert [command.prompt_id for command in commands if isinstance(command, do.AdmitGroup)] == ["q1", "q0"]
 
 
 def test_prompts_of_middling_length_begin_in_order() -> None:

@@ -14,6 +14,8 @@ from dora.orchestrator.core.prediction import PromptTraits
 from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
 
 BACKLOG_MIN_GROUPS = 16
+BACKLOG_STEPS = 2  # steps' worth of prompts that the backlog holds
+DRAWN_STEP = 0.125  # of a step's worth is drawn at once. Were it more, the long prompts would come long after a publish
 LOG_TOKENS_MAX = 40.0
 LONGEST_QUANTILE = 0.5  # a group's predicted longest response is the median of its longest
 
@@ -65,10 +67,13 @@ def traits_of(prompt: on.OfferedPrompt) -> PromptTraits:
 
 
 def draw(state: State) -> None:
-    """Keeps a bounded backlog of prompts: two steps' worth."""
-    low = max(BACKLOG_MIN_GROUPS, state.window.groups_per_step)
-    if not state.exhausted and not state.drawing and len(state.backlog) < low and state.window.groups_per_step:
-        state.drawing = 2 * low - len(state.backlog)
+    """Keeps a bounded backlog full, so that the longest prompts are there when a version begins."""
+    if state.exhausted or state.drawing or not state.window.groups_per_step:
+        return
+    step = max(BACKLOG_MIN_GROUPS, state.window.groups_per_step)
+    lacking = BACKLOG_STEPS * step - len(state.backlog)
+    if lacking >= DRAWN_STEP * step:
+        state.drawing = lacking
         state.out.append(do.DrawPrompts(state.drawing))
 
 

@@ -85,8 +85,9 @@ class Backlog:
             self._lengths = np.array([length for length, _ in self._by_length])
         return self._lengths
 
-    def longest(self) -> Entry | None:
-        return self._entries[self._by_length[-1][1]] if self._by_length else None
+    def longest_of(self, arrivals: int) -> Entry | None:
+        """Of the first so many prompts that have ever come the one with the longest predicted response."""
+        return next((self._entries[number] for _, number in reversed(self._by_length) if number <= arrivals), None)
 
     def longest_within(self, limit_tokens: float) -> Entry | None:
         """The one with the longest predicted response of those within the limit."""

@@ -33,7 +33,7 @@ from dora.orchestrator.core.state import Worker
 from dora.orchestrator.core.table import Column
 
 BELIEVED_FILL = 0.955  # FILL where lengths are only believed: forecasts err, and preemption takes back what more gains
-EARLY_STEP = 0.3  # for this share of a step after a publish, what cannot end in time goes first
+EARLY_STEP = 0.3  # for this share of a step after a publish, what waited for it and cannot end in time goes first
 NEAR_STEP = 0.25  # then: what could not begin after this share of a step
 DENSE = 0.10  # slots in use exceed KV in use by this share: longer prompts are taken
 YOUNG = 0.3  # share of slots that a DP group with idle KV fills by itself; the rest is for requests moved to it
@@ -53,6 +53,8 @@ class LaxityPolicy(BasePolicy):
         self._crowds: dict[int, bool] = {}  # by version, within one dispatch
         self._barren: set[int] = set()  # versions that no prompt fits: nor will one before the next forecast or prompt
         self._arrivals = 0
+        self._newest = -1
+        self._waited = 0  # prompts that had ever come when the newest version began its first
         self._lanes: dict[
             int, tuple[int, float]
         ] = {}  # seat -> version, KV that it is to hold at most: as last planned
@@ -62,6 +64,8 @@ class LaxityPolicy(BasePolicy):
     def dispatch(self, floor: Floor) -> None:
         self._forecasts.clear()
         self._crowds.clear()
+        if floor.newest != self._newest or not any(worker.held for worker in floor.hosts(floor.newest)):
+            self._newest, self._waited = floor.newest, floor.backlog.arrivals
         if self._reservations.refresh(floor) or floor.backlog.arrivals != self._arrivals:
             self._barren.clear()
             self._arrivals = floor.backlog.arrivals
@@ -96,27 +100,40 @@ class LaxityPolicy(BasePolicy):
             return floor.backlog.first()
         entry = None
         if version not in self._barren:
-            if not lifespan.due(version):
-                entry = self._urgent(floor, version)
+            due = lifespan.due(version)
+            if not due:
+                entry = self._late(floor, version, self._waited) or self._urgent(floor, version)
                 if entry is None and not self._sparse(floor, version):
                     entry = self._first(floor, version)
             entry = entry or self._longest(floor, version)
+            if entry is None and not due:  # rather than nothing
+                entry = self._late(floor, version, floor.backlog.arrivals)
         if entry is None:
             self._barren.add(version)
             if version == lifespan.leader and not any(worker.held for worker in floor.hosts(version)):
                 return floor.backlog.first()  # whatever the forecasts say: there is nothing to wait for
         return entry
 
+    def _late(self, floor: Floor, version: int, arrivals: int) -> Entry | None:
+        """Right after a publish, the longest of the first so many prompts where it will be late in any case.
+
+        First come those that waited for it. One that has come since would hold the version's last step up for as much
+        longer: it begins with the next version, if there is anything else to begin.
+        """
+        rhythm, reservations = floor.rhythm, self._reservations
+        if version != floor.newest or floor.now_s - rhythm.published_s >= EARLY_STEP * rhythm.step_s:
+            return None
+        entry = floor.backlog.longest_of(arrivals)
+        if entry is None or entry.longest_tokens <= reservations.reach_tokens(floor, version):
+            return None
+        return entry if reservations.reserve(version, entry, late=True) else None
+
     def _urgent(self, floor: Floor, version: int) -> Entry | None:
-        """A prompt that could not begin much later. First of all the longest, where it will be late in any case."""
-        reservations, backlog, rhythm = self._reservations, floor.backlog, floor.rhythm
+        """The longest prompt that may begin, where it could not much later."""
+        reservations = self._reservations
         limit = reservations.limit_tokens(floor, version)
-        if version == floor.newest and floor.now_s - rhythm.published_s < EARLY_STEP * rhythm.step_s:
-            longest, reach = backlog.longest(), reservations.reach_tokens(floor, version)
-            if longest is not None and longest.longest_tokens > reach and reservations.reserve(version, longest, True):
-                return longest
-        soon = NEAR_STEP * rhythm.step_s / reservations.token_s
-        entry = backlog.longest_within(limit)
+        soon = NEAR_STEP * floor.rhythm.step_s / reservations.token_s
+        entry = floor.backlog.longest_within(limit)
         if entry is not None and entry.longest_tokens > limit - soon and reservations.reserve(version, entry):
             return entry
         return None

@@ -1,0 +1,47 @@
+"""Prompts are drawn, and wait until a version may begin them."""
+
+import pytest
+
+from dora.config import validated
+from dora.orchestrator.core import Machine
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.admission import BACKLOG_STEPS, DRAWN_STEP
+
+GROUPS = 32  # a step
+
+
+def drawn(commands: list[do.Command]) -> list[int]:
+    return [command.count for command in commands if isinstance(command, do.DrawPrompts)]
+
+
+def offer(machine: Machine, count: int, first: int = 0) -> list[do.Command]:
+    prompts = tuple(on.OfferedPrompt(f"p{first + index}", "task", 10, 1, 100) for index in range(count))
+    return machine.handle(on.PromptsOffered(prompts), 0.0)
+
+
+def machine_with_a_full_backlog() -> Machine:
+    machine = Machine(validated({"window": {"size": 2}}))
+    assert drawn(machine.handle(on.TrainerAttached(1, GROUPS), 0.0)) == [BACKLOG_STEPS * GROUPS]
+    assert drawn(offer(machine, BACKLOG_STEPS * GROUPS)) == []
+    return machine
+
+
+@pytest.mark.parametrize("slots", [1, 3, 4, 9, 2 * GROUPS])
+def test_the_backlog_is_filled_again_as_soon_as_an_eighth_of_a_step_is_lacking(slots: int) -> None:
+    """Not only once it is half empty: the prompts that wait for a publish would then be whatever was left over."""
+    machine = machine_with_a_full_backlog()
+    commands = machine.handle(on.WorkerJoined("w0", 1, slots, 10_000), 0.0)
+    (load,) = (command for command in commands if isinstance(command, do.LoadVersion))
+    commands = machine.handle(on.CommandDone("w0", 1, load.command_id), 0.0)
+    admitted = sum(isinstance(command, do.AdmitGroup) for command in commands)
+    assert admitted == min(slots, 2 * GROUPS)
+    assert drawn(commands) == ([admitted] if admitted >= DRAWN_STEP * GROUPS else [])
+
+
+def test_prompts_are_drawn_once_at_a_time_and_never_after_the_last() -> None:
+    machine = Machine(validated({"window": {"size": 2}}))
+    machine.handle(on.TrainerAttached(1, GROUPS), 0.0)
+    assert drawn(machine.handle(on.StepRequested(1, 0), 1.0)) == []
+    assert drawn(offer(machine, 1)) == [BACKLOG_STEPS * GROUPS - 1]
+    assert drawn(machine.handle(on.PromptsOffered((), True), 2.0)) == []
