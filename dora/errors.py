@@ -71,11 +71,11 @@ def one_of(name: str, known: Iterable[str], cutoff: float = 0.4, meant: Sequence
     """
     names = list(known)
     meant = meant or nearest(name, names, cutoff)
-    every = f"ne of {', '.join(names)}"
+    every = f"one of {', '.join(names)}"
     if listed_by and len(names) > NAMED_MOST:
         some = nearest(name, names, cutoff, SOME_NAMED) or names[:SOME_NAMED]
-        every = f"ne of {', '.join(some)}, or of the {len(names) - len(some)} others that `{listed_by}` lists"
-    return f"did you mean {' or '.join(meant)}? O{every}" if meant else f"o{every}"
+        every = f"one of {', '.join(some)}, or of the {len(names) - len(some)} others that `{listed_by}` lists"
+    return f"did you mean {' or '.join(meant)}? {every[0].upper()}{every[1:]}" if meant else every
 
 
 def told(error: Exception) -> str:
