@@ -194,7 +194,7 @@ def test_a_failed_check_names_what_was_fitted_as_nothing(measured: Measurement) 
 def test_bad_coefficients_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(InvalidValue) as refused:
         coefficients_of({field: value})
-    assert refused.value.field == f"cost.{field}"
+    assert refused.value.field == f"cluster.cost.{field}"
 
 
 @pytest.mark.parametrize(
