@@ -7,6 +7,7 @@ from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.admission import BACKLOG_STEPS, DRAWN_STEP
+from dora.orchestrator.core.line import Backlog
 
 GROUPS = 32  # a step
 
@@ -45,3 +46,17 @@ def test_prompts_are_drawn_once_at_a_time_and_never_after_the_last() -> None:
     assert drawn(machine.handle(on.StepRequested(1, 0), 1.0)) == []
     assert drawn(offer(machine, 1)) == [BACKLOG_STEPS * GROUPS - 1]
     assert drawn(machine.handle(on.PromptsOffered((), True), 2.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("limit_tokens", "arrivals", "found"),
+    [(0.0, 4, "p1"), (0.0, 1, "p0"), (0.0, 0, None), (300.0, 4, "p1"), (400.0, 4, None), (300.0, 1, None)],
+)
+def test_the_longest_beyond_a_limit_of_those_that_came_first(
+    limit_tokens: float, arrivals: int, found: str | None
+) -> None:
+    backlog = Backlog()
+    for index, longest_tokens in enumerate((100.0, 400.0, 200.0, 300.0)):
+        backlog.add(on.OfferedPrompt(f"p{index}", "task", 10, 1, 500), longest_tokens, (longest_tokens,))
+    entry = backlog.longest_beyond(limit_tokens, arrivals)
+    assert (entry.prompt.prompt_id if entry else None) == found

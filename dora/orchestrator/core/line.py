@@ -85,9 +85,14 @@ class Backlog:
             self._lengths = np.array([length for length, _ in self._by_length])
         return self._lengths
 
-    def longest_of(self, arrivals: int) -> Entry | None:
-        """Of the first so many prompts that have ever come the one with the longest predicted response."""
-        return next((self._entries[number] for _, number in reversed(self._by_length) if number <= arrivals), None)
+    def longest_beyond(self, limit_tokens: float, arrivals: int) -> Entry | None:
+        """The longest prediction above the limit, of the first so many prompts that have ever come."""
+        for longest_tokens, number in reversed(self._by_length):
+            if longest_tokens <= limit_tokens:
+                return None
+            if number <= arrivals:
+                return self._entries[number]
+        return None
 
     def longest_within(self, limit_tokens: float) -> Entry | None:
         """The one with the longest predicted response of those within the limit."""

@@ -123,10 +123,8 @@ class LaxityPolicy(BasePolicy):
         rhythm, reservations = floor.rhythm, self._reservations
         if version != floor.newest or floor.now_s - rhythm.published_s >= EARLY_STEP * rhythm.step_s:
             return None
-        entry = floor.backlog.longest_of(arrivals)
-        if entry is None or entry.longest_tokens <= reservations.reach_tokens(floor, version):
-            return None
-        return entry if reservations.reserve(version, entry, late=True) else None
+        entry = floor.backlog.longest_beyond(reservations.reach_tokens(floor, version), arrivals)
+        return entry if entry is not None and reservations.reserve(version, entry, late=True) else None
 
     def _urgent(self, floor: Floor, version: int) -> Entry | None:
         """The longest prompt that may begin, where it could not much later."""
