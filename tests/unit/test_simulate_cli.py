@@ -5,7 +5,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,8 @@ from typer.testing import CliRunner, Result
 
 from dora.cli import simulate
 from dora.cli.app import app
-from dora.cli.comparison import comparison, comparison_table
 from dora.cli.exits import ExitCode
-from dora.cli.output import print_whole
 from dora.cli.progress import progress_bar
-from dora.cli.simulation_tables import report_table, report_tree
 from dora.config import BalanceConfig
 from dora.orchestrator.core.policies import POLICIES
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
@@ -29,7 +26,6 @@ from dora.sim.presets import composed, names, scenario_for
 from dora.sim.report import Report
 from dora.sim.run import policy_names
 from dora.sim.run import simulate as simulate_scenario
-from tests.unit.test_plot import REPORT
 
 NO_COST = [
     word for name in ("kv_token_s", "weights_s", "request_s", "step_s") for word in ("--set", f"cluster.cost.{name}=0")
@@ -40,16 +36,6 @@ SMALL = ("simulate", "--preset", "small", "--steps", "3", "--warmup", "1")
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments)
-
-
-def shown(renderable: object) -> str:
-    stream = io.StringIO()
-    Console(file=stream, width=170).print(renderable)
-    return stream.getvalue()
-
-
-def reports(**step_time_min: float) -> list[Report]:
-    return [replace(REPORT, policy=policy, step_time_min=minutes) for policy, minutes in step_time_min.items()]
 
 
 def test_one_run_is_one_json_object_with_every_field() -> None:
@@ -111,18 +97,6 @@ def test_the_example_of_the_help_runs() -> None:
     words = simulate.EXAMPLE.replace("dora-64", "small").replace("--steps 8", "--steps 1").split()
     result = run(*words[1:])
     assert result.exit_code == ExitCode.OK, result.output
-
-
-def test_a_narrow_terminal_cuts_no_number() -> None:
-    scenarios = [scenario_for("dora-64", policy) for policy in ("sync", "dora")]
-    table = comparison_table(comparison(reports(sync=22.91, dora=14.67), scenarios))
-    stream = io.StringIO()
-    Console(file=stream, width=60).print(table)
-    assert "…" in stream.getvalue()
-    stream = io.StringIO()
-    print_whole(Console(file=stream, width=60), table)
-    assert "…" not in stream.getvalue()
-    assert all(words in stream.getvalue() for words in ("22.91", "14.67", "errors"))
 
 
 def test_all_policies_are_compared_in_one_table_and_in_one_json_object() -> None:
@@ -316,44 +290,6 @@ def test_presets_are_listed_as_the_default_strategy_runs_them() -> None:
     assert [line.split()[0] for line in shown_rows if ":" in line][1:] == names()
 
 
-def test_a_report_stands_beside_the_papers_numbers() -> None:
-    text = shown(report_table(REPORT, scenario_for("dora-64", "dora")))
-    for words in (
-        "17.00",
-        "14.67",
-        "15.63",
-        "22%",
-        "12%",
-        "23,327",
-        "3.63%",
-        "40:24",
-        "below the bound of 40:24",
-        "2 more",
-    ):
-        assert words in text, words
-    assert "paper" not in shown(report_table(replace(REPORT, preset="small"), scenario_for("small", "dora")))
-
-
-@pytest.mark.parametrize(
-    ("step_min", "bound_min", "words"),
-    [
-        (17.0, 15.63, ("minutes a step", "17.00", "15.63", "14.67")),
-        (1.0, 0.5, ("minutes a step", "1.00", "0.50", "14.67")),
-        (0.16, 0.07, ("seconds a step", "9.60", "4.20", "880.20")),
-    ],
-)
-def test_short_steps_are_shown_in_seconds_and_the_papers_beside_them_too(
-    step_min: float, bound_min: float, words: tuple[str, ...]
-) -> None:
-    report = replace(REPORT, step_time_min=step_min, bound_min=bound_min)
-    scenario = scenario_for("dora-64", "dora")
-    text = shown(report_table(report, scenario))
-    assert all(word in text for word in words), text
-    assert "1 h 42 min" in text and "2.0 s" in text  # simulated, and the time that it took
-    text = shown(comparison_table(comparison([report], [scenario])))
-    assert all(word in text for word in words[1:]), text
-
-
 def test_dp_groups_that_were_said_to_be_lacking_let_generation_keep_up_better() -> None:
     def report(engines: int) -> Report:
         cluster = {"gpus": engines + 2, "rollout_gpus": engines}
@@ -377,101 +313,6 @@ def test_a_trainer_that_takes_no_time_is_simulated_and_no_dp_groups_would_keep_u
     assert table.exit_code == ExitCode.OK, table.output
     assert re.search(r"DP groups to add for it\s+│\s+- │", table.stdout), table.stdout
     assert len(json.loads(run(*free, "--compare", "--json").stdout)["policies"]) == len(policy_names())
-
-
-def test_the_json_of_a_run_has_the_papers_numbers_that_the_table_shows() -> None:
-    tree = report_tree(REPORT, scenario_for("dora-64", "dora"))
-    shares = {"rollout_only_fraction": 0.12, "overhead_balancing": 0.00414, "overhead_transfer": 0.03627}
-    assert tree["paper"].items() >= ({"step_time_min": 14.67, "tokens_per_s": 23_327.0} | shares).items()
-    assert (tree["train_gpus"], tree["rollout_gpus"], tree["colocated"]) == (40, 24, False)
-    sync = report_tree(replace(REPORT, policy="sync", window=1), scenario_for("dora-64", "sync"))
-    assert (sync["train_gpus"], sync["rollout_gpus"], sync["colocated"]) == (64, 64, True)
-    assert sync["paper"]["overhead_balancing"] is None
-
-
-def test_no_rollout_speedup_over_what_rounding_leaves_of_no_time() -> None:
-    scenarios = [scenario_for("small", policy) for policy in ("sync", "laxity")]
-    sync, laxity = reports(sync=3.0, laxity=2.0)
-    rows = comparison([sync, replace(laxity, rollout_only_fraction=1e-16)], scenarios)
-    assert rows[1].rollout_speedup is None
-
-
-def test_a_comparison_says_how_much_faster_than_sync() -> None:
-    scenarios = [scenario_for("dora-64", policy) for policy in ("sync", "dora")]
-    sync, dora = reports(sync=25.5, dora=17.0)
-    rows = comparison([replace(sync, tokens_per_s=13_000.0, rollout_only_fraction=0.7), dora], scenarios)
-    assert rows[1].speedup == pytest.approx(20 / 13)
-    assert rows[1].rollout_speedup == pytest.approx(25.5 * 0.7 / (17.0 * 0.22))
-    text = shown(comparison_table(rows))
-    for words in ("40:24", "22.91", "1.54", "1.65", "below the bound of 40:24"):
-        assert words in text, words
-    assert re.search(r"sync +3 +64 ", text)
-
-
-def test_the_papers_numbers_stand_under_ours_in_the_same_columns_where_there_are_some() -> None:
-    rows = comparison(reports(sync=25.5, dora=17.0), [scenario_for("dora-64", policy) for policy in ("sync", "dora")])
-    lines = shown(comparison_table(rows)).splitlines()
-    [ours], [papers] = ([line for line in lines if word in line] for word in ("17.00", "14.67"))
-    assert papers.index("14.67") == ours.index("17.00")
-    assert papers.index("23,327") == ours.index("20,000")
-    assert papers.split() == ["paper", "14.67", "23,327", "1.65", "12%", "8.5"]
-    silent = [replace(row, report=replace(row.report, preset="small"), paper=None) for row in rows]
-    assert "paper" not in shown(comparison_table(silent))
-
-
-@pytest.mark.parametrize("preset", ["small", "dora-64", "laminar-72b-1024", "streamrl-128", "verl-async-128"])
-def test_a_comparison_of_all_policies_fits_a_terminal_of_100_columns(preset: str) -> None:
-    scenarios = [scenario_for(preset, policy) for policy in policy_names()]
-    measured = {"step_time_min": 99.99, "bound_min": 88.88, "tokens_per_s": 999_999.0, "work_done_over_consumed": 1.125}
-    found = [
-        replace(REPORT, preset=preset, policy=each.policy, window=each.window, **measured)  # type: ignore[arg-type]
-        for each in scenarios
-    ]
-    stream = io.StringIO()
-    print_whole(Console(file=stream, width=60), comparison_table(comparison(found, scenarios)))
-    assert max(map(len, stream.getvalue().splitlines())) <= 100
-    assert "…" not in stream.getvalue()
-
-
-def test_what_was_not_measured_is_null_in_json_and_a_dash_in_the_table() -> None:
-    report = replace(REPORT, recall_longest_20=float("nan"))
-    assert simulate._finite({"a": [float("nan"), float("inf"), 1.0]}) == {"a": [None, None, 1.0]}
-    line = next(
-        row for row in shown(report_table(report, scenario_for("dora-64", "dora"))).splitlines() if "recall" in row
-    )
-    assert " - " in line
-
-
-@pytest.mark.parametrize(
-    ("steps", "work", "wasted", "line"),
-    [
-        (40, 1.009, 0.0, ""),
-        (40, 0.991, 0.0, ""),
-        (40, 1.02, 0.0, "not to be taken as stationary: work done over consumed is off 1 by more than 1%"),
-        (40, 1.25, 0.2, "stationary: work done over consumed is off 1 by more than 1%, cancelled groups included"),
-        (40, float("nan"), 0.0, "not to be taken as stationary: work done over consumed is off 1 by more than 1%"),
-        (39, 1.0, 0.0, "not to be taken as stationary: 39 steps were measured, which should be 40 or more (--steps)"),
-        (8, 0.8, 0.0, "should be 40 or more (--steps); work done over consumed is off 1 by more than 1%"),
-    ],
-)
-def test_a_run_that_cannot_be_taken_as_stationary_says_so_in_one_line(
-    steps: int, work: float, wasted: float, line: str
-) -> None:
-    report = replace(REPORT, steps=steps, work_done_over_consumed=work, tokens_wasted_fraction=wasted)
-    lines = shown(report_table(report, scenario_for("dora-64", "dora"))).splitlines()
-    told = [each.rstrip() for each in lines if "stationary" in each]
-    assert (len(told) == 1 and told[0].endswith(line)) if line else not told, lines
-
-
-def test_a_comparison_names_the_policies_that_cannot_be_taken_as_stationary() -> None:
-    policies = {"sync": 1.0, "dora": 0.98, "laxity": 1.005}
-    found = [
-        replace(REPORT, policy=policy, steps=40, work_done_over_consumed=work) for policy, work in policies.items()
-    ]
-    scenarios = [scenario_for("dora-64", policy) for policy in policies]
-    text = shown(comparison_table(comparison(found, scenarios)))
-    assert "stationary: work done over consumed of dora is off 1 by more than 1%" in text
-    assert "taken as stationary" not in shown(comparison_table(comparison([found[0]], scenarios[:1])))
 
 
 def test_progress_moves_within_a_step() -> None:
