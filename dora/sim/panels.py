@@ -239,13 +239,14 @@ def bundled(timeline: Timeline, rows: Sequence[int]) -> list[Bundle]:
         if arrow.source in drawn and arrow.target in drawn:
             place = int(arrow.at_s / (end_s * BUNDLE_SHARE))
             times.setdefault((place, arrow.source, arrow.target), []).append(arrow.at_s)
-    beside: dict[int, list[tuple[int, int, int]]] = {}
+    beside: Counter[int] = Counter()
+    kept: list[tuple[int, int, int]] = []
     for key in sorted(times, key=lambda key: (-len(times[key]), key)):
-        beside.setdefault(key[0], []).append(key)
-    candidates = [key for keys in beside.values() for key in keys[:BESIDE_MOST]]
-    kept = sorted(sorted(candidates, key=lambda key: (-len(times[key]), key))[:ARROWS_MOST])
+        if len(kept) < ARROWS_MOST and beside[key[0]] < BESIDE_MOST:
+            beside[key[0]] += 1
+            kept.append(key)
     bundles = []
-    for _, together in groupby(kept, key=lambda key: key[0]):
+    for _, together in groupby(sorted(kept), key=lambda key: key[0]):
         keys = list(together)
         moved_s = [at_s for key in keys for at_s in times[key]]
         first_s = sum(moved_s) / len(moved_s) - end_s * ARROW_GAP * (len(keys) - 1) / 2
