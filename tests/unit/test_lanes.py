@@ -11,7 +11,7 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.policies.demand import Demand
-from dora.orchestrator.core.policies.lanes import LEAST_FILL, Lanes, plan_lanes
+from dora.orchestrator.core.policies.lanes import HASTE, LEAST_FILL, Lanes, plan_lanes
 from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.policies.outlook import FILL, SAFETY, TAIL_STEP, lifespan_of
 from dora.orchestrator.core.snapshot import Snapshot
@@ -42,15 +42,33 @@ HURRIED = [(0, 1000, 10_000), (1, 1000, 10_000), (2, 1000, 10_000)]
 EASY = [(seat, 9_000, 2_000) for seat in range(4) for _ in range(8)]
 
 
+def share_of_mean_fill(context: int, remaining: int) -> float:
+    """How full a lane is now, of how full it will be on average."""
+    ahead = np.linspace(context, context + remaining, 100_001)
+    return float(context**HASTE / (ahead**HASTE).mean())
+
+
 def test_hurried_responses_share_one_lane_that_is_as_fast_as_they_need() -> None:
     lane_plan = found(lanes_snapshot(HURRIED + EASY), hurried_until(400.0))
     assert lane_plan.hurried.tolist() == [True] * 3 + [False] * len(EASY)
     ((seat, lane),) = lane_plan.by_seat.items()
-    assert lane.pace_s == pytest.approx(0.040)
+    assert lane.pace_s == pytest.approx(0.020 + 0.020 * share_of_mean_fill(1_100, 10_000), rel=1e-4)
     assert COST.decode_step_s(9, lane_plan.cap[seat]) == pytest.approx(lane.pace_s)
     assert lane_plan.to_lane == {row: seat for row, (at, *_) in enumerate(HURRIED) if at != seat}
     others = [place for place in range(4) if place != seat]
     assert (lane_plan.cap[others] == FILL * KV_TOKENS).all()
+
+
+def test_who_keeps_to_a_lane_ends_in_time_and_hurries_while_young() -> None:
+    now_s, paces, step = 0.0, [], 100
+    for tokens in range(1_000, 11_000, step):
+        snapshot = replace(lanes_snapshot([(0, tokens, 11_000 - tokens)]), now_s=now_s)
+        lane = found(snapshot, hurried_until(400.0)).by_seat[0]
+        paces.append(lane.pace_s)
+        now_s += step * lane.pace_s
+    assert now_s == pytest.approx(400.0, rel=0.01)
+    assert paces == sorted(paces)
+    assert paces[0] < 0.035 < 0.043 < paces[-1]
 
 
 def test_where_kv_costs_no_time_a_lane_may_be_full() -> None:
@@ -79,7 +97,9 @@ def test_more_hurried_responses_than_one_lane_holds_open_a_second_and_slower_one
 
 def test_a_lane_is_not_kept_emptier_than_is_worth_while() -> None:
     lane_plan = found(lanes_snapshot(HURRIED), hurried_until(100.0))  # 10 ms a token: no DP group is as fast
-    assert [lane.kv_tokens for lane in lane_plan.by_seat.values()] == [LEAST_FILL * 0.5 * KV_TOKENS]
+    assert [lane.kv_tokens for lane in lane_plan.by_seat.values()] == [
+        pytest.approx(LEAST_FILL * 0.5 * KV_TOKENS * share_of_mean_fill(1_100, 10_000), rel=1e-4)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Backlog
+from dora.orchestrator.core.policies import POLICIES
 from dora.orchestrator.core.policies.forecast import rows_forecast
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.orchestrator.core.policies.lifespan import Lifespan
@@ -28,6 +29,7 @@ from dora.orchestrator.core.policies.reservations import (
 from dora.orchestrator.core.policies.stride import LEAST_GROUPS, leading, life_of, stride_of
 from dora.orchestrator.core.prediction import PromptTraits
 from dora.orchestrator.core.rhythm import Rhythm
+from dora.orchestrator.core.snapshot import Plan, Snapshot, Trigger
 from dora.sim.presets import composed
 from dora.sim.run import simulate
 from dora.sim.world import World
@@ -358,6 +360,23 @@ def test_reservations_know_nothing_before_the_first_steps() -> None:
     reservations.refresh(Floor(machine.state))
     assert reservations.lifespan is None
     assert (np.diff(GRID) > 0).all()
+
+
+def test_a_plan_at_a_publish_goes_by_the_step_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the last one's schedule DP groups would be handed on half a minute later, and long responses begin then."""
+    planned_by: list[tuple[int, int]] = []
+
+    class Watched(LaxityPolicy):
+        def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
+            lifespan = self._reservations.lifespan
+            if trigger is Trigger.UPDATE and lifespan is not None:
+                planned_by.append((snapshot.newest, lifespan.newest))
+            return super().plan(snapshot, trigger)
+
+    monkeypatch.setitem(POLICIES, "watched", Watched)
+    simulate(composed({}, "small", "watched", 2), steps=4, warmup=2, seed=0)
+    assert len(planned_by) >= 4
+    assert all(newest == by for newest, by in planned_by)
 
 
 def test_laxity_keeps_kv_fuller_than_the_papers_strategy() -> None:

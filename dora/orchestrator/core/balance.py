@@ -23,6 +23,7 @@ def rebalance(state: State, trigger: Trigger) -> None:
     """Plans on a snapshot, sets targets, begins moves; ``check`` then loads empty workers and supplements."""
     state.counters.rebalances += 1
     state.balanced_s = state.now_s
+    state.policy.foresee(Floor(state))
     plan = state.policy.plan(snapshot(state), trigger)
     for seat, version in plan.targets.items():
         worker = state.seats[seat]

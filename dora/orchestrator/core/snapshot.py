@@ -109,6 +109,9 @@ class Policy(Protocol):
     Start from ``policies/base.py``, whose ``dispatch`` fits most.
     """
 
+    def foresee(self, floor: "Floor") -> None:
+        """What plans go by and no snapshot shows is brought up to date. Called right before ``plan``."""
+
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
         """A whole re-balancing cycle: which DP group is to host which version, and which requests move."""
 

@@ -18,6 +18,9 @@ class BasePolicy(ABC):
     def __init__(self, config: BalanceConfig) -> None:
         self.config = config
 
+    def foresee(self, floor: Floor) -> None:  # noqa: B027 - most plans go by their snapshot alone
+        """See snapshot.Policy."""
+
     @abstractmethod
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
         """See snapshot.Policy."""

@@ -3,7 +3,8 @@
 A decode step's time grows with the KV in use. Where the window gives a version less time than its longest responses
 take on full DP groups, a few of these are its lanes: each holds the most hurried responses together and no more KV
 than leaves them the pace that they need. All others stay full: scattered, the hurried ones would slow every DP group
-down. Needs the cost of an engine (core/cost.py); where that is not known there are no lanes.
+down. Haste costs least while responses are young and hold little KV: lanes are emptier then than later. Needs the cost
+of an engine (core/cost.py); where that is not known there are no lanes.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from dora.orchestrator.core.table import Column
 LEAST_FILL = 0.82  # a lane holds at least this share of what the longest responses need: emptier, it costs too much
 NEAR_SHARE = 0.03  # a response with less to come than this share of the longest needs no lane any more
 AHEAD_TOKENS = 1_500.0  # a lane has room for what its responses will have grown by then
+HASTE = 0.25  # a lane's fill grows with this power of its responses' context (``_share_now``)
 STICKY = 1.05  # one stays on a lane that is slower than it needs by less than this
 
 
@@ -82,27 +84,45 @@ def _open(
     requests, workers = snapshot.requests, snapshot.workers
     needed_s = left_s / remaining
     full_s = cost.decode_step_s(max(1, int(workers.held[seats].mean())), float(found.cap[seats].mean()))
-    order = np.argsort(needed_s, kind="stable")
-    order = order[needed_s[order] < full_s]
-    rows, needed_s, remaining = rows[order], needed_s[order], remaining[order]
+    hurried = needed_s < full_s
+    rows, needed_s, remaining = rows[hurried], needed_s[hurried], remaining[hurried]
     found.hurried[rows] = True
-    shares = requests.prompt_tokens[rows] + requests.tokens[rows] + np.minimum(AHEAD_TOKENS, remaining)
+    context = requests.prompt_tokens[rows] + requests.tokens[rows]
+    now = _share_now(context, remaining)
+    empty_s = cost.matmul_s(1)  # seconds a step where no KV is in use
+    needed_s = empty_s + (needed_s - empty_s) * now
+    order = np.argsort(needed_s, kind="stable")
+    rows, needed_s, now = rows[order], needed_s[order], now[order]
+    shares = (context + np.minimum(AHEAD_TOKENS, remaining))[order]
     # where most of them are already, there is least to move
     present = np.bincount(requests.worker[rows], weights=shares, minlength=len(found.cap))
     free = iter(seats[np.argsort(-present[seats], kind="stable")].tolist())
     opened: list[Lane] = []
-    for share, pace_s in zip(shares.tolist(), needed_s.tolist(), strict=True):
+    for share, pace_s, part in zip(shares.tolist(), needed_s.tolist(), now.tolist(), strict=True):
         if not opened or opened[-1].load + share > opened[-1].kv_tokens:
             seat = next(free, None)
             if seat is None:
                 break
-            opened.append(_lane(seat, pace_s, cost, snapshot, float(found.cap[seat]), least_fill))
+            opened.append(_lane(seat, pace_s, cost, snapshot, float(found.cap[seat]), least_fill * part))
         opened[-1].load += share
     for lane in opened:
         lane.load = 0.0
         found.by_seat[lane.seat] = lane
         found.cap[lane.seat] = lane.kv_tokens
     _assign(found, opened, requests.worker[rows].tolist(), rows.tolist(), shares.tolist(), needed_s.tolist())
+
+
+def _share_now(context: Column, remaining: Column) -> Column:
+    """How full a lane is to be for these now, as a share of how full it may be on average until they end; at most 1.
+
+    A step with ``n`` responses of ``c`` tokens takes a + b n c seconds, so a token costs a / n + b c of the DP group's
+    time. For a given mean pace that is least where n goes with 1 / sqrt(c), and so the fill, n c, with sqrt(c).
+    Lanes come whole, and slots bind on young requests: half of that power (HASTE) is as good (docs/experiments.md).
+    """
+    start = np.maximum(1.0, context)
+    mean = ((start + remaining) ** (1.0 + HASTE) - start ** (1.0 + HASTE)) / ((1.0 + HASTE) * remaining)
+    share: Column = start**HASTE / mean
+    return share
 
 
 def _lane(seat: int, pace_s: float, cost: CostModel, snapshot: Snapshot, most: float, least_fill: float) -> Lane:
