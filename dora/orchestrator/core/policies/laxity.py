@@ -66,15 +66,10 @@ class LaxityPolicy(BasePolicy):
         self._crowds.clear()
         if floor.newest != self._newest or not any(worker.held for worker in floor.hosts(floor.newest)):
             self._newest, self._waited = floor.newest, floor.backlog.arrivals
-        self._refresh(floor)
-        if floor.backlog.arrivals != self._arrivals:
+        if self._reservations.refresh(floor) or floor.backlog.arrivals != self._arrivals:
             self._barren.clear()
             self._arrivals = floor.backlog.arrivals
         super().dispatch(floor)
-
-    def _refresh(self, floor: Floor) -> None:
-        if self._reservations.refresh(floor):
-            self._barren.clear()
 
     def room(self, floor: Floor, worker: Worker) -> float:
         free_slots = worker.slots - worker.held
@@ -197,7 +192,7 @@ class LaxityPolicy(BasePolicy):
 
     def foresee(self, floor: Floor) -> None:
         """The schedule as of now: a plan at a publish hands DP groups on by the step that begins, not by the last."""
-        self._refresh(floor)
+        self._reservations.foresee(floor)
 
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
         demand = self._demand(snapshot)

@@ -33,7 +33,7 @@ class Reservations:
 
     def __init__(self) -> None:
         self._made_s = 0.0
-        self._members = 0
+        self._made_for = (-1, 0)  # newest version and workers there were
         self._reserved: dict[int, Column] = {}  # version -> KV on GRID
         self._limit: dict[int, Column] = {}
         self.token_s = 0.0  # seconds a token takes
@@ -45,16 +45,23 @@ class Reservations:
 
     def refresh(self, floor: Floor) -> bool:
         """Makes the forecast anew where it is old; says whether it did."""
-        made = bool(floor.rhythm.step_s and floor.rhythm.pace_s) and self._stale(floor)
-        if made:
-            self._made_s, self._members = floor.now_s, floor.members
+        if not self._stale(floor):
+            return False
+        self.foresee(floor)
+        if self.lifespan is None:
+            return False
+        self._made_s, self._made_for = floor.now_s, (floor.newest, floor.members)
+        self._forecast(floor, self.lifespan)
+        return True
+
+    def foresee(self, floor: Floor) -> None:
+        """Makes the schedule anew where it is old, and nothing else: the forecast takes many times as long."""
+        if floor.rhythm.step_s and floor.rhythm.pace_s and self._stale(floor):
             self.token_s = SAFETY * floor.rhythm.pace_s
             self.lifespan = lifespan_of(floor)
-            self._forecast(floor, self.lifespan)
-        return made
 
     def _stale(self, floor: Floor) -> bool:
-        if self.lifespan is None or floor.newest != self.lifespan.newest or floor.members != self._members:
+        if self.lifespan is None or (floor.newest, floor.members) != self._made_for:
             return True
         return floor.now_s - self._made_s >= min(REFRESH_S, REFRESH_STEP * self.lifespan.step_s)
 
