@@ -88,17 +88,17 @@ def _open(
     rows, needed_s, remaining = rows[hurried], needed_s[hurried], remaining[hurried]
     found.hurried[rows] = True
     context = requests.prompt_tokens[rows] + requests.tokens[rows]
-    now = _share_now(context, remaining)
+    parts = _share_now(context, remaining)
     empty_s = cost.matmul_s(1)  # seconds a step where no KV is in use
-    needed_s = empty_s + (needed_s - empty_s) * now
+    needed_s = empty_s + (needed_s - empty_s) * parts
     order = np.argsort(needed_s, kind="stable")
-    rows, needed_s, now = rows[order], needed_s[order], now[order]
+    rows, needed_s, parts = rows[order], needed_s[order], parts[order]
     shares = (context + np.minimum(AHEAD_TOKENS, remaining))[order]
     # where most of them are already, there is least to move
     present = np.bincount(requests.worker[rows], weights=shares, minlength=len(found.cap))
     free = iter(seats[np.argsort(-present[seats], kind="stable")].tolist())
     opened: list[Lane] = []
-    for share, pace_s, part in zip(shares.tolist(), needed_s.tolist(), now.tolist(), strict=True):
+    for share, pace_s, part in zip(shares.tolist(), needed_s.tolist(), parts.tolist(), strict=True):
         if not opened or opened[-1].load + share > opened[-1].kv_tokens:
             seat = next(free, None)
             if seat is None:
