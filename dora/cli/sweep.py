@@ -24,6 +24,7 @@ def sweep(
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     faults: Annotated[str, typer.Option(help="all, or kinds with commas between: kill,hang,...")] = "all",
     policy: Annotated[list[str] | None, typer.Option(help="all, or one strategy; may be repeated.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that try them. Default: one a core.")] = None,
     replay: Annotated[str | None, typer.Option(metavar="TOKEN", help="Only this trial, as a failure names it.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -42,7 +43,7 @@ def sweep(
                 drawn = f"(subject {fault.subject}, amount {fault.amount})"
                 stdout().print(f"{fault.at_s:8.3f} s  {fault.kind}: {KINDS[fault.kind].meaning} {drawn}")
     else:
-        report = _sweep(range(first, first + seeds), _known_policies(policy or []), faults)
+        report = _sweep(range(first, first + seeds), _known_policies(policy or []), faults, jobs)
     if as_json:
         print_json(asdict(report))
     else:
@@ -58,14 +59,15 @@ def _refuse_ignored(given: Mapping[str, Any]) -> None:
             raise InvalidValue(option, value, "left out with --replay, whose token has all of the trial")
 
 
-def _sweep(seeds: range, policies: list[str], faults: str) -> "SweepReport":
+def _sweep(seeds: range, policies: list[str], faults: str, jobs: int | None) -> "SweepReport":
     from dora.cli.progress import progress_bar
     from dora.sim.faults import kinds_of
     from dora.sim.sweep import sweep as run
+    from dora.sim.trials import processes_for
 
     kinds_of(faults)
     with progress_bar(stderr(), f"{len(seeds)} seeds under faults") as tell:
-        return run(seeds, policies, faults, tell)
+        return run(seeds, policies, faults, tell, jobs or processes_for(len(seeds)))
 
 
 def _known_policies(names: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ from dora.sim.faults import Fault
 from dora.sim.ledger import Failure
 from dora.sim.shrinking import shrunk
 from dora.sim.trial import Trial
+from dora.sim.trials import outcomes
 
 SHRUNK_MAX: Final = 10  # failures that are cut down; a core that fails everywhere needs no more
 
@@ -48,15 +49,15 @@ def sweep(
     policies: Sequence[str] = LIVE_POLICIES,
     kinds: str = "all",
     progress: Callable[[float], None] | None = None,
+    jobs: int = 1,
 ) -> SweepReport:
     """One trial a seed, the policies in turn. ``kinds``: of faults, as ``faults.kinds_of`` takes them.
 
-    ``progress`` is told the share that is done.
+    ``progress`` is told the share that is done. ``jobs``: processes that try them; the report is the same with any.
     """
     trials = [Trial(seed, policies[seed % len(policies)], kinds) for seed in seeds]
     failures: list[SweepFailure] = []
-    for number, trial in enumerate(trials, start=1):
-        failure = trial.run()
+    for number, (trial, failure) in enumerate(zip(trials, outcomes(trials, jobs), strict=True), start=1):
         if failure is not None:
             failures.append(_cut_down(trial, failure) if len(failures) < SHRUNK_MAX else _found(trial, failure))
         if progress is not None:
