@@ -33,7 +33,8 @@ def offered(state: State, event: on.PromptsOffered) -> None:
         longest = longest_quantile(estimate, prompt.group_size, LONGEST_QUANTILE, prompt.max_tokens)
         entry = state.backlog.add(prompt, longest, siblings(estimate, prompt))
         if estimate.known_tokens or state.predictor.seen >= state.window.groups_per_step * prompt.group_size:
-            state.rhythm.mix.add(entry.lengths, prompt.prompt_tokens)  # before, beliefs are a guess far too long
+            # before, beliefs are a guess far too long
+            state.rhythm.mix.add(entry.lengths, prompt.prompt_tokens, entry.longest_tokens)
     state.exhausted = event.exhausted
 
 

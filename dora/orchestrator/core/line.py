@@ -85,6 +85,10 @@ class Backlog:
             self._lengths = np.array([length for length, _ in self._by_length])
         return self._lengths
 
+    def shortest(self, count: int) -> list[Entry]:
+        """So many with the shortest longest responses, ascending."""
+        return [self._entries[number] for _, number in self._by_length[:count]]
+
     def longest_beyond(self, limit_tokens: float, arrivals: int) -> Entry | None:
         """The longest prediction above the limit, of the first so many prompts that have ever come."""
         for longest_tokens, number in reversed(self._by_length):

@@ -57,14 +57,20 @@ class Lifespan:
         """Whether this version is one of those that DP groups take up."""
         return (self.leader - version) % self.stride == 0
 
+    def age(self, version: int, at_s: Column | float) -> Column:
+        """Steps since a version was published, at these times."""
+        at = np.asarray(at_s, dtype=np.float64)
+        now_on = np.minimum((at - self.published_s) / max(self.next_s - self.published_s, 1e-9), 0.999)
+        later = 1.0 + (at - self.next_s) / self.step_s
+        age: Column = self.newest - version + np.where(at < self.next_s, now_on, later)
+        return age
+
     def hosts(self, version: int, at_s: Column | float) -> Column:
         """DP groups that a version is to have at these times; of floats, as a middle version's share may be broken."""
         at = np.asarray(at_s, dtype=np.float64)
         if not self.taken_up(version):
             return np.zeros_like(at)
-        now_on = np.minimum((at - self.published_s) / max(self.next_s - self.published_s, 1e-9), 0.999)
-        later = 1.0 + (at - self.next_s) / self.step_s
-        age = np.minimum(self.newest - version + np.where(at < self.next_s, now_on, later), self.window - 0.001)
+        age = np.minimum(self.age(version, at), self.window - 0.001)
         alive = at < self.end_s(version)
         hosts: Column = np.where(alive, self._by_age(age), 0.0)
         if version == self.newest and self.window > 1:

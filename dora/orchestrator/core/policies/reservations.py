@@ -1,9 +1,12 @@
 """KV that the admitted requests of each version will hold, against the KV that the version is to have by then."""
 
+from math import exp
+
 import numpy as np
 
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Entry
+from dora.orchestrator.core.policies import descent
 from dora.orchestrator.core.policies.forecast import on_grid, rows_forecast
 from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.policies.outlook import FILL, SAFETY, lifespan_of
@@ -23,6 +26,7 @@ HOLD_TOKENS = 6_000.0  # so far ahead a version fills the DP groups that it is l
 RISK_SD = 1.5
 RISK = 3.0
 OUTMOST_SD = 3.0  # none is expected to become longer than this
+AMPLE = 1.25  # a version with time for so many times that is in no hurry: prompts of any length begin
 GRID = np.array(
     [0, 250, 500, 750, 1000, 1500, 2000, 3000, 4000, 5500, 7000, 9000, 11000, 13500, 16000, 19000, 22000, 25500.0]
 )
@@ -38,8 +42,8 @@ class Reservations:
         self._limit: dict[int, Column] = {}
         self.token_s = 0.0  # seconds a token takes
         self.kept_free: dict[int, float] = {}  # version -> KV that its lanes keep free (lanes.py)
-        self._risk = 1.0  # where versions are passed over: responses may become so many times longer than believed,
-        self._most_tokens = 0.0  # but no longer than this
+        self._log_sd = 0.0  # how unsure lengths are: standard deviation of their logarithms, on average
+        self._most_tokens = 0.0  # no response is expected to become longer
         self.believed = False  # lengths are not known, of some of the unfinished requests at least
         self.lifespan: Lifespan | None = None  # None: how long steps and tokens take is not known yet
 
@@ -68,12 +72,20 @@ class Reservations:
     def limit_tokens(self, floor: Floor, version: int) -> float:
         """The longest response, as predicted, that is to begin now.
 
-        Where lengths are only believed and some versions are passed over, one that may turn out much longer waits for
-        the next that is taken up: it would hold a DP group of the due version nearly alone.
+        Where lengths are only believed it may turn out much longer, and would hold a DP group of the due version nearly
+        alone: it waits for the next version where some are passed over, else for the next publish (descent.py); unless
+        it ends in time however long it becomes.
         """
         assert self.lifespan is not None
-        reach = self.reach_tokens(floor, version)
-        return reach / self._risk if self.lifespan.stride > 1 and reach < self._most_tokens else reach
+        lifespan, reach = self.lifespan, self.reach_tokens(floor, version)
+        if not self.believed:
+            return reach
+        if lifespan.stride > 1:
+            return reach / min(RISK, exp(RISK_SD * self._log_sd)) if reach < self._most_tokens else reach
+        if reach >= AMPLE * self._most_tokens:
+            return reach
+        turn = descent.limit_tokens(floor.rhythm.mix, float(lifespan.age(version, floor.now_s)), lifespan.window)
+        return min(reach, max(turn, reach / exp(OUTMOST_SD * self._log_sd)))
 
     def reach_tokens(self, floor: Floor, version: int) -> float:
         """The longest response that can begin now and end by its version's deadline."""
@@ -99,14 +111,14 @@ class Reservations:
     def _judge(self, floor: Floor, rows: Column) -> None:
         """How far beyond what is believed of them these may go."""
         log_mean, log_sd, most = (floor.requests[name][rows] for name in ("log_mean", "log_sd", "max_tokens"))
-        self._risk = min(RISK, float(np.exp(RISK_SD * log_sd.mean()))) if len(rows) else 1.0
+        self._log_sd = float(log_sd.mean()) if len(rows) else 0.0
         log_most = np.minimum(log_mean + OUTMOST_SD * log_sd, np.log(np.maximum(1, most)))
         self._most_tokens = float(np.exp(log_most.max(initial=0.0)))
 
     def _forecast(self, floor: Floor, lifespan: Lifespan) -> None:
         rows = floor.unfinished()
         self.believed = bool(floor.requests["log_sd"][rows].any())
-        if lifespan.stride > 1:
+        if self.believed:
             self._judge(floor, rows)
         versions = floor.requests["version"][rows]
         kv_tokens = max(1.0, FILL * floor.kv_tokens() / max(1, lifespan.groups))  # of one DP group
