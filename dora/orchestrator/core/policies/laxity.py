@@ -100,15 +100,16 @@ class LaxityPolicy(BasePolicy):
             return floor.backlog.first()
         entry = None
         if version not in self._barren:
-            due = lifespan.due(version)
+            due, limit = lifespan.due(version), self._reservations.limit_tokens(floor, version)
             if not due:
-                entry = self._late(floor, version, self._waited) or self._urgent(floor, version)
+                entry = self._late(floor, version, self._waited) or self._urgent(floor, version, limit)
                 if entry is None and not self._sparse(floor, version):
-                    entry = self._first(floor, version)
-            entry = entry or self._longest(floor, version)
+                    entry = self._first(floor, version, limit)
+            entry = entry or self._longest(floor, version, limit)
             if entry is None and not due:  # rather than nothing
                 entry = self._late(floor, version, floor.backlog.arrivals)
-            entry = entry or self._shortest(floor, version)
+            if entry is None and lifespan.stride == 1:
+                entry = self._shortest(floor, version, limit)
         if entry is None:
             self._barren.add(version)
             if version == lifespan.leader and not any(worker.held for worker in floor.hosts(version)):
@@ -127,19 +128,18 @@ class LaxityPolicy(BasePolicy):
         entry = floor.backlog.longest_beyond(reservations.reach_tokens(floor, version), arrivals)
         return entry if entry is not None and reservations.reserve(version, entry, late=True) else None
 
-    def _urgent(self, floor: Floor, version: int) -> Entry | None:
+    def _urgent(self, floor: Floor, version: int, limit: float) -> Entry | None:
         """The longest prompt that may begin, where it could not much later."""
         reservations = self._reservations
-        limit = reservations.limit_tokens(floor, version)
         soon = NEAR_STEP * floor.rhythm.step_s / reservations.token_s
         entry = floor.backlog.longest_within(limit)
         if entry is not None and entry.longest_tokens > limit - soon and reservations.reserve(version, entry):
             return entry
         return None
 
-    def _first(self, floor: Floor, version: int) -> Entry | None:
+    def _first(self, floor: Floor, version: int, limit: float) -> Entry | None:
         """The one that waits longest of those that fit."""
-        limit, tries = self._reservations.limit_tokens(floor, version), 0
+        tries = 0
         for entry in floor.backlog:
             if entry.longest_tokens <= limit:
                 if self._reservations.reserve(version, entry):
@@ -149,9 +149,8 @@ class LaxityPolicy(BasePolicy):
                     break
         return None
 
-    def _longest(self, floor: Floor, version: int) -> Entry | None:
+    def _longest(self, floor: Floor, version: int, limit: float) -> Entry | None:
         """The longest that fits of the first REACH prompts; of all, where none of these does."""
-        limit = self._reservations.limit_tokens(floor, version)
         near = [entry for entry in islice(floor.backlog, REACH) if entry.longest_tokens <= limit]
         for entry in sorted(near, key=lambda entry: -entry.longest_tokens):
             if entry.longest_tokens <= limit:
@@ -165,14 +164,14 @@ class LaxityPolicy(BasePolicy):
             limit = far.longest_tokens * STEP_DOWN
         return None
 
-    def _shortest(self, floor: Floor, version: int) -> Entry | None:
+    def _shortest(self, floor: Floor, version: int, limit: float) -> Entry | None:
         """One of the shortest prompts, rather than nothing, where none is as short as beliefs ask for (descent.py).
 
-        Where versions are passed over there is another one soon, and what may turn out long waits for it.
+        Not where versions are passed over: there is another one soon, and what may turn out long waits for it.
         """
-        reservations, lifespan = self._reservations, self._reservations.lifespan
+        reservations = self._reservations
         reach = reservations.reach_tokens(floor, version)
-        if lifespan is None or lifespan.stride > 1 or reservations.limit_tokens(floor, version) >= reach:
+        if limit >= reach:
             return None
         fitting = (entry for entry in floor.backlog.shortest(TRIES) if entry.longest_tokens <= reach)
         return next((entry for entry in fitting if reservations.reserve(version, entry)), None)
