@@ -84,7 +84,8 @@ def plan(
 ) -> None:
     """Split accelerators between rollout and training; or say how many DP groups generation needs more.
 
-    StreamRL's Algorithm 1: the split whose slower stage is fastest, with the fewest accelerators that reach it.
+    StreamRL's Algorithm 1: the split whose slower stage is fastest, with the fewest accelerators that reach it; in a
+    window of 1, where the stages overlap only as a step is streamed, the one with the shortest step.
     """
     from dora.planning.hardware import find_hardware
     from dora.planning.models import find_model
@@ -218,8 +219,12 @@ def _table(question: "Question", answer: "Plan") -> Table:
             style="bold green" if best else None,
         )
     notes = [] if all(question.training.measured(split.train_gpus) for split in shown) else ["* extrapolated"]
+    on_policy = question.window == 1
+    if on_policy:
+        notes.append("window 1: training runs beside generation only as far as a step's own responses have ended")
     if answer.transfer_s is not None:
-        notes.append(f"weights cross the link in {answer.transfer_s:.1f} s, hidden behind the next step")
+        where = "within the step" if on_policy else "hidden behind the next step"
+        notes.append(f"weights cross the link in {answer.transfer_s:.1f} s, {where}")
     table.caption = "; ".join(notes) or None
     return table
 

@@ -6,18 +6,14 @@ from typing import Final
 
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel
-from dora.planning.allocation import (
+from dora.planning.allocation import Split, TrainingTime, allocate, allocate_across, transfer_s
+from dora.planning.generation import (
     EFFICIENCY,
     EngineOption,
     Generation,
-    Split,
-    TrainingTime,
-    allocate,
-    allocate_across,
-    best_generation,
     engine_options,
     generation,
-    transfer_s,
+    ways_to_generate,
 )
 from dora.planning.hardware import HARDWARE, Hardware, kv_tokens
 from dora.planning.models import MODELS, ModelSpec
@@ -56,7 +52,9 @@ class Plan:
 
     best: Split
     candidates: tuple[Split, ...]
-    transfer_s: float | None  # of the weights between two datacentres, hidden behind the next step
+    transfer_s: (
+        float | None
+    )  # of the weights between two datacentres: hidden behind the next step, but in a window of 1
 
 
 def make_plan(question: Question) -> Plan:
@@ -71,16 +69,15 @@ def make_plan(question: Question) -> Plan:
     options = _options(question)
 
     @cache
-    def generate(gpus: int) -> Generation | None:
-        return best_generation(gpus, time, options)
+    def ways(gpus: int) -> tuple[Generation, ...]:
+        return ways_to_generate(gpus, time, options)
 
     if question.gpus:
-        return Plan(*allocate(question.gpus, generate, question.training), transfer_s=None)
+        return Plan(*allocate(question.gpus, ways, question.training), transfer_s=None)
     link = question.link_bits_per_s
-    return Plan(
-        *allocate_across(question.rollout_gpus, question.train_gpus, generate, question.training),
-        transfer_s=transfer_s(question.model.weights_bytes, link) if link else None,
-    )
+    crossing_s = transfer_s(question.model.weights_bytes, link) if link else None
+    gpus = question.rollout_gpus, question.train_gpus
+    return Plan(*allocate_across(*gpus, ways, question.training, crossing_s or 0.0), crossing_s)
 
 
 def default_training(model: ModelSpec, hardware: Hardware, workload: StepWorkload, multiple: int) -> TrainingTime:

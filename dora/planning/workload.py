@@ -1,10 +1,14 @@
 """What one training step asks of generation: tokens, the contexts they attend to, and the longest response."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from dora.errors import InvalidValue
+from dora.orchestrator.core.table import Column
 
 SIGMA: Final = 1.2  # of log lengths, where only the mean is known: the fit of the DORA paper's workload
 _LOG_MOST: Final = 700.0  # of what a float can hold
@@ -16,6 +20,7 @@ class StepWorkload:
     """One step's batch. N and C are the facts' names in the bubble-free bound."""
 
     responses: int
+    tokens_at: Callable[[Column], Column]  # length of a response at standard normal scores, not rounded, perhaps uncut
     n_tokens: float  # N: tokens to generate
     c_tokens: float  # C: over all generated tokens, the tokens of context each attends to
     cap_tokens: int  # longest response
@@ -41,6 +46,11 @@ class Lognormal:
         if 2.0 * self.mu + 2.0 * self.sigma**2 > _LOG_MOST:
             allowed = f"such that 2 mu + 2 sigma^2, the log of the second moment, is at most {_LOG_MOST:g}"
             raise InvalidValue("lengths.mu", self.mu, f"{allowed}; sigma is {self.sigma:g}")
+
+    def tokens_at(self, scores: Column) -> Column:
+        """Lengths at these standard normal scores, not cut."""
+        tokens: Column = np.exp(np.minimum(self.mu + self.sigma * scores, _LOG_MOST))
+        return tokens
 
     def moment(self, order: int) -> float:
         """E[length ** order]."""
@@ -78,7 +88,14 @@ def step_workload(lengths: Lognormal, groups: int, group_size: int, prompt_token
             )
     responses, mean = groups * group_size, lengths.moment(1)
     context = prompt_tokens * mean + (lengths.moment(2) - mean) / 2  # sum of prompt + i over i = 0 .. length - 1
-    return StepWorkload(responses, responses * mean, responses * context, lengths.cap_tokens, prompt_tokens)
+    return StepWorkload(
+        responses=responses,
+        tokens_at=lengths.tokens_at,
+        n_tokens=responses * mean,
+        c_tokens=responses * context,
+        cap_tokens=lengths.cap_tokens,
+        prompt_tokens=prompt_tokens,
+    )
 
 
 def _normal(x: float) -> float:

@@ -6,11 +6,12 @@ from typing import Any, Final
 from dora.config import DEFAULT_POLICY, merged
 from dora.errors import InvalidValue, one_of
 from dora.orchestrator.core.policies import check_window, nearest_window
-from dora.planning.allocation import EngineOption, Generation, TrainingTime, allocate, generation
+from dora.planning.allocation import TrainingTime, allocate
+from dora.planning.generation import EngineOption, Generation, generation, ways_to_generate
 from dora.planning.workload import StepWorkload
 from dora.sim.experiments import EXPERIMENTS
 from dora.sim.scenario import Scenario
-from dora.sim.workload import moments
+from dora.sim.workload import moments, quantile
 from dora.validation import validated_as
 
 LISTED_BY: Final = "dora simulate presets"  # the command
@@ -122,19 +123,20 @@ def planned(scenario: Scenario) -> Scenario:
     responses = trainer.groups_per_step * workload.group_size
     lengths = moments(workload)
     batch = StepWorkload(
-        responses,
-        lengths.generated_tokens(responses),
-        lengths.context_tokens(responses),
-        workload.lengths.cap_tokens,
-        lengths.prompt_tokens,
+        responses=responses,
+        tokens_at=quantile(workload.lengths),
+        n_tokens=lengths.generated_tokens(responses),
+        c_tokens=lengths.context_tokens(responses),
+        cap_tokens=workload.lengths.cap_tokens,
+        prompt_tokens=lengths.prompt_tokens,
     )
+    micro_batches = trainer.micro_batches if trainer.streams else 1
 
-    def generate(gpus: int) -> Generation | None:
-        engines = gpus // option.gpus
-        return generation(option, engines, batch, scenario.window) if engines else None
+    def on_engines(option: EngineOption, engines: int) -> Generation:
+        return generation(option, engines, batch, scenario.window, micro_batches)
 
     training = TrainingTime(((cluster.train_gpus, trainer.step_s),), multiple=cluster.gpus_per_engine)
-    split, _ = allocate(cluster.gpus, generate, training)
+    split, _ = allocate(cluster.gpus, lambda gpus: ways_to_generate(gpus, on_engines, [option]), training)
     rollout_gpus, train_gpus = split.generation.gpus, cluster.gpus - split.generation.gpus
     return scenario.model_copy(
         update={

@@ -11,7 +11,7 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.adjustment import groups_to_add
 from dora.orchestrator.core.policies import POLICIES
-from dora.planning.allocation import bound_s
+from dora.planning.generation import bound_s
 from dora.sim.invariants import check_state
 from dora.sim.ledger import Failure, Violation, failure_of
 from dora.sim.meter import Meter, Reading

@@ -10,48 +10,54 @@ from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.line import Backlog
 from dora.orchestrator.core.policies.descent import AT_ONCE, BEGUN, limit_tokens
 from dora.orchestrator.core.policies.reservations import AMPLE, OUTMOST_SD, Reservations
-from dora.orchestrator.core.rhythm import CLASSES_AN_OCTAVE, LengthMix
 from tests.unit.test_laxity import machine_of, prompts_of, started
 
-A_CLASS = 2.0 ** (1 / CLASSES_AN_OCTAVE)  # lengths are known so well
 LENGTHS = [100 * 2**octave for octave in range(8)]  # 100 to 12,800
 
 
-def mix_of(longest: list[int]) -> LengthMix:
-    mix = LengthMix()
-    for tokens in longest:
-        mix.add([float(tokens)], 10, float(tokens))
-    return mix
+def backlog_of(longest: list[int]) -> Backlog:
+    backlog = Backlog()
+    for prompt, tokens in zip(prompts_of(longest, "waiting"), longest, strict=True):
+        backlog.add(prompt, float(tokens), (float(tokens),))
+    return backlog
 
 
-@given(longest=st.lists(st.integers(1, 50_000), min_size=1, max_size=60), share=st.floats(0.01, 0.99))
-def test_a_quantile_splits_the_groups(longest: list[int], share: float) -> None:
-    tokens = mix_of(longest).longest_quantile(share)
-    shorter = sum(each <= tokens * A_CLASS for each in longest) / len(longest)
-    longer = sum(each >= tokens / A_CLASS for each in longest) / len(longest)
-    assert shorter >= share - 1e-6 and longer >= 1.0 - share - 1e-6
+@given(longest=st.lists(st.integers(1, 50_000), max_size=60), count=st.integers(1, 70))
+def test_so_many_of_the_shortest_are_within_their_longest(longest: list[int], count: int) -> None:
+    limit = backlog_of(longest).longest_of_shortest(count)
+    assert (limit == inf) == (len(longest) <= count)
+    if limit < inf:
+        assert sum(tokens <= limit for tokens in longest) >= count > sum(tokens < limit for tokens in longest)
 
 
-def test_of_a_mix_the_newest_prompts_count_like_the_oldest_until_they_are_many() -> None:
-    mix = mix_of([100] * 300 + [10_000] * 100)
-    assert mix.longest_quantile(0.7) <= 100 * A_CLASS
-    assert mix.longest_quantile(0.8) >= 10_000 / A_CLASS
+@given(
+    longest=st.lists(st.integers(1, 50_000), max_size=60),
+    window=st.integers(1, 8),
+    age=st.floats(0.0, 8.0),
+    later=st.floats(0.0, 8.0),
+)
+def test_the_longest_that_begins_falls_over_a_versions_life(
+    longest: list[int], window: int, age: float, later: float
+) -> None:
+    backlog = backlog_of(longest)
+    assert limit_tokens(backlog, age + later, window) <= limit_tokens(backlog, age, window)
+    assert limit_tokens(backlog, AT_ONCE * window, window) == inf
+    halfway = limit_tokens(backlog, (AT_ONCE + BEGUN) / 2 * window, window)
+    assert sum(length <= halfway for length in longest) >= len(longest) // 2
 
 
-@given(window=st.integers(1, 8), age=st.floats(0.0, 8.0), later=st.floats(0.0, 8.0))
-def test_the_longest_that_begins_falls_over_a_versions_life(window: int, age: float, later: float) -> None:
-    mix = mix_of(LENGTHS)
-    assert limit_tokens(mix, age + later, window) <= limit_tokens(mix, age, window)
-    assert limit_tokens(mix, AT_ONCE * window, window) == inf
-    assert limit_tokens(mix, BEGUN * window, window) == 0.0
-    halfway = limit_tokens(mix, (AT_ONCE + BEGUN) / 2 * window, window)
-    assert sum(length <= halfway for length in LENGTHS) == len(LENGTHS) / 2
+@given(longest=st.lists(st.integers(1, 50_000), max_size=60), age=st.floats(0.0, 20.0))
+def test_the_shortest_begins_at_any_age(longest: list[int], age: float) -> None:
+    limit = limit_tokens(backlog_of(longest), age, 3)
+    assert sum(length <= limit for length in longest) >= min(1, len(longest))
 
 
-def test_nothing_is_held_back_while_no_length_is_known() -> None:
-    assert limit_tokens(LengthMix(), 1.0, 3) == inf
+def test_where_long_prompts_pile_up_longer_ones_begin_at_the_same_age() -> None:
+    few, many = backlog_of(LENGTHS * 4), backlog_of(LENGTHS * 4 + [12_800] * 32)
+    assert limit_tokens(many, 1.2, 3) > limit_tokens(few, 1.2, 3)
 
 
 # ------------------------------------------------------------------------------------------------- on a small machine
@@ -60,9 +66,12 @@ def test_nothing_is_held_back_while_no_length_is_known() -> None:
 NOW_S = 120.0
 
 
-def later_on(log_sd: float, max_tokens: int = 50_000, tokens: float = 1_000.0) -> Machine:
-    """Four DP groups at window 2, a third of version 0's life over; what runs is believed to be so many tokens long."""
-    machine = machine_of(64, LENGTHS, exhausted=False)
+def later_on(log_sd: float, max_tokens: int = 50_000, tokens: float = 1_000.0, groups: int = 64) -> Machine:
+    """Four DP groups at window 2, a quarter of version 0's life over; what runs is believed to be so many tokens long.
+
+    Of 4 ``groups`` a step, version 0 may begin no more.
+    """
+    machine = machine_of(groups, LENGTHS, exhausted=False)
     assert len(started(machine)) == len(LENGTHS)
     requests = machine.state.requests
     rows = Floor(machine.state).unfinished()
@@ -88,27 +97,30 @@ def limit_of(machine: Machine) -> tuple[float, float]:
 
 
 def test_what_may_turn_out_long_waits_for_the_next_publish() -> None:
-    limit, reach = limit_of(later_on(log_sd=1.0))
+    machine = later_on(log_sd=1.0, groups=4)
+    assert begun(machine, LENGTHS * 2) == []
+    limit, reach = limit_of(machine)
     assert LENGTHS[4] < limit < LENGTHS[7] < reach
 
 
 @pytest.mark.parametrize(("log_sd", "most_tokens"), [(0.0, 50_000), (1.0, 4_000)])
 def test_what_ends_in_time_however_long_it_becomes_does_not_wait(log_sd: float, most_tokens: int) -> None:
     """Known lengths, and limits that are short beside the time there is."""
-    limit, reach = limit_of(later_on(log_sd, most_tokens))
+    machine = later_on(log_sd, most_tokens, groups=4)
+    assert begun(machine, LENGTHS * 2) == []
+    limit, reach = limit_of(machine)
     assert limit == reach >= AMPLE * 4_000
 
 
 def test_nearly_known_lengths_hardly_wait() -> None:
-    limit, reach = limit_of(later_on(log_sd=0.05, tokens=16_000.0))
+    machine = later_on(log_sd=0.05, tokens=16_000.0, groups=4)
+    assert begun(machine, LENGTHS * 2) == []
+    limit, reach = limit_of(machine)
     assert limit == pytest.approx(reach / exp(OUTMOST_SD * 0.05))
 
 
-def test_those_whose_turn_it_is_begin_first_and_rather_than_nothing_the_shortest() -> None:
-    machine = later_on(log_sd=1.0)
-    limit, _ = limit_of(machine)
-    assert 1_500 < limit < 9_000
-    assert begun(machine, [200, 12_000, 9_000, 1_500]) == [200, 1_500, 9_000, 12_000]
+def test_the_longest_of_those_whose_turn_it_is_begin_first_and_the_others_rather_than_nothing() -> None:
+    assert begun(later_on(log_sd=1.0), [200, 12_000, 9_000, 1_500]) == [9_000, 1_500, 200, 12_000]
 
 
 def test_where_versions_are_passed_over_what_may_turn_out_long_waits_though_nothing_else_begins() -> None:

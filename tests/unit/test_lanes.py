@@ -145,7 +145,7 @@ def machine_of(window: int, longest: int, groups: int = 4) -> Machine:
         machine.handle(on.WorkerJoined(f"w{index}", 1, SLOTS, KV_TOKENS), 0.0)
     rhythm = machine.state.rhythm
     rhythm.step_s, rhythm.pace_s = 300.0, 0.05
-    rhythm.mix.add([float(longest)], 0, float(longest))
+    rhythm.mix.add([float(longest)], 0)
     return machine
 
 

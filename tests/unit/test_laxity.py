@@ -129,7 +129,7 @@ def test_work_of_drawn_prompts_gives_the_shortest_step() -> None:
     backlog, rhythm = Backlog(), Rhythm()
     for number in range(10):
         prompt = on.OfferedPrompt(f"p{number}", "task", 50, 2, 1000)
-        rhythm.mix.add(backlog.add(prompt, 300.0, (100.0, 300.0)).lengths, 50, 300.0)
+        rhythm.mix.add(backlog.add(prompt, 300.0, (100.0, 300.0)).lengths, 50)
     rhythm.generated(1000, 20.0)
     work = 100 * (50 + 50) + 300 * (150 + 50)
     assert rhythm.group_work == pytest.approx(work)

@@ -16,14 +16,14 @@ PROMPT_TOKENS = 100
 
 def mix_of(lengths: list[float]) -> LengthMix:
     mix = LengthMix()
-    mix.add(lengths, PROMPT_TOKENS, max(lengths))
+    mix.add(lengths, PROMPT_TOKENS)
     return mix
 
 
 def test_the_mix_keeps_what_groups_ask_for_by_length() -> None:
     mix = LengthMix()
-    mix.add([1000.0, 1010.0, 9000.0], 100, 9000.0)
-    mix.add([1020.0], 50, 1020.0)
+    mix.add([1000.0, 1010.0, 9000.0], 100)
+    mix.add([1020.0], 50)
     assert mix.responses.sum() == pytest.approx(2.0)  # of a group
     works = [length * (length / 2 + 100) for length in (1000.0, 1010.0, 9000.0)] + [1020.0 * (510.0 + 50)]
     assert mix.work.sum() == pytest.approx(sum(works) / 2)
@@ -37,7 +37,7 @@ def test_a_length_that_came_once_is_forgotten() -> None:
     mix = mix_of([30_000.0] + [500.0] * 15)
     assert len(mix.classes()) == 2
     for _ in range(20_000):
-        mix.add([500.0] * 16, PROMPT_TOKENS, 500.0)
+        mix.add([500.0] * 16, PROMPT_TOKENS)
     assert len(mix.classes()) == 1
 
 

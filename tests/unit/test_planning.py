@@ -8,18 +8,15 @@ import pytest
 
 from dora.errors import InvalidValue
 from dora.orchestrator.core.adjustment import even_gain_s, groups_to_add
-from dora.planning.allocation import (
+from dora.planning.allocation import Split, TrainingTime, allocate, allocate_across, transfer_s
+from dora.planning.generation import (
     EFFICIENCY,
     EngineOption,
     Generation,
-    TrainingTime,
-    allocate,
-    allocate_across,
-    best_generation,
     bound_s,
     engine_options,
     generation,
-    transfer_s,
+    ways_to_generate,
 )
 from dora.planning.hardware import HARDWARE, coefficients, find_hardware, kv_tokens
 from dora.planning.models import MODELS, find_model
@@ -58,12 +55,12 @@ def test_generation_is_the_bound_times_the_efficiency_and_needs_the_window_for_i
     found = generation(OPTION, 6, DORA_STEP, window=3)
     bound = bound_s(OPTION.cost, OPTION.slots, OPTION.kv_tokens, DORA_STEP.n_tokens, DORA_STEP.c_tokens, 6)
     assert found.work_s == pytest.approx(EFFICIENCY * bound, rel=1e-9)
-    full = generation(OPTION, 6, DORA_STEP, window=1, tail_load=1.0).tail_s
-    alone = generation(OPTION, 6, DORA_STEP, window=1, tail_load=0.0).tail_s
+    full = 2 * generation(OPTION, 6, DORA_STEP, window=2, tail_load=1.0).tail_s
+    alone = 2 * generation(OPTION, 6, DORA_STEP, window=2, tail_load=0.0).tail_s
     assert full / 60 == pytest.approx(27, abs=0.3)  # the facts: a 30K response on a full engine, and alone
     assert alone / 60 == pytest.approx(13.3, abs=0.3)
-    assert found.tail_s == pytest.approx(generation(OPTION, 6, DORA_STEP, window=1).tail_s / 3)
-    assert generation(OPTION, 60, DORA_STEP, window=1).seconds == generation(OPTION, 6, DORA_STEP, window=1).tail_s
+    assert found.tail_s == pytest.approx(generation(OPTION, 6, DORA_STEP, window=2).tail_s * 2 / 3)
+    assert generation(OPTION, 60, DORA_STEP, window=2).seconds == generation(OPTION, 6, DORA_STEP, window=2).tail_s
 
 
 # The workload.
@@ -188,12 +185,11 @@ def test_the_anchor_is_scaled_by_work_and_accelerator() -> None:
 
 def brute_force(gpus: int, training: TrainingTime, window: int) -> tuple[float, int]:
     """Shortest step and fewest accelerators over every pair, as the paper's loop has it."""
-    pairs = [
-        (max(generation(OPTION, engines, DORA_STEP, window).seconds, training.seconds(trainer)), 4 * engines + trainer)
-        for engines in range(1, gpus // 4 + 1)
-        for trainer in range(training.multiple, gpus - 4 * engines + 1, training.multiple)
-    ]
-    return min(pairs)
+    return min(
+        Split(way, trainer, training.seconds(trainer)).rank
+        for way in [generation(OPTION, engines, DORA_STEP, window) for engines in range(1, gpus // 4 + 1)]
+        for trainer in range(training.multiple, gpus - way.gpus + 1, training.multiple)
+    )
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
@@ -201,7 +197,7 @@ def brute_force(gpus: int, training: TrainingTime, window: int) -> tuple[float, 
 def test_the_split_is_the_best_of_all_pairs(gpus: int, multiple: int, window: int) -> None:
     training = replace(ANCHOR, multiple=multiple)
     model = partial(generation, workload=DORA_STEP, window=window)
-    best, candidates = allocate(gpus, lambda budget: best_generation(budget, model, [OPTION]), training)
+    best, candidates = allocate(gpus, lambda budget: ways_to_generate(budget, model, [OPTION]), training)
     assert best.rank == brute_force(gpus, training, window)
     assert all(split.gpus <= gpus and split.train_gpus % multiple == 0 for split in candidates)
 
@@ -226,7 +222,7 @@ def test_two_datacentres_give_back_what_the_faster_stage_does_not_need(rollout: 
         return generation(OPTION, gpus // 4, DORA_STEP, window=8)
 
     whole = seconds(rollout).seconds - ANCHOR.seconds(train)
-    best, _ = allocate_across(rollout, train, lambda gpus: seconds(gpus) if gpus >= 4 else None, ANCHOR)
+    best, _ = allocate_across(rollout, train, lambda gpus: [seconds(gpus)] if gpus >= 4 else [], ANCHOR)
     gap = abs(best.generation.seconds - best.training_s)
     if whole < 0:
         assert best.train_gpus == train

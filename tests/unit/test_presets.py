@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from dora.config import merged, settings_tree, validated_as
 from dora.errors import InvalidValue
-from dora.planning.allocation import bound_s
+from dora.planning.generation import bound_s
 from dora.sim import papers
 from dora.sim.experiments import EXPERIMENTS
 from dora.sim.paper_results import paper_result

@@ -34,7 +34,7 @@ def offered(state: State, event: on.PromptsOffered) -> None:
         entry = state.backlog.add(prompt, longest, siblings(estimate, prompt))
         if estimate.known_tokens or state.predictor.seen >= state.window.groups_per_step * prompt.group_size:
             # before, beliefs are a guess far too long
-            state.rhythm.mix.add(entry.lengths, prompt.prompt_tokens, entry.longest_tokens)
+            state.rhythm.mix.add(entry.lengths, prompt.prompt_tokens)
     state.exhausted = event.exhausted
 
 

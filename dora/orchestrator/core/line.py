@@ -85,9 +85,9 @@ class Backlog:
             self._lengths = np.array([length for length, _ in self._by_length])
         return self._lengths
 
-    def shortest(self, count: int) -> list[Entry]:
-        """So many with the shortest longest responses, ascending."""
-        return [self._entries[number] for _, number in self._by_length[:count]]
+    def longest_of_shortest(self, count: int) -> float:
+        """The longest prediction among so many of the shortest; infinite where there are no more than these."""
+        return self._by_length[count - 1][0] if count < len(self._by_length) else inf
 
     def longest_beyond(self, limit_tokens: float, arrivals: int) -> Entry | None:
         """The longest prediction above the limit, of the first so many prompts that have ever come."""

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Sequence
-from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +23,12 @@ class LengthMix:
     """What the group of a drawn prompt is predicted to ask for, by length of its responses: running means."""
 
     def __init__(self) -> None:
-        self.longest = np.zeros(CLASSES)  # groups, by their longest response
         self.responses = np.zeros(CLASSES)
         self.tokens = np.zeros(CLASSES)
         self.work = np.zeros(CLASSES)  # cost.context_work
         self._prompts = 0
 
-    def add(self, lengths: Sequence[float], prompt_tokens: int, longest_tokens: float) -> None:
+    def add(self, lengths: Sequence[float], prompt_tokens: int) -> None:
         tokens = np.maximum(1.0, lengths)
         at = _class_of(tokens)
         self._prompts += 1
@@ -38,19 +36,10 @@ class LengthMix:
         works = context_work(tokens, prompt_tokens)
         for mean, of_each in ((self.responses, None), (self.tokens, tokens), (self.work, works)):
             mean += weight * (np.bincount(at, of_each, CLASSES) - mean)
-        self.longest *= 1.0 - weight
-        self.longest[_class_of(max(1.0, longest_tokens))] += weight
 
     def classes(self) -> Column:
         """The classes that have responses, but for the rarest, in order of length."""
         return np.flatnonzero(self.responses > RARE_RESPONSES)
-
-    def longest_quantile(self, share: float) -> float:
-        """Tokens that the longest response of this share of the groups stays below; infinite where none is known."""
-        if not self._prompts:
-            return inf
-        below = np.concatenate([[0.0], np.cumsum(self.longest)])
-        return float(2.0 ** (np.interp(share, below / below[-1], np.arange(CLASSES + 1)) / CLASSES_AN_OCTAVE))
 
     def context_tokens(self) -> float:
         """Mean context of a running request."""

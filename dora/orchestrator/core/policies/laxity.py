@@ -108,8 +108,6 @@ class LaxityPolicy(BasePolicy):
             entry = entry or self._longest(floor, version, limit)
             if entry is None and not due:  # rather than nothing
                 entry = self._late(floor, version, floor.backlog.arrivals)
-            if entry is None and lifespan.stride == 1:
-                entry = self._shortest(floor, version, limit)
         if entry is None:
             self._barren.add(version)
             if version == lifespan.leader and not any(worker.held for worker in floor.hosts(version)):
@@ -163,18 +161,6 @@ class LaxityPolicy(BasePolicy):
                 return far
             limit = far.longest_tokens * STEP_DOWN
         return None
-
-    def _shortest(self, floor: Floor, version: int, limit: float) -> Entry | None:
-        """One of the shortest prompts, rather than nothing, where none is as short as beliefs ask for (descent.py).
-
-        Not where versions are passed over: there is another one soon, and what may turn out long waits for it.
-        """
-        reservations = self._reservations
-        reach = reservations.reach_tokens(floor, version)
-        if limit >= reach:
-            return None
-        fitting = (entry for entry in floor.backlog.shortest(TRIES) if entry.longest_tokens <= reach)
-        return next((entry for entry in fitting if reservations.reserve(version, entry)), None)
 
     def _crowded(self, floor: Floor, version: int) -> bool:
         """Whether a DP group of this version has requests to move to an emptier one."""

@@ -84,7 +84,7 @@ class Reservations:
             return reach / min(RISK, exp(RISK_SD * self._log_sd)) if reach < self._most_tokens else reach
         if reach >= AMPLE * self._most_tokens:
             return reach
-        turn = descent.limit_tokens(floor.rhythm.mix, float(lifespan.age(version, floor.now_s)), lifespan.window)
+        turn = descent.limit_tokens(floor.backlog, float(lifespan.age(version, floor.now_s)), lifespan.window)
         return min(reach, max(turn, reach / exp(OUTMOST_SD * self._log_sd)))
 
     def reach_tokens(self, floor: Floor, version: int) -> float:

@@ -1,0 +1,172 @@
+"""How long engines take to generate a batch: the bubble-free bound, and what a good policy makes of it.
+
+The bound of one batch on identical engines, times an efficiency, and the time of the longest response, which has the
+window's steps to end in. A window of 1 has no other version's responses to keep its engines full: there a batch is
+simulated to its end (drain.py).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dora.errors import InvalidValue
+from dora.orchestrator.core.cost import CostModel
+from dora.planning.drain import MICRO_BATCHES, ready_s
+from dora.planning.hardware import MEMORY_SHARE, RESERVE_BYTES, Hardware, coefficients, kv_tokens
+from dora.planning.models import ModelSpec
+from dora.planning.workload import StepWorkload
+from dora.sim.scenario import Coefficients
+
+EFFICIENCY: Final = 1.05  # time of a good policy over the bound
+# Share of a full engine's batch beside which the longest response runs: such responses begin on a full engine and are
+# moved to emptier ones. With 1 no step of two versions on the facts' 128 GPUs could be below 13.5 min; 11.85 was found.
+TAIL_LOAD: Final = 0.5
+NODE_SIZES: Final = (1, 2, 4, 8)  # accelerators of one engine
+MULTI_NODE_SIZES: Final = (16, 32, 64, 128)  # for a model that fits no node: the first that it fits
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOption:
+    """One way to build an engine."""
+
+    gpus: int
+    cost: CostModel
+    slots: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A batch on ``engines`` engines: the time of its tokens, and the share of a step its longest response needs.
+
+    ``ready_s``: in a window of 1, when each of the step's micro-batches has ended; empty in wider ones, where training
+    and generation never wait for each other within a step.
+    """
+
+    option: EngineOption
+    engines: int
+    work_s: float
+    tail_s: float
+    ready_s: tuple[float, ...] = ()
+
+    @property
+    def gpus(self) -> int:
+        return self.engines * self.option.gpus
+
+    @property
+    def seconds(self) -> float:
+        return max(self.work_s, self.tail_s)
+
+
+def bound_s(
+    cost: CostModel | Coefficients, slots: int, kv_tokens: int, n_tokens: float, c_tokens: float, engines: int
+) -> float:
+    """Least seconds in which ``engines`` engines generate ``n_tokens``, whose contexts sum up to ``c_tokens``.
+
+    No schedule is faster: every context token is read, k1 C; every token computed, k3 N; and there are S engine steps
+    of k4 each, as a step runs at most ``slots`` requests on ``kv_tokens`` of context: S >= max(N / slots, C / kv).
+    A step also reads its weights (k2): all of them, or for a mixture of experts at least those of one request, and
+    over all steps at least what full batches would read. Raises InvalidValue for a value outside its domain.
+    """
+    _check_engine(cost, slots, kv_tokens)
+    _check_positive("engines", engines)
+    for field, value in (("n_tokens", n_tokens), ("c_tokens", c_tokens)):
+        if not 0.0 <= value < math.inf:
+            raise InvalidValue(field, value, "a finite number, 0 or above")
+    steps = max(n_tokens / slots, c_tokens / kv_tokens)
+    full_read = 1.0 - (1.0 - cost.expert_fraction) ** slots
+    read_s = cost.weights_s * max(cost.expert_fraction * steps, full_read * n_tokens / slots)
+    compute_s = cost.request_s * n_tokens * (1.0 + cost.imbalance / slots**0.5)
+    return (cost.kv_token_s * c_tokens + max(read_s, compute_s) + cost.step_s * steps) / engines
+
+
+def generation(
+    option: EngineOption,
+    engines: int,
+    workload: StepWorkload,
+    window: int,
+    micro_batches: int = MICRO_BATCHES,
+    efficiency: float = EFFICIENCY,
+    tail_load: float = TAIL_LOAD,
+) -> Generation:
+    """One batch on ``engines`` engines that all run even batches, as full as slots and KV allow.
+
+    For a dense model ``work_s`` is ``efficiency`` times ``bound_s``. ``tail_s`` is the time of the longest response at
+    ``tail_load`` of such a batch, a ``window``-th of it, as it may take that many steps. In a window of 1 it is when
+    the batch has ended, ``efficiency`` times what a simulated engine takes, and ``micro_batches`` are trained on as
+    they end.
+    """
+    _check_engine(option.cost, option.slots, option.kv_tokens)
+    positive = (("engines", engines), ("window", window), ("micro_batches", micro_batches), ("efficiency", efficiency))
+    for field, value in positive:
+        _check_positive(field, value)
+    if not 0.0 <= tail_load <= 1.0:
+        raise InvalidValue("tail_load", tail_load, "0 to 1")
+    steps = max(workload.n_tokens / option.slots, workload.c_tokens / option.kv_tokens)
+    batch, context = workload.n_tokens / steps, workload.c_tokens / steps
+    work_s = steps * _decode_step_s(option.cost, batch, context)
+    work_s *= efficiency / engines
+    if window == 1:
+        ideal_s = ready_s(option.cost, option.slots, option.kv_tokens, workload, engines, micro_batches)
+        ready = tuple(efficiency * at_s for at_s in ideal_s)
+        return Generation(option, engines, work_s, ready[-1], ready)
+    longest_step_s = _decode_step_s(option.cost, max(1.0, tail_load * batch), tail_load * context)
+    return Generation(option, engines, work_s, workload.cap_tokens * longest_step_s / window)
+
+
+def engine_options(
+    model: ModelSpec, hardware: Hardware, workload: StepWorkload, slots: int = 256, sizes: Sequence[int] = ()
+) -> tuple[EngineOption, ...]:
+    """The engines on which the model fits with the KV of one longest response; ``sizes`` empty: those within a node,
+    or the smallest of several nodes, whose slower links the roofline does not know.
+
+    Raises InvalidValue where it fits none of them.
+    """
+    needed = math.ceil(workload.prompt_tokens) + workload.cap_tokens
+    for tried in [sizes] if sizes else [NODE_SIZES, *((size,) for size in MULTI_NODE_SIZES)]:
+        options = tuple(
+            EngineOption(gpus, coefficients(model, hardware, gpus).model(), slots, held)
+            for gpus in tried
+            if (held := kv_tokens(model, hardware, gpus)) >= needed
+        )
+        if options:
+            return options
+    needed_bytes = model.weights_bytes + needed * model.kv_token_bytes
+    least = math.ceil(needed_bytes / (hardware.memory_bytes * MEMORY_SHARE - RESERVE_BYTES))
+    raise InvalidValue(
+        "gpus_per_engine",
+        max(sizes or MULTI_NODE_SIZES),
+        f"at least {least}: {model.name} needs {model.weights_bytes / 1e9:.1f} GB of weights and the KV of "
+        f"{needed:,} tokens, {needed_bytes / 1e9:.1f} GB; {hardware.name} has {hardware.memory_bytes / 1e9:.0f} GB",
+    )
+
+
+def ways_to_generate(
+    gpus: int, model: Callable[[EngineOption, int], Generation], options: Sequence[EngineOption]
+) -> tuple[Generation, ...]:
+    """With each engine that fits as many as ``gpus`` accelerators hold (the paper's parallel configurations)."""
+    return tuple(model(option, gpus // option.gpus) for option in options if option.gpus <= gpus)
+
+
+def _decode_step_s(cost: CostModel, batch: float, context: float) -> float:
+    """A step of ``batch`` requests on average: of the whole numbers on both sides of it, in proportion."""
+    below = int(batch)
+    share = batch - below
+    return (1 - share) * cost.decode_step_s(below, context) + share * cost.decode_step_s(below + 1, context)
+
+
+def _check_engine(cost: CostModel | Coefficients, slots: int, kv_tokens: int) -> None:
+    for field in ("kv_token_s", "weights_s", "request_s", "step_s", "imbalance"):
+        value = getattr(cost, field)
+        if not 0.0 <= value < math.inf:
+            raise InvalidValue(f"cost.{field}", value, "a finite number, 0 or above")
+    if not 0.0 < cost.expert_fraction <= 1.0:
+        raise InvalidValue("cost.expert_fraction", cost.expert_fraction, "above 0, at most 1")
+    _check_positive("slots", slots)
+    _check_positive("kv_tokens", kv_tokens)
+
+
+def _check_positive(field: str, value: float) -> None:
+    if not 0.0 < value < math.inf:
+        raise InvalidValue(field, value, "a finite number above 0")
