@@ -65,6 +65,11 @@ def test_many_prompts_in_a_window_of_one_take_long_and_are_no_stall() -> None:
     assert not failures(sweep((1001673,), ("laxity",)))
 
 
+def test_a_request_that_fills_a_dp_group_alone_is_not_moved_for_ever() -> None:
+    """Found as this seed: longer than a DP group's KV, it was moved to and fro, and never got to a token."""
+    assert not failures(sweep((9409569,), ("laxity",)))
+
+
 def test_a_source_may_die_again_while_its_first_lifes_handoff_is_stranded() -> None:
     """Found as 205:dora:handoff,kill:1,2,3,4:0:0. The snapshot is on its way to w1; w0 died, came back, dies."""
     bench = Bench()

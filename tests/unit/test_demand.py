@@ -7,7 +7,7 @@ import pytest
 
 from dora.orchestrator.core.lognormal import remaining_tokens
 from dora.orchestrator.core.policies.demand import HORIZON_TOKENS, LEVEL_TOKENS, Demand
-from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.snapshot import Move, Snapshot
 from tests.unit.snapshots import MAX_TOKENS, PROMPT_TOKENS, snapshot_of
 
 TOKENS, LOG_SD = 2_000, 0.8
@@ -94,3 +94,14 @@ def test_a_dp_group_that_is_to_change_is_emptied_though_its_peers_will_only_just
     )
     moves = [Demand(snapshot, None, {}).moves(targets)[0] for snapshot in (known, believed)]
     assert [len(each) for each in moves] == [0, 2]
+
+
+@pytest.mark.parametrize(("contexts", "moved"), [((99_000,), []), ((60_000, 39_000), [Move(0, 1)])])
+def test_a_request_that_fills_a_dp_group_alone_stays_though_another_is_empty(
+    contexts: tuple[int, ...], moved: list[Move]
+) -> None:
+    """It would press the other as much, and move back; of two one goes."""
+    workers = [{"loaded": 0, "kv_tokens": 100_000} for _ in range(2)]
+    demand = Demand(snapshot_of(workers, [(0, 0, context) for context in contexts], newest=0), None, {})
+    moves, _ = demand.moves({0: 0, 1: 0})
+    assert list(moves) == moved

@@ -223,10 +223,13 @@ class _Board:
         return seats
 
     def relieve(self, seat: int) -> None:
-        """Moves the largest requests without hurry off a pressed DP group, while others of its version are emptier."""
+        """Moves the largest requests without hurry off a pressed DP group, while others of its version are emptier.
+
+        Never the last one: alone it would press any other as much, and be moved on for ever without a token.
+        """
         peers = self.peers(int(self._workers.loaded[seat]))
         largest: list[int] | None = None
-        while len(peers) > 1 and (level := float(self._level[seat])) > PRESSED:
+        while len(peers) > 1 and self._held[seat] > 1 and (level := float(self._level[seat])) > PRESSED:
             if level - float(self._level[peers].min()) < LEVEL_GAP:
                 return
             if largest is None:
