@@ -31,6 +31,7 @@ def check_state(state: State) -> None:
     check_groups(state)
     check_handoffs(state)
     check_pending(state)
+    check_idle(state)
 
 
 def check_window(state: State) -> None:
@@ -151,6 +152,17 @@ def check_pending(state: State) -> None:
     for worker in state.workers.values():
         if (worker.loading >= 0) != (worker.worker_id in loading):
             raise Violation(f"{worker.worker_id} waits for version {worker.loading}, which it was not told to load")
+
+
+def check_idle(state: State) -> None:
+    """Who is idle, and what is to stay, is counted as the workers say. Last: it follows from the others."""
+    workers = [worker for worker in state.seats if worker is not None]
+    idle = [worker for worker in workers if not worker.held and worker.loading < 0 and not worker.draining]
+    if sorted(state.idle) != _seats(idle):
+        raise Violation(f"seats {sorted(state.idle)} are listed as idle, while {_seats(idle)} are")
+    staying = [worker for worker in workers if not worker.draining]
+    if state.hosting.staying() != (len(staying), sum(worker.kv_tokens for worker in staying)):
+        raise Violation(f"(workers, KV) to stay are {state.hosting.staying()}, while {_seats(staying)} do")
 
 
 def check_empty(state: State) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -120,7 +120,14 @@ def version_stamped_at_completion(patch: Patch) -> None:
 
 
 def load_under_live_requests(patch: Patch) -> None:
-    patch.setattr(Worker, "held", property(lambda self: 0))
+    settle = fleet.settle
+
+    def settle_blindly(state: State, seats: Iterable[int]) -> None:
+        with patch.context() as blind:
+            blind.setattr(Worker, "held", property(lambda self: 0))
+            settle(state, seats)
+
+    patch.setattr(fleet, "settle", settle_blindly)
 
 
 def failed_load_serves(patch: Patch) -> None:
@@ -161,6 +168,17 @@ def target_is_not_listed(patch: Patch) -> None:
         state.hosting._moved.update(moved)
 
     patch.setattr(balance, "rebalance", unlisted)
+
+
+def busy_worker_stays_idle(patch: Patch) -> None:
+    give = State.give
+
+    def unnoted(self: State, row: int, worker: Worker) -> None:
+        idle = self.idle & {worker.seat}
+        give(self, row, worker)
+        self.idle |= idle
+
+    patch.setattr(State, "give", unnoted)
 
 
 def dead_worker_keeps_its_requests(patch: Patch) -> None:

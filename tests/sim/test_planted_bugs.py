@@ -39,6 +39,7 @@ BUGS = [
     Bug("weights are let go while a group of theirs is open", "C1", plants.weights_let_go_too_early),
     Bug("the index of hosts is not told of a drain", "is listed at", plants.drain_is_not_listed, "leave"),
     Bug("the index of hosts is not told of a new target", "is listed at", plants.target_is_not_listed),
+    Bug("a worker that got work is still listed as idle", "listed as idle", plants.busy_worker_stays_idle),
     Bug("requests die with their worker (verl 7910)", "C2", plants.dead_worker_keeps_its_requests),
     Bug(
         "the router picks a dead worker again (NeMo-RL 3613)",

@@ -27,6 +27,8 @@ def check(hosting: Hosting, workers: dict[int, Worker]) -> None:
         expected = EMPTY_SEAT if worker is None else tuple(getattr(worker, name) for name in SEATED[1:])
         assert tuple(columns[name][seat] for name in SEATED[worker is not None :]) == expected
         assert columns["alive"][seat] == (worker is not None and not worker.stopping)
+    staying = [worker for worker in by_seat if not worker.draining and not worker.stopping]
+    assert hosting.staying() == (len(staying), sum(worker.kv_tokens for worker in staying))
     assert set(hosting.leaving()) == {worker.loaded for worker in by_seat if worker.vacating}
     for version in VERSIONS:
         if version >= 0:

@@ -17,6 +17,10 @@ from dora.orchestrator.core.view import snapshot
 RELIEF_REST_S = 1.0  # between two looks for moves: else one would be taken at every response's end
 BARREN_REST_S = 5.0  # after one that found none, unless a place has become free where one was looked for
 PRESSURE_REST_S = 5.0  # pressure is looked at again after this
+# Fewer than this share of the workers, without work or under pressure, wait until the last plan is so old: of 1,024
+# there are some every second, and a plan takes 2 ms; of up to 100, one is enough.
+FEW = 0.01
+FEW_REST_S = 10.0
 
 
 def rebalance(state: State, trigger: Trigger) -> None:
@@ -51,7 +55,7 @@ def settle(state: State) -> None:
     draw(state)
     for seat in (*seats, *state.touched):
         worker = state.seats[seat]
-        if worker is not None and not worker.held:
+        if worker is not None and not worker.held and worker.loading < 0 and not worker.draining:
             state.idle.add(seat)
         else:
             state.idle.discard(seat)
@@ -68,9 +72,13 @@ def check(state: State) -> None:
         dried = (dry, state.window.step, state.window.newest)
         if unhosted - state.unhosted:
             rebalance(state, Trigger.MEMBERSHIP)
-        elif dry and dried != state.dry:
+            state.dry = dried
+        elif not dry:
+            state.dry = dried
+        elif dried != state.dry and _worth_a_plan(state, dried):
             rebalance(state, Trigger.DRAINED)
-        state.unhosted, state.dry = unhosted, dried
+            state.dry = dried
+        state.unhosted = unhosted
         if state.settling:
             settle(state)
         retire(state)  # the window moves, and loads end, in events that settle
@@ -85,7 +93,7 @@ def tick(state: State) -> None:
     since_s = state.now_s - state.balanced_s
     if since_s >= balance.period_s:
         rebalance(state, Trigger.TIME)
-    elif since_s >= min(PRESSURE_REST_S, balance.period_s) and state.pressed:
+    elif state.pressed and since_s >= (FEW_REST_S if _few(state, len(state.pressed)) else PRESSURE_REST_S):
         rebalance(state, Trigger.PRESSURE)
 
 
@@ -146,8 +154,18 @@ def _places(state: State, displaced: Iterable[int]) -> bool:
     return any(worker.held < QUEUE_SLOTS * worker.slots for version in displaced for worker in state.hosts_of(version))
 
 
+def _worth_a_plan(state: State, dried: tuple[frozenset[int], int, int]) -> bool:
+    """Whether a plan is made now for what has run dry: a few workers of many wait."""
+    known = state.dry[0] if state.dry is not None and state.dry[1:] == dried[1:] else frozenset()
+    return not _few(state, len(dried[0] ^ known)) or state.now_s >= state.balanced_s + FEW_REST_S
+
+
+def _few(state: State, workers: int) -> bool:
+    return workers < FEW * len(state.workers)
+
+
 def _dry(state: State) -> frozenset[int]:
-    """Seats of workers that hold nothing, and whose version, an old one, has no waiting or admissible work."""
+    """Seats of idle workers whose version, an old one, has no waiting or admissible work."""
     if not state.idle:
         return frozenset()
     window = state.window
@@ -156,6 +174,4 @@ def _dry(state: State) -> frozenset[int]:
         for version in range(state.retired, window.newest)
         if not state.waiting.get(version) and (not state.backlog or window.admissible(version) < 1)
     }
-    idle = (seat for version in workless for seat in state.hosting.targeting(version) & state.idle)
-    workers = (state.seats[seat] for seat in idle)
-    return frozenset(w.seat for w in workers if w and not w.held and w.loading < 0 and not w.draining)
+    return frozenset().union(*(state.hosting.targeting(version) & state.idle for version in workless))

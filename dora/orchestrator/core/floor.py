@@ -95,11 +95,11 @@ class Floor:
 
     def groups(self) -> int:
         """DP groups that are to stay."""
-        return sum(not worker.draining for worker in self._state.workers.values())
+        return self._state.hosting.staying()[0]
 
     def kv_tokens(self) -> int:
         """KV of the DP groups that are to stay."""
-        return sum(worker.kv_tokens for worker in self._state.workers.values() if not worker.draining)
+        return self._state.hosting.staying()[1]
 
     def place(self, row: int, worker: Worker) -> None:
         """Starts (or resumes) a waiting request on a worker that hosts its version."""

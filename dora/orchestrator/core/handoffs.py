@@ -19,6 +19,7 @@ def begin(state: State, row: int, target: Worker) -> None:
     state.requests["moving"][row] = True
     kv_tokens = _kv_tokens(state, row)
     target.inbound += 1
+    state.idle.discard(target.seat)
     target.kv_claimed += kv_tokens
     target.kv_inbound += kv_tokens
     reserve = do.ReserveSlot(

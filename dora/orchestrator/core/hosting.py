@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _BY_SEAT = attrgetter("seat")
 NOBODY: Set[int] = frozenset()
 SEATED = ("alive", "loaded", "target", "draining", "slots", "kv_tokens")  # columns
+STAYING = ("alive", "draining", "kv_tokens")
 EMPTY_SEAT = (0, -1, -1, 0, 0, 0)
 
 
@@ -44,6 +45,7 @@ class Hosting:
     _loading: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
     _leaving: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
     _seated: Column = field(default_factory=lambda: np.zeros((0, len(SEATED)), dtype=np.int64))  # seat x column
+    _staying: tuple[int, int] | None = None  # as ``staying`` says, while nobody has moved
     _moved: dict[int, "Worker | None"] = field(default_factory=dict)  # seat -> who sits there now
 
     def moved(self, seat: int, worker: "Worker | None") -> None:
@@ -81,7 +83,18 @@ class Hosting:
         self._make_seats(seats)
         return {name: self._seated[:seats, place].copy() for place, name in enumerate(SEATED)}
 
+    def staying(self) -> tuple[int, int]:
+        """How many workers are to stay, and their KV in tokens."""
+        self._refresh()
+        if self._staying is None:
+            alive, draining, kv_tokens = (self._seated[:, SEATED.index(name)] for name in STAYING)
+            stays = (alive > 0) & (draining == 0)
+            self._staying = int(stays.sum()), int(kv_tokens[stays].sum())
+        return self._staying
+
     def _refresh(self) -> None:
+        if self._moved:
+            self._staying = None
         for seat, worker in self._moved.items():
             self._unlist(seat)
             self._make_seats(seat + 1)

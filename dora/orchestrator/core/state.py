@@ -175,7 +175,8 @@ class State:
         self.roomy: set[int] = set()  # seats that may have room: something has left them since they were found full
         self.rationed: dict[int, int] = {}  # version -> requests that each of its hosts holds at most for now
         self.pressed: set[int] = set()  # seats of workers whose KV is nearly used up
-        self.idle: set[int] = set()  # seats of workers that hold nothing
+        # seats of workers that hold nothing, load nothing and are to stay, once all is settled
+        self.idle: set[int] = set()
         self.hosting = Hosting()
         self.unhosted: frozenset[int] = frozenset()  # versions found without a host at the last look
         self.dry: tuple[frozenset[int], int, int] | None = None  # seats found without work then, and step and newest
@@ -267,6 +268,7 @@ class State:
         requests["claim"][row] = claim
         requests["starting"][row] = 0
         worker.rows.add(row)
+        self.idle.discard(worker.seat)
         worker.kv_claimed += claim
         worker.kv_change += prompt_tokens + tokens
 

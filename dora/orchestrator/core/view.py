@@ -57,6 +57,7 @@ def _worker_columns(state: State) -> WorkerColumns:
         return np.fromiter(map(attrgetter(name), seats), dtype=np.int64, count=len(seats))
 
     owned = np.fromiter(map(len, map(attrgetter("rows"), seats)), dtype=np.int64, count=len(seats))
+    kv_used = column("kv_used")
     seated = state.hosting.seated(len(seats))
     return WorkerColumns(
         alive=seated["alive"].astype(bool),
@@ -67,7 +68,7 @@ def _worker_columns(state: State) -> WorkerColumns:
         held=owned + column("inbound"),
         kv_tokens=seated["kv_tokens"],
         kv_claimed=column("kv_claimed"),
-        kv_expected=column("kv_expected"),
-        kv_used=column("kv_used"),
+        kv_expected=np.maximum(0, kv_used + column("kv_change")) + column("kv_inbound"),  # Worker.kv_expected
+        kv_used=kv_used,
         waiting=column("waiting"),
     )

@@ -1,6 +1,7 @@
 """DP groups by the KV that versions need: who gives up, who gets, which requests move for it."""
 
 from collections.abc import Mapping
+from heapq import heapify, heappop, heappush
 from math import ceil
 
 import numpy as np
@@ -54,15 +55,17 @@ class Demand:
                     need[version] = max(need[version], int(lifespan.hosts(version, snapshot.now_s)))
         if not self._may_begin(leader):
             need = _shared(need, len(target))
-        have: dict[int, list[int]] = {version: [] for version in need}
+        kv_expected = workers.kv_expected.tolist()
+        have: dict[int, list[tuple[int, int]]] = {version: [] for version in need}  # heaps of KV and seat
         for seat, version in target.items():
-            have[version].append(seat)
+            have[version].append((kv_expected[seat], seat))
+        for heap in have.values():
+            heapify(heap)
 
         def give(source: int, to: int) -> None:
-            seat = min(have[source], key=lambda seat: (workers.kv_expected[seat], seat))
-            have[source].remove(seat)
-            have[to].append(seat)
-            target[seat] = to
+            emptiest = heappop(have[source])
+            heappush(have[to], emptiest)
+            target[emptiest[1]] = to
 
         for version in sorted(need):
             if version < leader and (lifespan is not None or self._ends(version)):
