@@ -51,7 +51,7 @@ def snapshot_of(workers: list[dict[str, int]], requests: list[tuple[int, int, in
         log_sd=np.full(len(version), log_sd),
     )
     known: dict[str, Any] = {
-        "now_s": 0.0, "step": newest, "newest": newest, "window": 3, "admissible": {}, "cost": None,
-        "group_tokens": 100.0, "backlog_longest": np.array([])
+        "now_s": 0.0, "step": newest, "newest": newest, "window": 3, "groups_per_step": 4, "admissible": {},
+        "cost": None, "group_tokens": 100.0, "backlog_longest": np.array([])
     }  # fmt: skip
     return Snapshot(**{**known, **fields}, workers=columns, requests=table)

@@ -105,3 +105,24 @@ def test_a_request_that_fills_a_dp_group_alone_stays_though_another_is_empty(
     demand = Demand(snapshot_of(workers, [(0, 0, context) for context in contexts], newest=0), None, {})
     moves, _ = demand.moves({0: 0, 1: 0})
     assert list(moves) == moved
+
+
+@pytest.mark.parametrize(("group_tokens", "keeps"), [(2_000.0, 8), (200_000.0, 1)])
+def test_an_old_version_is_packed_tight_only_where_the_newest_may_need_the_rest(
+    group_tokens: float, keeps: int
+) -> None:
+    """Eight small responses on eight of 12 DP groups; the newest may begin four groups."""
+    workers = [{"loaded": 0, "kv_tokens": 100_000} for _ in range(12)]
+    requests = [(0, seat, 1_000) for seat in range(8)]
+    waits = {"admissible": {1: 4}, "backlog_longest": np.array([500.0]), "group_tokens": group_tokens}
+    demand = Demand(snapshot_of(workers, requests, newest=1, **waits), None, {})
+    targets = demand.targets()
+    assert list(targets.values()).count(0) == keeps
+    assert demand.ample == (keeps == 8)
+
+
+def test_as_long_as_no_length_is_known_dp_groups_do_not_count_as_ample() -> None:
+    workers, waiting = [{"loaded": 0}] * 12, np.array([500.0])
+    demand = Demand(snapshot_of(workers, newest=0, admissible={0: 4}, backlog_longest=waiting), None, {})
+    demand.targets()
+    assert not demand.ample

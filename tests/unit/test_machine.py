@@ -335,25 +335,3 @@ def test_a_look_for_moves_that_found_no_place_is_repeated_when_there_is_one() ->
         assert not bench.given(do.ReserveSlot)
         bench.post(on.Progress("w1", 2, 0, {request_id: 40}, {request_id: "stop"}, 0, used))
     assert len(bench.given(do.ReserveSlot)) == 1, "one of 35 tokens beside 45, where 108 are the pressure"
-
-
-@pytest.mark.parametrize(("workers", "at_once"), [(50, True), (150, False)])
-def test_one_idle_worker_of_many_gets_its_plan_at_a_tick(workers: int, at_once: bool) -> None:
-    """Version 0 has one response a worker and admits no more: the one that ends leaves its worker without work."""
-    bench = Bench(window=2, groups=workers)
-    bench.start(*(f"w{number}" for number in range(workers)))
-    bench.offer(2 * workers)
-    bench.post(on.StepRequested(1, 0))
-    for worker in bench.state.workers.values():
-        bench.complete(bench.state.request_id[min(worker.rows)])
-    bench.post(on.StepCommitted(1, 0))
-    bench.obey(do.WorkerCommand)  # moves, and loads of what they empty
-    last = next(worker for worker in bench.state.workers.values() if worker.hosts == 0 and worker.held == 1)
-    before = bench.machine.counters.rebalances
-    bench.complete(bench.state.request_id[min(last.rows)])
-    assert bench.machine.counters.rebalances == before + at_once
-    bench.now_s += 10.0
-    bench.post(on.Tick())
-    assert bench.machine.counters.rebalances == before + 1
-    bench.post(on.Tick())
-    assert bench.machine.counters.rebalances == before + 1

@@ -17,10 +17,6 @@ from dora.orchestrator.core.view import snapshot
 RELIEF_REST_S = 1.0  # between two looks for moves: else one would be taken at every response's end
 BARREN_REST_S = 5.0  # after one that found none, unless a place has become free where one was looked for
 PRESSURE_REST_S = 5.0  # pressure is looked at again after this
-# Fewer than this share of the workers, without work or under pressure, wait until the last plan is so old: of 1,024
-# there are some every second, and a plan takes 2 ms; of up to 100, one is enough.
-FEW = 0.01
-FEW_REST_S = 10.0
 
 
 def rebalance(state: State, trigger: Trigger) -> None:
@@ -72,13 +68,9 @@ def check(state: State) -> None:
         dried = (dry, state.window.step, state.window.newest)
         if unhosted - state.unhosted:
             rebalance(state, Trigger.MEMBERSHIP)
-            state.dry = dried
-        elif not dry:
-            state.dry = dried
-        elif dried != state.dry and _worth_a_plan(state, dried):
+        elif dry and dried != state.dry:
             rebalance(state, Trigger.DRAINED)
-            state.dry = dried
-        state.unhosted = unhosted
+        state.unhosted, state.dry = unhosted, dried
         if state.settling:
             settle(state)
         retire(state)  # the window moves, and loads end, in events that settle
@@ -93,7 +85,7 @@ def tick(state: State) -> None:
     since_s = state.now_s - state.balanced_s
     if since_s >= balance.period_s:
         rebalance(state, Trigger.TIME)
-    elif state.pressed and since_s >= (FEW_REST_S if _few(state, len(state.pressed)) else PRESSURE_REST_S):
+    elif since_s >= min(PRESSURE_REST_S, balance.period_s) and state.pressed:
         rebalance(state, Trigger.PRESSURE)
 
 
@@ -152,16 +144,6 @@ def _relieve(state: State) -> None:
 def _places(state: State, displaced: Iterable[int]) -> bool:
     """Whether a worker hosts one of these versions and has a place."""
     return any(worker.held < QUEUE_SLOTS * worker.slots for version in displaced for worker in state.hosts_of(version))
-
-
-def _worth_a_plan(state: State, dried: tuple[frozenset[int], int, int]) -> bool:
-    """Whether a plan is made now for what has run dry: a few workers of many wait."""
-    known = state.dry[0] if state.dry is not None and state.dry[1:] == dried[1:] else frozenset()
-    return not _few(state, len(dried[0] ^ known)) or state.now_s >= state.balanced_s + FEW_REST_S
-
-
-def _few(state: State, workers: int) -> bool:
-    return workers < FEW * len(state.workers)
 
 
 def _dry(state: State) -> frozenset[int]:

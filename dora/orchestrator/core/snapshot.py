@@ -75,6 +75,7 @@ class Snapshot:
     step: int
     newest: int
     window: int
+    groups_per_step: int  # that a step takes; 0: not known yet
     admissible: Mapping[int, int]  # version -> groups that may still be admitted
     cost: CostModel | None  # of one engine, where it was profiled
     group_tokens: float  # predicted tokens of one new group

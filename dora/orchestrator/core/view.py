@@ -23,6 +23,7 @@ def snapshot(state: State) -> Snapshot:
         step=window.step,
         newest=window.newest,
         window=window.size,
+        groups_per_step=window.groups_per_step,
         admissible={v: 0 if dried_up else window.admissible(v) for v in live},
         cost=state.cost,
         group_tokens=mean_tokens * max(1, len(requests)) / max(1, len(state.groups)),

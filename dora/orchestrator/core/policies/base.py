@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush, heapreplace
-from math import inf
+from math import ceil, inf
 
 from dora.config import BalanceConfig
 from dora.orchestrator.core.floor import Floor
@@ -42,6 +42,17 @@ class BasePolicy(ABC):
     def ration(self, floor: Floor, version: int) -> int | None:
         """How many requests a DP group of this version is to hold at most for now; None: as many as it has room for."""
         return None
+
+    def even_share(self, floor: Floor, version: int) -> int | None:
+        """A ration while more DP groups load the version: else the first would be filled, and levelled again."""
+        loading = floor.loading(version)
+        if not loading:
+            return None
+        hosts, first = floor.hosts(version), floor.backlog.first()
+        groups = max(0, min(len(floor.backlog), floor.window.admissible(version)))
+        supply = len(floor.line(version)) + groups * (first.prompt.group_size if first is not None else 0)
+        held = sum([len(worker.rows) + worker.inbound for worker in hosts])
+        return ceil((supply + held) / (len(hosts) + loading))
 
     def fits(self, floor: Floor, row: int, worker: Worker) -> bool:
         """Whether the request's KV fits, as it will be at its end. An empty DP group takes anything."""

@@ -1,8 +1,9 @@
 """DP groups by the KV that versions need: who gives up, who gets, which requests move for it."""
 
+from collections import Counter
 from collections.abc import Mapping
-from heapq import heapify, heappop, heappush
-from math import ceil
+from heapq import heappop, heappush
+from math import ceil, inf
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from dora.orchestrator.core.table import Column
 
 HORIZON_TOKENS = 1_500.0  # a version needs room for what its requests will have grown to by then
 LEVEL_TOKENS = 600.0  # DP groups are levelled by the KV they will hold after so many tokens, where that is more
+AMPLE = 2.0  # times as many DP groups as all that has begun and a step to come can fill: none is packed tight
 PRESSED = 0.90  # share of a DP group's KV above which it is relieved, as far as another one is this much emptier:
 LEVEL_GAP = 0.06
 
@@ -32,6 +34,7 @@ class Demand:
         self._unfinished = np.flatnonzero(requests.unfinished)
         targets = snapshot.workers.target[self._seats].tolist()
         self._leader = leading(snapshot.newest, targets, snapshot.window, snapshot.admits)
+        self.ample = False  # whether all versions have more DP groups than they can fill, as ``targets`` has found
         self._later: dict[float, Column] = {}  # tokens ahead -> KV that each unfinished request will hold by then
 
     def targets(self) -> dict[int, int]:
@@ -53,31 +56,39 @@ class Demand:
             for version in need:
                 if version < leader and need[version] and snapshot.admits(version):
                     need[version] = max(need[version], int(lifespan.hosts(version, snapshot.now_s)))
-        if not self._may_begin(leader):
+        self.ample = AMPLE * (sum(need.values()) + self._at_most(snapshot.groups_per_step)) <= len(target)
+        if self.ample:
+            to_come = self._at_most(snapshot.admissible[leader]) if self._may_begin(leader) else 0.0
+            at_most = need | {leader: need[leader] + ceil(to_come)}
+            kept = self._in_use(at_most, target)
+            need = kept if sum(kept.values()) <= len(target) else _shared(at_most, len(target))
+        elif not self._may_begin(leader):
             need = _shared(need, len(target))
+        have = dict.fromkeys(need, 0) | Counter(target.values())
         kv_expected = workers.kv_expected.tolist()
-        have: dict[int, list[tuple[int, int]]] = {version: [] for version in need}  # heaps of KV and seat
-        for seat, version in target.items():
-            have[version].append((kv_expected[seat], seat))
-        for heap in have.values():
-            heapify(heap)
+        emptiest: dict[int, list[tuple[int, int]]] = {}  # heaps of KV and seat, of versions that have given one up
 
         def give(source: int, to: int) -> None:
-            emptiest = heappop(have[source])
-            heappush(have[to], emptiest)
-            target[emptiest[1]] = to
+            if source not in emptiest:
+                emptiest[source] = sorted((kv_expected[seat], seat) for seat, its in target.items() if its == source)
+            least = heappop(emptiest[source])
+            if to in emptiest:
+                heappush(emptiest[to], least)
+            target[least[1]] = to
+            have[source] -= 1
+            have[to] += 1
 
         for version in sorted(need):
             if version < leader and (lifespan is not None or self._ends(version)):
-                while len(have[version]) > need[version]:  # at once to the one that would get it in the end
-                    give(version, next((v for v in sorted(need) if len(have[v]) < need[v]), leader))
+                while have[version] > need[version]:  # at once to the one that would get it in the end
+                    give(version, next((v for v in sorted(need) if have[v] < need[v]), leader))
         for version in sorted(need):  # the earliest deadline first
-            while len(have[version]) < need[version]:
-                donors = [v for v in need if v != version and len(have[v]) > need[v]]
+            while have[version] < need[version]:
+                donors = [v for v in need if v != version and have[v] > need[v]]
                 if donors:
                     give(max(donors), version)
-                elif not have[version] and (donors := [v for v in need if len(have[v]) > 1]):
-                    give(min(donors, key=lambda v: (exact[v] - len(have[v]), v)), version)
+                elif not have[version] and (donors := [v for v in need if have[v] > 1]):
+                    give(min(donors, key=lambda v: (exact[v] - have[v], v)), version)
                 else:
                     break
         cover(snapshot, target)
@@ -115,6 +126,22 @@ class Demand:
             least = 1 if len(rows) or version == self._leader else 0
             need[version] = max(least, kv / (FILL * kv_tokens), len(rows) / slots)
         return need
+
+    def _at_most(self, groups: int) -> float:
+        """DP groups that so many groups of responses need at most: all as long as they get."""
+        snapshot, rows = self._snapshot, self._unfinished
+        if not len(rows) or not self._seats:
+            return inf  # how long responses are is not known yet
+        requests, workers = snapshot.requests, snapshot.workers
+        prompt_tokens, tokens = float(requests.prompt_tokens[rows].mean()), float(requests.expected_tokens[rows].mean())
+        responses = groups * snapshot.group_tokens / max(1.0, tokens)
+        kv = responses * (prompt_tokens + tokens) / (FILL * float(workers.kv_tokens[self._seats].mean()))
+        return max(kv, responses / float(workers.slots[self._seats].mean()))
+
+    def _in_use(self, need: dict[int, int], target: Mapping[int, int]) -> dict[int, int]:
+        """Older versions keep what works for them, too."""
+        works = Counter(target[seat] for seat in np.flatnonzero(self._snapshot.workers.held).tolist() if seat in target)
+        return {v: least if v == self._leader else max(least, works[v]) for v, least in need.items()}
 
     def _shares(self) -> Column:
         """By row: KV of a request now, and LEVEL_TOKENS later."""

@@ -7,7 +7,6 @@ and it is supplemented with what can end before its deadline only, so that no st
 
 from collections.abc import Mapping
 from itertools import islice
-from math import ceil
 from typing import Final
 
 import numpy as np
@@ -60,15 +59,7 @@ class DoraPolicy(BasePolicy):
         return plan_moves(snapshot, living_targets(snapshot), self.config)
 
     def ration(self, floor: Floor, version: int) -> int | None:
-        """An even share, while more DP groups load the version: else the first would be filled, and levelled again."""
-        loading = floor.loading(version)
-        if not loading:
-            return None
-        hosts, first = floor.hosts(version), floor.backlog.first()
-        groups = max(0, min(len(floor.backlog), floor.window.admissible(version)))
-        supply = len(floor.line(version)) + groups * (first.prompt.group_size if first is not None else 0)
-        held = sum([len(worker.rows) + worker.inbound for worker in hosts])
-        return ceil((supply + held) / (len(hosts) + loading))
+        return self.even_share(floor, version)
 
     def fits(self, floor: Floor, row: int, worker: Worker) -> bool:
         """Whether KV in use stays below the pressure. An empty DP group takes anything."""

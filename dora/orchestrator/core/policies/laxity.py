@@ -94,6 +94,10 @@ class LaxityPolicy(BasePolicy):
         self._forecasts[worker.seat] = forecast
         return True
 
+    def ration(self, floor: Floor, version: int) -> int | None:
+        """Where KV is short, the first DP group that has the version is to be filled, not to wait for the others."""
+        return self.even_share(floor, version) if self._reservations.ample else None
+
     def choose(self, floor: Floor, version: int) -> Entry | None:
         lifespan = self._reservations.lifespan
         if lifespan is None:
@@ -103,7 +107,7 @@ class LaxityPolicy(BasePolicy):
             due, limit = lifespan.due(version), self._reservations.limit_tokens(floor, version)
             if not due:
                 entry = self._late(floor, version, self._waited) or self._urgent(floor, version, limit)
-                if entry is None and not self._sparse(floor, version):
+                if entry is None and (self._reservations.ample or not self._sparse(floor, version)):
                     entry = self._first(floor, version, limit)
             entry = entry or self._longest(floor, version, limit)
             if entry is None and not due:  # rather than nothing
@@ -195,6 +199,7 @@ class LaxityPolicy(BasePolicy):
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
         demand = self._demand(snapshot)
         targets = demand.targets()
+        self._reservations.ample = demand.ample
         return Plan(targets, self._moves(snapshot, demand, targets))
 
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:

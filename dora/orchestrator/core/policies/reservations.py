@@ -12,7 +12,9 @@ from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.policies.outlook import FILL, SAFETY, lifespan_of
 from dora.orchestrator.core.table import Column
 
-REFRESH_S = 5.0  # the forecast is made anew after this, or after this share of a step: in between it only grows
+# The forecast is made anew after this, or after this share of a step: in between it only grows. Where KV is ample, only
+# after the latter.
+REFRESH_S = 5.0
 REFRESH_STEP = 0.02
 # Share of the KV far ahead that is not reserved: publishes come early or late, and what begins later fills it with
 # shorter responses. From HEADROOM_TOKENS ahead on, and in proportion before. Never that of more than HEADROOM_GROUPS
@@ -42,6 +44,7 @@ class Reservations:
         self._limit: dict[int, Column] = {}
         self.token_s = 0.0  # seconds a token takes
         self.kept_free: dict[int, float] = {}  # version -> KV that its lanes keep free (lanes.py)
+        self.ample = False  # there are far more DP groups than can be filled, as last planned
         self._log_sd = 0.0  # how unsure lengths are: standard deviation of their logarithms, on average
         self._most_tokens = 0.0  # no response is expected to become longer
         self.believed = False  # lengths are not known, of some of the unfinished requests at least
@@ -67,7 +70,8 @@ class Reservations:
     def _stale(self, floor: Floor) -> bool:
         if self.lifespan is None or (floor.newest, floor.members) != self._made_for:
             return True
-        return floor.now_s - self._made_s >= min(REFRESH_S, REFRESH_STEP * self.lifespan.step_s)
+        rest_s = REFRESH_STEP * self.lifespan.step_s
+        return floor.now_s - self._made_s >= (rest_s if self.ample else min(REFRESH_S, rest_s))
 
     def limit_tokens(self, floor: Floor, version: int) -> float:
         """The longest response, as predicted, that is to begin now.
