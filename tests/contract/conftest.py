@@ -1,6 +1,6 @@
 """The engines that the contract suite runs on, and the models they serve. A process has one vLLM engine at a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +8,7 @@ import pytest
 from dora.models.tiny import make_tiny
 from dora.worker.engine import RolloutEngine
 from dora.worker.fake_engine import FakeEngine
-from tests.contract.driver import KV_TOKENS, MAX_MODEL_LEN_TOKENS, SLOTS, Driver
+from tests.contract.driver import KV_TOKENS, MAX_MODEL_LEN_TOKENS, SLOTS, Driver, VersionFolder
 
 KINDS = ("fake", "vllm-dense", "vllm-moe")
 
@@ -30,7 +30,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def version_folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def version_folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> VersionFolder:
     """The weights of a version of this kind's tiny model: another seed for each."""
     architecture = "moe" if kind == "vllm-moe" else "dense"
     base = tmp_path_factory.mktemp(kind)
@@ -38,14 +38,14 @@ def version_folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 @pytest.fixture(scope="module")
-def started_engine(kind: str, version_folder: Callable[[int], Path]) -> Iterator[RolloutEngine]:
+def started_engine(kind: str, version_folder: VersionFolder) -> Iterator[RolloutEngine]:
     engine = make_engine(kind, version_folder(1))
     yield engine
     engine.close()
 
 
 @pytest.fixture
-def engine(started_engine: RolloutEngine, version_folder: Callable[[int], Path]) -> RolloutEngine:
+def engine(started_engine: RolloutEngine, version_folder: VersionFolder) -> RolloutEngine:
     """The engine with version 1 and no request."""
     started_engine.load_weights(1, version_folder(1), None)
     return started_engine

@@ -1,7 +1,8 @@
 """Drives one engine for the contract suite: collects what requests produce and checks that nothing is told twice."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from dora.kvtransfer.codec import decode, encode
 from dora.kvtransfer.snapshot import KvSnapshot
@@ -11,6 +12,9 @@ from dora.worker.engine import RolloutEngine
 MAX_MODEL_LEN_TOKENS = 256
 KV_TOKENS = 1024
 SLOTS = 8
+ROUNDING = 1e-4  # of a logprob whose KV was computed in another order
+
+VersionFolder = Callable[[int], Path]  # a version's weights
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=40, ignore_eos=True)

@@ -1,7 +1,7 @@
 """What only a real model can show: agreement with another implementation, and that each patch is needed and proven."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +14,8 @@ from dora.engine_patches.patch import PatchFailed, nothing
 from dora.errors import CanaryMismatch
 from dora.weights.canary import compute_canary
 from dora.worker.vllm_engine import VllmEngine
-from tests.contract.driver import GREEDY, make_request, mixed_requests, run
+from tests.contract.driver import GREEDY, VersionFolder, make_request, mixed_requests, run
 
-VersionFolder = Callable[[int], Path]
 AGREEMENT = 1e-3  # 5e-5 was measured on larger models
 
 

@@ -1,0 +1,197 @@
+"""That a request which moves goes on as if it had not, whatever engines are made of: with its KV or without."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dora.errors import Conflict, SnapshotRefused
+from dora.kvtransfer.codec import decode, encode
+from dora.kvtransfer.shm import ShmTransport
+from dora.worker.engine import RolloutEngine
+from tests.contract.driver import (
+    EVERYTHING,
+    GREEDY,
+    ROUNDING,
+    SLOTS,
+    Driver,
+    Response,
+    VersionFolder,
+    farthest,
+    make_request,
+    mixed_requests,
+    run,
+)
+
+# Moving.
+
+
+@pytest.mark.parametrize("at_step", [1, 7, 30])
+def test_a_moved_request_equals_an_unmoved_one_bitwise(engine: RolloutEngine, driver: Driver, at_step: int) -> None:
+    requests = mixed_requests(6)
+    untouched = run(engine, requests)
+    before = engine.load().reprefilled_tokens
+    for request in requests:
+        driver.add(request)
+    driver.step(at_step)
+    snapshots = [driver.take_out(name) for name in driver.unfinished()]
+    assert len(snapshots) >= 3
+    assert engine.load().kv_used_tokens == 0
+    for snapshot in reversed(snapshots):
+        engine.admit(snapshot)
+    driver.step()
+    for snapshot in snapshots:  # one token at once: no step was spent on old ones
+        assert len(driver.responses[snapshot.request.request_id].token_ids) == at_step + 1
+    assert driver.finish() == untouched
+    assert engine.load().reprefilled_tokens == before
+
+
+def test_sixteen_requests_move_at_once_through_eight_slots(engine: RolloutEngine, driver: Driver) -> None:
+    requests = [replace(request, request_id=f"m{i}") for i, request in enumerate(mixed_requests(16))]
+    untouched = run(engine, requests)
+    before = engine.load().reprefilled_tokens
+    snapshots = []
+    for half in (requests[:SLOTS], requests[SLOTS:]):
+        for request in half:
+            driver.add(request)
+        driver.step(6)
+        snapshots += [driver.take_out(request.request_id) for request in half]
+    for snapshot in snapshots:
+        engine.admit(snapshot)
+    driver.step()
+    assert (engine.load().running, engine.load().waiting) == (SLOTS, SLOTS)
+    assert driver.finish() == untouched
+    assert engine.load().reprefilled_tokens == before
+
+
+def test_a_snapshot_that_waits_for_a_slot_can_move_on(engine: RolloutEngine, driver: Driver) -> None:
+    mover = replace(make_request(1, EVERYTHING, ignore_eos=True, min_tokens=40), request_id="mover")
+    untouched = run(engine, [mover])["mover"]
+    before = engine.load().reprefilled_tokens
+    driver.add(mover)
+    driver.step(9)
+    snapshot = driver.take_out("mover")
+    for request in mixed_requests(SLOTS):
+        driver.add(request)
+    driver.step(2)
+    engine.admit(snapshot)
+    driver.step(3)
+    again = driver.take_out("mover")
+    assert again.request == snapshot.request
+    engine.admit(again)
+    assert driver.finish()["mover"] == untouched
+    assert engine.load().reprefilled_tokens == before
+
+
+def test_kv_decides_what_follows(engine: RolloutEngine, driver: Driver) -> None:
+    """The negative control: were KV ignored or recomputed, moved requests would equal unmoved ones for nothing."""
+    request = make_request(1, GREEDY)
+    untouched = run(engine, [request])["r1"]
+    driver.add(request)
+    driver.step(8)
+    snapshot = driver.take_out("r1")
+    flipped = {name: np.array(blocks) for name, blocks in snapshot.blocks.items()}
+    first_layer = flipped[snapshot.layout.layers[0][0]]
+    first_layer[0, ::7] ^= 0x10
+    engine.admit(decode(b"".join(encode(replace(snapshot, blocks=flipped)))))  # with a checksum of its own
+    changed = driver.finish()["r1"]
+    assert changed.logprobs[:8] == untouched.logprobs[:8]
+    assert changed.logprobs[8:] != untouched.logprobs[8:]
+
+
+def test_a_snapshot_is_refused_by_name_of_what_differs(
+    engine: RolloutEngine, driver: Driver, version_folder: VersionFolder
+) -> None:
+    driver.add(make_request(1))
+    driver.step(4)
+    engine.freeze("r1")
+    snapshot = engine.export("r1")
+    assert snapshot is not None
+    with pytest.raises(Conflict, match="r1"):
+        engine.admit(snapshot)
+    engine.remove("r1")
+    layout = snapshot.layout
+    for change, name in (
+        ({"layout": replace(layout, fingerprint="another")}, "fingerprint"),
+        ({"layout": replace(layout, dtype="bfloat16")}, "dtype"),
+        ({"layout": replace(layout, backend="cuda/flash")}, "backend"),
+        ({"layout": replace(layout, tp_size=2)}, "tp_size"),
+        ({"kv_tokens": snapshot.kv_tokens - 1}, "kv_tokens"),
+        ({"rng_draws": snapshot.rng_draws + 1}, "rng_draws"),
+        ({"request": replace(snapshot.request, version=2)}, "version"),
+        ({"blocks": {}}, "blocks"),
+    ):
+        with pytest.raises(SnapshotRefused, match=name):
+            engine.admit(replace(snapshot, **change))
+    engine.load_weights(2, version_folder(2), None)
+    with pytest.raises(SnapshotRefused, match=r"version = 1, this engine has loaded 2"):
+        engine.admit(snapshot)
+    assert not engine.has_work()
+
+
+# Resuming without KV.
+
+
+@pytest.mark.parametrize("at_step", [1, 12])
+def test_a_request_resumed_from_its_outputs_goes_on_the_same_and_is_counted(
+    engine: RolloutEngine, driver: Driver, version_folder: VersionFolder, at_step: int
+) -> None:
+    requests = mixed_requests(6)
+    untouched = run(engine, requests)
+    for request in requests:
+        driver.add(request)
+    driver.step(at_step)
+    resumed = [request for request in requests if request.request_id in driver.unfinished()]
+    for request in resumed:
+        engine.remove(request.request_id)
+    engine.load_weights(1, version_folder(1), None)  # nothing is left in the prefix cache
+    before = engine.load().reprefilled_tokens
+    for request in resumed:
+        driver.resume(request)
+    assert farthest(driver.finish(), untouched) < ROUNDING
+    assert engine.load().reprefilled_tokens - before == sum(
+        len(request.prompt_token_ids) + at_step - 1 for request in resumed
+    )
+
+
+# Between processes.
+
+
+def test_requests_go_on_in_another_process_and_weights_are_the_same_there(
+    engine: RolloutEngine, driver: Driver, kind: str, version_folder: VersionFolder, tmp_path: Path
+) -> None:
+    requests = mixed_requests(6)
+    untouched = run(engine, requests)
+    moved = [replace(request, request_id=f"moved-{request.request_id}") for request in requests]
+    for request in moved:
+        driver.add(request)
+    driver.step(9)
+    transport = ShmTransport(tmp_path)
+    locators = [transport.put(driver.take_out(name)) for name in driver.unfinished()]
+    finished_here = {name: response for name, response in driver.responses.items() if response.finish_reason}
+
+    orders = {
+        "kind": kind,
+        "model": str(version_folder(2)),
+        "version": 1,
+        "weights": str(version_folder(1)),
+        "snapshots": str(tmp_path),
+        "locators": locators,
+        "prompts": len(requests),
+    }
+    (tmp_path / "orders.json").write_text(json.dumps(orders))
+    command = [sys.executable, "-m", "tests.contract.peer", str(tmp_path / "orders.json")]
+    peer = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert peer.returncode == 0, peer.stderr[-4000:]
+    told = json.loads(peer.stdout.splitlines()[-1])
+    responses = {name: Response(**response) for name, response in told["responses"].items()} | finished_here
+    assert len(responses) == 2 * len(requests)
+    for name, response in untouched.items():
+        assert responses[name] == response  # started there: a fresh engine with the same weights
+        assert responses[f"moved-{name}"] == response
+    assert told["reprefilled_tokens"] == 0
+    assert list(tmp_path.glob("*.kv")) == []
