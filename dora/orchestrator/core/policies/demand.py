@@ -51,19 +51,7 @@ class Demand:
             cover(snapshot, target)
             return target
         exact = self._needs({*target.values(), leader})
-        need = {version: ceil(groups) for version, groups in exact.items()}
-        if lifespan is not None:
-            for version in need:
-                if version < leader and need[version] and snapshot.admits(version):
-                    need[version] = max(need[version], int(lifespan.hosts(version, snapshot.now_s)))
-        self.ample = AMPLE * (sum(need.values()) + self._at_most(snapshot.groups_per_step)) <= len(target)
-        if self.ample:
-            to_come = self._at_most(snapshot.admissible[leader]) if self._may_begin(leader) else 0.0
-            at_most = need | {leader: need[leader] + ceil(to_come)}
-            kept = self._in_use(at_most, target)
-            need = kept if sum(kept.values()) <= len(target) else _shared(at_most, len(target))
-        elif not self._may_begin(leader):
-            need = _shared(need, len(target))
+        need = self._wanted({version: ceil(groups) for version, groups in exact.items()}, target)
         have = dict.fromkeys(need, 0) | Counter(target.values())
         kv_expected = workers.kv_expected.tolist()
         emptiest: dict[int, list[tuple[int, int]]] = {}  # heaps of KV and seat, of versions that have given one up
@@ -109,6 +97,21 @@ class Demand:
         for seat in board.pressed():
             board.relieve(seat)
         return tuple(board.moves), board.lanes
+
+    def _wanted(self, need: dict[int, int], target: Mapping[int, int]) -> dict[int, int]:
+        """DP groups that each version is to have, as far as there are so many. Finds whether KV is ample."""
+        snapshot, lifespan, leader = self._snapshot, self._lifespan, self._leader
+        if lifespan is not None:
+            for version in need:
+                if version < leader and need[version] and snapshot.admits(version):
+                    need[version] = max(need[version], int(lifespan.hosts(version, snapshot.now_s)))
+        self.ample = AMPLE * (sum(need.values()) + self._at_most(snapshot.groups_per_step)) <= len(target)
+        if self.ample:
+            to_come = self._at_most(snapshot.admissible[leader]) if self._may_begin(leader) else 0.0
+            at_most = need | {leader: need[leader] + ceil(to_come)}
+            kept = self._in_use(at_most, target)
+            return kept if sum(kept.values()) <= len(target) else _shared(at_most, len(target))
+        return need if self._may_begin(leader) else _shared(need, len(target))
 
     def _needs(self, versions: set[int]) -> dict[int, float]:
         """DP groups that each version needs for its requests' KV, now and at the horizon; the leading one at least."""
