@@ -22,6 +22,7 @@ from dora.orchestrator.core import (
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.handoff import Action, Phase, Signal
+from dora.orchestrator.core.hosting import Hosting
 from dora.orchestrator.core.line import Line
 from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.state import State, Worker
@@ -179,6 +180,17 @@ def busy_worker_stays_idle(patch: Patch) -> None:
         self.idle |= idle
 
     patch.setattr(State, "give", unnoted)
+
+
+def staying_is_counted_once(patch: Patch) -> None:
+    refresh = Hosting._refresh
+
+    def unforgetting(self: Hosting) -> None:
+        staying = self._staying
+        refresh(self)
+        self._staying = staying
+
+    patch.setattr(Hosting, "_refresh", unforgetting)
 
 
 def dead_worker_keeps_its_requests(patch: Patch) -> None:

@@ -52,6 +52,6 @@ def snapshot_of(workers: list[dict[str, int]], requests: list[tuple[int, int, in
     )
     known: dict[str, Any] = {
         "now_s": 0.0, "step": newest, "newest": newest, "window": 3, "groups_per_step": 4, "admissible": {},
-        "cost": None, "group_tokens": 100.0, "backlog_longest": np.array([])
+        "cost": None, "group_tokens": 100.0, "group_kv_tokens": 100.0, "backlog_longest": np.array([])
     }  # fmt: skip
     return Snapshot(**{**known, **fields}, workers=columns, requests=table)

@@ -1,6 +1,7 @@
 """Which version gives a DP group up and which gets one, by the KV that requests hold and will hold."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ TOKENS, LOG_SD = 2_000, 0.8
 BELIEF = (math.log(3_000.0), LOG_SD)
 
 
-def targets_of(snapshot: Snapshot) -> dict[int, int]:
-    return Demand(snapshot, None, {}).targets()
+def targets_of(snapshot: Snapshot, group_kv_tokens: float = 0.0) -> dict[int, int]:
+    return Demand(snapshot, None, {}, group_kv_tokens).targets()
 
 
 def test_with_nothing_to_spare_the_version_gives_that_overflows_least() -> None:
@@ -107,22 +108,42 @@ def test_a_request_that_fills_a_dp_group_alone_stays_though_another_is_empty(
     assert list(moves) == moved
 
 
-@pytest.mark.parametrize(("group_tokens", "keeps"), [(2_000.0, 8), (200_000.0, 1)])
-def test_an_old_version_is_packed_tight_only_where_the_newest_may_need_the_rest(
-    group_tokens: float, keeps: int
-) -> None:
-    """Eight small responses on eight of 12 DP groups; the newest may begin four groups."""
+ROOM = 97_000  # KV of a DP group of the tests below, as far as it is filled
+
+
+def ten_idle(**fields: Any) -> Snapshot:
+    """Twelve DP groups of version 0, of which two work; version 1 may begin four groups, which are a step."""
     workers = [{"loaded": 0, "kv_tokens": 100_000} for _ in range(12)]
-    requests = [(0, seat, 1_000) for seat in range(8)]
-    waits = {"admissible": {1: 4}, "backlog_longest": np.array([500.0]), "group_tokens": group_tokens}
-    demand = Demand(snapshot_of(workers, requests, newest=1, **waits), None, {})
+    waits = {"newest": 1, "admissible": {1: 4}, "backlog_longest": np.array([500.0])}
+    return snapshot_of(workers, [(0, 0, 1_000), (0, 1, 1_000)], **{**waits, **fields})
+
+
+@pytest.mark.parametrize(("group_kv_tokens", "ample"), [(0.99 * ROOM, True), (1.01 * ROOM, False), (0.0, False)])
+def test_an_old_version_is_packed_tight_only_where_begun_and_to_come_do_not_fit_twice(
+    group_kv_tokens: float, ample: bool
+) -> None:
+    """Each version has begun what one DP group holds, and four groups fill four: six of 12, or a little more."""
+    demand = Demand(ten_idle(), None, {}, group_kv_tokens)
     targets = demand.targets()
-    assert list(targets.values()).count(0) == keeps
-    assert demand.ample == (keeps == 8)
+    assert list(targets.values()).count(0) == (2 if ample else 1)
+    assert demand.ample == ample
 
 
-def test_as_long_as_no_length_is_known_dp_groups_do_not_count_as_ample() -> None:
-    workers, waiting = [{"loaded": 0}] * 12, np.array([500.0])
-    demand = Demand(snapshot_of(workers, newest=0, admissible={0: 4}, backlog_longest=waiting), None, {})
+def test_the_newest_version_gets_what_all_that_it_may_begin_can_fill() -> None:
+    """It may begin ten groups, more than there is for: DP groups go in proportion, 1 to 11."""
+    targets = list(targets_of(ten_idle(admissible={1: 10}), 0.99 * ROOM).values())
+    assert (targets.count(0), targets.count(1)) == (1, 11)
+
+
+def test_a_dp_group_that_empties_for_a_version_does_not_work_for_it() -> None:
+    """Eight are to have version 1 and still hold 0, whose KV needs one: only what idles goes to where it works."""
+    workers = [{"loaded": 0, "target": 1, "kv_tokens": 100_000}] * 8 + [{"loaded": 2, "kv_tokens": 100_000}] * 12
+    requests = [*((0, seat, 1_000) for seat in range(8)), (2, 8, 1_000)]
+    snapshot = snapshot_of(workers, requests, newest=2, admissible={2: 4}, backlog_longest=np.array([500.0]))
+    assert sorted(targets_of(snapshot, 1_000.0).values()) == [0] + [2] * 19
+
+
+def test_kv_that_lanes_keep_free_has_not_begun() -> None:
+    demand = Demand(ten_idle(), None, {0: 6.0 * ROOM}, 1_000.0)
     demand.targets()
-    assert not demand.ample
+    assert demand.ample

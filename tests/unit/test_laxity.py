@@ -355,6 +355,20 @@ def test_a_due_version_that_is_late_with_a_dp_group_fills_it_with_what_ends_befo
     assert reservations.reserve(0, shorter)
 
 
+def test_the_forecast_is_made_anew_as_a_dp_group_joins_or_is_to_leave() -> None:
+    machine = machine_of(8, [1_000] * 4)
+    started(machine)
+    reservations, floor = Reservations(), Floor(machine.state)
+
+    def remade(event: on.Event | None) -> bool:
+        if event is not None:
+            machine.handle(event, 1.0)
+        return reservations.refresh(floor)
+
+    events = (None, None, on.WorkerJoined("w4", 1, 64, KV_TOKENS), None, on.DrainAsked("w1"), None)
+    assert [remade(event) for event in events] == [True, False, True, False, True, False]
+
+
 def test_reservations_know_nothing_before_the_first_steps() -> None:
     machine = Machine(validated({"balance": {"policy": "laxity"}}))
     reservations = Reservations()
@@ -416,3 +430,35 @@ def test_where_kv_is_ample_old_responses_stay_and_new_ones_spread_over_all_that_
     bench.load_all()
     assert not bench.given(do.ReserveSlot)
     assert sorted(worker.held for worker in workers if worker.hosts == 1) == [1, 3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(("groups", "held"), [(4, 2), (10_000, 8)])
+def test_where_a_step_fills_the_kv_the_first_dp_group_is_filled_and_does_not_wait_for_others(
+    groups: int, held: int
+) -> None:
+    """Nine DP groups join the one that has two responses, and eight more prompts come while they load."""
+    bench = Bench(window=2, groups=groups, policy="laxity")
+    bench.start("w0")
+    bench.offer(2)
+    for number in range(1, 10):
+        bench.join(f"w{number}")
+    bench.offer(8)
+    assert bench.state.workers["w0"].held == held
+
+
+def test_without_an_older_version_kv_is_still_known_to_be_ample_at_a_publish() -> None:
+    """Window 1: no group is left when version 1 is published, but the plan before saw some."""
+    bench = Bench(window=1, groups=4, policy="laxity")
+    bench.start(*(f"w{number}" for number in range(9)))
+    bench.offer(8, group_size=4)
+    bench.join("w9")
+    bench.load_all()
+    bench.post(on.StepRequested(1, 0))
+    for group in range(4):
+        for response in range(4):
+            bench.complete(f"g{group}.{response}")
+    bench.post(on.StepCommitted(1, 0))
+    assert not bench.state.groups
+    bench.load_all()
+    assert not bench.given(do.ReserveSlot)
+    assert sorted(worker.held for worker in bench.state.workers.values()) == [0, 0] + [2] * 8

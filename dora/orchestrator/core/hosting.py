@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 _BY_SEAT = attrgetter("seat")
 NOBODY: Set[int] = frozenset()
 SEATED = ("alive", "loaded", "target", "draining", "slots", "kv_tokens")  # columns
-STAYING = ("alive", "draining", "kv_tokens")
 EMPTY_SEAT = (0, -1, -1, 0, 0, 0)
 
 
@@ -87,7 +86,9 @@ class Hosting:
         """How many workers are to stay, and their KV in tokens."""
         self._refresh()
         if self._staying is None:
-            alive, draining, kv_tokens = (self._seated[:, SEATED.index(name)] for name in STAYING)
+            alive, draining, kv_tokens = (
+                self._seated[:, SEATED.index(name)] for name in ("alive", "draining", "kv_tokens")
+            )
             stays = (alive > 0) & (draining == 0)
             self._staying = int(stays.sum()), int(kv_tokens[stays].sum())
         return self._staying

@@ -79,6 +79,7 @@ class Snapshot:
     admissible: Mapping[int, int]  # version -> groups that may still be admitted
     cost: CostModel | None  # of one engine, where it was profiled
     group_tokens: float  # predicted tokens of one new group
+    group_kv_tokens: float  # KV of one new group, prompts too, all of it at its end; 0: no group is known
     backlog_longest: Column  # float64, ascending: predicted longest response of each prompt on offer
     workers: WorkerColumns
     requests: RequestColumns

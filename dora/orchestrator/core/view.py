@@ -17,7 +17,8 @@ def snapshot(state: State) -> Snapshot:
     status = requests["status"]
     live = range(window.oldest_live, window.newest + 1)
     dried_up = state.exhausted and not state.backlog
-    mean_tokens = float(requests["expected"].sum()) / max(1, len(requests))  # free rows are 0
+    groups = max(1, len(state.groups))
+    tokens, prompt_tokens = (float(requests[name].sum()) for name in ("expected", "prompt_tokens"))  # free rows are 0
     return Snapshot(
         now_s=state.now_s,
         step=window.step,
@@ -26,7 +27,8 @@ def snapshot(state: State) -> Snapshot:
         groups_per_step=window.groups_per_step,
         admissible={v: 0 if dried_up else window.admissible(v) for v in live},
         cost=state.cost,
-        group_tokens=mean_tokens * max(1, len(requests)) / max(1, len(state.groups)),
+        group_tokens=tokens / groups,
+        group_kv_tokens=(tokens + prompt_tokens) / groups,
         backlog_longest=state.backlog.lengths(),
         workers=_worker_columns(state),
         requests=RequestColumns(

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from heapq import heappop, heappush
 from math import ceil, inf
 
 import numpy as np
@@ -17,17 +16,26 @@ from dora.orchestrator.core.table import Column
 
 HORIZON_TOKENS = 1_500.0  # a version needs room for what its requests will have grown to by then
 LEVEL_TOKENS = 600.0  # DP groups are levelled by the KV they will hold after so many tokens, where that is more
-AMPLE = 2.0  # times as many DP groups as all that has begun and a step to come can fill: none is packed tight
+AMPLE = 2.0  # times the KV that all that has begun and a step to come, at full length, can fill: none is packed tight
 PRESSED = 0.90  # share of a DP group's KV above which it is relieved, as far as another one is this much emptier:
 LEVEL_GAP = 0.06
+
+NOTHING: Mapping[int, float] = {}
 
 
 class Demand:
     """One snapshot's supply and demand."""
 
-    def __init__(self, snapshot: Snapshot, lifespan: Lifespan | None, kept_free: Mapping[int, float]) -> None:
-        """``kept_free``: version -> KV that its lanes keep free."""
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        lifespan: Lifespan | None,
+        kept_free: Mapping[int, float],
+        group_kv_tokens: float = 0.0,
+    ) -> None:
+        """``kept_free``: version -> KV that its lanes keep free. ``group_kv_tokens``: of a new group; 0: not known."""
         self._snapshot, self._lifespan, self._kept_free = snapshot, lifespan, kept_free
+        self._group_kv_tokens = group_kv_tokens
         requests = snapshot.requests
         self._context = (requests.prompt_tokens + requests.tokens).astype(np.float64)
         self._seats = plannable(snapshot)
@@ -40,45 +48,21 @@ class Demand:
     def targets(self) -> dict[int, int]:
         """Seat -> version. Every version with unfinished requests keeps or gets at least one DP group.
 
-        An older version keeps what its lifespan says, or what its KV needs where that is more or the version can admit
-        no more; without a lifespan all that it has, until its last step.
+        Where KV is ample an older version keeps what works for it. Elsewhere it keeps what its lifespan says, or what
+        its KV needs where that is more or the version can admit no more; without a lifespan all that it has, until its
+        last step.
         """
-        lifespan = self._lifespan
-        snapshot, workers = self._snapshot, self._snapshot.workers
-        leader = self._leader
-        target = present_targets(snapshot, leader)
-        if self._dry():
-            cover(snapshot, target)
-            return target
-        exact = self._needs({*target.values(), leader})
-        need = self._wanted({version: ceil(groups) for version, groups in exact.items()}, target)
-        have = dict.fromkeys(need, 0) | Counter(target.values())
-        kv_expected = workers.kv_expected.tolist()
-        emptiest: dict[int, list[tuple[int, int]]] = {}  # heaps of KV and seat, of versions that have given one up
-
-        def give(source: int, to: int) -> None:
-            if source not in emptiest:
-                emptiest[source] = sorted((kv_expected[seat], seat) for seat, its in target.items() if its == source)
-            least = heappop(emptiest[source])
-            if to in emptiest:
-                heappush(emptiest[to], least)
-            target[least[1]] = to
-            have[source] -= 1
-            have[to] += 1
-
-        for version in sorted(need):
-            if version < leader and (lifespan is not None or self._ends(version)):
-                while have[version] > need[version]:  # at once to the one that would get it in the end
-                    give(version, next((v for v in sorted(need) if have[v] < need[v]), leader))
-        for version in sorted(need):  # the earliest deadline first
-            while have[version] < need[version]:
-                donors = [v for v in need if v != version and have[v] > need[v]]
-                if donors:
-                    give(max(donors), version)
-                elif not have[version] and (donors := [v for v in need if have[v] > 1]):
-                    give(min(donors, key=lambda v: (exact[v] - have[v], v)), version)
-                else:
-                    break
+        snapshot = self._snapshot
+        target = present_targets(snapshot, self._leader)
+        if not self._dry():
+            need = self._needs({*target.values(), self._leader})
+            to_come = self._filled_by(snapshot.groups_per_step)
+            self.ample = AMPLE * (sum(map(ceil, need.values())) + to_come) <= len(target)
+            if self.ample:
+                self._deal(target, need, self._spread(need, target))
+            else:
+                need = self._needs(set(need), self._kept_free)
+                self._deal(target, need, self._scheduled(need, len(target)))
         cover(snapshot, target)
         return target
 
@@ -98,22 +82,56 @@ class Demand:
             board.relieve(seat)
         return tuple(board.moves), board.lanes
 
-    def _wanted(self, need: dict[int, int], target: Mapping[int, int]) -> dict[int, int]:
-        """DP groups that each version is to have, as far as there are so many. Finds whether KV is ample."""
+    def _spread(self, exact: Mapping[int, float], target: Mapping[int, int]) -> dict[int, int]:
+        """Where KV is ample: older versions keep what works for them, the newest gets what it could fill."""
+        need = {version: ceil(groups) for version, groups in exact.items()}
+        if self._may_begin(self._leader):
+            need[self._leader] += ceil(self._filled_by(self._snapshot.admissible[self._leader]))
+        kept = self._in_use(need, target)
+        return kept if sum(kept.values()) <= len(target) else _shared(need, len(target))
+
+    def _scheduled(self, exact: Mapping[int, float], groups: int) -> dict[int, int]:
+        """Where KV is short: what each version fills, and an older one what its lifespan says where that is more."""
         snapshot, lifespan, leader = self._snapshot, self._lifespan, self._leader
+        need = {version: ceil(each) for version, each in exact.items()}
         if lifespan is not None:
             for version in need:
                 if version < leader and need[version] and snapshot.admits(version):
                     need[version] = max(need[version], int(lifespan.hosts(version, snapshot.now_s)))
-        self.ample = AMPLE * (sum(need.values()) + self._at_most(snapshot.groups_per_step)) <= len(target)
-        if self.ample:
-            to_come = self._at_most(snapshot.admissible[leader]) if self._may_begin(leader) else 0.0
-            at_most = need | {leader: need[leader] + ceil(to_come)}
-            kept = self._in_use(at_most, target)
-            return kept if sum(kept.values()) <= len(target) else _shared(at_most, len(target))
-        return need if self._may_begin(leader) else _shared(need, len(target))
+        return need if self._may_begin(leader) else _shared(need, groups)
 
-    def _needs(self, versions: set[int]) -> dict[int, float]:
+    def _deal(self, target: dict[int, int], exact: Mapping[int, float], need: Mapping[int, int]) -> None:
+        """Hands DP groups on until each version has as many as it needs, or none has one to give."""
+        leader, lifespan = self._leader, self._lifespan
+        have = dict.fromkeys(need, 0) | Counter(target.values())
+        kv_expected = self._snapshot.workers.kv_expected.tolist()
+        # KV and seat, the emptiest last, of versions that have given one up: they had too many, or are robbed as nobody
+        # has; so they get none after
+        emptiest: dict[int, list[tuple[int, int]]] = {}
+
+        def give(source: int, to: int) -> None:
+            if source not in emptiest:
+                seats = [(kv_expected[seat], seat) for seat, its in target.items() if its == source]
+                emptiest[source] = sorted(seats, reverse=True)
+            target[emptiest[source].pop()[1]] = to
+            have[source] -= 1
+            have[to] += 1
+
+        for version in sorted(need):
+            if version < leader and (lifespan is not None or self._ends(version)):
+                while have[version] > need[version]:  # at once to the one that would get it in the end
+                    give(version, next((v for v in sorted(need) if have[v] < need[v]), leader))
+        for version in sorted(need):  # the earliest deadline first
+            while have[version] < need[version]:
+                donors = [v for v in need if v != version and have[v] > need[v]]
+                if donors:
+                    give(max(donors), version)
+                elif not have[version] and (donors := [v for v in need if have[v] > 1]):
+                    give(min(donors, key=lambda v: (exact[v] - have[v], v)), version)
+                else:
+                    break
+
+    def _needs(self, versions: set[int], kept_free: Mapping[int, float] = NOTHING) -> dict[int, float]:
         """DP groups that each version needs for its requests' KV, now and at the horizon; the leading one at least."""
         snapshot, unfinished = self._snapshot, self._unfinished
         of_version = snapshot.requests.version[unfinished]
@@ -125,25 +143,25 @@ class Demand:
             its = of_version == version
             rows = unfinished[its]
             kv = max(float(self._context[rows].sum()), float(later[its].sum()))
-            kv += self._kept_free.get(version, 0.0)
+            kv += kept_free.get(version, 0.0)
             least = 1 if len(rows) or version == self._leader else 0
             need[version] = max(least, kv / (FILL * kv_tokens), len(rows) / slots)
         return need
 
-    def _at_most(self, groups: int) -> float:
-        """DP groups that so many groups of responses need at most: all as long as they get."""
-        snapshot, rows = self._snapshot, self._unfinished
-        if not len(rows) or not self._seats:
-            return inf  # how long responses are is not known yet
-        requests, workers = snapshot.requests, snapshot.workers
-        prompt_tokens, tokens = float(requests.prompt_tokens[rows].mean()), float(requests.expected_tokens[rows].mean())
-        responses = groups * snapshot.group_tokens / max(1.0, tokens)
-        kv = responses * (prompt_tokens + tokens) / (FILL * float(workers.kv_tokens[self._seats].mean()))
-        return max(kv, responses / float(workers.slots[self._seats].mean()))
+    def _filled_by(self, groups: int) -> float:
+        """DP groups whose KV so many groups to come would fill, all as long as they get; inf: not known yet.
+
+        Slots do not count: where they are short, what has begun says so.
+        """
+        if not self._group_kv_tokens or not self._seats:
+            return inf
+        return groups * self._group_kv_tokens / (FILL * float(self._snapshot.workers.kv_tokens[self._seats].mean()))
 
     def _in_use(self, need: dict[int, int], target: Mapping[int, int]) -> dict[int, int]:
-        """Older versions keep what works for them, too."""
-        works = Counter(target[seat] for seat in np.flatnonzero(self._snapshot.workers.held).tolist() if seat in target)
+        """Older versions keep what works for them, too; not what still empties for them."""
+        workers = self._snapshot.workers
+        working = np.flatnonzero((workers.held > 0) & (workers.loaded == workers.target))
+        works = Counter(target[seat] for seat in working.tolist() if seat in target)
         return {v: least if v == self._leader else max(least, works[v]) for v, least in need.items()}
 
     def _shares(self) -> Column:

@@ -10,6 +10,8 @@ grows as its long responses grow, and must be gone by its deadline. So (docs/sim
   preempted when the version gives DP groups up. What could soon begin no more goes first;
 - a DP group is filled to the brim by a forecast of its KV, and levelled against the others of its version; where slots
   run out before KV does, longer prompts are taken;
+- where KV is ample (demand.py) nobody is packed tight: old versions keep what works for them, the newest spreads over
+  all that load it;
 - what cannot end in time on full DP groups begins first after a publish; where the window leaves too little time for
   that on principle, some are kept below full for it (lanes.py).
 """
@@ -95,7 +97,7 @@ class LaxityPolicy(BasePolicy):
         return True
 
     def ration(self, floor: Floor, version: int) -> int | None:
-        """Where KV is short, the first DP group that has the version is to be filled, not to wait for the others."""
+        """An even share where KV is ample; where it is short, the first DP group that has the version is filled."""
         return self.even_share(floor, version) if self._reservations.ample else None
 
     def choose(self, floor: Floor, version: int) -> Entry | None:
@@ -206,7 +208,10 @@ class LaxityPolicy(BasePolicy):
         return self._moves(snapshot, self._demand(snapshot), living_targets(snapshot))
 
     def _demand(self, snapshot: Snapshot) -> Demand:
-        return Demand(snapshot, self._reservations.lifespan, self._reservations.kept_free)
+        reservations = self._reservations
+        # at a publish without an older version no group is left to know it by
+        reservations.group_kv_tokens = snapshot.group_kv_tokens or reservations.group_kv_tokens
+        return Demand(snapshot, reservations.lifespan, reservations.kept_free, reservations.group_kv_tokens)
 
     def _moves(self, snapshot: Snapshot, demand: Demand, targets: dict[int, int]) -> tuple[Move, ...]:
         moves, lanes = demand.moves(targets)

@@ -28,7 +28,7 @@ HOLD_TOKENS = 6_000.0  # so far ahead a version fills the DP groups that it is l
 RISK_SD = 1.5
 RISK = 3.0
 OUTMOST_SD = 3.0  # none is expected to become longer than this
-AMPLE = 1.25  # a version with time for so many times that is in no hurry: prompts of any length begin
+UNHURRIED = 1.25  # a version with time for so many times that is in no hurry: prompts of any length begin
 GRID = np.array(
     [0, 250, 500, 750, 1000, 1500, 2000, 3000, 4000, 5500, 7000, 9000, 11000, 13500, 16000, 19000, 22000, 25500.0]
 )
@@ -39,11 +39,12 @@ class Reservations:
 
     def __init__(self) -> None:
         self._made_s = 0.0
-        self._made_for = (-1, 0)  # newest version and workers there were
+        self._made_for = (-1, 0, 0)  # newest version, workers there were, and of these what was to stay
         self._reserved: dict[int, Column] = {}  # version -> KV on GRID
         self._limit: dict[int, Column] = {}
         self.token_s = 0.0  # seconds a token takes
         self.kept_free: dict[int, float] = {}  # version -> KV that its lanes keep free (lanes.py)
+        self.group_kv_tokens = 0.0  # KV of a group at its end, as last seen
         self.ample = False  # there are far more DP groups than can be filled, as last planned
         self._log_sd = 0.0  # how unsure lengths are: standard deviation of their logarithms, on average
         self._most_tokens = 0.0  # no response is expected to become longer
@@ -57,7 +58,7 @@ class Reservations:
         self.foresee(floor)
         if self.lifespan is None:
             return False
-        self._made_s, self._made_for = floor.now_s, (floor.newest, floor.members)
+        self._made_s, self._made_for = floor.now_s, _basis(floor)
         self._forecast(floor, self.lifespan)
         return True
 
@@ -68,7 +69,7 @@ class Reservations:
             self.lifespan = lifespan_of(floor)
 
     def _stale(self, floor: Floor) -> bool:
-        if self.lifespan is None or (floor.newest, floor.members) != self._made_for:
+        if self.lifespan is None or _basis(floor) != self._made_for:
             return True
         rest_s = REFRESH_STEP * self.lifespan.step_s
         return floor.now_s - self._made_s >= (rest_s if self.ample else min(REFRESH_S, rest_s))
@@ -86,7 +87,7 @@ class Reservations:
             return reach
         if lifespan.stride > 1:
             return reach / min(RISK, exp(RISK_SD * self._log_sd)) if reach < self._most_tokens else reach
-        if reach >= AMPLE * self._most_tokens:
+        if reach >= UNHURRIED * self._most_tokens:
             return reach
         turn = descent.limit_tokens(floor.backlog, float(lifespan.age(version, floor.now_s)), lifespan.window)
         return min(reach, max(turn, reach / exp(OUTMOST_SD * self._log_sd)))
@@ -150,6 +151,10 @@ class Reservations:
             if not lifespan.hurried:
                 hosts = hosts - unreserved(hosts)
             self._limit[version] = kv_tokens * hosts - kept_free
+
+
+def _basis(floor: Floor) -> tuple[int, int, int]:
+    return floor.newest, floor.members, floor.groups()
 
 
 def unreserved(hosts: Column) -> Column:
