@@ -84,8 +84,9 @@ def plan(
 ) -> None:
     """Split accelerators between rollout and training; or say how many DP groups generation needs more.
 
-    StreamRL's Algorithm 1: the split whose slower stage is fastest, with the fewest accelerators that reach it; in a
-    window of 1, where the stages overlap only as a step is streamed, the one with the shortest step.
+    StreamRL's Algorithm 1: the split whose slower stage is fastest, with the fewest accelerators that reach it; in two
+    datacentres the faster stage gives accelerators back until the two differ least; in a window of 1, where the stages
+    overlap only as a step is streamed, the one with the shortest step.
     """
     from dora.planning.hardware import find_hardware
     from dora.planning.models import find_model
@@ -99,7 +100,9 @@ def plan(
     workload = _workload(lengths, mean_tokens, cap_tokens, groups, group_size, prompt_tokens)
     question = Question(
         model=spec,
-        rollout_hardware=find_hardware(rollout_hardware or hardware),
+        rollout_hardware=find_hardware(rollout_hardware, "--rollout-hardware")
+        if rollout_hardware
+        else find_hardware(hardware),
         workload=workload,
         training=_measured(train_s_at, train_multiple)
         or default_training(spec, find_hardware(hardware), workload, train_multiple),
@@ -205,7 +208,6 @@ def _table(question: "Question", answer: "Plan") -> Table:
     budget = question.gpus or question.rollout_gpus + question.train_gpus
     for split in shown:
         generation, best = split.generation, split is answer.best
-        waits = "tail" if generation.tail_s > max(generation.work_s, split.training_s) else "rollout"
         table.add_row(
             "best" if best else "",
             str(generation.gpus),
@@ -215,7 +217,7 @@ def _table(question: "Question", answer: "Plan") -> Table:
             f"{generation.seconds / unit.seconds:.2f}",
             f"{split.training_s / unit.seconds:.2f}" + ("" if question.training.measured(split.train_gpus) else "*"),
             f"{split.step_s / unit.seconds:.2f}",
-            waits if generation.seconds > split.training_s else "train",
+            _waits_for(split),
             style="bold green" if best else None,
         )
     notes = [] if all(question.training.measured(split.train_gpus) for split in shown) else ["* extrapolated"]
@@ -223,10 +225,22 @@ def _table(question: "Question", answer: "Plan") -> Table:
     if on_policy:
         notes.append("window 1: training runs beside generation only as far as a step's own responses have ended")
     if answer.transfer_s is not None:
-        where = "within the step" if on_policy else "hidden behind the next step"
+        within = "within the step" if on_policy else "hidden behind the next step"
+        where = within if on_policy or answer.transfer_s < answer.best.step_s else "and no step can be shorter"
         notes.append(f"weights cross the link in {answer.transfer_s:.1f} s, {where}")
     table.caption = "; ".join(notes) or None
     return table
+
+
+def _waits_for(split: "Split") -> str:
+    """What a step of this split takes its time for."""
+    generation = split.generation
+    stages_s = max(generation.seconds, split.training_s)
+    if not generation.ready_s and split.link_s > stages_s:
+        return "link"
+    if generation.seconds <= split.training_s:
+        return "train"
+    return "tail" if generation.tail_s > max(generation.work_s, split.training_s) else "rollout"
 
 
 def _workload(

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -15,7 +16,7 @@ from rich.text import Text
 from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stderr, stdout
-from dora.errors import InvalidValue
+from dora.errors import DoraError, InvalidValue
 from dora.outfile import check_folder
 
 if TYPE_CHECKING:
@@ -56,7 +57,6 @@ def profile(
         check_folder("--out", out)
     if not 0.0 < tolerance < 1.0:
         raise InvalidValue("--tolerance", tolerance, "above 0, below 1")
-    stderr().print(f"timing {model} ...")
     measurement = _measure(model, slots, kv_tokens, max_model_len, dtype, threads, seed, rounds)
     conclude(model, measurement, tolerance, out, force=force, as_json=as_json)
 
@@ -132,7 +132,10 @@ def _measure(
     from dora.models import resolve_model
     from dora.worker.profiling import default_grid, measure
 
+    if find_spec("torch") is None or find_spec("vllm") is None:
+        raise DoraError("profile needs torch and vLLM: pip install 'dora-rollout[cpu]', or see the README for a GPU")
     folder = resolve_model(model)
+    stderr().print(f"timing {model} ...")
     max_model_len = max_model_len or min(CONTEXT_TOKENS, _context_tokens(folder))
     grid = default_grid(slots, kv_tokens, max_model_len, rounds)  # refuses what is too small before vLLM is loaded
     os.environ["OMP_NUM_THREADS"] = str(threads)  # vLLM reads it while it is imported

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from dora.cli.stationarity import stationarity
 from dora.cli.tables import duration
-from dora.orchestrator.core.policies import SIMULATED
 from dora.sim.paper_results import PaperResult, paper_result
 from dora.sim.report import Report
 from dora.sim.scenario import Scenario
@@ -102,7 +101,7 @@ def _report_rows(report: Report, paper: PaperResult | None) -> list[tuple[str, s
 
 def staleness(report: Report, digits: int) -> str:
     """Mean and largest; where one response has several versions there is none."""
-    if report.policy in SIMULATED:
+    if report.staleness_mean is None:
         return NONE
     return f"{report.staleness_mean:.{digits}f}, {report.staleness_max}"
 

@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, one_of
 from dora.models import tiny
 from dora.models.smollm2 import prepare_smollm2
 
@@ -33,7 +33,7 @@ def resolve_model(name: str, cache: Path | None = None) -> Path:
         return tiny.make_tiny(_TINY_KINDS[name], cache / f"{name}-r{tiny.RECIPE}")
     folder = Path(name).expanduser()
     if not (folder / "config.json").is_file():
-        raise InvalidValue("--model", name, "smollm2, tiny, tiny-moe, or a folder with config.json")
+        raise InvalidValue("--model", name, f"{one_of(name, ('smollm2', *_TINY_KINDS))}, or a folder with config.json")
     for what, pattern in (("weights", "*.safetensors"), ("a tokenizer", "tokenizer.json")):
         if not any(folder.glob(pattern)):
             raise InvalidValue("--model", name, f"a folder with {what} ({pattern})")

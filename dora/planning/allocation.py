@@ -19,16 +19,17 @@ Ways = Callable[[int], Sequence[Generation]]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One division of the accelerators; a step takes as long as the slower stage.
+    """One division of the accelerators; a step takes as long as the slower stage, or as ``link_s``.
 
-    Not in a window of 1: there generation, the training that it leaves to be done, and ``exposed_s``, the time that new
-    weights take to arrive, follow each other.
+    That is the time in which new weights cross the link between two datacentres: it hides behind a step, and no step
+    can be shorter. Not in a window of 1: there generation, the training that it leaves to be done, and the link follow
+    each other.
     """
 
     generation: Generation
     train_gpus: int
     training_s: float
-    exposed_s: float = 0.0
+    link_s: float = 0.0
 
     @property
     def gpus(self) -> int:
@@ -37,8 +38,8 @@ class Split:
     @property
     def step_s(self) -> float:
         if self.generation.ready_s:
-            return streamed_s(self.generation.ready_s, self.training_s) + self.exposed_s
-        return max(self.generation.seconds, self.training_s)
+            return streamed_s(self.generation.ready_s, self.training_s) + self.link_s
+        return max(self.generation.seconds, self.training_s, self.link_s)
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -118,12 +119,12 @@ def allocate(gpus: int, ways: Ways, training: TrainingTime) -> tuple[Split, tupl
 
 
 def allocate_across(
-    rollout_gpus: int, train_gpus: int, ways: Ways, training: TrainingTime, exposed_s: float = 0.0
+    rollout_gpus: int, train_gpus: int, ways: Ways, training: TrainingTime, link_s: float = 0.0
 ) -> tuple[Split, tuple[Split, ...]]:
     """Two datacentres: the faster stage gives accelerators back until the two times differ least; and all candidates.
 
-    In a window of 1 no stage hides behind the other, nor do the ``exposed_s`` that weights take: the shortest step is
-    the best, with the fewest engines that reach it. Raises InvalidValue where a budget holds no engine, or no trainer.
+    In a window of 1 no stage hides behind the other, nor do the ``link_s`` that weights take: the shortest step is the
+    best, with the fewest engines that reach it. Raises InvalidValue where a budget holds no engine, or no trainer.
     """
     whole = min(ways(rollout_gpus), key=lambda way: (way.seconds, way.gpus), default=None)
     if whole is None:
@@ -133,12 +134,11 @@ def allocate_across(
         raise InvalidValue("train_gpus", train_gpus, f"room for a trainer of {training.multiple}")
     training_s, on_policy = training.seconds(trainers[-1]), bool(whole.ready_s)
     if on_policy or whole.seconds < training_s:
-        waits_s = exposed_s if on_policy else 0.0
         candidates = _best_of_each(
-            [Split(way, trainers[-1], training_s, waits_s) for way in ways(gpus)] for gpus in range(1, rollout_gpus + 1)
+            [Split(way, trainers[-1], training_s, link_s) for way in ways(gpus)] for gpus in range(1, rollout_gpus + 1)
         )
     else:
-        candidates = tuple(Split(whole, gpus, training.seconds(gpus)) for gpus in trainers)
+        candidates = tuple(Split(whole, gpus, training.seconds(gpus), link_s) for gpus in trainers)
     if on_policy:
         return min(candidates, key=lambda split: split.rank), candidates
     best = min(candidates, key=lambda split: (abs(split.generation.seconds - split.training_s), split.gpus))
@@ -148,8 +148,9 @@ def allocate_across(
 def transfer_s(weights_bytes: float, link_bits_per_s: float) -> float:
     """Seconds one version's weights take over the link between two datacentres, to one engine, which passes them on.
 
-    Asynchronous training hides them behind the next step. Qwen2.5-72B in bf16 takes 14.5 s on 80 Gb/s by this; the
-    "less than 10 seconds" of StreamRL section 7.3 needs fewer bytes or a faster link than the paper states.
+    Asynchronous training hides them behind the next step, if that takes as long. Qwen2.5-72B in bf16 takes 14.5 s on
+    80 Gb/s by this; the "less than 10 seconds" of StreamRL section 7.3 needs fewer bytes or a faster link than the
+    paper states.
     """
     if not 0.0 < link_bits_per_s < math.inf:
         raise InvalidValue("link_gbps", link_bits_per_s / 1e9, "a finite number above 0")

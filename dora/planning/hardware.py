@@ -51,11 +51,11 @@ HARDWARE: Final[Mapping[str, Hardware]] = {
 }
 
 
-def find_hardware(name: str) -> Hardware:
-    """The accelerator of that name, in any case. Raises InvalidValue with the nearest name."""
+def find_hardware(name: str, option: str = "--hardware") -> Hardware:
+    """The accelerator of that name, in any case. Raises InvalidValue for ``option``, with the nearest name."""
     found = HARDWARE.get(name.lower())
     if found is None:
-        raise InvalidValue("--hardware", name, one_of(name, HARDWARE))
+        raise InvalidValue(option, name, one_of(name, HARDWARE))
     return found
 
 

@@ -24,6 +24,7 @@ from dora.planning.workload import StepWorkload
 ANCHOR: Final = TrainingTime(((40, 774.0), (88, 477.0)))
 ANCHOR_TOKENS: Final = 8192 * 2400.0
 ANCHOR_MODEL: Final = MODELS["qwen2.5-32b"]
+GPUS_MOST: Final = 1 << 16  # a search over all splits of more takes minutes
 ANCHOR_HARDWARE: Final = HARDWARE["h800"]
 
 
@@ -54,7 +55,7 @@ class Plan:
     candidates: tuple[Split, ...]
     transfer_s: (
         float | None
-    )  # of the weights between two datacentres: hidden behind the next step, but in a window of 1
+    )  # of the weights between two datacentres: hidden behind the next step if that is longer; not in a window of 1
 
 
 def make_plan(question: Question) -> Plan:
@@ -65,6 +66,9 @@ def make_plan(question: Question) -> Plan:
         raise InvalidValue("gpus, rollout_gpus, train_gpus", given, "either gpus, or both of the others, above 0")
     if question.gpus and question.link_bits_per_s:
         raise InvalidValue("link_gbps", question.link_bits_per_s / 1e9, "0 in one datacentre")
+    for field in ("gpus", "rollout_gpus", "train_gpus"):
+        if getattr(question, field) > GPUS_MOST:
+            raise InvalidValue(field, getattr(question, field), f"at most {GPUS_MOST}")
     time = partial(generation, workload=question.workload, window=question.window, efficiency=question.efficiency)
     options = _options(question)
 

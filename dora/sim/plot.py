@@ -118,7 +118,8 @@ def _caption(timeline: Timeline, report: Report, rows: Sequence[int]) -> str:
     parts.append(_moves(timeline, rows))
     if len(timeline.steps) > report.steps:
         parts.append("pale: warm-up")
-    parts.append(f"staleness at most {report.staleness_max}")
+    if report.staleness_max is not None:
+        parts.append(f"staleness at most {report.staleness_max}")
     return "   |   ".join(parts)
 
 

@@ -18,8 +18,8 @@ class Report:
     rollout_only_fraction: float  # share of a step in which the trainer waits (colocated: the rollout phase)
     dp_groups_to_add: int | None  # that would let generation keep up; None: training takes turns with it, or no time
     tokens_per_s: float  # prompt and response tokens trained on, over time
-    staleness_max: int
-    staleness_mean: float
+    staleness_max: int | None  # None: the strategy lets a response have several versions
+    staleness_mean: float | None
     bound_min: (
         float  # bubble-free step time of this cluster on this workload (facts: engine time >= k1 C + k3 N + k4 S)
     )

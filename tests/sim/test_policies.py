@@ -119,3 +119,9 @@ def test_the_smallest_kv_that_is_allowed_holds_the_longest_prompt_with_the_longe
 def test_partial_rollout_goes_on_under_its_only_version() -> None:
     trained = staleness("partial", window=64)
     assert [set(step) for step in trained] == [{step} for step in range(6)]
+
+
+def test_partial_rollout_reports_no_staleness_as_it_knows_no_versions() -> None:
+    report = simulate(composed({}, "small", "partial"), steps=2, warmup=1, seed=0)
+    assert (report.staleness_mean, report.staleness_max) == (None, None)
+    assert simulate(composed({}, "small", "stream"), steps=2, warmup=1, seed=0).staleness_max == 1

@@ -12,7 +12,7 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Backlog
 from dora.orchestrator.core.policies.descent import AT_ONCE, BEGUN, limit_tokens
-from dora.orchestrator.core.policies.reservations import AMPLE, OUTMOST_SD, Reservations
+from dora.orchestrator.core.policies.reservations import OUTMOST_SD, UNHURRIED, Reservations
 from tests.unit.test_laxity import machine_of, prompts_of, started
 
 LENGTHS = [100 * 2**octave for octave in range(8)]  # 100 to 12,800
@@ -109,7 +109,7 @@ def test_what_ends_in_time_however_long_it_becomes_does_not_wait(log_sd: float, 
     machine = later_on(log_sd, most_tokens, groups=4)
     assert begun(machine, LENGTHS * 2) == []
     limit, reach = limit_of(machine)
-    assert limit == reach >= AMPLE * 4_000
+    assert limit == reach >= UNHURRIED * 4_000
 
 
 def test_nearly_known_lengths_hardly_wait() -> None:

@@ -50,6 +50,19 @@ def test_it_plans_two_datacentres() -> None:
     assert found["transfer_s"] == pytest.approx(1.52, abs=0.01)
 
 
+def test_a_link_that_takes_longer_than_a_step_is_what_the_step_waits_for() -> None:
+    table = run("--rollout-gpus", "64", "--train-gpus", "64", "--link-gbps", "0.08").stdout
+    assert "no step can be shorter" in " ".join(table.split())
+    assert "link" in table.split("waits for")[1].split("weights")[0]
+    assert "hidden" not in table
+
+
+def test_an_unknown_accelerator_is_named_by_its_option() -> None:
+    result = run("--rollout-gpus", "64", "--train-gpus", "64", "--rollout-hardware", "h2000")
+    assert result.exit_code == 2
+    assert "--rollout-hardware = 'h2000'" in result.stderr
+
+
 def test_short_steps_are_shown_in_seconds() -> None:
     short = ("--gpus", "8", "--model", "qwen2.5-7b", "--groups", "8", "--mean-tokens", "100", "--cap-tokens", "200")
     for arguments, unit in ((short, "s"), (("--gpus", "64"), "min")):

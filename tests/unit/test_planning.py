@@ -242,6 +242,22 @@ def test_budgets_without_an_engine_or_a_trainer_are_refused() -> None:
             make_plan(question(**changes))
 
 
+def test_no_step_is_shorter_than_the_weights_are_on_the_link() -> None:
+    apart = {"rollout_gpus": 64, "train_gpus": 64}
+    fast = make_plan(question(**apart, link_bits_per_s=80e9))
+    slow = make_plan(question(**apart, link_bits_per_s=80e6))
+    assert fast.transfer_s is not None and fast.transfer_s < fast.best.step_s
+    assert fast.best.step_s == make_plan(question(**apart)).best.step_s
+    assert slow.best.step_s == slow.transfer_s == pytest.approx(1000 * fast.transfer_s)
+
+
+@pytest.mark.parametrize("field", ["gpus", "rollout_gpus", "train_gpus"])
+def test_more_accelerators_than_can_be_searched_are_refused(field: str) -> None:
+    apart = {} if field == "gpus" else {"rollout_gpus": 8, "train_gpus": 8}
+    with pytest.raises(InvalidValue, match=f"^{field} = 65537 .*at most 65536"):
+        make_plan(question(**{**apart, field: 65_537}))
+
+
 def test_weights_over_the_papers_link() -> None:
     assert transfer_s(MODELS["qwen2.5-72b"].weights_bytes, 80e9) == pytest.approx(14.5, abs=0.1)
     with pytest.raises(InvalidValue, match="link_gbps"):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import tomllib
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from dora.cli.exits import DoraGroup, ExitCode
 from dora.cli.profile import coefficients_text, conclude, failure, profile, report
-from dora.errors import Conflict, InvalidValue
+from dora.errors import Conflict, DoraError, InvalidValue
 from dora.planning.profile import coefficients_of, fit, validate
 from dora.planning.samples import Measurement
 from dora.sim.scenario import Cluster
@@ -213,3 +214,15 @@ def test_bad_input_is_refused_before_an_engine_starts(arguments: tuple[str, ...]
     result = CliRunner().invoke(app, ["profile", *arguments])
     assert (result.exit_code, result.stdout) == (2, "")
     assert words in result.stderr
+
+
+def test_without_vllm_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as where it is not installed
+    with pytest.raises(DoraError, match="needs torch and vLLM: pip install"):
+        profile(model="tiny")
+
+
+def test_an_unknown_model_is_refused_before_anything_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InvalidValue, match="did you mean tiny"):
+        profile(model="tinyy")
+    assert "timing" not in capsys.readouterr().err
