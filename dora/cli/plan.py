@@ -225,8 +225,12 @@ def _table(question: "Question", answer: "Plan") -> Table:
     if on_policy:
         notes.append("window 1: training runs beside generation only as far as a step's own responses have ended")
     if answer.transfer_s is not None:
-        within = "within the step" if on_policy else "hidden behind the next step"
-        where = within if on_policy or answer.transfer_s < answer.best.step_s else "and no step can be shorter"
+        if on_policy:
+            where = "within the step"
+        elif answer.transfer_s < answer.best.step_s:
+            where = "hidden behind the next step"
+        else:
+            where = "and no step can be shorter"
         notes.append(f"weights cross the link in {answer.transfer_s:.1f} s, {where}")
     table.caption = "; ".join(notes) or None
     return table

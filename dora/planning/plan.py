@@ -24,8 +24,9 @@ from dora.planning.workload import StepWorkload
 ANCHOR: Final = TrainingTime(((40, 774.0), (88, 477.0)))
 ANCHOR_TOKENS: Final = 8192 * 2400.0
 ANCHOR_MODEL: Final = MODELS["qwen2.5-32b"]
-GPUS_MOST: Final = 1 << 16  # a search over all splits of more takes minutes
 ANCHOR_HARDWARE: Final = HARDWARE["h800"]
+
+GPUS_MOST: Final = 1 << 16  # a search over all splits of more takes minutes
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,6 @@ from dora.orchestrator.core.snapshot import Plan, Snapshot, Trigger
 from dora.sim.presets import composed
 from dora.sim.run import simulate
 from dora.sim.world import World
-from tests.unit.test_machine import Bench
 
 STEP_S = 100.0
 
@@ -413,52 +412,3 @@ def test_an_old_report_does_not_bar_an_empty_dp_group() -> None:
     loads = [pending.command for pending in machine.state.pending.values()]
     commands = [machine.handle(on.CommandDone("w0", 1, load.command_id), 1.0) for load in loads]
     assert any(isinstance(command, do.StartRequest) for command in commands[0])
-
-
-def test_where_kv_is_ample_old_responses_stay_and_new_ones_spread_over_all_that_load() -> None:
-    """Four of ten DP groups still work for version 0. The other six get an even share of version 1 as each is ready."""
-    bench = Bench(window=2, groups=4, policy="laxity")
-    bench.start(*(f"w{number}" for number in range(10)))
-    bench.offer(32, group_size=4)
-    bench.post(on.StepRequested(1, 0))
-    for group in range(8):
-        for response in range(4 if group < 4 else 3):
-            bench.complete(f"g{group}.{response}")
-    bench.post(on.StepCommitted(1, 0))
-    workers = bench.state.workers.values()
-    assert sorted((worker.target, worker.held) for worker in workers) == [(0, 1)] * 4 + [(1, 0)] * 6
-    bench.load_all()
-    assert not bench.given(do.ReserveSlot)
-    assert sorted(worker.held for worker in workers if worker.hosts == 1) == [1, 3, 3, 3, 3, 3]
-
-
-@pytest.mark.parametrize(("groups", "held"), [(4, 2), (10_000, 8)])
-def test_where_a_step_fills_the_kv_the_first_dp_group_is_filled_and_does_not_wait_for_others(
-    groups: int, held: int
-) -> None:
-    """Nine DP groups join the one that has two responses, and eight more prompts come while they load."""
-    bench = Bench(window=2, groups=groups, policy="laxity")
-    bench.start("w0")
-    bench.offer(2)
-    for number in range(1, 10):
-        bench.join(f"w{number}")
-    bench.offer(8)
-    assert bench.state.workers["w0"].held == held
-
-
-def test_without_an_older_version_kv_is_still_known_to_be_ample_at_a_publish() -> None:
-    """Window 1: no group is left when version 1 is published, but the plan before saw some."""
-    bench = Bench(window=1, groups=4, policy="laxity")
-    bench.start(*(f"w{number}" for number in range(9)))
-    bench.offer(8, group_size=4)
-    bench.join("w9")
-    bench.load_all()
-    bench.post(on.StepRequested(1, 0))
-    for group in range(4):
-        for response in range(4):
-            bench.complete(f"g{group}.{response}")
-    bench.post(on.StepCommitted(1, 0))
-    assert not bench.state.groups
-    bench.load_all()
-    assert not bench.given(do.ReserveSlot)
-    assert sorted(worker.held for worker in bench.state.workers.values()) == [0, 0] + [2] * 8

@@ -20,8 +20,6 @@ AMPLE = 2.0  # times the KV that all that has begun and a step to come, at full 
 PRESSED = 0.90  # share of a DP group's KV above which it is relieved, as far as another one is this much emptier:
 LEVEL_GAP = 0.06
 
-NOTHING: Mapping[int, float] = {}
-
 
 class Demand:
     """One snapshot's supply and demand."""
@@ -55,7 +53,7 @@ class Demand:
         snapshot = self._snapshot
         target = present_targets(snapshot, self._leader)
         if not self._dry():
-            need = self._needs({*target.values(), self._leader})
+            need = self._needs({*target.values(), self._leader}, {})
             to_come = self._filled_by(snapshot.groups_per_step)
             self.ample = AMPLE * (sum(map(ceil, need.values())) + to_come) <= len(target)
             if self.ample:
@@ -131,7 +129,7 @@ class Demand:
                 else:
                     break
 
-    def _needs(self, versions: set[int], kept_free: Mapping[int, float] = NOTHING) -> dict[int, float]:
+    def _needs(self, versions: set[int], kept_free: Mapping[int, float]) -> dict[int, float]:
         """DP groups that each version needs for its requests' KV, now and at the horizon; the leading one at least."""
         snapshot, unfinished = self._snapshot, self._unfinished
         of_version = snapshot.requests.version[unfinished]
