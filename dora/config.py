@@ -18,6 +18,7 @@ from dora.validation import validated_as
 DEFAULT_POLICY: Final = "laxity"  # docs/simulator.md says why
 GROUPS_PER_STEP_MOST: Final = 1 << 20
 GROUP_SIZE_MOST: Final = 4096
+WINDOW_MOST: Final = 64
 
 
 class Section(BaseModel):
@@ -27,9 +28,9 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """``true`` would pass as 1."""
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in (int, float):
+    def _only_a_number_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """``true`` would pass as 1, and ``"1"`` too."""
+        if isinstance(value, bool | str) and cls.model_fields[str(info.field_name)].annotation in (int, float):
             raise PydanticCustomError("number", "a number")
         return value
 
@@ -37,7 +38,7 @@ class Section(BaseModel):
 class WindowConfig(Section):
     """The sliding window of policy versions (design: the window and C3)."""
 
-    size: int = Field(2, ge=1, le=64, description="versions that may be live; staleness is at most size - 1")
+    size: int = Field(2, ge=1, le=WINDOW_MOST, description="versions that may be live; staleness is at most size - 1")
     groups_per_step: int = Field(
         0, ge=0, le=GROUPS_PER_STEP_MOST, description="prompt groups a step takes; 0: the trainer says"
     )

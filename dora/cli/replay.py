@@ -37,8 +37,10 @@ def replay(
     Exits with 1 where a bug of the core ended the service: the replay ends there too.
     """
     from dora.eventlog import read_log
+    from dora.plugins import load_strategies
     from dora.replay import Replay
 
+    load_strategies()
     if last is not None and last < first:
         raise InvalidValue("--to", last, f"at least --from, {first}")
     kinds = _kinds(only)

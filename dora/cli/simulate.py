@@ -109,8 +109,10 @@ def simulate(
             raise InvalidValue(*next(iter(ignored.items())), allowed)
         return
     from dora.config import settings_tree
+    from dora.plugins import load_strategies
     from dora.sim.run import policy_names
 
+    load_strategies()
     over = settings_tree(file, settings or (), option="--file")
     if predictor is not None:
         over["predictor"] = predictor
@@ -234,11 +236,11 @@ def _show_broken(report: "BrokenReport", replay: str, as_json: bool) -> None:
 
 def _check_length(scenarios: list["Scenario"], steps: int, warmup: int) -> None:
     """A policy that knows no versions runs as many steps as its window is long, and would stall then."""
-    from dora.orchestrator.core.policies import SIMULATED
+    from dora.orchestrator.core.policies import is_live
 
     for scenario in scenarios:
         most = scenario.window - warmup
-        if scenario.policy in SIMULATED and steps > most:
+        if not is_live(scenario.policy) and steps > most:
             raise InvalidValue("--steps", steps, f"at most {most} with --policy {scenario.policy} and this --warmup")
 
 

@@ -32,9 +32,11 @@ def sweep(
 
     Exits with 1 where a promise was broken: a violation, a group lost or duplicated, or a trainer that waits in vain.
     """
+    from dora.plugins import load_strategies
     from dora.sim import sweep as sim
     from dora.sim.faults import KINDS
 
+    load_strategies()
     if replay is not None:
         _refuse_ignored(given_options(context))
         trial, report = sim.replay(replay)
@@ -72,12 +74,13 @@ def _sweep(seeds: range, policies: list[str], faults: str, jobs: int | None) -> 
 
 def _known_policies(names: list[str]) -> list[str]:
     """The strategies among which the seeds are dealt out. Raises InvalidValue, with the nearest name."""
-    from dora.orchestrator.core.policies import LIVE_POLICIES
+    from dora.orchestrator.core.policies import live_policies
 
+    live = live_policies()
     for name in names:
-        if name not in (ALL, *LIVE_POLICIES):
-            raise InvalidValue("--policy", name, one_of(name, (ALL, *LIVE_POLICIES)))
-    return list(LIVE_POLICIES if not names or ALL in names else dict.fromkeys(names))
+        if name not in (ALL, *live):
+            raise InvalidValue("--policy", name, one_of(name, (ALL, *live)))
+    return list(live if not names or ALL in names else dict.fromkeys(names))
 
 
 def _show(report: "SweepReport") -> None:

@@ -31,6 +31,7 @@ from dora.orchestrator.launcher import Launcher, WorkerStartError
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.scoring import filtering, verifying
 from dora.orchestrator.service import OperatorService, PromptService, TrainerService, WorkerService
+from dora.plugins import load_strategies
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.record import TRAJECTORIES_FILE, Recorder
 from dora.rpc import dora_pb2_grpc as stubs
@@ -68,6 +69,7 @@ async def serve(
     ``service.drain_timeout_s`` to commit it; then workers end. Returns 0. Raises InvalidValue for a bad
     configuration, WorkerStartError where the workers do not start.
     """
+    load_strategies()
     check_live(config.balance, config.window.size)
     progress(f"preparing the model {config.model}")
     model = await _prepared(config, progress)

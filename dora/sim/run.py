@@ -10,7 +10,7 @@ from dora.errors import DoraError, InvalidValue
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.adjustment import groups_to_add
-from dora.orchestrator.core.policies import POLICIES, SIMULATED
+from dora.orchestrator.core.policies import POLICIES, is_live
 from dora.planning.generation import bound_s
 from dora.sim.invariants import check_state
 from dora.sim.ledger import Failure, Violation, failure_of
@@ -149,7 +149,7 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
     steps_done = last.steps - first.steps
     context = last.context_token_steps - first.context_token_steps
     of_consumed = _bound_s(scenario, consumed.response_tokens, consumed.context_tokens)
-    staleness = None if scenario.policy in SIMULATED else consumed.staleness
+    staleness = consumed.staleness if is_live(scenario.policy) else None
     lost = len(world.ledger.groups.keys() - world.machine.state.group_row.keys())
     return Report(
         preset=scenario.name,

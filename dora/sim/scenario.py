@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from dora.config import DEFAULT_POLICY, GROUP_SIZE_MOST, GROUPS_PER_STEP_MOST, CostConfig, Section
+from dora.config import DEFAULT_POLICY, GROUP_SIZE_MOST, GROUPS_PER_STEP_MOST, WINDOW_MOST, CostConfig, Section
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel
 
@@ -156,7 +156,7 @@ class Scenario(_Section):
 
     name: str = "custom"
     policy: str = DEFAULT_POLICY
-    window: int = Field(3, ge=1, le=64)
+    window: int = Field(3, ge=1, le=WINDOW_MOST)
     predictor: Literal["oracle", "statistics", "ranker"] = "oracle"
     cluster: Cluster = Cluster()
     trainer: TrainerPace = TrainerPace()
@@ -171,7 +171,7 @@ class Scenario(_Section):
     in_flight_groups: int = Field(
         0,
         ge=0,
-        le=64 * GROUPS_PER_STEP_MOST,
+        le=WINDOW_MOST * GROUPS_PER_STEP_MOST,
         description="prompt groups drawn and not yet trained on, at most; 0: no limit",
     )
     period_s: float = Field(30.0, gt=0.0, description="time between periodic re-balancings")

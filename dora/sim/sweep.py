@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dora.orchestrator.core.policies import LIVE_POLICIES
 from dora.sim.faults import Fault
 from dora.sim.ledger import Failure
 from dora.sim.shrinking import shrunk
@@ -46,7 +45,7 @@ class SweepReport:
 
 def sweep(
     seeds: Sequence[int],
-    policies: Sequence[str] = LIVE_POLICIES,
+    policies: Sequence[str],
     kinds: str = "all",
     progress: Callable[[float], None] | None = None,
     jobs: int = 1,

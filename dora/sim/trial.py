@@ -8,7 +8,7 @@ from typing import Final
 
 from dora.config import Config, merged, validated
 from dora.errors import InvalidValue, one_of
-from dora.orchestrator.core.policies import LIVE_POLICIES, nearest_window
+from dora.orchestrator.core.policies import is_live, live_policies, nearest_window
 from dora.sim.faults import Fault, draw_faults, kinds_of, strike
 from dora.sim.invariants import check_empty
 from dora.sim.ledger import Failure, Lost, Stalled, Violation, failure_of
@@ -55,8 +55,8 @@ class Trial:
 
     def check(self) -> None:
         """Raises InvalidValue for what no sweep tries."""
-        if self.policy not in LIVE_POLICIES:
-            raise InvalidValue("--replay: policy", self.policy, one_of(self.policy, LIVE_POLICIES, cutoff=0.6))
+        if not is_live(self.policy):
+            raise InvalidValue("--replay: policy", self.policy, one_of(self.policy, live_policies(), cutoff=0.6))
         if self.seed < 0:
             raise InvalidValue("--replay: seed", self.seed, "0 or above")
         if not 0 <= self.workers <= WORKERS_MOST:

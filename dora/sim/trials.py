@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Final, TextIO
 
 from dora.errors import DoraError
+from dora.plugins import load_strategies
 from dora.sim.ledger import Failure
 from dora.sim.trial import Trial
 
@@ -101,4 +102,5 @@ def serve(tokens: TextIO, answers: TextIO) -> None:
 
 if __name__ == "__main__":
     with suppress(KeyboardInterrupt):  # Ctrl-C is told by the process that started this one
+        load_strategies()
         serve(sys.stdin, sys.stdout)

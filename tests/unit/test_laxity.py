@@ -13,7 +13,7 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Backlog
-from dora.orchestrator.core.policies import POLICIES
+from dora.orchestrator.core.policies import POLICIES, Strategy
 from dora.orchestrator.core.policies.forecast import rows_forecast
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.orchestrator.core.policies.lifespan import Lifespan
@@ -387,7 +387,7 @@ def test_a_plan_at_a_publish_goes_by_the_step_that_begins(monkeypatch: pytest.Mo
                 planned_by.append((snapshot.newest, lifespan.newest))
             return super().plan(snapshot, trigger)
 
-    monkeypatch.setitem(POLICIES, "watched", Watched)
+    monkeypatch.setitem(POLICIES, "watched", Strategy(Watched))
     simulate(composed({}, "small", "watched", 2), steps=4, warmup=2, seed=0)
     assert len(planned_by) >= 4
     assert all(newest == by for newest, by in planned_by)

@@ -17,7 +17,7 @@ from dora.cli.app import app
 from dora.cli.exits import ExitCode
 from dora.cli.progress import progress_bar
 from dora.config import BalanceConfig
-from dora.orchestrator.core.policies import POLICIES
+from dora.orchestrator.core.policies import POLICIES, Strategy
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.orchestrator.core.snapshot import Plan, Snapshot, Trigger
 from dora.orchestrator.core.window import Window
@@ -187,7 +187,7 @@ def not_made(_config: BalanceConfig) -> Faulty:
 def test_a_strategy_that_raises_is_told_with_its_name_its_time_and_the_command_that_shows_it_again(
     monkeypatch: pytest.MonkeyPatch, faulty: Callable[[BalanceConfig], Faulty], said: str
 ) -> None:
-    monkeypatch.setitem(POLICIES, "faulty", faulty)
+    monkeypatch.setitem(POLICIES, "faulty", Strategy(faulty))
     told = run(*SMALL, "--policy", "faulty", "--seed", "5", "--json")
     answer = json.loads(told.stdout)
     assert (told.exit_code, told.stderr) == (ExitCode.FAILED, "")

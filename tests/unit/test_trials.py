@@ -6,6 +6,7 @@ from io import StringIO
 
 import pytest
 
+from dora.orchestrator.core.policies import live_policies
 from dora.orchestrator.core.window import Window
 from dora.sim import trials as module
 from dora.sim.ledger import Failure
@@ -76,7 +77,8 @@ def test_a_process_answers_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_sweep_reports_the_same_from_any_number_of_processes() -> None:
     seeds = range(2 * len(TRIALS))
-    assert sweep(seeds, kinds="kill", jobs=2) == sweep(seeds, kinds="kill")
+    policies = live_policies()
+    assert sweep(seeds, policies, "kill", jobs=2) == sweep(seeds, policies, "kill")
 
 
 def test_few_trials_are_worth_one_process() -> None:

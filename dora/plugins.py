@@ -1,0 +1,36 @@
+"""Strategies of other packages: found by their entry points, in every process that runs the core.
+
+A package names them in its pyproject.toml, and once it is installed ``dora serve``, ``dora simulate``, the sweep and
+``dora replay`` know them by name:
+
+    [project.entry-points."dora.policies"]
+    mine = "my_package.mine:MinePolicy"     # a Policy class, or a dora.orchestrator.core.policies.Strategy
+"""
+
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Final
+
+from dora.errors import DoraError, InvalidValue, told
+from dora.orchestrator.core.policies import register
+
+GROUP: Final = "dora.policies"
+
+
+@cache
+def load_strategies() -> None:
+    """Registers what the installed packages bring, once a process.
+
+    Raises InvalidValue, with package and entry point, for what cannot be imported or is no strategy, Conflict for a
+    name that is taken.
+    """
+    for point in entry_points(group=GROUP):
+        field = f"{GROUP}: {point.name}, of {point.dist.name if point.dist is not None else 'an unknown package'}"
+        try:
+            strategy = point.load()
+        except Exception as error:  # whatever somebody else's module raises
+            raise InvalidValue(field, point.value, f"what can be imported ({told(error)})") from error
+        try:
+            register(point.name, strategy)
+        except DoraError as error:
+            raise type(error)(field, point.value, getattr(error, "allowed", str(error))) from error

@@ -1,0 +1,120 @@
+"""The strategy that docs/simulator.md shows, as a package of somebody else's: simulator, sweep and service know it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dora
+from dora.errors import Conflict, InvalidValue
+from dora.orchestrator.core.policies import POLICIES, Strategy, live_policies, register
+from dora.orchestrator.core.policies.sync import SyncPolicy
+from dora.plugins import load_strategies
+from tests.service import check_promises, configured, running, train
+
+DOC = Path(dora.__file__).parents[1] / "docs" / "simulator.md"
+NAME = "newest_only"
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A folder where the documented strategy is installed."""
+    document = DOC.read_text(encoding="utf-8")
+    (code,) = [
+        block for block in re.findall(r"```python\n(.*?)```", document, re.DOTALL) if "NewestOnlyPolicy" in block
+    ]
+    (point,) = re.findall(rf'^{NAME} = "(.*)"$', document, re.MULTILINE)
+    return installed(tmp_path, code, point)
+
+
+def installed(folder: Path, code: str, point: str, name: str = NAME) -> Path:
+    (folder / f"{NAME}.py").write_text(code, encoding="utf-8")
+    meta = folder / f"{NAME}-1.0.dist-info"
+    meta.mkdir(exist_ok=True)
+    (meta / "METADATA").write_text("Metadata-Version: 2.1\nName: newest-only\nVersion: 1.0\n", encoding="utf-8")
+    (meta / "entry_points.txt").write_text(f"[dora.policies]\n{name} = {point}\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def known() -> Iterator[None]:
+    """What a test registers is forgotten afterwards, and what is installed looked for again."""
+    before = dict(POLICIES)
+    load_strategies.cache_clear()
+    yield
+    load_strategies.cache_clear()
+    POLICIES.clear()
+    POLICIES.update(before)
+
+
+def command(package: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(package)}
+    return subprocess.run(
+        [sys.executable, "-m", "dora", *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_simulator_runs_it_and_names_it(package: Path) -> None:
+    done = command(package, "simulate", "--preset", "small", "--policy", NAME, "--steps", "4", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0 and report["policy"] == NAME
+    assert (report["violations"], report["lost"], report["duplicated"]) == (0, 0, 0)
+    assert (
+        "did you mean newest_only" in command(package, "simulate", "--preset", "small", "--policy", "newest_onl").stderr
+    )
+
+
+def test_the_sweep_tries_it_in_several_processes(package: Path) -> None:
+    done = command(package, "simulate", "sweep", "--policy", NAME, "--seeds", "60", "--jobs", "2", "--json")
+    assert json.loads(done.stdout) == {
+        "seeds": 60, "violations": 0, "lost": 0, "duplicated": 0, "stalled": 0, "failures": []
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("known")
+async def test_the_service_runs_it(package: Path, tiny_dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(package)
+    fake = configured(tiny_dense, window__size=2, balance__policy=NAME, workers__engine="fake")
+    async with running(fake) as handle, dora.Trainer(handle.address, token=handle.token) as trainer:
+        check_promises(await train(handle, trainer, steps=3, groups=4), window=2, groups=4)
+    assert NAME in live_policies()
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize(
+    ("code", "point", "name", "said"),
+    [
+        (
+            "",
+            f"{NAME}:Missing",
+            "mine",
+            r"dora.policies: mine, of newest-only = 'newest_only:Missing'.*imported.*no att",
+        ),
+        ("1 / 0", f"{NAME}:Missing", "mine", r"dora.policies: mine.*ZeroDivisionError: division by zero"),
+        ("Policy = 3", f"{NAME}:Policy", "mine", r"dora.policies: mine.*a Strategy, or what makes a Policy"),
+        ("class Policy: ...", f"{NAME}:Policy", "dora", r"dora.policies: dora.*a name that no other strategy has"),
+        ("class Policy: ...", f"{NAME}:Policy", "my-own", r"dora.policies: my-own.*letters, digits and underscores"),
+    ],
+)
+def test_what_is_no_strategy_is_told_with_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, point: str, name: str, said: str
+) -> None:
+    monkeypatch.syspath_prepend(installed(tmp_path, code, point, name))
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    with pytest.raises(InvalidValue, match=said):
+        load_strategies()
+
+
+@pytest.mark.usefixtures("known")
+def test_a_strategy_is_registered_once_under_one_name() -> None:
+    register("mine", Strategy(SyncPolicy, windows=(1, 2)))
+    register("mine", Strategy(SyncPolicy, windows=(1, 2)))
+    with pytest.raises(Conflict, match="policy = 'mine'"):
+        register("mine", SyncPolicy)
+    with pytest.raises(InvalidValue, match=r"windows = \(0, 65\).*1 to 64"):
+        Strategy(SyncPolicy, windows=(0, 65))
