@@ -193,6 +193,7 @@ def test_fields_are_overridden_and_checked() -> None:
         ("workload.lengths.sigmma=1", "did you mean sigma"),
         ("cluster.cost.kv_token_s=-1", "a number of at least 0"),
         ("cluster.cost.kv_token_s=nan", "finite"),
+        ('cluster.cost.kv_token_s="1"', "a number of at least 0"),
         ("cluster.gpus_per_engine=1", "at least 4, with 80 GB each: 65.5 GB of weights"),
         ("window=soon", "a whole number from 1 to 64"),
     ):
