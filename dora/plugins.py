@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Final
 
-from dora.errors import DoraError, InvalidValue, told
+from dora.errors import InvalidValue, told
 from dora.orchestrator.core.policies import register
 
 GROUP: Final = "dora.policies"
@@ -32,5 +32,5 @@ def load_strategies() -> None:
             raise InvalidValue(field, point.value, f"what can be imported ({told(error)})") from error
         try:
             register(point.name, strategy)
-        except DoraError as error:
-            raise type(error)(field, point.value, getattr(error, "allowed", str(error))) from error
+        except InvalidValue as error:
+            raise type(error)(field, point.value, error.allowed) from error

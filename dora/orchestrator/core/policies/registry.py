@@ -86,11 +86,11 @@ def check_live(balance: BalanceConfig, window: int) -> None:
     """Raises InvalidValue for what a service may not run: an unknown strategy, with the nearest name, one that only the
     simulator may, one that is not defined for this window, and lengths that no prompt brings."""
     name, live = balance.policy, live_policies()
-    if name in POLICIES and name not in live:
-        allowed = f"one of {', '.join(live)}: {name} breaks C1 and only runs in dora simulate"
-        raise InvalidValue("balance.policy", name, allowed)
     if name not in live:
-        raise InvalidValue("balance.policy", name, one_of(name, live, cutoff=0.6))
+        allowed = one_of(name, live, cutoff=0.6)
+        if name in POLICIES:
+            allowed = f"one of {', '.join(live)}: {name} breaks C1 and only runs in dora simulate"
+        raise InvalidValue("balance.policy", name, allowed)
     check_window(name, window)
     if balance.predictor == "given":
         allowed = "statistics or ranker: only the simulator knows lengths beforehand"
