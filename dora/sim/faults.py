@@ -2,23 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from random import Random
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from dora.errors import InvalidValue, one_of
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core.handoff import Phase
+from dora.sim.handoff_faults import Fault, kill_in_handoff, migrate, pick, strand
 from dora.sim.session import GAP_LIMIT_S, Trouble
 from dora.sim.unreliable import SILENCE_LIMIT_S, UnreliableWorld
 from dora.sim.worker import SimWorker
 
-Item = TypeVar("Item")
-
 SLOWEST: Final = 20.0
 SUBJECTS: Final = 1 << 16
-PHASES: Final = (Phase.PLANNED, Phase.COPYING, Phase.FROZEN, Phase.COMMITTED)
 # Which commands fail, and how a worker says so (dora/worker/loop.py).
 REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
     (do.CopyOut, "refused"),
@@ -29,16 +25,6 @@ REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
     (do.StartRequest, "refused"),
     (do.StartRequest, "invalid"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """``kind`` strikes at ``at_s``. ``subject`` picks whom, among those there are then; ``amount`` (0..1) how much."""
-
-    at_s: float
-    kind: str
-    subject: int
-    amount: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +69,7 @@ def _on_worker(strike: Callable[[UnreliableWorld, Fault, SimWorker], None]) -> C
     """A fault of one worker, if there is any."""
 
     def struck(world: UnreliableWorld, fault: Fault) -> None:
-        worker = _pick(world.running(), fault.subject)
+        worker = pick(world.running(), fault.subject)
         if worker is not None:
             strike(world, fault, worker)
 
@@ -92,31 +78,6 @@ def _on_worker(strike: Callable[[UnreliableWorld, Fault, SimWorker], None]) -> C
 
 def _kill(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
     world.kill(worker, fault.amount)
-
-
-def _kill_in_handoff(world: UnreliableWorld, fault: Fault) -> None:
-    """The source or the target dies the first or second time that a handoff comes to a phase, or a moment later."""
-    phase = PHASES[fault.subject % 4]
-    kills_source = fault.subject // 4 % 2 == 0
-    countdown = 1 + fault.subject // 8 % 2
-
-    def trap(command: do.WorkerCommand) -> bool:
-        nonlocal countdown
-        pending = world.machine.state.pending.get(command.command_id)
-        handoff = pending.handoff if pending is not None else None
-        if handoff is None or handoff.phase is not phase:
-            return False
-        countdown -= 1
-        if countdown:
-            return False
-        worker = world.workers.get(handoff.source if kills_source else handoff.target)
-        if worker is not None:
-            delay_s = fault.amount * 4.0 * world.scenario.cluster.link_latency_s
-            world.after(delay_s, _if_alive, partial(world.kill, worker, fault.amount), worker)
-        return True
-
-    world.traps.append(trap)
-    _migrate(world, fault)
 
 
 def _slow(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
@@ -136,7 +97,7 @@ def _refuse(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
     """The next 1 to 3 commands of some kind fail."""
     command, error_kind = REFUSALS[fault.subject // 64 % len(REFUSALS)]
     worker.refusals[command] = [error_kind] * (1 + int(fault.amount * 2.99))
-    _migrate(world, fault)
+    migrate(world, fault)
 
 
 def _trouble(trouble: Trouble) -> Callable[[UnreliableWorld, Fault], None]:
@@ -186,35 +147,21 @@ def _end(world: UnreliableWorld, fault: Fault) -> None:
 # ----------------------------------------------------------------------------------------------------------- operator
 
 
-def _migrate(world: UnreliableWorld, fault: Fault) -> None:
-    """A request is to move: mostly to a worker that hosts its version where there is one, else to any."""
-    state = world.machine.state
-    row = _pick(sorted(row for worker in state.workers.values() for row in worker.rows), fault.subject)
-    if row is None:
-        return
-    version, owner = state.requests["version"][row], state.owner(row)
-    hosts = [host for host in state.workers.values() if host.hosts == version and host is not owner]
-    strays = not hosts or fault.subject // 64 % 8 == 0
-    target = _pick(list(state.workers.values()) if strays else hosts, fault.subject // 512)
-    if target is not None:
-        world.ask(on.MigrateAsked(state.request_id[row], target.worker_id))
-
-
 def _rebalance(world: UnreliableWorld, fault: Fault) -> None:
     world.ask(on.RebalanceAsked())
 
 
 def _cancel(world: UnreliableWorld, fault: Fault) -> None:
-    group_id = _pick(sorted(world.machine.state.group_row), fault.subject)
+    group_id = pick(sorted(world.machine.state.group_row), fault.subject)
     if group_id is not None:
         world.ask(on.GroupCancelled(group_id, "asked for"))
 
 
 def _stale(world: UnreliableWorld, fault: Fault) -> None:
     """What is wrong, or of an epoch that is over, must be ignored or refused."""
-    state, trainer, worker = world.machine.state, world.trainer, _pick(world.running(), fault.subject)
+    state, trainer, worker = world.machine.state, world.trainer, pick(world.running(), fault.subject)
     newest, epoch, name = state.window.newest, trainer.epoch, worker.worker_id if worker is not None else "w0"
-    request_id = _pick(sorted(state.request_row), fault.subject) or "g0.0"
+    request_id = pick(sorted(state.request_row), fault.subject) or "g0.0"
     refused: tuple[on.Event, ...] = (
         on.StepRequested(epoch - 1, newest),
         on.StepRequested(epoch, newest + 1),
@@ -240,18 +187,9 @@ def _stale(world: UnreliableWorld, fault: Fault) -> None:
     world.ask((*refused, *ignored)[chosen], refused=chosen < len(refused))
 
 
-def _pick(items: Sequence[Item], subject: int) -> Item | None:
-    return items[subject % len(items)] if items else None
-
-
-def _if_alive(action: Callable[[], Any], worker: SimWorker) -> None:
-    if worker.alive:
-        action()
-
-
 KINDS: Final[dict[str, Kind]] = {
     "kill": Kind("a worker dies, at any point of its life", _on_worker(_kill)),
-    "handoff": Kind("source or target die when a handoff comes to a phase", _kill_in_handoff, 2.0),
+    "handoff": Kind("source or target die when a handoff comes to a phase", kill_in_handoff, 2.0),
     "slow": Kind("a worker takes up to 20 times longer for a while", _on_worker(_slow)),
     "hang": Kind("a worker stands still for a while, or for too long", _on_worker(_hang)),
     "partition": Kind("one direction between a worker and the orchestrator is silent", _on_worker(_partition)),
@@ -264,9 +202,11 @@ KINDS: Final[dict[str, Kind]] = {
     "restart": Kind("the orchestrator starts again from its log", _restart, 0.3),
     "join": Kind("a worker joins", _join, 0.5),
     "leave": Kind("a worker is drained and leaves", _on_worker(_leave), 0.5),
-    "migrate": Kind("an operator moves a request", _migrate),
+    "migrate": Kind("an operator moves a request", migrate),
     "rebalance": Kind("an operator asks for a re-balancing", _rebalance, 0.5),
     "cancel": Kind("a group is cancelled, with a reason", _cancel),
     "stale": Kind("an event that is wrong or too late", _stale),
     "end": Kind("prompts run out, or the service drains", _end, 0.2),
+    # last, as seeds of all the others stay what they are
+    "strand": Kind("a source dies in a handoff, and then something happens to what is left of it", strand),
 }

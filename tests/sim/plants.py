@@ -263,6 +263,19 @@ def lost_workers_handoffs_go_on(patch: Patch) -> None:
     patch.setattr(handoffs, "lost", lambda state, worker: None)
 
 
+def later_life_ends_a_stranded_handoff(patch: Patch) -> None:
+    """A source is known by its name alone: that it comes back and dies again ends what its first life left."""
+
+    def lost(state: State, worker: Worker) -> None:
+        for each in list(state.handoffs.values()):
+            if each.source == worker.worker_id:
+                handoffs.signal_handoff(state, each, Signal.SOURCE_LOST)
+            elif each.target == worker.worker_id:
+                handoffs.signal_handoff(state, each, Signal.TARGET_LOST)
+
+    patch.setattr(handoffs, "lost", lost)
+
+
 def stranded_request_is_forgotten(patch: Patch) -> None:
     for key, (phase, actions) in list(handoff.TABLE.items()):
         if key[0] is Phase.STRANDED:

@@ -66,6 +66,12 @@ BUGS = [
         plants.stranded_request_is_forgotten,
         "handoff,kill",
     ),
+    Bug(
+        "a source's second death ends its first life's handoff",
+        "SOURCE_LOST in phase STRANDED",
+        plants.later_life_ends_a_stranded_handoff,
+        "strand",
+    ),
     Bug("KV snapshots are never released", "never released", plants.snapshot_is_never_released),
     Bug(
         "an undone handoff is not undone at its target",

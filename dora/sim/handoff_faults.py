@@ -1,0 +1,154 @@
+"""Faults aimed at handoffs: source or target die as one comes to a phase, and what befalls a stranded one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.handoff import Handoff, Phase
+from dora.sim.unreliable import SILENCE_LIMIT_S, UnreliableWorld
+from dora.sim.worker import SimWorker
+
+Item = TypeVar("Item")
+
+PHASES: Final = (Phase.PLANNED, Phase.COPYING, Phase.FROZEN, Phase.COMMITTED)
+STRANDED_MOST_S: Final = 3.0  # until something befalls a stranded handoff: copies take some seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``kind`` strikes at ``at_s``. ``subject`` picks whom, among those there are then; ``amount`` (0..1) how much."""
+
+    at_s: float
+    kind: str
+    subject: int
+    amount: float
+
+
+def kill_in_handoff(world: UnreliableWorld, fault: Fault) -> None:
+    """The source or the target dies the first or second time that a handoff comes to a phase, or a moment later."""
+    kills_source = fault.subject // 4 % 2 == 0
+
+    def kill(handoff: Handoff) -> None:
+        worker = world.workers.get(handoff.source if kills_source else handoff.target)
+        if worker is not None:
+            delay_s = fault.amount * 4.0 * world.scenario.cluster.link_latency_s
+            world.after(delay_s, _if_alive, partial(world.kill, worker, fault.amount), worker)
+
+    _at_phase(world, PHASES[fault.subject % 4], 1 + fault.subject // 8 % 2, kill)
+    migrate(world, fault)
+
+
+def strand(world: UnreliableWorld, fault: Fault) -> None:
+    """A source dies as its snapshot is copied in: only that is left of the request. What then happens, the seed says.
+
+    The target dies, refuses the snapshot or stands still; the group is cancelled; the source comes back and dies once
+    more; or nothing does, and the target takes the request in.
+    """
+    befalls = AFTERMATHS[fault.subject // 64 % len(AFTERMATHS)]
+
+    def end_source(handoff: Handoff) -> None:
+        source, target = world.workers.get(handoff.source), world.workers.get(handoff.target)
+        if source is None or target is None:
+            return
+        world.lose(source, "killed")
+        if befalls is _refuse:  # it is asked for the copy before anything else could reach it
+            _refuse(world, handoff, target)
+        else:
+            world.after(fault.amount * STRANDED_MOST_S, _if_stranded, world, handoff, target, befalls)
+
+    _at_phase(world, Phase.FROZEN, 1, end_source)
+    migrate(world, fault)
+
+
+def migrate(world: UnreliableWorld, fault: Fault) -> None:
+    """A request is to move: mostly to a worker that hosts its version where there is one, else to any."""
+    state = world.machine.state
+    row = pick(sorted(row for worker in state.workers.values() for row in worker.rows), fault.subject)
+    if row is None:
+        return
+    version, owner = state.requests["version"][row], state.owner(row)
+    hosts = [host for host in state.workers.values() if host.hosts == version and host is not owner]
+    strays = not hosts or fault.subject // 64 % 8 == 0
+    target = pick(list(state.workers.values()) if strays else hosts, fault.subject // 512)
+    if target is not None:
+        world.ask(on.MigrateAsked(state.request_id[row], target.worker_id))
+
+
+def pick(items: Sequence[Item], subject: int) -> Item | None:
+    return items[subject % len(items)] if items else None
+
+
+def _at_phase(world: UnreliableWorld, phase: Phase, count: int, act: Callable[[Handoff], None]) -> None:
+    """``act`` is called the ``count``-th time that a command belongs to a handoff in ``phase``."""
+    left = count
+
+    def trap(command: do.WorkerCommand) -> bool:
+        nonlocal left
+        pending = world.machine.state.pending.get(command.command_id)
+        handoff = pending.handoff if pending is not None else None
+        if handoff is None or handoff.phase is not phase:
+            return False
+        left -= 1
+        if left:
+            return False
+        act(handoff)
+        return True
+
+    world.traps.append(trap)
+
+
+def _if_alive(action: Callable[[], Any], worker: SimWorker) -> None:
+    if worker.alive:
+        action()
+
+
+# ------------------------------------------------------------------------------------------ what befalls a stranded one
+
+Aftermath = Callable[[UnreliableWorld, Handoff, SimWorker], None]  # the last is the target
+
+
+def _if_stranded(world: UnreliableWorld, handoff: Handoff, target: SimWorker, befalls: Aftermath) -> None:
+    if handoff.phase is Phase.STRANDED:
+        befalls(world, handoff, target)
+
+
+def _refuse(_world: UnreliableWorld, _handoff: Handoff, target: SimWorker) -> None:
+    target.refusals[do.CopyIn] = ["refused"]
+
+
+def _end_target(world: UnreliableWorld, _handoff: Handoff, target: SimWorker) -> None:
+    if target.alive:
+        world.lose(target, "killed")
+
+
+def _hang_target(world: UnreliableWorld, _handoff: Handoff, target: SimWorker) -> None:
+    """Just not long enough to be given up: the handoff's own limit comes first, where that is shorter."""
+    if target.alive:
+        world.hang(target, 0.9 * SILENCE_LIMIT_S)
+
+
+def _cancel_group(world: UnreliableWorld, handoff: Handoff, _target: SimWorker) -> None:
+    state = world.machine.state
+    world.ask(on.GroupCancelled(state.group_id[int(state.requests["group"][handoff.row])], "asked for"))
+
+
+def _end_source_again(world: UnreliableWorld, handoff: Handoff, _target: SimWorker) -> None:
+    if handoff.source not in world.workers:
+        world.lose(world.join(handoff.source), "killed")
+
+
+def _nothing(_world: UnreliableWorld, _handoff: Handoff, _target: SimWorker) -> None:
+    """The target takes the request in."""
+
+
+AFTERMATHS: Final[tuple[Aftermath, ...]] = (
+    _end_target,
+    _refuse,
+    _hang_target,
+    _cancel_group,
+    _end_source_again,
+    _nothing,
+)
