@@ -8,7 +8,8 @@ from typing import Final
 from dora.errors import InvalidValue, one_of
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.sim.handoff_faults import Fault, kill_in_handoff, migrate, pick, strand
+from dora.sim.fault import Fault, pick
+from dora.sim.handoff_faults import kill_in_handoff, migrate, strand
 from dora.sim.session import GAP_LIMIT_S, Trouble
 from dora.sim.unreliable import SILENCE_LIMIT_S, UnreliableWorld
 from dora.sim.worker import SimWorker

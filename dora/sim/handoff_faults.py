@@ -1,30 +1,18 @@
 """Faults aimed at handoffs: source or target die as one comes to a phase, and what befalls a stranded one."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.handoff import Handoff, Phase
+from dora.sim.fault import Fault, pick
 from dora.sim.unreliable import SILENCE_LIMIT_S, UnreliableWorld
 from dora.sim.worker import SimWorker
 
-Item = TypeVar("Item")
-
 PHASES: Final = (Phase.PLANNED, Phase.COPYING, Phase.FROZEN, Phase.COMMITTED)
 STRANDED_MOST_S: Final = 3.0  # until something befalls a stranded handoff: copies take some seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """``kind`` strikes at ``at_s``. ``subject`` picks whom, among those there are then; ``amount`` (0..1) how much."""
-
-    at_s: float
-    kind: str
-    subject: int
-    amount: float
 
 
 def kill_in_handoff(world: UnreliableWorld, fault: Fault) -> None:
@@ -75,10 +63,6 @@ def migrate(world: UnreliableWorld, fault: Fault) -> None:
     target = pick(list(state.workers.values()) if strays else hosts, fault.subject // 512)
     if target is not None:
         world.ask(on.MigrateAsked(state.request_id[row], target.worker_id))
-
-
-def pick(items: Sequence[Item], subject: int) -> Item | None:
-    return items[subject % len(items)] if items else None
 
 
 def _at_phase(world: UnreliableWorld, phase: Phase, count: int, act: Callable[[Handoff], None]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dora.sim.faults import Fault
+from dora.sim.fault import Fault
 from dora.sim.ledger import Failure
 from dora.sim.shrinking import shrunk
 from dora.sim.trial import Trial

@@ -9,7 +9,8 @@ from typing import Final
 from dora.config import Config, merged, validated
 from dora.errors import InvalidValue, one_of
 from dora.orchestrator.core.policies import is_live, live_policies, nearest_window
-from dora.sim.faults import Fault, draw_faults, kinds_of, strike
+from dora.sim.fault import Fault
+from dora.sim.faults import draw_faults, kinds_of, strike
 from dora.sim.invariants import check_empty
 from dora.sim.ledger import Failure, Lost, Stalled, Violation, failure_of
 from dora.sim.scenario import Cluster, Coefficients, Lengths, Scenario, TrainerPace, Turns, Workload

@@ -16,7 +16,7 @@ from dora.orchestrator.core.state import Counters
 from dora.planning.profile import fit, validate
 from dora.planning.samples import DecodeSample, Measurement, MixedRequest, PrefillSample
 from dora.replay import Known, KnownWorker, Summary
-from dora.sim.faults import Fault
+from dora.sim.fault import Fault
 from dora.sim.report import BrokenReport
 from dora.sim.sweep import SweepFailure, SweepReport
 
