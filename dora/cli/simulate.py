@@ -131,7 +131,6 @@ def simulate(
     else:
         chosen = [_known_policy(policy or str(over.get("policy", DEFAULT_POLICY)), policy_names())]
     scenarios = [_scenario(over, preset, each, window, split, compare) for each in chosen]
-    _check_length(scenarios, steps, warmup)
     options = _given(preset, file, settings or (), predictor)
     asked = Asked(steps, warmup, seed, options, tuple(settings or ()), split, as_json)
     if compare:
@@ -232,16 +231,6 @@ def _show_broken(report: "BrokenReport", replay: str, as_json: bool) -> None:
     out.print(f"dora: {run}: {what} after {report.at_s:.3f} s of simulated time", markup=False, soft_wrap=True)
     out.print(f"  {report.violation}", markup=False, soft_wrap=True)
     out.print(f"  {replay}", markup=False, soft_wrap=True)
-
-
-def _check_length(scenarios: list["Scenario"], steps: int, warmup: int) -> None:
-    """A policy that knows no versions runs as many steps as its window is long, and would stall then."""
-    from dora.orchestrator.core.policies import is_live
-
-    for scenario in scenarios:
-        most = scenario.window - warmup
-        if not is_live(scenario.policy) and steps > most:
-            raise InvalidValue("--steps", steps, f"at most {most} with --policy {scenario.policy} and this --warmup")
 
 
 def _known_policy(policy: str, known: Sequence[str]) -> str:

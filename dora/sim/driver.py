@@ -26,7 +26,7 @@ class WorkerDriver(Agenda, ABC):
         super().__init__()
         self.scenario = scenario
         batch = scenario.trainer.groups_per_step
-        self.ledger = Ledger(scenario.window, batch, spare_groups(scenario.redundant_fraction, batch))
+        self.ledger = Ledger(scenario.window_steps, batch, spare_groups(scenario.redundant_fraction, batch))
         self.workers: dict[str, SimWorker] = {}  # in session, by id
         self.snapshots: dict[str, KvSnapshot] = {}
         self._links = Links(scenario.cluster.link_bytes_per_s, scenario.cluster.link_latency_s)

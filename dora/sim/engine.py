@@ -7,19 +7,20 @@ step reads, and is not counted; what a handoff copies is read too, by the copy. 
     m * a(n) + k1 * (kv * m + n * m**2 / 2)
 
 which is solved for ``m`` or for the time. Each running request is one entry in a heap by the engine step at which it
-ends; nothing else is touched as time goes on.
+ends, and one in another by how young it is, for preemption; nothing else is touched as time goes on.
 """
 
 from collections import Counter, deque
 from dataclasses import dataclass
 from enum import Enum, auto
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf, sqrt
 
 from dora.orchestrator.core.cost import CostModel
 from dora.sim.workload import Turn
 
 EPSILON_STEPS = 1e-6
+STALE_MOST = 256  # entries of requests that have stopped, beside as many as run, before a heap is made anew
 
 
 class Phase(Enum):
@@ -90,6 +91,7 @@ class SimEngine:
         self.running = 0
         self.totals = Totals()
         self._ends: list[tuple[float, int, SimRequest]] = []  # heap by engine step; stale where it does not run so
+        self._youngest: list[tuple[int, int, SimRequest]] = []  # heap by order of arrival, the last first; stale alike
         self._arrivals = 0
         self._starts = 0
         self._siblings: Counter[str] = Counter()  # group -> requests whose KV is here: they share the prompt's prefill
@@ -217,6 +219,7 @@ class SimEngine:
     # -------------------------------------------------------------------------------------------------------- details
 
     def _stale(self, entry: tuple[float, int, SimRequest]) -> bool:
+        """Whether an entry of either heap is of a run that is over."""
         _, start, request = entry
         return request.phase is not RUNNING or start != request.start
 
@@ -290,9 +293,7 @@ class SimEngine:
 
         One whose environment is about to answer goes before one that decodes. Where only one decodes, it goes on.
         """
-        phases = (RUNNING, AWAY) if self.running > 1 else (AWAY, WAITING)
-        candidates = (r for r in self.requests.values() if r.resident and r.phase in phases)
-        request = max(candidates, key=lambda r: (r.phase is AWAY, r.order))
+        request = self._youngest_running() if self.running > 1 and not self.unread else self._least_needed()
         ran = request.phase is RUNNING
         self._stop(request)
         self._let_out(request)
@@ -300,6 +301,16 @@ class SimEngine:
         self.totals.preemptions += 1
         if ran:
             self._queue_first(request)
+
+    def _youngest_running(self) -> SimRequest:
+        while self._stale(self._youngest[0]):
+            heappop(self._youngest)
+        return self._youngest[0][2]
+
+    def _least_needed(self) -> SimRequest:
+        phases = (RUNNING, AWAY) if self.running > 1 else (AWAY, WAITING)
+        candidates = (r for r in self.requests.values() if r.resident and r.phase in phases)
+        return max(candidates, key=lambda r: (r.phase is AWAY, r.order))
 
     def _admit(self) -> None:
         while self.waiting and self.running < self.slots:
@@ -325,3 +336,7 @@ class SimEngine:
         self._starts += 1
         request.start = self._starts
         heappush(self._ends, (self.steps + request.left, self._starts, request))
+        heappush(self._youngest, (-request.order, self._starts, request))
+        if len(self._youngest) > 2 * self.running + STALE_MOST:
+            self._youngest = [entry for entry in self._youngest if not self._stale(entry)]
+            heapify(self._youngest)

@@ -4,15 +4,15 @@ They are plain ``if``s, not asserts, so that they hold under ``python -O``; whol
 may run after every event of every seed.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
 from dora.orchestrator.core import commands as do
-from dora.orchestrator.core.handoff import LIVE, Phase
+from dora.orchestrator.core.handoff import LIVE, Handoff, Phase
 from dora.orchestrator.core.hosting import EMPTY_SEAT, SEATED, seated_row
 from dora.orchestrator.core.state import GroupStatus, RequestStatus, State, Worker
 from dora.orchestrator.core.table import Table
@@ -36,19 +36,24 @@ def check_state(state: State) -> None:
 
 def check_window(state: State) -> None:
     """C3: the state is feasible, and the counts agree with the groups."""
+    check_feasible(state)
     window = state.window
-    slack = window.slack()
-    if min(slack) < 0:
-        raise Violation(f"infeasible: slack {slack} at step {window.step} (C3)")
+    status, version = _columns(state.groups, state.group_id, "status", "version")
+    by_deadline = Counter(window.deadline(version[row]) for row in state.group_id if status[row] != LEASED)
+    if window.open_by_deadline != by_deadline:
+        counted = dict(window.open_by_deadline)
+        raise Violation(f"open groups by deadline {dict(by_deadline)} are counted as {counted} (C3)")
+
+
+def check_feasible(state: State) -> None:
+    """C3 by the window's own counts; and which weights are kept."""
+    window = state.window
+    if window.least_slack(window.step, window.step + window.size - 1) < 0:
+        raise Violation(f"infeasible: {window.told()} (C3)")
     if window.newest not in (window.step - 1, window.step):
         raise Violation(f"newest version {window.newest} at step {window.step}")
     if state.retired > window.oldest_kept:
         raise Violation(f"the weights below version {state.retired} were let go, {window.oldest_kept} is kept (C1)")
-    status, version = _columns(state.groups, state.group_id, "status", "version")
-    by_deadline = Counter(window.deadline(version[row]) for row in state.group_id if status[row] != LEASED)
-    counted = {window.step + k: n for k, n in enumerate(window._open) if n}
-    if counted != by_deadline:
-        raise Violation(f"open groups by deadline {dict(by_deadline)} are counted as {counted} (C3)")
 
 
 def check_hosting(state: State) -> None:
@@ -77,39 +82,46 @@ def _seats(workers: Iterable[Worker]) -> list[int]:
 
 def check_requests(state: State) -> None:
     """C2: each unfinished request is in exactly one place; C1: on a worker of its version; claims agree with both."""
-    status, version, seat, claim, claim_inbound = _columns(
-        state.requests, state.request_id, "status", "version", "worker", "claim", "claim_inbound"
-    )
+    status, version = _columns(state.requests, state.request_id, "status", "version")
     unplaced = {row for row, value in status.items() if value in (WAITING, RUNNING)}
-    inbound = Counter(handoff.target for handoff in state.handoffs.values())
-    claims_inbound: Counter[str] = Counter()
+    inbound: dict[str, list[int]] = defaultdict(list)
     for row, handoff in state.handoffs.items():
-        claims_inbound[handoff.target] += claim_inbound[row]
+        inbound[handoff.target].append(row)
         if handoff.phase is Phase.STRANDED:
-            _place(unplaced, row, state)
+            _place(unplaced, (row,), state)
     for worker in state.workers.values():
-        name = worker.worker_id
         if state.seats[worker.seat] is not worker:
-            raise Violation(f"{name} is not on its seat {worker.seat}")
-        for row in worker.rows:
-            _place(unplaced, row, state)
-            if (status[row], seat[row], version[row]) != (RUNNING, worker.seat + 1, worker.loaded):
-                raise Violation(
-                    f"{state.request_id[row]} of version {version[row]} stands on {name} with version {worker.loaded}, "
-                    f"as if on seat {seat[row] - 1} of {worker.seat} (C1)"
-                )
-        if worker.inbound != inbound[name]:
-            raise Violation(f"{name} counts {worker.inbound} inbound handoffs, not {inbound[name]}")
-        claimed = sum(claim[row] for row in worker.rows) + claims_inbound[name]
-        if worker.kv_claimed != claimed:
-            raise Violation(f"{name} has {worker.kv_claimed} KV tokens claimed, not {claimed}")
+            raise Violation(f"{worker.worker_id} is not on its seat {worker.seat}")
+        _place(unplaced, worker.rows, state)
+        check_worker(state, worker, inbound[worker.worker_id])
     for of_version, rows in state.waiting.items():
+        _place(unplaced, rows, state)
         for row in rows:
-            _place(unplaced, row, state)
             if (status[row], version[row]) != (WAITING, of_version):
                 raise Violation(f"{state.request_id[row]} of version {version[row]} waits for {of_version} (C1)")
     if unplaced:
         raise Violation(f"{', '.join(state.request_id[row] for row in sorted(unplaced))}: nowhere (C2)")
+
+
+def check_worker(state: State, worker: Worker, inbound: Sequence[int] | None = None) -> None:
+    """All that one worker holds, C1 among it. ``inbound``: rows on their way to it, where they are known already."""
+    name, requests = worker.worker_id, state.requests
+    rows = np.fromiter(worker.rows, dtype=np.intp, count=len(worker.rows))
+    if inbound is None:
+        inbound = [row for row, handoff in state.handoffs.items() if handoff.target == name]
+    status, seat, version = (requests[column][rows] for column in ("status", "worker", "version"))
+    wrong = rows[(status != RUNNING) | (seat != worker.seat + 1) | (version != worker.loaded)]
+    if len(wrong):
+        row = int(wrong.min())
+        raise Violation(
+            f"{state.request_id.get(row, row)} of version {requests['version'][row]} stands on {name} with version "
+            f"{worker.loaded}, as if on seat {requests['worker'][row] - 1} of {worker.seat} (C1)"
+        )
+    if worker.inbound != len(inbound):
+        raise Violation(f"{name} counts {worker.inbound} inbound handoffs, not {len(inbound)}")
+    claimed = int(requests["claim"][rows].sum() + requests["claim_inbound"][list(inbound)].sum())
+    if worker.kv_claimed != claimed:
+        raise Violation(f"{name} has {worker.kv_claimed} KV tokens claimed, not {claimed}")
 
 
 def check_groups(state: State) -> None:
@@ -122,21 +134,30 @@ def check_groups(state: State) -> None:
         values = [status[row] for row in rows]
         found = (values.count(WAITING) + values.count(RUNNING), len(values) - values.count(SCORED))
         if (unfinished[group], unscored[group]) != found:
-            raise Violation(f"{state.group_id[group]}: (unfinished, unscored) responses are {found}, counted otherwise")
+            raise counts_differ(state, group, found)
         if queued[group] != (found[1] == 0):
             raise Violation(f"{state.group_id[group]} waits {queued[group]} times for a step (C2)")
 
 
+def counts_differ(state: State, group: int, found: tuple[int, int]) -> Violation:
+    """To be raised: a group counts other numbers of (unfinished, unscored) responses than were found."""
+    return Violation(f"{state.group_id[group]}: (unfinished, unscored) responses are {found}, counted otherwise")
+
+
 def check_handoffs(state: State) -> None:
-    """A live handoff is between its owner and another living worker; STRANDED: its owner is gone."""
     for row, handoff in state.handoffs.items():
-        owner = state.owner(row)
-        source = None if handoff.phase is Phase.STRANDED else handoff.source
-        if handoff.phase not in LIVE or (owner and owner.worker_id) != source or handoff.target not in state.workers:
-            raise Violation(
-                f"handoff of {handoff.request_id} from {handoff.source} to {handoff.target} is {handoff.phase.name}, "
-                f"its owner {owner and owner.worker_id} (C2)"
-            )
+        check_handoff(state, row, handoff)
+
+
+def check_handoff(state: State, row: int, handoff: Handoff) -> None:
+    """A live handoff is between its owner and another living worker; STRANDED: its owner is gone."""
+    owner = state.owner(row)
+    source = None if handoff.phase is Phase.STRANDED else handoff.source
+    if handoff.phase not in LIVE or (owner and owner.worker_id) != source or handoff.target not in state.workers:
+        raise Violation(
+            f"handoff of {handoff.request_id} from {handoff.source} to {handoff.target} is {handoff.phase.name}, "
+            f"its owner {owner and owner.worker_id} (C2)"
+        )
 
 
 def check_pending(state: State) -> None:
@@ -150,19 +171,29 @@ def check_pending(state: State) -> None:
         if isinstance(command, do.LoadVersion):
             loading.add(command.worker_id)
     for worker in state.workers.values():
-        if (worker.loading >= 0) != (worker.worker_id in loading):
-            raise Violation(f"{worker.worker_id} waits for version {worker.loading}, which it was not told to load")
+        check_load(worker, worker.worker_id in loading)
+
+
+def check_load(worker: Worker, told: bool) -> None:
+    """A worker loads a version exactly while it was ``told`` to and has not answered."""
+    if (worker.loading >= 0) != told:
+        raise Violation(f"{worker.worker_id} waits for version {worker.loading}, which it was not told to load")
 
 
 def check_idle(state: State) -> None:
     """Who is idle, and what is to stay, is counted as the workers say. Last: it follows from the others."""
     workers = [worker for worker in state.seats if worker is not None]
-    idle = [worker for worker in workers if not worker.held and worker.loading < 0 and not worker.draining]
+    idle = [worker for worker in workers if is_idle(worker)]
     if sorted(state.idle) != _seats(idle):
         raise Violation(f"seats {sorted(state.idle)} are listed as idle, while {_seats(idle)} are")
     staying = [worker for worker in workers if not worker.draining]
     if state.hosting.staying() != (len(staying), sum(worker.kv_tokens for worker in staying)):
         raise Violation(f"(workers, KV) to stay are {state.hosting.staying()}, while {_seats(staying)} do")
+
+
+def is_idle(worker: Worker) -> bool:
+    """Whether it holds nothing, loads nothing and is to stay."""
+    return not worker.held and worker.loading < 0 and not worker.draining
 
 
 def check_empty(state: State) -> None:
@@ -182,11 +213,12 @@ def _columns(table: Table, rows: Iterable[int], *names: str) -> list[dict[int, i
     return [dict(zip(rows, table[name][index].tolist(), strict=True)) for name in names]
 
 
-def _place(unplaced: set[int], row: int, state: State) -> None:
-    """An unfinished request was found somewhere: the first time."""
-    if row not in unplaced:
-        raise Violation(f"{state.request_id.get(row, row)} is in two places, or finished and still in one (C2)")
-    unplaced.remove(row)
+def _place(unplaced: set[int], rows: Iterable[int], state: State) -> None:
+    """Unfinished requests were found somewhere: the first time."""
+    for row in rows:
+        if row not in unplaced:
+            raise Violation(f"{state.request_id.get(row, row)} is in two places, or finished and still in one (C2)")
+        unplaced.remove(row)
 
 
 def fingerprint(state: State) -> dict[str, str]:

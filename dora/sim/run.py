@@ -17,12 +17,13 @@ from dora.sim.ledger import Failure, Violation, failure_of
 from dora.sim.meter import Meter, Reading
 from dora.sim.report import BrokenReport, Report, Timeline
 from dora.sim.scenario import Scenario
+from dora.sim.watch import Watch
 from dora.sim.workload import longest_prompt_tokens, moments
 from dora.sim.world import Observer, World
 
-# The books check every event. The core's whole state is checked once in so many, or in twice as many as there are
-# requests where that is more: a check walks them all, and is to cost a few percent at most.
-CHECK_EVENTS = 4096
+# The books and the watch check every event. The core's whole state is checked once in so many events as this times its
+# requests: a check walks them all, and is to cost a few percent at most.
+WHOLE_CHECK = 0.5
 PROGRESS_EVENTS = 256  # between two looks at how much is done: a step of a large cluster is many thousands
 COLLECT_OBJECTS = 100_000  # between two looks for cyclic garbage, of which a run makes next to none
 STEP_LIMIT_S = 14 * 86_400.0  # simulated; a step that takes longer has stalled
@@ -60,7 +61,7 @@ def simulate(
     began_s = time.perf_counter()
     with _collecting_rarely():
         world = _world(scenario, seed)
-        world.observers.append(_checks(world))
+        world.observers += [Watch(lambda: world.machine).saw, _checks(world)]
         meter = Meter(world, warmup, timeline)
         goal = warmup + steps
         if progress is not None:
@@ -107,15 +108,15 @@ def _world(scenario: Scenario, seed: int) -> World:
 
 
 def _checks(world: World) -> Observer:
-    """Checks the core's whole state now and then."""
-    due = CHECK_EVENTS
+    """Checks the core's whole state now and then; that of a small cluster after every event."""
+    due = 0
 
     def observe(_now_s: float, _event: on.Event, _commands: list[do.Command]) -> None:
         nonlocal due
         if world.events >= due:
             state = world.machine.state
             check_state(state)
-            due = world.events + max(CHECK_EVENTS, 2 * len(state.requests))
+            due = world.events + int(WHOLE_CHECK * len(state.requests))
 
     return observe
 
@@ -169,7 +170,7 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
         bound_consumed_min=of_consumed / steps / 60,
         work_done_over_consumed=_work_done_s(scenario, first, last) / of_consumed,
         kv_utilisation=context / steps_done / cluster.kv_tokens if steps_done else 0.0,
-        violations=counters.c1_violations + consumed.out_of_window(scenario.window),
+        violations=counters.c1_violations + consumed.out_of_window(scenario.window_steps),
         lost=lost,
         duplicated=world.ledger.duplicated(),
         filter_fraction=scenario.filter_fraction,

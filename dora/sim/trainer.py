@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.policies import is_versioned
 from dora.sim.ledger import Group
 from dora.sim.scenario import TrainerPace
 
@@ -103,7 +104,7 @@ class SimTrainer:
         self.began_s = world.now_s
         self.committed += 1
         world.post(on.StepCommitted(self.epoch, self.step))
-        if world.scenario.policy == "partial":
+        if not is_versioned(world.scenario.policy):
             world.renew()
         self._let_gpus_go()
         if self.alive:  # else it was lost just after the commit

@@ -200,6 +200,6 @@ def describe(world: UnreliableWorld) -> str:
         for w in state.workers.values()
     )
     return (
-        f"step {state.window.step}, newest {state.window.newest}, slack {state.window.slack()}, waiting {waiting}, "
+        f"newest {state.window.newest}, {state.window.told()}, waiting {waiting}, "
         f"backlog {len(state.backlog)}, drawing {state.drawing}, handoffs {len(state.handoffs)}, workers: {workers}"
     )

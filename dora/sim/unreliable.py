@@ -87,12 +87,16 @@ class UnreliableWorld(World):
     def handled(self, event: on.Event, commands: list[do.Command]) -> None:
         super().handled(event, commands)
         self.log.append((self.now_s, event, commands))
-        check_state(self.machine.state)
+        self.check(event, commands)
         if self.traps:
             self._show_traps(commands)
         if self.dies_committing and isinstance(event, on.StepCommitted):
             self.dies_committing = False
             self.lose_trainer()
+
+    def check(self, _event: on.Event, _commands: list[do.Command]) -> None:
+        """The core's whole state, after every event."""
+        check_state(self.machine.state)
 
     def _show_traps(self, commands: Iterable[do.Command]) -> None:
         for command in commands:

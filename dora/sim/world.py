@@ -32,7 +32,7 @@ Observer = Callable[[float, on.Event, list[do.Command]], None]  # now_s, the eve
 
 def core_config(scenario: Scenario) -> Config:
     """The configuration of the core in this scenario."""
-    return validated(
+    config = validated(
         {
             "window": {"size": scenario.window},
             "balance": {
@@ -44,6 +44,9 @@ def core_config(scenario: Scenario) -> Config:
             "selection": {"redundant_fraction": scenario.redundant_fraction},
         }
     )
+    # without end it is beyond what a service may ask for
+    window = config.window.model_copy(update={"size": scenario.window_steps})
+    return config.model_copy(update={"window": window})
 
 
 class World(WorkerDriver):

@@ -53,7 +53,7 @@ def tops_up_the_oldest(patch: Patch) -> None:
 
     def topped_up(self: Window, version: int) -> int:
         if version == self.oldest_live:
-            return self.groups_per_step - self._open[max(0, self.deadline(version) - self.step)]
+            return self.groups_per_step - self._open.get(self.deadline(version), 0)
         return admissible(self, version)
 
     patch.setattr(Window, "admissible", topped_up)
@@ -82,7 +82,7 @@ def cancelled_keeps_its_place(patch: Patch) -> None:
 def recovery_forgets_what_was_taken(patch: Patch) -> None:
     def attach(state: State, event: on.TrainerAttached) -> None:
         lifecycle.attached(state, event)
-        state.window._open = [0] * state.window.size
+        state.window._open.clear()
 
     patch.setitem(machine._HANDLERS, on.TrainerAttached, attach)
 

@@ -121,6 +121,12 @@ def test_partial_rollout_goes_on_under_its_only_version() -> None:
     assert [set(step) for step in trained] == [{step} for step in range(6)]
 
 
+def test_partial_rollout_has_no_last_step() -> None:
+    """It knows one version alone, so it runs on beyond the widest window there is."""
+    report = simulate(composed({}, "small", "partial"), steps=70, warmup=2, seed=0)
+    assert (report.steps, report.violations, report.lost, report.duplicated) == (70, 0, 0, 0)
+
+
 def test_partial_rollout_reports_no_staleness_as_it_knows_no_versions() -> None:
     report = simulate(composed({}, "small", "partial"), steps=2, warmup=1, seed=0)
     assert (report.staleness_mean, report.staleness_max) == (None, None)

@@ -36,13 +36,25 @@ def apply(window: Window, open_versions: list[int], what: str, pick: int) -> int
     return None
 
 
+def slack_by_definition(window: Window, open_versions: list[int]) -> list[int]:
+    """left + B * k - open(s + k), counted group by group."""
+    deadlines = [version + window.size - 1 for version in open_versions]
+    return [
+        window.left + window.groups_per_step * k - sum(deadline <= window.step + k for deadline in deadlines)
+        for k in range(window.size)
+    ]
+
+
 @given(SIZES, GROUPS, CHOICES)
 @settings(max_examples=400, deadline=None)
 def test_always_feasible_and_never_stale(size: int, groups: int, choices: list[tuple[str, int]]) -> None:
     window, open_versions = Window(size, groups), []
     for what, pick in choices:
         staleness = apply(window, open_versions, what, pick)
+        assert window.slack() == slack_by_definition(window, open_versions)
         assert min(window.slack()) >= 0
+        for version in range(window.oldest_live, window.newest + 1):
+            assert window.admissible(version) == min(window.slack()[window.deadline(version) - window.step :])
         assert staleness is None or 0 <= staleness <= size - 1
         assert window.open_groups == len(open_versions)
         assert all(window.deadline(version) >= window.step for version in open_versions)

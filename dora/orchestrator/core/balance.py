@@ -151,9 +151,9 @@ def _dry(state: State) -> frozenset[int]:
     if not state.idle:
         return frozenset()
     window = state.window
-    workless = {
-        version
-        for version in range(state.retired, window.newest)
-        if not state.waiting.get(version) and (not state.backlog or window.admissible(version) < 1)
-    }
-    return frozenset().union(*(state.hosting.targeting(version) & state.idle for version in workless))
+    seats: set[int] = set()
+    for version in range(state.retired, window.newest):
+        idle = state.hosting.targeting(version) & state.idle
+        if idle and not state.waiting.get(version) and (not state.backlog or window.admissible(version) < 1):
+            seats |= idle
+    return frozenset(seats)

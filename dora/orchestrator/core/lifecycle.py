@@ -113,7 +113,7 @@ def deliver(state: State) -> None:
     while state.stream_step == window.step:
         step = window.step
         version = next(
-            (v for v in range(window.oldest_live, window.newest + 1) if state.finished.get(v) and window.takeable(v)),
+            (version for version in sorted(state.finished) if state.finished[version] and window.takeable(version)),
             None,
         )
         if version is None:

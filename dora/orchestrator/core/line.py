@@ -119,6 +119,9 @@ class Line:
     def __iter__(self) -> Iterator[int]:
         return iter(self._number)
 
+    def __contains__(self, row: int) -> bool:
+        return row in self._number
+
     def push(self, row: int, rank: float) -> None:
         self._pushes += 1
         self.changes += 1

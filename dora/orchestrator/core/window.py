@@ -11,11 +11,16 @@ Earliest-deadline-first feasibility: the groups due by ``d`` fit into the places
 Admission and taking keep it true, so every group is taken by its deadline (proof: docs/invariants.md).
 """
 
+from collections.abc import Mapping
+
 from dora.errors import IllegalTransition
 
 
 class Window:
-    """Counts of open groups by deadline. Pure arithmetic: O(W) an operation, no group is named here."""
+    """Counts of open groups by deadline. Pure arithmetic, no group is named here.
+
+    An operation takes as long as there are deadlines with open groups, however wide the window.
+    """
 
     def __init__(self, size: int, groups_per_step: int) -> None:
         self.size = size
@@ -23,7 +28,7 @@ class Window:
         self.step = 0
         self.left = groups_per_step
         self.newest = 0
-        self._open = [0] * size  # [k]: open groups of deadline step + k
+        self._open: dict[int, int] = {}  # deadline -> open groups, where there are any
 
     def set_groups_per_step(self, groups: int) -> None:
         """Sets B, once, before anything is admitted. Raises IllegalTransition afterwards."""
@@ -44,12 +49,17 @@ class Window:
 
     @property
     def open_groups(self) -> int:
-        return sum(self._open)
+        return sum(self._open.values())
 
     @property
     def due(self) -> int:
         """Open groups whose deadline is step ``s``."""
-        return self._open[0]
+        return self._open.get(self.step, 0)
+
+    @property
+    def open_by_deadline(self) -> Mapping[int, int]:
+        """Open groups of each deadline that has any."""
+        return self._open
 
     def deadline(self, version: int) -> int:
         """The last step that may train on ``version``."""
@@ -57,47 +67,65 @@ class Window:
 
     def slack(self) -> list[int]:
         """``left + B * k - open(s + k)`` for k in 0 .. W-1; the state is feasible iff none is negative."""
-        slack, total = [], self.left
-        for due in self._open:
-            slack.append(total := total - due)
-            total += self.groups_per_step
-        return slack
+        return [self.least_slack(deadline, deadline) for deadline in range(self.step, self.step + self.size)]
+
+    def least_slack(self, first: int, last: int) -> int:
+        """The least slack at a deadline from ``first`` to ``last``, both in the window.
+
+        Between two deadlines with open groups slack only grows, so those and ``first`` are all there is to look at.
+        """
+        places, step_groups = self.left - self.groups_per_step * self.step, self.groups_per_step
+        taken, later = 0, []
+        for deadline, groups in self._open.items():
+            if deadline <= first:
+                taken += groups
+            elif deadline <= last:
+                later.append((deadline, groups))
+        least = places + step_groups * first - taken
+        for deadline, groups in sorted(later):
+            taken += groups
+            least = min(least, places + step_groups * deadline - taken)
+        return least
 
     def admissible(self, version: int) -> int:
         """How many more groups of ``version`` may be admitted now."""
-        offset = self.deadline(version) - self.step
-        if offset < 0 or version > self.newest or not self.groups_per_step:
+        deadline = version + self.size - 1
+        if deadline < self.step or version > self.newest or not self.groups_per_step:
             return 0
-        return min(self.slack()[offset:])
+        return self.least_slack(deadline, self.step + self.size - 1)
 
     def admit(self, version: int) -> None:
         """Counts one admitted group. Raises IllegalTransition where the state would become infeasible."""
         if self.admissible(version) < 1:
-            raise IllegalTransition(f"a group of version {version} does not fit: slack {self.slack()}")
-        self._open[self.deadline(version) - self.step] += 1
+            raise IllegalTransition(f"a group of version {version} does not fit: {self.told()}")
+        self._count(version, 1)
 
     def takeable(self, version: int) -> bool:
         """Whether step ``s`` may take a group of ``version`` and still keep every earlier deadline.
 
         Never while the step before is uncommitted: one step at a time is with the trainer.
         """
-        offset = self.deadline(version) - self.step
-        return self.left > 0 and self.newest == self.step and all(slack > 0 for slack in self.slack()[:offset])
+        deadline = self.deadline(version)
+        if self.left <= 0 or self.newest != self.step or deadline < self.step:
+            return False
+        return deadline == self.step or self.least_slack(self.step, deadline - 1) > 0
+
+    def told(self) -> str:
+        """Where the window stands, for messages."""
+        return f"step {self.step} takes {self.left} more; open groups by deadline {self._open}"
 
     def take(self, version: int) -> bool:
         """Step ``s`` takes an open group. True where that filled the step: the window then stands at step ``s + 1``.
 
         Raises IllegalTransition for a group that is not open or that may not be taken before an earlier deadline.
         """
-        offset = self.deadline(version) - self.step
-        if not 0 <= offset < self.size or not self._open[offset] or not self.takeable(version):
-            raise IllegalTransition(f"step {self.step} may not take a group of version {version}: {self._open}")
-        self._open[offset] -= 1
+        if not self._holds(version) or not self.takeable(version):
+            raise IllegalTransition(f"step {self.step} may not take a group of version {version}: {self.told()}")
+        self._count(version, -1)
         self.left -= 1
         if self.left:
             return False
-        # left = 0 and feasible, so nothing due at s is still open: the slot that falls out of the window is empty.
-        self._open = [*self._open[1:], 0]
+        # left = 0 and feasible, so nothing due at s is still open: no count falls out of the window
         self.step += 1
         self.left = self.groups_per_step
         return True
@@ -105,16 +133,15 @@ class Window:
     def close_short(self) -> None:
         """Prompts ran out: step ``s`` ends with what it has. Raises IllegalTransition while a group is open."""
         if self.open_groups or self.left == self.groups_per_step:
-            raise IllegalTransition(f"step {self.step} cannot end short: open {self._open}, left {self.left}")
+            raise IllegalTransition(f"step {self.step} cannot end short: {self.told()}")
         self.step += 1
         self.left = self.groups_per_step
 
     def give_back(self, version: int) -> None:
         """An open group was cancelled: its place is free again."""
-        offset = self.deadline(version) - self.step
-        if not 0 <= offset < self.size or not self._open[offset]:
-            raise IllegalTransition(f"no open group of version {version} to give back: {self._open}")
-        self._open[offset] -= 1
+        if not self._holds(version):
+            raise IllegalTransition(f"no open group of version {version} to give back: {self.told()}")
+        self._count(version, -1)
 
     def publish(self) -> int:
         """The step of the newest version was trained: the next version begins. Returns it.
@@ -125,3 +152,16 @@ class Window:
             raise IllegalTransition(f"version {self.newest + 1} before step {self.newest} was filled")
         self.newest += 1
         return self.newest
+
+    def _holds(self, version: int) -> bool:
+        """Whether a group of ``version`` is open, and in time."""
+        deadline = self.deadline(version)
+        return deadline >= self.step and deadline in self._open
+
+    def _count(self, version: int, more: int) -> None:
+        deadline = self.deadline(version)
+        groups = self._open.get(deadline, 0) + more
+        if groups:
+            self._open[deadline] = groups
+        else:
+            del self._open[deadline]

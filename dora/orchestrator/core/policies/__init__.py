@@ -4,6 +4,7 @@ Anybody else's is a file of theirs and an entry point of the group ``dora.polici
 ``register``.
 """
 
+from dora.config import WINDOW_MOST
 from dora.orchestrator.core.policies.dora import DoraPolicy
 from dora.orchestrator.core.policies.laminar import LaminarPolicy
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
@@ -15,6 +16,7 @@ from dora.orchestrator.core.policies.registry import (
     check_live,
     check_window,
     is_live,
+    is_versioned,
     live_policies,
     nearest_window,
     policy_of,
@@ -32,7 +34,8 @@ register("streamrl", Strategy(StreamRlPolicy, windows=(1, 2)))
 register("sync", Strategy(SyncPolicy, windows=(1, 1)))
 register("one_step", Strategy(OneStepPolicy, windows=(2, 2)))
 register("stream", Strategy(StreamPolicy, windows=(2, 2)))
-register("partial", Strategy(PartialPolicy, windows=(64, 64), live=False))  # knows no versions: the largest is no bound
+# the largest window is named for it, as it has no bound
+register("partial", Strategy(PartialPolicy, windows=(WINDOW_MOST, WINDOW_MOST), live=False, versioned=False))
 
 __all__ = [
     "POLICIES",
@@ -40,6 +43,7 @@ __all__ = [
     "check_live",
     "check_window",
     "is_live",
+    "is_versioned",
     "live_policies",
     "nearest_window",
     "policy_of",

@@ -13,7 +13,7 @@ class PartialPolicy(BasePolicy):
     """Responses go on under newer weights, and DP groups take new prompts without end (paper 004, section 5).
 
     A response is then sampled by several versions, which the core has no notion of: here everything runs under version
-    0 for ever. No more steps can be simulated than its window of 64 is long; staleness means nothing then. What a
+    0 for ever, in a window that never ends (``Strategy.versioned``); staleness means nothing then. What a
     change of weights costs, every running context computed anew, the simulated engines have to pay at each publish. A
     service refuses this policy (``check_live``): it would train on what an old version sampled.
     """

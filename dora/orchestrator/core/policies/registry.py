@@ -14,17 +14,21 @@ class Strategy:
 
     ``windows``: the fewest and the most versions that may be live, where the strategy's definition says so: in a
     narrower window it would stall, in a wider one run as in its widest. ``live`` False: it breaks C1, as no service
-    may, and only the simulator runs it.
+    may, and only the simulator runs it. ``versioned`` False: it does so by knowing one version alone, under which
+    responses go on whatever is published; the simulator lets its window never end.
     """
 
     make: Callable[[BalanceConfig], Policy]
     windows: tuple[int, int] = (1, WINDOW_MOST)
     live: bool = True
+    versioned: bool = True
 
     def __post_init__(self) -> None:
         least, most = self.windows
         if not 1 <= least <= most <= WINDOW_MOST:
             raise InvalidValue("windows", self.windows, f"the fewest and the most, of 1 to {WINDOW_MOST}")
+        if self.live and not self.versioned:
+            raise InvalidValue("live", self.live, "False for a strategy that knows no versions: it breaks C1")
 
 
 POLICIES: dict[str, Strategy] = {}
@@ -55,6 +59,11 @@ def is_live(policy: str) -> bool:
     return policy in POLICIES and POLICIES[policy].live
 
 
+def is_versioned(policy: str) -> bool:
+    """Whether its responses belong to versions."""
+    return policy not in POLICIES or POLICIES[policy].versioned
+
+
 def policy_of(config: BalanceConfig, window: int | None = None) -> Policy:
     """The strategy that the configuration names. Raises NotFound, with the nearest name.
 
@@ -63,7 +72,7 @@ def policy_of(config: BalanceConfig, window: int | None = None) -> Policy:
     strategy = POLICIES.get(config.policy)
     if strategy is None:
         raise NotFound("balance.policy", config.policy, one_of(config.policy, POLICIES, cutoff=0.6))
-    if window is not None:
+    if window is not None and strategy.versioned:
         check_window(config.policy, window)
     return strategy.make(config)
 

@@ -1,0 +1,282 @@
+"""Checks after every event what that event can have changed, so that a large cluster is checked event by event, too.
+
+``check_state`` (invariants.py) walks the whole state, which with tens of thousands of requests takes as long as
+hundreds of events. Here the window is checked whole, and of requests, groups, workers and handoffs those that the event
+or one of its commands names. Books of its own say where each request was seen last, so one that is left behind in a
+second place is found, and one that nobody has any more. What changes without being named the next whole check finds.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from dora.orchestrator.core import Machine
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
+from dora.sim.invariants import (
+    check_feasible,
+    check_handoff,
+    check_handoffs,
+    check_load,
+    check_worker,
+    counts_differ,
+    is_idle,
+)
+from dora.sim.ledger import Violation
+
+WAITING, RUNNING = int(RequestStatus.WAITING), int(RequestStatus.RUNNING)
+LEASED = int(GroupStatus.LEASED)
+# Where a request stands that is on no seat:
+IN_LINE: Final = -1
+STRANDED: Final = -2  # its source is lost, its snapshot on the way
+NOWHERE: Final = -3  # not admitted yet, or ended
+
+
+@dataclass(slots=True)
+class Watched:
+    """A group in the books. ``rows`` of its requests; how many have not ended, and have no verdict."""
+
+    version: int
+    rows: Sequence[int]
+    unfinished: int
+    unscored: int
+
+
+@dataclass(slots=True)
+class Named:
+    """What an event and its commands name: to be looked at once all is noted."""
+
+    rows: set[int] = field(default_factory=set)
+    groups: set[int] = field(default_factory=set)
+    seats: set[int] = field(default_factory=set)
+
+    def clear(self) -> None:
+        self.rows.clear()
+        self.groups.clear()
+        self.seats.clear()
+
+
+class Watch:
+    """One run's. ``saw`` is told each event with the commands that answered it, and raises Violation."""
+
+    def __init__(self, machine: Callable[[], Machine]) -> None:
+        """``machine``: the one that runs now; one that takes over has to stand where the one before it stood."""
+        self._machine = machine
+        self._places: dict[int, int] = {}  # request row -> seat, or as above; of those that have not ended
+        self._at: dict[int, int] = {}  # seat -> requests that stand there
+        self._open: dict[int, int] = {}  # deadline -> groups admitted, neither taken by a step nor cancelled
+        self._groups: dict[str, Watched] = {}
+        self._complete = 0  # groups whose responses are all scored
+        self._sent: dict[int, do.WorkerCommand] = {}  # commands to workers whose outcome is due
+        self._loading: dict[str, int] = {}  # worker -> its LoadVersion
+        self._stood = (-1, -1, -1)  # the window as of the last event
+        self._named = Named()
+        self._notes: dict[type, Callable[[State, Any, Named], None]] = {
+            on.Progress: self._reported,
+            on.CommandDone: self._done,
+            on.RequestScored: self._scored,
+            on.WorkerLost: self._lost,
+            do.AdmitGroup: self._admitted,
+            do.DeliverGroup: self._delivered,
+            do.DropGroup: self._gone,
+            do.ForgetGroup: self._gone,
+            do.ScoreRequest: self._ended,
+            **dict.fromkeys(do.WorkerCommand.__subclasses__(), self._ordered),
+        }
+        self._begin(machine().state)
+
+    def _begin(self, state: State) -> None:
+        """The core has handled its first events already: workers are loading."""
+        for pending in state.pending.values():
+            self._ordered(state, pending.command, self._named)
+        self._named.clear()
+        if state.group_row:
+            raise ValueError("a watch begins with the run, not in its middle")
+
+    def saw(self, _now_s: float, event: on.Event, commands: Sequence[do.Command]) -> None:
+        state, named = self._machine().state, self._named
+        for each in (event, *commands):
+            if note := self._notes.get(type(each)):
+                note(state, each, named)
+        for row in named.rows:
+            self._stands(state, row, named)
+        for group in named.groups:
+            self._check_group(state, group)
+        for seat in named.seats:
+            self._holds(state, seat)
+        window = state.window
+        stands = window.step, window.left, window.newest
+        if named.groups or stands != self._stood:
+            self._stood = stands
+            check_feasible(state)
+            self._check_counts(state)
+        named.clear()
+
+    # --------------------------------------------------------------------------------------------------------- commands
+
+    def _admitted(self, state: State, command: do.AdmitGroup, named: Named) -> None:
+        self._count(state, command.version, 1)
+        group, size = state.group_row.get(command.group_id), len(command.request_ids)
+        rows = state.members[group] if group is not None else ()  # else it is cancelled by the same event
+        self._groups[command.group_id] = Watched(command.version, rows, size, size)
+        named.rows.update(rows)
+
+    def _delivered(self, state: State, command: do.DeliverGroup, _named: Named) -> None:
+        group, watched = state.group_row.get(command.group_id), self._groups[command.group_id]
+        if group is None or state.groups["status"][group] != LEASED:
+            raise Violation(f"{command.group_id} is delivered, and no step holds it (C2)")
+        if not command.again:
+            self._count(state, watched.version, -1)
+
+    def _gone(self, state: State, command: do.DropGroup | do.ForgetGroup, named: Named) -> None:
+        """A group has left the core, with all that was of it. Its rows may be another's already."""
+        watched, names = self._groups.pop(command.group_id), state.request_row
+        left = [name for n in range(len(watched.rows)) if (name := f"{command.group_id}.{n}") in names]
+        if left or command.group_id in state.group_row:
+            raise Violation(f"{command.group_id} has gone, and {', '.join(left) or 'it'} is known still (C2)")
+        if isinstance(command, do.DropGroup):
+            self._count(state, watched.version, -1)
+        self._complete -= not watched.unscored
+        for row in watched.rows:
+            self._moved(row, NOWHERE, named)
+
+    def _ended(self, state: State, command: do.ScoreRequest, named: Named) -> None:
+        row = state.request_row.get(command.request_id)
+        if row is not None:  # else its group was cancelled by the same event
+            group = int(state.requests["group"][row])
+            self._groups[state.group_id[group]].unfinished -= 1
+            named.rows.add(row)
+            named.groups.add(group)
+
+    def _ordered(self, state: State, command: do.WorkerCommand, named: Named) -> None:
+        self._sent[command.command_id] = command
+        if isinstance(command, do.LoadVersion):
+            self._loading[command.worker_id] = command.command_id
+        self._names(state, command, named)
+
+    # ----------------------------------------------------------------------------------------------------------- events
+
+    def _reported(self, state: State, event: on.Progress, named: Named) -> None:
+        worker = state.worker_at(event.worker_id, event.epoch)
+        if worker is not None:
+            named.seats.add(worker.seat)
+            if len(event.tokens) > len(event.finished):  # of all that runs: then it is whole what is looked at
+                check_worker(state, worker)
+
+    def _done(self, state: State, event: on.CommandDone, named: Named) -> None:
+        command = self._sent.get(event.command_id)
+        if command is not None and (command.worker_id, command.epoch) == (event.worker_id, event.epoch):
+            del self._sent[event.command_id]
+            if isinstance(command, do.LoadVersion):
+                self._loading.pop(command.worker_id, None)
+            self._names(state, command, named)
+
+    def _scored(self, state: State, event: on.RequestScored, named: Named) -> None:
+        row = state.request_row.get(event.request_id)
+        if row is not None:
+            group = int(state.requests["group"][row])
+            watched = self._groups[state.group_id[group]]
+            watched.unscored -= 1
+            self._complete += not watched.unscored
+            named.groups.add(group)
+
+    def _lost(self, state: State, event: on.WorkerLost, named: Named) -> None:
+        """What stood there stands elsewhere now; and every handoff is looked at."""
+        over = [n for n, each in self._sent.items() if (each.worker_id, each.epoch) == (event.worker_id, event.epoch)]
+        for command_id in over:
+            if isinstance(self._sent.pop(command_id), do.LoadVersion):
+                del self._loading[event.worker_id]
+        left = {STRANDED, *(seat for seat, worker in enumerate(state.seats) if worker is None)}
+        named.rows.update(row for row, place in self._places.items() if place in left)
+        check_handoffs(state)
+
+    # ---------------------------------------------------------------------------------------------------------- looking
+
+    def _names(self, state: State, command: do.WorkerCommand, named: Named) -> None:
+        worker = state.workers.get(command.worker_id)
+        if worker is not None:
+            named.seats.add(worker.seat)
+        row = state.request_row.get(getattr(command, "request_id", ""))
+        if row is not None:
+            named.rows.add(row)
+            if row in state.handoffs:
+                check_handoff(state, row, state.handoffs[row])
+
+    def _stands(self, state: State, row: int, named: Named) -> None:
+        """Looks where a request stands, and that it has left where it stood."""
+        place, before = self._place(state, row), self._places.get(row, NOWHERE)
+        if place != before:
+            if before >= 0:
+                worker = state.seats[before]
+                doubled = worker is not None and row in worker.rows
+            else:
+                doubled = before == IN_LINE and row in state.waiting.get(int(state.requests["version"][row]), ())
+            if doubled:
+                raise Violation(f"{state.request_id[row]} is in two places (C2)")
+            self._moved(row, place, named)
+
+    def _moved(self, row: int, place: int, named: Named) -> None:
+        before = self._places.pop(row, NOWHERE)
+        if place != NOWHERE:
+            self._places[row] = place
+        at = self._at
+        if before >= 0:
+            at[before] -= 1
+            named.seats.add(before)
+        if place >= 0:
+            at[place] = at.get(place, 0) + 1
+            named.seats.add(place)
+
+    def _place(self, state: State, row: int) -> int:
+        """Where the core says that a request stands, if it is there."""
+        requests = state.requests
+        status, seat, version = requests["status"][row], int(requests["worker"][row]) - 1, requests["version"][row]
+        if status == RUNNING and seat >= 0:
+            worker = state.seats[seat]
+            if worker is None or row not in worker.rows:
+                raise Violation(f"{state.request_id[row]} should stand on seat {seat}: nowhere (C2)")
+            if version != worker.loaded:
+                named = f"{worker.worker_id} with version {worker.loaded}"
+                raise Violation(f"{state.request_id[row]} of version {version} stands on {named} (C1)")
+            return seat
+        if status == RUNNING and row in state.handoffs:
+            return STRANDED
+        if status == WAITING and row in state.waiting.get(int(version), ()):
+            return IN_LINE
+        if status in (WAITING, RUNNING):
+            raise Violation(f"{state.request_id[row]}: nowhere (C2)")
+        return NOWHERE
+
+    def _holds(self, state: State, seat: int) -> None:
+        """A worker has as many requests as stand there, loads what it was told to load, and is idle or is not."""
+        worker = state.seats[seat] if seat < len(state.seats) else None
+        held = 0 if worker is None else len(worker.rows)
+        if held != self._at.get(seat, 0):
+            raise Violation(f"seat {seat} holds {held} requests, while {self._at.get(seat, 0)} stand there (C2)")
+        if worker is not None:
+            check_load(worker, worker.worker_id in self._loading)
+            if is_idle(worker) != (seat in state.idle):
+                raise Violation(f"{worker.worker_id} is {'not ' * (seat not in state.idle)}listed as idle, wrongly")
+
+    # ----------------------------------------------------------------------------------------------------------- counts
+
+    def _count(self, state: State, version: int, more: int) -> None:
+        deadline = state.window.deadline(version)
+        self._open[deadline] = self._open.get(deadline, 0) + more
+        if not self._open[deadline]:
+            del self._open[deadline]
+
+    def _check_group(self, state: State, group: int) -> None:
+        watched = self._groups[state.group_id[group]]
+        counted = int(state.groups["unfinished"][group]), int(state.groups["unscored"][group])
+        if counted != (watched.unfinished, watched.unscored):
+            raise counts_differ(state, group, (watched.unfinished, watched.unscored))
+
+    def _check_counts(self, state: State) -> None:
+        if self._open != state.window.open_by_deadline:
+            counted = dict(state.window.open_by_deadline)
+            raise Violation(f"open groups by deadline {self._open} are counted as {counted} (C3)")
+        waiting = sum(map(len, state.finished.values())) + len(state.leased)
+        if waiting != self._complete:
+            raise Violation(f"{waiting} groups wait for a step or are in one, {self._complete} have all verdicts (C2)")
