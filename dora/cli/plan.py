@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from dora.cli.options import JsonOption, given_options
 from dora.cli.output import print_json, stdout
@@ -15,17 +14,15 @@ from dora.errors import InvalidValue
 
 if TYPE_CHECKING:
     from dora.orchestrator.core.cost import CostModel
-    from dora.planning.allocation import Split, TrainingTime
-    from dora.planning.plan import Plan, Question
+    from dora.planning.allocation import TrainingTime
     from dora.planning.workload import StepWorkload
 
 EXAMPLE = "dora plan --model qwen2.5-32b --hardware h800 --gpus 64"
-SHOWN_EACH_SIDE = 4  # candidates beside the best
 ADJUSTMENT = ("--generation-s", "--training-s", "--engines")
 TWO_DATACENTRES = ("--rollout-gpus", "--train-gpus", "--rollout-hardware", "--link-gbps")
 
 Model = Annotated[str, typer.Option(help="qwen2.5-7b, -14b, -32b, -72b, qwen3-30b-a3b or longcat-flash.")]
-HardwareName = Annotated[str, typer.Option(help="h800, h20 or npu-60gb.")]
+HardwareName = Annotated[str, typer.Option(help="h800, h20 or npu-60gb; two datacentres: that of training.")]
 Gpus = Annotated[int, typer.Option(min=0, help="All accelerators of one datacentre.")]
 RolloutGpus = Annotated[int, typer.Option(min=0, help="Two datacentres: the budget for rollout.")]
 TrainGpus = Annotated[int, typer.Option(min=0, help="Two datacentres: the budget for training.")]
@@ -84,10 +81,12 @@ def plan(
 ) -> None:
     """Split accelerators between rollout and training; or say how many DP groups generation needs more.
 
-    StreamRL's Algorithm 1: the split whose slower stage is fastest, with the fewest accelerators that reach it; in two
-    datacentres the faster stage gives accelerators back until the two differ least; in a window of 1, where the stages
-    overlap only as a step is streamed, the one with the shortest step.
+    StreamRL's Algorithm 1: the split whose slower stage is fastest, with the fewest accelerators that reach it, each
+    role on its best parallel configuration of those that fit into memory; in two datacentres the faster stage gives
+    accelerators back until the two differ least; in a window of 1, where the stages overlap only as a step is streamed,
+    the split with the shortest step.
     """
+    from dora.cli.plan_tables import plan_table, report
     from dora.planning.hardware import find_hardware
     from dora.planning.models import find_model
     from dora.planning.plan import Question, default_training, make_plan
@@ -103,6 +102,7 @@ def plan(
         rollout_hardware=find_hardware(rollout_hardware, "--rollout-hardware")
         if rollout_hardware
         else find_hardware(hardware),
+        train_hardware=find_hardware(hardware),
         workload=workload,
         training=_measured(train_s_at, train_multiple)
         or default_training(spec, find_hardware(hardware), workload, train_multiple),
@@ -120,19 +120,17 @@ def plan(
     if as_json:
         print_json(report(question, answer))
     else:
-        stdout().print(_table(question, answer))
+        stdout().print(plan_table(question, answer))
 
 
 def _refuse_ignored(given: Mapping[str, Any]) -> None:
     """Raises InvalidValue for an option that the others given leave without any meaning."""
     adjusts = "--generation-s" in given or "--training-s" in given
-    measured = "--train-s-at" in given and "--rollout-hardware" in given
     ignored: tuple[tuple[bool, Sequence[str], str], ...] = (
         (adjusts, [each for each in given if each not in (*ADJUSTMENT, "--json")], "with --generation-s"),
         (not adjusts, ["--engines"], "without --generation-s and --training-s"),
         (bool(given.get("--gpus")), TWO_DATACENTRES, "with --gpus, the accelerators of one datacentre"),
         ("--lengths" in given, ["--mean-tokens", "--cap-tokens"], "with --lengths"),
-        (measured, ["--hardware"], "with --train-s-at and --rollout-hardware, which leave it nothing to say"),
     )
     for applies, options, reason in ignored:
         for option in options:
@@ -154,97 +152,6 @@ def read_cost(file: Path) -> "CostModel":
     if not isinstance(section, dict):
         raise InvalidValue("--cost", str(file), "a file with a table cluster.cost")
     return coefficients_of(section).model()
-
-
-def report(question: "Question", answer: "Plan") -> dict[str, Any]:
-    """The whole answer as one JSON object: the best split's fields, what it rests on, and every candidate."""
-    option = answer.best.generation.option
-    return {
-        "model": question.model.name,
-        "rollout_hardware": question.rollout_hardware.name,
-        "window": question.window,
-        **_row(question.training, answer.best),
-        "transfer_s": answer.transfer_s,
-        "slots": option.slots,
-        "kv_tokens": option.kv_tokens,
-        "kv_token_bytes": question.model.kv_token_bytes,
-        "weights_bytes": question.model.weights_bytes,
-        "cost": {field: getattr(option.cost, field) for field in option.cost.__slots__},
-        "n_tokens": question.workload.n_tokens,
-        "c_tokens": question.workload.c_tokens,
-        "train_s_at": [list(point) for point in question.training.points],
-        "candidates": [_row(question.training, split) for split in answer.candidates],
-    }
-
-
-def _row(training: "TrainingTime", split: "Split") -> dict[str, int | float | bool]:
-    generation = split.generation
-    return {
-        "gpus": split.gpus,
-        "rollout_gpus": generation.gpus,
-        "train_gpus": split.train_gpus,
-        "engines": generation.engines,
-        "gpus_per_engine": generation.option.gpus,
-        "generation_s": generation.seconds,
-        "work_s": generation.work_s,
-        "tail_s": generation.tail_s,
-        "training_s": split.training_s,
-        "training_measured": training.measured(split.train_gpus),
-        "step_s": split.step_s,
-    }
-
-
-def _table(question: "Question", answer: "Plan") -> Table:
-    from dora.sim.units import step_unit
-
-    place = answer.candidates.index(answer.best)
-    shown = answer.candidates[max(0, place - SHOWN_EACH_SIDE) : place + SHOWN_EACH_SIDE + 1]
-    title = f"{question.model.name} on {question.rollout_hardware.name}, window {question.window}"
-    table = Table(title=title, title_justify="left", header_style="bold")
-    unit = step_unit(split.step_s / 60.0 for split in shown)
-    times = (f"generation {unit.name}", f"training {unit.name}", f"step {unit.name}")
-    for column in ("", "rollout", "train", "unused", "engines", *times, "waits for"):
-        table.add_column(column, justify="right")
-    budget = question.gpus or question.rollout_gpus + question.train_gpus
-    for split in shown:
-        generation, best = split.generation, split is answer.best
-        table.add_row(
-            "best" if best else "",
-            str(generation.gpus),
-            str(split.train_gpus),
-            str(budget - split.gpus),
-            f"{generation.engines} x {generation.option.gpus}",
-            f"{generation.seconds / unit.seconds:.2f}",
-            f"{split.training_s / unit.seconds:.2f}" + ("" if question.training.measured(split.train_gpus) else "*"),
-            f"{split.step_s / unit.seconds:.2f}",
-            _waits_for(split),
-            style="bold green" if best else None,
-        )
-    notes = [] if all(question.training.measured(split.train_gpus) for split in shown) else ["* extrapolated"]
-    on_policy = question.window == 1
-    if on_policy:
-        notes.append("window 1: training runs beside generation only as far as a step's own responses have ended")
-    if answer.transfer_s is not None:
-        if on_policy:
-            where = "within the step"
-        elif answer.transfer_s < answer.best.step_s:
-            where = "hidden behind the next step"
-        else:
-            where = "and no step can be shorter"
-        notes.append(f"weights cross the link in {answer.transfer_s:.1f} s, {where}")
-    table.caption = "; ".join(notes) or None
-    return table
-
-
-def _waits_for(split: "Split") -> str:
-    """What a step of this split takes its time for."""
-    generation = split.generation
-    stages_s = max(generation.seconds, split.training_s)
-    if not generation.ready_s and split.link_s > stages_s:
-        return "link"
-    if generation.seconds <= split.training_s:
-        return "train"
-    return "tail" if generation.tail_s > max(generation.work_s, split.training_s) else "rollout"
 
 
 def _workload(

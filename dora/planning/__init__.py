@@ -1,4 +1,4 @@
-"""Capacity planning: how many accelerators generate and how many train, and what an engine's step costs.
+"""Capacity planning: how many accelerators generate and how many train, in which parallel configuration each.
 
 Pure functions of numbers; nothing here touches an engine, a clock or a file.
 """

@@ -4,10 +4,11 @@ What generation takes is in generation.py; training is interpolated between meas
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 from dora.errors import InvalidValue
 from dora.planning.drain import streamed_s
@@ -47,17 +48,33 @@ class Split:
         return self.step_s, self.gpus
 
 
+class Training(Protocol):
+    """How long a training step takes."""
+
+    @property
+    def least(self) -> int:
+        """Fewest accelerators that can train."""
+
+    def numbers(self, most: int) -> Sequence[int]:
+        """Numbers of accelerators that can train, up to ``most``, ascending; with none a step is longer than before."""
+
+    def seconds(self, gpus: int) -> float:
+        """Time of one step on one of these numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingTime:
     """Seconds a step by accelerators, from measured ``points`` (accelerators, seconds).
 
     One point scales linearly; between several the time is linear in 1 / accelerators, and so on beyond the outermost
     two, unless they scale better than linearly. ``multiple``: a trainer can only have so many accelerators or a
-    multiple of it. Raises InvalidValue for points that are not numbers, or where more accelerators take longer.
+    multiple of it. ``even``: the points are of a trainer that divides evenly, whatever their numbers, as those scaled
+    from another model's. Raises InvalidValue for points that are not numbers, or where more accelerators take longer.
     """
 
     points: tuple[tuple[int, float], ...]
     multiple: int = 4
+    even: bool = False
 
     def __post_init__(self) -> None:
         if self.multiple < 1:
@@ -81,7 +98,15 @@ class TrainingTime:
             points = tuple((gpus, seconds * factor) for gpus, seconds in self.points)
         else:
             points = tuple((round(gpus * factor), seconds) for gpus, seconds in self.points)
-        return TrainingTime(points, self.multiple)
+        return TrainingTime(points, self.multiple, self.even)
+
+    @property
+    def least(self) -> int:
+        return self.multiple
+
+    def numbers(self, most: int) -> Sequence[int]:
+        """All numbers of accelerators that a trainer can have, up to ``most``."""
+        return range(self.multiple, most + 1, self.multiple)
 
     def seconds(self, gpus: int) -> float:
         """Time of one step on ``gpus`` accelerators."""
@@ -102,24 +127,24 @@ class TrainingTime:
         return self.points[0][0] <= gpus <= self.points[-1][0]
 
 
-def allocate(gpus: int, ways: Ways, training: TrainingTime) -> tuple[Split, tuple[Split, ...]]:
+def allocate(gpus: int, ways: Ways, training: Training) -> tuple[Split, tuple[Split, ...]]:
     """Single datacentre: the split of ``gpus`` with the shortest step, ties to fewer accelerators; and all candidates.
 
     Candidates are in order of rollout accelerators, each with the fewest for training that do not lengthen its step.
     Raises InvalidValue where the budget holds no engine beside a trainer.
     """
-    trainers = range(training.multiple, gpus + 1, training.multiple)
+    trainers = training.numbers(gpus)
     candidates = _best_of_each(
-        [_with_fewest(way, trainers[: (gpus - way.gpus) // training.multiple], training) for way in ways(rollout_gpus)]
-        for rollout_gpus in range(1, gpus - training.multiple + 1)
+        [_with_fewest(way, trainers, gpus - way.gpus, training) for way in ways(rollout_gpus)]
+        for rollout_gpus in range(1, gpus - training.least + 1)
     )
     if not candidates:
-        raise InvalidValue("gpus", gpus, f"room for one engine and a trainer of {training.multiple}")
+        raise InvalidValue("gpus", gpus, f"room for one engine and a trainer of {training.least}")
     return min(candidates, key=lambda split: split.rank), candidates
 
 
 def allocate_across(
-    rollout_gpus: int, train_gpus: int, ways: Ways, training: TrainingTime, link_s: float = 0.0
+    rollout_gpus: int, train_gpus: int, ways: Ways, training: Training, link_s: float = 0.0
 ) -> tuple[Split, tuple[Split, ...]]:
     """Two datacentres: the faster stage gives accelerators back until the two times differ least; and all candidates.
 
@@ -129,9 +154,9 @@ def allocate_across(
     whole = min(ways(rollout_gpus), key=lambda way: (way.seconds, way.gpus), default=None)
     if whole is None:
         raise InvalidValue("rollout_gpus", rollout_gpus, "room for one engine")
-    trainers = range(training.multiple, train_gpus + 1, training.multiple)
+    trainers = training.numbers(train_gpus)
     if not trainers:
-        raise InvalidValue("train_gpus", train_gpus, f"room for a trainer of {training.multiple}")
+        raise InvalidValue("train_gpus", train_gpus, f"room for a trainer of {training.least}")
     training_s, on_policy = training.seconds(trainers[-1]), bool(whole.ready_s)
     if on_policy or whole.seconds < training_s:
         candidates = _best_of_each(
@@ -167,11 +192,12 @@ def _best_of_each(budgets: Iterable[Sequence[Split]]) -> tuple[Split, ...]:
     return tuple(best[gpus] for gpus in sorted(best))
 
 
-def _with_fewest(way: Generation, trainers: Sequence[int], training: TrainingTime) -> Split:
-    """``way`` with the fewest accelerators for training that give the step of the most."""
+def _with_fewest(way: Generation, trainers: Sequence[int], most: int, training: Training) -> Split:
+    """``way`` with the fewest accelerators for training that give the step of the most, up to ``most``."""
 
     def step_s(gpus: int) -> float:
         return Split(way, gpus, training.seconds(gpus)).step_s
 
-    train_gpus = trainers[bisect_left(trainers, -step_s(trainers[-1]), key=lambda gpus: -step_s(gpus))]
-    return Split(way, train_gpus, training.seconds(train_gpus))
+    last = bisect_right(trainers, most) - 1
+    fewest = bisect_left(trainers, -step_s(trainers[last]), hi=last, key=lambda gpus: -step_s(gpus))
+    return Split(way, trainers[fewest], training.seconds(trainers[fewest]))

@@ -27,6 +27,7 @@ LAYER_S: Final = 223e-6  # each layer's launches and small operations: 10.7 ms o
 LAYER_REDUCE_S: Final = 89.5e-6  # each layer's sums over several accelerators: the rest of 20 ms over 64 layers
 MEMORY_SHARE: Final = 0.9  # of the memory that an engine takes
 RESERVE_BYTES: Final = 5.0e9  # an accelerator's activations, graphs and communication buffers
+NODE_GPUS: Final = 8  # accelerators that the links of one node join
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +38,20 @@ class Hardware:
     memory_bytes: float
     bandwidth_bytes_per_s: float
     flops: float  # bf16, dense, a second
+    link_bytes_per_s: float  # to the others of its node, in one direction
+    network_bytes_per_s: float  # to those of other nodes, in one direction
 
 
-# H20 and H800: StreamRL Table 1. Of the production cluster's accelerators DORA (section 5.1) states the memory alone;
-# bandwidth and FLOP/s are assumed, as parts of 64 GB had them at the time.
+# H20 and H800: StreamRL Table 1, which states links in both directions together. Between nodes 8 x 400 Gbit/s, as DORA
+# (section 5.1) and Laminar (section 8) have them; assumed for H20 too, of which StreamRL has some for rollout alone, on
+# 100 Gbit/s a node. Of the production cluster's accelerators DORA states the memory alone; bandwidths and FLOP/s are
+# assumed, as parts of 64 GB had them at the time.
 HARDWARE: Final[Mapping[str, Hardware]] = {
     part.name: part
     for part in (
-        Hardware("h800", 80e9, 3.35e12, 989.5e12),
-        Hardware("h20", 96e9, 4.0e12, 148e12),
-        Hardware("npu-60gb", 60e9, 1.6e12, 350e12),
+        Hardware("h800", 80e9, 3.35e12, 989.5e12, 200e9, 50e9),
+        Hardware("h20", 96e9, 4.0e12, 148e12, 450e9, 50e9),
+        Hardware("npu-60gb", 60e9, 1.6e12, 350e12, 196e9, 25e9),
     )
 }
 

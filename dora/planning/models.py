@@ -1,4 +1,4 @@
-"""Language models by name: what decides the size of their weights and of their KV-cache."""
+"""Language models by name: what decides the size of their weights, of their KV-cache and of what training keeps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,15 +11,29 @@ VALUE_BYTES: Final = 2  # bf16, weights and KV alike
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One architecture. Grouped-query attention: ``kv_heads`` of ``head_dim``; latent attention: ``latent_dim``."""
+    """One architecture: layers of attention and a gated feed-forward network, experts in its place or beside it.
+
+    Grouped-query attention: ``kv_heads`` of ``head_dim``. Latent attention keeps ``latent_dim`` values of a token and
+    computes keys of ``head_dim`` and values of ``value_dim`` for each of its heads. Input and output embeddings are not
+    tied.
+    """
 
     name: str
     parameters: float  # all of them
     active_parameters: float  # those that one token uses; equal to ``parameters`` for a dense model
     layers: int  # of attention
-    kv_heads: int = 0
-    head_dim: int = 0
+    hidden_dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    ffn_dim: int = 0  # of the dense feed-forward network beside each attention; 0: none
+    value_dim: int = 0  # 0: as ``head_dim``
     latent_dim: int = 0  # values a layer that latent attention keeps of one token
+    experts: int = 0  # of one block
+    experts_per_token: int = 0
+    expert_dim: int = 0
+    block_layers: int = 1  # attentions in a block, which a pipeline does not cut
 
     @property
     def weights_bytes(self) -> float:
@@ -35,19 +49,75 @@ class ModelSpec:
         """Share of the weights that one token reads; 1 for a dense model."""
         return self.active_parameters / self.parameters
 
+    @property
+    def blocks(self) -> int:
+        return self.layers // self.block_layers
+
+    @property
+    def attention_dim(self) -> int:
+        """Values of one token's queries, keys, values and attention output in a layer, together."""
+        return (self.heads + self.kv_heads) * (self.head_dim + (self.value_dim or self.head_dim))
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the input embedding; as many again of the output's."""
+        return self.vocabulary * self.hidden_dim
+
+    @property
+    def layer_active_parameters(self) -> float:
+        """Of one layer, those that one token uses."""
+        return (self.active_parameters - 2 * self.embedding_parameters) / self.layers
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all experts of all blocks."""
+        return self.blocks * self.experts * 3 * self.hidden_dim * self.expert_dim
+
 
 # Layers and heads of StreamRL's Table 2 (paper 002), but for the 7B model: its published configuration has 4 KV heads,
-# the table prints 8. StaleFlow names the 14B model without its sizes: they are its published configuration's.
-# LongCat-Flash: 28 blocks of two latent attentions each, 512 + 64 values; 18.6 to 31.3 billion parameters are active.
+# the table prints 8. Everything else of the Qwen models is that of their published configurations, as is all of the 14B
+# model, which StaleFlow names without its sizes. LongCat-Flash, as published: 28 blocks of two latent attentions (512 +
+# 64 values; heads of 128 + 64, values of 128), two dense networks and 512 experts each. Of the 12 that a token chooses,
+# among those and 256 that do nothing, 8 compute on average; 18.6 to 31.3 billion parameters are active.
 MODELS: Final[Mapping[str, ModelSpec]] = {
     model.name: model
     for model in (
-        ModelSpec("qwen2.5-7b", 7.62e9, 7.62e9, layers=28, kv_heads=4, head_dim=128),
-        ModelSpec("qwen2.5-14b", 14.77e9, 14.77e9, layers=48, kv_heads=8, head_dim=128),
-        ModelSpec("qwen2.5-32b", 32.76e9, 32.76e9, layers=64, kv_heads=8, head_dim=128),
-        ModelSpec("qwen2.5-72b", 72.7e9, 72.7e9, layers=80, kv_heads=8, head_dim=128),
-        ModelSpec("qwen3-30b-a3b", 30.5e9, 3.3e9, layers=48, kv_heads=4, head_dim=128),
-        ModelSpec("longcat-flash", 560e9, 27e9, layers=56, latent_dim=576),
+        ModelSpec("qwen2.5-7b", 7.62e9, 7.62e9, 28, 3584, 28, 4, 128, 152_064, ffn_dim=18_944),
+        ModelSpec("qwen2.5-14b", 14.77e9, 14.77e9, 48, 5120, 40, 8, 128, 152_064, ffn_dim=13_824),
+        ModelSpec("qwen2.5-32b", 32.76e9, 32.76e9, 64, 5120, 40, 8, 128, 152_064, ffn_dim=27_648),
+        ModelSpec("qwen2.5-72b", 72.7e9, 72.7e9, 80, 8192, 64, 8, 128, 152_064, ffn_dim=29_568),
+        ModelSpec(
+            "qwen3-30b-a3b",
+            30.5e9,
+            3.3e9,
+            48,
+            2048,
+            32,
+            4,
+            128,
+            151_936,
+            experts=128,
+            experts_per_token=8,
+            expert_dim=768,
+        ),
+        ModelSpec(
+            "longcat-flash",
+            560e9,
+            27e9,
+            56,
+            6144,
+            64,
+            64,
+            192,
+            131_072,
+            ffn_dim=12_288,
+            value_dim=128,
+            latent_dim=576,
+            experts=512,
+            experts_per_token=8,
+            expert_dim=2048,
+            block_layers=2,
+        ),
     )
 }
 

@@ -1,6 +1,6 @@
 """One question to the planner and its answer: from a model, accelerators and a workload to a split."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Final
 
@@ -17,11 +17,12 @@ from dora.planning.generation import (
 )
 from dora.planning.hardware import HARDWARE, Hardware, kv_tokens
 from dora.planning.models import MODELS, ModelSpec
+from dora.planning.training import Trainers
 from dora.planning.workload import StepWorkload
 
 # Training as the DORA paper's fractions imply it (facts: 12.9 min on 40 H800, 7.95 min on 88), for 8,192 responses of
 # 2,400 tokens of a 32B model.
-ANCHOR: Final = TrainingTime(((40, 774.0), (88, 477.0)))
+ANCHOR: Final = TrainingTime(((40, 774.0), (88, 477.0)), even=True)
 ANCHOR_TOKENS: Final = 8192 * 2400.0
 ANCHOR_MODEL: Final = MODELS["qwen2.5-32b"]
 ANCHOR_HARDWARE: Final = HARDWARE["h800"]
@@ -35,6 +36,7 @@ class Question:
 
     model: ModelSpec
     rollout_hardware: Hardware
+    train_hardware: Hardware
     workload: StepWorkload
     training: TrainingTime
     window: int
@@ -50,10 +52,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The best split, and all that were compared, in order of the accelerators that differ."""
+    """The best split, and all that were compared, in order of the accelerators that differ, and their trainer."""
 
     best: Split
     candidates: tuple[Split, ...]
+    trainers: Trainers
     transfer_s: (
         float | None
     )  # of the weights between two datacentres: hidden behind the next step if that is longer; not in a window of 1
@@ -72,23 +75,38 @@ def make_plan(question: Question) -> Plan:
             raise InvalidValue(field, getattr(question, field), f"at most {GPUS_MOST}")
     time = partial(generation, workload=question.workload, window=question.window, efficiency=question.efficiency)
     options = _options(question)
+    trainers = Trainers(question.model, question.train_hardware, question.workload, question.training)
+    _check_room(question, min(option.gpus for option in options), trainers.least)
 
     @cache
     def ways(gpus: int) -> tuple[Generation, ...]:
         return ways_to_generate(gpus, time, options)
 
     if question.gpus:
-        return Plan(*allocate(question.gpus, ways, question.training), transfer_s=None)
+        return Plan(*allocate(question.gpus, ways, trainers), trainers, transfer_s=None)
     link = question.link_bits_per_s
     crossing_s = transfer_s(question.model.weights_bytes, link) if link else None
     gpus = question.rollout_gpus, question.train_gpus
-    return Plan(*allocate_across(*gpus, ways, question.training, crossing_s or 0.0), crossing_s)
+    return Plan(*allocate_across(*gpus, ways, trainers, crossing_s or 0.0), trainers, crossing_s)
 
 
 def default_training(model: ModelSpec, hardware: Hardware, workload: StepWorkload, multiple: int) -> TrainingTime:
     """``ANCHOR`` for another work: tokens, the parameters that each uses, and the accelerators' FLOP/s."""
     work = workload.n_tokens / ANCHOR_TOKENS * model.active_parameters / ANCHOR_MODEL.active_parameters
-    return TrainingTime(ANCHOR.points, multiple).scaled(work * ANCHOR_HARDWARE.flops / hardware.flops)
+    return replace(ANCHOR, multiple=multiple).scaled(work * ANCHOR_HARDWARE.flops / hardware.flops)
+
+
+def _check_room(question: Question, engine_gpus: int, trainer_gpus: int) -> None:
+    """Raises InvalidValue for a budget without room for the smallest engine, or the smallest trainer that fits."""
+    engine = f"an engine of {engine_gpus}"
+    trainer = f"a trainer of {trainer_gpus}, the least with a layout that fits into memory"
+    for field, least, parts in (
+        ("gpus", engine_gpus + trainer_gpus, f"{engine} and {trainer}"),
+        ("rollout_gpus", engine_gpus, engine),
+        ("train_gpus", trainer_gpus, trainer),
+    ):
+        if 0 < getattr(question, field) < least:
+            raise InvalidValue(field, getattr(question, field), f"at least {least}: room for {parts}")
 
 
 def _options(question: Question) -> tuple[EngineOption, ...]:

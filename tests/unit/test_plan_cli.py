@@ -13,19 +13,50 @@ from dora.cli.plan import plan
 TWO_BUDGETS = ("--rollout-gpus", "8", "--train-gpus", "8")
 
 
-def run(*arguments: str) -> Result:
+def command() -> typer.Typer:
     app = typer.Typer(cls=DoraGroup)
     app.command("plan")(plan)
     app.callback()(lambda: None)
-    return CliRunner().invoke(app, ["plan", *arguments])
+    return app
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(command(), ["plan", *arguments])
 
 
 def test_it_prints_a_table_around_the_best() -> None:
     result = run("--gpus", "64")
     assert result.exit_code == 0
-    assert "7 x 4" in result.stdout
-    assert "13.98" in result.stdout
-    assert result.stdout.count(" x 4 ") == 9
+    (best,) = (line.split() for line in result.stdout.splitlines() if line.startswith("best"))
+    assert " ".join(best) == "best 28 = 7 x 4 36 = 2x3x6 r 0 13.98 14.05* 14.05 train 63.2"
+    assert result.stdout.count(" x 4 ") == 8
+
+
+def test_it_says_how_the_best_trainer_is_laid_out() -> None:
+    words = " ".join(run("--gpus", "64").stdout.split())
+    assert "tensor 2, pipeline 3, data 6 parallel, micro-batches of 30,120 tokens, activations recomputed" in words
+    assert "63.2 of 71.0 GB an accelerator" in words
+    assert "r: activations recomputed" in words
+    experts = " ".join(run("--gpus", "128", "--model", "qwen3-30b-a3b", "--hardware", "h20").stdout.split())
+    assert "data 22, expert 8 parallel" in experts
+    assert "e8: 8 ranks that share the experts" in experts
+    assert "c2:" not in experts
+    long = ("--model", "qwen2.5-7b", "--cap-tokens", "500000", "--mean-tokens", "9000", "--gpus", "64")
+    assert "c2: 2 ranks for one sequence" in " ".join(run(*long).stdout.split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--gpus", "64"),
+        ("--rollout-gpus", "64", "--train-gpus", "64", "--link-gbps", "80", "--window", "1"),
+        ("--gpus", "65536", "--model", "longcat-flash", "--hardware", "npu-60gb", "--cap-tokens", "64000"),
+    ],
+)
+def test_no_line_is_longer_than_100_characters(arguments: tuple[str, ...]) -> None:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(command(), ["plan", *arguments])
+    assert result.exit_code == 0
+    assert max(len(line.rstrip()) for line in result.stdout.splitlines()) <= 100
 
 
 def test_it_prints_one_json_object() -> None:
@@ -35,6 +66,10 @@ def test_it_prints_one_json_object() -> None:
     assert (found["rollout_gpus"], found["train_gpus"], found["engines"], found["gpus_per_engine"]) == (48, 80, 12, 4)
     assert found["train_s_at"] == [[40, 774.0], [88, 477.0]]
     assert found["step_s"] == max(found["generation_s"], found["training_s"])
+    layout = found["layout"]
+    assert layout["tensor"] * layout["pipeline"] * layout["context"] * layout["data"] == 80
+    assert layout["memory_bytes"] <= found["train_memory_bytes"] == pytest.approx(71e9)
+    assert all(row["layout"]["memory_bytes"] <= 71e9 for row in found["candidates"])
     assert {key: found[key] for key in ("rollout_gpus", "train_gpus")} in [
         {key: row[key] for key in ("rollout_gpus", "train_gpus")} for row in found["candidates"]
     ]
@@ -44,16 +79,25 @@ def test_it_plans_two_datacentres() -> None:
     result = run("--model", "qwen2.5-7b", "--rollout-gpus", "32", "--train-gpus", "96", "--rollout-hardware", "h20",
                  "--link-gbps", "80", "--json")  # fmt: skip
     found = json.loads(result.stdout)
-    assert found["rollout_hardware"] == "h20"
+    assert (found["rollout_hardware"], found["train_hardware"]) == ("h20", "h800")
     assert found["rollout_gpus"] <= 32
     assert found["train_gpus"] < 96
     assert found["transfer_s"] == pytest.approx(1.52, abs=0.01)
 
 
+def test_the_trainers_accelerators_are_named_with_measured_times_too() -> None:
+    measured = ("--rollout-gpus", "32", "--train-gpus", "64", "--train-s-at", "32=1200")
+    for hardware, gigabytes in (("h800", 71.0), ("h20", 86.2)):
+        result = run(*measured, "--hardware", hardware, "--rollout-hardware", "h20")
+        assert result.exit_code == 0
+        assert f"of {gigabytes} GB an accelerator" in " ".join(result.stdout.split())
+        assert ("training on h800" in result.stdout) == (hardware == "h800")
+
+
 def test_a_link_that_takes_longer_than_a_step_is_what_the_step_waits_for() -> None:
     table = run("--rollout-gpus", "64", "--train-gpus", "64", "--link-gbps", "0.08").stdout
     assert "no step can be shorter" in " ".join(table.split())
-    assert "link" in table.split("waits for")[1].split("weights")[0]
+    assert "link" in table.split("waits")[1].split("weights")[0]
     assert "hidden" not in table
 
 
@@ -66,8 +110,9 @@ def test_an_unknown_accelerator_is_named_by_its_option() -> None:
 def test_short_steps_are_shown_in_seconds() -> None:
     short = ("--gpus", "8", "--model", "qwen2.5-7b", "--groups", "8", "--mean-tokens", "100", "--cap-tokens", "200")
     for arguments, unit in ((short, "s"), (("--gpus", "64"), "min")):
-        heading = run(*arguments).stdout.splitlines()[2]
-        assert all(f" {name} {unit} " in heading for name in ("generation", "training", "step")), heading
+        above, below = (line.split() for line in run(*arguments).stdout.splitlines()[1:3])
+        assert above[-5:] == ["generation", "training", "step", "waits", "GB"]
+        assert below[-6:-3] == [unit] * 3
 
 
 def test_it_takes_measured_costs(tmp_path: Path) -> None:
@@ -130,9 +175,16 @@ def test_it_says_how_many_groups_to_add() -> None:
         (("--lengths", "lognormal:7,1.2,30000", "--mean-tokens", "0"), "--mean-tokens = 0.0 is not allowed: left out"),
         (("--gpus", "64", "--rollout-gpus", "0"), "--rollout-gpus = 0 is not allowed: left out with --gpus"),
         (("--gpus", "64", "--engines", "0"), "--engines = 0 is not allowed: left out without --generation-s"),
+        (("--gpus", "12"), "gpus = 12 is not allowed: at least 14: room for an engine of 2 and a trainer of 12, the"),
         (
-            (*TWO_BUDGETS, "--train-s-at", "8=900", "--rollout-hardware", "h20", "--hardware", "h800"),
-            "--hardware = 'h800' is not allowed: left out with --train-s-at and --rollout-hardware",
+            ("--gpus", "16", "--train-multiple", "8"),
+            "gpus = 16 is not allowed: at least 18: room for an engine of 2 and",
+        ),
+        (TWO_BUDGETS, "train_gpus = 8 is not allowed: at least 12: room for a trainer of 12, the least with a layout"),
+        (("--gpus", "64", "--train-s-at", "8=900", "--train-multiple", "80"), "at least 82: room for an engine of 2"),
+        (
+            ("--gpus", "512", "--model", "qwen2.5-7b", "--gpus-per-engine", "64", "--cap-tokens", "5000000"),
+            "cap_tokens = 5000000 is not allowed: at most",
         ),
     ],
 )

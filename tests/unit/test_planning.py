@@ -212,7 +212,7 @@ def test_the_dora_papers_clusters_are_split_where_the_facts_say_it_is_within_rea
 
 def question(**changes: object) -> Question:
     h800, model = HARDWARE["h800"], MODELS["qwen2.5-32b"]
-    asked = Question(model, h800, DORA_STEP, default_training(model, h800, DORA_STEP, 4), window=3)
+    asked = Question(model, h800, h800, DORA_STEP, default_training(model, h800, DORA_STEP, 4), window=3)
     return replace(asked, **changes)  # type: ignore[arg-type]
 
 

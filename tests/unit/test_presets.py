@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import exp, prod
+from math import ceil, exp, prod
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,10 @@ from pydantic.fields import FieldInfo
 from dora.config import merged, settings_tree, validated_as
 from dora.errors import InvalidValue
 from dora.planning.generation import bound_s
+from dora.planning.hardware import find_hardware
+from dora.planning.models import find_model
+from dora.planning.options import Option, options
+from dora.planning.pace import Batch
 from dora.sim import papers
 from dora.sim.experiments import EXPERIMENTS
 from dora.sim.paper_results import paper_result
@@ -241,6 +245,22 @@ def test_the_plan_splits_for_the_shortest_step() -> None:
     assert max(bound_min(plan), plan.trainer.step_s / 60) < longest
     with pytest.raises(InvalidValue, match="colocated"):
         planned(scenario_for("dora-64", "sync"))
+
+
+def test_a_trainer_fits_on_the_split_of_every_preset_and_on_the_planned_one() -> None:
+    layouts: dict[tuple[str, str, int], list[Option]] = {}
+    for name, experiment in EXPERIMENTS.items():
+        own = preset(name)
+        splits = {own.cluster.train_gpus, planned(own).cluster.train_gpus} if own.trainer.step_s else set()
+        model = experiment.model or "qwen2.5-32b"
+        hardware = experiment.hardware or "h800"
+        longest = own.workload.lengths.cap_tokens + ceil(own.workload.prompt_tokens)
+        found = layouts.setdefault((model, hardware, longest), [])
+        if not found:
+            batch = Batch(1e6, longest, 0.0)
+            found += options(find_model(model), find_hardware(hardware), batch, context=1)
+        for gpus in splits:
+            assert any(option.fits(gpus) for option in found), (name, gpus)
 
 
 def test_the_papers_ratios_hold_between_its_cells() -> None:

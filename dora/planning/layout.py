@@ -1,0 +1,149 @@
+"""How the accelerators of a trainer divide a model between them, and what each of them then holds in memory.
+
+A trainer as Megatron-LM is one: tensor parallelism with sequence parallelism within a node, a pipeline that runs one
+forward and one backward pass in turn, data parallelism with a distributed optimizer; context and expert parallelism
+where they are needed. Weights are bf16, gradients fp32, Adam's two moments and the master weights fp32 and sharded over
+data-parallel ranks: 6 + 12 / d bytes a parameter (Megatron Core's documentation of its distributed optimizer).
+
+Activations are counted as Korthikanti et al. count them ("Reducing Activation Recomputation in Large Transformer
+Models", section 4), for today's layers: a gated network, grouped or latent attention, no dropout. Attention is flash
+attention, which computes its scores again in the backward pass: their selective recomputation. Full recomputation keeps
+a layer's input alone. The first stage of a pipeline holds as many micro-batches as there are stages, the last one.
+"""
+
+from dataclasses import dataclass
+from math import ceil, floor, inf
+from typing import Final
+
+from dora.planning.hardware import RESERVE_BYTES, Hardware
+from dora.planning.models import VALUE_BYTES, ModelSpec
+
+SHARE: Final = 0.95  # of the memory: an allocator cannot use all that is free
+WEIGHT_AND_GRADIENT_BYTES: Final = 6  # of one parameter: bf16 and fp32
+OPTIMIZER_BYTES: Final = 12  # of one parameter: master weight and two moments, fp32
+LOGIT_BYTES: Final = 6  # bf16, and their fp32 softmax for the loss
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Replica:
+    """One copy of the model, and the micro-batches it computes."""
+
+    tensor: int
+    pipeline: int
+    context: int  # ranks that share one sequence
+    expert: int  # ranks, of one replica or several, that share the experts of a layer; each is whole on one of them
+    recompute: bool  # all of a layer but its input
+    micro_batch_tokens: int
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.pipeline * self.context
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """``data`` replicas, and the memory that the fullest accelerator needs for one of them."""
+
+    replica: Replica
+    data: int
+    memory_bytes: float
+
+    @property
+    def gpus(self) -> int:
+        return self.replica.gpus * self.data
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a pipeline. ``embeddings``: of input and output, how many it has; ``logits``: it is the last."""
+
+    layers: float
+    embeddings: int
+    in_flight: int  # micro-batches whose activations it keeps
+    logits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Memory of an accelerator of one stage: what it holds however many replicas there are, and what they share."""
+
+    fixed_bytes: float
+    shared_bytes: float
+
+    def on(self, data: float) -> float:
+        return self.fixed_bytes + self.shared_bytes / data
+
+    def least_data(self, limit_bytes: float) -> float:
+        """Replicas from which on it fits, not rounded; infinite where no number of them is enough."""
+        if self.fixed_bytes >= limit_bytes:
+            return inf
+        return max(1.0, self.shared_bytes / (limit_bytes - self.fixed_bytes))
+
+
+def limit_bytes(hardware: Hardware) -> float:
+    """What a trainer may use of one accelerator's memory."""
+    return hardware.memory_bytes * SHARE - RESERVE_BYTES
+
+
+def stages(model: ModelSpec, pipeline: int) -> tuple[Stage, ...]:
+    """The two stages that can be the fullest: the first, and the last, which has the logits; of one stage that one.
+
+    Whole blocks, so divided that no stage computes more than it must; the last has fewer, as its logits weigh some.
+    """
+    if pipeline == 1:
+        return (Stage(model.layers, embeddings=2, in_flight=1, logits=True),)
+    logits = model.embedding_parameters / (model.layer_active_parameters * model.block_layers)
+
+    def weight(last: int) -> float:
+        return max(_most(model, pipeline, last), last + logits)
+
+    evenly = max(1, floor((model.blocks + logits) / pipeline - logits))
+    last = min((evenly, evenly + 1), key=weight)
+    return (
+        Stage(_most(model, pipeline, last) * model.block_layers, embeddings=1, in_flight=pipeline, logits=False),
+        Stage(last * model.block_layers, embeddings=1, in_flight=1, logits=True),
+    )
+
+
+def _most(model: ModelSpec, pipeline: int, last: int) -> int:
+    """Blocks of the fullest stage but the last, which has ``last``."""
+    return ceil((model.blocks - last) / (pipeline - 1))
+
+
+def footprints(model: ModelSpec, replica: Replica) -> tuple[Footprint, ...]:
+    """Of each of the ``stages``."""
+    return tuple(_footprint(model, replica, stage) for stage in stages(model, replica.pipeline))
+
+
+def layer_activation_bytes(model: ModelSpec) -> float:
+    """What one token leaves in one layer for the backward pass, on one accelerator that computes it alone.
+
+    The inputs of both norms and their outputs, which the projections keep; queries, keys, values and attention output;
+    gate, up and their product. Of each expert that the token is sent to: what comes in, these three, what goes out.
+    """
+    experts = model.experts_per_token * (2 * model.hidden_dim + 3 * model.expert_dim) / model.block_layers
+    return VALUE_BYTES * (4 * model.hidden_dim + model.attention_dim + 3 * model.ffn_dim + experts)
+
+
+def _footprint(model: ModelSpec, replica: Replica, stage: Stage) -> Footprint:
+    tokens = replica.micro_batch_tokens / replica.context
+    layer_bytes = layer_activation_bytes(model) * tokens / replica.tensor
+    input_bytes = VALUE_BYTES * model.hidden_dim * tokens / replica.tensor
+    kept_bytes = stage.layers * stage.in_flight * (input_bytes if replica.recompute else layer_bytes)
+    # In the backward pass of a layer: its gradients, about as large, and what was recomputed of it. Logits come before.
+    work_bytes = layer_bytes * (2 if replica.recompute else 1)
+    if stage.logits:
+        work_bytes = max(work_bytes, LOGIT_BYTES * model.vocabulary * tokens / replica.tensor)
+    dense, experts = stage_parameters(model, stage)
+    held = dense / replica.tensor + experts / replica.expert
+    return Footprint(
+        fixed_bytes=WEIGHT_AND_GRADIENT_BYTES * held + kept_bytes + work_bytes,
+        shared_bytes=OPTIMIZER_BYTES * (dense + experts) / (replica.tensor * replica.context),
+    )
+
+
+def stage_parameters(model: ModelSpec, stage: Stage) -> tuple[float, float]:
+    """Parameters of a stage: those that tensor parallelism divides, and those of the experts."""
+    share = stage.layers / model.layers
+    layers = model.parameters - model.expert_parameters - 2 * model.embedding_parameters
+    return share * layers + stage.embeddings * model.embedding_parameters, share * model.expert_parameters

@@ -1,0 +1,107 @@
+"""The trainer's side of Algorithm 1: for each number of accelerators the best layout, and how long a step takes on it.
+
+StreamRL (paper 002, section 4.2) takes the best time over all parallel configurations, from a profiler. Here a step's
+time is what was measured on some numbers of accelerators (:class:`~dora.planning.allocation.TrainingTime`); the layouts
+say on which others the trainer fits into memory, and how much longer a step is where they divide the model badly.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
+from math import ceil, inf
+
+import numpy as np
+
+from dora.errors import InvalidValue
+from dora.planning.allocation import TrainingTime
+from dora.planning.hardware import Hardware
+from dora.planning.layout import Layout, limit_bytes
+from dora.planning.models import ModelSpec
+from dora.planning.options import CONTEXTS, Option, best, even_s, longest_that_fits, options, shortest_pipelines
+from dora.planning.pace import batch_of
+from dora.planning.workload import StepWorkload
+
+
+class Trainers:
+    """The trainers of ``model`` on accelerators of one kind, whose step takes ``time`` where that was measured.
+
+    Several ranks share a sequence only on numbers of accelerators on which nothing fits with fewer. Raises InvalidValue
+    for a longest response of which no layout holds a micro-batch.
+    """
+
+    def __init__(self, model: ModelSpec, hardware: Hardware, workload: StepWorkload, time: TrainingTime) -> None:
+        self.time = time
+        self.limit_bytes = limit_bytes(hardware)
+        batch = batch_of(workload)
+        self._tiers = [_Tier(model, options(model, hardware, batch, context)) for context in CONTEXTS]
+        least = [option.least_gpus(time.multiple) for tier in self._tiers for option in tier.options]
+        if not least:
+            most = longest_that_fits(model, hardware, batch.longest_tokens) - ceil(workload.prompt_tokens)
+            allowed = f"at most {max(0, most):,}: no layout of {model.name} on {hardware.name} holds a longer response"
+            raise InvalidValue("cap_tokens", workload.cap_tokens, allowed)
+        self.least = min(least)
+        self._found, self.seconds = cache(self._find), cache(self._seconds)  # every split asks again
+        # How much worse the measured ones divide: their times contain it.
+        at = [] if time.even else [gpus for gpus, _ in time.points if self.fits(gpus)]
+        self._measured_at, self._worse_there = at or [1], [self._known(gpus)[1] for gpus in at] or [1.0]
+
+    def fits(self, gpus: int) -> bool:
+        """Whether there is a layout on exactly so many accelerators."""
+        return self._found(gpus) is not None
+
+    def layout(self, gpus: int) -> Layout:
+        """The best on exactly so many accelerators. Raises InvalidValue where none fits."""
+        return self._known(gpus)[0]
+
+    def numbers(self, most: int) -> Sequence[int]:
+        """Accelerators, up to ``most``, on which it fits and a step is shorter than on any fewer; ascending."""
+        multiple, found, shortest_s = self.time.multiple, [], inf
+        for gpus in range(multiple, most + 1, multiple):
+            if self.fits(gpus) and (step_s := self.seconds(gpus)) < shortest_s:
+                shortest_s = step_s
+                found.append(gpus)
+        return found
+
+    def measured(self, gpus: int) -> bool:
+        """Whether ``gpus`` lies within the measured points."""
+        return self.time.measured(gpus)
+
+    def _seconds(self, gpus: int) -> float:
+        """Time of one step: where measured, that; elsewhere as much longer as the layout divides worse.
+
+        Raises InvalidValue where no layout fits.
+        """
+        worse = self._known(gpus)[1] / float(np.interp(gpus, self._measured_at, self._worse_there))
+        return self.time.seconds(gpus) * worse
+
+    def _known(self, gpus: int) -> tuple[Layout, float]:
+        found = self._found(gpus)
+        if found is None:
+            raise InvalidValue("train_gpus", gpus, f"a number on which a layout fits, as on {self.least}")
+        return found
+
+    def _find(self, gpus: int) -> tuple[Layout, float] | None:
+        """The best layout, and its time over the best where replicas, layers and experts need not be whole."""
+        compared: list[Option] = []
+        for tier in self._tiers:
+            compared += tier.compared
+            option = best(tier.dividing(gpus), gpus)
+            if option is not None:
+                return option.layout(gpus), option.step_s(gpus) / even_s([option, *compared], gpus)
+        return None
+
+
+class _Tier:
+    """The options with equally many ranks for a sequence; ``compared``: those that others are held against."""
+
+    def __init__(self, model: ModelSpec, options: Sequence[Option]) -> None:
+        self.options = options
+        shortest = shortest_pipelines(model)
+        self.compared = [option for option in options if option.replica.pipeline in shortest]
+        self._by_gpus: dict[int, list[Option]] = defaultdict(list)
+        for option in options:
+            self._by_gpus[option.replica.gpus].append(option)
+
+    def dividing(self, gpus: int) -> list[Option]:
+        """Those of which whole replicas fill ``gpus`` accelerators."""
+        return [option for each, options in self._by_gpus.items() if gpus % each == 0 for option in options]
