@@ -18,7 +18,7 @@ from typing import Final
 from dora.planning.hardware import RESERVE_BYTES, Hardware
 from dora.planning.models import VALUE_BYTES, ModelSpec
 
-SHARE: Final = 0.95  # of the memory: an allocator cannot use all that is free
+TRAINER_SHARE: Final = 0.95  # of the memory: an allocator cannot use all that is free
 WEIGHT_AND_GRADIENT_BYTES: Final = 6  # of one parameter: bf16 and fp32
 OPTIMIZER_BYTES: Final = 12  # of one parameter: master weight and two moments, fp32
 LOGIT_BYTES: Final = 6  # bf16, and their fp32 softmax for the loss
@@ -82,7 +82,7 @@ class Footprint:
 
 def limit_bytes(hardware: Hardware) -> float:
     """What a trainer may use of one accelerator's memory."""
-    return hardware.memory_bytes * SHARE - RESERVE_BYTES
+    return hardware.memory_bytes * TRAINER_SHARE - RESERVE_BYTES
 
 
 def stages(model: ModelSpec, pipeline: int) -> tuple[Stage, ...]:

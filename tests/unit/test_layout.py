@@ -29,7 +29,8 @@ H800 = HARDWARE["h800"]
 ROUND = ModelSpec("round", 84e6, 84e6, 4, 1000, 10, 10, 100, 10_000, ffn_dim=4000)
 # The same with 8 experts of 1.5 million parameters in place of each dense network, of which a token uses 2.
 EXPERTS = ModelSpec("experts", 84e6, 48e6, 4, 1000, 10, 10, 100, 10_000, experts=8, experts_per_token=2, expert_dim=500)
-LAMINAR = {"qwen2.5-7b": (2, 1, 8), "qwen2.5-32b": (4, 2, 16), "qwen2.5-72b": (4, 4, 32)}  # its table 2, least GPUs
+# Tensor and pipeline ranks, and the fewest accelerators of table 2.
+LAMINAR = {"qwen2.5-7b": (2, 1, 8), "qwen2.5-32b": (4, 2, 16), "qwen2.5-72b": (4, 4, 32)}
 
 
 def memory_bytes(model: ModelSpec, replica: Replica, data: int) -> float:
@@ -176,7 +177,7 @@ def test_memory_falls_with_everything_that_divides_it(
 
 
 def test_laminars_layouts_fit_and_much_smaller_ones_do_not() -> None:
-    """Paper 001, appendix A.3: tensor and pipeline ranks of each model; responses of 16K tokens, prompts of 2K."""
+    """Paper 001, appendix A.3: AReaL's tensor and pipeline ranks there; responses of 16K tokens, prompts of 2K."""
     for name, (tensor, pipeline, gpus) in LAMINAR.items():
         replica = Replica(tensor, pipeline, 1, 1, True, 18 * 1024)
         assert memory_bytes(MODELS[name], replica, gpus // replica.gpus) < limit_bytes(H800), name
