@@ -22,6 +22,7 @@ import grpc
 from dora.config import Config
 from dora.errors import DoraError, InvalidValue
 from dora.eventlog import EventLogWriter
+from dora.garbage import collecting_rarely
 from dora.kvtransfer.shm import ShmTransport
 from dora.models import context_tokens, default_cache, resolve_model
 from dora.orchestrator.core import events as on
@@ -75,6 +76,7 @@ async def serve(
     model = await _prepared(config, progress)
     check_context(config, model)
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(collecting_rarely())
         run_folder = stack.enter_context(_run_folder(config))
         store = await asyncio.to_thread(WeightStore, run_folder / "weights", model)
         recorder = await _recorder(config, store, stack)

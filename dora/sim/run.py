@@ -1,12 +1,11 @@
 """``simulate``: one scenario, some steps, one Report."""
 
-import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from dora.errors import DoraError, InvalidValue
+from dora.garbage import collecting_rarely
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.adjustment import groups_to_add
@@ -25,7 +24,6 @@ from dora.sim.world import Observer, World
 # requests: a check walks them all, and is to cost a few percent at most.
 WHOLE_CHECK = 0.5
 PROGRESS_EVENTS = 256  # between two looks at how much is done: a step of a large cluster is many thousands
-COLLECT_OBJECTS = 100_000  # between two looks for cyclic garbage, of which a run makes next to none
 STEP_LIMIT_S = 14 * 86_400.0  # simulated; a step that takes longer has stalled
 
 
@@ -59,7 +57,7 @@ def simulate(
     """
     check_cluster(scenario)
     began_s = time.perf_counter()
-    with _collecting_rarely():
+    with collecting_rarely():
         world = _world(scenario, seed)
         world.observers += [Watch(lambda: world.machine).saw, _checks(world)]
         meter = Meter(world, warmup, timeline)
@@ -129,17 +127,6 @@ def _tells(world: World, meter: Meter, goal: int, progress: Callable[[float], No
             progress((meter.steps + len(world.ledger.received) / world.ledger.groups_per_step) / goal)
 
     return observe
-
-
-@contextmanager
-def _collecting_rarely() -> Iterator[None]:
-    """Else Python would walk the whole heap again and again."""
-    before = gc.get_threshold()
-    gc.set_threshold(max(COLLECT_OBJECTS, before[0]) if before[0] else 0, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: int, wall_s: float) -> Report:

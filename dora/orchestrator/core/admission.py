@@ -1,9 +1,12 @@
 """Prompts are drawn, wait in the backlog, and become groups of a version, as far as window and policy let them."""
 
+import math
 from functools import lru_cache
 from math import exp
 from statistics import NormalDist
 from typing import Any
+
+import numpy as np
 
 from dora.errors import InvalidValue
 from dora.orchestrator.core import commands as do
@@ -88,9 +91,7 @@ def admit(state: State, entry: Entry, version: int) -> None:
         state.groups[name][group] = value
     state.group_id[group], state.group_row[group_id] = group_id, group
     state.traits[group] = traits_of(prompt)
-    estimate = state.predictor.predict(state.traits[group])
-    beliefs = [estimate.of_sibling(index) for index in range(size)]
-    expected = [_mean_tokens(log_mean, log_sd, prompt.max_tokens) for log_mean, log_sd in beliefs]
+    log_means, log_sd, expected = _beliefs(state.predictor.predict(state.traits[group]), prompt)
     rows = state.requests.allocate(size)
     columns: tuple[tuple[str, Any], ...] = (
         ("status", RequestStatus.WAITING),
@@ -98,12 +99,13 @@ def admit(state: State, entry: Entry, version: int) -> None:
         ("version", version),
         ("prompt_tokens", prompt.prompt_tokens),
         ("max_tokens", prompt.max_tokens),
-        ("log_mean", [log_mean for log_mean, _ in beliefs]),
-        ("log_sd", [log_sd for _, log_sd in beliefs]),
+        ("log_mean", log_means),
+        ("log_sd", log_sd),
         ("expected", expected),
     )
+    places = np.array(rows)
     for name, values in columns:
-        state.requests[name][rows] = values
+        state.requests[name][places] = values
     ids = tuple(f"{group_id}.{index}" for index in range(size))
     line = state.waiting.setdefault(version, Line())
     for row, request_id, tokens in zip(rows, ids, expected, strict=True):
@@ -112,6 +114,15 @@ def admit(state: State, entry: Entry, version: int) -> None:
     state.members[group] = rows
     state.counters.groups_admitted += 1
     state.out.append(do.AdmitGroup(group_id, prompt.prompt_id, version, ids))
+
+
+def _beliefs(estimate: Estimate, prompt: on.OfferedPrompt) -> tuple[list[float], float, list[int]]:
+    """Of each sibling the mean of its log tokens, and its expected tokens; between, the deviation of all."""
+    if estimate.known_tokens:
+        means = [math.log(tokens) for tokens in estimate.known_tokens]
+        return means, 0.0, [min(tokens, prompt.max_tokens) for tokens in estimate.known_tokens]
+    log_mean, log_sd, size = estimate.log_mean, estimate.log_sd, prompt.group_size
+    return [log_mean] * size, log_sd, [_mean_tokens(log_mean, log_sd, prompt.max_tokens)] * size
 
 
 def _mean_tokens(log_mean: float, log_sd: float, max_tokens: int) -> int:

@@ -23,9 +23,8 @@ class LengthMix:
     """What the group of a drawn prompt is predicted to ask for, by length of its responses: running means."""
 
     def __init__(self) -> None:
-        self.responses = np.zeros(CLASSES)
-        self.tokens = np.zeros(CLASSES)
-        self.work = np.zeros(CLASSES)  # cost.context_work
+        self._means = np.zeros((3, CLASSES))
+        self.responses, self.tokens, self.work = self._means  # views; of cost.context_work the last
         self._prompts = 0
 
     def add(self, lengths: Sequence[float], prompt_tokens: int) -> None:
@@ -33,9 +32,10 @@ class LengthMix:
         at = _class_of(tokens)
         self._prompts += 1
         weight = max(1.0 / self._prompts, OFFER_WEIGHT)
-        works = context_work(tokens, prompt_tokens)
-        for mean, of_each in ((self.responses, None), (self.tokens, tokens), (self.work, works)):
-            mean += weight * (np.bincount(at, of_each, CLASSES) - mean)
+        asked = np.empty_like(self._means)
+        for place, of_each in enumerate((None, tokens, context_work(tokens, prompt_tokens))):
+            asked[place] = np.bincount(at, of_each, CLASSES)
+        self._means += weight * (asked - self._means)
 
     def classes(self) -> Column:
         """The classes that have responses, but for the rarest, in order of length."""

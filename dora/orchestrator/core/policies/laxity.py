@@ -32,8 +32,8 @@ from dora.orchestrator.core.policies.outlook import FILL
 from dora.orchestrator.core.policies.reservations import Reservations
 from dora.orchestrator.core.snapshot import Move, Plan, Snapshot, Trigger
 from dora.orchestrator.core.state import Worker
-from dora.orchestrator.core.table import Column
 
+ENGINE_TOKENS: list[float] = ENGINE_GRID.tolist()
 BELIEVED_FILL = 0.955  # FILL where lengths are only believed: forecasts err, and preemption takes back what more gains
 EARLY_STEP = 0.3  # for this share of a step after a publish, what waited for it and cannot end in time goes first
 NEAR_STEP = 0.25  # then: what could not begin after this share of a step
@@ -51,7 +51,7 @@ class LaxityPolicy(BasePolicy):
     def __init__(self, config: BalanceConfig) -> None:
         super().__init__(config)
         self._reservations = Reservations()
-        self._forecasts: dict[int, Column] = {}  # seat -> KV on ENGINE_GRID, within one dispatch
+        self._forecasts: dict[int, list[float]] = {}  # seat -> KV on ENGINE_GRID, within one dispatch
         self._crowds: dict[int, bool] = {}  # by version, within one dispatch
         self._barren: set[int] = set()  # versions that no prompt fits: nor will one before the next forecast or prompt
         self._arrivals = 0
@@ -79,7 +79,7 @@ class LaxityPolicy(BasePolicy):
             return 1.0
         if free_slots <= 0 or worker.waiting:  # what waits inside the engine goes first
             return 0.0
-        peak = float(self._forecast(floor, worker).max()) / worker.kv_tokens
+        peak = max(self._forecast(floor, worker)) / worker.kv_tokens
         # a DP group new to its version would fill its slots with young requests, and could take none of the old ones
         if worker.held >= worker.slots * (YOUNG + peak) and self._crowded(floor, worker.hosts):
             return 0.0
@@ -90,8 +90,9 @@ class LaxityPolicy(BasePolicy):
             return True
         context = floor.context_tokens(row)
         left = max(1.0, float(floor.requests["expected"][row]) - float(floor.requests["tokens"][row]))
-        forecast = self._forecast(floor, worker) + (context + ENGINE_GRID) * (left > ENGINE_GRID)
-        if float(forecast.max()) > self._most(worker):
+        ahead = zip(self._forecast(floor, worker), ENGINE_TOKENS, strict=True)
+        forecast = [kv + (context + tokens) if left > tokens else kv for kv, tokens in ahead]
+        if max(forecast) > self._most(worker):
             return False
         self._forecasts[worker.seat] = forecast
         return True
@@ -183,13 +184,14 @@ class LaxityPolicy(BasePolicy):
             kv_tokens, kv = kv_tokens + worker.kv_tokens, kv + worker.kv_expected
         return bool(slots) and held / slots > kv / kv_tokens + DENSE
 
-    def _forecast(self, floor: Floor, worker: Worker) -> Column:
+    def _forecast(self, floor: Floor, worker: Worker) -> list[float]:
+        """KV of a DP group after ENGINE_TOKENS. Plain numbers: numpy takes longer for so few."""
         forecast = self._forecasts.get(worker.seat)
         if forecast is None:
             rows = np.fromiter(worker.rows, dtype=np.int64, count=len(worker.rows))
-            forecast, context = rows_forecast(floor, rows, ENGINE_GRID)
+            held, context = rows_forecast(floor, rows, ENGINE_GRID)
             # token counts may be old: the engine's own sum is newer
-            forecast = self._forecasts[worker.seat] = forecast + (worker.kv_expected - context)
+            forecast = self._forecasts[worker.seat] = (held + (worker.kv_expected - context)).tolist()
         return forecast
 
     # ------------------------------------------------------------------------------------------------------------ plan
