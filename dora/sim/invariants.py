@@ -74,6 +74,8 @@ def check_hosting(state: State) -> None:
     kept = hosting._seated[: len(state.seats)].tolist()
     if kept != [list(EMPTY_SEAT if worker is None else seated_row(worker)) for worker in state.seats]:
         raise Violation(f"what a snapshot says of seats is {kept}, of {', '.join(SEATED)}")
+    if outdated := state.loads.outdated(state.seats):
+        raise Violation(f"what a snapshot would say of the loads of seats {outdated} is out of date")
 
 
 def _seats(workers: Iterable[Worker]) -> list[int]:
@@ -224,9 +226,9 @@ def _place(unplaced: set[int], rows: Iterable[int], state: State) -> None:
 def fingerprint(state: State) -> dict[str, str]:
     """All of the state but the clock: equal for equal contents, of one machine before and after, or of two machines.
 
-    Without the index of hosts, which follows from the workers (``check_hosting``) and is made up when somebody looks.
+    Without what follows from the workers (``check_hosting``) and is made up when somebody looks.
     """
-    apart = ("now_s", "config", "policy", "hosting")
+    apart = ("now_s", "config", "policy", "hosting", "loads")
     return {name: _plain(value) for name, value in vars(state).items() if name not in apart}
 
 

@@ -22,7 +22,7 @@ from dora.sim.world import Observer, World
 
 # The books and the watch check every event. The core's whole state is checked once in so many events as this times its
 # requests: a check walks them all, and is to cost a few percent at most.
-WHOLE_CHECK = 0.5
+WHOLE_CHECK = 1.0
 PROGRESS_EVENTS = 256  # between two looks at how much is done: a step of a large cluster is many thousands
 STEP_LIMIT_S = 14 * 86_400.0  # simulated; a step that takes longer has stalled
 

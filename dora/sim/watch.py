@@ -31,6 +31,7 @@ LEASED = int(GroupStatus.LEASED)
 IN_LINE: Final = -1
 STRANDED: Final = -2  # its source is lost, its snapshot on the way
 NOWHERE: Final = -3  # not admitted yet, or ended
+REPORTS: Final = 7  # after one in so many full reports all of its worker is looked at: prime, so that all have turns
 
 
 @dataclass(slots=True)
@@ -70,7 +71,9 @@ class Watch:
         self._complete = 0  # groups whose responses are all scored
         self._sent: dict[int, do.WorkerCommand] = {}  # commands to workers whose outcome is due
         self._loading: dict[str, int] = {}  # worker -> its LoadVersion
-        self._stood = (-1, -1, -1)  # the window as of the last event
+        self._counted = 0  # changes of the two counts above
+        self._stood = (-1, -1, -1, -1)  # the window as of the last event, and ``_counted``
+        self._reports = 0  # since one was followed by a look at all that its worker holds
         self._named = Named()
         self._notes: dict[type, Callable[[State, Any, Named], None]] = {
             on.Progress: self._reported,
@@ -106,8 +109,8 @@ class Watch:
         for seat in named.seats:
             self._holds(state, seat)
         window = state.window
-        stands = window.step, window.left, window.newest
-        if named.groups or stands != self._stood:
+        stands = window.step, window.left, window.newest, self._counted
+        if stands != self._stood:
             self._stood = stands
             check_feasible(state)
             self._check_counts(state)
@@ -161,7 +164,9 @@ class Watch:
         worker = state.worker_at(event.worker_id, event.epoch)
         if worker is not None:
             named.seats.add(worker.seat)
-            if len(event.tokens) > len(event.finished):  # of all that runs: then it is whole what is looked at
+            self._reports += len(event.tokens) > len(event.finished)  # of all that runs
+            if self._reports == REPORTS:
+                self._reports = 0
                 check_worker(state, worker)
 
     def _done(self, state: State, event: on.CommandDone, named: Named) -> None:
@@ -178,8 +183,10 @@ class Watch:
             group = int(state.requests["group"][row])
             watched = self._groups[state.group_id[group]]
             watched.unscored -= 1
-            self._complete += not watched.unscored
             named.groups.add(group)
+            if not watched.unscored:
+                self._complete += 1
+                self._counted += 1
 
     def _lost(self, state: State, event: on.WorkerLost, named: Named) -> None:
         """What stood there stands elsewhere now; and every handoff is looked at."""
@@ -262,6 +269,7 @@ class Watch:
     # ----------------------------------------------------------------------------------------------------------- counts
 
     def _count(self, state: State, version: int, more: int) -> None:
+        self._counted += 1
         deadline = state.window.deadline(version)
         self._open[deadline] = self._open.get(deadline, 0) + more
         if not self._open[deadline]:

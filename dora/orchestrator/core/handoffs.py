@@ -19,6 +19,7 @@ def begin(state: State, row: int, target: Worker) -> None:
     state.requests["moving"][row] = True
     kv_tokens = _kv_tokens(state, row)
     target.inbound += 1
+    state.loads.stirred.add(target.seat)
     state.idle.discard(target.seat)
     target.kv_claimed += kv_tokens
     target.kv_inbound += kv_tokens
@@ -107,6 +108,7 @@ def _close(state: State, handoff: Handoff, signal: Signal) -> None:
     target = state.workers.get(handoff.target)
     if target is not None:
         target.inbound -= 1
+        state.loads.stirred.add(target.seat)
         target.kv_claimed -= int(state.requests["claim_inbound"][row])
         target.kv_inbound -= int(state.requests["claim_inbound"][row])
         state.touched.add(target.seat)

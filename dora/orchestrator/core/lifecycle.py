@@ -25,7 +25,7 @@ def progress(state: State, event: on.Progress) -> None:
     worker = state.worker_at(event.worker_id, event.epoch)
     if worker is None:
         return
-    state.uses(worker, event.kv_used_tokens)
+    state.uses(worker, event.kv_used_tokens)  # by that its load is stirred, too
     worker.waiting = event.waiting
     state.roomy.add(worker.seat)
     version, response_tokens, prompt_tokens, claimed = state.requests.columns(

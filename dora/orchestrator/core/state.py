@@ -13,6 +13,7 @@ from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.handoff import Handoff
 from dora.orchestrator.core.hosting import Hosting
 from dora.orchestrator.core.line import Backlog, Line
+from dora.orchestrator.core.loads import Loads
 from dora.orchestrator.core.prediction import PREDICTORS, PromptTraits
 from dora.orchestrator.core.rhythm import Rhythm
 from dora.orchestrator.core.snapshot import Move, Policy
@@ -178,6 +179,7 @@ class State:
         # seats of workers that hold nothing, load nothing and are to stay, once all is settled
         self.idle: set[int] = set()
         self.hosting = Hosting()
+        self.loads = Loads()  # whoever changes what a worker holds says so in its ``stirred``
         self.unhosted: frozenset[int] = frozenset()  # versions found without a host at the last look
         self.dry: tuple[frozenset[int], int, int] | None = None  # seats found without work then, and step and newest
         self.settling = False  # a version, worker or request changed hands: look for work to move
@@ -225,6 +227,7 @@ class State:
     def uses(self, worker: Worker, kv_tokens: int) -> None:
         """So much KV is in use on this worker now."""
         worker.kv_used, worker.kv_change = kv_tokens, 0
+        self.loads.stirred.add(worker.seat)
         if kv_tokens > self.config.balance.pressure * worker.kv_tokens:
             self.pressed.add(worker.seat)
         else:
@@ -245,6 +248,7 @@ class State:
         else:
             self.seats[worker.seat] = worker
         self.workers[worker.worker_id] = worker
+        self.loads.stirred.add(worker.seat)
         self.rehosted(worker)
 
     def unseat(self, worker: Worker) -> None:
@@ -252,6 +256,7 @@ class State:
         del self.workers[worker.worker_id]
         self.seats[worker.seat] = None
         self.pressed.discard(worker.seat)
+        self.loads.stirred.add(worker.seat)
         self.rehosted(worker)
 
     def free_seat(self) -> int:
@@ -269,6 +274,7 @@ class State:
         requests["starting"][row] = 0
         worker.rows.add(row)
         self.idle.discard(worker.seat)
+        self.loads.stirred.add(worker.seat)
         worker.kv_claimed += claim
         worker.kv_change += prompt_tokens + tokens
 
@@ -291,4 +297,5 @@ class State:
         self.requests["claim"][row] = self.requests["starting"][row] = 0
         self.settling = True
         self.touched.add(worker.seat)
+        self.loads.stirred.add(worker.seat)
         return worker

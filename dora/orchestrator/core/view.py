@@ -1,14 +1,9 @@
 """Makes the frozen view that planners read. Copies of the worker columns (few), views of the request columns (many)."""
 
-from operator import attrgetter
-
-import numpy as np
-
 from dora.orchestrator.core.snapshot import RequestColumns, Snapshot, WorkerColumns
-from dora.orchestrator.core.state import RequestStatus, State, Worker
+from dora.orchestrator.core.state import RequestStatus, State
 from dora.orchestrator.core.table import Column, Table
 
-NOBODY = Worker("", 0, 0, 0, 0)
 WAITING, RUNNING = int(RequestStatus.WAITING), int(RequestStatus.RUNNING)
 
 
@@ -54,24 +49,17 @@ def unfinished(requests: Table) -> Column:
 
 
 def _worker_columns(state: State) -> WorkerColumns:
-    seats = [worker or NOBODY for worker in state.seats]
-
-    def column(name: str) -> Column:
-        return np.fromiter(map(attrgetter(name), seats), dtype=np.int64, count=len(seats))
-
-    owned = np.fromiter(map(len, map(attrgetter("rows"), seats)), dtype=np.int64, count=len(seats))
-    kv_used = column("kv_used")
-    seated = state.hosting.seated(len(seats))
+    seated, held = state.hosting.seated(len(state.seats)), state.loads.columns(state.seats)
     return WorkerColumns(
         alive=seated["alive"].astype(bool),
         loaded=seated["loaded"],
         target=seated["target"],
         draining=seated["draining"].astype(bool),
         slots=seated["slots"],
-        held=owned + column("inbound"),
+        held=held["held"],
         kv_tokens=seated["kv_tokens"],
-        kv_claimed=column("kv_claimed"),
-        kv_expected=np.maximum(0, kv_used + column("kv_change")) + column("kv_inbound"),  # Worker.kv_expected
-        kv_used=kv_used,
-        waiting=column("waiting"),
+        kv_claimed=held["kv_claimed"],
+        kv_expected=held["kv_expected"],
+        kv_used=held["kv_used"],
+        waiting=held["waiting"],
     )
