@@ -132,7 +132,7 @@ def measured(policy: str, predictor: str, workers: int, requests: int, plans: in
     return Measured(
         policy=policy,
         workers=workers,
-        requests=len(state.requests),
+        requests=state.requests.used,
         plan_p50_ms=1e3 * float(np.percentile(whole, 50)),
         plan_p99_ms=1e3 * float(np.percentile(whole, 99)),
         snapshot_p50_ms=1e3 * float(np.percentile(views, 50)),
@@ -142,7 +142,7 @@ def measured(policy: str, predictor: str, workers: int, requests: int, plans: in
         admitted_groups_per_s=admitted / admission_s,
         admitted_requests_per_s=admitted * GROUP_SIZE / admission_s,
         heap_requests_per_s=requests / heap_s,
-        memory_bytes_per_request=memory / max(1, len(state.requests)),
+        memory_bytes_per_request=memory / max(1, state.requests.used),
     )
 
 

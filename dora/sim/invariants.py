@@ -239,7 +239,8 @@ def _plain(value: Any) -> str:
     if value is None or isinstance(value, (str, int, float, Enum)):
         return repr(value)
     if isinstance(value, Mapping):
-        return str([(repr(key), _plain(part)) for key, part in value.items()])
+        items = [(repr(key), _plain(part)) for key, part in value.items()]
+        return str(items + [(name, _plain(part)) for name, part in getattr(value, "__dict__", {}).items()])
     if isinstance(value, (list, tuple, deque)):
         return str([part if type(part) is int else _plain(part) for part in value])  # long lists are of rows
     if isinstance(value, (set, frozenset)):

@@ -114,7 +114,7 @@ def _checks(world: World) -> Observer:
         if world.events >= due:
             state = world.machine.state
             check_state(state)
-            due = world.events + int(WHOLE_CHECK * len(state.requests))
+            due = world.events + int(WHOLE_CHECK * state.requests.used)
 
     return observe
 

@@ -182,6 +182,18 @@ def busy_worker_stays_idle(patch: Patch) -> None:
     patch.setattr(State, "give", unnoted)
 
 
+def given_work_is_not_stirred(patch: Patch) -> None:
+    give = State.give
+
+    def silently(self: State, row: int, worker: Worker) -> None:
+        stirred = worker.seat in self.loads.stirred
+        give(self, row, worker)
+        if not stirred:
+            self.loads.stirred.discard(worker.seat)
+
+    patch.setattr(State, "give", silently)
+
+
 def staying_is_counted_once(patch: Patch) -> None:
     refresh = Hosting._refresh
 

@@ -12,7 +12,7 @@ def snapshot(state: State) -> Snapshot:
     status = requests["status"]
     live = range(window.oldest_live, window.newest + 1)
     dried_up = state.exhausted and not state.backlog
-    groups = max(1, len(state.groups))
+    groups = max(1, state.groups.used)
     tokens, prompt_tokens = (float(requests[name].sum()) for name in ("expected", "prompt_tokens"))  # free rows are 0
     return Snapshot(
         now_s=state.now_s,
