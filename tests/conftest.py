@@ -4,11 +4,16 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from dora.models import resolve_model
 from dora.models.tiny import make_tiny
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, not even asked for
+
+# The same examples in every run, and none that fails because the machine is busy.
+settings.register_profile("dora", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("dora")
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ def slack_by_definition(window: Window, open_versions: list[int]) -> list[int]:
 
 
 @given(SIZES, GROUPS, CHOICES)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_always_feasible_and_never_stale(size: int, groups: int, choices: list[tuple[str, int]]) -> None:
     window, open_versions = Window(size, groups), []
     for what, pick in choices:
@@ -62,7 +62,7 @@ def test_always_feasible_and_never_stale(size: int, groups: int, choices: list[t
 
 
 @given(SIZES, GROUPS, CHOICES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_never_stuck(size: int, groups: int, choices: list[tuple[str, int]]) -> None:
     """From any reachable state, taking the earliest deadline and admitting the newest version fills step after step."""
     window, open_versions = Window(size, groups), []
