@@ -64,11 +64,12 @@ def check_extent(scenario: Scenario) -> None:
 
 
 def limit_s(scenario: Scenario) -> float:
-    """No step is waited for longer."""
-    return PATIENCE * sum(part_s for _, part_s in _parts_s(scenario))
+    """No step is waited for longer. Lengths that drift upwards may come to be the longest ones."""
+    grows = scenario.workload.lengths.drift_per_step > 0.0
+    return PATIENCE * sum(part_s for _, part_s in _parts_s(scenario, longest=grows))
 
 
-def standstill(world: "World") -> str:
+def standstill(world: "World", waited_s: float) -> str:
     """Why the present step is not done after so long."""
     engines = [worker.engine for worker in world.workers.values()]
     state = world.machine.state
@@ -81,7 +82,7 @@ def standstill(world: "World") -> str:
         "handoffs": len(state.handoffs),
         "batches in training": int(world.trainer.at_work),
     }
-    after = f"after {limit_s(world.scenario):,.0f} s, {PATIENCE} times what a step takes where nothing overlaps"
+    after = f"after {waited_s:,.0f} s, {PATIENCE} times what a step takes where nothing overlaps"
     has = f"the trainer has {len(world.ledger.received)} of {world.ledger.groups_per_step} groups"
     facts = ", ".join(f"{what}: {count:,}" for what, count in going_on.items() if count)
     if facts:
@@ -89,8 +90,11 @@ def standstill(world: "World") -> str:
     return f"step {world.trainer.step} stands still: it is not done {after}, and nothing goes on any more ({has})"
 
 
-def _parts_s(scenario: Scenario) -> Iterator[tuple[str, float]]:
-    """What one step takes, by the field that it comes from, one thing after the other."""
+def _parts_s(scenario: Scenario, *, longest: bool = False) -> Iterator[tuple[str, float]]:
+    """What one step takes, by the field that it comes from, one thing after the other.
+
+    ``longest``: with every response as long as they may be.
+    """
     cluster, trainer, workload = scenario.cluster, scenario.trainer, scenario.workload
     yield "period_s", scenario.period_s
     yield "trainer.step_s", trainer.step_s
@@ -100,13 +104,15 @@ def _parts_s(scenario: Scenario) -> Iterator[tuple[str, float]]:
     rounds = max(1.0, responses / (cluster.slots * cluster.engines))  # of as many as run at once
     yield "cluster.link_latency_s", (MESSAGES + MESSAGES_OF_ONE * rounds) * cluster.link_latency_s
     shapes = shapes_of(workload)
-    of_one, longest = moments(workload, shapes), _longest_tokens(workload, shapes, responses)
+    of_one, tail_tokens = moments(workload, shapes), _tail_tokens(workload, shapes, responses)
+    if longest:
+        tail_tokens = cap_tokens = float(workload.lengths.cap_tokens)
+        of_one = replace(of_one, mean_tokens=cap_tokens, mean_square_tokens=cap_tokens**2)
     for name, cost in _alone(cluster.cost.model()):
-        yield f"cluster.cost.{name}", _generated_s(scenario, cost, of_one, responses, longest)
-    prefilled = (
-        responses / workload.group_size * of_one.prompt_tokens / cluster.engines + of_one.prompt_tokens + longest
-    )
-    yield "cluster.cost.prefill_token_s", cluster.cost.prefill_token_s * prefilled
+        yield f"cluster.cost.{name}", _generated_s(scenario, cost, of_one, responses, tail_tokens)
+    prompt_tokens = of_one.prompt_tokens
+    prefilled_tokens = responses / workload.group_size * prompt_tokens / cluster.engines + prompt_tokens + tail_tokens
+    yield "cluster.cost.prefill_token_s", cluster.cost.prefill_token_s * prefilled_tokens
     if any(task.turns is None for task in workload.tasks) or not workload.tasks:
         yield "workload.turns.environment_mean_s", _answered_s(workload.turns, responses, rounds)
     for index, task in enumerate(workload.tasks):
@@ -115,7 +121,7 @@ def _parts_s(scenario: Scenario) -> Iterator[tuple[str, float]]:
             yield field, _answered_s(task.turns, task.share * responses, task.share * rounds)
 
 
-def _longest_tokens(workload: Workload, shapes: Sequence[TaskShape], responses: float) -> float:
+def _tail_tokens(workload: Workload, shapes: Sequence[TaskShape], responses: float) -> float:
     """Of the longest of so many responses, as a rule."""
     score = NormalDist().inv_cdf(1.0 - 0.5 / max(1.0, responses))
     tokens = mixed_tokens(shapes)(np.array([score]))
@@ -129,15 +135,12 @@ def _alone(cost: CostModel) -> Iterator[tuple[str, CostModel]]:
         yield name, replace(free, **{name: getattr(cost, name)})
 
 
-def _generated_s(scenario: Scenario, cost: CostModel, of_one: Moments, responses: float, longest: float) -> float:
+def _generated_s(scenario: Scenario, cost: CostModel, of_one: Moments, responses: float, tail_tokens: float) -> float:
     """The batch without bubbles, then the longest response on an engine of its own."""
-    cluster, before = scenario.cluster, of_one.prompt_tokens + of_one.answer_tokens
-    tokens, context = (
-        responses * of_one.mean_tokens,
-        responses * (of_one.mean_square_tokens / 2 + before * of_one.mean_tokens),
-    )
-    batch_s = bound_s(cost, cluster.slots, cluster.kv_tokens, tokens, context, cluster.engines)
-    return batch_s + longest * cost.matmul_s(1) + cost.kv_token_s * context_work(longest, round(before))
+    cluster, before_tokens = scenario.cluster, of_one.prompt_tokens + of_one.answer_tokens
+    n_tokens, c_tokens = of_one.generated_tokens(responses), of_one.context_tokens(responses)
+    batch_s = bound_s(cost, cluster.slots, cluster.kv_tokens, n_tokens, c_tokens, cluster.engines)
+    return batch_s + tail_tokens * cost.matmul_s(1) + cost.kv_token_s * context_work(tail_tokens, round(before_tokens))
 
 
 def _answered_s(turns: Turns, responses: float, rounds: float) -> float:

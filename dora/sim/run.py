@@ -81,7 +81,7 @@ def _run_step(world: World, meter: Meter, step: int, patience_s: float) -> None:
     try:
         world.run_until(lambda: meter.steps > step, world.now_s + patience_s)
     except Stalled as error:
-        raise Stalled(standstill(world)) from error
+        raise Stalled(standstill(world, patience_s)) from error
 
 
 def check_cluster(scenario: Scenario) -> None:

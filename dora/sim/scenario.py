@@ -26,7 +26,8 @@ SECONDS_MOST = 1e5  # of one wait: more than a day
 LATENCY_MOST_S = 60.0
 PERIOD_LEAST_S = 1e-3
 STEP_COST_MOST_S = 1e4  # of one part of an engine's step
-STEP_COST_LEAST_S = 1e-9  # of all of them: else a step is lost in rounding beside the time since the start
+STEP_COST_LEAST_S = 1e-9  # of a whole one: less is lost in rounding beside the time since the start
+EXPERT_FRACTION_LEAST = 1e-6
 IMBALANCE_MOST = 1e4
 BYTES_MOST = 1e18
 KV_TOKEN_BYTES_MOST = 1e12
@@ -68,15 +69,17 @@ class Coefficients(CostConfig):
     )
     step_s: float = Field(20e-3, ge=0.0, le=STEP_COST_MOST_S, description="k4: a step's other seconds")
     prefill_token_s: float = Field(41.7e-6, ge=0.0, le=STEP_COST_MOST_S, description="seconds for each prefilled token")
-    expert_fraction: float = Field(1.0, gt=0.0, le=1.0, description="share of the weights one token reads; 1: dense")
+    expert_fraction: float = Field(
+        1.0, ge=EXPERT_FRACTION_LEAST, le=1.0, description="share of the weights one token reads; 1: dense"
+    )
     imbalance: float = Field(
         0.0, ge=0.0, le=IMBALANCE_MOST, description="extra k3 from uneven experts, times 1/sqrt(requests)"
     )
 
     @model_validator(mode="after")
-    def _is_no_blink(self) -> Self:
-        if self.kv_token_s + self.weights_s + self.request_s + self.step_s < STEP_COST_LEAST_S:
-            allowed = f"such that k1, k2, k3 and k4 are {STEP_COST_LEAST_S:g} s together, or more"
+    def _takes_time_that_counts(self) -> Self:
+        if self.model().decode_step_s(1, 1) < STEP_COST_LEAST_S:
+            allowed = f"such that a step of one request takes {STEP_COST_LEAST_S:g} s at least"
             raise InvalidValue(f"{self.PLACE}.step_s", self.step_s, allowed)
         return self
 

@@ -84,11 +84,11 @@ class Moments:
     prompt_tokens: float
     answer_tokens: float = 0.0  # of the environment
 
-    def generated_tokens(self, responses: int) -> float:
+    def generated_tokens(self, responses: float) -> float:
         """N: tokens to be sampled."""
         return responses * self.mean_tokens
 
-    def context_tokens(self, responses: int) -> float:
+    def context_tokens(self, responses: float) -> float:
         """C: cached tokens read over all decode steps: prompt, response and answers so far."""
         before_tokens = self.prompt_tokens + self.answer_tokens
         return responses * (0.5 * self.mean_square_tokens + before_tokens * self.mean_tokens)

@@ -43,6 +43,7 @@ def small(*overrides: str, policy: str = "laxity") -> Scenario:
         ("cluster.kv_token_bytes", "1e+300", "a number from 1 to 1e+12"),
         ("cluster.gpu_memory_bytes", "1e-300", "0, or at least 1"),
         ("cluster.cost.kv_token_s", "1e+300", "a number from 0 to 10000"),
+        ("cluster.cost.expert_fraction", "1e-300", "a number from 1e-06 to 1"),
         ("cluster.cost.imbalance", "1e+300", "a number from 0 to 10000"),
         ("workload.lengths.mu", "1e+300", "a number from -50 to 50"),
         ("workload.lengths.sigma", "1000000.0", "a number from 0 to 20"),
@@ -59,10 +60,17 @@ def test_extreme_values_are_refused_with_their_bounds(field: str, value: str, al
     assert str(refused.value) == f"{field} = {value} is not allowed: {allowed}"
 
 
-def test_a_step_of_an_engine_takes_a_nanosecond_at_least() -> None:
+@pytest.mark.parametrize(
+    ("cost", "step_s"),
+    [("weights_s=0,step_s=1e-10", "1e-10"), ("weights_s=1e-4,expert_fraction=1e-6,step_s=0", "0")],
+)
+def test_a_step_of_an_engine_takes_a_nanosecond_at_least(cost: str, step_s: str) -> None:
+    """Of a mixture of experts one request reads a part of the weights alone."""
     with pytest.raises(InvalidValue) as refused:
-        small("cluster.cost={kv_token_s=0,weights_s=0,request_s=0,step_s=1e-10}")
-    told = "cluster.cost.step_s = 1e-10 is not allowed: such that k1, k2, k3 and k4 are 1e-09 s together, or more"
+        small(f"cluster.cost={{kv_token_s=0,request_s=0,{cost}}}")
+    told = (
+        f"cluster.cost.step_s = {float(step_s)} is not allowed: such that a step of one request takes 1e-09 s at least"
+    )
     assert str(refused.value) == told
     small("cluster.cost={kv_token_s=1e-9,weights_s=0,request_s=0,step_s=0}")
 
@@ -157,6 +165,16 @@ def test_a_slow_run_is_told_as_slow_with_what_goes_on(
     report = broken(scenario).report
     assert report.stalled == 1 and report.violation.startswith("step 0 is slow: it is not done after")
     assert going_on in report.violation and "stands still" not in report.violation
+
+
+def test_lengths_that_drift_upwards_have_the_patience_of_the_longest() -> None:
+    """Of one token each now, they are two thousand each by and by, and no slower than that."""
+    lengths = "workload.lengths={mu=-10,drift_per_step=0.49}"
+    assert limit_s(small(lengths, "trainer.step_s=0")) > limit_s(small("workload.lengths.mu=12", "trainer.step_s=0"))
+    report = simulate(
+        small(lengths, "trainer.step_s=0", "period_s=0.1", "cluster.load_s=0"), steps=60, warmup=0, seed=0
+    )
+    assert report.violations == 0
 
 
 def test_a_step_of_a_day_is_simulated_like_any_other() -> None:
