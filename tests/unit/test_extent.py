@@ -83,6 +83,10 @@ def test_a_step_of_an_engine_takes_a_nanosecond_at_least(cost: str, step_s: str)
             "cluster.cost.step_s = 10000.0 is not allowed: such that a step takes 14 days at most: it has 32 responses "
             "of 300 tokens on average, and this alone takes",
         ),
+        (
+            ["cluster={link_latency_s=60,slots=1}", "trainer.groups_per_step=4000"],
+            "cluster.link_latency_s = 60.0 is not allowed: such that a step takes 14 days at most: it has 16,000",
+        ),
         (["cluster.cost.prefill_token_s=1e4"], "cluster.cost.prefill_token_s = 10000.0 is not allowed: such that"),
         (
             ["workload.turns={most=20,environment_mean_s=1e5}"],
