@@ -155,6 +155,18 @@ def test_the_command_refuses_what_none_of_its_policies_uses(arguments: list[str]
     assert result.stderr.startswith(f"dora: {message} is not allowed: left out: ")
 
 
+def test_the_documented_scenarios_are_accepted(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    blocks = [block.partition("```")[0] for block in text.split("```toml\n")[1:]]
+    cluster, tasks = (block for block in blocks if "entry-points" not in block)
+    for block, name, count in ((cluster, "", 0), (tasks, "dora-64", 3)):
+        file = tmp_path / "documented.toml"
+        file.write_text(block)
+        scenario = composed(settings_tree(file, []), name)
+        check_cluster(scenario)
+        assert len(scenario.workload.tasks) == count
+
+
 def test_what_is_refused_changes_nothing_where_it_is_held_all_the_same() -> None:
     """The other side of each rule: a run is the same to the last number whatever such a field says."""
     for policy, field, values in (

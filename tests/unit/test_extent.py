@@ -220,6 +220,9 @@ WHOLE: list[tuple[tuple[str, ...], tuple[int, ...]]] = [
 ]
 
 
+LONGEST = st.sampled_from([0.0, 10.0, 1e5])
+
+
 @st.composite
 def extremes(draw: st.DrawFn) -> dict[str, Any]:
     """Some numbers of a small scenario at a bound of theirs, or anywhere between."""
@@ -235,12 +238,16 @@ def extremes(draw: st.DrawFn) -> dict[str, Any]:
         put(path, draw(st.one_of(st.sampled_from([least, most]), st.floats(least, most))))
     for path, values in draw(st.lists(st.sampled_from(WHOLE), max_size=3)):
         put(path, draw(st.sampled_from(values)))
+    if draw(st.booleans()):
+        turns = {"most": 3, "environment_mean_s": draw(LONGEST), "environment_sigma": draw(st.sampled_from([0.0, 3.0]))}
+        of_one = {"scale": draw(st.sampled_from([1e-6, 1.0, 1e6])), "sigma": draw(st.sampled_from([0.0, 20.0]))}
+        put(("workload", "tasks"), [{"name": "a", "share": 0.5, "turns": turns}, {"name": "b", "share": 0.5, **of_one}])
     tree["predictor"] = draw(st.sampled_from(["oracle", "statistics", "ranker"]))
     return tree
 
 
 @given(extremes(), st.sampled_from(policy_names()))
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_whatever_is_accepted_runs_a_step_or_says_why_not(tree: dict[str, Any], policy: str) -> None:
     """No traceback, no overflow, no number that is none; that none hangs, the time limit of the test shows."""
     try:
