@@ -181,6 +181,14 @@ def test_lengths_that_drift_upwards_have_the_patience_of_the_longest() -> None:
     assert report.violations == 0
 
 
+@pytest.mark.parametrize("latency_s", ["0", "5e-324", "1e-12"])
+def test_messages_that_take_less_time_than_the_clock_can_tell_arrive(latency_s: str) -> None:
+    """Each of those sent at one moment; 1e-12 s is such a time from some hours on."""
+    overrides = (f"cluster.link_latency_s={latency_s}", "cluster.load_s=2e4", "cluster.slots=1")
+    report = simulate(small(*overrides, policy="partial"), steps=1, warmup=0, seed=0)
+    assert (report.steps, report.violations) == (1, 0)
+
+
 def test_a_step_of_a_day_is_simulated_like_any_other() -> None:
     report = simulate(small("trainer={step_s=5e4,publish_s=5e4}"), steps=1, warmup=0, seed=0)
     assert report.step_time_min * 60 == pytest.approx(1e5, rel=0.01) and report.violations == 0
@@ -235,7 +243,7 @@ def extremes(draw: st.DrawFn) -> dict[str, Any]:
         node[path[-1]] = value
 
     for path, least, most in draw(st.lists(st.sampled_from(BOUNDS), max_size=6)):
-        put(path, draw(st.one_of(st.sampled_from([least, most]), st.floats(least, most))))
+        put(path, draw(st.one_of(st.sampled_from([least, most]), st.floats(least, most), st.just(max(least, 5e-324)))))
     for path, values in draw(st.lists(st.sampled_from(WHOLE), max_size=3)):
         put(path, draw(st.sampled_from(values)))
     if draw(st.booleans()):
@@ -247,7 +255,7 @@ def extremes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(extremes(), st.sampled_from(policy_names()))
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_whatever_is_accepted_runs_a_step_or_says_why_not(tree: dict[str, Any], policy: str) -> None:
     """No traceback, no overflow, no number that is none; that none hangs, the time limit of the test shows."""
     try:
