@@ -5,7 +5,7 @@ with the dotted field, the value and what is allowed.
 """
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 from dora.errors import InvalidValue
-from dora.validation import validated_as
+from dora.validation import kind_of, validated_as
 
 DEFAULT_POLICY: Final = "laxity"  # docs/simulator.md says why
 GROUPS_PER_STEP_MOST: Final = 1 << 20
@@ -30,7 +30,7 @@ class Section(BaseModel):
     @classmethod
     def _only_a_number_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """``true`` would pass as 1, and ``"1"`` too."""
-        if isinstance(value, bool | str) and cls.model_fields[str(info.field_name)].annotation in (int, float):
+        if isinstance(value, bool | str) and kind_of(cls.model_fields[str(info.field_name)]) in (int, float):
             raise PydanticCustomError("number", "a number")
         return value
 
@@ -184,7 +184,8 @@ class Config(Section):
 def load_config(file: Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """Reads ``file`` (TOML), applies ``overrides`` like ``"window.size=3"`` in order, validates.
 
-    Override values are TOML; a value that is no TOML is taken as a string.
+    Override values are TOML; a value that is no TOML is taken as a string. In their paths an element of a list goes by
+    its number, from 0.
     """
     return validated(settings_tree(file, overrides))
 
@@ -234,9 +235,16 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     except ValueError:  # also a whole number of more digits than Python reads
         value = text
     *sections, name = key.strip().split(".")
-    node = tree
+    node: Any = tree
     for section in sections:
-        node = node.setdefault(section, {})
-        if not isinstance(node, dict):
+        node = node[_index(node, section, override)] if isinstance(node, list) else node.setdefault(section, {})
+        if not isinstance(node, dict | list):
             raise InvalidValue("--set", override, f"{section} is a field, not a section")
-    node[name] = value
+    node[_index(node, name, override) if isinstance(node, list) else name] = value
+
+
+def _index(elements: Sequence[Any], name: str, override: str) -> int:
+    """Which element of a list ``name`` is: those of a file are counted from 0."""
+    if name not in map(str, range(len(elements))):
+        raise InvalidValue("--set", override, f"the number of an element, below {len(elements)}, not {name}")
+    return int(name)

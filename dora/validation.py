@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from math import isfinite
-from types import NoneType
-from typing import Any, Final, Literal, TypeVar, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -15,6 +15,7 @@ Model = TypeVar("Model", bound=BaseModel)
 ALIKE: Final = 0.6  # how alike an unknown name and the one that was meant have to be
 BOUNDS: Final = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
 REACHED: Final = {"gt": 1, "lt": -1}  # what is added to such a bound to name the nearest whole number within it
+WRITTEN_OUT: Final = 1e7  # numbers with a point are written as 1e+07 from here on
 WHOLE: Final = "configuration"  # what is wrong where no single field is
 
 
@@ -58,22 +59,24 @@ def _known(model: type[BaseModel], path: tuple[str, ...]) -> str:
 def _allowed(model: type[BaseModel], path: tuple[str, ...], value: Any) -> str:
     """What the field at ``path`` takes."""
     section = _section_at(model, path)
-    if section is not None:
-        return f"a section with {', '.join(section.model_fields)}"
     above = _section_at(model, path[:-1])
-    assert above is not None, path  # pydantic names no field that there is not
-    field = above.model_fields[path[-1]]
-    if get_origin(field.annotation) is Literal:
-        choices = [str(choice) for choice in get_args(field.annotation)]
+    field = above.model_fields.get(path[-1]) if above is not None and path else None
+    if section is not None:
+        kind = "a list of sections" if field is not None and _is_list(field) else "a section"
+        return f"{kind} with {', '.join(section.model_fields)}"
+    assert field is not None, path  # pydantic names no field that there is not
+    kind = kind_of(field)
+    if get_origin(kind) is Literal:
+        choices = [str(choice) for choice in get_args(kind)]
         return one_of(str(value), choices, ALIKE)
-    if field.annotation in (int, float):
+    if kind in (int, float):
         return _number(field, finite=not isinstance(value, float) or isfinite(value))
-    return "true or false" if field.annotation is bool else _text(field, value)
+    return "true or false" if kind is bool else _text(field, value)
 
 
 def _number(field: FieldInfo, finite: bool) -> str:
     """``finite``: the value is, so that nothing needs to be said of it."""
-    whole = field.annotation is int
+    whole = kind_of(field) is int
     given = {name: getattr(each, name) for each in field.metadata for name in BOUNDS if hasattr(each, name)}
     if whole:  # any bound of whole numbers can be told as one that may be reached
         given = {
@@ -88,6 +91,8 @@ def _number(field: FieldInfo, finite: bool) -> str:
 
 def _digits(value: float) -> str:
     """``0.0`` as ``0``: a bound, as a person would write it."""
+    if isinstance(value, float) and value >= WRITTEN_OUT:
+        return f"{value:g}"
     return str(int(value)) if value == int(value) else str(value)
 
 
@@ -101,10 +106,14 @@ def _text(field: FieldInfo, value: Any) -> str:
 
 
 def _section_at(model: type[BaseModel], path: tuple[str, ...]) -> type[BaseModel] | None:
-    """The section that ``path`` names; None where it names a field, or nothing."""
-    section = model
+    """The section that ``path`` names; None where it names a field, or nothing. Elements of a list go by number."""
+    section, field = model, None
     for part in path:
-        below = _section_of(section.model_fields.get(part))
+        if field is not None and part.isdecimal() and _is_list(field):
+            field = None
+            continue
+        field = section.model_fields.get(part)
+        below = _section_of(field)
         if below is None:
             return None
         section = below
@@ -112,12 +121,23 @@ def _section_at(model: type[BaseModel], path: tuple[str, ...]) -> type[BaseModel
 
 
 def _section_of(field: FieldInfo | None) -> type[BaseModel] | None:
-    """The section that a field is, one that may be left out too."""
+    """The section that a field is, one that may be left out too; of a list of sections, any of them."""
     if field is None:
         return None
-    kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not NoneType]
-    one = kinds[0] if len(kinds) == 1 else None
-    return one if isinstance(one, type) and issubclass(one, BaseModel) else None
+    kind = get_args(kind_of(field))[0] if _is_list(field) else kind_of(field)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _is_list(field: FieldInfo) -> bool:
+    return get_origin(kind_of(field)) is tuple
+
+
+def kind_of(field: FieldInfo) -> Any:
+    """The type of a field's values, whether or not it may be left out."""
+    if get_origin(field.annotation) not in (Union, UnionType):
+        return field.annotation
+    kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
+    return kinds[0] if len(kinds) == 1 else field.annotation
 
 
 def _leaves(model: type[BaseModel], path: str) -> Iterator[str]:

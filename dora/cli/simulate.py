@@ -110,6 +110,7 @@ def simulate(
         return
     from dora.config import settings_tree
     from dora.plugins import load_strategies
+    from dora.sim.effect import check_effect
     from dora.sim.run import policy_names
 
     load_strategies()
@@ -131,6 +132,7 @@ def simulate(
     else:
         chosen = [_known_policy(policy or str(over.get("policy", DEFAULT_POLICY)), policy_names())]
     scenarios = [_scenario(over, preset, each, window, split, compare) for each in chosen]
+    check_effect(scenarios, over)
     options = _given(preset, file, settings or (), predictor)
     asked = Asked(steps, warmup, seed, options, tuple(settings or ()), split, as_json)
     if compare:
@@ -161,7 +163,7 @@ def _scenario(
     if compare and isinstance(asked, int):
         window = nearest_window(policy, asked)
         over = {key: value for key, value in over.items() if key != "window"}
-    scenario = composed(over, preset, policy, window)
+    scenario = composed(over, preset, policy, window, shared=True)
     if split is SplitChoice.PRESET or (compare and scenario.cluster.colocated):
         return scenario
     return planned(scenario)

@@ -11,67 +11,16 @@ ends, and one in another by how young it is, for preemption; nothing else is tou
 """
 
 from collections import Counter, deque
-from dataclasses import dataclass
-from enum import Enum, auto
 from heapq import heapify, heappop, heappush
 from math import inf, sqrt
 
 from dora.orchestrator.core.cost import CostModel
-from dora.sim.workload import Turn
+from dora.sim.request import AWAY, FROZEN, RUNNING, WAITING, Phase, SimRequest, Totals
+
+__all__ = ["Phase", "SimEngine", "SimRequest"]
 
 EPSILON_STEPS = 1e-6
 STALE_MOST = 256  # entries of requests that have stopped, beside as many as run, before a heap is made anew
-
-
-class Phase(Enum):
-    """Where a request stands inside its engine."""
-
-    WAITING = auto()  # for a slot or for KV
-    RUNNING = auto()
-    AWAY = auto()  # its environment answers; the KV stays
-    FROZEN = auto()  # a handoff copies it
-
-
-WAITING, RUNNING, AWAY, FROZEN = Phase  # by name: Python 3.11 takes long to look up an enumeration's member
-
-
-@dataclass(slots=True, eq=False)
-class SimRequest:
-    """One response inside an engine."""
-
-    request_id: str
-    group_id: str
-    version: int
-    prompt: int  # tokens of the prompt and of the environment's answers so far
-    tokens: int  # response tokens; while it runs: at ``since_step``
-    left: int  # response tokens to the end of this turn, counted like ``tokens``
-    length: int  # response tokens at the end
-    turns: tuple[Turn, ...] = ()
-    turn: int = 0
-    cached: bool = False  # its KV exists, on the engine or in host memory: no prefill before it runs
-    resident: bool = False  # its KV lies on the engine
-    unread: bool = False  # and no step reads it: since its environment was called, until it runs again
-    phase: Phase = WAITING
-    since_step: float = 0.0
-    start: int = 0  # number of its present run on its engine
-    order: int = 0  # of arrival; the youngest is preempted first
-
-    @property
-    def context(self) -> int:
-        return self.prompt + self.tokens
-
-
-@dataclass(slots=True)
-class Totals:
-    """What an engine did since its start."""
-
-    generated_tokens: int = 0
-    context_token_steps: float = 0.0  # sum over steps of cached tokens: the C of the bound
-    steps: float = 0.0
-    decode_s: float = 0.0
-    prefill_s: float = 0.0
-    reprefill_s: float = 0.0  # part of prefill_s: KV computed a second time
-    preemptions: int = 0
 
 
 class SimEngine:
@@ -198,13 +147,13 @@ class SimEngine:
 
         Those with turns left are AWAY until ``resume``; the others have gone.
         """
-        ended: list[SimRequest] = []
-        while self._ends and self._ends[0][0] <= self.steps + EPSILON_STEPS:
-            entry = heappop(self._ends)
-            if not self._stale(entry):
-                ended.append(entry[2])
+        ended = self._ended()
+        full = self.kv + EPSILON_STEPS * self.running >= self.kv_capacity and self._evictable()
+        if not ended and not full and self.next_s() <= self.clock_s:
+            self._pass_over()
+            ended = self._ended()
         for request in ended:
-            self._stop(request)
+            self._stop(request, ended=True)
             if request.tokens >= request.length:
                 del self.requests[request.request_id]
                 self._let_out(request)
@@ -217,6 +166,26 @@ class SimEngine:
         return ended
 
     # -------------------------------------------------------------------------------------------------------- details
+
+    def _ended(self) -> list[SimRequest]:
+        """The requests whose turn or response has ended by now; they leave the heap."""
+        ended: list[SimRequest] = []
+        while self._ends and self._ends[0][0] <= self.steps + EPSILON_STEPS:
+            entry = heappop(self._ends)
+            if not self._stale(entry):
+                ended.append(entry[2])
+        return ended
+
+    def _pass_over(self) -> None:
+        """What is left to the next event takes less time than the clock can tell: it would never come by itself."""
+        self.totals.prefill_s += self.debt_s
+        self.debt_s = 0.0
+        end, room = self._ends[0][0], (self.kv_capacity - self.kv) / self.running
+        if self._evictable() and self.steps + room < end:
+            self._grow(room)
+        else:
+            self._grow(end - self.steps)
+            self.steps = end  # whatever rounding left
 
     def _stale(self, entry: tuple[float, int, SimRequest]) -> bool:
         """Whether an entry of either heap is of a run that is over."""
@@ -235,8 +204,12 @@ class SimEngine:
             steps = 2.0 * seconds / (linear_s + sqrt(linear_s * linear_s + 4.0 * square_s * seconds))
         else:
             steps = seconds / linear_s
+        self.totals.decode_s += seconds
+        self._grow(steps)
+
+    def _grow(self, steps: float) -> None:
+        """So many steps have been decoded."""
         totals = self.totals
-        totals.decode_s += seconds
         totals.context_token_steps += (self.kv - self.unread) * steps + self.running * steps * steps / 2
         totals.steps += steps
         self.steps += steps
@@ -247,11 +220,11 @@ class SimEngine:
         self.debt_s += seconds
         self.totals.reprefill_s += seconds * again
 
-    def _stop(self, request: SimRequest) -> None:
+    def _stop(self, request: SimRequest, *, ended: bool = False) -> None:
         """Frees the slot of a running request and brings its counts up to date; it is AWAY until told otherwise."""
         if request.phase is not RUNNING:
             return
-        done = self._done(request)
+        done = request.left if ended else self._done(request)
         self.kv -= (self.steps - request.since_step) - done  # a fraction of a step does not count
         request.tokens += done
         request.left -= done

@@ -9,9 +9,11 @@ from dora.orchestrator.core.policies import check_window, nearest_window
 from dora.planning.allocation import TrainingTime, allocate
 from dora.planning.generation import EngineOption, Generation, generation, ways_to_generate
 from dora.planning.workload import StepWorkload
+from dora.sim.effect import check_effect
 from dora.sim.experiments import EXPERIMENTS
 from dora.sim.scenario import Scenario
-from dora.sim.workload import moments, quantile
+from dora.sim.tasks import mixed_tokens, shapes_of
+from dora.sim.workload import moments
 from dora.validation import validated_as
 
 LISTED_BY: Final = "dora simulate presets"  # the command
@@ -76,11 +78,14 @@ def window_of(policy: str, default: int, asked: int | None = None) -> int:
     return asked
 
 
-def composed(over: Mapping[str, Any], name: str = "", policy: str = "", window: int | None = None) -> Scenario:
+def composed(
+    over: Mapping[str, Any], name: str = "", policy: str = "", window: int | None = None, *, shared: bool = False
+) -> Scenario:
     """The preset ``name`` with the fields of ``over`` in their place; without a name, the default cluster with them.
 
-    ``policy`` and ``window`` stand above those of ``over``. Raises InvalidValue for an unknown preset, a field that is
-    unknown or wrong, and an impossible cluster.
+    ``policy`` and ``window`` stand above those of ``over``. ``shared``: other policies have ``over`` too, so a field of
+    it may be without effect here. Raises InvalidValue for an unknown preset, a field that is unknown, wrong or without
+    effect, and an impossible cluster.
     """
     policy = policy or str(over.get("policy", DEFAULT_POLICY))
     asked = over.get("window") if window is None else window
@@ -92,20 +97,9 @@ def composed(over: Mapping[str, Any], name: str = "", policy: str = "", window: 
         base = {"window": window_of(policy, default, own), "trainer": {"streams": policy not in WHOLE_BATCH}}
     chosen = {"policy": policy} | ({} if window is None else {"window": window})
     scenario = validated_as(Scenario, merged(merged(base, over), chosen))
-    _check_lengths(scenario, over)
+    if not shared:
+        check_effect([scenario], over)
     return scenario
-
-
-def _check_lengths(scenario: Scenario, over: Mapping[str, Any]) -> None:
-    """Raises InvalidValue for a parameter of a distribution that was asked for and is not the one in use."""
-    kind = scenario.workload.lengths.kind
-    if kind == "lognormal":
-        return
-    asked = over.get("workload", {}).get("lengths", {})
-    for name in ("mu", "sigma"):
-        if name in asked:
-            allowed = f"left out: lengths.kind is {kind}, and only lognormal has it"
-            raise InvalidValue(f"workload.lengths.{name}", asked[name], allowed)
 
 
 def planned(scenario: Scenario) -> Scenario:
@@ -121,10 +115,11 @@ def planned(scenario: Scenario) -> Scenario:
         raise InvalidValue("--split", "plan", f"preset: training takes trainer.step_s = {trainer.step_s}, no time")
     option = EngineOption(cluster.gpus_per_engine, cluster.cost.model(), cluster.slots, cluster.kv_tokens)
     responses = trainer.groups_per_step * workload.group_size
-    lengths = moments(workload)
+    shapes = shapes_of(workload)
+    lengths = moments(workload, shapes)
     batch = StepWorkload(
         responses=responses,
-        tokens_at=quantile(workload.lengths),
+        tokens_at=mixed_tokens(shapes),
         n_tokens=lengths.generated_tokens(responses),
         c_tokens=lengths.context_tokens(responses),
         cap_tokens=workload.lengths.cap_tokens,

@@ -10,21 +10,21 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.adjustment import groups_to_add
 from dora.orchestrator.core.policies import POLICIES, is_live
-from dora.planning.generation import bound_s
+from dora.orchestrator.core.selection import spare_groups
+from dora.sim.extent import bound_of_s, check_extent, expected_bound_s, limit_s, standstill
 from dora.sim.invariants import check_state
-from dora.sim.ledger import Failure, Violation, failure_of
+from dora.sim.ledger import Failure, Stalled, Violation, failure_of
 from dora.sim.meter import Meter, Reading
 from dora.sim.report import BrokenReport, Report, Timeline
 from dora.sim.scenario import Scenario
 from dora.sim.watch import Watch
-from dora.sim.workload import longest_prompt_tokens, moments
+from dora.sim.workload import longest_context_tokens
 from dora.sim.world import Observer, World
 
 # The books and the watch check every event. The core's whole state is checked once in so many events as this times its
 # requests: a check walks them all, and is to cost a few percent at most.
 WHOLE_CHECK = 1.0
 PROGRESS_EVENTS = 256  # between two looks at how much is done: a step of a large cluster is many thousands
-STEP_LIMIT_S = 14 * 86_400.0  # simulated; a step that takes longer has stalled
 
 
 class BrokenRun(Violation):
@@ -61,12 +61,12 @@ def simulate(
         world = _world(scenario, seed)
         world.observers += [Watch(lambda: world.machine).saw, _checks(world)]
         meter = Meter(world, warmup, timeline)
-        goal = warmup + steps
+        goal, patience_s = warmup + steps, limit_s(scenario)
         if progress is not None:
             world.observers.append(_tells(world, meter, goal, progress))
         try:
             for step in range(goal):
-                world.run_until(lambda step=step: meter.steps > step, world.now_s + STEP_LIMIT_S)  # type: ignore[misc]
+                _run_step(world, meter, step, patience_s)
                 if progress is not None:
                     progress(meter.steps / goal)
             check_state(world.machine.state)
@@ -76,9 +76,17 @@ def simulate(
     return _report(scenario, world, meter, steps, seed, time.perf_counter() - began_s)
 
 
+def _run_step(world: World, meter: Meter, step: int, patience_s: float) -> None:
+    try:
+        world.run_until(lambda: meter.steps > step, world.now_s + patience_s)
+    except Stalled as error:
+        raise Stalled(standstill(world, patience_s)) from error
+
+
 def check_cluster(scenario: Scenario) -> None:
-    """Raises InvalidValue for what cannot run: no engine, a response that fits into none, too few groups in flight."""
-    cluster, workload = scenario.cluster, scenario.workload
+    """Raises InvalidValue for what cannot run: no engine, a response that fits into none, too few groups in flight,
+    none to spare, steps of weeks."""
+    cluster = scenario.cluster
     if cluster.engines < 1:
         gpus = cluster.gpus if cluster.colocated else cluster.rollout_gpus
         raise InvalidValue("cluster.gpus_per_engine", cluster.gpus_per_engine, f"at most the {gpus} accelerators there")
@@ -87,12 +95,14 @@ def check_cluster(scenario: Scenario) -> None:
         raise InvalidValue("in_flight_groups", limit, f"0 or at least trainer.groups_per_step, {batch}")
     if not cluster.colocated and cluster.rollout_gpus >= cluster.gpus:
         raise InvalidValue("cluster.rollout_gpus", cluster.rollout_gpus, f"less than cluster.gpus, {cluster.gpus}")
-    answers_tokens = (workload.turns.most - 1) * workload.turns.answer_tokens
-    prompt_tokens = longest_prompt_tokens(workload)
-    longest = workload.lengths.cap_tokens + prompt_tokens + answers_tokens
+    longest, prompt_tokens = longest_context_tokens(scenario.workload)
     if cluster.kv_tokens < longest:
         allowed = f"at least the {longest} of the longest response, with a prompt of {prompt_tokens} tokens"
         raise InvalidValue("cluster.kv_tokens", cluster.kv_tokens, allowed)
+    if scenario.redundant_fraction > 0.0 and not spare_groups(scenario.redundant_fraction, batch):
+        allowed = f"0, or at least 1/{batch}, one group of trainer.groups_per_step"
+        raise InvalidValue("redundant_fraction", scenario.redundant_fraction, allowed)
+    check_extent(scenario)
 
 
 def _world(scenario: Scenario, seed: int) -> World:
@@ -136,7 +146,7 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
     engine_s = took_s * cluster.engines
     steps_done = last.steps - first.steps
     context = last.context_token_steps - first.context_token_steps
-    of_consumed = _bound_s(scenario, consumed.response_tokens, consumed.context_tokens)
+    of_consumed = bound_of_s(scenario, consumed.response_tokens, consumed.context_tokens)
     staleness = consumed.staleness if is_live(scenario.policy) else None
     lost = len(world.ledger.groups.keys() - world.machine.state.group_row.keys())
     return Report(
@@ -206,20 +216,8 @@ def _broken(scenario: Scenario, seed: int, failure: Failure, events: int) -> Bro
     )
 
 
-def expected_bound_s(scenario: Scenario) -> float:
-    """Bubble-free time of the expected batch."""
-    expected, responses = moments(scenario.workload), scenario.trainer.groups_per_step * scenario.workload.group_size
-    return _bound_s(scenario, expected.generated_tokens(responses), expected.context_tokens(responses))
-
-
-def _bound_s(scenario: Scenario, tokens: float, context_tokens: float) -> float:
-    """Bubble-free time of so much work on this cluster (facts: engine time >= k1 C + k3 N + k4 S)."""
-    cluster = scenario.cluster
-    return bound_s(cluster.cost, cluster.slots, cluster.kv_tokens, tokens, context_tokens, cluster.engines)
-
-
 def _work_done_s(scenario: Scenario, first: Reading, last: Reading) -> float:
-    return _bound_s(
+    return bound_of_s(
         scenario,
         last.generated_tokens - first.generated_tokens,
         last.context_token_steps - first.context_token_steps,

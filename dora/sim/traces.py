@@ -1,4 +1,4 @@
-"""Response lengths from files: a histogram (JSON) or a request trace (JSON Lines), read whole or not at all."""
+"""Lengths from files: a histogram (JSON) or a request trace (JSON Lines), read whole or not at all."""
 
 import json
 import math
@@ -12,11 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dora.errors import InvalidValue
+from dora.sim.scenario import TOKENS_MOST
 
 DIGITS_MOST = 18  # of a whole number: what fits into 64 bits
+LENGTHS_FILE = "workload.lengths.file"  # the field that names a file
 
 IntColumn = NDArray[np.int64]
 FloatColumn = NDArray[np.float64]
+
+
+def normal_scores(shares: FloatColumn) -> FloatColumn:
+    """The standard normal score below which each share of the distribution lies."""
+    score = NormalDist().inv_cdf
+    # A share that rounds to 0 or 1 belongs to a length too rare to be drawn at all.
+    return np.array([score(min(max(share, 1e-300), 1.0 - 1e-16)) for share in shares.tolist()], dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +44,7 @@ class LengthTable:
         """From the weight (>= 0, not all 0) of each length."""
         tokens = sorted(length for length, weight in weights.items() if weight > 0.0)
         cumulative = np.cumsum([weights[length] for length in tokens])
-        shares = cumulative[:-1] / cumulative[-1]
-        score = NormalDist().inv_cdf
-        # A share that rounds to 0 or 1 belongs to a length too rare to be drawn at all.
-        bounds = [score(min(max(share, 1e-300), 1.0 - 1e-16)) for share in shares.tolist()]
-        return cls(np.array(tokens, dtype=np.int64), np.array(bounds, dtype=np.float64))
+        return cls(np.array(tokens, dtype=np.int64), normal_scores(cumulative[:-1] / cumulative[-1]))
 
     def at(self, scores: FloatColumn) -> IntColumn:
         """The length at each standard normal score, of the same shape."""
@@ -59,12 +64,12 @@ class Trace:
         return LengthTable.weighted(dict(zip(tokens.tolist(), counts.tolist(), strict=True)))
 
 
-def load_histogram(path: Path | str) -> LengthTable:
-    """Reads ``{"hist": {tokens: weight, ...}}``; other keys are ignored.
+def load_histogram(path: Path | str, field: str = LENGTHS_FILE) -> LengthTable:
+    """Reads ``{"hist": {tokens: weight, ...}}``; other keys are ignored. ``field`` names the file.
 
     Raises InvalidValue: where there is no such file, or with file, line and reason where it is malformed.
     """
-    text = _text(path)
+    text = _text(path, field)
     document = _parsed(text, f"{path}", 1)
     if not isinstance(document, dict) or not isinstance(hist := document.get("hist"), dict):
         raise InvalidValue(f"{path}:1: hist", document, 'an object {"hist": {tokens: weight, ...}}')
@@ -82,14 +87,15 @@ def load_histogram(path: Path | str) -> LengthTable:
     return LengthTable.weighted(weights)
 
 
-def load_trace(path: Path | str) -> Trace:
+def load_trace(path: Path | str, field: str = LENGTHS_FILE, *, prompts: bool = False) -> Trace:
     """Reads one request a line: ``output_length`` in tokens (>= 1) and, each 0 by default, ``input_length`` in tokens
-    and ``timestamp`` in milliseconds; other keys (``hash_ids``) and blank lines are ignored.
+    and ``timestamp`` in milliseconds; other keys (``hash_ids``) and blank lines are ignored. ``field`` names the file.
+    ``prompts``: its prompts are asked for, so every line has to have one, 1 token to TOKENS_MOST.
 
     Raises InvalidValue: where there is no such file, or with file, line and reason where it is malformed.
     """
     columns: tuple[list[float], list[float], list[float]] = ([], [], [])
-    for number, line in enumerate(_text(path).split("\n"), 1):
+    for number, line in enumerate(_text(path, field).split("\n"), 1):
         if not line.strip():
             continue
         request = _parsed(line, f"{path}", number)
@@ -97,6 +103,9 @@ def load_trace(path: Path | str) -> Trace:
             raise InvalidValue(f"{path}:{number}", request, "an object with output_length")
         columns[0].append(_field(request, "timestamp", 0, f"{path}:{number}", whole=False))
         columns[1].append(_field(request, "input_length", 0, f"{path}:{number}", whole=True))
+        if prompts and not 1 <= columns[1][-1] <= TOKENS_MOST:
+            allowed = f"a whole number from 1 to {TOKENS_MOST}, as workload.prompt_lengths is trace"
+            raise InvalidValue(f"{path}:{number}: input_length", request.get("input_length"), allowed)
         columns[2].append(_field(request, "output_length", 1, f"{path}:{number}", whole=True))
     if not columns[2]:
         raise InvalidValue(f"{path}:1", "", "at least one request")
@@ -119,16 +128,16 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**DIGITS_MOST
 
 
-def _text(path: Path | str) -> str:
+def _text(path: Path | str, field: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise InvalidValue("workload.lengths.file", str(path), f"a readable file ({error.strerror})") from error
+        raise InvalidValue(field, str(path), f"a readable file ({error.strerror})") from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise InvalidValue(f"{path}:{line}", error.object[error.start : error.end], "UTF-8 text") from error
     except ValueError as error:  # a name that no file can have
-        raise InvalidValue("workload.lengths.file", str(path), f"a readable file ({error})") from error
+        raise InvalidValue(field, str(path), f"a readable file ({error})") from error
 
 
 def _parsed(text: str, path: str, first_line: int) -> Any:

@@ -34,6 +34,11 @@ class SimTrainer:
         self._computing = False
         self._streams = 0  # what was computed on an earlier stream is void
 
+    @property
+    def at_work(self) -> bool:
+        """It computes or publishes."""
+        return self._computing or self._trained == self.pace.micro_batches
+
     def attach(self) -> None:
         """A new trainer, or the same one started again: what was not committed is delivered again."""
         self.epoch += 1

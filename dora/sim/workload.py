@@ -6,11 +6,14 @@ are a function of standard normal scores (a Gaussian copula), whatever their dis
 
     score = sqrt(r) * z + sqrt(1 - r) * own        r: correlation of log lengths within a group
     log length = mu + sigma * score                lognormal; else the histogram's or trace's quantile at that score
+
+A prompt is of one task, which may have lengths, prompts and turns of its own (tasks.py). How long a prompt is, is in
+prompt_lengths.py.
 """
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +22,13 @@ from numpy.typing import NDArray
 
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import context_work
-from dora.sim.scenario import PROMPT_TOKENS_MOST, Lengths, Workload
-from dora.sim.traces import FloatColumn, IntColumn, load_histogram, load_trace
+from dora.sim.prompt_lengths import INTEGRAL_SCORES, normal_grid
+from dora.sim.scenario import Lengths, Turns, Workload
+from dora.sim.tasks import TaskShape, shapes_of, task_of_prompts
+from dora.sim.traces import FloatColumn, IntColumn
 
-TASK = "synthetic"  # one task: what tells prompts apart are their features and their history
 FEATURES = 4
-PROMPT_LOG_SD = 0.5
-PROMPT_TOKENS_LEAST = 16
 BLOCK = 512  # prompts drawn at once: takes of any size see the same stream
-SCORE_MOST = 8.0  # beyond lies 1e-15 of the normal distribution
-
-# Tokens at standard normal scores, of the same shape.
-Quantile = Callable[[FloatColumn], NDArray[np.floating[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +74,21 @@ class SimPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Mean and mean square of one response's tokens, after the cut; the prompt's and the answers' tokens before one."""
+    """Mean and mean square of one response's tokens, after the cut; the prompt's and the answers' tokens before one.
+
+    The latter two are means over sampled tokens: what belongs to long responses counts for as much more.
+    """
 
     mean_tokens: float
     mean_square_tokens: float
     prompt_tokens: float
-    answer_tokens: float = 0.0  # of the environment, in the context of a sampled token
+    answer_tokens: float = 0.0  # of the environment
 
-    def generated_tokens(self, responses: int) -> float:
+    def generated_tokens(self, responses: float) -> float:
         """N: tokens to be sampled."""
         return responses * self.mean_tokens
 
-    def context_tokens(self, responses: int) -> float:
+    def context_tokens(self, responses: float) -> float:
         """C: cached tokens read over all decode steps: prompt, response and answers so far."""
         before_tokens = self.prompt_tokens + self.answer_tokens
         return responses * (0.5 * self.mean_square_tokens + before_tokens * self.mean_tokens)
@@ -106,11 +107,13 @@ class WorkloadStream:
             raise InvalidValue("groups_per_step", groups_per_step, "at least 1")
         self._workload = workload
         self._groups_per_step = groups_per_step
-        self._quantile = quantile(workload.lengths)
+        self._shapes = shapes_of(workload)
         self._order, self._draw, self._clock = (np.random.default_rng([seed, stream]) for stream in range(3))
         prompts, rng = workload.prompts, np.random.default_rng([seed, 3])
         self._difficulty = rng.standard_normal(prompts)
-        self._prompt_tokens = _prompt_tokens(workload.prompt_tokens, rng.standard_normal(prompts))
+        of_tasks, of_lines = (np.random.default_rng([seed, stream]) for stream in (4, 5))
+        self._task = task_of_prompts([shape.share for shape in self._shapes], prompts, of_tasks)
+        self._prompt_tokens = self._draw_prompts(rng.standard_normal(prompts), of_lines)
         self._features = _features(self._difficulty, workload.feature_correlation, rng)
         self._permutation = np.arange(prompts)
         self._drawn = 0
@@ -122,6 +125,17 @@ class WorkloadStream:
             self._draw_block()
         return [self._ready.popleft() for _ in range(count)]
 
+    def _rows(self, tasks: IntColumn) -> Iterator[tuple[TaskShape, IntColumn]]:
+        """The tasks, each with its rows of a column of tasks."""
+        for index, shape in enumerate(self._shapes):
+            yield shape, np.flatnonzero(tasks == index)
+
+    def _draw_prompts(self, scores: FloatColumn, rng: np.random.Generator) -> IntColumn:
+        tokens = np.empty(len(scores), dtype=np.int64)
+        for shape, rows in self._rows(self._task):
+            tokens[rows] = shape.prompts.draw(self._difficulty[rows], scores[rows], rng)
+        return tokens
+
     def _draw_block(self) -> None:
         workload, group_size = self._workload, self._workload.group_size
         epoch, position = divmod(self._drawn, workload.prompts)
@@ -130,15 +144,16 @@ class WorkloadStream:
         chosen = self._permutation[position : position + BLOCK]
         steps = (self._drawn + np.arange(len(chosen))) // self._groups_per_step
         lengths = self._lengths(chosen, steps)
-        turns = self._turns(lengths) if workload.turns.most > 1 else [()] * len(chosen)
+        turns = self._turns(chosen, lengths)
         self._drawn += len(chosen)
-        columns = (chosen, self._prompt_tokens[chosen], self._features[chosen], lengths)
-        for prompt, prompt_tokens, features, tokens, parts in zip(*(c.tolist() for c in columns), turns, strict=True):
+        columns = (chosen, self._task[chosen], self._prompt_tokens[chosen], self._features[chosen], lengths)
+        drawn = zip(*(column.tolist() for column in columns), turns, strict=True)
+        for prompt, task, prompt_tokens, features, tokens, parts in drawn:
             self._ready.append(
                 SimPrompt(
                     prompt_id=f"p{prompt}.e{epoch}",
                     key=f"p{prompt}",
-                    task_id=TASK,
+                    task_id=self._shapes[task].name,
                     prompt_tokens=prompt_tokens,
                     group_size=group_size,
                     max_tokens=workload.lengths.cap_tokens,
@@ -154,63 +169,87 @@ class WorkloadStream:
         common = math.sqrt(lengths.group_correlation) * self._difficulty[chosen, None]
         own = self._draw.standard_normal((len(chosen), self._workload.group_size))
         scores = common + math.sqrt(1.0 - lengths.group_correlation) * own
+        tokens = np.empty(scores.shape)
+        for shape, rows in self._rows(self._task[chosen]):
+            tokens[rows] = shape.tokens(scores[rows])
         # Past e^60 every length is cut; the exponent is bounded so that it stays finite however long the run.
         growth = np.exp(np.clip(steps * math.log1p(lengths.drift_per_step), -60.0, 60.0))
-        return _whole(self._quantile(scores) * growth[:, None], lengths.cap_tokens)
+        return _whole(tokens * growth[:, None], lengths.cap_tokens)
 
-    def _turns(self, lengths: IntColumn) -> list[tuple[tuple[Turn, ...], ...]]:
-        """Each response cut into 1 .. most turns, of one token at least, at uniformly random places."""
-        turns, rng = self._workload.turns, self._clock
-        counts = np.minimum(rng.integers(1, turns.most + 1, size=lengths.shape), lengths)
-        weights = rng.standard_exponential((*lengths.shape, turns.most))
-        weights *= np.arange(turns.most) < counts[..., None]
-        shares = np.cumsum(weights, axis=-1) / weights.sum(axis=-1, keepdims=True)
-        ends = np.rint(shares * (lengths - counts)[..., None]).astype(np.int64)
-        tokens = 1 + np.diff(ends, axis=-1, prepend=0)
-        mean_log = math.log(turns.environment_mean_s or 1.0) - 0.5 * turns.environment_sigma**2
-        latency_s = np.exp(mean_log + turns.environment_sigma * rng.standard_normal(tokens.shape))
-        latency_s *= turns.environment_mean_s > 0.0
-        return [
-            tuple(_split(*response, turns.answer_tokens) for response in zip(*group, strict=True))
-            for group in zip(counts.tolist(), tokens.tolist(), latency_s.tolist(), strict=True)
-        ]
+    def _turns(self, chosen: IntColumn, lengths: IntColumn) -> list[tuple[tuple[Turn, ...], ...]]:
+        """The turns of each response of each prompt; none where its task has one turn."""
+        turns: list[tuple[tuple[Turn, ...], ...]] = [()] * len(chosen)
+        for shape, rows in self._rows(self._task[chosen]):
+            if shape.turns.most > 1:
+                for row, parts in zip(rows.tolist(), _cut(lengths[rows], shape.turns, self._clock), strict=True):
+                    turns[row] = parts
+        return turns
 
 
-def quantile(lengths: Lengths) -> Quantile:
-    """Tokens, neither rounded nor cut, at standard normal scores; raises where the file is missing or malformed."""
-    if lengths.kind == "lognormal":
-        most = 700.0  # every such length is cut; the exponent is bounded so that it stays finite
-        return lambda scores: np.exp(np.minimum(lengths.mu + lengths.sigma * scores, most)) * lengths.scale
-    if not lengths.file:
-        raise InvalidValue("workload.lengths.file", lengths.file, f"a {lengths.kind} file")
-    table = load_histogram(lengths.file) if lengths.kind == "histogram" else load_trace(lengths.file).lengths()
-    return lambda scores: table.at(scores) * lengths.scale
+def _cut(lengths: IntColumn, turns: Turns, rng: np.random.Generator) -> list[tuple[tuple[Turn, ...], ...]]:
+    """Each response cut into 1 .. most turns, of one token at least, at uniformly random places."""
+    counts = np.minimum(rng.integers(1, turns.most + 1, size=lengths.shape), lengths)
+    weights = rng.standard_exponential((*lengths.shape, turns.most))
+    weights *= np.arange(turns.most) < counts[..., None]
+    shares = np.cumsum(weights, axis=-1) / weights.sum(axis=-1, keepdims=True)
+    ends = np.rint(shares * (lengths - counts)[..., None]).astype(np.int64)
+    tokens = 1 + np.diff(ends, axis=-1, prepend=0)
+    mean_log = math.log(turns.environment_mean_s or 1.0) - 0.5 * turns.environment_sigma**2
+    latency_s = np.exp(mean_log + turns.environment_sigma * rng.standard_normal(tokens.shape))
+    latency_s *= turns.environment_mean_s > 0.0
+    return [
+        tuple(_split(*response, turns.answer_tokens) for response in zip(*group, strict=True))
+        for group in zip(counts.tolist(), tokens.tolist(), latency_s.tolist(), strict=True)
+    ]
 
 
-def moments(workload: Workload) -> Moments:
-    """Of one response before any drift: the integral of the quantile function over the normal density."""
-    scores = np.linspace(-SCORE_MOST, SCORE_MOST, 262_145)
-    weights = np.exp(-0.5 * scores**2)
-    weights /= weights.sum()
-    tokens = _whole(quantile(workload.lengths)(scores), workload.lengths.cap_tokens)
-    prompt_tokens = _prompt_tokens(workload.prompt_tokens, scores)
+def moments(workload: Workload, shapes: Sequence[TaskShape] = ()) -> Moments:
+    """Of one response before any drift. ``shapes``: of its tasks, where they are at hand (a file is read but once)."""
+    shapes = shapes or shapes_of(workload)
+    each = [_moments_of(shape, workload.lengths) for shape in shapes]
+    mean = sum(shape.share * of_task.mean_tokens for shape, of_task in zip(shapes, each, strict=True))
+    sampled = [shape.share * of_task.mean_tokens / mean for shape, of_task in zip(shapes, each, strict=True)]
+    return Moments(
+        mean,
+        sum(shape.share * of_task.mean_square_tokens for shape, of_task in zip(shapes, each, strict=True)),
+        sum(share * of_task.prompt_tokens for share, of_task in zip(sampled, each, strict=True)),
+        sum(share * of_task.answer_tokens for share, of_task in zip(sampled, each, strict=True)),
+    )
+
+
+def _moments_of(shape: TaskShape, lengths: Lengths) -> Moments:
+    """Integrals of quantile functions over the normal density."""
+
+    def cut(scores: FloatColumn) -> IntColumn:
+        return _whole(shape.tokens(scores), lengths.cap_tokens)
+
+    scores, weights = normal_grid(INTEGRAL_SCORES)
+    tokens = cut(scores)
+    prompt_tokens = shape.prompts.in_context_tokens(cut, lengths.group_correlation)
     # of 1 .. most turns that are alike on average, half of the others have been answered before a token
-    answer_tokens = workload.turns.answer_tokens * (workload.turns.most - 1) / 4
-    return Moments(float(weights @ tokens), float(weights @ tokens**2), float(weights @ prompt_tokens), answer_tokens)
+    answer_tokens = shape.turns.answer_tokens * (shape.turns.most - 1) / 4
+    return Moments(float(weights @ tokens), float(weights @ tokens**2), prompt_tokens, answer_tokens)
 
 
 def longest_prompt_tokens(workload: Workload) -> int:
     """The longest prompt that any seed can draw."""
-    return int(_prompt_tokens(workload.prompt_tokens, np.array([SCORE_MOST]))[0])
+    return max(shape.prompts.longest_tokens for shape in shapes_of(workload))
 
 
-def _whole(tokens: NDArray[np.floating[Any]], cap_tokens: int) -> IntColumn:
+def longest_context_tokens(workload: Workload) -> tuple[int, int]:
+    """The most that the longest response can hold with its prompt and its environment's answers, and that prompt."""
+    context, prompt_tokens = max(
+        (
+            shape.prompts.longest_tokens + (shape.turns.most - 1) * shape.turns.answer_tokens,
+            shape.prompts.longest_tokens,
+        )
+        for shape in shapes_of(workload)
+    )
+    return workload.lengths.cap_tokens + context, prompt_tokens
+
+
+def _whole(tokens: NDArray[np.number[Any]], cap_tokens: int) -> IntColumn:
     return np.rint(np.clip(tokens, 1.0, cap_tokens)).astype(np.int64)
-
-
-def _prompt_tokens(mean_tokens: int, scores: FloatColumn) -> IntColumn:
-    tokens = mean_tokens * np.exp(PROMPT_LOG_SD * np.minimum(scores, SCORE_MOST) - 0.5 * PROMPT_LOG_SD**2)
-    return np.rint(np.clip(tokens, PROMPT_TOKENS_LEAST, PROMPT_TOKENS_MOST)).astype(np.int64)
 
 
 def _features(difficulty: FloatColumn, correlation: float, rng: np.random.Generator) -> FloatColumn:

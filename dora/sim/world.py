@@ -197,7 +197,7 @@ class World(WorkerDriver):
             parcel.messages.append(message)
             return
         messages = parcel.messages = [message]
-        if self._latency_s > 0.0:  # else it has arrived before the next one is sent
+        if self.now_s + self._latency_s > self.now_s:  # else it has arrived before the next one is sent
             parcel.sent_s = self.now_s
         self.after(self._latency_s, deliver, worker, messages)
 

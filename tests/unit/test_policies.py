@@ -208,6 +208,9 @@ def test_what_is_left_on_a_released_replica_goes_to_the_fullest_host() -> None:
 def test_the_roofline_batch_is_where_computing_binds() -> None:
     assert roofline_requests(COST, 256) == 40
     assert roofline_requests(COST, 16) == roofline_requests(None, 16) == 16
+    for request_s in (0.0, 5e-324):  # the ratio is more than a float can hold
+        assert roofline_requests(CostModel(0.0, 4e-3, request_s, 6e-3), 16) == 16
+    assert roofline_requests(CostModel(0.0, 0.0, 1e-4, 6e-3), 16) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------- StaleFlow

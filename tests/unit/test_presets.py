@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, exp, prod
 from pathlib import Path
+from typing import get_args
 
 import pytest
-from annotated_types import Le
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -195,9 +196,9 @@ def test_fields_are_overridden_and_checked() -> None:
     assert (scenario.cluster.load_s, scenario.cluster.rollout_gpus) == (5.0, 24)
     for override, message in (
         ("workload.lengths.sigmma=1", "did you mean sigma"),
-        ("cluster.cost.kv_token_s=-1", "a number of at least 0"),
+        ("cluster.cost.kv_token_s=-1", "a number from 0 to 10000"),
         ("cluster.cost.kv_token_s=nan", "finite"),
-        ('cluster.cost.kv_token_s="1"', "a number of at least 0"),
+        ('cluster.cost.kv_token_s="1"', "a number from 0 to 10000"),
         ("cluster.gpus_per_engine=1", "at least 4, with 80 GB each: 65.5 GB of weights"),
         ("window=soon", "a whole number from 1 to 64"),
     ):
@@ -205,21 +206,23 @@ def test_fields_are_overridden_and_checked() -> None:
             composed(settings_tree(None, [override]), "dora-64")
 
 
-def whole_numbers(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """The whole-number fields of a section and of those below it."""
+def numbers(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """The fields of a section, and of those below it, that are numbers."""
     for name, each in section.model_fields.items():
-        if isinstance(each.annotation, type) and issubclass(each.annotation, BaseModel):
-            yield from whole_numbers(each.annotation)
-        elif each.annotation is int:
+        kinds = [each.annotation, *get_args(each.annotation)]
+        for below in (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)):
+            yield from numbers(below)
+        if {int, float} & {kind for kind in kinds if isinstance(kind, type)}:
             yield f"{section.__name__}.{name}", each
 
 
-def test_every_whole_number_has_a_most() -> None:
-    """Else it ends a run half way, out of memory or of the 64 bits of a column."""
-    found = dict(whole_numbers(Scenario))
-    assert len(found) >= 15
-    unbounded = [name for name, each in found.items() if not any(isinstance(limit, Le) for limit in each.metadata)]
-    assert unbounded == []
+def test_every_number_has_a_least_and_a_most() -> None:
+    """Else it ends a run half way: out of memory, of the 64 bits of a column, or of what a float can hold."""
+    found = dict(numbers(Scenario))
+    assert len(found) >= 45
+    bounds = {name: [isinstance(limit, kinds) for kinds in ((Ge, Gt), (Le, Lt)) for limit in each.metadata].count(True)
+              for name, each in found.items()}  # fmt: skip
+    assert [name for name, count in bounds.items() if count != 2] == []
 
 
 def test_without_a_preset_the_default_cluster_is_changed() -> None:

@@ -70,3 +70,43 @@ def test_one_that_was_answered_and_waits_for_the_slot_gives_its_kv_up_too() -> N
     engine.resume(away)
     assert away.phase is Phase.WAITING and away.resident
     assert run(engine, 1e6) == ["alone", "away"]
+
+
+@pytest.mark.parametrize("prefill_token_s", [0.0, 1e-7])
+def test_what_takes_less_time_than_the_clock_can_tell_happens_all_the_same(prefill_token_s: float) -> None:
+    """Near 1e12 s the clock goes in steps of 0.12 ms: five tokens take less, and the engine would wait without end."""
+    engine = SimEngine(CostModel(0.0, 1e-5, 0.0, 0.0, prefill_token_s), slots=2, kv_tokens=1000)
+    engine.clock_s = 1e12
+    for name, tokens in (("a", 5), ("b", 7)):
+        engine.add(request(name, tokens))
+    ended = []
+    for _ in range(4):
+        engine.advance(max(1e12, min(engine.next_s(), 2e12)))
+        ended += [(one.request_id, one.tokens) for one in engine.happened()]
+    assert ended == [("a", 5), ("b", 7)]
+    assert (engine.totals.generated_tokens, engine.kv, engine.debt_s) == (12, 0.0, 0.0)
+    assert engine.totals.prefill_s == pytest.approx(20 * prefill_token_s)
+
+
+def test_kv_that_runs_out_within_a_tick_of_the_clock_preempts() -> None:
+    engine = SimEngine(CostModel(0.0, 1e-5, 0.0, 0.0), slots=2, kv_tokens=25)
+    engine.clock_s = 1e12
+    for name in "ab":
+        engine.add(request(name, 12))
+    ended = []
+    for _ in range(6):
+        engine.advance(max(1e12, min(engine.next_s(), 2e12)))
+        ended += [one.request_id for one in engine.happened()]
+    assert (ended, engine.totals.preemptions) == (["a", "b"], 1)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 5])
+def test_a_request_that_ends_has_all_its_tokens_however_many_steps_there_were(tokens: int) -> None:
+    """Beside 1e16 steps odd ones are lost in rounding: its end is two or four steps away, not three."""
+    engine = SimEngine(COST, slots=2, kv_tokens=1000)
+    engine.steps = 1e16
+    engine.add(request("a", tokens))
+    while engine.requests:
+        engine.advance(engine.next_s())
+        assert [one.tokens for one in engine.happened()] in ([], [tokens])
+    assert engine.totals.generated_tokens == tokens

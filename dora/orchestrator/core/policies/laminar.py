@@ -67,7 +67,7 @@ def consolidate(replicas: Sequence[Replica]) -> list[tuple[int, int]]:
 
 def roofline_requests(cost: CostModel | None, slots: int) -> int:
     """B: requests from which on a decode step is bound by computing, k3 n = k2; all slots where the cost is unknown."""
-    if cost is None or cost.request_s <= 0.0:
+    if cost is None or cost.request_s * slots <= cost.weights_s:  # never, with so many
         return slots
     return max(1, min(slots, int(cost.weights_s / cost.request_s)))
 

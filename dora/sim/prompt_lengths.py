@@ -1,0 +1,112 @@
+"""How long prompts are: spread around a mean, or as a trace has them beside its responses.
+
+A line of a trace is a prompt of so many tokens with one response. A simulated prompt has many responses, drawn anew in
+every epoch; what it keeps is its difficulty z (workload.py). So its line is the one whose response stands where z does
+among all responses of the trace: prompt lengths then have the distribution of the file, and so have response lengths,
+which are drawn as without prompt lengths. With a group correlation of 1 a response is the line's own; below, the two
+lengths have as much less to do with each other as siblings have.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora.sim.scenario import PROMPT_TOKENS_MOST
+from dora.sim.traces import FloatColumn, IntColumn, Trace, normal_scores
+
+PROMPT_LOG_SD = 0.5
+PROMPT_TOKENS_LEAST = 16
+SCORE_MOST = 8.0  # beyond lies 1e-15 of the normal distribution
+INTEGRAL_SCORES = 262_145  # points of an integral over the normal distribution
+SLICES = 2048  # of the difficulties, each as likely as the others, in an integral over them
+OWN_SCORES = 1025  # points of an integral over what is a response's own
+
+# Response tokens at standard normal scores, of the same shape.
+Tokens = Callable[[FloatColumn], NDArray[np.number[Any]]]
+
+
+class PromptLengths(Protocol):
+    """Of the prompts of one task."""
+
+    @property
+    def longest_tokens(self) -> int:
+        """The longest prompt that any seed can draw."""
+
+    def draw(self, difficulty: FloatColumn, scores: FloatColumn, rng: np.random.Generator) -> IntColumn:
+        """Tokens of prompts of such a difficulty, all columns of one shape; ``scores`` are standard normal."""
+
+    def in_context_tokens(self, tokens: Tokens, group_correlation: float) -> float:
+        """Mean prompt in the context of a sampled token: long responses count for as much more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadPrompts:
+    """Lognormal around ``mean_tokens``, from PROMPT_TOKENS_LEAST to PROMPT_TOKENS_MOST, whatever the response."""
+
+    mean_tokens: int
+
+    @property
+    def longest_tokens(self) -> int:
+        return int(self._at(np.array([SCORE_MOST]))[0])
+
+    def draw(self, difficulty: FloatColumn, scores: FloatColumn, rng: np.random.Generator) -> IntColumn:
+        return self._at(scores)
+
+    def in_context_tokens(self, tokens: Tokens, group_correlation: float) -> float:
+        scores, weights = normal_grid(INTEGRAL_SCORES)
+        return float(weights @ self._at(scores))
+
+    def _at(self, scores: FloatColumn) -> IntColumn:
+        tokens = self.mean_tokens * np.exp(PROMPT_LOG_SD * np.minimum(scores, SCORE_MOST) - 0.5 * PROMPT_LOG_SD**2)
+        return np.rint(np.clip(tokens, PROMPT_TOKENS_LEAST, PROMPT_TOKENS_MOST)).astype(np.int64)
+
+
+class TracedPrompts:
+    """Of the lines of a trace, each as likely as the others. See the module."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._inputs, self._outputs = trace.input_tokens, trace.output_tokens
+        lines = len(self._outputs)
+        self._bounds = normal_scores(np.arange(1, lines) / lines)
+
+    @property
+    def longest_tokens(self) -> int:
+        return int(self._inputs.max())
+
+    def draw(self, difficulty: FloatColumn, scores: FloatColumn, rng: np.random.Generator) -> IntColumn:
+        """Lines with equally long responses come in random order: which of them is harder nobody knows."""
+        shuffled = rng.permutation(len(self._outputs))
+        lines = shuffled[np.argsort(self._outputs[shuffled], kind="stable")]
+        return self._inputs[lines[np.searchsorted(self._bounds, difficulty, side="right")]]
+
+    def in_context_tokens(self, tokens: Tokens, group_correlation: float) -> float:
+        centres = normal_scores((np.arange(SLICES) + 0.5) / SLICES)
+        own, weights = normal_grid(OWN_SCORES)
+        scores = np.sqrt(group_correlation) * centres[:, None] + np.sqrt(1.0 - group_correlation) * own
+        responses = tokens(scores) @ weights
+        return float(self._means_of_slices() @ responses / responses.sum())
+
+    def _means_of_slices(self) -> FloatColumn:
+        """Mean prompt in each of SLICES even parts of the lines, in order of their responses."""
+        order = np.argsort(self._outputs, kind="stable")
+        _, alike, counts = np.unique(self._outputs[order], return_inverse=True, return_counts=True)
+        expected = (np.bincount(alike, self._inputs[order]) / counts)[alike]  # in whatever order those alike come
+        lines = len(order)
+        sums = np.interp(
+            np.arange(SLICES + 1) / SLICES, np.arange(lines + 1) / lines, np.concatenate([[0.0], expected.cumsum()])
+        )
+        means: FloatColumn = np.diff(sums) * (SLICES / lines)
+        return means
+
+
+@cache
+def normal_grid(points: int) -> tuple[FloatColumn, FloatColumn]:
+    """Even scores from -SCORE_MOST to SCORE_MOST, and the weight of each in an integral over the normal density."""
+    scores = np.linspace(-SCORE_MOST, SCORE_MOST, points)
+    weights = np.exp(-0.5 * scores**2)
+    weights /= weights.sum()
+    return scores, weights

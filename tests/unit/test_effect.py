@@ -1,0 +1,184 @@
+"""Whoever gives a field that has no effect is told so; presets and comparisons may hold them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dora.cli.app import app
+from dora.cli.exits import ExitCode
+from dora.config import merged, settings_tree
+from dora.errors import InvalidValue
+from dora.sim.effect import check_effect
+from dora.sim.presets import composed, names, scenario_for
+from dora.sim.run import check_cluster, policy_names, simulate
+
+TRACED = "[{name='a',share=0.5,file='x'},{name='b',share=0.5,file='y'}]"
+TURNED = "[{name='a',share=0.5,turns={most=3}},{name='b',share=0.5,turns={most=1}}]"
+
+
+def refusal(*settings: str, policy: str = "laxity") -> str:
+    with pytest.raises(InvalidValue) as refused:
+        composed(settings_tree(None, settings), "small", policy)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "why"),
+    [
+        (["workload.turns.environment_mean_s=5"], "workload.turns.environment_mean_s = 5", "turns.most is 1"),
+        (["workload.turns.environment_sigma=0.5"], "workload.turns.environment_sigma = 0.5", "turns.most is 1"),
+        (["workload.turns.answer_tokens=100"], "workload.turns.answer_tokens = 100", "so no environment is asked"),
+        (
+            ["workload.turns={most=3,environment_sigma=0.5}"],
+            "workload.turns.environment_sigma = 0.5",
+            "environment_mean_s is 0, so every environment answers at once",
+        ),
+        (
+            ["workload.lengths={kind='histogram',file='x',sigma=1.0}"],
+            "workload.lengths.sigma = 1.0",
+            "lengths.kind is histogram, and only lognormal has it",
+        ),
+        (["workload.lengths={kind='trace',file='x',mu=7}"], "workload.lengths.mu = 7", "lengths.kind is trace"),
+        (
+            ["workload.lengths={kind='trace',file='x'}", "workload.prompt_lengths=trace", "workload.prompt_tokens=200"],
+            "workload.prompt_tokens = 200",
+            "prompts are as long as the trace says",
+        ),
+        (["workload.feature_correlation=0.5"], "workload.feature_correlation = 0.5", "predictor is oracle"),
+        (
+            ["workload.feature_correlation=0.5", "predictor=statistics"],
+            "workload.feature_correlation = 0.5",
+            "predictor is statistics, and only ranker reads features",
+        ),
+        (["cluster.colocated=true", "cluster.rollout_gpus=2"], "cluster.rollout_gpus = 2", "all cluster.gpus generate"),
+        (["trainer.streams=false", "trainer.micro_batches=4"], "trainer.micro_batches = 4", "trainer.streams is false"),
+        (["trainer.micro_batches=1", "trainer.streams=true"], "trainer.streams = True", "trainer.micro_batches is 1"),
+        (
+            [f"workload.tasks={TRACED}", "workload.lengths={kind='trace',file='z'}"],
+            "workload.lengths.file = 'z'",
+            "every one of workload.tasks has file of its own",
+        ),
+        (
+            ["workload.tasks=[{name='a',share=1.0,sigma=0.5,prompt_tokens=9}]", "workload.lengths.sigma=1.0"],
+            "workload.lengths.sigma = 1.0",
+            "every one of workload.tasks has sigma of its own",
+        ),
+        (
+            ["workload.tasks=[{name='a',share=1.0,sigma=0.5,prompt_tokens=9}]", "workload.prompt_tokens=300"],
+            "workload.prompt_tokens = 300",
+            "every one of workload.tasks has prompt_tokens of its own",
+        ),
+        (
+            [f"workload.tasks={TURNED}", "workload.turns.most=3"],
+            "workload.turns.most = 3",
+            "every one of workload.tasks has turns of its own",
+        ),
+        (
+            [f"workload.tasks={TURNED}", "workload.tasks.1.turns.answer_tokens=9"],
+            "workload.tasks.1.turns.answer_tokens = 9",
+            "workload.tasks.1.turns.most is 1, so no environment is asked",
+        ),
+    ],
+)  # fmt: skip
+def test_a_field_without_effect_is_refused(settings: list[str], field: str, why: str) -> None:
+    message = refusal(*settings)
+    assert message.startswith(f"{field} is not allowed: left out: ") and why in message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["workload.turns={most=2,environment_mean_s=5.0,environment_sigma=0.5,answer_tokens=10}"],
+        ["workload.turns={most=2,answer_tokens=10}"],
+        ["workload.lengths={mu=5.0,sigma=0.5,scale=2.0}"],
+        ["workload.lengths={kind='histogram',file='x',scale=2.0}"],
+        ["workload.lengths={kind='trace',file='x'}", "workload.prompt_tokens=200"],
+        ["workload.feature_correlation=0.5", "predictor=ranker"],
+        ["cluster.rollout_gpus=3"],
+        ["cluster={gpus=2,rollout_gpus=1,link_bytes_per_s=1e9}"],  # one engine: that of the machine all the same
+        ["cluster.cost={expert_fraction=1.0,imbalance=0.1}"],
+        ["trainer={micro_batches=1,streams=false}"],
+        ["workload.tasks=[{name='a',share=0.5,turns={most=2}},{name='b',share=0.5}]", "workload.turns.most=3"],
+    ],
+)
+def test_a_field_with_an_effect_is_taken(settings: list[str]) -> None:
+    composed(settings_tree(None, settings), "small")
+
+
+def test_what_a_preset_holds_was_given_by_nobody(tmp_path: Path) -> None:
+    """Its mu and sigma stay in it beside a file, and its turns' environment beside a single turn."""
+    file = tmp_path / "lengths.json"
+    file.write_text('{"hist": {"100": 1}}')
+    scenario = composed(
+        settings_tree(None, ["workload.lengths.kind=histogram", f"workload.lengths.file='{file}'"]), "dora-64"
+    )
+    assert scenario.workload.lengths.mu == 7.0881
+    single = composed(settings_tree(None, ["workload.turns.most=1"]), "longcat-4096-agentic")
+    assert single.workload.turns.environment_mean_s == 30.0
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_every_preset_runs_with_every_policy(policy: str) -> None:
+    for name in names():
+        scenario = scenario_for(name, policy)
+        check_cluster(scenario)
+        assert composed({}, name, policy) == scenario
+
+
+def test_a_comparison_takes_what_some_of_its_policies_use() -> None:
+    """sync is colocated and trains on whole batches; the others are not and do not."""
+    shared: dict[str, Any] = {"cluster": {"rollout_gpus": 2}, "trainer": {"micro_batches": 4}}
+    scenarios = [composed(shared, "small", policy, shared=True) for policy in ("sync", "laxity")]
+    check_effect(scenarios, shared)
+    with pytest.raises(InvalidValue, match=r"^cluster\.rollout_gpus = 2 .* left out: cluster\.colocated is true"):
+        check_effect(scenarios[:1], shared)
+    with pytest.raises(InvalidValue, match=r"workload\.turns\.answer_tokens = 9 .* left out"):
+        check_effect(scenarios, merged(shared, {"workload": {"turns": {"answer_tokens": 9}}}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "sync", "--set", "trainer.micro_batches=4"], "trainer.micro_batches = 4"),
+        (["--compare", "--set", "workload.turns.answer_tokens=4"], "workload.turns.answer_tokens = 4"),
+        (["--compare", "--set", "trainer.micro_batches=4"], ""),
+    ],
+)
+def test_the_command_refuses_what_none_of_its_policies_uses(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["simulate", "--preset", "small", "--steps", "1", "--warmup", "0", *arguments])
+    if not message:
+        assert result.exit_code == ExitCode.OK, result.output
+        return
+    assert result.exit_code == ExitCode.USAGE and result.stdout == ""
+    assert result.stderr.startswith(f"dora: {message} is not allowed: left out: ")
+
+
+def test_the_documented_scenarios_are_accepted(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    blocks = [block.partition("```")[0] for block in text.split("```toml\n")[1:]]
+    cluster, tasks = (block for block in blocks if "entry-points" not in block)
+    for block, name, count in ((cluster, "", 0), (tasks, "dora-64", 3)):
+        file = tmp_path / "documented.toml"
+        file.write_text(block)
+        scenario = composed(settings_tree(file, []), name)
+        check_cluster(scenario)
+        assert len(scenario.workload.tasks) == count
+
+
+def test_what_is_refused_changes_nothing_where_it_is_held_all_the_same() -> None:
+    """The other side of each rule: a run is the same to the last number whatever such a field says."""
+    for policy, field, values in (
+        ("sync", ("trainer", "micro_batches"), (1, 16)),
+        ("sync", ("cluster", "rollout_gpus"), (1, 3)),
+        ("laxity", ("workload", "feature_correlation"), (0.1, 0.9)),
+    ):
+        section, name = field
+        reports = [
+            simulate(composed({section: {name: value}}, "small", policy, shared=True), steps=2, warmup=1, seed=0)
+            for value in values
+        ]
+        one, other = (report.step_time_min for report in reports)
+        assert one == pytest.approx(other, rel=1e-9), field
+        assert reports[0].events == reports[1].events, field
