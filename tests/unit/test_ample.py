@@ -50,7 +50,7 @@ def test_without_an_older_version_kv_is_still_known_to_be_ample_at_a_publish() -
         for response in range(4):
             bench.complete(f"g{group}.{response}")
     bench.post(on.StepCommitted(1, 0))
-    assert not bench.state.groups
+    assert not bench.state.groups.used
     bench.load_all()
     assert not bench.given(do.ReserveSlot)
     assert sorted(worker.held for worker in bench.state.workers.values()) == [0, 0] + [2] * 8
