@@ -30,6 +30,14 @@ class MixedRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """What a mixture of experts has in a layer, and what one token chooses of it."""
+
+    total: int
+    per_token: int
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
     """All that was measured of one engine. Times but the wall times are those of a machine left alone, as estimated."""
 

@@ -36,8 +36,9 @@ class Coefficients(CostConfig):
     request_s: float = Field(47e-6, ge=0.0, description="k3: a step's seconds for each running request")
     step_s: float = Field(20e-3, ge=0.0, description="k4: a step's other seconds")
     prefill_token_s: float = Field(41.7e-6, ge=0.0, description="seconds for each prefilled token")
-    expert_fraction: float = Field(1.0, gt=0.0, le=1.0, description="share of the weights one token reads; 1: dense")
+    expert_fraction: float = Field(1.0, gt=0.0, le=1.0, description="share of the experts one token reads; 1: dense")
     imbalance: float = Field(0.0, ge=0.0, description="extra k3 from uneven experts, times 1/sqrt(requests)")
+    shared_fraction: float = Field(0.0, ge=0.0, lt=1.0, description="share of the weights that every token reads")
 
     def model(self) -> CostModel:
         return CostModel(**self.model_dump())
