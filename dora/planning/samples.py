@@ -1,6 +1,9 @@
 """Timings of a running engine: plain data between the worker that takes them and the fit."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +51,33 @@ class Measurement:
     mixed_s: float  # of this workload
     mixed_wall_s: tuple[float, ...]  # of each of its runs, whatever else the machine did
     wall_s: float  # of the whole measurement
+    experts: Experts | None = None  # of the model, if it is a mixture of them
+    engines: int = 1  # timed beside each other; all samples are of one of them, and times of the mixed workload means
+
+
+def measurement_of(tree: Mapping[str, Any]) -> Measurement:
+    """The measurement that ``dataclasses.asdict`` made ``tree`` of."""
+    return Measurement(
+        **{
+            **tree,
+            "decode": tuple(DecodeSample(**sample) for sample in tree["decode"]),
+            "prefill": tuple(PrefillSample(**sample) for sample in tree["prefill"]),
+            "mixed": tuple(MixedRequest(**request) for request in tree["mixed"]),
+            "mixed_wall_s": tuple(tree["mixed_wall_s"]),
+        }
+    )
+
+
+def pooled(measurements: Sequence[Measurement]) -> Measurement:
+    """Of engines that were timed beside each other with the same mixed workload: all samples, as if of one engine."""
+    first = measurements[0]
+    return Measurement(
+        slots=first.slots,
+        decode=tuple(sample for each in measurements for sample in each.decode),
+        prefill=tuple(sample for each in measurements for sample in each.prefill),
+        mixed=first.mixed,
+        mixed_s=fmean(each.mixed_s for each in measurements),
+        mixed_wall_s=tuple(wall_s for each in measurements for wall_s in each.mixed_wall_s),
+        wall_s=max(each.wall_s for each in measurements),
+        engines=len(measurements),
+    )
