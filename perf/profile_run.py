@@ -7,9 +7,9 @@ its groups, waits and publishes the same weights; `dora simulate` runs a scenari
 of the run otherwise (engines, slots, KV, window, groups, response lengths, training time, links). Nothing is fitted to
 the run that is predicted. Compared are generated tokens a second, of the run's steady part and of the simulation.
 
-On a shared machine others take cores from the one or from the other. So it is measured how long the engines were ready
-to run and had no core, as a share: profile and run have the same machine only where these shares are alike. "At equal
-load" is the ratio with the prediction scaled by them.
+On a shared machine others take cores from the one and from the other. So engines are profiled in time on a core, and it
+is measured for how long the run's engines were ready and had none (Linux's scheduler counts it). "With a core" is the
+ratio to the throughput that the run would have had without that share: what the profile is to predict.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from dora.client import Operator
 from dora.config import load_config
 
 SIMULATED_STEPS: Final = ("--steps", "40", "--warmup", "5", "--seed", "0")
+QUIET: Final = 0.1  # share of waiting for a core up to which the ratio as it is measured counts, and not the other
 DORA: Final = (sys.executable, "-m", "dora")
 
 
@@ -47,9 +48,9 @@ class Round:
     measured_tokens_per_s: float
     predicted_tokens_per_s: float
     ratio: float  # predicted over measured
-    ratio_at_equal_load: float
+    ratio_with_a_core: float  # over what was measured, had engines never waited for a core
     profile_waited: float  # share of the time in which engines wanted a core: they had none
-    run_waited: float
+    run_waited: float  # likewise, in the steady part
     step_s: float  # of the run
     predicted_step_s: float
     profile: dict[str, Any]  # its own check: ratios, and what the clock said
@@ -66,12 +67,15 @@ def main() -> None:
         if not options.json:
             print(_line(number, rounds[-1]), flush=True)
     ratio = median(each.ratio for each in rounds)
-    passed = abs(ratio - 1.0) <= options.tolerance
+    with_a_core = median(each.ratio_with_a_core for each in rounds)
+    passed = (
+        abs((ratio if max(each.run_waited for each in rounds) <= QUIET else with_a_core) - 1.0) <= options.tolerance
+    )
     if options.json:
-        tree = {"model": options.model, "ratio": ratio, "passed": passed, "rounds": [asdict(each) for each in rounds]}
-        print(json.dumps(tree, indent=2))
+        medians = {"ratio": ratio, "ratio_with_a_core": with_a_core, "passed": passed}
+        print(json.dumps({"model": options.model, **medians, "rounds": [asdict(each) for each in rounds]}, indent=2))
     else:
-        show(options, rounds, ratio)
+        show(options, rounds, ratio, with_a_core)
     sys.exit(0 if passed else 1)
 
 
@@ -86,7 +90,7 @@ def one_round(options: argparse.Namespace, folder: Path, number: int) -> Round:
         measured_tokens_per_s=seen.tokens_per_s,
         predicted_tokens_per_s=predicted["generated_tokens_per_s"],
         ratio=ratio,
-        ratio_at_equal_load=ratio * (1.0 - run_waited) / (1.0 - profile_waited),
+        ratio_with_a_core=ratio * (1.0 - run_waited),
         profile_waited=profile_waited,
         run_waited=run_waited,
         step_s=seen.seconds / seen.steps,
@@ -101,7 +105,8 @@ def profiled(options: argparse.Namespace, folder: Path, number: int) -> tuple[di
     """What `dora profile --json` says, and how its engines waited. Its check may fail, the run is what counts."""
     out = folder / "cost.toml"
     engine = ["--slots", options.slots, "--kv-tokens", options.kv_tokens, "--max-model-len", options.max_model_len]
-    how = ["--engines", options.workers, "--rounds", options.profile_rounds, "--seed", number]
+    how = ["--engines", options.workers, "--clock", options.clock]
+    how += ["--rounds", options.profile_rounds, "--seed", number]
     argv = [*DORA, "profile", "--model", options.model, *engine, *how, "--out", out, "--force", "--json"]
     process = subprocess.Popen(_text(argv), stdout=subprocess.PIPE, text=True)
     with Children(process) as engines:
@@ -198,19 +203,19 @@ def _line(number: int, found: Round) -> str:
         f" {found.predicted_tokens_per_s:,.1f}, ratio {found.ratio:.3f}; a step {found.step_s:.1f} s, predicted"
         f" {found.predicted_step_s:.1f}; profile's own check {found.profile['predicted_over_measured']:.3f};"
         f" engines waited for a core {found.profile_waited:.1%} and {found.run_waited:.1%} of their time,"
-        f" at equal load {found.ratio_at_equal_load:.3f}"
+        f" with a core {found.ratio_with_a_core:.3f}"
     )
 
 
-def show(options: argparse.Namespace, rounds: list[Round], ratio: float) -> None:
+def show(options: argparse.Namespace, rounds: list[Round], ratio: float, with_a_core: float) -> None:
     table = Table(title=f"{options.model}, {options.workers} engines: generated tokens a second")
-    for name in ("", "measured", "predicted", "predicted/measured"):
+    for name in ("", "measured", "predicted", "predicted/measured", "waited for a core", "ratio with a core"):
         table.add_column(name, justify="right")
     for number, each in enumerate(rounds, start=1):
         values = (f"{each.measured_tokens_per_s:,.1f}", f"{each.predicted_tokens_per_s:,.1f}", f"{each.ratio:.3f}")
-        table.add_row(f"round {number}", *values)
+        table.add_row(f"round {number}", *values, f"{each.run_waited:.1%}", f"{each.ratio_with_a_core:.3f}")
     table.add_section()
-    table.add_row("median", "", "", f"{ratio:.3f}")
+    table.add_row("median", "", "", f"{ratio:.3f}", "", f"{with_a_core:.3f}")
     Console().print(table)
 
 
@@ -220,6 +225,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--prompts", default="reasoning-gym:spell_backward:2,syllogism:1")
     parser.add_argument("--rounds", type=int, default=2, help="of a profile and a run")
     parser.add_argument("--profile-rounds", type=int, default=2)
+    parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu", help="of the profile's steps")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--kv-tokens", type=int, default=16384)

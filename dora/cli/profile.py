@@ -25,6 +25,7 @@ EXAMPLE = "dora profile --model smollm2 --out cost.toml"
 CONTEXT_TOKENS: Final = 1024  # long enough to see what a cached token costs
 FORMATS: Final = (".toml", ".json")
 Dtype = Literal["float32", "bfloat16"]
+ClockName = Literal["wall", "cpu"]
 
 
 def profile(
@@ -38,6 +39,12 @@ def profile(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of the engine.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Prompts and the order of timing follow from it.")] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="Times that all is measured; the fastest steps count.")] = 4,
+    clock: Annotated[
+        ClockName,
+        typer.Option(
+            help="Of the steps. cpu: the engine's time on a core, where the machine is busy; one thread only."
+        ),
+    ] = "wall",
     engines: Annotated[
         int, typer.Option(min=1, help="Engines timed beside each other, as they will run; their usual steps count.")
     ] = 1,
@@ -59,7 +66,9 @@ def profile(
         check_folder("--out", out)
     if not 0.0 < tolerance < 1.0:
         raise InvalidValue("--tolerance", tolerance, "above 0, below 1")
-    measurement = _measure(model, slots, kv_tokens, max_model_len, dtype, threads, seed, rounds, engines)
+    if clock == "cpu" and threads > 1:
+        raise InvalidValue("--clock", clock, f"wall, for an engine of {threads} threads: the time of one is measured")
+    measurement = _measure(model, slots, kv_tokens, max_model_len, dtype, threads, seed, rounds, clock, engines)
     conclude(model, measurement, tolerance, out, force=force, as_json=as_json)
 
 
@@ -129,6 +138,7 @@ def report(model: str, measurement: "Measurement", fitted: "Fit", checked: "Vali
         "mixed_wall_s": list(measurement.mixed_wall_s),
         "slots": measurement.slots,
         "engines": measurement.engines,
+        "clock": measurement.clock,
         "experts": None if measurement.experts is None else asdict(measurement.experts),
         "dense_error": fitted.dense_error,
         "wall_s": measurement.wall_s,
@@ -146,6 +156,7 @@ def _measure(
     threads: int,
     seed: int,
     rounds: int,
+    clock: ClockName,
     engines: int,
 ) -> "Measurement":
     """Starts one engine in this process, or several in processes of their own, times and closes them."""
@@ -162,9 +173,9 @@ def _measure(
     max_model_len = max_model_len or min(CONTEXT_TOKENS, _context_tokens(folder))
     mixture = experts(folder)
     batches = BATCHES if mixture is None else MIXTURE_BATCHES
-    timing = Timing(folder, slots, kv_tokens, max_model_len, dtype, threads, seed, rounds, batches)
+    timing = Timing(folder, slots, kv_tokens, max_model_len, dtype, threads, seed, rounds, batches, clock)
     found = measure_alone(timing) if engines == 1 else pooled(measure_side_by_side(timing, engines))
-    return found if mixture is None else replace(found, experts=Experts(*mixture))
+    return replace(found, clock=clock, experts=None if mixture is None else Experts(*mixture))
 
 
 def _context_tokens(folder: Path) -> int:
@@ -202,7 +213,9 @@ def _table(model: str, measurement: "Measurement", fitted: "Fit", checked: "Vali
 
 def _add_check(table: Table, measurement: "Measurement", checked: "Validation", tolerance: float) -> None:
     """The mixed workload: what was measured of it in two ways, what was predicted, and which of the two is held."""
-    counted = "by its fastest steps" if measurement.engines == 1 else "by the usual steps of one"
+    fastest = measurement.engines == 1 and measurement.clock == "wall"
+    counted = "by its fastest steps" if fastest else "by its usual steps"
+    counted += ", in time on a core" if measurement.clock == "cpu" else ""
     table.add_row("predicted", f"{checked.tokens / checked.predicted_s:,.1f} tokens/s")
     held = checked.held
     for what, seconds, ratio, how in (

@@ -11,15 +11,12 @@ Matrix = NDArray[np.float64]
 def non_negative_least_squares(columns: Matrix, target: Matrix) -> tuple[Matrix, float]:
     """The x >= 0 of least ``|columns @ x - target|**2``, and that loss.
 
-    ``columns`` is (samples, k) for a small k: where the unconstrained solution has negative entries, those of all
-    subsets of columns are compared, as the constrained one is among them.
+    ``columns`` is (samples, k) for a small k: the unconstrained solutions of all subsets of columns are compared, as
+    the constrained one is among them; of equals the one of fewest columns is taken.
     """
-    found = np.linalg.lstsq(columns, target, rcond=None)[0]
-    if (found >= 0.0).all():
-        return found.astype(np.float64), float(np.square(columns @ found - target).sum())
     width = columns.shape[1]
     best, least = np.zeros(width), float(target @ target)
-    for size in range(1, width):
+    for size in range(1, width + 1):
         for chosen in combinations(range(width), size):
             part = columns[:, chosen]
             found = np.linalg.lstsq(part, target, rcond=None)[0]

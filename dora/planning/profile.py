@@ -37,7 +37,7 @@ class Validation:
     """A fitted model against a mixed workload that it was not fitted to."""
 
     tokens: int  # generated
-    measured_s: float  # of the steps that count: alone the fastest, beside other engines the usual ones
+    measured_s: float  # of the steps that count: the fastest, or the usual ones
     wall_s: float  # the median run, whatever else the machine did
     predicted_s: float
 

@@ -8,26 +8,24 @@ import argparse
 import json
 import sys
 import threading
-import time
 from dataclasses import asdict
 from pathlib import Path
 
-from dora.worker.profiling import BESIDE_OTHERS, keep_busy, measure
+from dora.worker.profiling import USUAL, keep_busy
 from dora.worker.side_by_side import READY
-from dora.worker.timing import Timing
+from dora.worker.timing import CLOCKS, Timing
 
 
 def main(argv: list[str] | None = None) -> int:
     options = vars(_parser().parse_args(argv))
     place = options.pop("place")
     timing = Timing(**options)
-    grid, engine = timing.grid(BESIDE_OTHERS), timing.start()
+    grid, engine = timing.grid(USUAL), timing.start()
     try:
         print(READY, flush=True)
         if not sys.stdin.readline():
             return 1  # whoever started it has gone
-        found = measure(engine, grid, seed=timing.seed, clock=time.perf_counter, place=place)
-        print(json.dumps(asdict(found)), flush=True)
+        print(json.dumps(asdict(timing.measure(engine, grid, place))), flush=True)
         ended = threading.Event()
         threading.Thread(target=_await_end, args=(ended,), daemon=True).start()
         keep_busy(engine, grid, seed=timing.seed, until=ended.is_set)
@@ -46,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--place", type=int, required=True, help="which of the engines this is, from 0")
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
+    parser.add_argument("--clock", choices=tuple(CLOCKS), required=True)
     for name in ("slots", "kv-tokens", "max-model-len-tokens", "threads", "seed", "rounds", "batches"):
         parser.add_argument(f"--{name}", type=int, required=True)
     return parser

@@ -25,10 +25,10 @@ SETTLING_STEPS: Final = 2  # a changed batch is re-assembled in its first step
 ROUNDS: Final = 4
 BATCHES: Final = 6  # sizes, where slots allow so many
 MIXTURE_BATCHES: Final = 12  # of a mixture of experts: its cost bends with the batch
-# Of the times of one point, in order, the part that counts. Alone: what a machine left alone takes, the fastest. Beside
-# other engines, which only ever add: the middle half, what is usual beside them.
-ALONE: Final = (0.0, 0.125)
-BESIDE_OTHERS: Final = (0.25, 0.75)
+# Of the times of one point, in order, the part that counts. By the clock: the fastest, what a machine left alone takes.
+# Beside other engines, and of the processor's time, to which others add little: the middle half.
+FASTEST: Final = (0.0, 0.125)
+USUAL: Final = (0.25, 0.75)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Grid:
     steps: int = 8  # timed of one batch in one round, after SETTLING_STEPS that are not
     rounds: int = ROUNDS
     mixed_requests: int = 24
-    counted: tuple[float, float] = ALONE  # shares of one point's times in order, from and to: those that count
+    counted: tuple[float, float] = FASTEST  # shares of one point's times in order, from and to: those that count
 
     @property
     def growth(self) -> int:
@@ -55,7 +55,7 @@ def default_grid(
     max_model_len_tokens: int,
     rounds: int = ROUNDS,
     batches: int = BATCHES,
-    counted: tuple[float, float] = ALONE,
+    counted: tuple[float, float] = FASTEST,
 ) -> Grid:
     """Up to so many batches, evenly spaced by ratio; three contexts, far apart, so that k1 and k3 can be told apart.
 
@@ -99,13 +99,17 @@ class _Timed:
     step_s: float
 
 
-def measure(engine: RolloutEngine, grid: Grid, *, seed: int, clock: Clock, place: int = 0) -> Measurement:
+def measure(
+    engine: RolloutEngine, grid: Grid, *, seed: int, clock: Clock, wall_clock: Clock | None = None, place: int = 0
+) -> Measurement:
     """Times ``engine``, which has a version loaded and holds no request, and leaves it so.
 
-    ``clock``: seconds, monotonic. ``place``: of engines that are timed beside each other, which one this is; all run
-    the same mixed workload, and each its batches in an order of its own. Raises InvalidValue for a grid the engine
-    cannot run or an engine without a version, Conflict for one that holds requests.
+    ``clock``: seconds, monotonic, of a step; ``wall_clock``: of what is told of the whole, where it is another one.
+    ``place``: of engines that are timed beside each other, which one this is; all run the same mixed workload, and each
+    its batches in an order of its own. Raises InvalidValue for a grid the engine cannot run or an engine without a
+    version, Conflict for one that holds requests.
     """
+    wall_clock = wall_clock or clock
     capability = engine.capability
     check_grid(grid, capability.slots, capability.kv_tokens, capability.max_model_len_tokens)
     if held := engine.load().running + engine.load().waiting:
@@ -114,12 +118,12 @@ def measure(engine: RolloutEngine, grid: Grid, *, seed: int, clock: Clock, place
         raise InvalidValue("engine.version", None, "weights loaded")
     mixed = mixed_workload(grid, seed)
     bench = _Bench(engine, clock, np.random.default_rng([seed, place]))
-    begin_s = clock()
+    begin_s = wall_clock()
     bench.time_prefills(1, grid.contexts[0])  # what the engine does once, it does now
     bench.clear()
     decode: dict[tuple[int, int], list[_Timed]] = defaultdict(list)  # by context and batch
     prefill: dict[int, list[_Timed]] = defaultdict(list)
-    runs = []
+    runs, walls_s = [], []
     for _ in range(grid.rounds):
         for tokens in grid.contexts:
             prefill[tokens] += bench.time_prefills(max(grid.batches), tokens)
@@ -127,7 +131,9 @@ def measure(engine: RolloutEngine, grid: Grid, *, seed: int, clock: Clock, place
                 decode[tokens, batch] += timed
             bench.clear()
         if mixed:
+            mixed_begin_s = wall_clock()
             runs.append(bench.time_mixed(mixed))
+            walls_s.append(wall_clock() - mixed_begin_s)
 
     def counted(timed: Sequence[_Timed]) -> _Timed:
         return _mean(timed, *grid.counted)
@@ -135,12 +141,16 @@ def measure(engine: RolloutEngine, grid: Grid, *, seed: int, clock: Clock, place
     steps = [counted([_Timed(0, step_s) for step_s in times]) for times in zip(*runs, strict=True)]  # the same batches
     return Measurement(
         slots=capability.slots,
-        decode=tuple(DecodeSample(batch, *astuple(counted(timed))) for (_, batch), timed in decode.items()),
+        decode=tuple(
+            DecodeSample(batch, *astuple(counted(decode[tokens, batch])))
+            for tokens in grid.contexts
+            for batch in grid.batches
+        ),
         prefill=tuple(PrefillSample(1, tokens, counted(timed).step_s) for tokens, timed in prefill.items()),
         mixed=mixed,
         mixed_s=sum(step.step_s for step in steps),
-        mixed_wall_s=tuple(sum(times) for times in runs),
-        wall_s=clock() - begin_s,
+        mixed_wall_s=tuple(walls_s),
+        wall_s=wall_clock() - begin_s,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Final
 
 from dora.errors import DoraError
 from dora.planning.samples import Measurement, measurement_of
+from dora.worker.profiling import USUAL
 from dora.worker.timing import Timing
 
 READY: Final = "ready"  # the first line of a profiler
@@ -24,7 +25,7 @@ def measure_side_by_side(timing: Timing, engines: int) -> tuple[Measurement, ...
 
     Raises InvalidValue for engines that are too small to be measured, ProfilerFailed.
     """
-    timing.grid()  # refuses what is too small before vLLM is loaded
+    timing.grid(USUAL)  # refuses what is too small before vLLM is loaded
     with ExitStack() as until_end:
         arguments = [["--place", str(place), *timing.arguments()] for place in range(engines)]
         profilers = [until_end.enter_context(_Profiler(each)) for each in arguments]

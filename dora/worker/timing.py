@@ -4,11 +4,16 @@ import os
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from dora.planning.samples import Measurement
 from dora.worker.engine import RolloutEngine
-from dora.worker.profiling import ALONE, Grid, default_grid, measure
+from dora.worker.profiling import FASTEST, USUAL, Clock, Grid, default_grid, measure
+
+ClockName = Literal["wall", "cpu"]
+# The thread's own time on a core: what a step takes with a core to itself, however busy the machine is. It says so only
+# of an engine that computes in its own thread.
+CLOCKS: Final[dict[ClockName, Clock]] = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +29,16 @@ class Timing:
     seed: int
     rounds: int
     batches: int
+    clock: ClockName
 
-    def grid(self, counted: tuple[float, float] = ALONE) -> Grid:
+    def grid(self, counted: tuple[float, float]) -> Grid:
         """Raises InvalidValue for an engine that is too small to be measured."""
         return default_grid(self.slots, self.kv_tokens, self.max_model_len_tokens, self.rounds, self.batches, counted)
+
+    def measure(self, engine: RolloutEngine, grid: Grid, place: int = 0) -> Measurement:
+        """Times an engine in this process and thread."""
+        clock = CLOCKS[self.clock]
+        return measure(engine, grid, seed=self.seed, clock=clock, wall_clock=time.perf_counter, place=place)
 
     def start(self) -> RolloutEngine:
         """A vLLM engine in this process, which has none yet, with its weights loaded."""
@@ -51,10 +62,11 @@ class Timing:
 
 def measure_alone(timing: Timing) -> Measurement:
     """Starts the engine in this process, times it and closes it."""
-    grid = timing.grid()  # refuses what is too small before vLLM is loaded
+    # refuses what is too small before vLLM is loaded
+    grid = timing.grid(FASTEST if timing.clock == "wall" else USUAL)
     engine = timing.start()
     try:
-        return measure(engine, grid, seed=timing.seed, clock=time.perf_counter)
+        return timing.measure(engine, grid)
     finally:
         engine.close()
 

@@ -19,9 +19,7 @@ DENSE = CostModel(kv_token_s=2e-6, weights_s=0.03, request_s=0.0008, step_s=0.02
 MIXTURE = replace(DENSE, expert_fraction=1 / 16, imbalance=1.0)
 
 
-def steps(
-    cost: CostModel, sizes: Sequence[int] = SIZES, noise: float = 0.0, seed: int = 0
-) -> tuple[DecodeSample, ...]:
+def steps(cost: CostModel, sizes: Sequence[int] = SIZES, noise: float = 0.0, seed: int = 0) -> tuple[DecodeSample, ...]:
     """Decode samples of ``cost``, each off by a lognormal factor."""
     rng = np.random.default_rng(seed)
     return tuple(
