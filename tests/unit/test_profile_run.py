@@ -105,6 +105,20 @@ def test_the_engine_is_left_empty_and_a_seed_repeats_a_measurement(weights: Path
     assert found[0] != found[2]
 
 
+def test_steps_may_have_another_clock_than_the_whole(weights: Path) -> None:
+    """As on a core that others have for half of the time: the steps take what they take, all of it twice as long."""
+    engine = timed_engine(weights)
+    grid = default_grid(SLOTS, KV_TOKENS, CONTEXT, counted=USUAL)
+    found = measure(engine, grid, seed=1, clock=engine.clock, wall_clock=lambda: 2.0 * engine.now_s)
+    fitted = fit(found.decode, found.prefill).coefficients
+    assert asdict(fitted.model()) == pytest.approx(asdict(COST), rel=1e-6)
+    assert found.mixed_wall_s == pytest.approx([2.0 * found.mixed_s] * grid.rounds)
+    assert found.wall_s == pytest.approx(2.0 * engine.now_s)
+    checked = validate(fitted, found)
+    assert (checked.ratio, checked.wall_ratio, checked.slowdown) == pytest.approx((1.0, 2.0, 2.0), rel=1e-6)
+    assert checked.passed(0.15)
+
+
 def test_a_mixture_of_experts_is_timed_at_more_batch_sizes(weights: Path) -> None:
     dense = default_grid(32, 65536, 2048)
     mixture = default_grid(32, 65536, 2048, batches=MIXTURE_BATCHES)
@@ -286,6 +300,9 @@ def test_bad_coefficients_are_refused_by_name(field: str, value: object) -> None
         (("--tolerance", "0"), "--tolerance"),
         (("--tolerance", "nan"), "--tolerance"),
         (("--model", "no/such/folder"), "--model"),
+        (("--clock", "cpu", "--threads", "2"), "--clock"),
+        (("--clock", "sun"), "--clock"),
+        (("--engines", "0"), "--engines"),
     ],
 )
 def test_bad_input_is_refused_before_an_engine_starts(arguments: tuple[str, ...], words: str) -> None:
