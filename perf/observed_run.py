@@ -28,7 +28,9 @@ class Observed:
     latency_s: float  # one way to a worker and back, halved: the median. A command waits for the engine's present step
     load_s: float  # one engine takes a version's weights, without the ways: the median
     moved_tokens_per_s: float  # of a request's context on its way to another engine, likewise; 0: none moved
-    lengths: Counter[int]  # of the responses of all versions that can be trained on no more, so that none is missing
+    lengths: dict[
+        int, int
+    ]  # how many there are of each, of the responses of all versions that can be trained on no more, so that none is missing
     group_correlation: float  # of the logarithms of these within a group, as the simulator has it
     prompt_tokens: float  # mean
 
@@ -115,7 +117,7 @@ def observed(log: Path, warmup: int) -> Observed:
         latency_s=latency_s,
         load_s=max(LEAST_S, median(books.took_s[do.LoadVersion]) - 2 * latency_s),
         moved_tokens_per_s=median(rates) if rates else 0.0,
-        lengths=Counter(tokens for group in groups for tokens in group),
+        lengths=dict(sorted(Counter(tokens for group in groups for tokens in group).items())),
         group_correlation=group_correlation(groups),
         prompt_tokens=fmean(books.prompt_tokens[group.prompt_id] for group in books.groups),
     )

@@ -64,8 +64,7 @@ def main() -> None:
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory(prefix="dora-profile-run-") as folder:
             rounds.append(one_round(options, Path(folder), number))
-        if not options.json:
-            print(_line(number, rounds[-1]), flush=True)
+        print(_line(number, rounds[-1]), file=sys.stderr, flush=True)
     quiet = all(each.run_waited <= QUIET for each in rounds)
     medians = {name: median(getattr(each, name) for each in rounds) for name in ("ratio", "ratio_with_a_core")}
     held = "ratio" if quiet else "ratio_with_a_core"
@@ -185,7 +184,7 @@ def _running(argv: list[str]) -> Iterator[dict[str, str]]:
 def simulated(seen: Observed, settings: list[str], cost: dict[str, float], folder: Path) -> dict[str, Any]:
     """What `dora simulate --json` says of the same run."""
     lengths, file = folder / "lengths.json", folder / "scenario.toml"
-    lengths.write_text(json.dumps({"hist": {str(tokens): count for tokens, count in sorted(seen.lengths.items())}}))
+    lengths.write_text(json.dumps({"hist": seen.lengths}))
     file.write_text(tomli_w.dumps(scenario(seen, load_config(None, settings), cost, lengths)))
     argv = [*DORA, "simulate", "--file", str(file), *SIMULATED_STEPS, "--json"]
     report: dict[str, Any] = json.loads(subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True).stdout)
