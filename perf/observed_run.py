@@ -28,9 +28,7 @@ class Observed:
     latency_s: float  # one way to a worker and back, halved: the median. A command waits for the engine's present step
     load_s: float  # one engine takes a version's weights, without the ways: the median
     moved_tokens_per_s: float  # of a request's context on its way to another engine, likewise; 0: none moved
-    lengths: dict[
-        int, int
-    ]  # how many there are of each, of the responses of all versions that can be trained on no more, so that none is missing
+    lengths: dict[int, int]  # of responses, how many of each: of all versions that are over, so that none is missing
     group_correlation: float  # of the logarithms of these within a group, as the simulator has it
     prompt_tokens: float  # mean
 
