@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Final
 
 import tomli_w
@@ -36,7 +36,8 @@ import dora
 from dora.client import Operator
 from dora.config import load_config
 
-SIMULATED_STEPS: Final = ("--steps", "40", "--warmup", "5", "--seed", "0")
+SIMULATED_STEPS: Final = ("--steps", "40", "--warmup", "5")
+SEEDS: Final = 4  # of simulations that are averaged
 QUIET: Final = 0.1  # share of waiting for a core up to which the ratio as it is measured counts, and not the other
 DORA: Final = (sys.executable, "-m", "dora")
 
@@ -83,16 +84,17 @@ def one_round(options: argparse.Namespace, folder: Path, number: int) -> Round:
     run_waited = serve(settings, options)
     seen = observed(folder / "events.log", options.warmup)
     predicted = simulated(seen, settings, profile["cost"], folder)
-    ratio = predicted["generated_tokens_per_s"] / seen.tokens_per_s
+    predicted_tokens_per_s = fmean(report["generated_tokens_per_s"] for report in predicted)
+    ratio = predicted_tokens_per_s / seen.tokens_per_s
     return Round(
         measured_tokens_per_s=seen.tokens_per_s,
-        predicted_tokens_per_s=predicted["generated_tokens_per_s"],
+        predicted_tokens_per_s=predicted_tokens_per_s,
         ratio=ratio,
         ratio_with_a_core=ratio * (1.0 - run_waited),
         profile_waited=profile_waited,
         run_waited=run_waited,
         step_s=seen.seconds / seen.steps,
-        predicted_step_s=60.0 * predicted["step_time_min"],
+        predicted_step_s=60.0 * fmean(report["step_time_min"] for report in predicted),
         profile={name: profile[name] for name in ("predicted_over_measured", "predicted_over_wall", "decode_error")},
         cost=profile["cost"],
         run=asdict(seen),
@@ -181,14 +183,14 @@ def _running(argv: list[str]) -> Iterator[dict[str, str]]:
         process.stdout.close()
 
 
-def simulated(seen: Observed, settings: list[str], cost: dict[str, float], folder: Path) -> dict[str, Any]:
-    """What `dora simulate --json` says of the same run."""
+def simulated(seen: Observed, settings: list[str], cost: dict[str, float], folder: Path) -> list[dict[str, Any]]:
+    """What `dora simulate --json` says of the same run, with several seeds."""
     lengths, file = folder / "lengths.json", folder / "scenario.toml"
     lengths.write_text(json.dumps({"hist": seen.lengths}))
     file.write_text(tomli_w.dumps(scenario(seen, load_config(None, settings), cost, lengths)))
-    argv = [*DORA, "simulate", "--file", str(file), *SIMULATED_STEPS, "--json"]
-    report: dict[str, Any] = json.loads(subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True).stdout)
-    return report
+    argv = [*DORA, "simulate", "--file", str(file), *SIMULATED_STEPS, "--json", "--seed"]
+    runs = [subprocess.run([*argv, str(seed)], stdout=subprocess.PIPE, text=True, check=True) for seed in range(SEEDS)]
+    return [json.loads(run.stdout) for run in runs]
 
 
 def _text(argv: list[Any]) -> list[str]:
@@ -229,7 +231,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kv-tokens", type=int, default=16384)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--window", type=int, default=2)
-    parser.add_argument("--groups", type=int, default=8, help="prompt groups a step")
+    parser.add_argument("--groups", type=int, default=16, help="prompt groups a step")
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--training-s", type=float, default=5.0, help="the trainer waits for so long in a step")
