@@ -18,7 +18,7 @@ from dora.sim.scenario import Coefficients
 from dora.validation import validated_as
 
 KINKS: Final = 129  # tried beside the sampled numbers
-QUIET_SLOWDOWN: Final = 1.1  # a machine that takes no longer than this many times its steps that count was quiet
+QUIET_SLOWDOWN: Final = 1.05  # a machine that takes no longer than this many times its steps that count was quiet
 
 
 @dataclass(frozen=True, slots=True)
