@@ -71,8 +71,9 @@ class CostConfig(Section):
     request_s: float = Field(ge=0.0, allow_inf_nan=False, description="k3: for each running request")
     step_s: float = Field(ge=0.0, allow_inf_nan=False, description="k4: everything else")
     prefill_token_s: float = Field(0.0, ge=0.0, allow_inf_nan=False, description="for each prefilled token")
-    expert_fraction: float = Field(1.0, gt=0.0, le=1.0, description="share of the weights one token reads; 1: dense")
+    expert_fraction: float = Field(1.0, gt=0.0, le=1.0, description="share of the experts one token reads; 1: dense")
     imbalance: float = Field(0.0, ge=0.0, allow_inf_nan=False, description="extra k3 from uneven experts")
+    shared_fraction: float = Field(0.0, ge=0.0, lt=1.0, description="share of the weights that every token reads")
 
     @model_validator(mode="after")
     def _takes_time(self) -> Self:

@@ -1,9 +1,7 @@
 """``dora profile``"""
 
 import json
-import os
-import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -27,6 +25,7 @@ EXAMPLE = "dora profile --model smollm2 --out cost.toml"
 CONTEXT_TOKENS: Final = 1024  # long enough to see what a cached token costs
 FORMATS: Final = (".toml", ".json")
 Dtype = Literal["float32", "bfloat16"]
+ClockName = Literal["wall", "cpu"]
 
 
 def profile(
@@ -40,6 +39,15 @@ def profile(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of the engine.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Prompts and the order of timing follow from it.")] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="Times that all is measured; the fastest steps count.")] = 4,
+    clock: Annotated[
+        ClockName,
+        typer.Option(
+            help="Of the steps. cpu: the engine's time on a core, where the machine is busy; one thread only."
+        ),
+    ] = "wall",
+    engines: Annotated[
+        int, typer.Option(min=1, help="Engines timed beside each other, as they will run; their usual steps count.")
+    ] = 1,
     tolerance: Annotated[float, typer.Option(help="Largest error of the predicted throughput.")] = 0.15,
     out: Annotated[Path | None, typer.Option(help="Also write the coefficients, to FILE.toml or FILE.json.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Write them even where the check fails.")] = False,
@@ -47,9 +55,10 @@ def profile(
 ) -> None:
     """Time an engine's steps, fit the cost model to them, and check it against a mixed workload.
 
-    The coefficients are a scenario's ``cluster.cost``. Exits with 1, and writes nothing, where the predicted throughput
-    is off by more than the tolerance: the machine was busy with something else, or the cost model does not describe the
-    engine.
+    The coefficients are a scenario's ``cluster.cost``, those of a mixture of experts with what that bends. The
+    predicted throughput is held against the steps that count, and where the machine was quiet against the clock too.
+    Exits with 1, and writes nothing, where it is off by more than the tolerance: the machine was busy with something
+    else, or the cost model does not describe the engine.
     """
     if out is not None:
         if out.suffix not in FORMATS:
@@ -57,7 +66,9 @@ def profile(
         check_folder("--out", out)
     if not 0.0 < tolerance < 1.0:
         raise InvalidValue("--tolerance", tolerance, "above 0, below 1")
-    measurement = _measure(model, slots, kv_tokens, max_model_len, dtype, threads, seed, rounds)
+    if clock == "cpu" and threads > 1:
+        raise InvalidValue("--clock", clock, f"wall, for an engine of {threads} threads: the time of one is measured")
+    measurement = _measure(model, slots, kv_tokens, max_model_len, dtype, threads, seed, rounds, clock, engines)
     conclude(model, measurement, tolerance, out, force=force, as_json=as_json)
 
 
@@ -67,9 +78,9 @@ def conclude(
     """Fits, checks and shows; writes ``out`` if the check passed, or with ``force``. Exits with 1 if it did not."""
     from dora.planning.profile import fit, validate
 
-    fitted = fit(measurement.decode, measurement.prefill)
+    fitted = fit(measurement.decode, measurement.prefill, measurement.experts)
     checked = validate(fitted.coefficients, measurement)
-    passed = abs(checked.ratio - 1.0) <= tolerance
+    passed = checked.passed(tolerance)
     if as_json:
         print_json(report(model, measurement, fitted, checked) | {"passed": passed})
     else:
@@ -86,12 +97,16 @@ def conclude(
 def failure(fitted: "Fit", checked: "Validation", tolerance: float, unwritten: Path | None) -> list[str]:
     """What was off, and what can be done about it."""
     allowed = f"{1 - tolerance:.2f} to {1 + tolerance:.2f}"
-    lines = [f"dora: predicted/measured throughput = {checked.ratio:.3f} is not allowed: {allowed} (--tolerance)"]
+    lines = [
+        f"dora: predicted/{what} throughput = {ratio:.3f} is not allowed: {allowed} (--tolerance)"
+        for what, ratio in checked.held.items()
+        if abs(ratio - 1.0) > tolerance
+    ]
     cost = fitted.coefficients
     zero = [name for name, value in (("k1", cost.kv_token_s), ("k3", cost.request_s), ("k4", cost.step_s)) if not value]
     if zero:
         lines.append(f"  fitted as 0: {', '.join(zero)}; mean error of the steps fitted {fitted.decode_error:.1%}")
-    lines.append(f"  the machine took {checked.wall_s / checked.measured_s:.2f} times as long as its fastest steps")
+    lines.append(f"  the machine took {checked.slowdown:.2f} times as long as the steps that count")
     lines.append("  leave the machine to the engine, or measure more with --rounds; where that does not help, the cost")
     lines.append("  model does not describe this engine")
     if unwritten is not None:
@@ -117,8 +132,15 @@ def report(model: str, measurement: "Measurement", fitted: "Fit", checked: "Vali
         "predicted_tokens_per_s": checked.tokens / checked.predicted_s,
         "predicted_over_measured": checked.ratio,
         "wall_tokens_per_s": checked.tokens / checked.wall_s,
+        "predicted_over_wall": checked.wall_ratio,
+        "wall_over_measured": checked.slowdown,
+        "held": list(checked.held),
         "mixed_wall_s": list(measurement.mixed_wall_s),
         "slots": measurement.slots,
+        "engines": measurement.engines,
+        "clock": measurement.clock,
+        "experts": None if measurement.experts is None else asdict(measurement.experts),
+        "dense_error": fitted.dense_error,
         "wall_s": measurement.wall_s,
         "decode": [asdict(sample) for sample in measurement.decode],
         "prefill": [asdict(sample) for sample in measurement.prefill],
@@ -126,27 +148,34 @@ def report(model: str, measurement: "Measurement", fitted: "Fit", checked: "Vali
 
 
 def _measure(
-    model: str, slots: int, kv_tokens: int, max_model_len: int, dtype: Dtype, threads: int, seed: int, rounds: int
+    model: str,
+    slots: int,
+    kv_tokens: int,
+    max_model_len: int,
+    dtype: Dtype,
+    threads: int,
+    seed: int,
+    rounds: int,
+    clock: ClockName,
+    engines: int,
 ) -> "Measurement":
-    """Starts the engine in this process, times it, and closes it."""
-    from dora.models import resolve_model
-    from dora.worker.profiling import default_grid, measure
+    """Starts one engine in this process, or several in processes of their own, times and closes them."""
+    from dora.models import experts, resolve_model
+    from dora.planning.samples import Experts, pooled
+    from dora.worker.profiling import BATCHES, MIXTURE_BATCHES
+    from dora.worker.side_by_side import measure_side_by_side
+    from dora.worker.timing import Timing, measure_alone
 
     if find_spec("torch") is None or find_spec("vllm") is None:
         raise DoraError("profile needs torch and vLLM: pip install 'dora-rollout[cpu]', or see the README for a GPU")
     folder = resolve_model(model)
     stderr().print(f"timing {model} ...")
     max_model_len = max_model_len or min(CONTEXT_TOKENS, _context_tokens(folder))
-    grid = default_grid(slots, kv_tokens, max_model_len, rounds)  # refuses what is too small before vLLM is loaded
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # vLLM reads it while it is imported
-    from dora.worker.vllm_engine import VllmEngine
-
-    engine = VllmEngine(folder, slots=slots, kv_tokens=kv_tokens, max_model_len_tokens=max_model_len, dtype=dtype)
-    try:
-        engine.load_weights(0, folder, None)
-        return measure(engine, grid, seed=seed, clock=time.perf_counter)
-    finally:
-        engine.close()
+    mixture = experts(folder)
+    batches = BATCHES if mixture is None else MIXTURE_BATCHES
+    timing = Timing(folder, slots, kv_tokens, max_model_len, dtype, threads, seed, rounds, batches, clock)
+    found = measure_alone(timing) if engines == 1 else pooled(measure_side_by_side(timing, engines))
+    return replace(found, clock=clock, experts=None if mixture is None else Experts(*mixture))
 
 
 def _context_tokens(folder: Path) -> int:
@@ -160,8 +189,9 @@ def _context_tokens(folder: Path) -> int:
 
 
 def _table(model: str, measurement: "Measurement", fitted: "Fit", checked: "Validation", tolerance: float) -> Table:
-    good = abs(checked.ratio - 1.0) <= tolerance
-    table = Table(title=f"cost of {model}, {measurement.slots} slots", title_justify="left", show_header=False)
+    beside = f", {measurement.engines} engines beside each other" if measurement.engines > 1 else ""
+    title = f"cost of {model}, {measurement.slots} slots{beside}"
+    table = Table(title=title, title_justify="left", show_header=False)
     table.add_column("what", style="bold")
     table.add_column("value")
     cost = fitted.coefficients
@@ -170,11 +200,29 @@ def _table(model: str, measurement: "Measurement", fitted: "Fit", checked: "Vali
     table.add_row("k2, the weights", weights)
     table.add_row("k3, a request", f"{cost.request_s * 1e6:.4g} us")
     table.add_row("k4, the rest", f"{cost.step_s * 1e3:.4g} ms")
+    if measurement.experts is not None:
+        dense = cost.expert_fraction == 1.0 and not cost.imbalance
+        bent = f"{cost.expert_fraction:.3g} of k2 for one token, imbalance {cost.imbalance:.3g}"
+        table.add_row("experts", "not seen in its steps" if dense else f"{bent}; without, {fitted.dense_error:.1%} off")
     table.add_row("prefill", f"{1 / cost.prefill_token_s:,.0f} tokens/s" if cost.prefill_token_s else "free")
     table.add_row("mean error", f"decode {fitted.decode_error:.1%}, prefill {fitted.prefill_error:.1%}")
     table.add_section()
-    wall = f"{checked.tokens / checked.wall_s:,.1f} with what else the machine did"
-    table.add_row("measured", f"{checked.tokens / checked.measured_s:,.1f} tokens/s ({wall})")
-    table.add_row("predicted", f"{checked.tokens / checked.predicted_s:,.1f} tokens/s")
-    table.add_row("predicted/measured", Text(f"{checked.ratio:.3f}", "bold green" if good else "bold red"))
+    _add_check(table, measurement, checked, tolerance)
     return table
+
+
+def _add_check(table: Table, measurement: "Measurement", checked: "Validation", tolerance: float) -> None:
+    """The mixed workload: what was measured of it in two ways, what was predicted, and which of the two is held."""
+    fastest = measurement.engines == 1 and measurement.clock == "wall"
+    counted = "by its fastest steps" if fastest else "by its usual steps"
+    counted += ", in time on a core" if measurement.clock == "cpu" else ""
+    table.add_row("predicted", f"{checked.tokens / checked.predicted_s:,.1f} tokens/s")
+    held = checked.held
+    for what, seconds, ratio, how in (
+        ("measured", checked.measured_s, checked.ratio, counted),
+        ("wall", checked.wall_s, checked.wall_ratio, f"by the clock, {checked.slowdown:.2f} times as long"),
+    ):
+        good = abs(ratio - 1.0) <= tolerance
+        style = ("bold green" if good else "bold red") if what in held else "dim"
+        table.add_row(what, f"{checked.tokens / seconds:,.1f} tokens/s {how}")
+        table.add_row(f"predicted/{what}", Text(f"{ratio:.3f}" + ("" if what in held else ", not held"), style))

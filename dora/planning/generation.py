@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dora.errors import InvalidValue
-from dora.orchestrator.core.cost import CostModel
+from dora.orchestrator.core.cost import CostModel, read_share
 from dora.planning.drain import MICRO_BATCHES, ready_s
 from dora.planning.hardware import MEMORY_SHARE, RESERVE_BYTES, Hardware, coefficients, kv_tokens
 from dora.planning.models import ModelSpec
@@ -75,8 +75,8 @@ def bound_s(
         if not 0.0 <= value < math.inf:
             raise InvalidValue(field, value, "a finite number, 0 or above")
     steps = max(n_tokens / slots, c_tokens / kv_tokens)
-    full_read = 1.0 - (1.0 - cost.expert_fraction) ** slots
-    read_s = cost.weights_s * max(cost.expert_fraction * steps, full_read * n_tokens / slots)
+    one_read, full_read = (read_share(cost.expert_fraction, cost.shared_fraction, batch) for batch in (1, slots))
+    read_s = cost.weights_s * max(one_read * steps, full_read * n_tokens / slots)
     compute_s = cost.request_s * n_tokens * (1.0 + cost.imbalance / slots**0.5)
     return (cost.kv_token_s * c_tokens + max(read_s, compute_s) + cost.step_s * steps) / engines
 
@@ -163,6 +163,8 @@ def _check_engine(cost: CostModel | Coefficients, slots: int, kv_tokens: int) ->
             raise InvalidValue(f"cost.{field}", value, "a finite number, 0 or above")
     if not 0.0 < cost.expert_fraction <= 1.0:
         raise InvalidValue("cost.expert_fraction", cost.expert_fraction, "above 0, at most 1")
+    if not 0.0 <= cost.shared_fraction < 1.0:
+        raise InvalidValue("cost.shared_fraction", cost.shared_fraction, "0 or above, below 1")
     _check_positive("slots", slots)
     _check_positive("kv_tokens", kv_tokens)
 

@@ -30,8 +30,8 @@ class ModelSpec:
     ffn_dim: int = 0  # of the dense feed-forward network beside each attention; 0: none
     value_dim: int = 0  # 0: as ``head_dim``
     latent_dim: int = 0  # values a layer that latent attention keeps of one token
-    experts: int = 0  # of one block
-    experts_per_token: int = 0
+    experts: int = 0  # of one block, that a token chooses from; 0: a dense model
+    experts_per_token: int = 0  # that it chooses, on average
     expert_dim: int = 0
     block_layers: int = 1  # attentions in a block, which a pipeline does not cut
 
@@ -45,9 +45,22 @@ class ModelSpec:
         return self.layers * (self.latent_dim or 2 * self.kv_heads * self.head_dim) * VALUE_BYTES
 
     @property
-    def active_share(self) -> float:
-        """Share of the weights that one token reads; 1 for a dense model."""
-        return self.active_parameters / self.parameters
+    def expert_fraction(self) -> float:
+        """Share of the experts that one token chooses; 1 for a dense model."""
+        return self.experts_per_token / self.experts if self.experts else 1.0
+
+    @property
+    def shared_fraction(self) -> float:
+        """Share of the weights that every token uses, whatever it chooses: what with its experts makes up the active
+        ones. 0 for a dense model, whose weights are as good as one expert that all choose."""
+        if not self.experts:
+            return 0.0
+        return (self.active_parameters / self.parameters - self.expert_fraction) / (1.0 - self.expert_fraction)
+
+    @property
+    def chosen_share(self) -> float:
+        """Of the weights that one token uses, the share of the experts that it chose; 0 for a dense model."""
+        return 1.0 - self.shared_fraction * self.parameters / self.active_parameters if self.experts else 0.0
 
     @property
     def blocks(self) -> int:
@@ -78,7 +91,8 @@ class ModelSpec:
 # the table prints 8. Everything else of the Qwen models is that of their published configurations, as is all of the 14B
 # model, which StaleFlow names without its sizes. LongCat-Flash, as published: 28 blocks of two latent attentions (512 +
 # 64 values; heads of 128 + 64, values of 128), two dense networks and 512 experts each. Of the 12 that a token chooses,
-# among those and 256 that do nothing, 8 compute on average; 18.6 to 31.3 billion parameters are active.
+# among those and 256 that do nothing, 8 compute on average; active are 18.6 to 31.3 billion parameters: with none of
+# them, with 12.
 MODELS: Final[Mapping[str, ModelSpec]] = {
     model.name: model
     for model in (

@@ -4,22 +4,21 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations
 from statistics import median
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel
-from dora.planning.samples import DecodeSample, Measurement, MixedRequest, PrefillSample
+from dora.planning.experts import ROUNDING, Steps, fit_mixture
+from dora.planning.least_squares import Matrix, non_negative_least_squares
+from dora.planning.samples import DecodeSample, Experts, Measurement, MixedRequest, PrefillSample
 from dora.sim.scenario import Coefficients
 from dora.validation import validated_as
 
-Matrix = NDArray[np.float64]
 KINKS: Final = 129  # tried beside the sampled numbers
-ROUNDING: Final = 1e-12  # of a loss: a kink that gains no more is none
+QUIET_SLOWDOWN: Final = 1.05  # a machine that takes no longer than this many times its steps that count was quiet
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,7 @@ class Fit:
     decode_error: float  # mean relative error over the decode samples
     prefill_error: float  # the same over the prefill samples; 0 without any
     kink: float  # requests above which a step is bound by computing; 0: at any number
+    dense_error: float | None = None  # of a mixture of experts: the decode error of a dense model's fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Validation:
     """A fitted model against a mixed workload that it was not fitted to."""
 
     tokens: int  # generated
-    measured_s: float  # on a machine left alone
+    measured_s: float  # of the steps that count: the fastest, or the usual ones
     wall_s: float  # the median run, whatever else the machine did
     predicted_s: float
 
@@ -46,55 +46,66 @@ class Validation:
         """Predicted over measured throughput."""
         return self.measured_s / self.predicted_s
 
+    @property
+    def wall_ratio(self) -> float:
+        """Predicted throughput over that by the clock."""
+        return self.wall_s / self.predicted_s
 
-def fit(decode: Sequence[DecodeSample], prefill: Sequence[PrefillSample] = ()) -> Fit:
+    @property
+    def slowdown(self) -> float:
+        """The clock's time over that of the steps that count."""
+        return self.wall_s / self.measured_s
+
+    @property
+    def held(self) -> dict[str, float]:
+        """The ratios that have to be near 1, by what they are to: by the clock only on a machine that was quiet."""
+        by_clock = {"wall": self.wall_ratio} if self.slowdown <= QUIET_SLOWDOWN else {}
+        return {"measured": self.ratio} | by_clock
+
+    def passed(self, tolerance: float) -> bool:
+        """Whether all of them are within ``tolerance`` of 1."""
+        return all(abs(ratio - 1.0) <= tolerance for ratio in self.held.values())
+
+
+def fit(decode: Sequence[DecodeSample], prefill: Sequence[PrefillSample] = (), experts: Experts | None = None) -> Fit:
     """The non-negative coefficients of least squared relative error.
 
     k1, k3 and k4 are linear in (kv, max(kink, n), 1), k2 is k3 * kink; the kink is searched between the sampled numbers
-    of requests. Raises InvalidValue for times or sizes that are not above 0, and for samples of fewer than two numbers
-    of requests or two contexts, which fix no coefficient.
+    of requests. Only where ``experts`` says that the model is a mixture of them is it looked for what that bends
+    (``fit_mixture``). Raises InvalidValue for times or sizes that are not above 0, and for samples of fewer than two
+    numbers of requests or two contexts, which fix no coefficient.
     """
     _check(decode, prefill)
-    running = np.array([sample.running for sample in decode], dtype=np.float64)
-    kv = np.array([sample.kv_tokens for sample in decode])
-    times = np.array([sample.step_s for sample in decode])
-    if len(np.unique(running)) < 2 or len(np.unique(np.round(kv / running))) < 2:
+    steps = Steps(
+        running=np.array([sample.running for sample in decode], dtype=np.float64),
+        kv=np.array([sample.kv_tokens for sample in decode]),
+        times_s=np.array([sample.step_s for sample in decode]),
+    )
+    if len(np.unique(steps.running)) < 2 or len(np.unique(np.round(steps.kv / steps.running))) < 2:
         raise InvalidValue("decode samples", len(decode), "two numbers of requests and two contexts at least")
+    dense, kink = _fit_dense(steps)
+    cost = dense if experts is None else fit_mixture(steps, experts, dense)
+    cost = replace(cost, prefill_token_s=_prefill_token_s(cost, prefill))
+    return Fit(
+        coefficients=Coefficients(**asdict(cost)),
+        decode_error=_decode_error(cost, decode),
+        prefill_error=_mean_error((_prefill_step_s(cost, s), s.step_s) for s in prefill),
+        kink=kink if cost.expert_fraction == 1.0 and not cost.imbalance else _last_bound_by_weights(cost, decode),
+        dense_error=None if experts is None else _decode_error(dense, decode),
+    )
+
+
+def _fit_dense(steps: Steps) -> tuple[CostModel, float]:
+    """A dense model's coefficients and its kink."""
     best: tuple[float, float, Matrix] | None = None
-    for kink in _kinks(np.unique(running)):
-        columns = np.stack([kv, np.maximum(kink, running), np.ones_like(kv)], axis=1)
-        solution, loss = non_negative_least_squares(columns / times[:, None], np.ones_like(times))
+    for kink in _kinks(np.unique(steps.running)):
+        columns = np.stack([steps.kv, np.maximum(kink, steps.running), np.ones_like(steps.kv)], axis=1)
+        solution, loss = non_negative_least_squares(columns / steps.times_s[:, None], np.ones_like(steps.times_s))
         if best is None or loss < best[0] - ROUNDING:
             best = loss, float(kink), solution
     assert best is not None
     _, kink, (k1, k3, k4) = best
-    cost = CostModel(float(k1), float(k3) * kink, float(k3), float(k4))
-    cost = replace(cost, prefill_token_s=_prefill_token_s(cost, prefill))
-    return Fit(
-        coefficients=Coefficients(**asdict(cost)),
-        decode_error=_mean_error((cost.decode_step_s(s.running, s.kv_tokens), s.step_s) for s in decode),
-        prefill_error=_mean_error((_prefill_step_s(cost, s), s.step_s) for s in prefill),
-        kink=kink,
-    )
-
-
-def non_negative_least_squares(columns: Matrix, target: Matrix) -> tuple[Matrix, float]:
-    """The x >= 0 of least ``|columns @ x - target|**2``, and that loss.
-
-    ``columns`` is (samples, k) for a small k: the unconstrained solutions of all subsets of columns are compared, as
-    the constrained one is among them.
-    """
-    width = columns.shape[1]
-    best, least = np.zeros(width), float(target @ target)
-    for size in range(1, width + 1):
-        for chosen in combinations(range(width), size):
-            part = columns[:, chosen]
-            found = np.linalg.lstsq(part, target, rcond=None)[0]
-            loss = float(np.square(part @ found - target).sum())
-            if (found >= 0.0).all() and loss < least:
-                best, least = np.zeros(width), loss
-                best[list(chosen)] = found
-    return best, least
+    return CostModel(float(k1), float(k3) * kink, float(k3), float(k4)), kink
 
 
 def predicted_s(cost: CostModel, requests: Sequence[MixedRequest], slots: int) -> float:
@@ -144,12 +155,23 @@ def _check(decode: Iterable[DecodeSample], prefill: Iterable[PrefillSample]) -> 
             )
 
 
+def _last_bound_by_weights(cost: CostModel, decode: Sequence[DecodeSample]) -> float:
+    """The largest sampled number of requests at which reading weights takes longer than computing; 0: none."""
+    reading = replace(cost, request_s=0.0)
+    sizes = {sample.running for sample in decode}
+    return float(max((n for n in sizes if cost.weights_s and cost.matmul_s(n) == reading.matmul_s(n)), default=0))
+
+
 def _kinks(running: Matrix) -> list[float]:
     """Numbers of requests to be tried, between the sampled ones: beyond all but one of them no kink can be seen."""
     if len(running) < 3:
         return [0.0]
     between = np.unique([*np.linspace(running[0], running[-2], KINKS), *running[1:-1]])
     return [0.0, *between[1:].tolist()]
+
+
+def _decode_error(cost: CostModel, samples: Iterable[DecodeSample]) -> float:
+    return _mean_error((cost.decode_step_s(s.running, s.kv_tokens), s.step_s) for s in samples)
 
 
 def _prefill_token_s(cost: CostModel, samples: Sequence[PrefillSample]) -> float:

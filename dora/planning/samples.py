@@ -1,6 +1,9 @@
 """Timings of a running engine: plain data between the worker that takes them and the fit."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,16 @@ class MixedRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """What a mixture of experts has in a layer, and what one token chooses of it."""
+
+    total: int
+    per_token: int
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
-    """All that was measured of one engine. Times but the wall times are those of a machine left alone, as estimated."""
+    """All that was measured of one engine. Times but the wall times are means of the steps that count."""
 
     slots: int
     decode: tuple[DecodeSample, ...]
@@ -40,3 +51,42 @@ class Measurement:
     mixed_s: float  # of this workload
     mixed_wall_s: tuple[float, ...]  # of each of its runs, whatever else the machine did
     wall_s: float  # of the whole measurement
+    experts: Experts | None = None  # of the model, if it is a mixture of them
+    clock: str = "wall"  # of the steps, and of mixed_s
+    engines: int = 1  # timed beside each other; all times are means over them
+
+
+def measurement_of(tree: Mapping[str, Any]) -> Measurement:
+    """The measurement that ``dataclasses.asdict`` made ``tree`` of."""
+    return Measurement(
+        **{
+            **tree,
+            "decode": tuple(DecodeSample(**sample) for sample in tree["decode"]),
+            "prefill": tuple(PrefillSample(**sample) for sample in tree["prefill"]),
+            "mixed": tuple(MixedRequest(**request) for request in tree["mixed"]),
+            "mixed_wall_s": tuple(tree["mixed_wall_s"]),
+        }
+    )
+
+
+def pooled(measurements: Sequence[Measurement]) -> Measurement:
+    """Of engines that were timed beside each other on the same grid and mixed workload: the mean engine.
+
+    Of each point the mean time, rather than all times: the fit, of relative errors, would lean to the faster engines.
+    """
+    first = measurements[0]
+    return replace(
+        first,
+        decode=tuple(
+            DecodeSample(each[0].running, fmean(s.kv_tokens for s in each), fmean(s.step_s for s in each))
+            for each in zip(*(measurement.decode for measurement in measurements), strict=True)
+        ),
+        prefill=tuple(
+            replace(each[0], step_s=fmean(sample.step_s for sample in each))
+            for each in zip(*(measurement.prefill for measurement in measurements), strict=True)
+        ),
+        mixed_s=fmean(each.mixed_s for each in measurements),
+        mixed_wall_s=tuple(map(fmean, zip(*(each.mixed_wall_s for each in measurements), strict=True))),
+        wall_s=max(each.wall_s for each in measurements),
+        engines=len(measurements),
+    )

@@ -18,6 +18,7 @@ class Report:
     rollout_only_fraction: float  # share of a step in which the trainer waits (colocated: the rollout phase)
     dp_groups_to_add: int | None  # that would let generation keep up; None: training takes turns with it, or no time
     tokens_per_s: float  # prompt and response tokens trained on, over time
+    generated_tokens_per_s: float  # response tokens of all engines, over time: a service's tokens_per_s
     staleness_max: int | None  # None: the strategy lets a response have several versions
     staleness_mean: float | None
     bound_min: (

@@ -161,6 +161,7 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
         rollout_only_fraction=1 - consumed.busy_s / took_s,
         dp_groups_to_add=_groups_to_add(scenario, took_s, consumed.busy_s),
         tokens_per_s=(consumed.response_tokens + consumed.prompt_tokens) / took_s,
+        generated_tokens_per_s=(last.generated_tokens - first.generated_tokens) / took_s,
         staleness_max=max(staleness) if staleness else None,
         staleness_mean=sum(staleness) / len(staleness) if staleness else None,
         bound_min=expected_bound_s(scenario) / 60,

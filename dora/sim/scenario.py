@@ -72,11 +72,12 @@ class Coefficients(CostConfig):
     step_s: float = Field(20e-3, ge=0.0, le=STEP_COST_MOST_S, description="k4: a step's other seconds")
     prefill_token_s: float = Field(41.7e-6, ge=0.0, le=STEP_COST_MOST_S, description="seconds for each prefilled token")
     expert_fraction: float = Field(
-        1.0, ge=EXPERT_FRACTION_LEAST, le=1.0, description="share of the weights one token reads; 1: dense"
+        1.0, ge=EXPERT_FRACTION_LEAST, le=1.0, description="share of the experts one token reads; 1: dense"
     )
     imbalance: float = Field(
         0.0, ge=0.0, le=IMBALANCE_MOST, description="extra k3 from uneven experts, times 1/sqrt(requests)"
     )
+    shared_fraction: float = Field(0.0, ge=0.0, lt=1.0, description="share of the weights that every token reads")
 
     @model_validator(mode="after")
     def _takes_time_that_counts(self) -> Self:

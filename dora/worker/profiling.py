@@ -23,7 +23,12 @@ from dora.worker.engine import RolloutEngine
 Clock = Callable[[], float]
 SETTLING_STEPS: Final = 2  # a changed batch is re-assembled in its first step
 ROUNDS: Final = 4
-QUIET_SHARE: Final = 0.125  # of the times of one point: the fastest, which count
+BATCHES: Final = 6  # sizes, where slots allow so many
+MIXTURE_BATCHES: Final = 12  # of a mixture of experts: its cost bends with the batch
+# Of the times of one point, in order, the part that counts. By the clock: the fastest, what a machine left alone takes.
+# Beside other engines, and of the processor's time, to which others add little: the middle half.
+FASTEST: Final = (0.0, 0.125)
+USUAL: Final = (0.25, 0.75)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,7 @@ class Grid:
     steps: int = 8  # timed of one batch in one round, after SETTLING_STEPS that are not
     rounds: int = ROUNDS
     mixed_requests: int = 24
+    counted: tuple[float, float] = FASTEST  # shares of one point's times in order, from and to: those that count
 
     @property
     def growth(self) -> int:
@@ -43,16 +49,23 @@ class Grid:
         return 1 + len(self.batches) * (self.steps + SETTLING_STEPS)
 
 
-def default_grid(slots: int, kv_tokens: int, max_model_len_tokens: int, rounds: int = ROUNDS) -> Grid:
-    """Up to six batches, evenly spaced by ratio; three contexts, far apart, so that k1 and k3 can be told from another.
+def default_grid(
+    slots: int,
+    kv_tokens: int,
+    max_model_len_tokens: int,
+    rounds: int = ROUNDS,
+    batches: int = BATCHES,
+    counted: tuple[float, float] = FASTEST,
+) -> Grid:
+    """Up to so many batches, evenly spaced by ratio; three contexts, far apart, so that k1 and k3 can be told apart.
 
     Raises InvalidValue for an engine that is too small to be measured.
     """
     if slots < 2:
         raise InvalidValue("slots", slots, "2 or above: two batch sizes must be timed")
-    batches = tuple(sorted({round(slots ** (index / 5)) for index in range(6)}))
+    sizes = tuple(sorted({round(slots ** (index / (batches - 1))) for index in range(batches)}))
     room = min(max_model_len_tokens, kv_tokens // slots)
-    grid = Grid(batches, (room // 16, room // 4, room // 2), rounds=rounds)
+    grid = Grid(sizes, (room // 16, room // 4, room // 2), rounds=rounds, counted=counted)
     least = 2 * (grid.growth + 1)
     if room < least:
         raise InvalidValue("max_model_len_tokens and kv_tokens / slots", room, f"{least} or above")
@@ -86,25 +99,31 @@ class _Timed:
     step_s: float
 
 
-def measure(engine: RolloutEngine, grid: Grid, *, seed: int, clock: Clock) -> Measurement:
+def measure(
+    engine: RolloutEngine, grid: Grid, *, seed: int, clock: Clock, wall_clock: Clock | None = None, place: int = 0
+) -> Measurement:
     """Times ``engine``, which has a version loaded and holds no request, and leaves it so.
 
-    ``clock``: seconds, monotonic. Raises InvalidValue for a grid the engine cannot run or an engine without a version,
-    Conflict for one that holds requests.
+    ``clock``: seconds, monotonic, of a step; ``wall_clock``: of what is told of the whole, where it is another one.
+    ``place``: of engines that are timed beside each other, which one this is; all run the same mixed workload, and each
+    its batches in an order of its own. Raises InvalidValue for a grid the engine cannot run or an engine without a
+    version, Conflict for one that holds requests.
     """
+    wall_clock = wall_clock or clock
     capability = engine.capability
     check_grid(grid, capability.slots, capability.kv_tokens, capability.max_model_len_tokens)
     if held := engine.load().running + engine.load().waiting:
         raise Conflict("requests held", held, "0 while an engine is timed")
     if engine.version is None:
         raise InvalidValue("engine.version", None, "weights loaded")
-    bench = _Bench(engine, clock, np.random.default_rng(seed))
-    begin_s = clock()
+    mixed = mixed_workload(grid, seed)
+    bench = _Bench(engine, clock, np.random.default_rng([seed, place]))
+    begin_s = wall_clock()
     bench.time_prefills(1, grid.contexts[0])  # what the engine does once, it does now
     bench.clear()
     decode: dict[tuple[int, int], list[_Timed]] = defaultdict(list)  # by context and batch
     prefill: dict[int, list[_Timed]] = defaultdict(list)
-    mixed, runs = bench.mixed_workload(grid), []
+    runs, walls_s = [], []
     for _ in range(grid.rounds):
         for tokens in grid.contexts:
             prefill[tokens] += bench.time_prefills(max(grid.batches), tokens)
@@ -112,17 +131,44 @@ def measure(engine: RolloutEngine, grid: Grid, *, seed: int, clock: Clock) -> Me
                 decode[tokens, batch] += timed
             bench.clear()
         if mixed:
+            mixed_begin_s = wall_clock()
             runs.append(bench.time_mixed(mixed))
-    steps = [_quiet([_Timed(0, step_s) for step_s in times]) for times in zip(*runs, strict=True)]  # the same batches
+            walls_s.append(wall_clock() - mixed_begin_s)
+
+    def counted(timed: Sequence[_Timed]) -> _Timed:
+        return _mean(timed, *grid.counted)
+
+    steps = [counted([_Timed(0, step_s) for step_s in times]) for times in zip(*runs, strict=True)]  # the same batches
     return Measurement(
         slots=capability.slots,
-        decode=tuple(DecodeSample(batch, *astuple(_quiet(timed))) for (_, batch), timed in decode.items()),
-        prefill=tuple(PrefillSample(1, tokens, _quiet(timed).step_s) for tokens, timed in prefill.items()),
+        decode=tuple(
+            DecodeSample(batch, *astuple(counted(decode[tokens, batch])))
+            for tokens in grid.contexts
+            for batch in grid.batches
+        ),
+        prefill=tuple(PrefillSample(1, tokens, counted(timed).step_s) for tokens, timed in prefill.items()),
         mixed=mixed,
         mixed_s=sum(step.step_s for step in steps),
-        mixed_wall_s=tuple(sum(times) for times in runs),
-        wall_s=clock() - begin_s,
+        mixed_wall_s=tuple(walls_s),
+        wall_s=wall_clock() - begin_s,
     )
+
+
+def keep_busy(engine: RolloutEngine, grid: Grid, *, seed: int, until: Callable[[], bool]) -> None:
+    """Runs the mixed workload again and again, as beside an engine that is still being timed, and leaves it empty."""
+    bench = _Bench(engine, lambda: 0.0, np.random.default_rng(seed))
+    mixed = mixed_workload(grid, seed)
+    while not until():
+        bench.time_mixed(mixed, until)
+    bench.clear()
+
+
+def mixed_workload(grid: Grid, seed: int) -> tuple[MixedRequest, ...]:
+    """Prompts and responses of very different lengths, all within the measured contexts."""
+    rng, longest = np.random.default_rng(seed), max(grid.contexts)
+    prompts = rng.integers(min(grid.contexts), longest // 3, grid.mixed_requests, endpoint=True)
+    responses = np.clip(rng.lognormal(np.log(longest / 8), 0.8, grid.mixed_requests), 1, longest // 2)
+    return tuple(MixedRequest(int(prompt), int(response)) for prompt, response in zip(prompts, responses, strict=True))
 
 
 class _Bench:
@@ -159,21 +205,12 @@ class _Bench:
                 self._engine.freeze(request_id)
             yield batch, timed
 
-    def mixed_workload(self, grid: Grid) -> tuple[MixedRequest, ...]:
-        """Prompts and responses of very different lengths, all within the measured contexts."""
-        longest = max(grid.contexts)
-        prompts = self._rng.integers(min(grid.contexts), longest // 3, grid.mixed_requests, endpoint=True)
-        responses = np.clip(self._rng.lognormal(np.log(longest / 8), 0.8, grid.mixed_requests), 1, longest // 2)
-        return tuple(
-            MixedRequest(int(prompt), int(response)) for prompt, response in zip(prompts, responses, strict=True)
-        )
-
-    def time_mixed(self, requests: Sequence[MixedRequest]) -> list[float]:
+    def time_mixed(self, requests: Sequence[MixedRequest], until: Callable[[], bool] = lambda: False) -> list[float]:
         """Runs them all to their ends, those without a slot waiting in the engine; the time of each step."""
         for request in requests:
             self._add(request)
         times = []
-        while self._engine.has_work():
+        while self._engine.has_work() and not until():
             times.append(self._timed_step())
         return times
 
@@ -206,7 +243,9 @@ class _Bench:
                 del self._contexts[delta.request_id]
 
 
-def _quiet(timed: Sequence[_Timed]) -> _Timed:
-    """What a step takes on a machine left alone, out of many: the mean of the fastest, with the KV that they had."""
-    fastest = sorted(timed, key=lambda each: each.step_s)[: max(1, round(QUIET_SHARE * len(timed)))]
-    return _Timed(fmean(each.kv_tokens for each in fastest), fmean(each.step_s for each in fastest))
+def _mean(timed: Sequence[_Timed], begin: float, end: float) -> _Timed:
+    """The mean of the times between these shares of all in order, one at least, with the KV that they had."""
+    ordered = sorted(timed, key=lambda each: each.step_s)
+    first = round(begin * len(ordered))
+    part = ordered[first : max(first + 1, round(end * len(ordered)))]
+    return _Timed(fmean(each.kv_tokens for each in part), fmean(each.step_s for each in part))

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, PreTrainedModel
 
 from dora.errors import Conflict, InvalidValue
-from dora.models import default_cache, resolve_model
+from dora.models import default_cache, experts, resolve_model
 from dora.models.checkpoint_names import to_checkpoint
 from dora.models.prepared import prepare_once
 from dora.models.tiny import make_tiny
@@ -33,6 +33,22 @@ def test_a_tiny_model_round_trips_through_its_checkpoint(kind: str, request: pyt
     assert again.keys() == saved.keys()
     assert all(torch.equal(again[name], saved[name]) and saved[name].dtype == torch.float32 for name in saved)
     assert ("lm_head.weight" in saved) == (kind == "moe")  # the dense one is tied
+
+
+def test_a_config_tells_a_mixture_of_experts(tiny_dense: Path, tiny_moe: Path, tmp_path: Path) -> None:
+    assert (experts(tiny_dense), experts(tiny_moe)) == (None, (8, 2))
+    for config, expected in (
+        ({"num_local_experts": 8, "num_experts_per_tok": 2}, (8, 2)),
+        ({"n_routed_experts": 512, "moe_topk": 12}, (512, 12)),
+        ({"text_config": {"num_experts": 128, "num_experts_per_tok": 8}}, (128, 8)),
+        ({"num_experts": 1, "num_experts_per_tok": 1}, None),
+        ({"num_experts": None}, None),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert experts(tmp_path) == expected
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts": 8}))
+    with pytest.raises(InvalidValue, match=r"num_experts_per_tok = 0 .* 1 to the 8 experts"):
+        experts(tmp_path)
 
 
 def test_experts_get_one_tensor_per_expert_and_projection(tiny_moe: Path) -> None:

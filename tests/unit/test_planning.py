@@ -45,10 +45,13 @@ def test_slots_bind_where_contexts_are_short_and_weights_where_batches_are_small
 
 
 def test_no_schedule_of_a_mixture_of_experts_is_below_its_bound() -> None:
-    cost = replace(OPTION.cost, expert_fraction=0.1, weights_s=0.03, imbalance=0.5)
-    for batches in ([64], [1, 64, 64], [1] * 50 + [64] * 3, [32, 64, 16]):
-        time_s = sum(cost.decode_step_s(batch, 100 * batch) for batch in batches)
-        assert bound_s(cost, 64, 6400, sum(batches), 100 * sum(batches), 1) <= time_s
+    for shared in (0.0, 0.2):
+        cost = replace(OPTION.cost, expert_fraction=0.1, shared_fraction=shared, weights_s=0.03, imbalance=0.5)
+        for batches in ([64], [1, 64, 64], [1] * 50 + [64] * 3, [32, 64, 16]):
+            time_s = sum(cost.decode_step_s(batch, 100 * batch) for batch in batches)
+            assert bound_s(cost, 64, 6400, sum(batches), 100 * sum(batches), 1) <= time_s
+        alone_s = 100 * cost.decode_step_s(1, 5000)  # KV for one request at a time: the bound is met
+        assert bound_s(cost, 64, 5000, 100, 5000 * 100, 1) == pytest.approx(alone_s)
 
 
 def test_generation_is_the_bound_times_the_efficiency_and_needs_the_window_for_its_tail() -> None:
@@ -114,7 +117,8 @@ def test_the_roofline_meets_its_calibration() -> None:
 
 def test_the_roofline_against_staleflows_table_is_as_far_off_as_it_says() -> None:
     cost = coefficients(MODELS["qwen3-30b-a3b"], HARDWARE["h20"], 1)
-    one_request_s = cost.weights_s * cost.expert_fraction
+    one_request_s = cost.weights_s * 3.3 / 30.5  # billions of parameters: active, and all
+    assert cost.model().matmul_s(1) - cost.step_s == pytest.approx(one_request_s)
     for found, table, error in (
         (cost.kv_token_s, 7.28e-8, -0.44),
         (one_request_s, 1.72e-3, 0.28),
@@ -122,6 +126,34 @@ def test_the_roofline_against_staleflows_table_is_as_far_off_as_it_says() -> Non
         (cost.step_s, 1.07e-2, 0.0),
     ):
         assert found / table - 1 == pytest.approx(error, abs=0.005)
+
+
+def test_a_mixtures_weights_are_those_of_its_published_configuration() -> None:
+    """LongCat-Flash: 18.6 billion parameters are active where a token chooses no expert that computes anything.
+    Qwen3-30B-A3B: 48 layers of 128 experts, each 3 matrices of 2,048 x 768."""
+    longcat, qwen = MODELS["longcat-flash"], MODELS["qwen3-30b-a3b"]
+    assert longcat.shared_fraction * longcat.parameters == pytest.approx(18.6e9, rel=0.005)
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert (1 - qwen.shared_fraction) * qwen.parameters == pytest.approx(experts, rel=0.005)
+    assert qwen.chosen_share == pytest.approx(experts / 16 / 3.3e9, rel=0.005)
+    dense = MODELS["qwen2.5-32b"]
+    assert (dense.expert_fraction, dense.shared_fraction, dense.chosen_share) == (1.0, 0.0, 0.0)
+
+
+def test_only_experts_spread_over_several_accelerators_are_uneven() -> None:
+    found = [
+        coefficients(MODELS[model], HARDWARE[hardware], gpus)
+        for model, hardware, gpus in (
+            ("longcat-flash", "npu-60gb", 32),
+            ("qwen3-30b-a3b", "h20", 4),
+            ("qwen3-30b-a3b", "h20", 1),
+            ("qwen2.5-32b", "h800", 4),
+        )
+    ]
+    # the fullest of 32 ranks is 2.07 deviations above the mean, of 4 1.03; a deviation is sqrt(ranks / 8 experts)
+    of_chosen = [2.07 * 2.0 * 8.4 / 27, 1.03 * 0.707 * 1.81 / 3.3, 0.0, 0.0]
+    assert [cost.imbalance for cost in found] == pytest.approx(of_chosen, rel=0.03)
+    assert [cost.expert_fraction for cost in found] == [1 / 64, 1 / 16, 1 / 16, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +302,9 @@ def test_a_large_cluster_is_planned_at_once() -> None:
     assert len(answer.candidates) > 200
 
 
-@pytest.mark.parametrize("field", ["kv_token_s", "weights_s", "request_s", "step_s", "imbalance", "expert_fraction"])
+@pytest.mark.parametrize(
+    "field", ["kv_token_s", "weights_s", "request_s", "step_s", "imbalance", "expert_fraction", "shared_fraction"]
+)
 @pytest.mark.parametrize("value", [math.nan, -1.0, math.inf])
 def test_bad_coefficients_are_refused_by_name(field: str, value: float) -> None:
     cost = replace(OPTION.cost, **{field: value})

@@ -14,12 +14,12 @@ from dora.sim.report import Arrow, Report, Span, StepSpan, Timeline
 
 REPORT = Report(
     preset="dora-64", policy="dora", window=3, predictor="oracle", seed=0, steps=4, engines=6, step_time_min=17.0,
-    rollout_only_fraction=0.22, dp_groups_to_add=2, tokens_per_s=20_000.0, staleness_max=2, staleness_mean=0.8,
-    bound_min=15.63, bound_consumed_min=15.6, work_done_over_consumed=1.0, kv_utilisation=0.8, violations=0,
-    lost=0, duplicated=0, filter_fraction=0.0, redundant_fraction=0.0, groups_filtered=0, groups_dropped=0,
-    tokens_wasted_fraction=0.0, migrations_kv=120, migrations_reprefill=0, preemptions=3,
-    overhead_balancing=0.004, overhead_transfer=0.01, overhead_reprefill=0.0, recall_longest_20=1.0, events=10_000,
-    simulated_s=6120.0, wall_s=2.0, sim_speedup=3060.0,
+    rollout_only_fraction=0.22, dp_groups_to_add=2, tokens_per_s=20_000.0, generated_tokens_per_s=19_000.0,
+    staleness_max=2, staleness_mean=0.8, bound_min=15.63, bound_consumed_min=15.6, work_done_over_consumed=1.0,
+    kv_utilisation=0.8, violations=0, lost=0, duplicated=0, filter_fraction=0.0, redundant_fraction=0.0,
+    groups_filtered=0, groups_dropped=0, tokens_wasted_fraction=0.0, migrations_kv=120, migrations_reprefill=0,
+    preemptions=3, overhead_balancing=0.004, overhead_transfer=0.01, overhead_reprefill=0.0, recall_longest_20=1.0,
+    events=10_000, simulated_s=6120.0, wall_s=2.0, sim_speedup=3060.0,
 )  # fmt: skip
 
 

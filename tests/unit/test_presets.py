@@ -160,6 +160,27 @@ def test_staleflows_table_3_is_just_above_the_bound_of_its_preset() -> None:
     assert paper_result("staleflow-128-40k", "staleflow", scenario.window - 1) is None  # stated for that bound alone
 
 
+@pytest.mark.parametrize("name", ["staleflow-128", "staleflow-128-40k"])
+def test_staleflows_coefficients_are_those_of_its_table_4(name: str) -> None:
+    """Fitted to an engine of this mixture of experts, they contain what its experts cost."""
+    cost = preset(name).cluster.cost
+    stated = (cost.kv_token_s, cost.weights_s, cost.request_s, cost.step_s)
+    assert stated == (7.28e-8, 1.72e-3, 1.25e-4, 1.07e-2)
+    assert (cost.expert_fraction, cost.imbalance, cost.shared_fraction) == (1.0, 0.0, 0.0)
+
+
+def test_derived_mixtures_have_the_experts_of_their_model() -> None:
+    found = {name: preset(name).cluster.cost for name in ("longcat-4096", "longcat-4096-agentic", "verl-async-30b-128")}
+    assert [cost.expert_fraction for cost in found.values()] == [8 / 512, 8 / 512, 8 / 128]
+    assert all(cost.imbalance > 0.0 and cost.shared_fraction > 0.0 for cost in found.values())
+    mixtures = {
+        name
+        for name in names()
+        if preset(name).cluster.cost.expert_fraction < 1.0 or preset(name).cluster.cost.imbalance
+    }
+    assert mixtures == set(found)
+
+
 def test_a_parameter_of_a_distribution_that_is_not_in_use_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "lengths.json"
     file.write_text('{"hist": {"100": 1, "200": 1}}')

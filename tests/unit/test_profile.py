@@ -8,7 +8,8 @@ import pytest
 
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel
-from dora.planning.profile import fit, non_negative_least_squares, predicted_s, validate
+from dora.planning.least_squares import non_negative_least_squares
+from dora.planning.profile import fit, predicted_s, validate
 from dora.planning.samples import DecodeSample, Measurement, MixedRequest
 from tests.unit.timed_engine import COST, SLOTS, samples
 

@@ -17,10 +17,10 @@ from dora.cli.exits import DoraGroup, ExitCode
 from dora.cli.profile import coefficients_text, conclude, failure, profile, report
 from dora.errors import Conflict, DoraError, InvalidValue
 from dora.planning.profile import coefficients_of, fit, validate
-from dora.planning.samples import Measurement
+from dora.planning.samples import Experts, Measurement, measurement_of, pooled
 from dora.sim.scenario import Cluster
 from dora.types import RequestSpec, SamplingParams
-from dora.worker.profiling import Grid, check_grid, default_grid, measure
+from dora.worker.profiling import MIXTURE_BATCHES, USUAL, Grid, check_grid, default_grid, keep_busy, measure
 from tests.unit.timed_engine import (
     CONTEXT,
     COST,
@@ -70,6 +70,19 @@ def test_the_measurement_withstands_a_busy_machine(weights: Path) -> None:
     assert checked.wall_s > 1.3 * checked.measured_s  # what the noise has cost
 
 
+def test_beside_others_the_usual_step_counts_not_the_fastest(weights: Path) -> None:
+    """Another engine on the same cores: a step takes 1.2 times as long, now and then half of it, or far more."""
+    rng = np.random.default_rng(5)
+    engine = timed_engine(weights, noise=lambda: float(rng.choice([0.5, 1.2, 8.0], p=[0.1, 0.8, 0.1])))
+    grid = default_grid(SLOTS, KV_TOKENS, CONTEXT, rounds=8, counted=USUAL)
+    found = measure(engine, grid, seed=1, clock=engine.clock)
+    fitted = fit(found.decode, found.prefill).coefficients
+    for batch, kv_tokens in ((1, 100), (4, 800), (8, 3000)):
+        expected = 1.2 * COST.decode_step_s(batch, kv_tokens)
+        assert fitted.model().decode_step_s(batch, kv_tokens) == pytest.approx(expected, rel=0.02)
+    assert validate(fitted, found).ratio == pytest.approx(1.0, abs=0.1)
+
+
 @pytest.mark.parametrize(("period_s", "share"), [(40.0, 0.5), (60.0, 0.6), (100.0, 0.5)])
 def test_bursts_of_other_work_do_not_matter(weights: Path, period_s: float, share: float) -> None:
     """Everything takes three times as long for ``share`` of every period, as when others take the processor."""
@@ -90,6 +103,58 @@ def test_the_engine_is_left_empty_and_a_seed_repeats_a_measurement(weights: Path
         assert (engine.load().running, engine.load().waiting, engine.has_work()) == (0, 0, False)
     assert found[0] == found[1]
     assert found[0] != found[2]
+
+
+def test_steps_may_have_another_clock_than_the_whole(weights: Path) -> None:
+    """As on a core that others have for half of the time: the steps take what they take, all of it twice as long."""
+    engine = timed_engine(weights)
+    grid = default_grid(SLOTS, KV_TOKENS, CONTEXT, counted=USUAL)
+    found = measure(engine, grid, seed=1, clock=engine.clock, wall_clock=lambda: 2.0 * engine.now_s)
+    fitted = fit(found.decode, found.prefill).coefficients
+    assert asdict(fitted.model()) == pytest.approx(asdict(COST), rel=1e-6)
+    assert found.mixed_wall_s == pytest.approx([2.0 * found.mixed_s] * grid.rounds)
+    assert found.wall_s == pytest.approx(2.0 * engine.now_s)
+    checked = validate(fitted, found)
+    assert (checked.ratio, checked.wall_ratio, checked.slowdown) == pytest.approx((1.0, 2.0, 2.0), rel=1e-6)
+    assert checked.passed(0.15)
+
+
+def test_a_mixture_of_experts_is_timed_at_more_batch_sizes(weights: Path) -> None:
+    dense = default_grid(32, 65536, 2048)
+    mixture = default_grid(32, 65536, 2048, batches=MIXTURE_BATCHES)
+    assert dense.batches == (1, 2, 4, 8, 16, 32)
+    assert mixture.batches == (1, 2, 3, 4, 5, 7, 9, 12, 17, 23, 32)
+    bent = replace(COST, expert_fraction=0.25, imbalance=0.0, request_s=0.001)
+    engine = timed_engine(weights, bent)
+    found = measure(engine, default_grid(SLOTS, KV_TOKENS, CONTEXT, batches=12), seed=1, clock=engine.clock)
+    fitted = fit(found.decode, found.prefill, Experts(8, 2)).coefficients
+    assert (fitted.expert_fraction, fitted.imbalance) == (pytest.approx(0.25, rel=1e-3), 0.0)
+    assert validate(fitted, found).ratio == pytest.approx(1.0, rel=1e-3)
+
+
+def test_engines_beside_each_other_run_the_same_workload_and_are_pooled(weights: Path) -> None:
+    grid = Grid(batches=(1, 4, 8), contexts=(16, 64), rounds=2)
+    engines = [timed_engine(weights), timed_engine(weights, replace(COST, step_s=0.04))]
+    found = [measure(engine, grid, seed=3, clock=engine.clock, place=place) for place, engine in enumerate(engines)]
+    assert found[0].mixed == found[1].mixed
+    assert found[0].decode != found[1].decode  # another order, other requests
+    both = pooled([measurement_of(json.loads(json.dumps(asdict(each)))) for each in found])
+    assert both.engines == 2
+    assert [sample.running for sample in both.decode] == [1, 4, 8, 1, 4, 8]
+    assert both.decode[2].step_s == pytest.approx((found[0].decode[2].step_s + found[1].decode[2].step_s) / 2)
+    assert both.mixed_s == pytest.approx((found[0].mixed_s + found[1].mixed_s) / 2)
+    fitted = fit(both.decode, both.prefill).coefficients
+    assert fitted.step_s == pytest.approx(0.03, rel=1e-6)
+    assert validate(fitted, both).ratio == pytest.approx(1.0, rel=1e-6)
+
+
+def test_an_engine_is_kept_at_work_until_told(weights: Path) -> None:
+    engine, grid = timed_engine(weights), Grid(batches=(1, 4), contexts=(16, 64))
+    keep_busy(engine, grid, seed=3, until=lambda: engine.now_s > 60.0)
+    assert 60.0 < engine.now_s < 61.0
+    assert not engine.has_work()
+    alone = timed_engine(weights)
+    assert measure(alone, grid, seed=3, clock=alone.clock).mixed_s < 60.0 / 2  # so it ran the workload more than once
 
 
 def test_engines_that_cannot_be_measured_are_refused(weights: Path) -> None:
@@ -138,6 +203,9 @@ def test_the_report_is_plain_json(weights: Path) -> None:
     tree = json.loads(json.dumps(report("tiny", found, fitted, validate(fitted.coefficients, found))))
     ratio = tree["predicted_tokens_per_s"] / tree["measured_tokens_per_s"]
     assert tree["predicted_over_measured"] == pytest.approx(ratio)
+    assert tree["predicted_over_wall"] == pytest.approx(tree["predicted_tokens_per_s"] / tree["wall_tokens_per_s"])
+    assert tree["wall_over_measured"] == pytest.approx(tree["measured_tokens_per_s"] / tree["wall_tokens_per_s"])
+    assert (tree["held"], tree["engines"], tree["experts"]) == (["measured", "wall"], 1, None)
     assert tree["cost"] == fitted.coefficients.model_dump()
     assert len(tree["decode"]) == 4
 
@@ -168,6 +236,33 @@ def test_a_fit_that_fails_its_check_is_not_written_and_says_why(
     assert json.loads(shown.out)["passed"] is False
     for words in ("throughput = 1.400 is not allowed: 0.85 to 1.15", "--rounds", "cost.toml is not written"):
         assert words in shown.err
+
+
+def test_the_clock_is_held_where_the_machine_was_quiet(
+    measured: Measurement, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1.13 of the steps and 1.04 times as long by the clock: 1.18 of it. A twentieth more is a busy machine's."""
+    slower = replace(measured, mixed_s=1.13 * measured.mixed_s)
+    for slowdown, held in ((1.04, {"measured": 1.13, "wall": 1.1752}), (1.06, {"measured": 1.13})):
+        seen = replace(slower, mixed_wall_s=(slowdown * slower.mixed_s,))
+        checked = validate(fit(seen.decode, seen.prefill).coefficients, seen)
+        assert checked.held == pytest.approx(held, rel=1e-6)
+        assert checked.passed(0.2)
+        assert checked.passed(0.15) == ("wall" not in held)
+        if "wall" in held:
+            with pytest.raises(typer.Exit):
+                conclude("tiny", seen, 0.15, None, force=False, as_json=False)
+            shown = capsys.readouterr()
+            assert "predicted/wall throughput = 1.175 is not allowed" in shown.err
+            assert "predicted/measured throughput" not in shown.err
+        else:
+            conclude("tiny", seen, 0.15, None, force=False, as_json=False)
+            assert "1.198, not held" in capsys.readouterr().out
+
+
+def test_the_table_says_what_was_seen_of_experts(measured: Measurement, capsys: pytest.CaptureFixture[str]) -> None:
+    conclude("tiny-moe", replace(measured, experts=Experts(8, 2)), 0.15, None, force=False, as_json=False)
+    assert "not seen in its steps" in capsys.readouterr().out
 
 
 def test_it_is_written_all_the_same_where_that_is_asked_for(
@@ -205,6 +300,9 @@ def test_bad_coefficients_are_refused_by_name(field: str, value: object) -> None
         (("--tolerance", "0"), "--tolerance"),
         (("--tolerance", "nan"), "--tolerance"),
         (("--model", "no/such/folder"), "--model"),
+        (("--clock", "cpu", "--threads", "2"), "--clock"),
+        (("--clock", "sun"), "--clock"),
+        (("--engines", "0"), "--engines"),
     ],
 )
 def test_bad_input_is_refused_before_an_engine_starts(arguments: tuple[str, ...], words: str) -> None:

@@ -14,7 +14,7 @@ from dora.cli.app import COMMANDS, app
 from dora.cli.profile import report as profile_report
 from dora.orchestrator.core.state import Counters
 from dora.planning.profile import fit, validate
-from dora.planning.samples import DecodeSample, Measurement, MixedRequest, PrefillSample
+from dora.planning.samples import DecodeSample, Experts, Measurement, MixedRequest, PrefillSample
 from dora.replay import Known, KnownWorker, Summary
 from dora.sim.fault import Fault
 from dora.sim.report import BrokenReport
@@ -89,8 +89,8 @@ def test_every_field_of_a_profile_is_explained() -> None:
         for kv in (10 * running, 100 * running)
     )
     mixed = (MixedRequest(10, 20),)
-    measured = Measurement(4, decode, (PrefillSample(1, 10, 0.1),), mixed, 1.0, (1.0,), 2.0)
-    fitted = fit(measured.decode, measured.prefill)
+    measured = Measurement(4, decode, (PrefillSample(1, 10, 0.1),), mixed, 1.0, (1.0,), 2.0, Experts(8, 2))
+    fitted = fit(measured.decode, measured.prefill, measured.experts)
     tree = profile_report("tiny", measured, fitted, validate(fitted.coefficients, measured))
     assert {*keys(tree), "passed"} <= named(PROFILE)
 

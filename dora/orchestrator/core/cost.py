@@ -5,9 +5,15 @@ StaleFlow eq. 11-12 (paper 000, appendix B): a decode step of ``n`` running requ
     k1 * kv + max(k2, k3 * n) + k4
 
 ``k1`` reads a token's KV, ``k2`` reads the weights, ``k3`` computes one token, ``k4`` is everything else. The paper's
-text calls k1 "per byte"; its value only makes sense per token. A mixture of experts reads more of its weights and
-suffers more from uneven experts as the batch changes: ``expert_fraction`` and ``imbalance`` bend k2 and k3 (both
-neutral for a dense model).
+text calls k1 "per byte"; its value only makes sense per token. A mixture of experts bends two of them, which the paper
+does not do: a step reads, beside what every token reads, the experts that any of its tokens chose, and it waits for the
+fullest of its expert-parallel ranks:
+
+    k2 * read_share(n)      read_share = 1 - (1 - shared_fraction) * (1 - expert_fraction) ** n
+    k3 * n * (1 + imbalance / sqrt(n))
+
+The first takes tokens to choose their experts independently and evenly. Of ``n`` such choices the fullest rank's share
+is off the mean by sqrt(n), hence the second. A dense model has an ``expert_fraction`` of 1 and an ``imbalance`` of 0.
 """
 
 from dataclasses import dataclass
@@ -15,7 +21,7 @@ from typing import TypeVar
 
 from dora.orchestrator.core.table import Column
 
-Tokens = TypeVar("Tokens", float, Column)
+Number = TypeVar("Number", float, Column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +33,17 @@ class CostModel:
     request_s: float  # k3: seconds a step for each running request
     step_s: float  # k4: seconds a step for everything else
     prefill_token_s: float = 0.0  # seconds for each token whose KV is computed in one go
-    expert_fraction: float = 1.0  # share of the weights that one token reads; 1: dense
+    expert_fraction: float = 1.0  # of the weights not shared, those that one token reads: its experts; 1: dense
     imbalance: float = 0.0  # k3 grows by this share when one request runs, and by its 1/sqrt(n) when n run
+    shared_fraction: float = 0.0  # of all weights, those that every token reads: attention, embeddings, shared experts
 
     def matmul_s(self, running: int) -> float:
         """The part of a step that depends on the number of running requests alone."""
         if not running:
             return 0.0
-        touched = 1.0 - (1.0 - self.expert_fraction) ** running
+        read_s = self.weights_s * read_share(self.expert_fraction, self.shared_fraction, running)
         compute_s = self.request_s * running * (1.0 + self.imbalance / running**0.5)
-        return max(self.weights_s * touched, compute_s) + self.step_s
+        return max(read_s, compute_s) + self.step_s
 
     def decode_step_s(self, running: int, kv_tokens: float) -> float:
         """Seconds of one decode step (eq. 11)."""
@@ -47,6 +54,11 @@ class CostModel:
         return running / self.decode_step_s(running, kv_tokens) if running else 0.0
 
 
-def context_work(tokens: Tokens, prompt_tokens: int) -> Tokens:
+def read_share(expert_fraction: float, shared_fraction: float, running: Number) -> Number:
+    """Share of all weights that a step of ``running`` requests reads, 0 to 1; see the module's text."""
+    return 1.0 - (1.0 - shared_fraction) * (1.0 - expert_fraction) ** running
+
+
+def context_work(tokens: Number, prompt_tokens: int) -> Number:
     """Context-tokens, summed over the steps of a response of so many tokens: what it costs of KV that is scarce."""
     return tokens * (tokens / 2 + prompt_tokens)

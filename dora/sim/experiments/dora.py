@@ -48,8 +48,8 @@ EXPERIMENTS: Final[Mapping[str, Experiment]] = {
     "dora-128": _dora(128, 40, {"sync": 5.46, "partial": 6.65, "one_step": 7.7, "dora": 7.95}),
 }
 LONGCAT: Final[Mapping[str, Experiment]] = {
-    "longcat-4096": _longcat(540.0, {}),
+    "longcat-4096": _longcat(408.0, {}),
     "longcat-4096-agentic": _longcat(
-        690.0, {"most": 16, "environment_mean_s": 30.0, "environment_sigma": 1.0, "answer_tokens": 500}
+        605.0, {"most": 16, "environment_mean_s": 30.0, "environment_sigma": 1.0, "answer_tokens": 500}
     ),
 }

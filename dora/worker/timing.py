@@ -1,0 +1,75 @@
+"""What is to be timed of which engine, and the engine for it, in this process."""
+
+import os
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final, Literal
+
+from dora.planning.samples import Measurement
+from dora.worker.engine import RolloutEngine
+from dora.worker.profiling import FASTEST, USUAL, Clock, Grid, default_grid, measure
+
+ClockName = Literal["wall", "cpu"]
+# The thread's own time on a core: what a step takes with a core to itself, however busy the machine is. It says so only
+# of an engine that computes in its own thread.
+CLOCKS: Final[dict[ClockName, Clock]] = {"wall": time.perf_counter, "cpu": time.thread_time}
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One engine, and how often its steps of how many batch sizes are timed."""
+
+    model: Path  # a Hugging Face folder
+    slots: int
+    kv_tokens: int
+    max_model_len_tokens: int
+    dtype: Literal["float32", "bfloat16"]
+    threads: int
+    seed: int
+    rounds: int
+    batches: int
+    clock: ClockName
+
+    def grid(self, counted: tuple[float, float]) -> Grid:
+        """Raises InvalidValue for an engine that is too small to be measured."""
+        return default_grid(self.slots, self.kv_tokens, self.max_model_len_tokens, self.rounds, self.batches, counted)
+
+    def measure(self, engine: RolloutEngine, grid: Grid, place: int = 0) -> Measurement:
+        """Times an engine in this process and thread."""
+        clock = CLOCKS[self.clock]
+        return measure(engine, grid, seed=self.seed, clock=clock, wall_clock=time.perf_counter, place=place)
+
+    def start(self) -> RolloutEngine:
+        """A vLLM engine in this process, which has none yet, with its weights loaded."""
+        os.environ["OMP_NUM_THREADS"] = str(self.threads)  # vLLM reads it while it is imported
+        from dora.worker.vllm_engine import VllmEngine
+
+        engine = VllmEngine(
+            self.model,
+            slots=self.slots,
+            kv_tokens=self.kv_tokens,
+            max_model_len_tokens=self.max_model_len_tokens,
+            dtype=self.dtype,
+        )
+        engine.load_weights(0, self.model, None)
+        return engine
+
+    def arguments(self) -> list[str]:
+        """As options of ``dora.worker.profiler``."""
+        return [text for each in fields(self) for text in (_option(each.name), str(getattr(self, each.name)))]
+
+
+def measure_alone(timing: Timing) -> Measurement:
+    """Starts the engine in this process, times it and closes it."""
+    # refuses what is too small before vLLM is loaded
+    grid = timing.grid(FASTEST if timing.clock == "wall" else USUAL)
+    engine = timing.start()
+    try:
+        return timing.measure(engine, grid)
+    finally:
+        engine.close()
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
