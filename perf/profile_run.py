@@ -111,6 +111,8 @@ def profiled(options: argparse.Namespace, folder: Path, number: int) -> tuple[di
     process = subprocess.Popen(_text(argv), stdout=subprocess.PIPE, text=True)
     with Children(process) as engines:
         answer, _ = process.communicate()
+    if not answer:  # it has said why
+        sys.exit(process.returncode)
     found: dict[str, Any] = json.loads(answer)
     return found | {"cost": tomllib.loads(out.read_text())["cluster"]["cost"]}, engines.last.since(Shares())
 

@@ -20,7 +20,7 @@ CURVE_TERMS: Final = 3  # k2, k3 and k4: what a dense model's step says of the n
 
 
 def fullest_rank(ranks: int, experts_per_token: float) -> float:
-    """How far the fullest of ``ranks`` is above the mean when one token chooses ``experts_per_token`` experts, as a share.
+    """How far the fullest of ``ranks`` is above the mean, a share, when a token chooses ``experts_per_token`` experts.
 
     For ``n`` tokens it is this over sqrt(n), as ``CostModel.imbalance`` has it. Each rank gets ``m = n k / ranks`` of
     the choices on average, with a standard deviation of nearly sqrt(m) where they are even and independent; the
