@@ -121,7 +121,9 @@ def check_worker(state: State, worker: Worker, inbound: Sequence[int] | None = N
         )
     if worker.inbound != len(inbound):
         raise Violation(f"{name} counts {worker.inbound} inbound handoffs, not {len(inbound)}")
-    claimed = int(requests["claim"][rows].sum() + requests["claim_inbound"][list(inbound)].sum())
+    claimed = int(requests["claim"][rows].sum())
+    if inbound:
+        claimed += int(requests["claim_inbound"][list(inbound)].sum())
     if worker.kv_claimed != claimed:
         raise Violation(f"{name} has {worker.kv_claimed} KV tokens claimed, not {claimed}")
 

@@ -34,7 +34,8 @@ def staying(snapshot: Snapshot, targets: Mapping[int, int]) -> Column:
     """By seat (bool): has its version in memory and is to keep it, so that requests may move to it."""
     workers = snapshot.workers
     target = workers.target.copy()
-    target[list(targets)] = list(targets.values())
+    seats = np.fromiter(targets, dtype=np.int64, count=len(targets))
+    target[seats] = np.fromiter(targets.values(), dtype=np.int64, count=len(targets))
     stays: Column = workers.alive & ~workers.draining & (workers.loaded == target) & (workers.loaded >= 0)
     return stays
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import cached_property
 from math import ceil, inf
 
 import numpy as np
@@ -36,7 +37,9 @@ class Demand:
         self._group_kv_tokens = group_kv_tokens
         requests = snapshot.requests
         self._context = (requests.prompt_tokens + requests.tokens).astype(np.float64)
-        self._seats = plannable(snapshot)
+        self._seats = plannable(
+            snapshot
+        )  # as a column: to make one of a list of a thousand takes longer than to use it
         self._unfinished = np.flatnonzero(requests.unfinished)
         targets = snapshot.workers.target[self._seats].tolist()
         self._leader = leading(snapshot.newest, targets, snapshot.window, snapshot.admits)
@@ -53,20 +56,21 @@ class Demand:
         snapshot = self._snapshot
         target = present_targets(snapshot, self._leader)
         if not self._dry():
-            need = self._needs({*target.values(), self._leader}, {})
+            wanted = self._wanted({*target.values(), self._leader})
+            need = self._needs(wanted, {})
             to_come = self._filled_by(snapshot.groups_per_step)
             self.ample = AMPLE * (sum(map(ceil, need.values())) + to_come) <= len(target)
             if self.ample:
                 self._deal(target, need, self._spread(need, target))
             else:
-                need = self._needs(set(need), self._kept_free)
+                need = self._needs(wanted, self._kept_free)
                 self._deal(target, need, self._scheduled(need, len(target)))
         cover(snapshot, target)
         return target
 
     def moves(self, targets: Mapping[int, int]) -> tuple[tuple[Move, ...], Lanes]:
         """Off the DP groups that change or leave, the longest first; to the lanes; then off those whose KV runs out."""
-        stays = staying(self._snapshot, dict(targets))
+        stays = staying(self._snapshot, targets)
         board = _Board(self._snapshot, stays, plan_lanes(self._snapshot, stays, self._lifespan), self._shares())
         requests = self._snapshot.requests
         rows = np.flatnonzero(requests.movable & (requests.worker >= 0))
@@ -129,21 +133,25 @@ class Demand:
                 else:
                     break
 
-    def _needs(self, versions: set[int], kept_free: Mapping[int, float]) -> dict[int, float]:
-        """DP groups that each version needs for its requests' KV, now and at the horizon; the leading one at least."""
-        snapshot, unfinished = self._snapshot, self._unfinished
-        of_version = snapshot.requests.version[unfinished]
-        later = self._look_ahead(HORIZON_TOKENS, LEVEL_TOKENS)
-        kv_tokens = float(snapshot.workers.kv_tokens[self._seats].mean()) if self._seats else 1.0
-        slots = float(snapshot.workers.slots[self._seats].mean()) if self._seats else 1.0
+    def _wanted(self, versions: set[int]) -> dict[int, tuple[int, float]]:
+        """Version -> its unfinished requests, and their KV: now or at the horizon, whichever is more. In order."""
+        unfinished = self._unfinished
+        of_version = self._snapshot.requests.version[unfinished]
+        context, later = self._context[unfinished], self._look_ahead(HORIZON_TOKENS, LEVEL_TOKENS)
+        wanted: dict[int, tuple[int, float]] = {}
+        for version in sorted(versions.union(of_version.tolist())):
+            its = np.flatnonzero(of_version == version)
+            wanted[version] = len(its), max(float(context[its].sum()), float(later[its].sum()))
+        return wanted
+
+    def _needs(self, wanted: Mapping[int, tuple[int, float]], kept_free: Mapping[int, float]) -> dict[int, float]:
+        """DP groups that each version needs for its requests and their KV; the leading one at least."""
+        slots, kv_tokens = self._engine
         need: dict[int, float] = {}
-        for version in sorted({*versions, *np.unique(of_version).tolist()}):
-            its = of_version == version
-            rows = unfinished[its]
-            kv = max(float(self._context[rows].sum()), float(later[its].sum()))
+        for version, (requests, kv) in wanted.items():
+            least = 1 if requests or version == self._leader else 0
             kv += kept_free.get(version, 0.0)
-            least = 1 if len(rows) or version == self._leader else 0
-            need[version] = max(least, kv / (FILL * kv_tokens), len(rows) / slots)
+            need[version] = max(least, kv / (FILL * kv_tokens), requests / slots)
         return need
 
     def _filled_by(self, groups: int) -> float:
@@ -151,15 +159,23 @@ class Demand:
 
         Slots do not count: where they are short, what has begun says so.
         """
-        if not self._group_kv_tokens or not self._seats:
+        if not self._group_kv_tokens or not len(self._seats):
             return inf
-        return groups * self._group_kv_tokens / (FILL * float(self._snapshot.workers.kv_tokens[self._seats].mean()))
+        return groups * self._group_kv_tokens / (FILL * self._engine[1])
+
+    @cached_property
+    def _engine(self) -> tuple[float, float]:
+        """Slots and KV of a DP group, on average."""
+        workers = self._snapshot.workers
+        if not len(self._seats):
+            return 1.0, 1.0
+        return float(workers.slots[self._seats].mean()), float(workers.kv_tokens[self._seats].mean())
 
     def _in_use(self, need: dict[int, int], target: Mapping[int, int]) -> dict[int, int]:
         """Older versions keep what works for them, too; not what still empties for them."""
         workers = self._snapshot.workers
         working = np.flatnonzero((workers.held > 0) & (workers.loaded == workers.target))
-        works = Counter(target[seat] for seat in working.tolist() if seat in target)
+        works = Counter(map(target.get, working.tolist()))
         return {v: least if v == self._leader else max(least, works[v]) for v, least in need.items()}
 
     def _shares(self) -> Column:

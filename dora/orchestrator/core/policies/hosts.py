@@ -4,14 +4,14 @@ import numpy as np
 
 from dora.orchestrator.core.migration import staying
 from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.table import Column
 
 __all__ = ["cover", "living_targets", "plannable", "present_targets", "staying", "waiting_versions"]
 
 
-def plannable(snapshot: Snapshot) -> list[int]:
+def plannable(snapshot: Snapshot) -> Column:
     """Seats that a plan gives a version: living ones that are not to leave."""
-    seats: list[int] = np.flatnonzero(snapshot.workers.alive & ~snapshot.workers.draining).tolist()
-    return seats
+    return np.flatnonzero(snapshot.workers.alive & ~snapshot.workers.draining)
 
 
 def waiting_versions(snapshot: Snapshot) -> list[int]:
@@ -40,8 +40,9 @@ def cover(snapshot: Snapshot, targets: dict[int, int]) -> None:
 
 def present_targets(snapshot: Snapshot, otherwise: int) -> dict[int, int]:
     """What each plannable seat is to host already; ``otherwise`` where that is no version."""
-    target = snapshot.workers.target.tolist()
-    return {seat: target[seat] if target[seat] >= 0 else otherwise for seat in plannable(snapshot)}
+    seats = plannable(snapshot)
+    target = snapshot.workers.target[seats]
+    return dict(zip(seats.tolist(), np.where(target >= 0, target, otherwise).tolist(), strict=True))
 
 
 def living_targets(snapshot: Snapshot) -> dict[int, int]:

@@ -19,7 +19,7 @@ class PartialPolicy(BasePolicy):
     """
 
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
-        return Plan(dict.fromkeys(plannable(snapshot), VERSION))
+        return Plan(dict.fromkeys(plannable(snapshot).tolist(), VERSION))
 
     def versions(self, floor: Floor) -> tuple[int, ...]:
         return (VERSION,)

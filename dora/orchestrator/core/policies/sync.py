@@ -30,7 +30,7 @@ class SyncPolicy(BasePolicy):
         unfinished = requests.version[requests.unfinished]
         next_version = self.version_of(snapshot.step, snapshot.newest, snapshot.window)
         version = int(unfinished.min()) if len(unfinished) else next_version
-        seats = plannable(snapshot)
+        seats = plannable(snapshot).tolist()
         self._pool = len(seats)
         return Plan(dict.fromkeys(seats, version))
 
