@@ -37,9 +37,7 @@ class Demand:
         self._group_kv_tokens = group_kv_tokens
         requests = snapshot.requests
         self._context = (requests.prompt_tokens + requests.tokens).astype(np.float64)
-        self._seats = plannable(
-            snapshot
-        )  # as a column: to make one of a list of a thousand takes longer than to use it
+        self._seats = plannable(snapshot)  # a column: to make one of a list takes longer than to use it
         self._unfinished = np.flatnonzero(requests.unfinished)
         targets = snapshot.workers.target[self._seats].tolist()
         self._leader = leading(snapshot.newest, targets, snapshot.window, snapshot.admits)
