@@ -20,7 +20,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 
 from dora.config import validated
-from dora.garbage import collecting_rarely
+from dora.memory import collecting_rarely, keep_freed_memory
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
@@ -110,6 +110,7 @@ def window_decisions_per_s(decisions: int = 100_000) -> float:
 
 
 def measured(policy: str, predictor: str, workers: int, requests: int, plans: int) -> Measured:
+    keep_freed_memory()  # as the service does
     gc.collect()
     before = _memory_bytes()
     machine, admission_s = fleet(policy, predictor, workers, requests)

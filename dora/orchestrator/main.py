@@ -22,8 +22,8 @@ import grpc
 from dora.config import Config
 from dora.errors import DoraError, InvalidValue
 from dora.eventlog import EventLogWriter
-from dora.garbage import collecting_rarely
 from dora.kvtransfer.shm import ShmTransport
+from dora.memory import collecting_rarely, keep_freed_memory
 from dora.models import context_tokens, default_cache, resolve_model
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.policies import check_live
@@ -77,6 +77,7 @@ async def serve(
     check_context(config, model)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(collecting_rarely())
+        keep_freed_memory()
         run_folder = stack.enter_context(_run_folder(config))
         store = await asyncio.to_thread(WeightStore, run_folder / "weights", model)
         recorder = await _recorder(config, store, stack)

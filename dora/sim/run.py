@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from dora.errors import DoraError, InvalidValue
-from dora.garbage import collecting_rarely
+from dora.memory import collecting_rarely
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.adjustment import groups_to_add

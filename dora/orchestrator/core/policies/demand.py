@@ -39,6 +39,7 @@ class Demand:
         self._context = (requests.prompt_tokens + requests.tokens).astype(np.float64)
         self._seats = plannable(snapshot)  # a column: to make one of a list takes longer than to use it
         self._unfinished = np.flatnonzero(requests.unfinished)
+        self._held = self._context[self._unfinished]
         targets = snapshot.workers.target[self._seats].tolist()
         self._leader = leading(snapshot.newest, targets, snapshot.window, snapshot.admits)
         self.ample = False  # whether all versions have more DP groups than they can fill, as ``targets`` has found
@@ -133,13 +134,15 @@ class Demand:
 
     def _wanted(self, versions: set[int]) -> dict[int, tuple[int, float]]:
         """Version -> its unfinished requests, and their KV: now or at the horizon, whichever is more. In order."""
-        unfinished = self._unfinished
-        of_version = self._snapshot.requests.version[unfinished]
-        context, later = self._context[unfinished], self._look_ahead(HORIZON_TOKENS, LEVEL_TOKENS)
+        of_version = self._snapshot.requests.version[self._unfinished]
+        first = int(of_version.min(initial=0))
+        places, later = of_version - first, self._look_ahead(HORIZON_TOKENS, LEVEL_TOKENS)
+        counts = np.bincount(places).tolist()
+        kv = np.maximum(np.bincount(places, weights=self._held), np.bincount(places, weights=later)).tolist()
         wanted: dict[int, tuple[int, float]] = {}
-        for version in sorted(versions.union(of_version.tolist())):
-            its = np.flatnonzero(of_version == version)
-            wanted[version] = len(its), max(float(context[its].sum()), float(later[its].sum()))
+        for version in sorted(versions.union(first + place for place, count in enumerate(counts) if count)):
+            place = version - first
+            wanted[version] = (counts[place], kv[place]) if 0 <= place < len(counts) else (0, 0.0)
         return wanted
 
     def _needs(self, wanted: Mapping[int, tuple[int, float]], kept_free: Mapping[int, float]) -> dict[int, float]:
@@ -192,7 +195,7 @@ class Demand:
             rows = self._unfinished
             runs_on = self._snapshot.requests.runs_on(rows, np.array(ahead_tokens))
             for tokens, runs in zip(ahead_tokens, runs_on.T, strict=True):
-                self._later[tokens] = (self._context[rows] + tokens) * runs
+                self._later[tokens] = (self._held + tokens) * runs
         return self._later[ahead_tokens[0]]
 
     def _dry(self) -> bool:
