@@ -16,6 +16,7 @@ from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stderr, stdout
 from dora.errors import DoraError, InvalidValue
 from dora.outfile import check_folder
+from dora.planning.samples import ClockName
 
 if TYPE_CHECKING:
     from dora.planning.profile import Fit, Validation
@@ -25,7 +26,6 @@ EXAMPLE = "dora profile --model smollm2 --out cost.toml"
 CONTEXT_TOKENS: Final = 1024  # long enough to see what a cached token costs
 FORMATS: Final = (".toml", ".json")
 Dtype = Literal["float32", "bfloat16"]
-ClockName = Literal["wall", "cpu"]
 
 
 def profile(
@@ -201,7 +201,7 @@ def _table(model: str, measurement: "Measurement", fitted: "Fit", checked: "Vali
     table.add_row("k3, a request", f"{cost.request_s * 1e6:.4g} us")
     table.add_row("k4, the rest", f"{cost.step_s * 1e3:.4g} ms")
     if measurement.experts is not None:
-        dense = cost.expert_fraction == 1.0 and not cost.imbalance
+        dense = cost.model().dense
         bent = f"{cost.expert_fraction:.3g} of k2 for one token, imbalance {cost.imbalance:.3g}"
         table.add_row("experts", "not seen in its steps" if dense else f"{bent}; without, {fitted.dense_error:.1%} off")
     table.add_row("prefill", f"{1 / cost.prefill_token_s:,.0f} tokens/s" if cost.prefill_token_s else "free")

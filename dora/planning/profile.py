@@ -90,7 +90,7 @@ def fit(decode: Sequence[DecodeSample], prefill: Sequence[PrefillSample] = (), e
         coefficients=Coefficients(**asdict(cost)),
         decode_error=_decode_error(cost, decode),
         prefill_error=_mean_error((_prefill_step_s(cost, s), s.step_s) for s in prefill),
-        kink=kink if cost.expert_fraction == 1.0 and not cost.imbalance else _last_bound_by_weights(cost, decode),
+        kink=kink if cost.dense else _last_bound_by_weights(cost, decode),
         dense_error=None if experts is None else _decode_error(dense, decode),
     )
 

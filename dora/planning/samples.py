@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
+
+ClockName = Literal["wall", "cpu"]  # real time, or the thread's own time on a core
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Measurement:
     mixed_wall_s: tuple[float, ...]  # of each of its runs, whatever else the machine did
     wall_s: float  # of the whole measurement
     experts: Experts | None = None  # of the model, if it is a mixture of them
-    clock: str = "wall"  # of the steps, and of mixed_s
+    clock: ClockName = "wall"  # of the steps, and of mixed_s
     engines: int = 1  # timed beside each other; all times are means over them
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core.handoff import LIVE, Handoff, Phase
-from dora.orchestrator.core.hosting import EMPTY_SEAT, SEATED, seated_row
+from dora.orchestrator.core.hosting import SEATED, seated_row
 from dora.orchestrator.core.state import GroupStatus, RequestStatus, State, Worker
 from dora.orchestrator.core.table import Table
 from dora.sim.ledger import Violation
@@ -71,8 +71,8 @@ def check_hosting(state: State) -> None:
     vacating = [worker for worker in workers if worker.vacating]
     if list(hosting.vacating()) != vacating or set(hosting.leaving()) != {worker.loaded for worker in vacating}:
         raise Violation(f"seats {_seats(hosting.vacating())} are listed as vacated, while {_seats(vacating)} are")
-    kept = hosting._seated[: len(state.seats)].tolist()
-    if kept != [list(EMPTY_SEAT if worker is None else seated_row(worker)) for worker in state.seats]:
+    kept = hosting.rows(len(state.seats))
+    if kept != list(map(seated_row, state.seats)):
         raise Violation(f"what a snapshot says of seats is {kept}, of {', '.join(SEATED)}")
     if outdated := state.loads.outdated(state.seats):
         raise Violation(f"what a snapshot would say of the loads of seats {outdated} is out of date")

@@ -1,7 +1,6 @@
 """Measures one run as it goes: work done and consumed, time per step, what stood still. Fills the timeline too."""
 
 from dataclasses import dataclass, field
-from typing import Final
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
@@ -57,9 +56,6 @@ class Consumed:
                 self.response_tokens += length
                 self.prompt_tokens += group.prompt.prompt_tokens
             self.context_tokens += group.prompt.context_work()
-
-
-TOLD: Final = frozenset({do.CopyOut, do.RemoveRequest, do.Thaw, do.LoadVersion})  # commands that are measured
 
 
 class Meter:
@@ -137,8 +133,7 @@ class Meter:
         for command in commands:
             if isinstance(command, do.WorkerCommand):
                 self._count(command.worker_id)
-                if type(command) in TOLD:
-                    self._sent(command, now_s)
+                self._sent(command, now_s)
         if self.timeline is not None:
             self._draw(event, now_s)
 

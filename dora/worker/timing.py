@@ -6,11 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final, Literal
 
-from dora.planning.samples import Measurement
+from dora.planning.samples import ClockName, Measurement
 from dora.worker.engine import RolloutEngine
 from dora.worker.profiling import FASTEST, USUAL, Clock, Grid, default_grid, measure
 
-ClockName = Literal["wall", "cpu"]
 # The thread's own time on a core: what a step takes with a core to itself, however busy the machine is. It says so only
 # of an engine that computes in its own thread.
 CLOCKS: Final[dict[ClockName, Clock]] = {"wall": time.perf_counter, "cpu": time.thread_time}

@@ -162,9 +162,7 @@ def test_the_ranker_refuses_features_it_cannot_use(features: tuple[float, ...]) 
 def test_given_lengths_are_taken_as_they_are() -> None:
     predictor = PREDICTORS["given"]()
     estimate = predictor.predict(asked(known=(10, 20, 4000, 5)))
-    assert [estimate.of_sibling(sibling) for sibling in range(4)] == [
-        (math.log(tokens), 0.0) for tokens in (10, 20, 4000, 5)
-    ]
+    assert estimate.of_siblings(4) == ([math.log(tokens) for tokens in (10, 20, 4000, 5)], 0.0)
     assert estimate.log_mean == pytest.approx(np.log([10, 20, 4000, 5]).mean())
     assert predictor.predict(asked(known=(70,))).known_tokens == (70,) * 4
 
@@ -174,8 +172,8 @@ def test_without_given_lengths_statistics_answer() -> None:
     for predictor in (given_lengths, statistics):
         predictor.observe(asked(), 700)
     assert given_lengths.predict(asked()) == statistics.predict(asked())
-    assert given_lengths.predict(asked()).of_sibling(2) == (
-        statistics.predict(asked()).log_mean,
+    assert given_lengths.predict(asked()).of_siblings(4) == (
+        [statistics.predict(asked()).log_mean] * 4,
         statistics.predict(asked()).log_sd,
     )
 

@@ -1,6 +1,5 @@
 """Prompts are drawn, wait in the backlog, and become groups of a version, as far as window and policy let them."""
 
-import math
 from functools import lru_cache
 from math import exp
 from statistics import NormalDist
@@ -91,7 +90,9 @@ def admit(state: State, entry: Entry, version: int) -> None:
         state.groups[name][group] = value
     state.group_id[group], state.group_row[group_id] = group_id, group
     state.traits[group] = traits_of(prompt)
-    log_means, log_sd, expected = _beliefs(state.predictor.predict(state.traits[group]), prompt)
+    estimate = state.predictor.predict(state.traits[group])
+    log_means, log_sd = estimate.of_siblings(size)
+    expected = _expected_tokens(estimate, prompt)
     rows = state.requests.allocate(size)
     columns: tuple[tuple[str, Any], ...] = (
         ("status", RequestStatus.WAITING),
@@ -116,13 +117,11 @@ def admit(state: State, entry: Entry, version: int) -> None:
     state.out.append(do.AdmitGroup(group_id, prompt.prompt_id, version, ids))
 
 
-def _beliefs(estimate: Estimate, prompt: on.OfferedPrompt) -> tuple[list[float], float, list[int]]:
-    """Of each sibling the mean of its log tokens, and its expected tokens; between, the deviation of all."""
+def _expected_tokens(estimate: Estimate, prompt: on.OfferedPrompt) -> list[int]:
+    """Of each sibling."""
     if estimate.known_tokens:
-        means = [math.log(tokens) for tokens in estimate.known_tokens]
-        return means, 0.0, [min(tokens, prompt.max_tokens) for tokens in estimate.known_tokens]
-    log_mean, log_sd, size = estimate.log_mean, estimate.log_sd, prompt.group_size
-    return [log_mean] * size, log_sd, [_mean_tokens(log_mean, log_sd, prompt.max_tokens)] * size
+        return [min(tokens, prompt.max_tokens) for tokens in estimate.known_tokens]
+    return [_mean_tokens(estimate.log_mean, estimate.log_sd, prompt.max_tokens)] * prompt.group_size
 
 
 def _mean_tokens(log_mean: float, log_sd: float, max_tokens: int) -> int:

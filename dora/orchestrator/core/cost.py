@@ -37,6 +37,11 @@ class CostModel:
     imbalance: float = 0.0  # k3 grows by this share when one request runs, and by its 1/sqrt(n) when n run
     shared_fraction: float = 0.0  # of all weights, those that every token reads: attention, embeddings, shared experts
 
+    @property
+    def dense(self) -> bool:
+        """Whether nothing is bent as a mixture of experts bends it."""
+        return self.expert_fraction == 1.0 and not self.imbalance
+
     def matmul_s(self, running: int) -> float:
         """The part of a step that depends on the number of running requests alone."""
         if not running:

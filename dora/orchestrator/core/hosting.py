@@ -1,17 +1,16 @@
 """Who hosts which version, kept up to date worker by worker: no event has to look at the whole fleet.
 
-What changes with it is kept by seat in columns too, which a snapshot copies: to read them off a thousand workers takes
-longer than most plans.
+What changes with it is kept by seat in columns too (seats.py), which a snapshot copies.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from dora.orchestrator.core.seats import SeatColumns
 from dora.orchestrator.core.table import Column
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class Hosting:
     _targeting: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
     _loading: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
     _leaving: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
-    _seated: Column = field(default_factory=lambda: np.zeros((0, len(SEATED)), dtype=np.int64))  # seat x column
+    _seated: SeatColumns = field(default_factory=partial(SeatColumns, SEATED, EMPTY_SEAT))
     _staying: tuple[int, int] | None = None  # as ``staying`` says, while nobody has moved
     _moved: dict[int, "Worker | None"] = field(default_factory=dict)  # seat -> who sits there now
 
@@ -79,16 +78,18 @@ class Hosting:
     def seated(self, seats: int) -> dict[str, Column]:
         """Copies of the ``SEATED`` columns (int64) for the first so many seats; ``EMPTY_SEAT`` where nobody sits."""
         self._refresh()
-        self._make_seats(seats)
-        return {name: self._seated[:seats, place].copy() for place, name in enumerate(SEATED)}
+        return self._seated.copies(seats)
+
+    def rows(self, seats: int) -> list[tuple[int, ...]]:
+        """The same by seat, one row each."""
+        self._refresh()
+        return self._seated.rows(seats)
 
     def staying(self) -> tuple[int, int]:
         """How many workers are to stay, and their KV in tokens."""
         self._refresh()
         if self._staying is None:
-            alive, draining, kv_tokens = (
-                self._seated[:, SEATED.index(name)] for name in ("alive", "draining", "kv_tokens")
-            )
+            alive, draining, kv_tokens = map(self._seated.column, ("alive", "draining", "kv_tokens"))
             stays = (alive > 0) & (draining == 0)
             self._staying = int(stays.sum()), int(kv_tokens[stays].sum())
         return self._staying
@@ -98,18 +99,10 @@ class Hosting:
             self._staying = None
         for seat, worker in self._moved.items():
             self._unlist(seat)
-            self._make_seats(seat + 1)
-            self._seated[seat] = EMPTY_SEAT
+            self._seated[seat] = seated_row(worker)
             if worker is not None:
                 self._list(seat, worker)
-                self._seated[seat] = seated_row(worker)
         self._moved.clear()
-
-    def _make_seats(self, seats: int) -> None:
-        lacking = seats - len(self._seated)
-        if lacking > 0:
-            more = np.tile(np.array(EMPTY_SEAT, dtype=np.int64), (max(lacking, len(self._seated)), 1))
-            self._seated = np.concatenate([self._seated, more])
 
     def _list(self, seat: int, worker: "Worker") -> None:
         entry = self._listed[seat] = _Listed(
@@ -140,8 +133,10 @@ class Hosting:
             _discard(self._loading, entry.loading, seat)
 
 
-def seated_row(worker: "Worker") -> tuple[int, ...]:
+def seated_row(worker: "Worker | None") -> tuple[int, ...]:
     """Its row of the ``SEATED`` columns."""
+    if worker is None:
+        return EMPTY_SEAT
     return (
         int(not worker.stopping), worker.loaded, worker.target, int(worker.draining), worker.slots, worker.kv_tokens
     )  # fmt: skip

@@ -52,11 +52,11 @@ class Estimate:
     group_share: float
     known_tokens: tuple[int, ...] = ()
 
-    def of_sibling(self, sibling: int) -> tuple[float, float]:
-        """``(log_mean, log_sd)`` of one sibling: exact, with deviation 0, where its length is known."""
+    def of_siblings(self, count: int) -> tuple[list[float], float]:
+        """``log_mean`` of each of so many siblings, and ``log_sd`` of all: exact, and 0, where lengths are known."""
         if self.known_tokens:
-            return math.log(self.known_tokens[sibling]), 0.0
-        return self.log_mean, self.log_sd
+            return [math.log(tokens) for tokens in self.known_tokens], 0.0
+        return [self.log_mean] * count, self.log_sd
 
 
 # ------------------------------------------------------------------------------------------------------------- columns

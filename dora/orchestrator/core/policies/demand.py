@@ -139,11 +139,8 @@ class Demand:
         places, later = of_version - first, self._look_ahead(HORIZON_TOKENS, LEVEL_TOKENS)
         counts = np.bincount(places).tolist()
         kv = np.maximum(np.bincount(places, weights=self._held), np.bincount(places, weights=later)).tolist()
-        wanted: dict[int, tuple[int, float]] = {}
-        for version in sorted(versions.union(first + place for place, count in enumerate(counts) if count)):
-            place = version - first
-            wanted[version] = (counts[place], kv[place]) if 0 <= place < len(counts) else (0, 0.0)
-        return wanted
+        found = {first + place: each for place, each in enumerate(zip(counts, kv, strict=True)) if each[0]}
+        return {version: found.get(version, (0, 0.0)) for version in sorted(versions | found.keys())}
 
     def _needs(self, wanted: Mapping[int, tuple[int, float]], kept_free: Mapping[int, float]) -> dict[int, float]:
         """DP groups that each version needs for its requests and their KV; the leading one at least."""
