@@ -4,6 +4,12 @@ import pytest
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.policies import POLICIES, Strategy
+from dora.orchestrator.core.policies.laxity import LaxityPolicy
+from dora.orchestrator.core.view import snapshot
+from dora.sim.presets import composed
+from dora.sim.run import simulate
 from tests.unit.test_machine import Bench
 
 
@@ -54,3 +60,47 @@ def test_without_an_older_version_kv_is_still_known_to_be_ample_at_a_publish() -
     bench.load_all()
     assert not bench.given(do.ReserveSlot)
     assert sorted(worker.held for worker in bench.state.workers.values()) == [0, 0] + [2] * 8
+
+
+def test_what_runs_dry_gets_the_newest_version_without_a_plan() -> None:
+    """Four of ten DP groups still work for version 0; the first of them runs dry."""
+    bench = Bench(window=2, groups=4, policy="laxity")
+    bench.start(*(f"w{number}" for number in range(10)))
+    bench.offer(32, group_size=4)
+    bench.post(on.StepRequested(1, 0))
+    for group in range(8):
+        for response in range(4 if group < 4 else 3):
+            bench.complete(f"g{group}.{response}")
+    bench.post(on.StepCommitted(1, 0))
+    bench.load_all()
+    before = bench.state.counters.rebalances
+    dry = bench.state.workers[bench.owner("g4.3")]
+    bench.complete("g4.3")
+    assert (dry.held, dry.target, dry.loading) == (0, 1, 1)
+    assert bench.state.counters.rebalances == before
+
+
+def test_what_runs_dry_goes_where_a_plan_would_put_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far more DP groups than can be filled: at every hand-on a plan would change that, and nothing else."""
+    handed_on: list[bool] = []
+
+    class Compared(LaxityPolicy):
+        def heir(self, floor: Floor) -> int | None:
+            version = super().heir(floor)
+            if version is not None:
+                seen = snapshot(floor._state)
+                plan, now = self._demand(seen).targets(), seen.workers.target
+                changes = {seat: target for seat, target in plan.items() if target != now[seat]}
+                handed_on.append(changes == dict.fromkeys(sorted(_dry(floor)), version))
+            return version
+
+    monkeypatch.setitem(POLICIES, "compared", Strategy(Compared))
+    ample = {"cluster": {"gpus": 72, "rollout_gpus": 64}}
+    simulate(composed(ample, "small", "compared", 3), steps=6, warmup=2, seed=0)
+    assert len(handed_on) > 20
+    assert all(handed_on)
+
+
+def _dry(floor: Floor) -> set[int]:
+    """Seats that hold nothing and are to host an older version."""
+    return {worker.seat for worker in floor.workers() if not worker.held and 0 <= worker.target < floor.newest}

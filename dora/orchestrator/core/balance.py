@@ -26,11 +26,7 @@ def rebalance(state: State, trigger: Trigger) -> None:
     state.policy.foresee(Floor(state))
     plan = state.policy.plan(snapshot(state), trigger)
     for seat, version in plan.targets.items():
-        worker = state.seats[seat]
-        assert worker is not None, f"the plan names the empty seat {seat}"
-        if worker.target != version:
-            worker.target = version
-            state.rehosted(worker)
+        _retarget(state, seat, version)
     state.planned = deque(plan.moves)  # what the last plan wanted and did not begin is void
     state.settling = True
 
@@ -69,7 +65,7 @@ def check(state: State) -> None:
         if unhosted - state.unhosted:
             rebalance(state, Trigger.MEMBERSHIP)
         elif dry and dried != state.dry:
-            rebalance(state, Trigger.DRAINED)
+            _hand_on(state, dry)
         state.unhosted, state.dry = unhosted, dried
         if state.settling:
             settle(state)
@@ -105,6 +101,25 @@ def migrate(state: State, event: on.MigrateAsked) -> None:
     if target.hosts != version:
         raise Conflict("--to", event.target_worker, f"a worker that hosts version {version}, as the request needs (C1)")
     handoffs.begin(state, row, target)
+
+
+def _hand_on(state: State, dry: frozenset[int]) -> None:
+    """Idle seats without work get another version: the one that the policy names at once, else what a plan says."""
+    heir = state.policy.heir(Floor(state))
+    if heir is None:
+        rebalance(state, Trigger.DRAINED)
+        return
+    for seat in sorted(dry):
+        _retarget(state, seat, heir)
+
+
+def _retarget(state: State, seat: int, version: int) -> None:
+    """The worker on this seat is to host this version from now on."""
+    worker = state.seats[seat]
+    assert worker is not None, f"a version for the empty seat {seat}"
+    if worker.target != version:
+        worker.target = version
+        state.rehosted(worker)
 
 
 def _begin(state: State) -> None:

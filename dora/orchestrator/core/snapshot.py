@@ -117,6 +117,12 @@ class Policy(Protocol):
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
         """A whole re-balancing cycle: which DP group is to host which version, and which requests move."""
 
+    def heir(self, floor: "Floor") -> int | None:
+        """The version that DP groups of older ones get as they run dry, where that is known without a plan.
+
+        None: a plan is to say (``Trigger.DRAINED``).
+        """
+
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
         """Only moves, under the present targets: called now and then while requests stand on leaving DP groups."""
 

@@ -25,6 +25,9 @@ class BasePolicy(ABC):
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
         """See snapshot.Policy."""
 
+    def heir(self, floor: Floor) -> int | None:
+        return None
+
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
         return ()
 

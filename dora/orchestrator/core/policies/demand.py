@@ -41,7 +41,7 @@ class Demand:
         self._unfinished = np.flatnonzero(requests.unfinished)
         self._held = self._context[self._unfinished]
         targets = snapshot.workers.target[self._seats].tolist()
-        self._leader = leading(snapshot.newest, targets, snapshot.window, snapshot.admits)
+        self.leader = leading(snapshot.newest, targets, snapshot.window, snapshot.admits)
         self.ample = False  # whether all versions have more DP groups than they can fill, as ``targets`` has found
         self._later: dict[float, Column] = {}  # tokens ahead -> KV that each unfinished request will hold by then
 
@@ -53,9 +53,9 @@ class Demand:
         last step.
         """
         snapshot = self._snapshot
-        target = present_targets(snapshot, self._leader)
+        target = present_targets(snapshot, self.leader)
         if not self._dry():
-            wanted = self._wanted({*target.values(), self._leader})
+            wanted = self._wanted({*target.values(), self.leader})
             need = self._needs(wanted, {})
             to_come = self._filled_by(snapshot.groups_per_step)
             self.ample = AMPLE * (sum(map(ceil, need.values())) + to_come) <= len(target)
@@ -86,14 +86,14 @@ class Demand:
     def _spread(self, exact: Mapping[int, float], target: Mapping[int, int]) -> dict[int, int]:
         """Where KV is ample: older versions keep what works for them, the newest gets what it could fill."""
         need = {version: ceil(groups) for version, groups in exact.items()}
-        if self._may_begin(self._leader):
-            need[self._leader] += ceil(self._filled_by(self._snapshot.admissible[self._leader]))
+        if self._may_begin(self.leader):
+            need[self.leader] += ceil(self._filled_by(self._snapshot.admissible[self.leader]))
         kept = self._in_use(need, target)
         return kept if sum(kept.values()) <= len(target) else _shared(need, len(target))
 
     def _scheduled(self, exact: Mapping[int, float], groups: int) -> dict[int, int]:
         """Where KV is short: what each version fills, and an older one what its lifespan says where that is more."""
-        snapshot, lifespan, leader = self._snapshot, self._lifespan, self._leader
+        snapshot, lifespan, leader = self._snapshot, self._lifespan, self.leader
         need = {version: ceil(each) for version, each in exact.items()}
         if lifespan is not None:
             for version in need:
@@ -103,7 +103,7 @@ class Demand:
 
     def _deal(self, target: dict[int, int], exact: Mapping[int, float], need: Mapping[int, int]) -> None:
         """Hands DP groups on until each version has as many as it needs, or none has one to give."""
-        leader, lifespan = self._leader, self._lifespan
+        leader, lifespan = self.leader, self._lifespan
         have = dict.fromkeys(need, 0) | Counter(target.values())
         kv_expected = self._snapshot.workers.kv_expected.tolist()
         # KV and seat, the emptiest last, of versions that have given one up: they had too many, or are robbed as nobody
@@ -147,7 +147,7 @@ class Demand:
         slots, kv_tokens = self._engine
         need: dict[int, float] = {}
         for version, (requests, kv) in wanted.items():
-            least = 1 if requests or version == self._leader else 0
+            least = 1 if requests or version == self.leader else 0
             kv += kept_free.get(version, 0.0)
             need[version] = max(least, kv / (FILL * kv_tokens), requests / slots)
         return need
@@ -174,7 +174,7 @@ class Demand:
         workers = self._snapshot.workers
         working = np.flatnonzero((workers.held > 0) & (workers.loaded == workers.target))
         works = Counter(map(target.get, working.tolist()))
-        return {v: least if v == self._leader else max(least, works[v]) for v, least in need.items()}
+        return {v: least if v == self.leader else max(least, works[v]) for v, least in need.items()}
 
     def _shares(self) -> Column:
         """By row: KV of a request now, and LEVEL_TOKENS later."""
@@ -198,8 +198,8 @@ class Demand:
     def _dry(self) -> bool:
         """Whether the leading version has nothing and will get nothing: no prompt is left."""
         snapshot, requests = self._snapshot, self._snapshot.requests
-        has = bool((requests.unfinished & (requests.version == self._leader)).any())
-        return not has and not len(snapshot.backlog_longest) and not snapshot.admits(self._leader)
+        has = bool((requests.unfinished & (requests.version == self.leader)).any())
+        return not has and not len(snapshot.backlog_longest) and not snapshot.admits(self.leader)
 
     def _may_begin(self, version: int) -> bool:
         """Whether a prompt waits that this version may still take."""

@@ -55,7 +55,7 @@ class LaxityPolicy(BasePolicy):
         self._crowds: dict[int, bool] = {}  # by version, within one dispatch
         self._barren: set[int] = set()  # versions that no prompt fits: nor will one before the next forecast or prompt
         self._arrivals = 0
-        self._newest = -1
+        self._newest = self._leader = -1  # the latter as last planned
         self._waited = 0  # prompts that had ever come when the newest version began its first
         self._lanes: dict[
             int, tuple[int, float]
@@ -203,8 +203,16 @@ class LaxityPolicy(BasePolicy):
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
         demand = self._demand(snapshot)
         targets = demand.targets()
-        self._reservations.ample = demand.ample
+        self._reservations.ample, self._leader = demand.ample, demand.leader
         return Plan(targets, self._moves(snapshot, demand, targets))
+
+    def heir(self, floor: Floor) -> int | None:
+        """Where KV is ample the older versions keep what works for them, and the leading one gets what does not.
+
+        A plan would say the same, in a thousand times as long: there DP groups run dry one by one, hundreds a step.
+        """
+        leads = self._leader == floor.newest and any(worker.held for worker in floor.hosts(floor.newest))
+        return floor.newest if self._reservations.ample and leads else None
 
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
         return self._moves(snapshot, self._demand(snapshot), living_targets(snapshot))
