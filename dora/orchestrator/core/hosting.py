@@ -43,7 +43,8 @@ class Hosting:
     _loading: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
     _leaving: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
     _seated: SeatColumns = field(default_factory=partial(SeatColumns, SEATED, EMPTY_SEAT))
-    _staying: tuple[int, int] | None = None  # as ``staying`` says, while nobody has moved
+    _staying: dict[int, int] = field(default_factory=dict)  # seat -> KV in tokens of the worker, where it is to stay
+    _staying_kv: int = 0  # sum of these
     _moved: dict[int, "Worker | None"] = field(default_factory=dict)  # seat -> who sits there now
 
     def moved(self, seat: int, worker: "Worker | None") -> None:
@@ -88,15 +89,9 @@ class Hosting:
     def staying(self) -> tuple[int, int]:
         """How many workers are to stay, and their KV in tokens."""
         self._refresh()
-        if self._staying is None:
-            alive, draining, kv_tokens = map(self._seated.column, ("alive", "draining", "kv_tokens"))
-            stays = (alive > 0) & (draining == 0)
-            self._staying = int(stays.sum()), int(kv_tokens[stays].sum())
-        return self._staying
+        return len(self._staying), self._staying_kv
 
     def _refresh(self) -> None:
-        if self._moved:
-            self._staying = None
         for seat, worker in self._moved.items():
             self._unlist(seat)
             self._seated[seat] = seated_row(worker)
@@ -105,6 +100,9 @@ class Hosting:
         self._moved.clear()
 
     def _list(self, seat: int, worker: "Worker") -> None:
+        if not worker.stopping and not worker.draining:
+            self._staying[seat] = worker.kv_tokens
+            self._staying_kv += worker.kv_tokens
         entry = self._listed[seat] = _Listed(
             worker.hosts, worker.target, worker.loading, worker.loaded if worker.vacating else -1
         )
@@ -121,6 +119,7 @@ class Hosting:
         entry = self._listed.pop(seat, None)
         if entry is None:
             return
+        self._staying_kv -= self._staying.pop(seat, 0)
         if entry.hosts >= 0:
             _delete(self._hosts[entry.hosts], seat)
             if not self._hosts[entry.hosts]:

@@ -23,6 +23,7 @@ class Machine:
 
     def __init__(self, config: Config) -> None:
         self._state = State(config, policy_of(config.balance, config.window.size))
+        self._drops = config.selection.redundant_fraction > 0
 
     def handle(self, event: on.Event, now_s: float) -> list[Command]:
         state = self._state
@@ -30,7 +31,8 @@ class Machine:
         assert not state.out
         try:
             _HANDLERS[type(event)](state, event)
-            selection.drop_surplus(state)
+            if self._drops:
+                selection.drop_surplus(state)
             balance.check(state)
             return state.out
         finally:

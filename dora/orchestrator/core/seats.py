@@ -18,10 +18,6 @@ class SeatColumns:
         self._reach(seat + 1)
         self._rows[seat] = row
 
-    def column(self, name: str) -> Column:
-        """A view, of all seats that were asked about and maybe more, which are empty."""
-        return self._rows[:, self._names.index(name)]
-
     def copies(self, seats: int) -> dict[str, Column]:
         """All columns for the first so many seats."""
         self._reach(seats)

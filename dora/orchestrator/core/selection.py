@@ -22,7 +22,7 @@ OPEN: Final = int(GroupStatus.OPEN)
 def drop_surplus(state: State) -> None:
     """Cancels what is redundant now; its step is then complete."""
     fraction, window = state.config.selection.redundant_fraction, state.window
-    if not fraction or state.stream_step != window.step:
+    if state.stream_step != window.step:
         return
     if not 0 < window.due == window.left <= spare_groups(fraction, window.groups_per_step):
         return
