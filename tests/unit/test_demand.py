@@ -8,6 +8,7 @@ import pytest
 
 from dora.orchestrator.core.lognormal import remaining_tokens
 from dora.orchestrator.core.policies.demand import HORIZON_TOKENS, LEVEL_TOKENS, Demand
+from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.snapshot import Move, Snapshot
 from tests.unit.snapshots import MAX_TOKENS, PROMPT_TOKENS, snapshot_of
 
@@ -147,3 +148,18 @@ def test_kv_that_lanes_keep_free_has_not_begun() -> None:
     demand = Demand(ten_idle(), None, {0: 6.0 * ROOM}, 1_000.0)
     demand.targets()
     assert demand.ample
+
+
+@pytest.mark.parametrize(("admissible", "hosts"), [(40, 5), (2, 2), (0, 1)])
+def test_an_older_version_has_what_its_schedule_says_as_far_as_it_could_fill_that(admissible: int, hosts: int) -> None:
+    """A step old, of four: five of 20 DP groups by the schedule, while its requests hold half of one.
+
+    Two groups more could nearly fill another one. One that may begin none has what its requests hold.
+    """
+    workers = [{"loaded": version, "kv_tokens": 100_000} for version in (0, 1) for _ in range(10)]
+    requests = [(0, 0, 50_000), *((1, seat, 95_000) for seat in range(10, 20))]
+    waits = {"newest": 1, "window": 5, "admissible": {0: admissible, 1: 400}, "backlog_longest": np.array([500.0])}
+    lifespan = Lifespan(20, 5, 1, 1, 1, 0.0, next_s=100.0, step_s=100.0)
+    demand = Demand(snapshot_of(workers, requests, **waits), lifespan, {}, 40_000.0)
+    assert list(demand.targets().values()).count(0) == hosts
+    assert lifespan.hosts(0, 0.0) == 5.0

@@ -95,6 +95,14 @@ def test_more_hurried_responses_than_one_lane_holds_open_a_second_and_slower_one
     assert lane_plan.cap[0] < lane_plan.cap[1]
 
 
+def test_the_fastest_lane_is_where_its_own_responses_are_not_where_most_of_all_are() -> None:
+    """Two in a hurry stand on DP group 1, and six less so on 0, which would have to be emptied as the faster lane."""
+    sooner, later = [(1, 20_000, 10_000)] * 2, [(0, 7_000, 8_500)] * 6
+    lane_plan = found(lanes_snapshot(sooner + later), hurried_until(400.0))
+    assert lane_plan.by_seat[1].pace_s < lane_plan.by_seat[0].pace_s
+    assert not lane_plan.to_lane.keys() & {0, 1}
+
+
 def test_a_lane_is_not_kept_emptier_than_is_worth_while() -> None:
     lane_plan = found(lanes_snapshot(HURRIED), hurried_until(100.0))  # 10 ms a token: no DP group is as fast
     assert [lane.kv_tokens for lane in lane_plan.by_seat.values()] == [

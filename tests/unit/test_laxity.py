@@ -232,6 +232,14 @@ def test_what_cannot_end_in_time_and_came_after_the_version_began_lets_all_other
     assert [command.prompt_id for command in commands if isinstance(command, do.AdmitGroup)] == ["q1", "q0"]
 
 
+def test_where_most_cannot_end_in_time_they_begin_as_they_come() -> None:
+    """KV and the versions in between would be idle until the next publish; the shorter ones have no priority either."""
+    machine = machine_of(8, [100], exhausted=False)
+    assert started(machine) == ["p0"]
+    commands = machine.handle(on.PromptsOffered(prompts_of([19_500, 300, 19_600], "q"), False), 2.0)
+    assert [command.prompt_id for command in commands if isinstance(command, do.AdmitGroup)][:2] == ["q0", "q1"]
+
+
 def test_prompts_of_middling_length_begin_in_order() -> None:
     assert started(machine_of(8, [100, 900, 300, 500])) == ["p0", "p1", "p2", "p3"]
 

@@ -85,6 +85,10 @@ class Backlog:
             self._lengths = np.array([length for length, _ in self._by_length])
         return self._lengths
 
+    def median_longest(self) -> float:
+        """What the predicted longest responses of more than half of the prompts reach; 0 where nothing waits."""
+        return self._by_length[(len(self._by_length) - 1) // 2][0] if self._by_length else 0.0
+
     def longest_of_shortest(self, count: int) -> float:
         """The longest prediction among so many of the shortest; infinite where there are no more than these."""
         return self._by_length[count - 1][0] if count < len(self._by_length) else inf

@@ -92,13 +92,17 @@ class Demand:
         return kept if sum(kept.values()) <= len(target) else _shared(need, len(target))
 
     def _scheduled(self, exact: Mapping[int, float], groups: int) -> dict[int, int]:
-        """Where KV is short: what each version fills, and an older one what its lifespan says where that is more."""
+        """Where KV is short: what each version fills, and an older one what its lifespan says where that is more.
+
+        No more than it could fill with all that it may begin: of many DP groups most of a due version's would be empty.
+        """
         snapshot, lifespan, leader = self._snapshot, self._lifespan, self.leader
         need = {version: ceil(each) for version, each in exact.items()}
         if lifespan is not None:
             for version in need:
                 if version < leader and need[version] and snapshot.admits(version):
-                    need[version] = max(need[version], int(lifespan.hosts(version, snapshot.now_s)))
+                    could = exact[version] + self._filled_by(snapshot.admissible[version])
+                    need[version] = max(need[version], ceil(min(could, int(lifespan.hosts(version, snapshot.now_s)))))
         return need if self._may_begin(leader) else _shared(need, groups)
 
     def _deal(self, target: dict[int, int], exact: Mapping[int, float], need: Mapping[int, int]) -> None:

@@ -94,15 +94,14 @@ def _open(
     order = np.argsort(needed_s, kind="stable")
     rows, needed_s, parts = rows[order], needed_s[order], parts[order]
     shares = (context + np.minimum(AHEAD_TOKENS, remaining))[order]
-    # where most of them are already, there is least to move
-    present = np.bincount(requests.worker[rows], weights=shares, minlength=len(found.cap))
-    free = iter(seats[np.argsort(-present[seats], kind="stable")].tolist())
+    free, full = seats, least_fill * float(found.cap[seats].mean())
     opened: list[Lane] = []
-    for share, pace_s, part in zip(shares.tolist(), needed_s.tolist(), parts.tolist(), strict=True):
+    for place, (share, pace_s, part) in enumerate(zip(shares.tolist(), needed_s.tolist(), parts.tolist(), strict=True)):
         if not opened or opened[-1].load + share > opened[-1].kv_tokens:
-            seat = next(free, None)
-            if seat is None:
+            if not len(free):
                 break
+            at = _where_most_are(requests.worker[rows[place:]], shares[place:], full, free)
+            seat, free = int(free[at]), np.delete(free, at)
             opened.append(_lane(seat, pace_s, cost, snapshot, float(found.cap[seat]), least_fill * part))
         opened[-1].load += share
     for lane in opened:
@@ -110,6 +109,16 @@ def _open(
         found.by_seat[lane.seat] = lane
         found.cap[lane.seat] = lane.kv_tokens
     _assign(found, opened, requests.worker[rows].tolist(), rows.tolist(), shares.tolist(), needed_s.tolist())
+
+
+def _where_most_are(seat_of: Column, shares: Column, kv_tokens: float, free: Column) -> int:
+    """The place among the ``free`` seats of the one that holds most of the first responses, as many as fill so much KV.
+
+    There is least to move. Of all the hurried ones most are on a slow lane: as a fast one it would be emptied first.
+    """
+    first = 1 + int(np.searchsorted(np.cumsum(shares), kv_tokens))
+    present = np.bincount(seat_of[:first], weights=shares[:first], minlength=int(free.max()) + 1)
+    return int(present[free].argmax())
 
 
 def _share_now(context: Column, remaining: Column) -> Column:

@@ -103,7 +103,7 @@ class LaxityPolicy(BasePolicy):
 
     def choose(self, floor: Floor, version: int) -> Entry | None:
         lifespan = self._reservations.lifespan
-        if lifespan is None:
+        if lifespan is None or (version == floor.newest and self._most_are_late(floor)):
             return floor.backlog.first()
         entry = None
         if version not in self._barren:
@@ -120,6 +120,14 @@ class LaxityPolicy(BasePolicy):
             if version == lifespan.leader and not any(worker.held for worker in floor.hosts(version)):
                 return floor.backlog.first()  # whatever the forecasts say: there is nothing to wait for
         return entry
+
+    def _most_are_late(self, floor: Floor) -> bool:
+        """Whether most prompts that wait could not end in time on full DP groups, though they began with the newest version.
+
+        Nor could they a little after the next publish. To let them wait for it would leave KV idle, and the versions
+        in between without work: they begin at once, and DP groups that empty make up for it.
+        """
+        return floor.backlog.median_longest() > self._reservations.reach_tokens(floor, floor.newest)
 
     def _late(self, floor: Floor, version: int, arrivals: int) -> Entry | None:
         """Right after a publish, the longest of the first so many prompts where it will be late in any case.
