@@ -122,7 +122,7 @@ class LaxityPolicy(BasePolicy):
         return entry
 
     def _most_are_late(self, floor: Floor) -> bool:
-        """Whether most prompts that wait could not end in time on full DP groups, though they began with the newest version.
+        """Whether most of the prompts that wait could not end in time on full DP groups, even with the newest version.
 
         Nor could they a little after the next publish. To let them wait for it would leave KV idle, and the versions
         in between without work: they begin at once, and DP groups that empty make up for it.
