@@ -194,15 +194,15 @@ def given_work_is_not_stirred(patch: Patch) -> None:
     patch.setattr(State, "give", silently)
 
 
-def staying_is_counted_once(patch: Patch) -> None:
-    refresh = Hosting._refresh
+def staying_is_counted_again(patch: Patch) -> None:
+    unlist = Hosting._unlist
 
-    def unforgetting(self: Hosting) -> None:
-        staying = self._staying
-        refresh(self)
-        self._staying = staying
+    def unforgetting(self: Hosting, seat: int) -> None:
+        staying, kv_tokens = dict(self._staying), self._staying_kv
+        unlist(self, seat)
+        self._staying, self._staying_kv = staying, kv_tokens
 
-    patch.setattr(Hosting, "_refresh", unforgetting)
+    patch.setattr(Hosting, "_unlist", unforgetting)
 
 
 def dead_worker_keeps_its_requests(patch: Patch) -> None:
