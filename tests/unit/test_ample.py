@@ -13,8 +13,8 @@ from dora.sim.run import simulate
 from tests.unit.test_machine import Bench
 
 
-def test_where_kv_is_ample_old_responses_stay_and_new_ones_spread_over_all_that_load() -> None:
-    """Four of ten DP groups still work for version 0. The other six get an even share of version 1 as each is ready."""
+def after_a_step() -> Bench:
+    """Version 1 was just published; four of ten DP groups still work for version 0, on one response each."""
     bench = Bench(window=2, groups=4, policy="laxity")
     bench.start(*(f"w{number}" for number in range(10)))
     bench.offer(32, group_size=4)
@@ -23,6 +23,12 @@ def test_where_kv_is_ample_old_responses_stay_and_new_ones_spread_over_all_that_
         for response in range(4 if group < 4 else 3):
             bench.complete(f"g{group}.{response}")
     bench.post(on.StepCommitted(1, 0))
+    return bench
+
+
+def test_where_kv_is_ample_old_responses_stay_and_new_ones_spread_over_all_that_load() -> None:
+    """The six DP groups that do not work for version 0 get an even share of version 1 as each is ready."""
+    bench = after_a_step()
     workers = bench.state.workers.values()
     assert sorted((worker.target, worker.held) for worker in workers) == [(0, 1)] * 4 + [(1, 0)] * 6
     bench.load_all()
@@ -63,15 +69,8 @@ def test_without_an_older_version_kv_is_still_known_to_be_ample_at_a_publish() -
 
 
 def test_what_runs_dry_gets_the_newest_version_without_a_plan() -> None:
-    """Four of ten DP groups still work for version 0; the first of them runs dry."""
-    bench = Bench(window=2, groups=4, policy="laxity")
-    bench.start(*(f"w{number}" for number in range(10)))
-    bench.offer(32, group_size=4)
-    bench.post(on.StepRequested(1, 0))
-    for group in range(8):
-        for response in range(4 if group < 4 else 3):
-            bench.complete(f"g{group}.{response}")
-    bench.post(on.StepCommitted(1, 0))
+    """The first of the four that work for version 0."""
+    bench = after_a_step()
     bench.load_all()
     before = bench.state.counters.rebalances
     dry = bench.state.workers[bench.owner("g4.3")]

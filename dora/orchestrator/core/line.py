@@ -85,10 +85,6 @@ class Backlog:
             self._lengths = np.array([length for length, _ in self._by_length])
         return self._lengths
 
-    def median_longest(self) -> float:
-        """What the predicted longest responses of more than half of the prompts reach; 0 where nothing waits."""
-        return self._by_length[(len(self._by_length) - 1) // 2][0] if self._by_length else 0.0
-
     def longest_of_shortest(self, count: int) -> float:
         """The longest prediction among so many of the shortest; infinite where there are no more than these."""
         return self._by_length[count - 1][0] if count < len(self._by_length) else inf
@@ -102,9 +98,13 @@ class Backlog:
                 return self._entries[number]
         return None
 
+    def count_within(self, limit_tokens: float) -> int:
+        """How many are predicted to have no response beyond the limit."""
+        return bisect_right(self._by_length, (limit_tokens, self._arrivals))
+
     def longest_within(self, limit_tokens: float) -> Entry | None:
         """The one with the longest predicted response of those within the limit."""
-        at = bisect_right(self._by_length, (limit_tokens, self._arrivals))
+        at = self.count_within(limit_tokens)
         return self._entries[self._by_length[at - 1][1]] if at else None
 
 

@@ -127,7 +127,8 @@ class LaxityPolicy(BasePolicy):
         Nor could they a little after the next publish. To let them wait for it would leave KV idle, and the versions
         in between without work: they begin at once, and DP groups that empty make up for it.
         """
-        return floor.backlog.median_longest() > self._reservations.reach_tokens(floor, floor.newest)
+        in_time = floor.backlog.count_within(self._reservations.reach_tokens(floor, floor.newest))
+        return 2 * in_time < len(floor.backlog)
 
     def _late(self, floor: Floor, version: int, arrivals: int) -> Entry | None:
         """Right after a publish, the longest of the first so many prompts where it will be late in any case.
