@@ -42,6 +42,7 @@ def snapshot_of(workers: list[dict[str, int]], requests: list[tuple[int, int, in
         unfinished=ones,
         movable=ones & (seat >= 0),
         version=version,
+        group=np.asarray(fields.pop("group", np.arange(len(version))), dtype=np.int64),
         worker=seat,
         prompt_tokens=np.full(len(version), PROMPT_TOKENS),
         tokens=context - PROMPT_TOKENS,

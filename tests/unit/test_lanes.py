@@ -11,7 +11,7 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.policies.demand import Demand
-from dora.orchestrator.core.policies.lanes import HASTE, LEAST_FILL, Lanes, plan_lanes
+from dora.orchestrator.core.policies.lanes import AHEAD_TOKENS, HASTE, LEAST_FILL, Lanes, plan_lanes
 from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.policies.outlook import FILL, SAFETY, TAIL_STEP, lifespan_of
 from dora.orchestrator.core.snapshot import Snapshot
@@ -101,6 +101,42 @@ def test_the_fastest_lane_is_where_its_own_responses_are_not_where_most_of_all_a
     lane_plan = found(lanes_snapshot(sooner + later), hurried_until(400.0))
     assert lane_plan.by_seat[1].pace_s < lane_plan.by_seat[0].pace_s
     assert not lane_plan.to_lane.keys() & {0, 1}
+
+
+def test_nobody_who_is_well_placed_makes_way_for_one_who_comes() -> None:
+    """Both lanes that are fast enough for it are full: it waits, where two more would have moved on down the lanes."""
+    there = [(0, 20_000, 10_000)] * 2 + [(1, 20_000, 9_900)] * 2
+    lane_plan = found(lanes_snapshot([*there, (3, 20_000, 10_400)]), hurried_until(400.0))
+    assert list(lane_plan.by_seat) == [0, 1, 2]
+    assert lane_plan.to_lane == {}
+
+
+def test_groups_that_take_turns_end_one_after_the_other_on_lanes_of_their_own_pace() -> None:
+    alike = [(seat, 20_000, 8_000) for seat in (0, 1) for _ in range(2)]  # two a lane
+    snapshot, lifespan = lanes_snapshot(alike), hurried_until(400.0)
+    at_once, in_turn = found(snapshot, lifespan), found(snapshot, replace(lifespan, turn_s=10.0))
+    assert len({lane.pace_s for lane in at_once.by_seat.values()}) == 1
+    # the last two groups have 400 and 390 seconds, those before them 380 and 370: a lane is as fast as its first needs
+    paces = sorted(lane.pace_s for lane in in_turn.by_seat.values())
+    fast, slow = (0.02 + (left_s / 8_000 - 0.02) * share_of_mean_fill(20_100, 8_000) for left_s in (370.0, 390.0))
+    assert paces == pytest.approx([fast, slow], rel=0.01)
+
+
+def test_responses_of_one_group_have_one_turn() -> None:
+    alike = [(seat, 20_000, 8_000) for seat in (0, 1) for _ in range(2)]
+    snapshot = lanes_snapshot(alike)
+    one = replace(snapshot, requests=replace(snapshot.requests, group=np.zeros(4, dtype=np.int64)))
+    lifespan = hurried_until(400.0)
+    assert found(one, replace(lifespan, turn_s=10.0)).by_seat == found(one, lifespan).by_seat
+
+
+def test_turns_give_way_where_there_is_no_room_for_them() -> None:
+    """32 turns of 5 s would need more lanes than there are DP groups."""
+    alike = [(seat, 5_000, 8_000) for seat in range(4) for _ in range(8)]
+    in_turn = found(lanes_snapshot(alike), replace(hurried_until(400.0), turn_s=5.0))
+    each = 5_100 + AHEAD_TOKENS
+    placed = sum(lane.load for lane in in_turn.by_seat.values()) / each
+    assert placed >= len(alike) - len(in_turn.by_seat)  # they come whole: a lane may have a part of one's room left
 
 
 def test_a_lane_is_not_kept_emptier_than_is_worth_while() -> None:

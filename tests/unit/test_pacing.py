@@ -86,3 +86,23 @@ def test_the_shortest_step_leaves_time_for_the_longest_and_for_all(
     assert 0 < kv_tokens <= ENGINE.kv_tokens
     always_full_s = groups * mix.work.sum() / (engines * ENGINE.kv_tokens) * COST.decode_step_s(1, ENGINE.kv_tokens)
     assert pacing.step_s >= always_full_s * (1 - 1e-6)
+
+
+def test_groups_take_turns_where_training_on_the_hurried_ones_is_a_fair_part_of_a_step() -> None:
+    every, few = LengthMix(), LengthMix()
+    every.add([500.0] * 15 + [20_000.0], PROMPT_TOKENS)
+    for _ in range(24):
+        few.add([500.0] * 16, PROMPT_TOKENS)
+    few.add([500.0] * 15 + [20_000.0], PROMPT_TOKENS)
+
+    def pacing(mix: LengthMix, group_s: float) -> Pacing:
+        return Pacing(mix, ENGINE, engines=4, groups=64, life_steps=1.5, group_s=group_s)
+
+    unknown, known = pacing(every, 0.0), pacing(every, 2.0)
+    assert unknown.turns_s(unknown.step_s) == 0.0
+    assert known.turns_s(known.step_s) == pytest.approx(64 * 2.0)
+    assert known.step_s > unknown.step_s  # half of that sooner on average
+    assert 1.5 * known.step_s - 64.0 == pytest.approx(20_000 * known.pace_s(known.lane_kv(known.step_s)), rel=0.02)
+    assert known.turns_s(10 * known.step_s) == 0.0  # no hurry
+    assert pacing(few, 2.0).turns_s(known.step_s) == 0.0
+    assert pacing(few, 2.0).step_s == pacing(few, 0.0).step_s

@@ -30,6 +30,7 @@ def snapshot(state: State) -> Snapshot:
             unfinished=unfinished(requests),
             movable=(status == RUNNING) & ~requests["moving"] & (requests["rests_until_s"] <= state.now_s),
             version=requests["version"],
+            group=requests["group"],
             worker=requests["worker"] - 1,
             prompt_tokens=requests["prompt_tokens"],
             tokens=requests["tokens"],

@@ -15,7 +15,8 @@ import numpy as np
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.policies.outlook import FILL
-from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.policies.turns import groups_after, left_in_turn
+from dora.orchestrator.core.snapshot import RequestColumns, Snapshot
 from dora.orchestrator.core.table import Column
 
 LEAST_FILL = 0.82  # a lane holds at least this share of what the longest responses need: emptier, it costs too much
@@ -64,43 +65,93 @@ def plan_lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None) -> 
     for version in np.unique(versions).tolist():
         seats = np.flatnonzero(stays & (workers.loaded == version))
         if len(seats):
-            left_s = lifespan.end_s(version) - snapshot.now_s
             its = versions == version
-            _open(found, snapshot, snapshot.cost, rows[its], remaining[its], seats, left_s, least_fill)
+            far = _Far.of(requests, rows[its], remaining[its])
+            left_s = _left_s(found, snapshot, snapshot.cost, far, seats, lifespan, version)
+            _open(found, snapshot, snapshot.cost, far, seats, left_s, least_fill)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Far:
+    """The responses of one version that have far to go."""
+
+    rows: Column
+    remaining: Column  # tokens to come
+    context: Column  # tokens of KV now
+    shares: Column  # and what a lane is to have room for
+    parts: Column  # how full a lane is to be for each now (``_share_now``)
+
+    @classmethod
+    def of(cls, requests: RequestColumns, rows: Column, remaining: Column) -> "_Far":
+        context = requests.prompt_tokens[rows] + requests.tokens[rows]
+        shares = context + np.minimum(AHEAD_TOKENS, remaining)
+        return cls(rows, remaining, context, shares, _share_now(context, remaining))
+
+    def sorted_by(self, order: Column) -> "_Far":
+        columns = (self.rows, self.remaining, self.context, self.shares, self.parts)
+        return _Far(*(column[order] for column in columns))
+
+    def pace_s(self, left_s: Column | float, cost: CostModel) -> Column:
+        """Seconds a token on a lane that is as full as it is to be now, so that each ends within ``left_s``."""
+        empty_s = cost.matmul_s(1)  # seconds a step where no KV is in use
+        pace_s: Column = empty_s + (left_s / self.remaining - empty_s) * self.parts
+        return pace_s
+
+
+def _left_s(
+    found: Lanes,
+    snapshot: Snapshot,
+    cost: CostModel,
+    far: _Far,
+    seats: Column,
+    lifespan: Lifespan,
+    version: int,
+) -> Column:
+    """By row: seconds within which it is to end; its group in turn, as far as these DP groups have the room."""
+    left_s = lifespan.end_s(version) - snapshot.now_s
+    if not lifespan.turn_s or not cost.kv_token_s:
+        return np.full(len(far.rows), left_s)
+    workers = snapshot.workers
+    most, held = float(found.cap[seats].mean()), max(1, int(workers.held[seats].mean()))
+    least = LEAST_FILL * lifespan.lane_fill * most
+    others = max(0.0, float(workers.kv_expected[seats].sum() - far.context.sum()))
+    room = len(seats) - others / most
+
+    def fits(left_s: Column) -> bool:
+        kv_tokens = np.clip((far.pace_s(left_s, cost) - cost.matmul_s(held)) / cost.kv_token_s, least, most)
+        return float((far.shares / kv_tokens).sum()) <= room
+
+    return left_in_turn(left_s, groups_after(snapshot.requests.group[far.rows], far.remaining), lifespan.turn_s, fits)
 
 
 def _open(
     found: Lanes,
     snapshot: Snapshot,
     cost: CostModel,
-    rows: Column,
-    remaining: Column,
+    far: _Far,
     seats: Column,
-    left_s: float,
+    left_s: Column,
     least_fill: float,
 ) -> None:
-    """The lanes of one version, of which ``rows`` are to end within ``left_s``: the most hurried on the first."""
+    """The lanes of one version, each of whose responses is to end within its ``left_s``: the most hurried first."""
     requests, workers = snapshot.requests, snapshot.workers
-    needed_s = left_s / remaining
     full_s = cost.decode_step_s(max(1, int(workers.held[seats].mean())), float(found.cap[seats].mean()))
-    hurried = needed_s < full_s
-    rows, needed_s, remaining = rows[hurried], needed_s[hurried], remaining[hurried]
-    found.hurried[rows] = True
-    context = requests.prompt_tokens[rows] + requests.tokens[rows]
-    parts = _share_now(context, remaining)
-    empty_s = cost.matmul_s(1)  # seconds a step where no KV is in use
-    needed_s = empty_s + (needed_s - empty_s) * parts
-    order = np.argsort(needed_s, kind="stable")
-    rows, needed_s, parts = rows[order], needed_s[order], parts[order]
-    shares = (context + np.minimum(AHEAD_TOKENS, remaining))[order]
+    hurried = left_s / far.remaining < full_s
+    found.hurried[far.rows[hurried]] = True
+    needed_s = far.pace_s(left_s, cost)
+    hurried_places = np.flatnonzero(hurried)
+    order = hurried_places[np.argsort(needed_s[hurried_places], kind="stable")]
+    far, needed_s = far.sorted_by(order), needed_s[order]
+    seat_of, shares = requests.worker[far.rows], far.shares
     free, full = seats, least_fill * float(found.cap[seats].mean())
     opened: list[Lane] = []
-    for place, (share, pace_s, part) in enumerate(zip(shares.tolist(), needed_s.tolist(), parts.tolist(), strict=True)):
+    each = zip(shares.tolist(), needed_s.tolist(), far.parts.tolist(), strict=True)
+    for place, (share, pace_s, part) in enumerate(each):
         if not opened or opened[-1].load + share > opened[-1].kv_tokens:
             if not len(free):
                 break
-            at = _where_most_are(requests.worker[rows[place:]], shares[place:], full, free)
+            at = _where_most_are(seat_of[place:], shares[place:], full, free)
             seat, free = int(free[at]), np.delete(free, at)
             opened.append(_lane(seat, pace_s, cost, snapshot, float(found.cap[seat]), least_fill * part))
         opened[-1].load += share
@@ -108,7 +159,7 @@ def _open(
         lane.load = 0.0
         found.by_seat[lane.seat] = lane
         found.cap[lane.seat] = lane.kv_tokens
-    _assign(found, opened, requests.worker[rows].tolist(), rows.tolist(), shares.tolist(), needed_s.tolist())
+    _assign(found, opened, seat_of.tolist(), far.rows.tolist(), shares.tolist(), needed_s.tolist())
 
 
 def _where_most_are(seat_of: Column, shares: Column, kv_tokens: float, free: Column) -> int:
@@ -152,15 +203,22 @@ def _assign(
     shares: Sequence[float],
     needed_s: Sequence[float],
 ) -> None:
-    """Each stays where it is if that is a lane fast enough, and goes to the slowest such lane otherwise."""
+    """Each stays where it is if that is a lane fast enough; then the others go to the slowest such lane.
+
+    Were they placed in one order, one that moves would take the place of one that could stay, and so on down the lanes.
+    """
     fastest_s = min((lane.pace_s for lane in opened), default=0.0)
+    elsewhere: list[tuple[int, float, float]] = []
     for row, seat, share, pace_s in zip(rows, seats, shares, needed_s, strict=True):
         pace_s = max(pace_s, fastest_s)
         lane = found.by_seat.get(seat)
-        if lane is None or not lane.takes(share, pace_s):
-            fit = (lane for lane in opened if lane.takes(share, pace_s))
-            lane = max(fit, key=lambda lane: (lane.pace_s, -lane.load), default=None)
+        if lane is not None and lane.takes(share, pace_s):
+            lane.load += share
+        else:
+            elsewhere.append((row, share, pace_s))
+    for row, share, pace_s in elsewhere:
+        fit = (lane for lane in opened if lane.takes(share, pace_s))
+        lane = max(fit, key=lambda lane: (lane.pace_s, -lane.load), default=None)
         if lane is not None:
             lane.load += share
-            if lane.seat != seat:
-                found.to_lane[row] = lane.seat
+            found.to_lane[row] = lane.seat

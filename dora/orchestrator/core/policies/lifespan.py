@@ -42,6 +42,7 @@ class Lifespan:
     step_s: float  # from there on, between publishes
     hurried: bool = False  # the longest responses cannot end in time on full DP groups
     lane_fill: float = 1.0  # but on those that use this share of their KV
+    turn_s: float = 0.0  # groups of a version are to end so long after one another; 0: all at once
     least_end_s: Mapping[int, float] = field(default_factory=dict)  # version -> before that it cannot end, even hurried
 
     def end_s(self, version: int) -> float:

@@ -37,12 +37,13 @@ def lifespan_of(floor: Floor) -> Lifespan:
         shortest * rhythm.step_s,
         LOSS * pacing.step_s if pacing is not None else 0.0,
     )
-    hurried, lane_fill, lane_s = False, LANE_FILL, rhythm.pace_s
+    hurried, lane_fill, lane_s, turn_s = False, LANE_FILL, rhythm.pace_s, 0.0
     if pacing is not None:
         kv_tokens = floor.kv_tokens() / groups
         lane_fill = min(LANE_FILL, pacing.lane_kv(step_s) / kv_tokens)
         lane_s = pacing.pace_s(lane_fill * kv_tokens)
         hurried = pacing.hurries(step_s) and lane_s < WORTH * pacing.full_s
+        turn_s = rhythm.group_s if pacing.turns_s(step_s) else 0.0
     longest = _longest_remaining(floor)
     least_end_s = {version: floor.now_s + SAFETY * lane_s * tokens for version, tokens in longest.items()}
     due = floor.newest - window.size + 1
@@ -61,6 +62,7 @@ def lifespan_of(floor: Floor) -> Lifespan:
         step_s=step_s,
         hurried=hurried,
         lane_fill=lane_fill,
+        turn_s=turn_s,
         least_end_s=least_end_s,
     )
 
@@ -94,7 +96,7 @@ def _pacing(floor: Floor, groups: int, life_steps: float) -> Pacing | None:
     if floor.cost is None or worker is None or not groups or not len(mix.classes()):
         return None
     engine = Engine(floor.cost, worker.slots, FILL * floor.kv_tokens() / groups)
-    return Pacing(mix, engine, groups, floor.window.groups_per_step, life_steps)
+    return Pacing(mix, engine, groups, floor.window.groups_per_step, life_steps, floor.rhythm.group_s)
 
 
 def _longest_remaining(floor: Floor) -> dict[int, float]:

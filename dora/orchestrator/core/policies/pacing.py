@@ -8,6 +8,9 @@ costs more of that group's time. A version lives ``life_steps`` steps of ``s`` s
     sum over responses of (context-tokens / KV held) * seconds a step, at their fill  <=  DP groups * s
 
 With a window so wide that all end in time on full DP groups that is the bubble-free bound.
+
+Those that no full DP group could end in time all end with their version's last step. Where training on their groups
+takes a fair part of one, they take turns (turns.py), and have half of that time less on average.
 """
 
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ from dora.orchestrator.core.table import Column
 
 FILLS = 64  # levels of KV in use that are looked at
 HALVINGS = 20
+TURNS_STEP = 0.2  # groups take turns where training on those that are hurried takes this share of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +36,14 @@ class Engine:
 
 
 class Pacing:
-    """Of steps of ``groups`` groups of this mix on so many engines. The mix must not be empty."""
+    """Of steps of ``groups`` groups of this mix on so many engines. The mix must not be empty.
 
-    def __init__(self, mix: LengthMix, engine: Engine, engines: int, groups: int, life_steps: float) -> None:
+    ``group_s``: a trainer's time for one group; 0: not known.
+    """
+
+    def __init__(
+        self, mix: LengthMix, engine: Engine, engines: int, groups: int, life_steps: float, group_s: float = 0.0
+    ) -> None:
         context = mix.context_tokens()
         self._kv = np.linspace(1.0 / FILLS, 1.0, FILLS) * min(engine.kv_tokens, engine.slots * context)
         running = np.maximum(1, self._kv / context).astype(np.int64)
@@ -42,6 +51,7 @@ class Pacing:
         self._pace_s = np.array([engine.cost.decode_step_s(*level) for level in levels])
         classes = mix.classes()
         self._lengths, self._work = mix.tokens[classes] / mix.responses[classes], groups * mix.work[classes]
+        self._train_s = groups * group_s * mix.longest[classes]  # of groups, by their longest response
         self._share_s = self._pace_s / self._kv / engines  # of all engines' time, for one context-token
         self._life_steps = life_steps
         self.full_s = float(self._pace_s[-1])  # seconds a token on a full DP group
@@ -54,6 +64,12 @@ class Pacing:
     def hurries(self, step_s: float) -> bool:
         """Whether the longest responses would be late on full DP groups if steps take so long."""
         return bool(self._levels(step_s)[-1] < FILLS - 1)
+
+    def turns_s(self, step_s: float) -> float:
+        """How long before the last the first of the hurried groups is to end if steps take so long; 0: all at once."""
+        hurried = self._lengths * self.full_s > self._life_steps * step_s
+        train_s = float(self._train_s[hurried].sum())
+        return train_s if train_s > TURNS_STEP * step_s else 0.0
 
     def pace_s(self, kv_tokens: float) -> float:
         """Seconds a token on a DP group that holds so much KV."""
@@ -76,6 +92,6 @@ class Pacing:
 
     def _levels(self, step_s: float) -> Column:
         """The fullest level that is fast enough, by class of length; the emptiest where none is."""
-        needed_s = self._life_steps * step_s / self._lengths
+        needed_s = (self._life_steps * step_s - self.turns_s(step_s) / 2) / self._lengths
         levels: Column = np.maximum(0, np.searchsorted(self._pace_s, needed_s, side="right") - 1)
         return levels
