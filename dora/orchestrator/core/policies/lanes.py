@@ -8,7 +8,7 @@ of an engine (core/cost.py); where that is not known there are no lanes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -58,17 +58,17 @@ def plan_lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None) -> 
     if snapshot.cost is None or lifespan is None or not lifespan.hurried or not len(rows):
         return found
     remaining = requests.remaining_tokens(rows)
-    far = remaining > NEAR_SHARE * remaining.max()
-    rows, remaining = rows[far], remaining[far]
+    distant = remaining > NEAR_SHARE * remaining.max()
+    rows, remaining = rows[distant], remaining[distant]
     versions = requests.version[rows]
     least_fill = LEAST_FILL * lifespan.lane_fill
     for version in np.unique(versions).tolist():
-        seats = np.flatnonzero(stays & (workers.loaded == version))
-        if len(seats):
+        free = np.flatnonzero(stays & (workers.loaded == version))
+        if len(free):
             its = versions == version
             far = _Far.of(requests, rows[its], remaining[its])
-            left_s = _left_s(found, snapshot, snapshot.cost, far, seats, lifespan, version)
-            _open(found, snapshot, snapshot.cost, far, seats, left_s, least_fill)
+            left_s = _left_s(found, snapshot, snapshot.cost, far, free, lifespan, version)
+            _open(found, snapshot, snapshot.cost, far, free, left_s, least_fill)
     return found
 
 
@@ -77,6 +77,8 @@ class _Far:
     """The responses of one version that have far to go."""
 
     rows: Column
+    seats: Column  # where each is
+    groups: Column
     remaining: Column  # tokens to come
     context: Column  # tokens of KV now
     shares: Column  # and what a lane is to have room for
@@ -86,11 +88,11 @@ class _Far:
     def of(cls, requests: RequestColumns, rows: Column, remaining: Column) -> "_Far":
         context = requests.prompt_tokens[rows] + requests.tokens[rows]
         shares = context + np.minimum(AHEAD_TOKENS, remaining)
-        return cls(rows, remaining, context, shares, _share_now(context, remaining))
+        seats, groups = requests.worker[rows], requests.group[rows]
+        return cls(rows, seats, groups, remaining, context, shares, _share_now(context, remaining))
 
     def sorted_by(self, order: Column) -> "_Far":
-        columns = (self.rows, self.remaining, self.context, self.shares, self.parts)
-        return _Far(*(column[order] for column in columns))
+        return _Far(*(getattr(self, column.name)[order] for column in fields(self)))
 
     def pace_s(self, left_s: Column | float, cost: CostModel) -> Column:
         """Seconds a token on a lane that is as full as it is to be now, so that each ends within ``left_s``."""
@@ -104,25 +106,25 @@ def _left_s(
     snapshot: Snapshot,
     cost: CostModel,
     far: _Far,
-    seats: Column,
+    free: Column,
     lifespan: Lifespan,
     version: int,
 ) -> Column:
-    """By row: seconds within which it is to end; its group in turn, as far as these DP groups have the room."""
+    """By row: seconds within which it is to end; its group in turn, as far as the ``free`` seats have the room."""
     left_s = lifespan.end_s(version) - snapshot.now_s
     if not lifespan.turn_s or not cost.kv_token_s:
         return np.full(len(far.rows), left_s)
     workers = snapshot.workers
-    most, held = float(found.cap[seats].mean()), max(1, int(workers.held[seats].mean()))
+    most, held = float(found.cap[free].mean()), max(1, int(workers.held[free].mean()))
     least = LEAST_FILL * lifespan.lane_fill * most
-    others = max(0.0, float(workers.kv_expected[seats].sum() - far.context.sum()))
-    room = len(seats) - others / most
+    others = max(0.0, float(workers.kv_expected[free].sum() - far.context.sum()))
+    room = len(free) - others / most
 
     def fits(left_s: Column) -> bool:
         kv_tokens = np.clip((far.pace_s(left_s, cost) - cost.matmul_s(held)) / cost.kv_token_s, least, most)
         return float((far.shares / kv_tokens).sum()) <= room
 
-    return left_in_turn(left_s, groups_after(snapshot.requests.group[far.rows], far.remaining), lifespan.turn_s, fits)
+    return left_in_turn(left_s, groups_after(far.groups, far.remaining), lifespan.turn_s, fits)
 
 
 def _open(
@@ -130,28 +132,24 @@ def _open(
     snapshot: Snapshot,
     cost: CostModel,
     far: _Far,
-    seats: Column,
+    free: Column,
     left_s: Column,
     least_fill: float,
 ) -> None:
-    """The lanes of one version, each of whose responses is to end within its ``left_s``: the most hurried first."""
-    requests, workers = snapshot.requests, snapshot.workers
-    full_s = cost.decode_step_s(max(1, int(workers.held[seats].mean())), float(found.cap[seats].mean()))
-    hurried = left_s / far.remaining < full_s
+    """Lanes on ``free`` seats for one version's responses, each to end within its ``left_s``: most hurried first."""
+    full, held = float(found.cap[free].mean()), max(1, int(snapshot.workers.held[free].mean()))
+    hurried = np.flatnonzero(left_s / far.remaining < cost.decode_step_s(held, full))
     found.hurried[far.rows[hurried]] = True
     needed_s = far.pace_s(left_s, cost)
-    hurried_places = np.flatnonzero(hurried)
-    order = hurried_places[np.argsort(needed_s[hurried_places], kind="stable")]
+    order = hurried[np.argsort(needed_s[hurried], kind="stable")]
     far, needed_s = far.sorted_by(order), needed_s[order]
-    seat_of, shares = requests.worker[far.rows], far.shares
-    free, full = seats, least_fill * float(found.cap[seats].mean())
     opened: list[Lane] = []
-    each = zip(shares.tolist(), needed_s.tolist(), far.parts.tolist(), strict=True)
+    each = zip(far.shares.tolist(), needed_s.tolist(), far.parts.tolist(), strict=True)
     for place, (share, pace_s, part) in enumerate(each):
         if not opened or opened[-1].load + share > opened[-1].kv_tokens:
             if not len(free):
                 break
-            at = _where_most_are(seat_of[place:], shares[place:], full, free)
+            at = _where_most_are(far.seats[place:], far.shares[place:], least_fill * full, free)
             seat, free = int(free[at]), np.delete(free, at)
             opened.append(_lane(seat, pace_s, cost, snapshot, float(found.cap[seat]), least_fill * part))
         opened[-1].load += share
@@ -159,7 +157,7 @@ def _open(
         lane.load = 0.0
         found.by_seat[lane.seat] = lane
         found.cap[lane.seat] = lane.kv_tokens
-    _assign(found, opened, seat_of.tolist(), far.rows.tolist(), shares.tolist(), needed_s.tolist())
+    _assign(found, opened, far, needed_s)
 
 
 def _where_most_are(seat_of: Column, shares: Column, kv_tokens: float, free: Column) -> int:
@@ -195,22 +193,15 @@ def _lane(seat: int, pace_s: float, cost: CostModel, snapshot: Snapshot, most: f
     return Lane(seat, pace_s, min((pace_s - cost.matmul_s(held)) / cost.kv_token_s, most))
 
 
-def _assign(
-    found: Lanes,
-    opened: Sequence[Lane],
-    seats: Sequence[int],
-    rows: Sequence[int],
-    shares: Sequence[float],
-    needed_s: Sequence[float],
-) -> None:
+def _assign(found: Lanes, opened: Sequence[Lane], far: _Far, needed_s: Column) -> None:
     """Each stays where it is if that is a lane fast enough; then the others go to the slowest such lane.
 
     Were they placed in one order, one that moves would take the place of one that could stay, and so on down the lanes.
     """
     fastest_s = min((lane.pace_s for lane in opened), default=0.0)
     elsewhere: list[tuple[int, float, float]] = []
-    for row, seat, share, pace_s in zip(rows, seats, shares, needed_s, strict=True):
-        pace_s = max(pace_s, fastest_s)
+    columns = (far.rows, far.seats, far.shares, np.maximum(needed_s, fastest_s))
+    for row, seat, share, pace_s in zip(*(column.tolist() for column in columns), strict=True):
         lane = found.by_seat.get(seat)
         if lane is not None and lane.takes(share, pace_s):
             lane.load += share
