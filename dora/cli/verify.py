@@ -52,6 +52,8 @@ def _table(folder: Path, report: "VerifyReport") -> Table:
     table.add_row("versions", ", ".join(f"v{version}" for version in report.versions) or "none")
     table.add_row("largest difference", f"{report.max_abs_diff:.2g} (at most {report.atol:g})")
     table.add_row("mean difference", f"{report.mean_abs_diff:.2g}")
+    if report.router_ties:
+        table.add_row("router ties", f"{report.router_ties:,} (choices of experts that rounding decides)")
     for sentence in report.violations[:SHOWN_VIOLATIONS]:
         table.add_row(Text("violation", "red"), sentence)
     if report.violations_total > SHOWN_VIOLATIONS:

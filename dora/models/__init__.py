@@ -2,18 +2,14 @@
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from dora.errors import InvalidValue, one_of
 from dora.models import tiny
+from dora.models.experts import experts_of
 from dora.models.smollm2 import prepare_smollm2
 
 __all__ = ["context_tokens", "default_cache", "experts", "resolve_model"]
-
-# config.json of one family or another: experts of a layer, and how many of them one token is sent to.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOKEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
 
 _TINY_KINDS: dict[str, tiny.TinyKind] = {"tiny": "dense", "tiny-moe": "moe"}
 
@@ -52,21 +48,6 @@ def context_tokens(folder: Path) -> int | None:
 
 
 def experts(folder: Path) -> tuple[int, int] | None:
-    """Of a mixture of experts how many there are in a layer, and how many one token is sent to; None for other models.
-
-    As config.json says, or its ``text_config``. Raises InvalidValue where it says the one and not the other.
-    """
-    config = json.loads((folder / "config.json").read_text())
-    config |= config.get("text_config") or {}
-    total, chosen = (_first_number(config, names) for names in (_EXPERTS, _TOKEN_EXPERTS))
-    if total < 2:
-        return None
-    if not 1 <= chosen <= total:
-        raise InvalidValue(f"{folder / 'config.json'}: {_TOKEN_EXPERTS[0]}", chosen, f"1 to the {total} experts there")
-    return total, chosen
-
-
-def _first_number(config: dict[str, object], names: Sequence[str]) -> int:
-    """Of the first of these fields that has one; else 0."""
-    values = (config.get(name) for name in names)
-    return next((value for value in values if isinstance(value, int)), 0)
+    """``experts_of`` the config.json of a Hugging Face folder."""
+    file = folder / "config.json"
+    return experts_of(json.loads(file.read_text()), str(file))

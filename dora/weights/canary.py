@@ -15,14 +15,20 @@ if TYPE_CHECKING:
     import torch
 
 CANARY_TOKENS: Final = 48
+_CHOICES: Final = 8  # sequences that are tried for one without a tie
+_TIE: Final = 1e-4  # router logits so close are one: rounding decides which expert is taken
 _LOSSY: Final = {"BF16": "bfloat16", "F16": "float16"}
 
 
-def canary_token_ids(vocab_size: int, tokens: int = CANARY_TOKENS) -> tuple[int, ...]:
-    """A fixed sequence that visits the whole vocabulary unevenly. Raises InvalidValue for a vocabulary below 2."""
+def canary_token_ids(vocab_size: int, tokens: int = CANARY_TOKENS, choice: int = 0) -> tuple[int, ...]:
+    """Fixed sequences, by ``choice``, that visit the whole vocabulary unevenly.
+
+    Raises InvalidValue for a vocabulary below 2.
+    """
     if vocab_size < 2:
         raise InvalidValue("vocab_size", vocab_size, "2 or more")
-    return tuple((7919 * i * i + 104729 * i + 13) % vocab_size for i in range(tokens))
+    first = choice * tokens
+    return tuple((7919 * i * i + 104729 * i + 13) % vocab_size for i in range(first, first + tokens))
 
 
 def check_canary(canary: Canary, vocab_size: int) -> None:
@@ -41,31 +47,50 @@ def compute_canary(module: "torch.nn.Module", dtypes: Mapping[str, str] | None =
     """The canary of a causal language model with a transformers ``config``.
 
     ``dtypes`` maps a parameter's name to the safetensors dtype that it is published in, where that loses precision:
-    the canary is of the weights as published. Leaves train/eval state, gradients and random state untouched.
+    the canary is of the weights as published. Of a mixture of experts it is the first of a few sequences in which no
+    router has a tie, or that with the fewest: there a worker may rightly take another expert. Leaves train/eval state,
+    gradients and random state untouched.
     Raises InvalidValue where the module has no ``config.vocab_size``.
     """
     import torch
+
+    from dora.models.routers import watched
 
     config: Any = getattr(module, "config", None)
     vocab_size = getattr(config, "vocab_size", None)
     if vocab_size is None:
         raise InvalidValue("weights", type(module).__name__, "a module with config.vocab_size, or a canary of your own")
     tokens = min(CANARY_TOKENS, int(getattr(config, "max_position_embeddings", CANARY_TOKENS)))
-    token_ids = canary_token_ids(vocab_size, tokens)
     training = [(part, part.training) for part in module.modules()]
     module.eval()  # dropout would make it random
     try:
         with torch.no_grad():
-            device = next(module.parameters()).device
-            batch = torch.tensor([token_ids], dtype=torch.int64, device=device)
-            arguments = {"input_ids": batch, "use_cache": False}
-            output = torch.func.functional_call(module, _rounded(module, dtypes or {}), (), arguments)
-            logprobs = torch.log_softmax(output.logits[0, :-1].float(), dim=-1)
-            chosen = logprobs.gather(1, batch[0, 1:, None])[:, 0].cpu()
+            rounded = _rounded(module, dtypes or {})
+            found: list[tuple[int, Canary]] = []
+            for choice in range(_CHOICES):
+                token_ids = canary_token_ids(vocab_size, tokens, choice)
+                with watched(module, _TIE) as ties:
+                    canary = _of_sequence(module, rounded, token_ids)
+                found.append((len(ties), canary))
+                if not ties:
+                    break
     finally:
         for part, was_training in training:
             part.training = was_training
-    return Canary(token_ids, tuple(chosen.tolist()))
+    return min(found, key=lambda each: each[0])[1]
+
+
+def _of_sequence(
+    module: "torch.nn.Module", parameters: dict[str, "torch.Tensor"], token_ids: tuple[int, ...]
+) -> Canary:
+    import torch
+
+    device = next(module.parameters()).device
+    batch = torch.tensor([token_ids], dtype=torch.int64, device=device)
+    arguments = {"input_ids": batch, "use_cache": False}
+    output = torch.func.functional_call(module, parameters, (), arguments)
+    logprobs = torch.log_softmax(output.logits[0, :-1].float(), dim=-1)
+    return Canary(token_ids, tuple(logprobs.gather(1, batch[0, 1:, None])[:, 0].cpu().tolist()))
 
 
 def _rounded(module: "torch.nn.Module", dtypes: Mapping[str, str]) -> dict[str, "torch.Tensor"]:
