@@ -51,7 +51,7 @@ def _known(model: type[BaseModel], path: tuple[str, ...]) -> str:
     fields = section.model_fields if section is not None else {}
     if nearest(name, fields, ALIKE):
         return one_of(name, fields, ALIKE)
-    elsewhere = list(_leaves(model, ""))
+    elsewhere = list(_everywhere(model, ""))
     names = nearest(name, [each.rpartition(".")[2] for each in elsewhere], ALIKE)
     return one_of(name, fields, ALIKE, meant=[each for each in elsewhere if each.rpartition(".")[2] in names])
 
@@ -140,11 +140,10 @@ def kind_of(field: FieldInfo) -> Any:
     return kinds[0] if len(kinds) == 1 else field.annotation
 
 
-def _leaves(model: type[BaseModel], path: str) -> Iterator[str]:
-    """All fields with their sections before them."""
+def _everywhere(model: type[BaseModel], path: str) -> Iterator[str]:
+    """All fields and sections, each with those before it that it stands in."""
     for name, field in model.model_fields.items():
+        yield f"{path}{name}"
         below = _section_of(field)
-        if below is None:
-            yield f"{path}{name}"
-        else:
-            yield from _leaves(below, f"{path}{name}.")
+        if below is not None:
+            yield from _everywhere(below, f"{path}{name}.")

@@ -44,6 +44,7 @@ def refusal(model: type[BaseModel], *overrides: str) -> str:
         ("trainer=3", "trainer = 3 is not allowed: a section with groups_per_step, step_s, micro_batches, streams"),
         ("trainer.steps=3", "trainer.steps = 3 is not allowed: did you mean step_s? One of groups_per_step, step_s"),
         ("slots=3", "slots = 3 is not allowed: did you mean cluster.slots? One of name, policy"),
+        ("cost.step_s=3", "cost = {'step_s': 3} is not allowed: did you mean cluster.cost? One of name"),
         ("step_s=3", "did you mean cluster.cost.step_s or trainer.step_s? One of name"),
         ("zebra=3", "zebra = 3 is not allowed: one of name, policy"),
     ],
