@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dora.errors import InvalidValue
 from dora.models.experts import experts_of
 
 _NAMES = ("gate", "router")
@@ -33,7 +34,8 @@ def watched(module: torch.nn.Module, margin: float, turned: Sequence[Tie] = ()) 
     """Lists the ties within ``margin`` of what ``module`` is run on: one sequence, once.
 
     ``module`` is a causal language model with a transformers ``config``. The choices in ``turned`` are made the other
-    way, and not listed. Only routers that are linear and go by the largest logits are known; others have no ties here.
+    way, and not listed. Only routers that are linear and go by the largest logits are known: others have no ties here,
+    as have models whose config does not say in a known way how many experts there are.
     """
     ties: list[Tie] = []
     with ExitStack() as hooks:
@@ -51,16 +53,23 @@ def has_routers(module: torch.nn.Module) -> bool:
 
 def _routers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, int]]:
     """Name and module of each, and how many experts it takes for a token."""
-    config: Any = getattr(module, "config", None)
-    found = experts_of(config.to_dict(), type(module).__name__) if config is not None else None
-    if found is None or found[0] == found[1]:
+    experts, chosen = _experts(getattr(module, "config", None)) or (0, 0)
+    if experts == chosen:
         return
-    experts, chosen = found
     for name, part in module.named_modules():
         weight = getattr(part, "weight", None)
         named = name.rpartition(".")[2] in _NAMES
         if named and isinstance(weight, torch.Tensor) and weight.ndim == 2 and len(weight) == experts:
             yield name, part, chosen
+
+
+def _experts(config: Any) -> tuple[int, int] | None:
+    """``experts_of`` a module's config; None too where it is of a family whose fields are not known."""
+    fields = config.to_dict() if hasattr(config, "to_dict") else vars(config) if config is not None else {}
+    try:
+        return experts_of(fields, type(config).__name__)
+    except InvalidValue:
+        return None
 
 
 def _hook(name: str, chosen: int, margin: float, turn: dict[int, torch.Tensor], ties: list[Tie]) -> Any:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dora.models.routers import watched
+from dora.models.routers import has_routers, watched
 from dora.models.tiny import make_tiny
 from dora.record import Recorder
 from dora.trajectory import Trajectory
@@ -142,6 +143,26 @@ def test_a_dense_model_has_no_ties(tmp_path: Path) -> None:
         pass
     assert ties == []
     assert with_choices_turned(loaded(dense), sampled_by(dense), 1e-3) is None
+
+
+@pytest.mark.parametrize("fields", [{"num_experts": 8, "experts_a_token": 2}, {}])
+def test_a_config_of_another_family_is_none_of_a_mixture(mixture: Path, fields: dict[str, int]) -> None:
+    module = loaded(mixture)
+    usual = canary_token_ids(module.config.vocab_size)
+    module.config = SimpleNamespace(vocab_size=module.config.vocab_size, **fields)
+    assert not has_routers(module)
+    assert compute_canary(Plain(module)).token_ids == usual
+
+
+class Plain(torch.nn.Module):
+    """A causal language model of one's own: all that a canary needs is its ``config.vocab_size``."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.config, self.table = module.config, torch.nn.Embedding(module.config.vocab_size, module.config.vocab_size)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.table(input_ids))
 
 
 def test_every_choice_within_the_margin_is_listed(mixture: Path) -> None:
