@@ -1,7 +1,6 @@
 """Reads a record, checks its lines and recomputes its logprobs."""
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,15 +11,13 @@ import numpy as np
 
 from dora.errors import InvalidValue
 from dora.record import TRAJECTORIES_FILE, VERSIONS_FOLDER
-from dora.trajectory import Float32Array, Trajectory
+from dora.trajectory import Float64Array, Trajectory
 from dora.verify.invariants import violations
 from dora.weights.reference import read_header, weight_files
 
 ATOL_FP32: Final = 1e-3  # 5e-5 was measured between vLLM and transformers
 ATOL_BF16: Final = 0.2
 VIOLATIONS_MAX: Final = 1000  # sentences kept; the rest are counted
-
-Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +72,8 @@ def verify(
             continue
         accepted = atol if atol is not None else _tolerance(weights)
         loosest = max(loosest, accepted)
-        for difference, ties in _differences(weights, members, accepted, sentences):
-            differences.append(difference)
+        for apart, ties in _differences(weights, members, accepted, sentences):
+            differences.append(apart)
             router_ties += ties
     found = np.concatenate(differences)
     return VerifyReport(
@@ -140,26 +137,20 @@ def _differences(
     weights: Path, trajectories: Sequence[Trajectory], atol: float, sentences: _Sentences
 ) -> Iterator[tuple[Float64Array, int]]:
     """By trajectory: differences by token, and how many tied choices of experts were made the other way."""
-    from dora.verify.recompute import load_model, recomputed_logprobs  # loads torch
+    from dora.verify.recompute import difference, load_model, recomputed_logprobs  # loads torch
     from dora.verify.ties import with_choices_turned
 
     module = load_model(weights)
     for trajectory, logprobs in recomputed_logprobs(module, trajectories):
-        difference, ties = _difference(trajectory, logprobs), 0
-        if difference.max() > atol and (found := with_choices_turned(module, trajectory, atol)) is not None:
+        apart, ties = difference(trajectory, logprobs), 0
+        if apart.max() > atol and (found := with_choices_turned(module, trajectory, atol)) is not None:
             logprobs, ties = found
-            difference = _difference(trajectory, logprobs)
-        worst = int(np.argmax(difference))
-        if difference[worst] > atol:
+            apart = difference(trajectory, logprobs)
+        worst = int(np.argmax(apart))
+        if apart[worst] > atol:
             sentences.add(
                 f"trajectory {trajectory.trajectory_id}, token {worst}: recorded logprob"
                 f" {trajectory.logprobs[worst]:.6f}, version {trajectory.behaviour_version} gives"
                 f" {logprobs[worst]:.6f}, more than {atol:g} apart."
             )
-        yield difference, ties
-
-
-def _difference(trajectory: Trajectory, logprobs: Float32Array) -> Float64Array:
-    """Absolute, by token; infinite where one is NaN."""
-    difference = np.abs(trajectory.logprobs.astype(np.float64) - logprobs)
-    return np.where(np.isnan(difference), math.inf, difference)
+        yield apart, ties

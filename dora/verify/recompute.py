@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dora.trajectory import Float32Array, Trajectory
+from dora.trajectory import Float32Array, Float64Array, Trajectory
 
 _BATCH_TOKENS_MAX = 8192
 _ROWS_MAX = 16
@@ -24,6 +24,12 @@ def recomputed_logprobs(module: Any, trajectories: Sequence[Trajectory]) -> Iter
     """Every trajectory with the raw model's log probability of each of its response tokens; order is by length."""
     for batch in _batches(trajectories):
         yield from zip(batch, _batch_logprobs(module, batch), strict=True)
+
+
+def difference(trajectory: Trajectory, logprobs: Float32Array) -> Float64Array:
+    """How far the recorded logprobs are from these, by token: absolute, infinite where one is NaN."""
+    apart = np.abs(trajectory.logprobs.astype(np.float64) - logprobs)
+    return np.where(np.isnan(apart), np.inf, apart)
 
 
 def _batches(trajectories: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:

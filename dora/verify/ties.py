@@ -2,11 +2,9 @@
 
 from typing import Any, Final
 
-import numpy as np
-
 from dora.models.routers import Tie, has_routers, watched
 from dora.trajectory import Float32Array, Trajectory
-from dora.verify.recompute import recomputed_logprobs
+from dora.verify.recompute import difference, recomputed_logprobs
 
 TIE: Final = 0.1  # router logits closer than this share of what logprobs may differ by are a tie
 RUNS_MAX: Final = 64  # of the model, for one trajectory
@@ -48,5 +46,5 @@ def _run(module: Any, trajectory: Trajectory, margin: float, turned: list[Tie]) 
 
 def _first_apart(trajectory: Trajectory, logprobs: Float32Array, atol: float) -> int | None:
     """The first response token whose logprob is not as recorded."""
-    apart = ~(np.abs(trajectory.logprobs.astype(np.float64) - logprobs) <= atol)  # NaN included
+    apart = difference(trajectory, logprobs) > atol
     return int(apart.argmax()) if apart.any() else None

@@ -16,6 +16,8 @@ def test_a_dense_step_is_that_of_the_paper() -> None:
     for running, kv_tokens in ((1, 100), (30, 3000), (64, 1e5)):
         matmul_s = max(0.03, 0.001 * running) + 0.02
         assert DENSE.decode_step_s(running, kv_tokens) == 1e-6 * kv_tokens + matmul_s
+        assert DENSE.kv_tokens_at(running, DENSE.decode_step_s(running, kv_tokens)) == pytest.approx(kv_tokens)
+    assert DENSE.kv_tokens_at(1, 0.049) < 0.0
     assert DENSE.matmul_s(0) == 0.0
     assert read_share(1.0, 0.0, 1) == read_share(1.0, 0.0, 500) == 1.0
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from shutil import copytree
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from dora.models.routers import has_routers, watched
 from dora.models.tiny import make_tiny
@@ -18,6 +18,7 @@ from dora.record import Recorder
 from dora.trajectory import Trajectory
 from dora.types import Segment
 from dora.verify import verify
+from dora.verify.recompute import load_model
 from dora.verify.ties import with_choices_turned
 from dora.weights.canary import CANARY_TOKENS, canary_token_ids, compute_canary
 from tests.contract.trainer_service import make_trajectory
@@ -26,17 +27,6 @@ PROMPT = (1, 5)
 RESPONSE = tuple((11 * place + 3) % 60 + 4 for place in range(24))
 EXPERTS_PER_TOKEN = 2  # of make_tiny's mixture
 Place = tuple[int, int]  # layer, place in the sequence
-
-
-def copy_of(folder: Path, target: Path) -> Path:
-    target.mkdir()
-    for file in folder.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
-    return target
-
-
-def loaded(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def logprobs_of(module: Any, tokens: Iterable[int]) -> torch.Tensor:
@@ -50,7 +40,7 @@ def logprobs_of(module: Any, tokens: Iterable[int]) -> torch.Tensor:
 def set_margin(folder: Path, tokens: Iterable[int], at: Place, margin: float) -> None:
     """The last expert taken leads the first one left out by ``margin`` there; below 0: they have changed places."""
     layer, place = at
-    module = loaded(folder)
+    module = load_model(folder)
     seen: list[torch.Tensor] = []
     router = module.model.layers[layer].mlp.gate
     router.register_forward_pre_hook(lambda _, given: seen.append(given[0].reshape(-1, given[0].shape[-1])))
@@ -82,7 +72,7 @@ def sampled_by(folder: Path) -> Trajectory:
         staleness=1,
         prompt_token_ids=list(PROMPT),
         response_token_ids=list(RESPONSE),
-        logprobs=logprobs_of(loaded(folder), PROMPT + RESPONSE)[len(PROMPT) - 1 :].numpy(),
+        logprobs=logprobs_of(load_model(folder), PROMPT + RESPONSE)[len(PROMPT) - 1 :].numpy(),
         loss_mask=[1] * len(RESPONSE),
         length_tokens=len(RESPONSE),
         worker_history=(Segment("w0", 0, len(RESPONSE) - 1, "new", 0),),
@@ -98,10 +88,10 @@ def recorded(folder: Path, trajectory: Trajectory, weights: Path) -> Path:
 
 def sides(mixture: Path, folder: Path, ties: list[Place], margin: float) -> tuple[Path, Path]:
     """Two folders of the same weights but for that ``margin``: the one prefers an expert by it, the other its rival."""
-    ours = copy_of(mixture, folder / "ours")
+    ours = copytree(mixture, folder / "ours")
     for at in ties:
         set_margin(ours, PROMPT + RESPONSE, at, margin)
-    theirs = copy_of(ours, folder / "theirs")
+    theirs = copytree(ours, folder / "theirs")
     for at in ties:
         set_margin(theirs, PROMPT + RESPONSE, at, -margin)
     return ours, theirs
@@ -139,15 +129,15 @@ def test_a_tie_excuses_no_other_number(mixture: Path, tmp_path: Path) -> None:
 
 def test_a_dense_model_has_no_ties(tmp_path: Path) -> None:
     dense = make_tiny("dense", tmp_path / "dense")
-    with watched(loaded(dense), margin=1e9) as ties:
+    with watched(load_model(dense), margin=1e9) as ties:
         pass
     assert ties == []
-    assert with_choices_turned(loaded(dense), sampled_by(dense), 1e-3) is None
+    assert with_choices_turned(load_model(dense), sampled_by(dense), 1e-3) is None
 
 
 @pytest.mark.parametrize("fields", [{"num_experts": 8, "experts_a_token": 2}, {}])
 def test_a_config_of_another_family_is_none_of_a_mixture(mixture: Path, fields: dict[str, int]) -> None:
-    module = loaded(mixture)
+    module = load_model(mixture)
     usual = canary_token_ids(module.config.vocab_size)
     module.config = SimpleNamespace(vocab_size=module.config.vocab_size, **fields)
     assert not has_routers(module)
@@ -166,7 +156,7 @@ class Plain(torch.nn.Module):
 
 
 def test_every_choice_within_the_margin_is_listed(mixture: Path) -> None:
-    module = loaded(mixture)
+    module = load_model(mixture)
     with watched(module, margin=1e9) as ties:
         logprobs_of(module, PROMPT + RESPONSE)
     length = len(PROMPT + RESPONSE)
@@ -182,15 +172,15 @@ def test_every_choice_within_the_margin_is_listed(mixture: Path) -> None:
 
 
 def test_a_canary_has_no_ties(mixture: Path, tmp_path: Path) -> None:
-    dense = loaded(make_tiny("dense", tmp_path / "dense"))
+    dense = load_model(make_tiny("dense", tmp_path / "dense"))
     usual = canary_token_ids(dense.config.vocab_size)
     assert compute_canary(dense).token_ids == usual
-    ours = copy_of(mixture, tmp_path / "ours")
+    ours = copytree(mixture, tmp_path / "ours")
     set_margin(ours, usual, (1, 8), 2e-6)
-    theirs = copy_of(ours, tmp_path / "theirs")
+    theirs = copytree(ours, tmp_path / "theirs")
     set_margin(theirs, usual, (1, 8), -2e-6)
-    canary = compute_canary(loaded(ours))
+    canary = compute_canary(load_model(ours))
     assert len(canary.token_ids) == CANARY_TOKENS and canary.token_ids != usual
-    apart = (torch.tensor(canary.logprobs) - logprobs_of(loaded(theirs), canary.token_ids)).abs()
+    apart = (torch.tensor(canary.logprobs) - logprobs_of(load_model(theirs), canary.token_ids)).abs()
     assert apart.max() < 1e-4
-    assert (logprobs_of(loaded(ours), usual) - logprobs_of(loaded(theirs), usual)).abs().max() > 1e-3
+    assert (logprobs_of(load_model(ours), usual) - logprobs_of(load_model(theirs), usual)).abs().max() > 1e-3

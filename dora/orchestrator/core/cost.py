@@ -54,6 +54,13 @@ class CostModel:
         """Seconds of one decode step (eq. 11)."""
         return self.kv_token_s * kv_tokens + self.matmul_s(running)
 
+    def kv_tokens_at(self, running: int, step_s: Number) -> Number:
+        """KV with which a decode step takes so long: eq. 11 the other way round. Below 0: too short for any.
+
+        Only where KV costs time (``kv_token_s``).
+        """
+        return (step_s - self.matmul_s(running)) / self.kv_token_s
+
     def tokens_per_s(self, running: int, kv_tokens: float) -> float:
         """Generation throughput of one engine (eq. 12)."""
         return running / self.decode_step_s(running, kv_tokens) if running else 0.0

@@ -66,10 +66,23 @@ def plan_lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None) -> 
         free = np.flatnonzero(stays & (workers.loaded == version))
         if len(free):
             its = versions == version
-            far = _Far.of(requests, rows[its], remaining[its])
-            left_s = _left_s(found, snapshot, snapshot.cost, far, free, lifespan, version)
-            _open(found, snapshot, snapshot.cost, far, free, left_s, least_fill)
+            far, seats = _Far.of(requests, rows[its], remaining[its]), _Seats.of(found, snapshot, free)
+            left_s = _left_s(snapshot, snapshot.cost, far, seats, lifespan, version, least_fill)
+            _open(found, snapshot, snapshot.cost, far, seats, left_s, least_fill)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Seats:
+    """The DP groups that may be lanes of one version, and what one of them is on average."""
+
+    free: Column  # seats
+    kv_tokens: float  # that it is to hold at most
+    held: int  # requests on it, at least 1
+
+    @classmethod
+    def of(cls, found: Lanes, snapshot: Snapshot, free: Column) -> "_Seats":
+        return cls(free, float(found.cap[free].mean()), max(1, int(snapshot.workers.held[free].mean())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,26 +115,24 @@ class _Far:
 
 
 def _left_s(
-    found: Lanes,
     snapshot: Snapshot,
     cost: CostModel,
     far: _Far,
-    free: Column,
+    seats: _Seats,
     lifespan: Lifespan,
     version: int,
+    least_fill: float,
 ) -> Column:
-    """By row: seconds within which it is to end; its group in turn, as far as the ``free`` seats have the room."""
+    """By row: seconds within which it is to end; its group in turn, as far as the ``seats`` have the room."""
     left_s = lifespan.end_s(version) - snapshot.now_s
     if not lifespan.turn_s or not cost.kv_token_s:
         return np.full(len(far.rows), left_s)
-    workers = snapshot.workers
-    most, held = float(found.cap[free].mean()), max(1, int(workers.held[free].mean()))
-    least = LEAST_FILL * lifespan.lane_fill * most
-    others = max(0.0, float(workers.kv_expected[free].sum() - far.context.sum()))
-    room = len(free) - others / most
+    least, most = least_fill * seats.kv_tokens, seats.kv_tokens
+    others = max(0.0, float(snapshot.workers.kv_expected[seats.free].sum() - far.context.sum()))
+    room = len(seats.free) - others / most
 
     def fits(left_s: Column) -> bool:
-        kv_tokens = np.clip((far.pace_s(left_s, cost) - cost.matmul_s(held)) / cost.kv_token_s, least, most)
+        kv_tokens = np.clip(cost.kv_tokens_at(seats.held, far.pace_s(left_s, cost)), least, most)
         return float((far.shares / kv_tokens).sum()) <= room
 
     return left_in_turn(left_s, groups_after(far.groups, far.remaining), lifespan.turn_s, fits)
@@ -132,24 +143,23 @@ def _open(
     snapshot: Snapshot,
     cost: CostModel,
     far: _Far,
-    free: Column,
+    seats: _Seats,
     left_s: Column,
     least_fill: float,
 ) -> None:
-    """Lanes on ``free`` seats for one version's responses, each to end within its ``left_s``: most hurried first."""
-    full, held = float(found.cap[free].mean()), max(1, int(snapshot.workers.held[free].mean()))
-    hurried = np.flatnonzero(left_s / far.remaining < cost.decode_step_s(held, full))
+    """Lanes on the ``seats`` for one version's responses, each to end within its ``left_s``: most hurried first."""
+    hurried = np.flatnonzero(left_s / far.remaining < cost.decode_step_s(seats.held, seats.kv_tokens))
     found.hurried[far.rows[hurried]] = True
     needed_s = far.pace_s(left_s, cost)
     order = hurried[np.argsort(needed_s[hurried], kind="stable")]
     far, needed_s = far.sorted_by(order), needed_s[order]
-    opened: list[Lane] = []
+    free, opened = seats.free, list[Lane]()
     each = zip(far.shares.tolist(), needed_s.tolist(), far.parts.tolist(), strict=True)
     for place, (share, pace_s, part) in enumerate(each):
         if not opened or opened[-1].load + share > opened[-1].kv_tokens:
             if not len(free):
                 break
-            at = _where_most_are(far.seats[place:], far.shares[place:], least_fill * full, free)
+            at = _where_most_are(far.seats[place:], far.shares[place:], least_fill * seats.kv_tokens, free)
             seat, free = int(free[at]), np.delete(free, at)
             opened.append(_lane(seat, pace_s, cost, snapshot, float(found.cap[seat]), least_fill * part))
         opened[-1].load += share
@@ -190,7 +200,7 @@ def _lane(seat: int, pace_s: float, cost: CostModel, snapshot: Snapshot, most: f
         return Lane(seat, fastest_s, least)
     if not cost.kv_token_s:  # the KV in use costs no time
         return Lane(seat, pace_s, most)
-    return Lane(seat, pace_s, min((pace_s - cost.matmul_s(held)) / cost.kv_token_s, most))
+    return Lane(seat, pace_s, min(cost.kv_tokens_at(held, pace_s), most))
 
 
 def _assign(found: Lanes, opened: Sequence[Lane], far: _Far, needed_s: Column) -> None:
