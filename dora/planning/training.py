@@ -91,6 +91,22 @@ class Trainers:
         return None
 
 
+def over_even(
+    model: ModelSpec, hardware: Hardware, workload: StepWorkload, gpus: int, tensor: int, pipeline: int
+) -> float:
+    """A step on ``gpus`` accelerators with so many tensor and pipeline ranks, over one where all divides evenly.
+
+    1 or more: the best layout with these ranks, its time over the best of any where replicas and layers need not be
+    whole. Raises InvalidValue where whole replicas of these ranks do not fill ``gpus`` or do not fit into memory.
+    """
+    tier = _Tier(model, options(model, hardware, batch_of(workload), context=1))
+    stated = (each for each in tier.options if (each.replica.tensor, each.replica.pipeline) == (tensor, pipeline))
+    option = best(stated, gpus)
+    if option is None:
+        raise InvalidValue("train_gpus", gpus, f"one on which replicas of {tensor} x {pipeline} fit {model.name}")
+    return option.step_s(gpus) / even_s([option, *tier.compared], gpus)
+
+
 class _Tier:
     """The options with equally many ranks for a sequence; ``compared``: those that others are held against."""
 

@@ -150,6 +150,7 @@ LAMINAR_SPLITS: Final = {  # table 2; verl is colocated
     for policy, train_gpus in _LAMINAR_TRAIN_GPUS.items()
 }
 LAMINAR_ENGINE_GPUS: Final = {"7b": (1, 2), "32b": (4, 4), "72b": (8, 8)}  # appendix A.3: Laminar and AReaL, the others
+AREAL_TRAINER_RANKS: Final = {"7b": (2, 1), "32b": (4, 2), "72b": (4, 4)}  # appendix A.3: tensor, pipeline; Megatron-LM
 LAMINAR_ACTOR_STALL_S: Final = {"32b": 0.64, "72b": 1.40}  # section 8.3
 
 # ------------------------------------------------------------------------------------------------------ StaleFlow

@@ -38,7 +38,7 @@ def test_it_says_how_the_best_trainer_is_laid_out() -> None:
     assert "63.2 of 71.0 GB an accelerator" in words
     assert "r: activations recomputed" in words
     experts = " ".join(run("--gpus", "128", "--model", "qwen3-30b-a3b", "--hardware", "h20").stdout.split())
-    assert "data 22, expert 8 parallel" in experts
+    assert "data 24, expert 8 parallel" in experts
     assert "e8: 8 ranks that share the experts" in experts
     assert "c2:" not in experts
     long = ("--model", "qwen2.5-7b", "--cap-tokens", "500000", "--mean-tokens", "9000", "--gpus", "64")

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
@@ -63,7 +64,27 @@ def test_generation_is_the_bound_times_the_efficiency_and_needs_the_window_for_i
     assert full / 60 == pytest.approx(27, abs=0.3)  # the facts: a 30K response on a full engine, and alone
     assert alone / 60 == pytest.approx(13.3, abs=0.3)
     assert found.tail_s == pytest.approx(generation(OPTION, 6, DORA_STEP, window=2).tail_s * 2 / 3)
-    assert generation(OPTION, 60, DORA_STEP, window=2).seconds == generation(OPTION, 6, DORA_STEP, window=2).tail_s
+
+
+def test_engines_with_time_to_spare_run_emptier_which_hurries_the_longest_response() -> None:
+    """More engines are never slower, down to what the longest response takes alone; until then each helps."""
+    alone_s = generation(OPTION, 6, DORA_STEP, window=2, tail_load=0.0).tail_s
+    found = [generation(OPTION, engines, DORA_STEP, window=2) for engines in range(1, 200)]
+    assert all(fewer.seconds > more.seconds > alone_s for fewer, more in pairwise(found))
+    assert found[-1].seconds < 1.1 * alone_s
+
+
+def test_they_are_as_empty_as_they_can_be_to_do_the_work_in_that_time() -> None:
+    cost = replace(OPTION.cost, weights_s=0.0, request_s=0.0)  # steps of 20 ms, and the reading of KV
+    steps, read_s = DORA_STEP.c_tokens / OPTION.kv_tokens, cost.kv_token_s * OPTION.kv_tokens
+    assert steps > DORA_STEP.n_tokens / OPTION.slots  # KV is what is full
+    found = [generation(replace(OPTION, cost=cost), engines, DORA_STEP, window=2) for engines in range(1, 200)]
+    limited = [each for each in found if each.tail_s > each.work_s]
+    assert len(limited) > 100
+    for each in limited:
+        fill = (2 * each.tail_s / DORA_STEP.cap_tokens - 0.02) / (0.5 * read_s)  # the longest has half of it beside it
+        work_s = EFFICIENCY * steps / fill * (0.02 + fill * read_s) / each.engines
+        assert work_s == pytest.approx(each.tail_s, rel=1e-4)
 
 
 # The workload.

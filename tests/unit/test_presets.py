@@ -41,7 +41,7 @@ def test_every_row_of_the_papers_tables_has_a_preset() -> None:
     assert names()[:2] == ["dora-64", "dora-128"]
     assert len(LAMINAR_TABLE_2) == 15
     assert {f"laminar-7b-{gpus}-tools" for gpus in (16, 32, 64, 128, 256)} <= set(names())
-    assert {"staleflow-128-40k", "staleflow-14b-64", "staleflow-32b-128"} <= set(names())
+    assert {"staleflow-128-40k", "staleflow-14b-64", "staleflow-32b-128", "staleflow-32b-base-128"} <= set(names())
     assert sum(name.startswith("streamrl-") for name in names()) == 9
     assert {"streamrl-7b-32-5k", "streamrl-32b-128-20k", "streamrl-72b-128-10k"} <= set(names())
     assert set(papers.VERL_ROWS) <= set(names())
@@ -108,6 +108,18 @@ def test_training_efficiency_is_the_one_at_which_laminars_own_splits_match() -> 
     assert prod(ratios) ** (1 / len(ratios)) == pytest.approx(1.0, rel=0.05)
 
 
+def test_areal_trains_on_the_layouts_of_its_paper_and_the_others_linearly() -> None:
+    for name in LAMINAR_TABLE_2:
+        cost = {  # of a step on one accelerator
+            policy: scenario.trainer.step_s * scenario.cluster.train_gpus
+            for policy in ("laminar", "stream", "partial")
+            if (scenario := scenario_for(name, policy))
+        }
+        assert cost["laminar"] == pytest.approx(cost["stream"])
+        assert cost["partial"] >= cost["laminar"] * (1 - 1e-9)
+    assert cost["partial"] > 1.5 * cost["laminar"]  # 72B on 1,024: four stages, two micro-batches an update
+
+
 def test_tool_calling_has_the_splits_of_table_2_and_at_most_eight_calls() -> None:
     maths, tools = (scenario_for(name, "laminar") for name in ("laminar-7b-256", "laminar-7b-256-tools"))
     assert tools.cluster == maths.cluster
@@ -145,10 +157,16 @@ def test_streamrls_shorter_lengths_are_the_longest_ones_scaled_down() -> None:
             assert (exp(scaled.mu) * factor, scaled.sigma) == pytest.approx((exp(whole.mu), whole.sigma), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["staleflow-128-40k", "staleflow-14b-64", "staleflow-32b-128"])
-def test_staleflows_splits_are_those_of_the_shortest_step(name: str) -> None:
-    own, best = preset(name), planned(preset(name))
+@pytest.mark.parametrize("size", ["128-40k", "14b-64", "32b-128"])
+def test_staleflows_splits_are_those_of_the_shortest_step(size: str) -> None:
+    own, best = preset(f"staleflow-{size}"), planned(preset(f"staleflow-{size}"))
     assert abs(own.cluster.rollout_gpus - best.cluster.rollout_gpus) <= own.cluster.gpus_per_engine
+
+
+def test_staleflows_base_model_has_the_lengths_that_dora_states_for_it() -> None:
+    own, dora = preset("staleflow-32b-base-128").workload.lengths, preset("dora-64").workload.lengths
+    assert (own.sigma, own.cap_tokens) == (dora.sigma, 20 * 1024)
+    assert own.mu == pytest.approx(dora.mu, abs=0.01)
 
 
 def test_staleflows_table_3_is_just_above_the_bound_of_its_preset() -> None:

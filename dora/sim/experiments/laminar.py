@@ -4,6 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+from dora.planning.hardware import find_hardware
+from dora.planning.models import find_model
+from dora.planning.training import over_even
+from dora.planning.workload import lognormal_of_mean, step_workload
 from dora.sim import papers
 from dora.sim.experiments.base import (
     PROMPT_TOKENS,
@@ -27,29 +31,46 @@ from dora.sim.scenario import Workload
 # what a call takes and adds. A response makes half of the calls on average; the trainer computes their answers too.
 TOOL_CALLS: Final = 8
 TOOLS_SIZE: Final = "7b"
+HARDWARE: Final = "h800"
+GROUPS, GROUP_SIZE = 512, 16
+MEAN_TOKENS, CAP_TOKENS = 2400, 16 * 1024
+
+
+def _areal_over_even(size: str, train_gpus: int) -> float:
+    """How much longer AReaL trains than the linear FLOP model says: 1 or more.
+
+    "All baselines except AReaL use (...) PyTorch FSDP for training", AReaL Megatron-LM on ranks that appendix A.3 gives
+    (section 8). Its pipelines wait in each of a step's 16 updates, the more the fewer tokens a replica has of one, and
+    its replicas exchange gradients. The FLOP model's efficiency is from Laminar's splits, which FSDP trains on.
+    """
+    tensor, pipeline = papers.AREAL_TRAINER_RANKS[size]
+    batch = step_workload(lognormal_of_mean(MEAN_TOKENS, CAP_TOKENS), GROUPS, GROUP_SIZE, PROMPT_TOKENS)
+    return over_even(find_model(f"qwen2.5-{size}"), find_hardware(HARDWARE), batch, train_gpus, tensor, pipeline)
 
 
 def _laminar(size: str, gpus: int, calls: int = 0) -> Experiment:
-    model, hardware, mean_tokens = f"qwen2.5-{size}", "h800", 2400
+    model = f"qwen2.5-{size}"
     turns = {"most": calls + 1, **SANDBOX} if calls else {}
-    tokens = 512 * 16 * (mean_tokens + PROMPT_TOKENS + calls * SANDBOX["answer_tokens"] / 2)
+    tokens = GROUPS * GROUP_SIZE * (MEAN_TOKENS + PROMPT_TOKENS + calls * SANDBOX["answer_tokens"] / 2)
     own_gpus, others_gpus = papers.LAMINAR_ENGINE_GPUS[size]
 
     def placed(policy: str) -> Placement:
         row = next(row for row in papers.LAMINAR_SPLITS[policy] if (row.model, row.gpus) == (size, gpus))
-        training_s = flop_training_s(model, hardware, row.train_gpus, tokens)
+        training_s = flop_training_s(model, HARDWARE, row.train_gpus, tokens)
+        if policy == "partial":
+            training_s *= _areal_over_even(size, row.train_gpus)
         engine_gpus = own_gpus if policy in ("laminar", "partial") else others_gpus
         return Placement(row.rollout_gpus, training_s, engine_gpus=engine_gpus)
 
-    sync = Placement(gpus, flop_training_s(model, hardware, gpus, tokens), True, others_gpus)
+    sync = Placement(gpus, flop_training_s(model, HARDWARE, gpus, tokens), True, others_gpus)
     systems = {"sync": sync} | {policy: placed(policy) for policy in papers.LAMINAR_SPLITS}
     return Experiment(
         gpus,
         others=placed("laminar"),
-        workload=Workload.model_validate(lognormal(mean_tokens, 16 * 1024, turns=turns)),
+        workload=Workload.model_validate(lognormal(MEAN_TOKENS, CAP_TOKENS, turns=turns)),
         systems=systems | {"laminar": replace(systems["laminar"], window=WINDOW_MOST)},
         model=model,
-        hardware=hardware,
+        hardware=HARDWARE,
         window=5,
         slots=VERL_SLOTS,
         publish_s=papers.LAMINAR_ACTOR_STALL_S.get(size, 0.0),
