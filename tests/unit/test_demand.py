@@ -130,9 +130,28 @@ def test_an_old_version_is_packed_tight_only_where_begun_and_to_come_do_not_fit_
     assert demand.ample == ample
 
 
+@pytest.mark.parametrize(("group_kv_tokens", "ample"), [(1.01 * ROOM, True), (1.6 * ROOM, True), (1.7 * ROOM, False)])
+def test_kv_that_was_ample_is_so_for_longer(group_kv_tokens: float, ample: bool) -> None:
+    """At a publish the newest version's step counts twice: what it has begun by then, and what it may begin."""
+    demand = Demand(ten_idle(), None, {}, group_kv_tokens, ample=True)
+    demand.targets()
+    assert demand.ample == ample
+
+
+@pytest.mark.parametrize(("version", "ample", "moved"), [(0, True, [1, 1]), (0, False, []), (1, True, [])])
+def test_where_kv_is_ample_the_due_version_is_spread_evenly(version: int, ample: bool, moved: list[int]) -> None:
+    """Window 2, version 1 is the newest: four responses of 8% of the KV each on one of two DP groups."""
+    workers = [{"loaded": version, "kv_tokens": 100_000} for _ in range(2)]
+    requests = [(version, 0, 8_000)] * 4
+    lifespan = Lifespan(2, 2, 1, 1, 1, 0.0, next_s=100.0, step_s=100.0)
+    demand = Demand(snapshot_of(workers, requests, newest=1), lifespan, {}, 1_000.0, ample=ample)
+    moves, _ = demand.moves({0: version, 1: version})
+    assert [move.target for move in moves] == moved
+
+
 def test_the_newest_version_gets_what_all_that_it_may_begin_can_fill() -> None:
-    """It may begin ten groups, more than there is for: DP groups go in proportion, 1 to 11."""
-    targets = list(targets_of(ten_idle(admissible={1: 10}), 0.99 * ROOM).values())
+    """It may begin forty groups, a quarter of which is more than there is for: DP groups go in proportion, 1 to 11."""
+    targets = list(targets_of(ten_idle(admissible={1: 40}), 0.99 * ROOM).values())
     assert (targets.count(0), targets.count(1)) == (1, 11)
 
 

@@ -7,6 +7,7 @@ from math import ceil, inf
 
 import numpy as np
 
+from dora.orchestrator.core.policies.board import Board
 from dora.orchestrator.core.policies.hosts import cover, plannable, present_targets, staying
 from dora.orchestrator.core.policies.lanes import Lanes, plan_lanes
 from dora.orchestrator.core.policies.lifespan import Lifespan
@@ -18,8 +19,8 @@ from dora.orchestrator.core.table import Column
 HORIZON_TOKENS = 1_500.0  # a version needs room for what its requests will have grown to by then
 LEVEL_TOKENS = 600.0  # DP groups are levelled by the KV they will hold after so many tokens, where that is more
 AMPLE = 2.0  # times the KV that all that has begun and a step to come, at full length, can fill: none is packed tight
-PRESSED = 0.90  # share of a DP group's KV above which it is relieved, as far as another one is this much emptier:
-LEVEL_GAP = 0.06
+STILL_AMPLE = 1.4  # times that from then on: right after a publish a step counts twice, as begun and as to come
+AT_ONCE = 0.25  # of what new groups fill at full length, where KV is ample: they begin together, and end one by one
 
 
 class Demand:
@@ -31,8 +32,12 @@ class Demand:
         lifespan: Lifespan | None,
         kept_free: Mapping[int, float],
         group_kv_tokens: float = 0.0,
+        ample: bool = False,
     ) -> None:
-        """``kept_free``: version -> KV that its lanes keep free. ``group_kv_tokens``: of a new group; 0: not known."""
+        """``kept_free``: version -> KV that its lanes keep free. ``group_kv_tokens``: of a new group; 0: not known.
+
+        ``ample``: whether KV was so as last planned.
+        """
         self._snapshot, self._lifespan, self._kept_free = snapshot, lifespan, kept_free
         self._group_kv_tokens = group_kv_tokens
         requests = snapshot.requests
@@ -42,7 +47,7 @@ class Demand:
         self._held = self._context[self._unfinished]
         targets = snapshot.workers.target[self._seats].tolist()
         self.leader = leading(snapshot.newest, targets, snapshot.window, snapshot.admits)
-        self.ample = False  # whether all versions have more DP groups than they can fill, as ``targets`` has found
+        self.ample = ample  # whether all versions have more DP groups than they can fill, as ``targets`` has found
         self._later: dict[float, Column] = {}  # tokens ahead -> KV that each unfinished request will hold by then
 
     def targets(self) -> dict[int, int]:
@@ -58,7 +63,8 @@ class Demand:
             wanted = self._wanted({*target.values(), self.leader})
             need = self._needs(wanted, {})
             to_come = self._filled_by(snapshot.groups_per_step)
-            self.ample = AMPLE * (sum(map(ceil, need.values())) + to_come) <= len(target)
+            filled = sum(map(ceil, need.values())) + to_come
+            self.ample = (STILL_AMPLE if self.ample else AMPLE) * filled <= len(target)
             if self.ample:
                 self._deal(target, need, self._spread(need, target))
             else:
@@ -70,7 +76,8 @@ class Demand:
     def moves(self, targets: Mapping[int, int]) -> tuple[tuple[Move, ...], Lanes]:
         """Off the DP groups that change or leave, the longest first; to the lanes; then off those whose KV runs out."""
         stays = staying(self._snapshot, targets)
-        board = _Board(self._snapshot, stays, plan_lanes(self._snapshot, stays, self._lifespan), self._shares())
+        lanes = plan_lanes(self._snapshot, stays, self._lifespan)
+        board = Board(self._snapshot, stays, lanes, self._shares(), self._evened())
         requests = self._snapshot.requests
         rows = np.flatnonzero(requests.movable & (requests.worker >= 0))
         rows = rows[~board.stays[requests.worker[rows]]]
@@ -84,10 +91,13 @@ class Demand:
         return tuple(board.moves), board.lanes
 
     def _spread(self, exact: Mapping[int, float], target: Mapping[int, int]) -> dict[int, int]:
-        """Where KV is ample: older versions keep what works for them, the newest gets what it could fill."""
+        """Where KV is ample: older versions keep what works for them, the newest gets what it could fill.
+
+        Where there are not as many, each in proportion to what it needs.
+        """
         need = {version: ceil(groups) for version, groups in exact.items()}
         if self._may_begin(self.leader):
-            need[self.leader] += ceil(self._filled_by(self._snapshot.admissible[self.leader]))
+            need[self.leader] += ceil(AT_ONCE * self._filled_by(self._snapshot.admissible[self.leader]))
         kept = self._in_use(need, target)
         return kept if sum(kept.values()) <= len(target) else _shared(need, len(target))
 
@@ -180,6 +190,15 @@ class Demand:
         works = Counter(map(target.get, working.tolist()))
         return {v: least if v == self.leader else max(least, works[v]) for v, least in need.items()}
 
+    def _evened(self) -> int:
+        """The newest version whose DP groups are levelled though none is pressed; -1: none.
+
+        Where KV is ample the due one, as the step waits for its responses.
+        """
+        if self._lifespan is None or not self.ample:
+            return -1
+        return self._snapshot.newest - self._lifespan.window + 1
+
     def _shares(self) -> Column:
         """By row: KV of a request now, and LEVEL_TOKENS later."""
         later = np.zeros(len(self._context))
@@ -221,87 +240,3 @@ def _shared(need: dict[int, int], groups: int) -> dict[int, int]:
     """What is left over of so many DP groups goes to all versions in proportion to what they need: all get faster."""
     total = sum(need.values())
     return {version: max(least, least * groups // total) for version, least in need.items()} if total else need
-
-
-class _Board:
-    """KV and requests of each DP group as they would be once the moves so far are done: now, and some tokens later."""
-
-    def __init__(self, snapshot: Snapshot, stays: Column, lanes: Lanes, shares: Column) -> None:
-        workers = self._workers = snapshot.workers
-        requests = self._requests = snapshot.requests
-        self.stays, self.lanes = stays, lanes
-        self._shares = shares
-        rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
-        ahead = np.bincount(requests.worker[rows], weights=self._shares[1][rows], minlength=len(workers.held))
-        self._kv = np.stack([workers.kv_expected.astype(np.float64), ahead])
-        self._held = workers.held.copy()
-        self._peers: dict[int, Column] = {}  # version -> seats that stay with it
-        # by seat: KV over what it is to hold, kept up to date, as every move asks for the least of many
-        self._level = np.full(len(workers.held), np.inf)
-        np.divide(FILL * self._kv.max(axis=0), self.lanes.cap, out=self._level, where=self.lanes.cap > 0)
-        self.moves: list[Move] = []
-
-    def peers(self, version: int) -> Column:
-        """Seats that stay with this version."""
-        if version not in self._peers:
-            self._peers[version] = np.flatnonzero(self.stays & (self._workers.loaded == version))
-        return self._peers[version]
-
-    def move(self, row: int, level: float = FILL) -> bool:
-        """To its lane, else the DP group of its version with the most free KV, as far as that fills it to ``level``."""
-        source, peers = int(self._requests.worker[row]), self.peers(int(self._requests.version[row]))
-        levels = np.where(self._held[peers] < self._workers.slots[peers], self._level[peers], np.inf)
-        levels[peers == source] = np.inf
-        place = int(levels.argmin()) if len(levels) else 0
-        if not len(levels) or levels[place] == np.inf:
-            return False
-        lane = self.lanes.to_lane.get(row, -1)
-        target = lane if lane >= 0 and self._held[lane] < self._workers.slots[lane] else int(peers[place])
-        if self._held[target] and self._filled(row, target) * FILL > level * self.lanes.cap[target]:
-            return False
-        self._do(row, target)
-        return True
-
-    def hurry(self, row: int, lane: int) -> None:
-        """To its lane, though that may have others to give away first."""
-        room = FILL * self._workers.kv_tokens[lane] - self._filled(row, lane)
-        if self._held[lane] < self._workers.slots[lane] and room >= 0:
-            self._do(row, lane)
-
-    def _filled(self, row: int, seat: int) -> float:
-        """KV of a DP group with this request too."""
-        return float((self._kv[:, seat] + self._shares[:, row]).max())
-
-    def _do(self, row: int, target: int) -> None:
-        source, share = int(self._requests.worker[row]), self._shares[:, row]
-        self.moves.append(Move(row, target))
-        self._kv[:, target] += share
-        self._kv[:, source] -= share
-        self._held[target] += 1
-        self._held[source] -= 1
-        for seat in (target, source):
-            if self.lanes.cap[seat]:
-                self._level[seat] = FILL * max(self._kv[:, seat].tolist()) / self.lanes.cap[seat]
-
-    def pressed(self) -> list[int]:
-        """Seats to be relieved, if others can."""
-        stay = np.flatnonzero(self.stays)
-        seats: list[int] = stay[self._level[stay] > PRESSED].tolist()
-        return seats
-
-    def relieve(self, seat: int) -> None:
-        """Moves the largest requests without hurry off a pressed DP group, while others of its version are emptier.
-
-        Never the last one: alone it would press any other as much, and be moved on for ever without a token.
-        """
-        peers = self.peers(int(self._workers.loaded[seat]))
-        largest: list[int] | None = None
-        while len(peers) > 1 and self._held[seat] > 1 and (level := float(self._level[seat])) > PRESSED:
-            if level - float(self._level[peers].min()) < LEVEL_GAP:
-                return
-            if largest is None:
-                movable = self._requests.movable & ~self.lanes.hurried
-                rows = np.flatnonzero(movable & (self._requests.worker == seat))
-                largest = rows[np.argsort(self._shares[0][rows], kind="stable")].tolist()
-            if not largest or not self.move(largest.pop(), level):
-                return

@@ -230,7 +230,13 @@ class LaxityPolicy(BasePolicy):
         reservations = self._reservations
         # at a publish without an older version no group is left to know it by
         reservations.group_kv_tokens = snapshot.group_kv_tokens or reservations.group_kv_tokens
-        return Demand(snapshot, reservations.lifespan, reservations.kept_free, reservations.group_kv_tokens)
+        return Demand(
+            snapshot,
+            reservations.lifespan,
+            reservations.kept_free,
+            reservations.group_kv_tokens,
+            reservations.ample,
+        )
 
     def _moves(self, snapshot: Snapshot, demand: Demand, targets: dict[int, int]) -> tuple[Move, ...]:
         moves, lanes = demand.moves(targets)
