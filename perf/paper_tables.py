@@ -5,7 +5,7 @@ windows are each system's, and training time follows from the split; nothing els
 setting.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -72,45 +72,32 @@ def _laminar_settings(chosen: Sequence[str]) -> Iterator[Setting]:
 # "We tune the GPU allocation ratio between rollout and training to optimal values" (paper 000, section 6.1), for every
 # system: accelerators that generate, found by runs of 12 steps after 8, in whole engines, until more and fewer were
 # slower; of staleflow-128 by runs of both sides of where training takes about as long as generation.
-STALEFLOW_ROLLOUT_GPUS: Final = {
-    "staleflow-128": {"one_step": 104}
-    | {"staleflow, 1": 92, "staleflow, 2": 91, "staleflow, 3": 93}
-    | {"partial, 1": 92, "partial, 2": 95, "partial, 3": 95},
-    "staleflow-14b-64": {"one_step": 32}
-    | {"staleflow, 1": 29, "staleflow, 2": 29, "staleflow, 3": 28}
-    | {"partial, 1": 31, "partial, 2": 33, "partial, 3": 34},
-    "staleflow-32b-128": {"one_step": 60}
-    | {"staleflow, 1": 60, "staleflow, 2": 56, "staleflow, 3": 56}
-    | {"partial, 1": 56, "partial, 2": 60, "partial, 3": 64},
-    "staleflow-32b-base-128": {"one_step": 88}
-    | {"staleflow, 1": 64, "staleflow, 2": 56, "staleflow, 3": 56}
-    | {"partial, 1": 56, "partial, 2": 56, "partial, 3": 60},
+STALEFLOW_ROLLOUT_GPUS: Final = {  # by preset: of one_step; of staleflow and of partial, at bounds 1, 2 and 3
+    "staleflow-128": (104, (92, 91, 93), (92, 95, 95)),
+    "staleflow-14b-64": (32, (29, 29, 28), (31, 33, 34)),
+    "staleflow-32b-128": (60, (60, 56, 56), (56, 60, 64)),
+    "staleflow-32b-base-128": (88, (64, 56, 56), (56, 56, 60)),
 }
 
 
 def staleflow() -> Iterator[Setting]:
     for name, rollout_gpus in STALEFLOW_ROLLOUT_GPUS.items():
-        yield _staleflow_setting(name, rollout_gpus)
+        yield _staleflow_setting(name, *rollout_gpus)
     name, step_min = "staleflow-128-40k", papers.STALEFLOW_40K_STEP_S / 60
     yield Setting(
         name, {"staleflow": scenario_for(name, "staleflow")}, (Claim("step_time_min", "staleflow", "", step_min),)
     )
 
 
-def _staleflow_setting(name: str, rollout_gpus: Mapping[str, int]) -> Setting:
+def _staleflow_setting(name: str, one_step_gpus: int, own_gpus: Sequence[int], peer_gpus: Sequence[int]) -> Setting:
     """VeRL-Async bounds staleness by what is in flight, (bound + 1) batches (paper 000, 2.2): being generated, or
     generated and not yet trained on. Slots for as much spread it evenly."""
-
-    def tuned(system: str, window: int | None = None) -> Scenario:
-        scenario = scenario_for(name, system.partition(",")[0], window)
-        return split(scenario, rollout_gpus.get(system, scenario.cluster.rollout_gpus))
-
-    systems = {"sync": scenario_for(name, "sync"), "one_step": tuned("one_step")}
+    systems = {"sync": scenario_for(name, "sync"), "one_step": split(scenario_for(name, "one_step"), one_step_gpus)}
     claims: list[Claim] = []
-    for staleness in (1, 2, 3):
+    for staleness, own, its in zip((1, 2, 3), own_gpus, peer_gpus, strict=True):
         ours, peer = f"staleflow, {staleness}", f"partial, {staleness}"
-        systems[ours] = tuned(ours, staleness + 1)
-        partial = tuned(peer)
+        systems[ours] = split(scenario_for(name, "staleflow", staleness + 1), own)
+        partial = split(scenario_for(name, "partial"), its)
         in_flight = (staleness + 1) * partial.trainer.groups_per_step
         slots = -(-in_flight * partial.workload.group_size // partial.cluster.engines)
         cluster = partial.cluster.model_copy(update={"slots": slots})

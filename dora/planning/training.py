@@ -18,7 +18,7 @@ from dora.planning.hardware import Hardware
 from dora.planning.layout import Layout, limit_bytes
 from dora.planning.models import ModelSpec
 from dora.planning.options import CONTEXTS, Option, best, even_s, longest_that_fits, options, shortest_pipelines
-from dora.planning.pace import batch_of
+from dora.planning.pace import Batch, batch_of
 from dora.planning.workload import StepWorkload
 
 
@@ -87,7 +87,7 @@ class Trainers:
             compared += tier.compared
             option = best(tier.dividing(gpus), gpus)
             if option is not None:
-                return option.layout(gpus), option.step_s(gpus) / even_s([option, *compared], gpus)
+                return option.layout(gpus), _over_even(option, compared, gpus)
         return None
 
 
@@ -99,12 +99,16 @@ def over_even(
     1 or more: the best layout with these ranks, its time over the best of any where replicas and layers need not be
     whole. Raises InvalidValue where whole replicas of these ranks do not fill ``gpus`` or do not fit into memory.
     """
-    tier = _Tier(model, options(model, hardware, batch_of(workload), context=1))
+    tier = _undivided(model, hardware, batch_of(workload))
     stated = (each for each in tier.options if (each.replica.tensor, each.replica.pipeline) == (tensor, pipeline))
     option = best(stated, gpus)
     if option is None:
         raise InvalidValue("train_gpus", gpus, f"one on which replicas of {tensor} x {pipeline} fit {model.name}")
-    return option.step_s(gpus) / even_s([option, *tier.compared], gpus)
+    return _over_even(option, tier.compared, gpus)
+
+
+def _over_even(option: Option, compared: Sequence[Option], gpus: int) -> float:
+    return option.step_s(gpus) / even_s([option, *compared], gpus)
 
 
 class _Tier:
@@ -121,3 +125,9 @@ class _Tier:
     def dividing(self, gpus: int) -> list[Option]:
         """Those of which whole replicas fill ``gpus`` accelerators."""
         return [option for each, options in self._by_gpus.items() if gpus % each == 0 for option in options]
+
+
+@cache
+def _undivided(model: ModelSpec, hardware: Hardware, batch: Batch) -> _Tier:
+    """The tier in which a sequence is on one rank. To try all layouts takes longer than to look one up."""
+    return _Tier(model, options(model, hardware, batch, context=1))

@@ -19,9 +19,8 @@ class Board:
         requests = self._requests = snapshot.requests
         self.stays, self.lanes = stays, lanes
         self._shares = shares
-        self._pressed = np.where(
-            workers.loaded <= evened, 0.0, PRESSED
-        )  # by seat: the level from which on it is relieved
+        # by seat: the level from which on it is relieved; at once where it hosts ``evened`` or an older version
+        self._pressed = np.where(workers.loaded <= evened, 0.0, PRESSED)
         rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
         ahead = np.bincount(requests.worker[rows], weights=self._shares[1][rows], minlength=len(workers.held))
         self._kv = np.stack([workers.kv_expected.astype(np.float64), ahead])

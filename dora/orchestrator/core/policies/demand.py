@@ -195,9 +195,7 @@ class Demand:
 
         Where KV is ample the due one, as the step waits for its responses.
         """
-        if self._lifespan is None or not self.ample:
-            return -1
-        return self._snapshot.newest - self._lifespan.window + 1
+        return self._lifespan.newest_due if self._lifespan is not None and self.ample else -1
 
     def _shares(self) -> Column:
         """By row: KV of a request now, and LEVEL_TOKENS later."""

@@ -50,9 +50,14 @@ class Lifespan:
         steps = version + self.window - 1 - self.newest
         return max(self.next_s + (steps - MARGIN_STEP) * self.step_s, self.least_end_s.get(version, 0.0))
 
+    @property
+    def newest_due(self) -> int:
+        """The newest version that is to end with the step of the newest of all."""
+        return self.newest - self.window + 1
+
     def due(self, version: int) -> bool:
         """Whether this version is to end with the step of the newest."""
-        return version + self.window - 1 <= self.newest
+        return version <= self.newest_due
 
     def taken_up(self, version: int) -> bool:
         """Whether this version is one of those that DP groups take up."""
