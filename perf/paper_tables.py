@@ -73,10 +73,10 @@ def _laminar_settings(chosen: Sequence[str]) -> Iterator[Setting]:
 # system: accelerators that generate, found by runs of 12 steps after 8, in whole engines, until more and fewer were
 # slower; of staleflow-128 by runs of both sides of where training takes about as long as generation.
 STALEFLOW_ROLLOUT_GPUS: Final = {  # by preset: of one_step; of staleflow and of partial, at bounds 1, 2 and 3
-    "staleflow-128": (104, (92, 91, 93), (92, 95, 95)),
-    "staleflow-14b-64": (32, (29, 29, 28), (31, 33, 34)),
-    "staleflow-32b-128": (60, (60, 56, 56), (56, 60, 64)),
-    "staleflow-32b-base-128": (88, (64, 56, 56), (56, 56, 60)),
+    "staleflow-128": (106, (99, 102, 100), (100, 101, 101)),
+    "staleflow-14b-64": (32, (33, 33, 32), (35, 37, 38)),
+    "staleflow-32b-128": (60, (68, 68, 64), (64, 68, 72)),
+    "staleflow-32b-base-128": (88, (76, 68, 64), (68, 68, 68)),
 }
 
 

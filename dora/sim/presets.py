@@ -62,7 +62,7 @@ def scenario_for(name: str, policy: str, window: int | None = None) -> Scenario:
                 "step_s": placement.training_s,
                 "micro_batches": experiment.micro_batches,
                 "streams": policy not in WHOLE_BATCH and not placement.colocated,
-                "publish_s": experiment.publish_s,
+                "publish_s": placement.publish_s,
             },
             "workload": experiment.workload,
             "in_flight_groups": placement.in_flight_groups,

@@ -120,6 +120,14 @@ def test_areal_trains_on_the_layouts_of_its_paper_and_the_others_linearly() -> N
     assert cost["partial"] > 1.5 * cost["laminar"]  # 72B on 1,024: four stages, two micro-batches an update
 
 
+def test_areals_trainer_stands_while_it_writes_its_weights_to_storage() -> None:
+    """Files of 7.6, 8.2 and 9.1 GB, 10 at most, one a rank: paper 001, section 4.1, has 13 s at least for 4 GB."""
+    for name, seconds in (("7b-16", 24.8), ("7b-256", 24.8), ("32b-32", 26.6), ("72b-1024", 29.5)):
+        assert scenario_for(f"laminar-{name}", "partial").trainer.publish_s == pytest.approx(seconds, abs=0.05)
+    stalls = [scenario_for("laminar-72b-64", policy).trainer.publish_s for policy in ("sync", "stream", "laminar")]
+    assert stalls == [1.4, 1.4, 1.4]
+
+
 def test_tool_calling_has_the_splits_of_table_2_and_at_most_eight_calls() -> None:
     maths, tools = (scenario_for(name, "laminar") for name in ("laminar-7b-256", "laminar-7b-256-tools"))
     assert tools.cluster == maths.cluster
@@ -161,6 +169,12 @@ def test_streamrls_shorter_lengths_are_the_longest_ones_scaled_down() -> None:
 def test_staleflows_splits_are_those_of_the_shortest_step(size: str) -> None:
     own, best = preset(f"staleflow-{size}"), planned(preset(f"staleflow-{size}"))
     assert abs(own.cluster.rollout_gpus - best.cluster.rollout_gpus) <= own.cluster.gpus_per_engine
+
+
+def test_trainers_that_take_the_engines_logprobs_compute_six_passes_of_eight() -> None:
+    for name in ("staleflow-128", "staleflow-14b-64"):
+        one_step, *others = (scenario_for(name, each).trainer.step_s for each in ("one_step", "partial", "staleflow"))
+        assert others == pytest.approx([0.75 * one_step] * 2)
 
 
 def test_staleflows_base_model_has_the_lengths_that_dora_states_for_it() -> None:

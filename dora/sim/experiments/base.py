@@ -15,7 +15,8 @@ from dora.sim.scenario import Workload
 # at which their own splits match, with the lengths assumed below. DORA's stated 8.0 min on 64 are 0.18. An H20 has a
 # seventh of the FLOP/s and more bandwidth, so it reaches more: verl's stated 377 s on 32 are 0.41.
 TRAINING_EFFICIENCY: Final = {"h800": 0.26, "h20": 0.41}
-GRPO_PASSES: Final = 8  # FLOP a parameter and token: 6 to train, 2 for the old policy's logprobs
+UPDATE_PASSES: Final = 6  # FLOP a parameter and token, where the old policy's logprobs come with the response
+GRPO_PASSES: Final = UPDATE_PASSES + 2  # where the trainer computes them
 PPO_PASSES: Final = 18  # GRPO's, a critic of the same size, and a reference model's logprobs
 PROMPT_TOKENS: Final = 150
 # Tool calls: Laminar shows its sandbox's latencies in a figure (2) only, verl none. Assumed for both.
@@ -29,6 +30,7 @@ class Placement:
     """How one system uses the accelerators, and its training time on them. ``window`` 0: the experiment's.
 
     ``in_flight_groups``: at most so many that are generated and not yet handed to the trainer; 0: no limit.
+    ``publish_s``: how long its trainer then stands until the new version is there for the engines.
     """
 
     rollout_gpus: int
@@ -37,6 +39,7 @@ class Placement:
     engine_gpus: int = 4
     window: int = 0
     in_flight_groups: int = 0
+    publish_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,6 @@ class Experiment:
     window: int = 3
     slots: int = 256
     micro_batches: int = 16
-    publish_s: float = 0.0
     period_s: float = 30.0  # between periodic re-balancings, of policies without a period of their own
 
     def placement(self, policy: str) -> Placement:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import ceil
 from typing import Final
 
 from dora.planning.hardware import find_hardware
@@ -48,21 +49,34 @@ def _areal_over_even(size: str, train_gpus: int) -> float:
     return over_even(find_model(f"qwen2.5-{size}"), find_hardware(HARDWARE), batch, train_gpus, tensor, pipeline)
 
 
+def _areal_publish_s(size: str) -> float:
+    """How long AReaL's trainer stands until its weights are stored, in files that its ranks write all at once.
+
+    Its trainers "store the resulting parameters in distributed storage" (AReaL's notes on version 0.3), which is a part
+    of the training step (realhf/system/model_worker.py, "param-sync-save"); engines load them from there. How long that
+    takes them is not reckoned: here a load takes every system's engines as long.
+    """
+    stage_bytes = find_model(f"qwen2.5-{size}").weights_bytes / papers.AREAL_TRAINER_RANKS[size][1]
+    return stage_bytes / ceil(stage_bytes / papers.AREAL_SHARD_BYTES_MOST) / papers.LAMINAR_STORED_BYTES_PER_S
+
+
 def _laminar(size: str, gpus: int, calls: int = 0) -> Experiment:
     model = f"qwen2.5-{size}"
     turns = {"most": calls + 1, **SANDBOX} if calls else {}
     tokens = GROUPS * GROUP_SIZE * (MEAN_TOKENS + PROMPT_TOKENS + calls * SANDBOX["answer_tokens"] / 2)
     own_gpus, others_gpus = papers.LAMINAR_ENGINE_GPUS[size]
+    stall_s = papers.LAMINAR_ACTOR_STALL_S.get(size, 0.0)
 
     def placed(policy: str) -> Placement:
         row = next(row for row in papers.LAMINAR_SPLITS[policy] if (row.model, row.gpus) == (size, gpus))
         training_s = flop_training_s(model, HARDWARE, row.train_gpus, tokens)
+        engine_gpus = own_gpus if policy in ("laminar", "partial") else others_gpus
         if policy == "partial":
             training_s *= _areal_over_even(size, row.train_gpus)
-        engine_gpus = own_gpus if policy in ("laminar", "partial") else others_gpus
-        return Placement(row.rollout_gpus, training_s, engine_gpus=engine_gpus)
+            return Placement(row.rollout_gpus, training_s, engine_gpus=engine_gpus, publish_s=_areal_publish_s(size))
+        return Placement(row.rollout_gpus, training_s, engine_gpus=engine_gpus, publish_s=stall_s)
 
-    sync = Placement(gpus, flop_training_s(model, HARDWARE, gpus, tokens), True, others_gpus)
+    sync = Placement(gpus, flop_training_s(model, HARDWARE, gpus, tokens), True, others_gpus, publish_s=stall_s)
     systems = {"sync": sync} | {policy: placed(policy) for policy in papers.LAMINAR_SPLITS}
     return Experiment(
         gpus,
@@ -73,7 +87,6 @@ def _laminar(size: str, gpus: int, calls: int = 0) -> Experiment:
         hardware=HARDWARE,
         window=5,
         slots=VERL_SLOTS,
-        publish_s=papers.LAMINAR_ACTOR_STALL_S.get(size, 0.0),
     )
 
 
