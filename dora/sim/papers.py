@@ -154,7 +154,7 @@ AREAL_TRAINER_RANKS: Final = {"7b": (2, 1), "32b": (4, 2), "72b": (4, 4)}  # app
 LAMINAR_ACTOR_STALL_S: Final = {"32b": 0.64, "72b": 1.40}  # section 8.3
 # Section 4.1, of a shard of 4 GB: 8 s to serialize, 10 to 20 s "to/from the storage system"; half of the least.
 LAMINAR_STORED_BYTES_PER_S: Final = 4e9 / (8.0 + 10.0 / 2)
-# AReaL 0.3.0, realhf/impl/model/conversion/hf_registry.py: files of a pipeline stage are at most this large.
+# AReaL, realhf/impl/model/conversion/hf_registry.py: files of a pipeline stage are at most this large by default.
 AREAL_SHARD_BYTES_MOST: Final = 10**10
 
 # ------------------------------------------------------------------------------------------------------ StaleFlow
