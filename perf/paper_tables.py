@@ -70,8 +70,8 @@ def _laminar_settings(chosen: Sequence[str]) -> Iterator[Setting]:
 
 
 # "We tune the GPU allocation ratio between rollout and training to optimal values" (paper 000, section 6.1), for every
-# system: accelerators that generate, found by runs of 12 steps after 8, in whole engines, until more and fewer were
-# slower; of staleflow-128 by runs of both sides of where training takes about as long as generation.
+# system: accelerators that generate, found by runs of 12 steps after 8, in whole engines (of staleflow-128 two at a
+# time), until more and fewer were slower.
 STALEFLOW_ROLLOUT_GPUS: Final = {  # by preset: of one_step; of staleflow and of partial, at bounds 1, 2 and 3
     "staleflow-128": (106, (99, 102, 100), (100, 101, 101)),
     "staleflow-14b-64": (32, (33, 33, 32), (35, 37, 38)),

@@ -70,11 +70,12 @@ def _laminar(size: str, gpus: int, calls: int = 0) -> Experiment:
     def placed(policy: str) -> Placement:
         row = next(row for row in papers.LAMINAR_SPLITS[policy] if (row.model, row.gpus) == (size, gpus))
         training_s = flop_training_s(model, HARDWARE, row.train_gpus, tokens)
-        engine_gpus = own_gpus if policy in ("laminar", "partial") else others_gpus
+        publish_s = stall_s
         if policy == "partial":
             training_s *= _areal_over_even(size, row.train_gpus)
-            return Placement(row.rollout_gpus, training_s, engine_gpus=engine_gpus, publish_s=_areal_publish_s(size))
-        return Placement(row.rollout_gpus, training_s, engine_gpus=engine_gpus, publish_s=stall_s)
+            publish_s = _areal_publish_s(size)
+        engine_gpus = own_gpus if policy in ("laminar", "partial") else others_gpus
+        return Placement(row.rollout_gpus, training_s, engine_gpus=engine_gpus, publish_s=publish_s)
 
     sync = Placement(gpus, flop_training_s(model, HARDWARE, gpus, tokens), True, others_gpus, publish_s=stall_s)
     systems = {"sync": sync} | {policy: placed(policy) for policy in papers.LAMINAR_SPLITS}

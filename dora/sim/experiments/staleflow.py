@@ -64,9 +64,8 @@ def _staleflow(
     tokens = 128 * 16 * (mean_tokens + PROMPT_TOKENS)
 
     def placed(passes: int, colocated: bool = False) -> Placement:
-        train_gpus = gpus if colocated else gpus - rollout_gpus
-        training_s = flop_training_s(model, hardware, train_gpus, tokens, passes)
-        return Placement(gpus if colocated else rollout_gpus, training_s, colocated, engine_gpus)
+        generate, train = (gpus, gpus) if colocated else (rollout_gpus, gpus - rollout_gpus)
+        return Placement(generate, flop_training_s(model, hardware, train, tokens, passes), colocated, engine_gpus)
 
     return Experiment(
         gpus,
