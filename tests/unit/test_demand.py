@@ -138,13 +138,22 @@ def test_kv_that_was_ample_is_so_for_longer(group_kv_tokens: float, ample: bool)
     assert demand.ample == ample
 
 
-@pytest.mark.parametrize(("version", "ample", "moved"), [(0, True, [1, 1]), (0, False, []), (1, True, [])])
-def test_where_kv_is_ample_the_due_version_is_spread_evenly(version: int, ample: bool, moved: list[int]) -> None:
-    """Window 2, version 1 is the newest: four responses of 8% of the KV each on one of two DP groups."""
+@pytest.mark.parametrize(
+    ("version", "ample", "begins", "moved"),
+    [(0, True, 4, [1, 1]), (0, False, 4, []), (0, False, 0, [1, 1]), (1, True, 4, []), (1, False, 0, [])],
+)
+def test_where_nobody_else_wants_its_dp_groups_the_due_version_is_spread_evenly(
+    version: int, ample: bool, begins: int, moved: list[int]
+) -> None:
+    """Window 2, version 1 is the newest: four responses of 8% of the KV each on one of two DP groups.
+
+    Where KV is short they stay packed for what the newest may begin, if there is any.
+    """
     workers = [{"loaded": version, "kv_tokens": 100_000} for _ in range(2)]
     requests = [(version, 0, 8_000)] * 4
     lifespan = Lifespan(2, 2, 1, 1, 1, 0.0, next_s=100.0, step_s=100.0)
-    demand = Demand(snapshot_of(workers, requests, newest=1), lifespan, {}, 1_000.0, ample=ample)
+    waits = {"admissible": {1: begins}, "backlog_longest": np.array([500.0])}
+    demand = Demand(snapshot_of(workers, requests, newest=1, **waits), lifespan, {}, 1_000.0, ample=ample)
     moves, _ = demand.moves({0: version, 1: version})
     assert [move.target for move in moves] == moved
 

@@ -25,7 +25,8 @@ def lanes_snapshot(requests: list[tuple[int, int, int]], seats: int = 4, cost: C
     """All of version 0, the only one: (seat, tokens, tokens to come), prompts of 100 tokens."""
     workers = [{"loaded": 0, "kv_tokens": KV_TOKENS, "slots": SLOTS}] * seats
     placed = [(0, seat, tokens + 100) for seat, tokens, _ in requests]
-    return snapshot_of(workers, placed, remaining_tokens=[left for *_, left in requests], window=1, cost=cost)
+    more = {"window": 1, "cost": cost, "admissible": {0: 8}, "backlog_longest": np.array([500.0])}  # may begin more
+    return snapshot_of(workers, placed, remaining_tokens=[left for *_, left in requests], **more)
 
 
 def hurried_until(end_s: float, hurried: bool = True) -> Lifespan:
@@ -33,8 +34,8 @@ def hurried_until(end_s: float, hurried: bool = True) -> Lifespan:
     return Lifespan(4, 1, 0, 0, 1, **times, hurried=hurried, lane_fill=0.5, least_end_s={0: end_s})
 
 
-def found(snapshot: Snapshot, lifespan: Lifespan | None) -> Lanes:
-    return plan_lanes(snapshot, np.ones(len(snapshot.workers.alive), dtype=bool), lifespan)
+def found(snapshot: Snapshot, lifespan: Lifespan | None, roomy: bool = False) -> Lanes:
+    return plan_lanes(snapshot, np.ones(len(snapshot.workers.alive), dtype=bool), lifespan, roomy)
 
 
 # 10,000 tokens in 400 s: 40 ms a token, which a DP group of 50,000 tokens of KV has; full ones have 59 ms
@@ -109,6 +110,18 @@ def test_nobody_who_is_well_placed_makes_way_for_one_who_comes() -> None:
     lane_plan = found(lanes_snapshot([*there, (3, 20_000, 10_400)]), hurried_until(400.0))
     assert list(lane_plan.by_seat) == [0, 1, 2]
     assert lane_plan.to_lane == {}
+
+
+@pytest.mark.parametrize(("others", "roomy", "lanes"), [(2, True, 0), (2, False, 1), (6, True, 1), (6, False, 1)])
+def test_what_an_even_spread_makes_fast_enough_needs_no_lane(others: int, roomy: bool, lanes: int) -> None:
+    """Two others a DP group hold 18,200 tokens, 28 ms a token; six hold 54,600, 43 ms, where 40 are needed.
+
+    Only where nobody else is to come: what will be filled up is reckoned with as full.
+    """
+    easy = [(seat, 9_000, 2_000) for seat in range(4) for _ in range(others)]
+    lane_plan = found(lanes_snapshot(HURRIED + easy), hurried_until(400.0), roomy)
+    assert len(lane_plan.by_seat) == lanes
+    assert lane_plan.hurried.tolist() == [bool(lanes)] * 3 + [False] * len(easy)
 
 
 def test_groups_that_take_turns_end_one_after_the_other_on_lanes_of_their_own_pace() -> None:

@@ -76,7 +76,7 @@ class Demand:
     def moves(self, targets: Mapping[int, int]) -> tuple[tuple[Move, ...], Lanes]:
         """Off the DP groups that change or leave, the longest first; to the lanes; then off those whose KV runs out."""
         stays = staying(self._snapshot, targets)
-        lanes = plan_lanes(self._snapshot, stays, self._lifespan)
+        lanes = plan_lanes(self._snapshot, stays, self._lifespan, self._roomy)
         board = Board(self._snapshot, stays, lanes, self._shares(), self._evened())
         requests = self._snapshot.requests
         rows = np.flatnonzero(requests.movable & (requests.worker >= 0))
@@ -193,9 +193,14 @@ class Demand:
     def _evened(self) -> int:
         """The newest version whose DP groups are levelled though none is pressed; -1: none.
 
-        Where KV is ample the due one, as the step waits for its responses.
+        Where nobody else wants them the due one, as the step waits for its responses.
         """
-        return self._lifespan.newest_due if self._lifespan is not None and self.ample else -1
+        return self._lifespan.newest_due if self._lifespan is not None and self._roomy else -1
+
+    @property
+    def _roomy(self) -> bool:
+        """Whether no version is packed tight for the sake of what is to begin: there is room, or nothing to begin."""
+        return self.ample or not self._may_begin(self.leader)
 
     def _shares(self) -> Column:
         """By row: KV of a request now, and LEVEL_TOKENS later."""

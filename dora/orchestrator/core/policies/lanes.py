@@ -50,8 +50,12 @@ class Lanes:
     to_lane: dict[int, int] = field(default_factory=dict)  # row -> seat, of those that are not where they should be
 
 
-def plan_lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None) -> Lanes:
-    """The lanes of all versions among the DP groups that stay with theirs (``stays``, bool by seat)."""
+def plan_lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None, roomy: bool = False) -> Lanes:
+    """The lanes of all versions among the DP groups that stay with theirs (``stays``, bool by seat).
+
+    ``roomy``: versions have these DP groups to themselves, for all that they have begun. What is fast enough where that
+    is spread over them evenly needs no lane then: to gather it would make it slower.
+    """
     requests, workers = snapshot.requests, snapshot.workers
     found = Lanes(FILL * workers.kv_tokens.astype(np.float64), np.zeros(len(requests.tokens), dtype=bool))
     rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
@@ -66,7 +70,7 @@ def plan_lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None) -> 
         free = np.flatnonzero(stays & (workers.loaded == version))
         if len(free):
             its = versions == version
-            far, seats = _Far.of(requests, rows[its], remaining[its]), _Seats.of(found, snapshot, free)
+            far, seats = _Far.of(requests, rows[its], remaining[its]), _Seats.of(found, snapshot, free, roomy)
             left_s = _left_s(snapshot, snapshot.cost, far, seats, lifespan, version, least_fill)
             _open(found, snapshot, snapshot.cost, far, seats, left_s, least_fill)
     return found
@@ -78,11 +82,14 @@ class _Seats:
 
     free: Column  # seats
     kv_tokens: float  # that it is to hold at most
+    usual_kv_tokens: float  # and what it holds, where none is a lane
     held: int  # requests on it, at least 1
 
     @classmethod
-    def of(cls, found: Lanes, snapshot: Snapshot, free: Column) -> "_Seats":
-        return cls(free, float(found.cap[free].mean()), max(1, int(snapshot.workers.held[free].mean())))
+    def of(cls, found: Lanes, snapshot: Snapshot, free: Column, roomy: bool) -> "_Seats":
+        kv_tokens, workers = float(found.cap[free].mean()), snapshot.workers
+        usual = min(kv_tokens, float(workers.kv_expected[free].mean())) if roomy else kv_tokens
+        return cls(free, kv_tokens, usual, max(1, int(workers.held[free].mean())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +155,7 @@ def _open(
     least_fill: float,
 ) -> None:
     """Lanes on the ``seats`` for one version's responses, each to end within its ``left_s``: most hurried first."""
-    hurried = np.flatnonzero(left_s / far.remaining < cost.decode_step_s(seats.held, seats.kv_tokens))
+    hurried = np.flatnonzero(left_s / far.remaining < cost.decode_step_s(seats.held, seats.usual_kv_tokens))
     found.hurried[far.rows[hurried]] = True
     needed_s = far.pace_s(left_s, cost)
     order = hurried[np.argsort(needed_s[hurried], kind="stable")]
