@@ -23,6 +23,7 @@ LEAST_FILL = 0.82  # a lane holds at least this share of what the longest respon
 NEAR_SHARE = 0.03  # a response with less to come than this share of the longest needs no lane any more
 AHEAD_TOKENS = 1_500.0  # a lane has room for what its responses will have grown by then
 HASTE = 0.25  # a lane's fill grows with this power of its responses' context (``_share_now``)
+SPREAD = 1.3  # times an even share of what there is: DP groups hold that where some are lanes, and as responses grow
 STICKY = 1.05  # one stays on a lane that is slower than it needs by less than this
 
 
@@ -82,13 +83,13 @@ class _Seats:
 
     free: Column  # seats
     kv_tokens: float  # that it is to hold at most
-    usual_kv_tokens: float  # and what it holds, where none is a lane
+    usual_kv_tokens: float  # and what it will hold as no lane
     held: int  # requests on it, at least 1
 
     @classmethod
     def of(cls, found: Lanes, snapshot: Snapshot, free: Column, roomy: bool) -> "_Seats":
         kv_tokens, workers = float(found.cap[free].mean()), snapshot.workers
-        usual = min(kv_tokens, float(workers.kv_expected[free].mean())) if roomy else kv_tokens
+        usual = min(kv_tokens, SPREAD * float(workers.kv_expected[free].mean())) if roomy else kv_tokens
         return cls(free, kv_tokens, usual, max(1, int(workers.held[free].mean())))
 
 
