@@ -3,8 +3,9 @@
 A decode step's time grows with the KV in use. Where the window gives a version less time than its longest responses
 take on full DP groups, a few of these are its lanes: each holds the most hurried responses together and no more KV
 than leaves them the pace that they need. All others stay full: scattered, the hurried ones would slow every DP group
-down. Haste costs least while responses are young and hold little KV: lanes are emptier then than later. Needs the cost
-of an engine (core/cost.py); where that is not known there are no lanes.
+down. Haste costs least while responses are young and hold little KV: lanes are emptier then than later. Where nobody
+else wants a version's DP groups, all spread evenly may be fast enough: a lane fuller than that would be slower. Needs
+the cost of an engine (core/cost.py); where that is not known there are no lanes.
 """
 
 from collections.abc import Sequence
