@@ -52,7 +52,7 @@ class Lanes:
     to_lane: dict[int, int] = field(default_factory=dict)  # row -> seat, of those that are not where they should be
 
 
-def plan_lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None, roomy: bool = False) -> Lanes:
+def plan_lanes(snapshot: Snapshot, stays: Column, lifespan: Lifespan | None, roomy: bool) -> Lanes:
     """The lanes of all versions among the DP groups that stay with theirs (``stays``, bool by seat).
 
     ``roomy``: versions have these DP groups to themselves, for all that they have begun. What is fast enough where that
