@@ -149,7 +149,7 @@ async def _watched_run(
     arguments += ["--groups", str(config.window.groups_per_step)]
     arguments += ["--layers", str(options.preset.train_layers)]
     if options.preset.autocast:
-        arguments.append("--autocast")
+        arguments += ["--autocast", "auto"]
     threads = options.preset.trainer_threads
     async with (
         Operator(handle.address, handle.token) as operator,

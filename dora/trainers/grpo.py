@@ -26,7 +26,7 @@ import torch
 
 from dora.client import Attachment, Step, Trainer
 from dora.errors import Conflict, DoraError, InvalidValue
-from dora.trainers.learner import Learner, LearnerConfig, StepMetrics
+from dora.trainers.learner import Learner, LearnerConfig, StepMetrics, multiplies_bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,12 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--layers", type=int, default=0, help="train the last so many decoder layers; 0: everything")
-    parser.add_argument("--autocast", action="store_true", help="matrix products in bfloat16: faster, rougher ratios")
+    parser.add_argument(
+        "--autocast",
+        choices=("off", "on", "auto"),
+        default="off",
+        help="matrix products in bfloat16: faster, rougher ratios; auto: where the processor multiplies them itself",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a step instead of a line for people")
     given = parser.parse_args(arguments)
     learner = LearnerConfig(
@@ -170,7 +175,7 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
         weight_decay=given.weight_decay,
         grad_norm_max=given.grad_norm_max,
         micro_batch_tokens=given.micro_batch_tokens,
-        autocast=given.autocast,
+        autocast=given.autocast == "on" or (given.autocast == "auto" and multiplies_bfloat16()),
     )
     names = ("address", "token", "model", "groups", "steps", "layers", "threads", "dtype")
     return GrpoConfig(**{name: getattr(given, name) for name in names}, learner=learner), given.json

@@ -200,6 +200,15 @@ def response_logprobs(module: Any, trajectories: Sequence[Trajectory]) -> torch.
     return -losses.view(len(trajectories), longest)
 
 
+def multiplies_bfloat16(capability: str | None = None) -> bool:
+    """Whether this processor multiplies matrices in bfloat16 itself. ``capability``: torch's name for what it has.
+
+    torch does it through AVX-512 or more. Below, it emulates: on a processor with AVX2 alone a product of the size of
+    a SmolLM2 layer's took 58 times as long as in fp32.
+    """
+    return (capability or torch.backends.cpu.get_cpu_capability()).startswith(("AVX512", "AMX"))
+
+
 def _length(trajectory: Trajectory) -> int:
     return len(trajectory.prompt_token_ids) + trajectory.length_tokens
 
