@@ -15,7 +15,13 @@ from transformers import AutoModelForCausalLM
 from dora.errors import InvalidValue
 from dora.models.tiny import make_tiny
 from dora.trainers.grpo import GrpoConfig, main, parse_arguments, step_json, step_line, train
-from dora.trainers.learner import Learner, LearnerConfig, micro_batches, response_logprobs
+from dora.trainers.learner import (
+    Learner,
+    LearnerConfig,
+    micro_batches,
+    multiplies_bfloat16,
+    response_logprobs,
+)
 from dora.trainers.loss import clipped_token_loss, group_advantages, kl_sum
 from dora.trajectory import Trajectory, TrajectoryGroup
 from tests.contract.trainer_service import TOKEN, make_group, make_trajectory, start_service
@@ -243,6 +249,15 @@ def test_arguments_and_limits() -> None:
             LearnerConfig(**changes)
     with pytest.raises(InvalidValue, match="threads = 0"):
         GrpoConfig("127.0.0.1:1", "t", threads=0)
+
+
+def test_bfloat16_is_used_by_itself_only_where_the_processor_multiplies_it() -> None:
+    chosen = {how: parse_arguments(["--autocast", how])[0].learner.autocast for how in ("off", "on", "auto")}
+    assert chosen == {"off": False, "on": True, "auto": multiplies_bfloat16()}
+    assert not parse_arguments([])[0].learner.autocast
+    assert multiplies_bfloat16("AVX512") and multiplies_bfloat16("AVX512_BF16")
+    assert not multiplies_bfloat16("AVX2")  # emulated there: the demo's first training step had not ended after five minutes
+    assert not multiplies_bfloat16("DEFAULT")
 
 
 def test_the_command_fails_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
