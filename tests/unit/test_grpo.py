@@ -256,7 +256,7 @@ def test_bfloat16_is_used_by_itself_only_where_the_processor_multiplies_it() -> 
     assert chosen == {"off": False, "on": True, "auto": multiplies_bfloat16()}
     assert not parse_arguments([])[0].learner.autocast
     assert multiplies_bfloat16("AVX512") and multiplies_bfloat16("AVX512_BF16")
-    assert not multiplies_bfloat16("AVX2")  # emulated there: the demo's first training step had not ended after five minutes
+    assert not multiplies_bfloat16("AVX2")  # emulated: a training step took over five minutes
     assert not multiplies_bfloat16("DEFAULT")
 
 
