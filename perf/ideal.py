@@ -14,6 +14,7 @@ Where they are *unknown* it is the first, as long as anything may begin at that 
 
 ``--overcommit``: so much of a DP group may an older version be short of. What exceeds its KV takes turns, as if it were
 parked in host memory for nothing. It is no bound, as a better order may be faster; it says what friction costs.
+Environments, filters and shared accelerators are left out.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from dora.orchestrator.core.window import Window
 from dora.sim.extent import bound_of_s, expected_bound_s
 from dora.sim.presets import preset
 from dora.sim.scenario import Scenario
+from dora.sim.traces import FloatColumn
 from dora.sim.workload import SimPrompt, WorkloadStream, moments
 
 FILL: Final = 0.985  # share of the KV that is used: what exceeds it later takes turns
@@ -43,16 +45,14 @@ WAITING_STEPS: Final = 2  # steps' worth of prompts that wait
 STEP_BOUNDS: Final = 1.1  # a step is expected to take so many times its bound, where training takes less
 LENGTHS: Final = ("known", "believed", "unknown")
 
-Lengths = NDArray[np.float64]
-
 
 @dataclass
 class Pool:
     """One version's open groups, a row each, and a column for each response."""
 
-    lengths: Lengths
-    prompts: Lengths
-    done: Lengths = field(init=False)  # tokens so far
+    lengths: FloatColumn
+    prompts: FloatColumn
+    done: FloatColumn = field(init=False)  # tokens so far
 
     def __post_init__(self) -> None:
         self.done = np.zeros_like(self.lengths)
@@ -137,17 +137,20 @@ class Ideal:
             groups * self.cluster.slots - rows.sum(),
             (groups * FILL * self.cluster.kv_tokens - each.kv(rows)) / ROOM_TOKENS,
         )
-        count = min(int(max(0.0, room)) // each.lengths.shape[1], self.window.admissible(version))
-        may = self._may_begin(version) if count > 0 else np.arange(0)
-        chosen = may[np.argsort(-self.longest[may], kind="stable")][: max(0, count)]
-        if len(chosen):
-            each.add([self.waiting[index] for index in chosen])
-            for _ in chosen:
-                self.window.admit(version)
-            kept = np.delete(np.arange(len(self.waiting)), chosen)
-            drawn = self.stream.take(len(chosen))
-            self.waiting = [*(self.waiting[index] for index in kept), *drawn]
-            self.longest = np.concatenate([self.longest[kept], self._longest(drawn)])
+        count = min(int(room // each.lengths.shape[1]), self.window.admissible(version))
+        if count < 1:
+            return
+        may = self._may_begin(version)
+        chosen = may[np.argsort(-self.longest[may], kind="stable")][:count]
+        if not len(chosen):
+            return
+        each.add([self.waiting[index] for index in chosen])
+        for _ in chosen:
+            self.window.admit(version)
+        kept = np.delete(np.arange(len(self.waiting)), chosen)
+        drawn = self.stream.take(len(chosen))
+        self.waiting = [*(self.waiting[index] for index in kept), *drawn]
+        self.longest = np.concatenate([self.longest[kept], self._longest(drawn)])
 
     def _may_begin(self, version: int) -> NDArray[np.int64]:
         """Indices of the waiting prompts that a version may begin at its age."""
@@ -158,12 +161,12 @@ class Ideal:
             late = version == self.window.newest and not len(in_time)
             return np.arange(len(self.waiting)) if late else in_time  # rather than nothing
         share = 1.0 - (age / self.window.size - AT_ONCE) / (BEGUN - AT_ONCE)
-        count = min(len(self.waiting), max(1, round(share * len(self.waiting))))
         if self.lengths == "unknown":
             return np.arange(len(self.waiting) if share > 0.0 or version == self.window.newest else 0)
+        count = min(len(self.waiting), max(1, round(share * len(self.waiting))))
         return np.flatnonzero(self.longest <= np.sort(self.longest)[count - 1])
 
-    def _longest(self, prompts: list[SimPrompt]) -> Lengths:
+    def _longest(self, prompts: list[SimPrompt]) -> FloatColumn:
         """What prompts are compared by: their longest response, what they show of it, or nothing."""
         if self.lengths == "known":
             return np.array([max(prompt.lengths) for prompt in prompts], dtype=np.float64)
@@ -200,7 +203,7 @@ class Ideal:
         return Pool(*np.zeros((2, 0, self.scenario.workload.group_size)))
 
 
-def work(tokens: Lengths, contexts: Lengths) -> Lengths:
+def work(tokens: FloatColumn, contexts: FloatColumn) -> FloatColumn:
     """Tokens, and context-tokens."""
     return np.array([tokens.sum(), (tokens * contexts).sum()])
 

@@ -206,7 +206,7 @@ def multiplies_bfloat16(capability: str | None = None) -> bool:
     torch does it through AVX-512 or more. Below, it emulates: on a processor with AVX2 alone a product of the size of
     a SmolLM2 layer's took 58 times as long as in fp32.
     """
-    return (capability or torch.backends.cpu.get_cpu_capability()).startswith(("AVX512", "AMX"))
+    return (capability or torch.backends.cpu.get_cpu_capability()).startswith("AVX512")
 
 
 def _length(trajectory: Trajectory) -> int:
