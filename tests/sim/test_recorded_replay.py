@@ -1,0 +1,50 @@
+"""Event logs that were recorded once, in small clusters with and without faults, replay to the commands of then.
+
+Beside each log lies one CRC-32 an event, of its commands: the first event whose commands differ is named.
+"""
+
+import gzip
+import struct
+from dataclasses import fields
+from pathlib import Path
+from zlib import crc32
+
+import msgpack
+import pytest
+
+from dora.eventlog import read_log
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core.policies import live_policies
+from dora.replay import Replay
+
+RECORDED = Path(__file__).parents[1] / "fixtures" / "replay"
+NAMES = sorted(path.name.removesuffix(".log.gz") for path in RECORDED.glob("*.log.gz"))
+
+
+def checksum(commands: tuple[do.Command, ...]) -> int:
+    """CRC-32 of commands, by the names and values of their fields."""
+    plain = [
+        (type(command).__name__, {field.name: getattr(command, field.name) for field in fields(command)})
+        for command in commands
+    ]
+    return crc32(msgpack.packb(plain, unicode_errors="surrogatepass"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recorded_log_replays_to_the_same_commands(name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.log"
+    path.write_bytes(gzip.decompress((RECORDED / f"{name}.log.gz").read_bytes()))
+    packed = gzip.decompress((RECORDED / f"{name}.commands.gz").read_bytes())
+    expected = struct.unpack(f"<{len(packed) // 4}I", packed)
+    log = read_log(path)
+    decisions = 0
+    for decision in Replay(log.config, log):
+        assert not decision.failure, f"event {decision.number}: {decision.failure}"
+        got = 0 if decision.refusal else checksum(decision.commands)
+        assert got == expected[decision.number - 1], f"event {decision.number}, {decision.event}: {decision.commands}"
+        decisions += 1
+    assert decisions == len(expected)
+
+
+def test_every_strategy_has_recorded_logs() -> None:
+    assert {name.partition("-")[2] for name in NAMES} >= set(live_policies())
