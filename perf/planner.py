@@ -25,9 +25,9 @@ from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.observation import snapshot
+from dora.orchestrator.core.plan import Trigger
 from dora.orchestrator.core.policies import nearest_window
-from dora.orchestrator.core.snapshot import Trigger
-from dora.orchestrator.core.view import snapshot
 from dora.orchestrator.core.window import Window
 
 GROUP_SIZE = 16
@@ -122,11 +122,11 @@ def measured(policy: str, predictor: str, workers: int, requests: int, plans: in
     for _ in range(plans):
         state.now_s += state.config.balance.period_s
         began_s = time.perf_counter()
-        state.policy.foresee(Floor(state))
+        machine.policy.observe(Floor(state))
         foreseen_s = time.perf_counter()
         view = snapshot(state)
         views.append(time.perf_counter() - foreseen_s)
-        state.policy.plan(view, Trigger.TIME)
+        machine.policy.plan(view, Trigger.TIME)
         whole.append(time.perf_counter() - began_s)
     heap_s = heap_pass_s(workers, requests)
     admitted = state.counters.groups_admitted

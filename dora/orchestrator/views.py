@@ -5,7 +5,8 @@ from dataclasses import asdict
 
 import numpy as np
 
-from dora.orchestrator.core.state import GroupStatus, RequestStatus, State, Worker
+from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
+from dora.orchestrator.core.worker import Worker
 from dora.orchestrator.runtime import Runtime
 from dora.rpc import dora_pb2 as pb
 

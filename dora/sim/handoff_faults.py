@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core.handoff import Handoff, Phase
+from dora.orchestrator.core.handoff_table import Handoff, Phase
 from dora.sim.fault import Fault, pick
 from dora.sim.unreliable import SILENCE_LIMIT_S, UnreliableWorld
 from dora.sim.worker import SimWorker

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from dora.orchestrator.core import commands as do
-from dora.orchestrator.core.handoff import LIVE, Handoff, Phase
+from dora.orchestrator.core.handoff_table import LIVE, Handoff, Phase
 from dora.orchestrator.core.hosting import SEATED, seated_row
-from dora.orchestrator.core.state import GroupStatus, RequestStatus, State, Worker
+from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
 from dora.orchestrator.core.table import Table
+from dora.orchestrator.core.worker import Worker
 from dora.sim.ledger import Violation
 
 # plain integers: a comparison of enumerations would take most of the time
@@ -188,8 +189,8 @@ def check_idle(state: State) -> None:
     """Who is idle, and what is to stay, is counted as the workers say. Last: it follows from the others."""
     workers = [worker for worker in state.seats if worker is not None]
     idle = [worker for worker in workers if is_idle(worker)]
-    if sorted(state.idle) != _seats(idle):
-        raise Violation(f"seats {sorted(state.idle)} are listed as idle, while {_seats(idle)} are")
+    if sorted(state.worklist.idle) != _seats(idle):
+        raise Violation(f"seats {sorted(state.worklist.idle)} are listed as idle, while {_seats(idle)} are")
     staying = [worker for worker in workers if not worker.draining]
     if state.hosting.staying() != (len(staying), sum(worker.kv_tokens for worker in staying)):
         raise Violation(f"(workers, KV) to stay are {state.hosting.staying()}, while {_seats(staying)} do")

@@ -263,8 +263,10 @@ class Watch:
             raise Violation(f"seat {seat} holds {held} requests, while {self._at.get(seat, 0)} stand there (C2)")
         if worker is not None:
             check_load(worker, worker.worker_id in self._loading)
-            if is_idle(worker) != (seat in state.idle):
-                raise Violation(f"{worker.worker_id} is {'not ' * (seat not in state.idle)}listed as idle, wrongly")
+            if is_idle(worker) != (seat in state.worklist.idle):
+                raise Violation(
+                    f"{worker.worker_id} is {'not ' * (seat not in state.worklist.idle)}listed as idle, wrongly"
+                )
 
     # ----------------------------------------------------------------------------------------------------------- counts
 

@@ -10,23 +10,25 @@ import pytest
 
 from dora.orchestrator.core import (
     admission,
-    balance,
     fleet,
     handoff,
-    handoffs,
+    handoff_table,
     lifecycle,
     machine,
     placement,
+    scheduler,
     selection,
 )
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core.handoff import Action, Phase, Signal
+from dora.orchestrator.core.balance import Balance
+from dora.orchestrator.core.handoff_table import Action, Phase, Signal
 from dora.orchestrator.core.hosting import Hosting
 from dora.orchestrator.core.line import Line
 from dora.orchestrator.core.policies.base import BasePolicy
-from dora.orchestrator.core.state import State, Worker
+from dora.orchestrator.core.state import State
 from dora.orchestrator.core.window import Window
+from dora.orchestrator.core.worker import Worker
 
 Patch = pytest.MonkeyPatch
 
@@ -92,7 +94,7 @@ def draws_prompts_once(patch: Patch) -> None:
         if not state.counters.groups_admitted:
             admission.draw(state)
 
-    patch.setattr(balance, "draw", draw)
+    patch.setattr(scheduler, "draw", draw)
 
 
 # ------------------------------------------------------------------------------------------------------------ versions
@@ -160,36 +162,37 @@ def drain_is_not_listed(patch: Patch) -> None:
 
 
 def target_is_not_listed(patch: Patch) -> None:
-    rebalance = balance.rebalance
+    rebalance = Balance.rebalance
 
-    def unlisted(state: State, trigger: Any) -> None:
+    def unlisted(self: Balance, trigger: Any) -> None:
+        state = self._state
         moved = dict(state.hosting._moved)
-        rebalance(state, trigger)
+        rebalance(self, trigger)
         state.hosting._moved.clear()
         state.hosting._moved.update(moved)
 
-    patch.setattr(balance, "rebalance", unlisted)
+    patch.setattr(Balance, "rebalance", unlisted)
 
 
 def busy_worker_stays_idle(patch: Patch) -> None:
     give = State.give
 
     def unnoted(self: State, row: int, worker: Worker) -> None:
-        idle = self.idle & {worker.seat}
+        idle = worker.seat in self.worklist.idle
         give(self, row, worker)
-        self.idle |= idle
+        self.worklist.rests(worker.seat, idle)
 
     patch.setattr(State, "give", unnoted)
 
 
-def given_work_is_not_stirred(patch: Patch) -> None:
+def given_work_is_not_noted(patch: Patch) -> None:
     give = State.give
 
     def silently(self: State, row: int, worker: Worker) -> None:
-        stirred = worker.seat in self.loads.stirred
+        changed = worker.seat in self.loads._changed
         give(self, row, worker)
-        if not stirred:
-            self.loads.stirred.discard(worker.seat)
+        if not changed:
+            self.loads._changed.discard(worker.seat)
 
     patch.setattr(State, "give", silently)
 
@@ -252,7 +255,7 @@ def aborted_request_is_left_on_its_worker(patch: Patch) -> None:
 def drain_is_noted_before_it_is_refused(patch: Patch) -> None:
     def drain(state: State, event: on.DrainAsked) -> None:
         state.counters.rebalances += 1
-        machine._drain(state, event)
+        fleet.drain(state, event)
 
     patch.setitem(machine._HANDLERS, on.DrainAsked, drain)
 
@@ -262,17 +265,17 @@ def drain_is_noted_before_it_is_refused(patch: Patch) -> None:
 
 def source_freed_before_commit(patch: Patch) -> None:
     key = (Phase.COPYING, Signal.FROZEN)
-    patch.setitem(handoff.TABLE, key, (Phase.FROZEN, (Action.FREE_SOURCE, Action.COPY_IN)))
+    patch.setitem(handoff_table.TABLE, key, (Phase.FROZEN, (Action.FREE_SOURCE, Action.COPY_IN)))
 
 
 def failed_handoff_stays_frozen(patch: Patch) -> None:
-    for key, (phase, actions) in list(handoff.TABLE.items()):
+    for key, (phase, actions) in list(handoff_table.TABLE.items()):
         kept = tuple(action for action in actions if action is not Action.THAW_SOURCE)
-        patch.setitem(handoff.TABLE, key, (phase, kept))
+        patch.setitem(handoff_table.TABLE, key, (phase, kept))
 
 
 def lost_workers_handoffs_go_on(patch: Patch) -> None:
-    patch.setattr(handoffs, "lost", lambda state, worker: None)
+    patch.setattr(handoff, "lost", lambda state, worker: None)
 
 
 def later_life_ends_a_stranded_handoff(patch: Patch) -> None:
@@ -281,26 +284,26 @@ def later_life_ends_a_stranded_handoff(patch: Patch) -> None:
     def lost(state: State, worker: Worker) -> None:
         for each in list(state.handoffs.values()):
             if each.source == worker.worker_id:
-                handoffs.signal_handoff(state, each, Signal.SOURCE_LOST)
+                handoff.signal_handoff(state, each, Signal.SOURCE_LOST)
             elif each.target == worker.worker_id:
-                handoffs.signal_handoff(state, each, Signal.TARGET_LOST)
+                handoff.signal_handoff(state, each, Signal.TARGET_LOST)
 
-    patch.setattr(handoffs, "lost", lost)
+    patch.setattr(handoff, "lost", lost)
 
 
 def stranded_request_is_forgotten(patch: Patch) -> None:
-    for key, (phase, actions) in list(handoff.TABLE.items()):
+    for key, (phase, actions) in list(handoff_table.TABLE.items()):
         if key[0] is Phase.STRANDED:
-            patch.setitem(handoff.TABLE, key, (phase, tuple(a for a in actions if a is not Action.ORPHAN)))
+            patch.setitem(handoff_table.TABLE, key, (phase, tuple(a for a in actions if a is not Action.ORPHAN)))
 
 
 def snapshot_is_never_released(patch: Patch) -> None:
-    patch.setitem(handoffs._ACTIONS, Action.RELEASE_SNAPSHOT, lambda state, handoff: None)
+    patch.setitem(handoff._ACTIONS, Action.RELEASE_SNAPSHOT, lambda state, handoff: None)
 
 
 def reservation_is_not_cancelled(patch: Patch) -> None:
     """The target goes on with what it has copied in, though the handoff was undone."""
-    patch.setitem(handoffs._ACTIONS, Action.CANCEL_TARGET, lambda state, handoff: None)
+    patch.setitem(handoff._ACTIONS, Action.CANCEL_TARGET, lambda state, handoff: None)
 
 
 # -------------------------------------------------------------------------------------------------- groups and trainer
@@ -340,7 +343,7 @@ def straggler_is_dropped(patch: Patch) -> None:
     """What comes due unfinished is let go silently, so that the step need not wait."""
 
     def commit(state: State, event: on.StepCommitted) -> None:
-        machine._committed(state, event)
+        lifecycle.commit(state, event)
         window = state.window
         for row, group_id in list(state.group_id.items()):
             due = window.deadline(int(state.groups["version"][row])) == window.step

@@ -7,7 +7,7 @@ import pytest
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core.handoff import TABLE, Action, Handoff, Phase, Signal
+from dora.orchestrator.core.handoff_table import TABLE, Action, Handoff, Phase, Signal
 from dora.orchestrator.core.policies import live_policies
 from dora.sim.faults import KINDS
 from dora.sim.filtering import FILTERED

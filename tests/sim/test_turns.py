@@ -17,9 +17,9 @@ def tail_shares(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     seen: dict[int, tuple[float, float]] = {}  # version -> when it was published, and when its step was full
 
     class Watched(LaxityPolicy):
-        def foresee(self, floor: Floor) -> None:
+        def observe(self, floor: Floor) -> None:
             seen.setdefault(floor.newest, (floor.rhythm.published_s, floor.rhythm.filled_s))
-            super().foresee(floor)
+            super().observe(floor)
 
     monkeypatch.setitem(POLICIES, "watched", Strategy(Watched))
     scenario = composed(SMALL, "staleflow-128", "watched", 2)

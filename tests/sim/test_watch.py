@@ -13,7 +13,7 @@ from tests.sim.test_planted_bugs import BUGS, SEEDS, Bug
 
 # What only a look at the whole state finds: how many workers are to stay is no single one's, and what a snapshot would
 # show is nobody's.
-UNNAMED = {plants.staying_is_counted_again, plants.given_work_is_not_stirred}
+UNNAMED = {plants.staying_is_counted_again, plants.given_work_is_not_noted}
 
 
 class WatchedWorld(UnreliableWorld):

@@ -5,9 +5,9 @@ import pytest
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.observation import snapshot
 from dora.orchestrator.core.policies import POLICIES, Strategy
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
-from dora.orchestrator.core.view import snapshot
 from dora.sim.presets import composed
 from dora.sim.run import simulate
 from tests.unit.test_machine import Bench
@@ -84,8 +84,8 @@ def test_what_runs_dry_goes_where_a_plan_would_put_it(monkeypatch: pytest.Monkey
     handed_on: list[bool] = []
 
     class Compared(LaxityPolicy):
-        def heir(self, floor: Floor) -> int | None:
-            version = super().heir(floor)
+        def successor(self, floor: Floor) -> int | None:
+            version = super().successor(floor)
             if version is not None:
                 seen = snapshot(floor._state)
                 plan, now = self._demand(seen).targets(), seen.workers.target

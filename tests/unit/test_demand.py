@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from dora.orchestrator.core.lognormal import remaining_tokens
+from dora.orchestrator.core.plan import Move
 from dora.orchestrator.core.policies.demand import HORIZON_TOKENS, LEVEL_TOKENS, Demand
 from dora.orchestrator.core.policies.lifespan import Lifespan
-from dora.orchestrator.core.snapshot import Move, Snapshot
+from dora.orchestrator.core.snapshot import Snapshot
 from tests.unit.snapshots import MAX_TOKENS, PROMPT_TOKENS, snapshot_of
 
 TOKENS, LOG_SD = 2_000, 0.8

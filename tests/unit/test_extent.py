@@ -14,9 +14,10 @@ from pydantic import BaseModel
 
 from dora.config import BalanceConfig, settings_tree
 from dora.errors import InvalidValue
+from dora.orchestrator.core.plan import Plan, Trigger
 from dora.orchestrator.core.policies import POLICIES, Strategy
 from dora.orchestrator.core.policies.base import BasePolicy
-from dora.orchestrator.core.snapshot import Plan, Snapshot, Trigger
+from dora.orchestrator.core.snapshot import Snapshot
 from dora.sim import extent
 from dora.sim.extent import check_extent, limit_s
 from dora.sim.presets import composed, names, scenario_for

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora.errors import IllegalTransition
-from dora.orchestrator.core.handoff import LIVE, TABLE, Action, Handoff, Phase, Signal
+from dora.orchestrator.core.handoff_table import LIVE, TABLE, Action, Handoff, Phase, Signal
 
 
 def handoff(phase: Phase = Phase.PLANNED) -> Handoff:

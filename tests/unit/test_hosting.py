@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora.orchestrator.core.hosting import EMPTY_SEAT, SEATED, Hosting
-from dora.orchestrator.core.state import Worker
+from dora.orchestrator.core.worker import Worker
 
 SEATS, VERSIONS = 4, (-1, 0, 1, 2)
 

@@ -10,6 +10,7 @@ from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.plan import Plan, Trigger
 from dora.orchestrator.core.policies import POLICIES, Strategy
 from dora.orchestrator.core.policies.forecast import rows_forecast
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
@@ -22,7 +23,7 @@ from dora.orchestrator.core.policies.reservations import (
     held_on,
     unreserved,
 )
-from dora.orchestrator.core.snapshot import Plan, Snapshot, Trigger
+from dora.orchestrator.core.snapshot import Snapshot
 from dora.sim.presets import composed
 from dora.sim.run import simulate
 from dora.sim.world import World

@@ -11,6 +11,7 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.migration import plan_moves
+from dora.orchestrator.core.plan import Move, Trigger
 from dora.orchestrator.core.policies import POLICIES, check_live, is_live, nearest_window, policy_of
 from dora.orchestrator.core.policies.dora import DoraPolicy
 from dora.orchestrator.core.policies.hosts import cover
@@ -20,8 +21,7 @@ from dora.orchestrator.core.policies.staleflow import StaleFlowPolicy, migrate
 from dora.orchestrator.core.policies.streamrl import dedicated_groups, latency_s
 from dora.orchestrator.core.policies.sync import SyncPolicy
 from dora.orchestrator.core.policies.throughput import MU, Board, Load, load_of, relative_gain
-from dora.orchestrator.core.snapshot import Move, Trigger
-from dora.orchestrator.core.state import Worker
+from dora.orchestrator.core.worker import Worker
 from tests.unit.snapshots import KV_TOKENS, SLOTS, snapshot_of
 from tests.unit.test_machine import Bench
 
@@ -150,7 +150,7 @@ def test_an_older_version_begins_nothing_while_it_shrinks_and_then_only_what_end
     bench.post(on.WorkerLost("w0", 1, "killed"))
     offered = (on.OfferedPrompt(f"q{n}", "task", 5, 1, 60, known_tokens=(n,)) for n in (50, 20, 30))
     bench.post(on.PromptsOffered(tuple(offered)))
-    state, policy, floor = bench.state, bench.state.policy, Floor(bench.state)
+    state, policy, floor = bench.state, bench.machine.policy, Floor(bench.state)
     state.rhythm.step_s, state.rhythm.pace_s, state.rhythm.tail_s = 30.0, 1.0, 2.0
 
     def chosen(version: int) -> str | None:
@@ -195,7 +195,7 @@ def test_idle_replicas_are_packed_and_released_to_the_newest_version() -> None:
     falls = [(1, 0, 405), (1, 1, 450), (1, 2, 996), (2, 3, 310)]
     second = policy.plan(snapshot_of(workers, falls), Trigger.TIME)
     assert second.targets == {0: 2, 1: 1, 2: 1, 3: 2} and second.moves == (Move(0, 1),)
-    third = policy.plan(snapshot_of(workers, [(1, 1, 450), (1, 2, 996), (2, 3, 310)]), Trigger.DRAINED)
+    third = policy.plan(snapshot_of(workers, [(1, 1, 450), (1, 2, 996), (2, 3, 310)]), Trigger.STARVED)
     assert third.targets[0] == 2  # empty: fetches the newest version, without a look
 
 

@@ -17,9 +17,10 @@ from dora.cli.app import app
 from dora.cli.exits import ExitCode
 from dora.cli.progress import progress_bar
 from dora.config import BalanceConfig
+from dora.orchestrator.core.plan import Plan, Trigger
 from dora.orchestrator.core.policies import POLICIES, Strategy
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
-from dora.orchestrator.core.snapshot import Plan, Snapshot, Trigger
+from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.window import Window
 from dora.sim.meter import Consumed
 from dora.sim.presets import composed, names, scenario_for

@@ -1,5 +1,6 @@
 """Prompts are drawn, wait in the backlog, and become groups of a version, as far as window and policy let them."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from math import exp
 from statistics import NormalDist
@@ -27,7 +28,7 @@ def offered(state: State, event: on.PromptsOffered) -> None:
     if len(event.prompts) > state.drawing:
         raise InvalidValue("prompts", len(event.prompts), f"at most the {state.drawing} that were drawn")
     state.drawing = 0
-    state.settling = True
+    state.worklist.wake()
     if state.exhausted:
         return
     for prompt in event.prompts:
@@ -80,8 +81,11 @@ def draw(state: State) -> None:
         state.out.append(do.DrawPrompts(state.drawing))
 
 
-def admit(state: State, entry: Entry, version: int) -> None:
-    """A prompt on offer becomes a group of ``version``, which the window has counted; its requests stand in line."""
+def admit(state: State, entry: Entry, version: int, rank: Callable[[Entry, float], float] | None = None) -> None:
+    """A prompt on offer becomes a group of ``version``, which the window has counted; its requests stand in line.
+
+    ``rank`` of the entry and a request's expected tokens orders the line (``Line.push``).
+    """
     prompt, size = entry.prompt, entry.prompt.group_size
     (group,) = state.groups.allocate(1)
     group_id = f"g{state.groups_named}"
@@ -111,7 +115,7 @@ def admit(state: State, entry: Entry, version: int) -> None:
     line = state.waiting.setdefault(version, Line())
     for row, request_id, tokens in zip(rows, ids, expected, strict=True):
         state.request_id[row], state.request_row[request_id] = request_id, row
-        line.push(row, state.policy.rank(entry, float(tokens)))
+        line.push(row, rank(entry, float(tokens)) if rank is not None else 0.0)
     state.members[group] = rows
     state.counters.groups_admitted += 1
     state.out.append(do.AdmitGroup(group_id, prompt.prompt_id, version, ids))

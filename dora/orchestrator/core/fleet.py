@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from dora.errors import Conflict, NotFound
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core import handoffs
+from dora.orchestrator.core import handoff
 from dora.orchestrator.core.placement import orphan
-from dora.orchestrator.core.state import Pending, State, Worker
+from dora.orchestrator.core.state import Pending, State
+from dora.orchestrator.core.worker import Worker
 
 LOAD_ATTEMPTS = 3
 
@@ -29,7 +30,7 @@ def lost(state: State, event: on.WorkerLost) -> bool:
         for number, pending in state.pending.items()
         if (pending.command.worker_id, pending.command.epoch) != (event.worker_id, event.epoch)
     }
-    handoffs.lost(state, worker)
+    handoff.lost(state, worker)
     for row in sorted(worker.rows, reverse=True):  # appended left: the earliest ends up first in line
         state.take_away(row)
         if row not in state.handoffs:  # else its snapshot is on the way to another worker

@@ -3,7 +3,7 @@
 The promises do not depend on the policy: ``place`` and ``admit`` refuse what would break them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -11,9 +11,9 @@ from dora.errors import IllegalTransition
 from dora.orchestrator.core import admission, placement
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.line import Backlog, Entry, Line
-from dora.orchestrator.core.state import State, Worker
+from dora.orchestrator.core.state import State, unfinished
 from dora.orchestrator.core.table import Column
-from dora.orchestrator.core.view import unfinished
+from dora.orchestrator.core.worker import Worker
 
 NO_LINE = Line()
 
@@ -50,7 +50,7 @@ class Floor:
     def candidates(self, version: int) -> list[Worker]:
         """Those of them that may have room: something has left them or their ration grew since they were found full."""
         state = self._state
-        return [worker for worker in state.hosts_of(version) if worker.seat in state.roomy]
+        return [worker for worker in state.hosts_of(version) if state.worklist.has_room(worker.seat)]
 
     def loading(self, version: int) -> int:
         """How many workers are loading this version, and will soon host it."""
@@ -61,14 +61,7 @@ class Floor:
 
         Whoever was found full under a smaller ration is a candidate again.
         """
-        state = self._state
-        before = state.rationed.get(version)
-        if before is not None and (most is None or most > before):
-            state.roomy.update(worker.seat for worker in state.hosts_of(version))
-        if most is not None:
-            state.rationed[version] = most
-        elif before is not None:
-            del state.rationed[version]
+        self._state.worklist.ration(version, most, [worker.seat for worker in self.hosts(version)])
 
     def unfinished(self) -> Column:
         """Rows of the admitted requests that have not ended."""
@@ -76,7 +69,7 @@ class Floor:
 
     def full(self, worker: Worker) -> None:
         """The worker has no room: it is no candidate until something leaves it, or its version's ration grows."""
-        self._state.roomy.discard(worker.seat)
+        self._state.worklist.full(worker.seat)
 
     def context_tokens(self, row: int) -> int:
         """KV that a waiting request needs at once."""
@@ -109,8 +102,12 @@ class Floor:
         self._state.waiting[version].remove(row)
         placement.start(self._state, row, worker)
 
-    def admit(self, entry: Entry, version: int) -> None:
-        """A prompt on offer becomes a group of this version; its requests stand in line. Raises where C3 forbids it."""
+    def admit(self, entry: Entry, version: int, rank: Callable[[Entry, float], float] | None = None) -> None:
+        """A prompt on offer becomes a group of this version; its requests stand in line. Raises where C3 forbids it.
+
+        ``rank`` of the entry and a request's expected tokens orders the line: the lowest starts first, equal ones as
+        they came; None: all as they came.
+        """
         self._state.window.admit(version)
         self._state.backlog.remove(entry)
-        admission.admit(self._state, entry, version)
+        admission.admit(self._state, entry, version, rank)

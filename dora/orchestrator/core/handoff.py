@@ -1,106 +1,216 @@
-"""The handoff of one live request between two workers of one version, as a table (design: handoff of one request).
+"""Runs the handoff table: signals in, commands out, ownership moved exactly once."""
 
-    PLANNED ──reserved──▶ COPYING ──frozen──▶ FROZEN ──copied in──▶ COMMITTED ──released──▶ RELEASED
-       │                     │                  │  └──source lost──▶ STRANDED ──copied in──▶ RELEASED
-       └─────────────────────┴──────────────────┴──▶ ABORTED: the source goes on as if nothing had happened
+from dora.errors import Conflict, NotFound
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.handoff_table import LIVE, Action, Handoff, Phase, Signal
+from dora.orchestrator.core.placement import orphan, start
+from dora.orchestrator.core.state import RUNNING, Pending, State
+from dora.orchestrator.core.worker import Worker
 
-The source owns the request until COMMITTED, the target from then on: exactly one owner at any time, and the source
-frees its blocks only after COMMITTED. From there on the loss of either is an ordinary loss of a worker. Until the KV
-plane copies blocks ahead of the freeze, COPYING is one engine step long.
-docs/architecture.md is drawn from TABLE.
-"""
-
-from dataclasses import dataclass
-from enum import Enum, auto
-
-from dora.errors import IllegalTransition
+MOVE_REST_S = 5.0  # what one worker has refused it would refuse again at once
 
 
-class Phase(Enum):
-    PLANNED = auto()  # the target was asked whether it takes the request
-    COPYING = auto()  # the source was told to freeze and copy
-    FROZEN = auto()  # the snapshot is complete, the target was told to copy it in
-    STRANDED = auto()  # FROZEN, but the source died: only the snapshot is left
-    COMMITTED = auto()  # the target owns the request; the source was told to free
-    RELEASED = auto()
-    ABORTED = auto()
+def begin(state: State, row: int, target: Worker) -> None:
+    """Asks ``target`` to take the request of ``row``; the source goes on decoding meanwhile."""
+    source = state.owner(row)
+    assert source is not None and source is not target, "a handoff is between two workers"
+    request_id = state.request_id[row]
+    handoff = Handoff(row, request_id, source.worker_id, target.worker_id, state.now_s)
+    state.handoffs[row] = handoff
+    state.requests["moving"][row] = True
+    kv_tokens = _kv_tokens(state, row)
+    target.inbound += 1
+    state.loads.changed(target.seat)
+    state.worklist.given(target.seat)
+    target.kv_claimed += kv_tokens
+    target.kv_inbound += kv_tokens
+    reserve = do.ReserveSlot(
+        target.worker_id,
+        target.epoch,
+        state.command_id(),
+        request_id,
+        int(state.requests["version"][row]),
+        kv_tokens,
+    )
+    state.requests["claim_inbound"][row] = kv_tokens
+    state.send(reserve, handoff)
 
 
-class Signal(Enum):
-    RESERVED = auto()
-    REFUSED = auto()  # the target does not take it
-    FROZEN = auto()
-    NOT_MOVABLE = auto()  # the source cannot move it exactly
-    COPY_FAILED = auto()  # the source does not know it (it just finished) or could not write
-    COPIED_IN = auto()
-    COPY_REFUSED = auto()  # the target refused the snapshot
-    SOURCE_FREED = auto()
-    SOURCE_LOST = auto()
-    TARGET_LOST = auto()
-    FINISHED = auto()  # the response ended at the source
-    UNDO = auto()  # time limit, cancelled group
+def asked(state: State, event: on.MigrateAsked) -> None:
+    """An operator moves one request. Raises NotFound or Conflict where it cannot move there."""
+    row = state.request_row.get(event.request_id)
+    target = state.workers.get(event.target_worker)
+    if row is None:
+        raise NotFound("request", event.request_id, "an admitted request that is not finished")
+    if target is None:
+        raise NotFound("--to", event.target_worker, f"one of {', '.join(sorted(state.workers))}")
+    version = int(state.requests["version"][row])
+    if state.requests["status"][row] != RUNNING or row in state.handoffs:
+        raise Conflict("request", event.request_id, "a request that is running and in no handoff")
+    if state.owner(row) is target:
+        raise Conflict("--to", event.target_worker, "another worker than the one it is on")
+    if target.hosts != version:
+        raise Conflict("--to", event.target_worker, f"a worker that hosts version {version}, as the request needs (C1)")
+    begin(state, row, target)
 
 
-class Action(Enum):
-    COPY_OUT = auto()
-    COPY_IN = auto()
-    COMMIT = auto()  # the target becomes the owner
-    FREE_SOURCE = auto()
-    THAW_SOURCE = auto()
-    CANCEL_TARGET = auto()
-    RESTART_AT_TARGET = auto()  # stop at the source, re-prefill at the target
-    ORPHAN = auto()  # nobody holds it: it waits for another worker and is re-prefilled
-    RELEASE_SNAPSHOT = auto()
+def signal_row(state: State, row: int, signal: Signal) -> None:
+    """Signals the live handoff of a request, if it has one."""
+    handoff = state.handoffs.get(row)
+    if handoff is not None:
+        signal_handoff(state, handoff, signal)
 
 
-P, S, A = Phase, Signal, Action
+def signal_handoff(state: State, handoff: Handoff, signal: Signal) -> None:
+    was_live = handoff.phase in LIVE
+    actions = handoff.advance(signal)
+    if was_live and handoff.phase not in LIVE:
+        _close(state, handoff, signal)
+    for action in actions:
+        _ACTIONS[action](state, handoff)
 
-TABLE: dict[tuple[Phase, Signal], tuple[Phase, tuple[Action, ...]]] = {
-    (P.PLANNED, S.RESERVED): (P.COPYING, (A.COPY_OUT,)),
-    (P.PLANNED, S.REFUSED): (P.ABORTED, ()),
-    (P.PLANNED, S.FINISHED): (P.ABORTED, (A.CANCEL_TARGET,)),
-    (P.PLANNED, S.SOURCE_LOST): (P.ABORTED, (A.CANCEL_TARGET, A.ORPHAN)),
-    (P.PLANNED, S.TARGET_LOST): (P.ABORTED, ()),
-    (P.PLANNED, S.UNDO): (P.ABORTED, (A.CANCEL_TARGET,)),
-    (P.COPYING, S.FROZEN): (P.FROZEN, (A.COPY_IN,)),
-    (P.COPYING, S.NOT_MOVABLE): (P.ABORTED, (A.CANCEL_TARGET, A.RESTART_AT_TARGET)),
-    (P.COPYING, S.COPY_FAILED): (P.ABORTED, (A.CANCEL_TARGET, A.THAW_SOURCE)),
-    (P.COPYING, S.FINISHED): (P.ABORTED, (A.CANCEL_TARGET,)),
-    (P.COPYING, S.SOURCE_LOST): (P.ABORTED, (A.CANCEL_TARGET, A.ORPHAN)),
-    (P.COPYING, S.TARGET_LOST): (P.ABORTED, (A.THAW_SOURCE,)),
-    (P.COPYING, S.UNDO): (P.ABORTED, (A.CANCEL_TARGET, A.THAW_SOURCE)),
-    (P.FROZEN, S.COPIED_IN): (P.COMMITTED, (A.COMMIT, A.FREE_SOURCE, A.RELEASE_SNAPSHOT)),
-    (P.FROZEN, S.COPY_REFUSED): (P.ABORTED, (A.CANCEL_TARGET, A.THAW_SOURCE, A.RELEASE_SNAPSHOT)),
-    (P.FROZEN, S.FINISHED): (P.ABORTED, (A.CANCEL_TARGET, A.RELEASE_SNAPSHOT)),
-    (P.FROZEN, S.SOURCE_LOST): (P.STRANDED, ()),
-    (P.FROZEN, S.TARGET_LOST): (P.ABORTED, (A.THAW_SOURCE, A.RELEASE_SNAPSHOT)),
-    (P.FROZEN, S.UNDO): (P.ABORTED, (A.CANCEL_TARGET, A.THAW_SOURCE, A.RELEASE_SNAPSHOT)),
-    (P.STRANDED, S.COPIED_IN): (P.RELEASED, (A.COMMIT, A.RELEASE_SNAPSHOT)),
-    (P.STRANDED, S.COPY_REFUSED): (P.ABORTED, (A.CANCEL_TARGET, A.ORPHAN, A.RELEASE_SNAPSHOT)),
-    (P.STRANDED, S.TARGET_LOST): (P.ABORTED, (A.ORPHAN, A.RELEASE_SNAPSHOT)),
-    (P.STRANDED, S.UNDO): (P.ABORTED, (A.CANCEL_TARGET, A.ORPHAN, A.RELEASE_SNAPSHOT)),
-    (P.COMMITTED, S.SOURCE_FREED): (P.RELEASED, ()),
+
+def done(state: State, pending: Pending, event: on.CommandDone) -> None:
+    """The outcome of a handoff's command."""
+    handoff = pending.handoff
+    assert handoff is not None
+    command = pending.command
+    if isinstance(command, do.CopyOut) and handoff.phase is not Phase.COPYING:
+        if event.locator:  # the handoff was undone while the source copied
+            state.out.append(do.ReleaseSnapshot(event.locator))
+        return
+    if isinstance(command, do.ReserveSlot) and handoff.phase is Phase.PLANNED:
+        signal_handoff(state, handoff, Signal.RESERVED if event.ok else Signal.REFUSED)
+    elif isinstance(command, do.CopyOut):
+        handoff.locator = event.locator
+        signal_handoff(state, handoff, _copy_out_signal(event))
+    elif isinstance(command, do.CopyIn) and handoff.phase in (Phase.FROZEN, Phase.STRANDED):
+        signal_handoff(state, handoff, Signal.COPIED_IN if event.ok else Signal.COPY_REFUSED)
+    elif isinstance(command, do.RemoveRequest) and handoff.phase is Phase.COMMITTED:
+        signal_handoff(state, handoff, Signal.SOURCE_FREED)
+
+
+def _copy_out_signal(event: on.CommandDone) -> Signal:
+    if event.ok:
+        return Signal.FROZEN
+    return Signal.NOT_MOVABLE if event.error_kind == "not_movable" else Signal.COPY_FAILED
+
+
+def lost(state: State, worker: Worker) -> None:
+    """A worker died: settle every handoff it took part in.
+
+    The source of a stranded one has died before: this is a later life of the same worker, which has no part in it.
+    """
+    for handoff in list(state.handoffs.values()):
+        if handoff.source == worker.worker_id and handoff.phase is not Phase.STRANDED:
+            signal_handoff(state, handoff, Signal.SOURCE_LOST)
+        elif handoff.target == worker.worker_id:
+            signal_handoff(state, handoff, Signal.TARGET_LOST)
+
+
+def overdue(state: State) -> None:
+    """Undoes handoffs that take too long: a silent target must not keep a request frozen."""
+    limit_s = state.config.balance.handoff_timeout_s
+    for handoff in list(state.handoffs.values()):
+        if state.now_s - handoff.began_s >= limit_s:
+            signal_handoff(state, handoff, Signal.UNDO)
+
+
+# ------------------------------------------------------------------------------------------------------------ actions
+
+
+def _close(state: State, handoff: Handoff, signal: Signal) -> None:
+    """The request is no longer between two workers."""
+    row = handoff.row
+    del state.handoffs[row]
+    state.requests["moving"][row] = False
+    target = state.workers.get(handoff.target)
+    if target is not None:
+        target.inbound -= 1
+        state.loads.changed(target.seat)
+        target.kv_claimed -= int(state.requests["claim_inbound"][row])
+        target.kv_inbound -= int(state.requests["claim_inbound"][row])
+        state.worklist.changed(target.seat)
+    state.requests["claim_inbound"][row] = 0
+    state.worklist.wake()
+    if signal in (Signal.REFUSED, Signal.COPY_REFUSED, Signal.COPY_FAILED, Signal.UNDO):
+        state.requests["rests_until_s"][row] = state.now_s + MOVE_REST_S
+    if signal in (Signal.FINISHED, Signal.COPY_FAILED):
+        state.counters.migrations_overtaken += 1
+    elif handoff.phase is Phase.ABORTED and signal is not Signal.NOT_MOVABLE:
+        state.counters.migrations_failed += 1
+
+
+def _commit(state: State, handoff: Handoff) -> None:
+    if state.owner(handoff.row) is not None:
+        state.move_off(handoff.row)
+    state.give(handoff.row, state.workers[handoff.target])
+    state.requests["moves"][handoff.row] += 1
+    state.counters.migrations_kv += 1
+
+
+def _free_source(state: State, handoff: Handoff) -> None:
+    source = state.workers[handoff.source]
+    command = do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), handoff.request_id)
+    state.send(command, handoff)
+
+
+def _copy_out(state: State, handoff: Handoff) -> None:
+    source = state.workers[handoff.source]
+    command = do.CopyOut(source.worker_id, source.epoch, state.command_id(), handoff.request_id)
+    state.send(command, handoff)
+
+
+def _copy_in(state: State, handoff: Handoff) -> None:
+    target = state.workers[handoff.target]
+    version = int(state.requests["version"][handoff.row])
+    command = do.CopyIn(
+        target.worker_id, target.epoch, state.command_id(), handoff.request_id, version, handoff.locator
+    )
+    state.send(command, handoff)
+
+
+def _thaw_source(state: State, handoff: Handoff) -> None:
+    source = state.workers[handoff.source]
+    state.send(do.Thaw(source.worker_id, source.epoch, state.command_id(), handoff.request_id))
+
+
+def _cancel_target(state: State, handoff: Handoff) -> None:
+    target = state.workers[handoff.target]
+    state.send(do.CancelReservation(target.worker_id, target.epoch, state.command_id(), handoff.request_id))
+
+
+def _restart_at_target(state: State, handoff: Handoff) -> None:
+    source = state.move_off(handoff.row)
+    state.send(do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), handoff.request_id))
+    start(state, handoff.row, state.workers[handoff.target])
+    state.requests["moves"][handoff.row] += 1
+
+
+def _orphan(state: State, handoff: Handoff) -> None:
+    if state.owner(handoff.row) is not None:
+        state.take_away(handoff.row)
+    orphan(state, handoff.row)
+
+
+def _release_snapshot(state: State, handoff: Handoff) -> None:
+    state.out.append(do.ReleaseSnapshot(handoff.locator))
+
+
+def _kv_tokens(state: State, row: int) -> int:
+    requests = state.requests
+    return int(requests["prompt_tokens"][row] + requests["tokens"][row])
+
+
+_ACTIONS = {
+    Action.COPY_OUT: _copy_out,
+    Action.COPY_IN: _copy_in,
+    Action.COMMIT: _commit,
+    Action.FREE_SOURCE: _free_source,
+    Action.THAW_SOURCE: _thaw_source,
+    Action.CANCEL_TARGET: _cancel_target,
+    Action.RESTART_AT_TARGET: _restart_at_target,
+    Action.ORPHAN: _orphan,
+    Action.RELEASE_SNAPSHOT: _release_snapshot,
 }
-
-LIVE = frozenset({P.PLANNED, P.COPYING, P.FROZEN, P.STRANDED})  # the request is between two workers
-
-
-@dataclass(slots=True)
-class Handoff:
-    """One attempt to move one request. ``row`` is its row in the request table."""
-
-    row: int
-    request_id: str
-    source: str
-    target: str
-    began_s: float
-    phase: Phase = Phase.PLANNED
-    locator: str = ""
-
-    def advance(self, signal: Signal) -> tuple[Action, ...]:
-        """Moves on and says what to do. Raises IllegalTransition, unchanged, for a pair that is not in the table."""
-        try:
-            self.phase, actions = TABLE[self.phase, signal]
-        except KeyError:
-            raise IllegalTransition(f"handoff of {self.request_id}: {signal.name} in phase {self.phase.name}") from None
-        return actions

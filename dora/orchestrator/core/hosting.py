@@ -8,13 +8,10 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from dora.orchestrator.core.seats import SeatColumns
 from dora.orchestrator.core.table import Column
-
-if TYPE_CHECKING:
-    from dora.orchestrator.core.state import Worker
+from dora.orchestrator.core.worker import Worker
 
 _BY_SEAT = attrgetter("seat")
 NOBODY: Set[int] = frozenset()
@@ -37,26 +34,26 @@ class Hosting:
     """Workers by the version they host or are to host. ``moved`` says whose reading is out of date."""
 
     _listed: dict[int, _Listed] = field(default_factory=dict)  # by seat
-    _hosts: dict[int, list["Worker"]] = field(default_factory=dict)  # version -> workers, by seat
-    _vacating: list["Worker"] = field(default_factory=list)  # by seat
+    _hosts: dict[int, list[Worker]] = field(default_factory=dict)  # version -> workers, by seat
+    _vacating: list[Worker] = field(default_factory=list)  # by seat
     _targeting: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
     _loading: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
     _leaving: dict[int, set[int]] = field(default_factory=dict)  # version -> seats
     _seated: SeatColumns = field(default_factory=partial(SeatColumns, SEATED, EMPTY_SEAT))
     _staying: dict[int, int] = field(default_factory=dict)  # seat -> KV in tokens of the worker, where it is to stay
     _staying_kv: int = 0  # sum of these
-    _moved: dict[int, "Worker | None"] = field(default_factory=dict)  # seat -> who sits there now
+    _moved: dict[int, Worker | None] = field(default_factory=dict)  # seat -> who sits there now
 
-    def moved(self, seat: int, worker: "Worker | None") -> None:
+    def moved(self, seat: int, worker: Worker | None) -> None:
         """What ``worker`` hosts, or is to host, changes in this event; None: the seat is empty now."""
         self._moved[seat] = worker
 
-    def hosts(self, version: int) -> Sequence["Worker"]:
+    def hosts(self, version: int) -> Sequence[Worker]:
         """Workers that take requests of this version, by seat."""
         self._refresh()
         return self._hosts.get(version, ())
 
-    def vacating(self) -> Sequence["Worker"]:
+    def vacating(self) -> Sequence[Worker]:
         """Workers that have a version in memory and are to leave it, by seat."""
         self._refresh()
         return self._vacating
@@ -99,7 +96,7 @@ class Hosting:
                 self._list(seat, worker)
         self._moved.clear()
 
-    def _list(self, seat: int, worker: "Worker") -> None:
+    def _list(self, seat: int, worker: Worker) -> None:
         if not worker.stopping and not worker.draining:
             self._staying[seat] = worker.kv_tokens
             self._staying_kv += worker.kv_tokens
@@ -132,7 +129,7 @@ class Hosting:
             _discard(self._loading, entry.loading, seat)
 
 
-def seated_row(worker: "Worker | None") -> tuple[int, ...]:
+def seated_row(worker: Worker | None) -> tuple[int, ...]:
     """Its row of the ``SEATED`` columns."""
     if worker is None:
         return EMPTY_SEAT
@@ -141,7 +138,7 @@ def seated_row(worker: "Worker | None") -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _insert(workers: list["Worker"], worker: "Worker") -> None:
+def _insert(workers: list[Worker], worker: Worker) -> None:
     workers.insert(bisect_left(workers, worker.seat, key=_BY_SEAT), worker)
 
 
@@ -151,5 +148,5 @@ def _discard(seats_of: dict[int, set[int]], version: int, seat: int) -> None:
         del seats_of[version]
 
 
-def _delete(workers: list["Worker"], seat: int) -> None:
+def _delete(workers: list[Worker], seat: int) -> None:
     del workers[bisect_left(workers, seat, key=_BY_SEAT)]

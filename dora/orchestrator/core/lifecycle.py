@@ -9,13 +9,9 @@ from dora.config import GROUPS_PER_STEP_MOST
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core import fleet, handoffs
-from dora.orchestrator.core.handoff import Signal
-from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
-
-# plain integers: numpy takes sixty times as long to compare a cell with a member of an enumeration
-WAITING, RUNNING, FINISHED, SCORED = map(int, RequestStatus)
-_, GROUP_FINISHED, LEASED = map(int, GroupStatus)
+from dora.orchestrator.core import fleet, handoff
+from dora.orchestrator.core.handoff_table import Signal
+from dora.orchestrator.core.state import FINISHED, GROUP_FINISHED, LEASED, RUNNING, SCORED, WAITING, State
 
 # ----------------------------------------------------------------------------------------------------------- progress
 
@@ -27,7 +23,7 @@ def progress(state: State, event: on.Progress) -> None:
         return
     state.uses(worker, event.kv_used_tokens)  # by that its load is stirred, too
     worker.waiting = event.waiting
-    state.roomy.add(worker.seat)
+    state.worklist.may_have_room(worker.seat)
     version, response_tokens, prompt_tokens, claimed = state.requests.columns(
         "version", "tokens", "prompt_tokens", "claim"
     )
@@ -48,7 +44,7 @@ def progress(state: State, event: on.Progress) -> None:
 
 def _finish(state: State, row: int) -> None:
     if row in state.handoffs:
-        handoffs.signal_row(state, row, Signal.FINISHED)
+        handoff.signal_row(state, row, Signal.FINISHED)
     state.take_away(row)
     requests = state.requests
     group, tokens = int(requests["group"][row]), int(requests["tokens"][row])
@@ -90,7 +86,7 @@ def attached(state: State, event: on.TrainerAttached) -> None:
         window.set_groups_per_step(event.groups_per_step)
     state.trainer_epoch = event.trainer_epoch
     state.stream_step = None
-    state.settling = True
+    state.worklist.wake()
 
 
 def step_requested(state: State, event: on.StepRequested) -> None:
@@ -135,7 +131,7 @@ def end_admission(state: State, _event: on.AdmissionEnded) -> None:
     """What was drawn and not admitted is let go: it was never promised."""
     state.backlog.clear()
     state.exhausted = True
-    state.settling = True
+    state.worklist.wake()
     end_if_exhausted(state)
 
 
@@ -155,7 +151,7 @@ def _close(state: State, step: int, *, exhausted: bool = False) -> None:
     state.out.append(do.CloseStep(step, state.trainer_epoch, exhausted))
     state.stream_step = None
     state.rhythm.filled(state.now_s)
-    state.settling = True  # the window has moved on
+    state.worklist.wake()  # the window has moved on
 
 
 def retire(state: State) -> None:
@@ -167,7 +163,7 @@ def retire(state: State) -> None:
         for queues in (state.waiting, state.finished):
             if not queues.get(state.retired, True):  # empty, as it should be: nothing is to grow with the versions
                 del queues[state.retired]
-        state.rationed.pop(state.retired, None)
+        state.worklist.retire(state.retired)
         state.retired += 1
 
 
@@ -209,7 +205,7 @@ def cancel(state: State, event: on.GroupCancelled) -> None:
         raise Conflict("group_id", event.group_id, "a group that no step has taken")
     version = int(state.groups["version"][group])
     for row in state.members[group]:
-        handoffs.signal_row(state, row, Signal.UNDO)
+        handoff.signal_row(state, row, Signal.UNDO)
         status = state.requests["status"][row]
         if status == RUNNING:
             worker = state.move_off(row)
@@ -223,7 +219,7 @@ def cancel(state: State, event: on.GroupCancelled) -> None:
     state.out.append(do.DropGroup(event.group_id, event.reason))
     state.counters.groups_cancelled += 1
     _free(state, group)
-    state.settling = True
+    state.worklist.wake()
     deliver(state)
 
 

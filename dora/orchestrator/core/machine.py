@@ -5,12 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from dora.config import Config
-from dora.orchestrator.core import admission, balance, fleet, handoffs, lifecycle, selection
+from dora.orchestrator.core import admission, fleet, handoff, lifecycle, selection
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.balance import Balance
 from dora.orchestrator.core.commands import Command
 from dora.orchestrator.core.policies import policy_of
-from dora.orchestrator.core.snapshot import Trigger
+from dora.orchestrator.core.scheduler import Scheduler
 from dora.orchestrator.core.state import Counters, State
 
 
@@ -22,7 +23,10 @@ class Machine:
     """
 
     def __init__(self, config: Config) -> None:
-        self._state = State(config, policy_of(config.balance, config.window.size))
+        self._state = State(config)
+        self.policy = policy_of(config.balance, config.window.size)
+        self._balance = Balance(self._state, self.policy)
+        self._scheduler = Scheduler(self._state, self.policy, self._balance)
         self._drops = config.selection.redundant_fraction > 0
 
     def handle(self, event: on.Event, now_s: float) -> list[Command]:
@@ -30,10 +34,13 @@ class Machine:
         state.now_s = now_s
         assert not state.out
         try:
-            _HANDLERS[type(event)](state, event)
+            counts = _HANDLERS[type(event)](state, event) is not False
+            trigger = self._balance.trigger(event) if counts else None
+            if trigger is not None:
+                self._balance.rebalance(trigger)
             if self._drops:
                 selection.drop_surplus(state)
-            balance.check(state)
+            self._scheduler.run()
             return state.out
         finally:
             state.out = []
@@ -67,24 +74,9 @@ def _offered(state: State, event: on.PromptsOffered) -> None:
     lifecycle.end_if_exhausted(state)
 
 
-def _joined(state: State, event: on.WorkerJoined) -> None:
-    fleet.joined(state, event)
-    balance.rebalance(state, Trigger.MEMBERSHIP)
-
-
-def _lost(state: State, event: on.WorkerLost) -> None:
-    if fleet.lost(state, event):
-        balance.rebalance(state, Trigger.MEMBERSHIP)
-
-
-def _drain(state: State, event: on.DrainAsked) -> None:
-    fleet.drain(state, event)
-    balance.rebalance(state, Trigger.OPERATOR)
-
-
-def _committed(state: State, event: on.StepCommitted) -> None:
-    lifecycle.commit(state, event)
-    balance.rebalance(state, Trigger.UPDATE)
+def _tick(state: State, _event: on.Tick) -> None:
+    handoff.overdue(state)
+    state.worklist.wake()  # what rested may go on
 
 
 def _done(state: State, event: on.CommandDone) -> None:
@@ -93,7 +85,7 @@ def _done(state: State, event: on.CommandDone) -> None:
         return  # of an epoch that is over
     del state.pending[event.command_id]
     if pending.handoff is not None:
-        handoffs.done(state, pending, event)
+        handoff.done(state, pending, event)
     elif isinstance(pending.command, do.LoadVersion):
         fleet.load_done(state, pending, event)
     elif isinstance(pending.command, do.StartRequest):
@@ -115,20 +107,21 @@ def _start_done(state: State, command: do.StartRequest, event: on.CommandDone) -
         fleet.evict(state, worker, f"{command.request_id} could not start: {event.error}")
 
 
-_HANDLERS: dict[type, Callable[[State, Any], None]] = {
+# False is the answer to an event of an epoch that is over.
+_HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.PromptsOffered: _offered,
     on.AdmissionEnded: lifecycle.end_admission,
     on.RequestScored: lifecycle.scored,
     on.GroupCancelled: lifecycle.cancel,
-    on.WorkerJoined: _joined,
-    on.WorkerLost: _lost,
+    on.WorkerJoined: fleet.joined,
+    on.WorkerLost: fleet.lost,
     on.Progress: lifecycle.progress,
     on.CommandDone: _done,
     on.TrainerAttached: lifecycle.attached,
     on.StepRequested: lifecycle.step_requested,
-    on.StepCommitted: _committed,
-    on.Tick: lambda state, _event: balance.tick(state),
-    on.MigrateAsked: balance.migrate,
-    on.DrainAsked: _drain,
-    on.RebalanceAsked: lambda state, _event: balance.rebalance(state, Trigger.OPERATOR),
+    on.StepCommitted: lifecycle.commit,
+    on.Tick: _tick,
+    on.MigrateAsked: handoff.asked,
+    on.DrainAsked: fleet.drain,
+    on.RebalanceAsked: lambda _state, _event: None,  # balance.TRIGGERS has it
 }

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from dora.config import BalanceConfig
-from dora.orchestrator.core.snapshot import Move, Snapshot
+from dora.orchestrator.core.plan import Move
+from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.table import Column
 
 QUEUE_SLOTS = 2  # a target holds at most this many times its slots

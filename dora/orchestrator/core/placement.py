@@ -2,7 +2,8 @@
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core.line import Line
-from dora.orchestrator.core.state import RequestStatus, State, Worker
+from dora.orchestrator.core.state import RequestStatus, State
+from dora.orchestrator.core.worker import Worker
 
 
 def start(state: State, row: int, worker: Worker) -> None:
@@ -27,4 +28,4 @@ def orphan(state: State, row: int) -> None:
     state.requests["status"][row] = RequestStatus.WAITING
     state.waiting.setdefault(int(state.requests["version"][row]), Line()).push_first(row)
     state.counters.requests_orphaned += 1
-    state.settling = True
+    state.worklist.wake()

@@ -13,10 +13,9 @@ import numpy as np
 
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core import lifecycle
-from dora.orchestrator.core.state import GroupStatus, State
+from dora.orchestrator.core.state import OPEN, State
 
 REDUNDANT: Final = "redundant: its step has enough"
-OPEN: Final = int(GroupStatus.OPEN)
 
 
 def drop_surplus(state: State) -> None:

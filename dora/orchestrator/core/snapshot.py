@@ -1,28 +1,11 @@
-"""What a policy sees, and what it answers. A snapshot is a frozen view; a policy is a pure function of it."""
+"""What a plan is made from: the core's state at one moment, as columns. A policy may read it and write none of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
 
 from dora.orchestrator.core.cost import CostModel
-from dora.orchestrator.core.line import Entry
 from dora.orchestrator.core.lognormal import expected_remaining, running_chance
 from dora.orchestrator.core.table import Column
-
-if TYPE_CHECKING:
-    from dora.orchestrator.core.floor import Floor
-
-
-class Trigger(Enum):
-    """Why a re-balancing cycle runs."""
-
-    UPDATE = "update"  # a version was published
-    PRESSURE = "pressure"  # a worker's KV use is above the threshold, or requests queue up
-    TIME = "time"  # the period is over
-    MEMBERSHIP = "membership"  # a worker came or went, or a version's last DP group did
-    DRAINED = "drained"  # a DP group of an old version has run dry
-    OPERATOR = "operator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,47 +71,3 @@ class Snapshot:
     def admits(self, version: int) -> bool:
         """Whether the window lets this version begin another group."""
         return self.admissible.get(version, 0) >= 1
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Migrate the request in ``row`` to the worker in ``target``."""
-
-    row: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """``targets``: seat -> version it is to host, for every living seat that is not draining; ``moves``: in order."""
-
-    targets: Mapping[int, int] = field(default_factory=dict)
-    moves: tuple[Move, ...] = ()
-
-
-class Policy(Protocol):
-    """A rollout strategy. Deterministic: what it decides follows from what it is shown.
-
-    Start from ``policies/base.py``, whose ``dispatch`` fits most.
-    """
-
-    def foresee(self, floor: "Floor") -> None:
-        """What plans go by and no snapshot shows is brought up to date. Called right before ``plan``."""
-
-    def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
-        """A whole re-balancing cycle: which DP group is to host which version, and which requests move."""
-
-    def heir(self, floor: "Floor") -> int | None:
-        """The version that DP groups of older ones get as they run dry, where that is known without a plan.
-
-        None: a plan is to say (``Trigger.DRAINED``).
-        """
-
-    def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
-        """Only moves, under the present targets: called now and then while requests stand on leaving DP groups."""
-
-    def rank(self, entry: Entry, expected_tokens: float) -> float:
-        """Order among the waiting requests of one version: the lowest starts first; equal ones as they came."""
-
-    def dispatch(self, floor: "Floor") -> None:
-        """Gives DP groups with room something to do: waiting requests, or new groups. Called after every change."""

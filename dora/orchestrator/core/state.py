@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -10,15 +10,16 @@ import numpy as np
 from dora.config import Config
 from dora.orchestrator.core.commands import Command, WorkerCommand
 from dora.orchestrator.core.cost import CostModel
-from dora.orchestrator.core.handoff import Handoff
+from dora.orchestrator.core.handoff_table import Handoff
 from dora.orchestrator.core.hosting import Hosting
 from dora.orchestrator.core.line import Backlog, Line
 from dora.orchestrator.core.loads import Loads
 from dora.orchestrator.core.prediction import PREDICTORS, PromptTraits
 from dora.orchestrator.core.rhythm import Rhythm
-from dora.orchestrator.core.snapshot import Move, Policy
-from dora.orchestrator.core.table import Table
+from dora.orchestrator.core.table import Column, Table
 from dora.orchestrator.core.window import Window
+from dora.orchestrator.core.worker import Worker
+from dora.orchestrator.core.worklist import Worklist
 
 
 class RequestStatus(IntEnum):
@@ -30,53 +31,17 @@ class RequestStatus(IntEnum):
     SCORED = 4
 
 
+# plain integers: numpy takes sixty times as long to compare a cell with a member of an enumeration
+WAITING, RUNNING, FINISHED, SCORED = map(int, RequestStatus)
+
+
 class GroupStatus(IntEnum):
     OPEN = 1  # some response is unfinished or unscored
     FINISHED = 2  # waits for a step
     LEASED = 3  # taken by the step that the trainer has not committed
 
 
-@dataclass(slots=True)
-class Worker:
-    """One DP group. ``loaded``/``target``/``loading``: versions in memory, wanted, and on their way; -1: none."""
-
-    worker_id: str
-    epoch: int
-    seat: int
-    slots: int
-    kv_tokens: int
-    loaded: int = -1
-    target: int = -1
-    loading: int = -1
-    draining: bool = False
-    stopping: bool = False  # it was told to end, or its end was asked for
-    evicted: bool = False  # the latter
-    load_failures: int = 0
-    rows: set[int] = field(default_factory=set)  # requests it owns
-    inbound: int = 0  # handoffs on their way to it
-    kv_claimed: int = 0  # prompts and expected lengths of both
-    kv_used: int = 0  # as last reported
-    kv_change: int = 0  # since then: context of the requests given to it, less that of those moved off
-    kv_inbound: int = 0  # context of those on their way to it
-    waiting: int = 0  # queued inside the engine, as last reported
-
-    @property
-    def kv_expected(self) -> int:
-        """KV in use once all that was sent has arrived."""
-        return max(0, self.kv_used + self.kv_change) + self.kv_inbound
-
-    @property
-    def hosts(self) -> int:
-        """The version it takes requests of; -1: none."""
-        return self.loaded if self.loaded == self.target and self.loading < 0 and not self.draining else -1
-
-    @property
-    def vacating(self) -> bool:
-        return self.loaded >= 0 and self.hosts < 0
-
-    @property
-    def held(self) -> int:
-        return len(self.rows) + self.inbound
+OPEN, GROUP_FINISHED, LEASED = map(int, GroupStatus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +77,9 @@ class Counters:
 class State:
     """The core's whole state. ``out`` collects the commands of the event now handled."""
 
-    def __init__(self, config: Config, policy: Policy) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
         self.window = Window(config.window.size, config.window.groups_per_step)
-        self.policy = policy
         self.predictor = PREDICTORS[config.balance.predictor]()
         self.cost = CostModel(**config.balance.cost.model_dump()) if config.balance.cost is not None else None
         self.rhythm = Rhythm()
@@ -168,21 +132,9 @@ class State:
         self.seats: list[Worker | None] = []
         self.handoffs: dict[int, Handoff] = {}  # request row -> live handoff
         self.pending: dict[int, Pending] = {}
-        self.planned: deque[Move] = deque()  # moves of the last plan that have not begun
-        self.balanced_s = 0.0
-        self.relief_s = 0.0  # moves between plans are not looked for before
-        self.barren: frozenset[int] = frozenset()  # versions whose requests that look displaced and found no place for
-        self.touched: set[int] = set()  # seats where something changed since the last settling
-        self.roomy: set[int] = set()  # seats that may have room: something has left them since they were found full
-        self.rationed: dict[int, int] = {}  # version -> requests that each of its hosts holds at most for now
-        self.pressed: set[int] = set()  # seats of workers whose KV is nearly used up
-        # seats of workers that hold nothing, load nothing and are to stay, once all is settled
-        self.idle: set[int] = set()
         self.hosting = Hosting()
-        self.loads = Loads()  # whoever changes what a worker holds says so in its ``stirred``
-        self.unhosted: frozenset[int] = frozenset()  # versions found without a host at the last look
-        self.dry: tuple[frozenset[int], int, int] | None = None  # seats found without work then, and step and newest
-        self.settling = False  # a version, worker or request changed hands: look for work to move
+        self.loads = Loads()
+        self.worklist = Worklist()
         # ids
         self.commands_sent = 0
         self.groups_named = 0
@@ -221,17 +173,13 @@ class State:
     def rehosted(self, worker: Worker) -> None:
         """What this worker hosts, or is to host, has changed."""
         self.hosting.moved(worker.seat, self.seats[worker.seat])
-        self.settling = True
-        self.touched.add(worker.seat)
+        self.worklist.changed(worker.seat)
 
     def uses(self, worker: Worker, kv_tokens: int) -> None:
         """So much KV is in use on this worker now."""
         worker.kv_used, worker.kv_change = kv_tokens, 0
-        self.loads.stirred.add(worker.seat)
-        if kv_tokens > self.config.balance.pressure * worker.kv_tokens:
-            self.pressed.add(worker.seat)
-        else:
-            self.pressed.discard(worker.seat)
+        self.loads.changed(worker.seat)
+        self.worklist.fills(worker.seat, kv_tokens > self.config.balance.pressure * worker.kv_tokens)
 
     def command_id(self) -> int:
         self.commands_sent += 1
@@ -248,15 +196,15 @@ class State:
         else:
             self.seats[worker.seat] = worker
         self.workers[worker.worker_id] = worker
-        self.loads.stirred.add(worker.seat)
+        self.loads.changed(worker.seat)
         self.rehosted(worker)
 
     def unseat(self, worker: Worker) -> None:
         """The worker is gone."""
         del self.workers[worker.worker_id]
         self.seats[worker.seat] = None
-        self.pressed.discard(worker.seat)
-        self.loads.stirred.add(worker.seat)
+        self.worklist.fills(worker.seat, False)
+        self.loads.changed(worker.seat)
         self.rehosted(worker)
 
     def free_seat(self) -> int:
@@ -273,8 +221,8 @@ class State:
         requests["claim"][row] = claim
         requests["starting"][row] = 0
         worker.rows.add(row)
-        self.idle.discard(worker.seat)
-        self.loads.stirred.add(worker.seat)
+        self.worklist.given(worker.seat)
+        self.loads.changed(worker.seat)
         worker.kv_claimed += claim
         worker.kv_change += prompt_tokens + tokens
 
@@ -295,7 +243,13 @@ class State:
         worker.kv_claimed -= int(self.requests["claim"][row])
         self.requests["worker"][row] = 0
         self.requests["claim"][row] = self.requests["starting"][row] = 0
-        self.settling = True
-        self.touched.add(worker.seat)
-        self.loads.stirred.add(worker.seat)
+        self.worklist.changed(worker.seat)
+        self.loads.changed(worker.seat)
         return worker
+
+
+def unfinished(requests: Table) -> Column:
+    """Whether a row is of an admitted request that has not ended; bool."""
+    status = requests["status"]
+    mask: Column = (status == WAITING) | (status == RUNNING)
+    return mask

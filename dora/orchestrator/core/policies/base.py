@@ -8,8 +8,9 @@ from math import ceil, inf
 from dora.config import BalanceConfig
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Entry
-from dora.orchestrator.core.snapshot import Move, Plan, Snapshot, Trigger
-from dora.orchestrator.core.state import Worker
+from dora.orchestrator.core.plan import Move, Plan, Trigger
+from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.worker import Worker
 
 
 class BasePolicy(ABC):
@@ -18,14 +19,14 @@ class BasePolicy(ABC):
     def __init__(self, config: BalanceConfig) -> None:
         self.config = config
 
-    def foresee(self, floor: Floor) -> None:  # noqa: B027 - most plans go by their snapshot alone
-        """See snapshot.Policy."""
+    def observe(self, floor: Floor) -> None:  # noqa: B027 - most plans go by their snapshot alone
+        """See policy.Policy."""
 
     @abstractmethod
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
-        """See snapshot.Policy."""
+        """See policy.Policy."""
 
-    def heir(self, floor: Floor) -> int | None:
+    def successor(self, floor: Floor) -> int | None:
         return None
 
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
@@ -106,7 +107,7 @@ class BasePolicy(ABC):
         entry = self.choose(floor, version)
         if entry is None:
             return False
-        floor.admit(entry, version)
+        floor.admit(entry, version, self.rank)
         return True
 
     def _place(self, floor: Floor, row: int, heap: list[tuple[float, int, Worker]], most: float) -> None:

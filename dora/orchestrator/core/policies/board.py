@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from dora.orchestrator.core.plan import Move
 from dora.orchestrator.core.policies.lanes import Lanes
 from dora.orchestrator.core.policies.outlook import FILL
-from dora.orchestrator.core.snapshot import Move, Snapshot
+from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.table import Column
 
 PRESSED = 0.90  # share of a DP group's KV above which it is relieved, as far as another one is this much emptier:

@@ -7,13 +7,14 @@ from math import ceil, inf
 
 import numpy as np
 
+from dora.orchestrator.core.plan import Move
 from dora.orchestrator.core.policies.board import Board
 from dora.orchestrator.core.policies.hosts import cover, plannable, present_targets, staying
 from dora.orchestrator.core.policies.lanes import Lanes, plan_lanes
 from dora.orchestrator.core.policies.lifespan import Lifespan
 from dora.orchestrator.core.policies.outlook import FILL
 from dora.orchestrator.core.policies.stride import leading
-from dora.orchestrator.core.snapshot import Move, Snapshot
+from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.table import Column
 
 HORIZON_TOKENS = 1_500.0  # a version needs room for what its requests will have grown to by then

@@ -16,11 +16,12 @@ from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Entry
 from dora.orchestrator.core.migration import plan_moves
 from dora.orchestrator.core.partition import Seat, assign, keeping_full, proportional, settled
+from dora.orchestrator.core.plan import Move, Plan, Trigger
 from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.policies.hosts import living_targets
-from dora.orchestrator.core.snapshot import Move, Plan, Snapshot, Trigger
-from dora.orchestrator.core.state import Worker
+from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.table import Column
+from dora.orchestrator.core.worker import Worker
 
 REACH: Final = 64  # prompts looked at for one that ends in time
 MARGIN: Final = 0.9  # of the tokens that a response could have by its version's deadline

@@ -12,10 +12,11 @@ import numpy as np
 from dora.config import BalanceConfig
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.plan import Move, Plan, Trigger
 from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.policies.hosts import cover, present_targets, staying, waiting_versions
-from dora.orchestrator.core.snapshot import Move, Plan, Snapshot, Trigger
-from dora.orchestrator.core.state import Worker
+from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.worker import Worker
 
 KV_THRESHOLD = 0.99  # C_max, as a share of the KV-cache: the paper's example
 # Section 5.1: periodically (under pressure the core looks more often), and after each weight update.

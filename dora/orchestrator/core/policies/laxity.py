@@ -24,14 +24,15 @@ import numpy as np
 from dora.config import BalanceConfig
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Entry
+from dora.orchestrator.core.plan import Move, Plan, Trigger
 from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.policies.demand import Demand
 from dora.orchestrator.core.policies.forecast import ENGINE_GRID, rows_forecast
 from dora.orchestrator.core.policies.hosts import living_targets
 from dora.orchestrator.core.policies.outlook import FILL
 from dora.orchestrator.core.policies.reservations import Reservations
-from dora.orchestrator.core.snapshot import Move, Plan, Snapshot, Trigger
-from dora.orchestrator.core.state import Worker
+from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.worker import Worker
 
 ENGINE_TOKENS: list[float] = ENGINE_GRID.tolist()
 BELIEVED_FILL = 0.955  # FILL where lengths are only believed: forecasts err, and preemption takes back what more gains
@@ -205,9 +206,9 @@ class LaxityPolicy(BasePolicy):
 
     # ------------------------------------------------------------------------------------------------------------ plan
 
-    def foresee(self, floor: Floor) -> None:
+    def observe(self, floor: Floor) -> None:
         """The schedule as of now: a plan at a publish hands DP groups on by the step that begins, not by the last."""
-        self._reservations.foresee(floor)
+        self._reservations.observe(floor)
 
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
         demand = self._demand(snapshot)
@@ -215,7 +216,7 @@ class LaxityPolicy(BasePolicy):
         self._reservations.ample, self._leader = demand.ample, demand.leader
         return Plan(targets, self._moves(snapshot, demand, targets))
 
-    def heir(self, floor: Floor) -> int | None:
+    def successor(self, floor: Floor) -> int | None:
         """Where KV is ample the older versions keep what works for them, and the leading one gets what does not.
 
         A plan would say the same, in a thousand times as long: there DP groups run dry one by one, hundreds a step.

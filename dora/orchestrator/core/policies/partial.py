@@ -1,10 +1,11 @@
 """Partial rollout, for comparison in the simulator only: it breaks C1."""
 
 from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.plan import Plan, Trigger
 from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.policies.hosts import plannable
-from dora.orchestrator.core.snapshot import Plan, Snapshot, Trigger
-from dora.orchestrator.core.state import Worker
+from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.worker import Worker
 
 VERSION = 0
 

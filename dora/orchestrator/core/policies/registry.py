@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from dora.config import WINDOW_MOST, BalanceConfig
 from dora.errors import Conflict, InvalidValue, NotFound, one_of
-from dora.orchestrator.core.snapshot import Policy
+from dora.orchestrator.core.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,14 +55,14 @@ class Reservations:
         """Makes the forecast anew where it is old; says whether it did."""
         if not self._stale(floor):
             return False
-        self.foresee(floor)
+        self.observe(floor)
         if self.lifespan is None:
             return False
         self._made_s, self._made_for = floor.now_s, _basis(floor)
         self._forecast(floor, self.lifespan)
         return True
 
-    def foresee(self, floor: Floor) -> None:
+    def observe(self, floor: Floor) -> None:
         """Makes the schedule anew where it is old, and nothing else: the forecast takes many times as long."""
         if floor.rhythm.step_s and floor.rhythm.pace_s and self._stale(floor):
             self.token_s = SAFETY * floor.rhythm.pace_s

@@ -7,11 +7,12 @@ a DP group is synchronised once other hosts of its version can take what it runs
 import numpy as np
 
 from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.plan import Move, Plan, Trigger
 from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.policies.hosts import cover, present_targets, waiting_versions
 from dora.orchestrator.core.policies.throughput import MU, Board, Load, load_of, relative_gain, throughput
-from dora.orchestrator.core.snapshot import Move, Plan, Snapshot, Trigger
-from dora.orchestrator.core.state import Worker
+from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.worker import Worker
 
 WAIT_MAX = 3  # phi_wait: so many queued requests are left to an engine
 THROUGHPUT_RATIO = 5.0  # phi_throughput: between the fastest and the slowest host of one version

@@ -12,7 +12,7 @@ from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Entry
 from dora.orchestrator.core.policies.one_step import StreamPolicy
-from dora.orchestrator.core.state import Worker
+from dora.orchestrator.core.worker import Worker
 
 ALPHA = 0.2  # share of the samples that are the long tail
 LONG_PERCENTILE, REGULAR_PERCENTILE = 90, 50  # of the lengths: how long the two kinds are on average
@@ -81,7 +81,7 @@ class StreamRlPolicy(StreamPolicy):
             entry = self.choose(floor, version)
             if entry is None:
                 break
-            floor.admit(entry, version)
+            floor.admit(entry, version, self.rank)
         if not floor.line(version):
             return
         self._split(floor, version, hosts)

@@ -3,10 +3,11 @@
 from dora.config import BalanceConfig
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Entry
+from dora.orchestrator.core.plan import Plan, Trigger
 from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.policies.hosts import plannable
-from dora.orchestrator.core.snapshot import Plan, Snapshot, Trigger
-from dora.orchestrator.core.state import Worker
+from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.worker import Worker
 
 
 class SyncPolicy(BasePolicy):

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dora.orchestrator.core.cost import CostModel
+from dora.orchestrator.core.plan import Move
 from dora.orchestrator.core.policies.hosts import staying
-from dora.orchestrator.core.snapshot import Move, Snapshot
-from dora.orchestrator.core.state import Worker
+from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.worker import Worker
 
 MU = 0.3  # a DP group gets no trajectory whose gain is below this share of the ideal one
 

@@ -1,10 +1,7 @@
-"""Makes the frozen view that planners read. Copies of the worker columns (few), views of the request columns (many)."""
+"""Makes the view that plans are made from: copies of the worker columns (few), views of the request columns (many)."""
 
 from dora.orchestrator.core.snapshot import RequestColumns, Snapshot, WorkerColumns
-from dora.orchestrator.core.state import RequestStatus, State
-from dora.orchestrator.core.table import Column, Table
-
-WAITING, RUNNING = int(RequestStatus.WAITING), int(RequestStatus.RUNNING)
+from dora.orchestrator.core.state import RUNNING, State, unfinished
 
 
 def snapshot(state: State) -> Snapshot:
@@ -40,13 +37,6 @@ def snapshot(state: State) -> Snapshot:
             log_sd=requests["log_sd"],
         ),
     )
-
-
-def unfinished(requests: Table) -> Column:
-    """Whether a row is of an admitted request that has not ended; bool."""
-    status = requests["status"]
-    mask: Column = (status == WAITING) | (status == RUNNING)
-    return mask
 
 
 def _worker_columns(state: State) -> WorkerColumns:

@@ -1,0 +1,106 @@
+"""The handoff of one live request between two workers of one version, as a table (design: handoff of one request).
+
+    PLANNED ──reserved──▶ COPYING ──frozen──▶ FROZEN ──copied in──▶ COMMITTED ──released──▶ RELEASED
+       │                     │                  │  └──source lost──▶ STRANDED ──copied in──▶ RELEASED
+       └─────────────────────┴──────────────────┴──▶ ABORTED: the source goes on as if nothing had happened
+
+The source owns the request until COMMITTED, the target from then on: exactly one owner at any time, and the source
+frees its blocks only after COMMITTED. From there on the loss of either is an ordinary loss of a worker. Until the KV
+plane copies blocks ahead of the freeze, COPYING is one engine step long.
+docs/architecture.md is drawn from TABLE.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from dora.errors import IllegalTransition
+
+
+class Phase(Enum):
+    PLANNED = auto()  # the target was asked whether it takes the request
+    COPYING = auto()  # the source was told to freeze and copy
+    FROZEN = auto()  # the snapshot is complete, the target was told to copy it in
+    STRANDED = auto()  # FROZEN, but the source died: only the snapshot is left
+    COMMITTED = auto()  # the target owns the request; the source was told to free
+    RELEASED = auto()
+    ABORTED = auto()
+
+
+class Signal(Enum):
+    RESERVED = auto()
+    REFUSED = auto()  # the target does not take it
+    FROZEN = auto()
+    NOT_MOVABLE = auto()  # the source cannot move it exactly
+    COPY_FAILED = auto()  # the source does not know it (it just finished) or could not write
+    COPIED_IN = auto()
+    COPY_REFUSED = auto()  # the target refused the snapshot
+    SOURCE_FREED = auto()
+    SOURCE_LOST = auto()
+    TARGET_LOST = auto()
+    FINISHED = auto()  # the response ended at the source
+    UNDO = auto()  # time limit, cancelled group
+
+
+class Action(Enum):
+    COPY_OUT = auto()
+    COPY_IN = auto()
+    COMMIT = auto()  # the target becomes the owner
+    FREE_SOURCE = auto()
+    THAW_SOURCE = auto()
+    CANCEL_TARGET = auto()
+    RESTART_AT_TARGET = auto()  # stop at the source, re-prefill at the target
+    ORPHAN = auto()  # nobody holds it: it waits for another worker and is re-prefilled
+    RELEASE_SNAPSHOT = auto()
+
+
+P, S, A = Phase, Signal, Action
+
+TABLE: dict[tuple[Phase, Signal], tuple[Phase, tuple[Action, ...]]] = {
+    (P.PLANNED, S.RESERVED): (P.COPYING, (A.COPY_OUT,)),
+    (P.PLANNED, S.REFUSED): (P.ABORTED, ()),
+    (P.PLANNED, S.FINISHED): (P.ABORTED, (A.CANCEL_TARGET,)),
+    (P.PLANNED, S.SOURCE_LOST): (P.ABORTED, (A.CANCEL_TARGET, A.ORPHAN)),
+    (P.PLANNED, S.TARGET_LOST): (P.ABORTED, ()),
+    (P.PLANNED, S.UNDO): (P.ABORTED, (A.CANCEL_TARGET,)),
+    (P.COPYING, S.FROZEN): (P.FROZEN, (A.COPY_IN,)),
+    (P.COPYING, S.NOT_MOVABLE): (P.ABORTED, (A.CANCEL_TARGET, A.RESTART_AT_TARGET)),
+    (P.COPYING, S.COPY_FAILED): (P.ABORTED, (A.CANCEL_TARGET, A.THAW_SOURCE)),
+    (P.COPYING, S.FINISHED): (P.ABORTED, (A.CANCEL_TARGET,)),
+    (P.COPYING, S.SOURCE_LOST): (P.ABORTED, (A.CANCEL_TARGET, A.ORPHAN)),
+    (P.COPYING, S.TARGET_LOST): (P.ABORTED, (A.THAW_SOURCE,)),
+    (P.COPYING, S.UNDO): (P.ABORTED, (A.CANCEL_TARGET, A.THAW_SOURCE)),
+    (P.FROZEN, S.COPIED_IN): (P.COMMITTED, (A.COMMIT, A.FREE_SOURCE, A.RELEASE_SNAPSHOT)),
+    (P.FROZEN, S.COPY_REFUSED): (P.ABORTED, (A.CANCEL_TARGET, A.THAW_SOURCE, A.RELEASE_SNAPSHOT)),
+    (P.FROZEN, S.FINISHED): (P.ABORTED, (A.CANCEL_TARGET, A.RELEASE_SNAPSHOT)),
+    (P.FROZEN, S.SOURCE_LOST): (P.STRANDED, ()),
+    (P.FROZEN, S.TARGET_LOST): (P.ABORTED, (A.THAW_SOURCE, A.RELEASE_SNAPSHOT)),
+    (P.FROZEN, S.UNDO): (P.ABORTED, (A.CANCEL_TARGET, A.THAW_SOURCE, A.RELEASE_SNAPSHOT)),
+    (P.STRANDED, S.COPIED_IN): (P.RELEASED, (A.COMMIT, A.RELEASE_SNAPSHOT)),
+    (P.STRANDED, S.COPY_REFUSED): (P.ABORTED, (A.CANCEL_TARGET, A.ORPHAN, A.RELEASE_SNAPSHOT)),
+    (P.STRANDED, S.TARGET_LOST): (P.ABORTED, (A.ORPHAN, A.RELEASE_SNAPSHOT)),
+    (P.STRANDED, S.UNDO): (P.ABORTED, (A.CANCEL_TARGET, A.ORPHAN, A.RELEASE_SNAPSHOT)),
+    (P.COMMITTED, S.SOURCE_FREED): (P.RELEASED, ()),
+}
+
+LIVE = frozenset({P.PLANNED, P.COPYING, P.FROZEN, P.STRANDED})  # the request is between two workers
+
+
+@dataclass(slots=True)
+class Handoff:
+    """One attempt to move one request. ``row`` is its row in the request table."""
+
+    row: int
+    request_id: str
+    source: str
+    target: str
+    began_s: float
+    phase: Phase = Phase.PLANNED
+    locator: str = ""
+
+    def advance(self, signal: Signal) -> tuple[Action, ...]:
+        """Moves on and says what to do. Raises IllegalTransition, unchanged, for a pair that is not in the table."""
+        try:
+            self.phase, actions = TABLE[self.phase, signal]
+        except KeyError:
+            raise IllegalTransition(f"handoff of {self.request_id}: {signal.name} in phase {self.phase.name}") from None
+        return actions

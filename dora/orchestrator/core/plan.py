@@ -1,0 +1,32 @@
+"""What a policy answers: a plan, and why it was asked for one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Trigger(Enum):
+    """Why a re-balancing cycle runs."""
+
+    UPDATE = "update"  # a version was published
+    PRESSURE = "pressure"  # a worker's KV use is above the threshold, or requests queue up
+    TIME = "time"  # the period is over
+    MEMBERSHIP = "membership"  # a worker came or went, or a version's last DP group did
+    STARVED = "drained"  # a worker of an old version has nothing left to do
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Migrate the request in ``row`` to the worker in ``target``."""
+
+    row: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``targets``: seat -> version it is to host, for every living seat that is not draining; ``moves``: in order."""
+
+    targets: Mapping[int, int] = field(default_factory=dict)
+    moves: tuple[Move, ...] = ()

@@ -1,0 +1,87 @@
+"""What runs after every event, in this order:
+
+1. ``settle``, where anything has changed hands:
+   moves begin (those planned, else moves off workers that are to be left), empty workers load their target version or
+   leave, the policy gives work to whoever has room, prompts are drawn, and idle workers are noted.
+2. Each new situation gets one plan: a version that requests wait for and no worker hosts or is to host; workers that
+   starve, with nothing of their old version left to do. With too few workers a second plan would change nothing.
+3. ``settle`` again, where 2 has changed anything.
+4. Versions that nobody can need any more are retired.
+
+*When* a plan is made for another reason (a commit, a period, pressure, a worker that comes or goes) is in balance.py.
+"""
+
+from dora.orchestrator.core import fleet
+from dora.orchestrator.core.admission import draw
+from dora.orchestrator.core.balance import Balance
+from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.lifecycle import retire
+from dora.orchestrator.core.plan import Trigger
+from dora.orchestrator.core.policy import Policy
+from dora.orchestrator.core.state import State
+
+
+class Scheduler:
+    """Drives the state to where nothing is left to do until the next event."""
+
+    def __init__(self, state: State, policy: Policy, balance: Balance) -> None:
+        self._state, self._policy, self._balance = state, policy, balance
+        self._unhosted: frozenset[int] = frozenset()  # versions found without a worker at the last look
+        self._starved: tuple[frozenset[int], int, int] | None = None  # seats found so then; step and newest version
+
+    def run(self) -> None:
+        """See the module."""
+        state, window = self._state, self._state.window
+        if not state.worklist.awake:
+            return
+        self._settle()
+        self._look_around()
+        if state.worklist.awake:
+            self._settle()
+        retire(state)  # the window moves, and loads end, in events that settle
+        live = window.newest - window.oldest_live + 1
+        state.counters.versions_live_max = max(state.counters.versions_live_max, live)
+
+    def _settle(self) -> None:
+        state, worklist = self._state, self._state.worklist
+        worklist.settle()
+        self._balance.begin_moves()
+        self._balance.relieve()
+        touched = worklist.take_touched()
+        fleet.settle(state, touched)
+        self._policy.dispatch(Floor(state))
+        draw(state)
+        for seat in (*touched, *worklist.touched):
+            worker = state.seats[seat]
+            idle = worker is not None and not worker.held and worker.loading < 0 and not worker.draining
+            worklist.rests(seat, idle)
+
+    def _look_around(self) -> None:
+        window = self._state.window
+        unhosted, starved = self._without_worker(), self._without_work()
+        situation = (starved, window.step, window.newest)
+        if unhosted - self._unhosted:
+            self._balance.rebalance(Trigger.MEMBERSHIP)
+        elif starved and situation != self._starved:
+            self._balance.hand_over(starved)
+        self._unhosted, self._starved = unhosted, situation
+
+    def _without_worker(self) -> frozenset[int]:
+        """The versions that requests wait for while no worker hosts them or is to host them."""
+        state = self._state
+        waited = {version for version, line in state.waiting.items() if line and not state.hosts_of(version)}
+        if waited:
+            waited -= {worker.target for worker in state.workers.values() if not worker.draining}
+        return frozenset(waited)
+
+    def _without_work(self) -> frozenset[int]:
+        """Seats of idle workers whose version, an old one, has no waiting or admissible work."""
+        state, window = self._state, self._state.window
+        if not state.worklist.idle:
+            return frozenset()
+        seats: set[int] = set()
+        for version in range(state.retired, window.newest):
+            idle = state.hosting.targeting(version) & state.worklist.idle
+            if idle and not state.waiting.get(version) and (not state.backlog or window.admissible(version) < 1):
+                seats |= idle
+        return frozenset(seats)
