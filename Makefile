@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+JOBS ?= 2# test processes; a file's tests stay in one of them, since they may share an engine
 
 # What `make demo` passes on, where given: make demo MODEL=tiny STEPS=60
 DEMO_ARGS := $(if $(MODEL),--model $(MODEL)) $(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
@@ -24,7 +25,7 @@ demo: setup ## service, trainer and a live view in one terminal; MODEL=tiny STEP
 	@$(BIN)/dora demo $(strip $(DEMO_ARGS))
 
 test: check ## everything that CI runs: lint, types, import rules, stubs, all tests
-	@$(BIN)/pytest -m "not gpu" $(ARGS)
+	@$(BIN)/pytest -m "not gpu" -n $(JOBS) --dist loadfile $(ARGS)
 
 check: lint types imports proto-check ## everything of `make test` but the tests
 

@@ -1,6 +1,6 @@
 """Who hosts which version, kept up to date worker by worker: no event has to look at the whole fleet.
 
-What changes with it is kept by seat in columns too (seats.py), which a snapshot copies.
+What changes with it is kept by seat in columns too (table.py), which a snapshot copies.
 """
 
 from bisect import bisect_left
@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 
-from dora.orchestrator.core.seats import SeatColumns
-from dora.orchestrator.core.table import Column
+from dora.orchestrator.core.table import Column, SeatColumns
 from dora.orchestrator.core.worker import Worker
 
 _BY_SEAT = attrgetter("seat")

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from dora.orchestrator.core.seats import SeatColumns
-from dora.orchestrator.core.table import Column
+from dora.orchestrator.core.table import Column, SeatColumns
 from dora.orchestrator.core.worker import Worker
 
 HELD = ("held", "kv_claimed", "kv_used", "kv_expected", "waiting")  # columns

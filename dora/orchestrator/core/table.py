@@ -4,7 +4,7 @@ At 131,072 requests a plan must not walk Python objects. Single cells are read a
 get whole columns as views (see snapshot.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,3 +56,31 @@ class Table(dict[str, Column]):
             self[name] = np.concatenate([column, np.zeros(self._rows, dtype=column.dtype)])
         self._free = [*range(2 * self._rows - 1, self._rows - 1, -1), *self._free]
         self._rows *= 2
+
+
+class SeatColumns:
+    """Named int64 columns of as many seats as were asked about; ``empty`` is the row of one that was not set."""
+
+    def __init__(self, names: Sequence[str], empty: Sequence[int]) -> None:
+        self._names, self._empty = tuple(names), np.array(empty, dtype=np.int64)
+        self._rows: Column = np.zeros((0, len(self._names)), dtype=np.int64)
+
+    def __setitem__(self, seat: int, row: Sequence[int]) -> None:
+        self._reach(seat + 1)
+        self._rows[seat] = row
+
+    def copies(self, seats: int) -> dict[str, Column]:
+        """All columns for the first so many seats."""
+        self._reach(seats)
+        return {name: self._rows[:seats, place].copy() for place, name in enumerate(self._names)}
+
+    def rows(self, seats: int) -> list[tuple[int, ...]]:
+        """The rows of the first so many seats."""
+        self._reach(seats)
+        return [tuple(row) for row in self._rows[:seats].tolist()]
+
+    def _reach(self, seats: int) -> None:
+        lacking = seats - len(self._rows)
+        if lacking > 0:
+            more = np.tile(self._empty, (max(lacking, len(self._rows)), 1))
+            self._rows = np.concatenate([self._rows, more])
