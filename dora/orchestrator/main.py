@@ -21,18 +21,18 @@ import grpc
 
 from dora.config import Config
 from dora.errors import DoraError, InvalidValue
-from dora.eventlog import EventLogWriter
 from dora.kvtransfer.shm import ShmTransport
 from dora.memory import collecting_rarely, keep_freed_memory
 from dora.models import context_tokens, default_cache, resolve_model
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.policies import check_live
+from dora.orchestrator.eventlog import EventLogWriter
 from dora.orchestrator.feed import PromptFeed
 from dora.orchestrator.launcher import Launcher, WorkerStartError
+from dora.orchestrator.plugins import load_strategies
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.scoring import filtering, verifying
 from dora.orchestrator.service import OperatorService, PromptService, TrainerService, WorkerService
-from dora.plugins import load_strategies
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.record import TRAJECTORIES_FILE, Recorder
 from dora.rpc import dora_pb2_grpc as stubs

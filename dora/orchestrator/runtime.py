@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 from dora.config import Config
 from dora.errors import InvalidValue
-from dora.eventlog import EventLogWriter
 from dora.kvtransfer.snapshot import KvTransport
 from dora.orchestrator.book import Book, BookError
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.eventlog import EventLogWriter
 from dora.orchestrator.executor import carry_out
 from dora.orchestrator.feed import PromptFeed
 from dora.orchestrator.sessions import StepStream, WorkerSession
