@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -29,8 +29,6 @@ _SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (1e-9, 2.0),
     "ignore_eos": (0, 1),
 }
-
-
 _WHOLE = frozenset({"top_k", "seed", "max_tokens", "min_tokens", "ignore_eos"})
 DRAWN_MOST = 4096  # prompts read from the source at once
 REFUSED_MOST = 4096  # in a row: a source may have no end
@@ -39,14 +37,14 @@ REFUSED_MOST = 4096  # in a row: a source may have no end
 class PromptFeed:
     """``live`` prompt ids are queued, drawn or in an open group: an id may come again once its group is committed."""
 
-    def __init__(self, config: Config, source: Iterator[Prompt] | None, refused: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, source: Iterator[Prompt] | None) -> None:
         self._config = config
         self._source = source
-        self._refused = refused
         self._queue: deque[Prompt] = deque()  # at most service.prompts_queued_max
         self._arrived = asyncio.Event()
         self._live: set[str] = set()
-        self._refused_in_a_row = 0  # of the source
+        self.refused = 0  # prompts of the source that no engine could generate
+        self._refused_in_a_row = 0
         self.closed = False  # no further prompt is taken in: the service drains
 
     def __len__(self) -> int:
@@ -113,7 +111,7 @@ class PromptFeed:
                 good.append(self._checked(prompt))
             except DoraError as error:
                 log.error("prompt refused: %s", error)
-                self._refused(str(error))
+                self.refused += 1
                 self._refused_in_a_row += 1
                 if self._refused_in_a_row >= REFUSED_MOST:
                     allowed = f"a source of possible prompts: {REFUSED_MOST} in a row were refused, the last as {error}"

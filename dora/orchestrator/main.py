@@ -90,7 +90,7 @@ async def serve(
         snapshots.mkdir(exist_ok=True)
         runtime = Runtime(
             config,
-            feed=lambda refused: PromptFeed(config, iter(source), refused),
+            feed=PromptFeed(config, iter(source)),
             verifier=verifier,
             group_filter=group_filter,
             store=store,
@@ -107,7 +107,7 @@ async def serve(
             {"DORA_TOKEN": token, **_worker_environment(config)},
             run_folder / "logs",
         )
-        runtime.processes = launcher
+        runtime.sessions.processes = launcher
         stack.push_async_callback(launcher.close)
         launcher.start()
         ticking = asyncio.create_task(runtime.ticks())

@@ -15,8 +15,9 @@ import grpc
 
 from dora.errors import Conflict, DoraError, InvalidValue
 from dora.orchestrator import views
+from dora.orchestrator.book import BookError
 from dora.orchestrator.core import events as on
-from dora.orchestrator.runtime import BookError, Runtime
+from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.sessions import StepStream, WorkerSession
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
@@ -63,9 +64,9 @@ class TrainerService(stubs.TrainerServicer):
         async with self._changing:
             runtime.post(on.TrainerAttached(self._epoch + 1, request.groups_per_step))
             self._epoch += 1
-            if runtime.stream is not None:
-                runtime.stream.close(superseded=True)
-                runtime.stream = None
+            if runtime.sessions.stream is not None:
+                runtime.sessions.stream.close(superseded=True)
+                runtime.sessions.stream = None
             await asyncio.to_thread(runtime.store.discard, self._epoch - 1)
         runtime.trainer_name = request.client_name or "trainer"
         runtime.trainer_seen_s = time.monotonic()
@@ -91,11 +92,11 @@ class TrainerService(stubs.TrainerServicer):
     async def StreamStep(self, request: pb.StreamStepRequest, context: Context) -> AsyncIterator[pb.TrajectoryBatch]:
         runtime = self._runtime
         stream = StepStream(request.trainer_epoch, request.step)
-        before, runtime.stream = runtime.stream, stream
+        before, runtime.sessions.stream = runtime.sessions.stream, stream
         try:
             runtime.post(on.StepRequested(request.trainer_epoch, request.step))
         except DoraError:
-            runtime.stream = before
+            runtime.sessions.stream = before
             raise
         if before is not None:
             before.close(superseded=True)
@@ -107,8 +108,8 @@ class TrainerService(stubs.TrainerServicer):
                     yield message
         finally:
             runtime.trainer_seen_s = time.monotonic()
-            if runtime.stream is stream:
-                runtime.stream = None
+            if runtime.sessions.stream is stream:
+                runtime.sessions.stream = None
         if stream.superseded:
             raise Conflict("trainer_epoch", request.trainer_epoch, "the stream that was opened last")
         if stream.exhausted:
@@ -151,8 +152,7 @@ class TrainerService(stubs.TrainerServicer):
                     canary,
                 )
             )
-            if runtime.recorder is not None:
-                runtime.record(functools.partial(runtime.recorder.keep_version, request.version, folder))
+            runtime.recorder.published(request.version, folder)
             metrics, stepped_s = dict(request.metrics), time.monotonic()
             runtime.telemetry.step(request.step, runtime.book.leased(), metrics, time.time(), stepped_s, waited_s)
             runtime.post(on.StepCommitted(request.trainer_epoch, request.step))
@@ -242,7 +242,7 @@ class WorkerService(stubs.WorkerServicer):
     ) -> AsyncIterator[pb.WorkerCommand]:
         runtime = self._runtime
         session = self._admit(await anext(aiter(request_iterator), None))
-        runtime.sessions[session.worker_id] = session
+        runtime.sessions.workers[session.worker_id] = session
         reading = asyncio.create_task(self._read(session, request_iterator))
         reading.add_done_callback(lambda _: session.give_up())
         try:
@@ -254,7 +254,7 @@ class WorkerService(stubs.WorkerServicer):
                 )
             )
             capability = session.capability
-            runtime.lost_reasons.pop(session.worker_id, None)
+            runtime.sessions.lost_reasons.pop(session.worker_id, None)
             runtime.post(on.WorkerJoined(session.worker_id, session.epoch, capability.slots, capability.kv_tokens))
             log.info("worker %s joined (epoch %d, pid %d)", session.worker_id, session.epoch, session.pid)
             async for command in session.commands():
@@ -263,7 +263,7 @@ class WorkerService(stubs.WorkerServicer):
                 raise error
         finally:
             reading.cancel()
-            runtime.lose(session, "its connection broke")
+            runtime.sessions.lose(session, "its connection broke")
 
     def _admit(self, message: pb.WorkerMessage | None) -> WorkerSession:
         if message is None or not message.HasField("hello"):
@@ -272,7 +272,7 @@ class WorkerService(stubs.WorkerServicer):
         capability = convert.capability_from_wire(hello)
         if not WORKER_ID.fullmatch(hello.worker_id):
             raise InvalidValue("worker_id", hello.worker_id, "1 to 64 letters, digits, '.', '_' or '-'")
-        if hello.worker_id in runtime.sessions:
+        if hello.worker_id in runtime.sessions.workers:
             raise Conflict("worker_id", hello.worker_id, "an id that no connected worker has")
         if capability.slots < 1 or capability.kv_tokens < 1:
             raise InvalidValue("slots, kv_tokens", (capability.slots, capability.kv_tokens), "at least 1 each")
@@ -282,18 +282,17 @@ class WorkerService(stubs.WorkerServicer):
             limit = runtime.config.workers.max_model_len_tokens
             raise InvalidValue("max_model_len_tokens", capability.max_model_len_tokens, f"at least {limit}")
         self._fingerprint = capability.fingerprint
-        runtime.epochs += 1
-        return WorkerSession(hello.worker_id, runtime.epochs, hello.pid, hello.host, capability)
+        return WorkerSession(hello.worker_id, runtime.sessions.new_epoch(), hello.pid, hello.host, capability)
 
     async def _read(self, session: WorkerSession, messages: AsyncIterator[pb.WorkerMessage]) -> None:
         async for message in messages:
             try:
                 if message.HasField("report"):
-                    self._runtime.worker_report(session, message.report)
+                    self._runtime.reports.report(session, message.report)
                 elif message.HasField("outcome"):
-                    self._runtime.worker_outcome(session, message.outcome)
+                    self._runtime.reports.outcome(session, message.outcome)
                 else:
                     raise InvalidValue("kind", message.WhichOneof("kind"), "report or outcome")
             except (BookError, InvalidValue) as error:
-                self._runtime.replace(session, str(error))
+                self._runtime.sessions.replace(session, str(error))
                 return
