@@ -145,7 +145,7 @@ class TrainerService(stubs.TrainerServicer):
             canary = convert.canary_from_wire(request.canary)
             folder = await asyncio.to_thread(
                 functools.partial(
-                    runtime.store.admit,
+                    runtime.store.publish,
                     request.trainer_epoch,
                     request.version,
                     [WeightFile(file.name, file.file_bytes, file.blake3) for file in request.files],

@@ -30,7 +30,7 @@ class _Live:
     outputs: list[int]
     logprobs: list[float]
     kv: Kv = field(default_factory=dict)
-    snapshot: KvSnapshot | None = None  # admitted and not yet in a slot
+    snapshot: KvSnapshot | None = None  # taken in and not yet in a slot
 
     @property
     def token_ids(self) -> list[int]:
@@ -151,7 +151,7 @@ class FakeEngine:
         blocks = {name: self._to_blocks(raw) for name, raw in live.kv.items()}
         return KvSnapshot(self._layout, request, live.kv_tokens, draws, blocks)
 
-    def admit(self, snapshot: KvSnapshot) -> None:
+    def take_in(self, snapshot: KvSnapshot) -> None:
         self._check_new(snapshot.request)
         check_snapshot(snapshot, self._layout, self._version)
         self._enter(snapshot.request, snapshot)

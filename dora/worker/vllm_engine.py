@@ -134,7 +134,7 @@ class VllmEngine:
         if live.engine_id not in self._scheduler.held:
             raise Conflict("request_id", request_id, "a frozen request")
         waiting: KvSnapshot | None = self._scheduler.connector.offered(live.engine_id)
-        if waiting is not None:  # admitted and not yet scheduled: it moves on as it came
+        if waiting is not None:  # taken in and not yet scheduled: it moves on as it came
             return waiting
         state = self._scheduler.requests[live.engine_id]
         kv_tokens = len(live.request.prompt_token_ids) + len(live.outputs) - 1
@@ -156,7 +156,7 @@ class VllmEngine:
             blocks=self._store.read(block_ids[: blocks_for(kv_tokens, self._layout.block_tokens)]),
         )
 
-    def admit(self, snapshot: KvSnapshot) -> None:
+    def take_in(self, snapshot: KvSnapshot) -> None:
         self._check_new(snapshot.request)
         check_snapshot(snapshot, self._layout, self._version)
         self._enter(snapshot.request, snapshot)

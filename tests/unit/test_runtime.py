@@ -71,14 +71,14 @@ class Kills:
 
 
 class GatedStore(WeightStore):
-    """Its ``admit`` waits in its thread until the gate opens."""
+    """Its ``publish`` waits in its thread until the gate opens."""
 
     gate: threading.Event | None = None
 
-    def admit(self, *arguments: Any) -> Path:
+    def publish(self, *arguments: Any) -> Path:
         if self.gate is not None:
             assert self.gate.wait(30)
-        return super().admit(*arguments)
+        return super().publish(*arguments)
 
 
 class Shell:
