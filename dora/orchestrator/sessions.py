@@ -104,10 +104,14 @@ class Sessions:
         self._lost = lost
         self._epochs = 0
 
-    def new_epoch(self) -> int:
-        """A number that no worker's epoch has had."""
+    def open(self, worker_id: str, pid: int, host: str, capability: EngineCapability) -> WorkerSession:
+        """Begins a new epoch of this worker, which must not be connected."""
+        assert worker_id not in self.workers, f"{worker_id} is connected"
         self._epochs += 1
-        return self._epochs
+        session = WorkerSession(worker_id, self._epochs, pid, host, capability)
+        self.workers[worker_id] = session
+        self.lost_reasons.pop(worker_id, None)
+        return session
 
     def of_epoch(self, worker_id: str, epoch: int) -> WorkerSession | None:
         """The connection of this worker's epoch; None once it is over."""

@@ -130,7 +130,7 @@ class WeightStore:
         return target
 
     def retire(self, version: int) -> None:
-        """Frees a version that left the window, or one that was published and never committed. Unknown ones: nothing."""
+        """Frees a version that left the window, or that no step committed. An unknown one is ignored."""
         held = self._versions / str(version)
         if held.is_dir():
             gone = self._versions / f".{version}"

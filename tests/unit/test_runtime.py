@@ -18,10 +18,10 @@ from dora.kvtransfer.shm import ShmTransport
 from dora.orchestrator.book import BookError
 from dora.orchestrator.core import events as on
 from dora.orchestrator.feed import PromptFeed
-from dora.orchestrator.main import check_context
 from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.service import TrainerService
+from dora.orchestrator.services.trainer import TrainerService
 from dora.orchestrator.sessions import LOST_KEPT, WorkerSession
+from dora.orchestrator.setup import check_context
 from dora.orchestrator.telemetry import Telemetry
 from dora.record import CANCELLED_FILE, Recorder
 from dora.rpc import convert

@@ -1,4 +1,4 @@
-"""What operators see: read-only pictures of the runtime as wire messages."""
+"""The status that operators see, as wire messages. Reads the runtime and changes nothing."""
 
 import time
 from dataclasses import asdict
@@ -12,7 +12,7 @@ from dora.rpc import dora_pb2 as pb
 TRAJECTORIES_DEFAULT = 100
 
 
-def status(runtime: Runtime, model: str) -> pb.Status:
+def of_service(runtime: Runtime, model: str) -> pb.Status:
     state = runtime.machine.state
     window = state.window
     return pb.Status(

@@ -1,37 +1,28 @@
-"""The gRPC services. Each method checks, posts an event, answers; DoraErrors become statuses (rpc/errors.py)."""
+"""The trainer's service: attach, stream a step, upload weights, commit. One active trainer, fenced by its epoch."""
 
 import asyncio
 import functools
 import hashlib
 import logging
 import math
-import re
 import time
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
-
-import grpc
+from typing import Any, TypeVar
 
 from dora.errors import Conflict, DoraError, InvalidValue
-from dora.orchestrator import views
-from dora.orchestrator.book import BookError
 from dora.orchestrator.core import events as on
 from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.sessions import StepStream, WorkerSession
+from dora.orchestrator.sessions import StepStream
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
+from dora.rpc.errors import ServicerContext
 from dora.weights.files import WeightFile
 
 log = logging.getLogger("dora.service")
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
 Reply = TypeVar("Reply")
-
-WATCH_PERIOD_MIN_MS = 50
-WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class TrainerService(stubs.TrainerServicer):
@@ -46,10 +37,10 @@ class TrainerService(stubs.TrainerServicer):
         self._changes: set[asyncio.Task[Any]] = set()  # under way: a task lives while it is held
         self._last_commit: tuple[int, bytes] | None = None
 
-    async def Attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachReply:
+    async def Attach(self, request: pb.AttachRequest, context: ServicerContext) -> pb.AttachReply:
         return await self._whole(self._attach(request))
 
-    async def CommitStep(self, request: pb.CommitStepRequest, context: Context) -> pb.CommitStepReply:
+    async def CommitStep(self, request: pb.CommitStepRequest, context: ServicerContext) -> pb.CommitStepReply:
         return await self._whole(self._commit(request))
 
     async def _whole(self, change: Coroutine[Any, Any, Reply]) -> Reply:
@@ -89,7 +80,9 @@ class TrainerService(stubs.TrainerServicer):
             ],
         )
 
-    async def StreamStep(self, request: pb.StreamStepRequest, context: Context) -> AsyncIterator[pb.TrajectoryBatch]:
+    async def StreamStep(
+        self, request: pb.StreamStepRequest, context: ServicerContext
+    ) -> AsyncIterator[pb.TrajectoryBatch]:
         runtime = self._runtime
         stream = StepStream(request.trainer_epoch, request.step)
         before, runtime.sessions.stream = runtime.sessions.stream, stream
@@ -115,7 +108,9 @@ class TrainerService(stubs.TrainerServicer):
         if stream.exhausted:
             yield pb.TrajectoryBatch(step=request.step, end_of_prompts=True)
 
-    async def UploadWeights(self, request_iterator: AsyncIterator[pb.WeightChunk], context: Context) -> pb.UploadReply:
+    async def UploadWeights(
+        self, request_iterator: AsyncIterator[pb.WeightChunk], context: ServicerContext
+    ) -> pb.UploadReply:
         first = await anext(aiter(request_iterator), None)
         if first is None or not first.HasField("header"):
             raise InvalidValue("header", None, "in the first message of an upload")
@@ -178,121 +173,3 @@ def _commit_digest(request: pb.CommitStepRequest) -> bytes:
     for file in request.files:
         digest.update(file.name.encode() + file.blake3)
     return digest.digest()
-
-
-class PromptService(stubs.PromptsServicer):
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-
-    async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitReply:
-        prompts = [convert.prompt_from_wire(prompt) for prompt in request.prompts]
-        free = self._runtime.feed.submit(prompts)
-        return pb.SubmitReply(accepted=len(prompts), queue_free=free)
-
-
-class OperatorService(stubs.OperatorServicer):
-    def __init__(self, runtime: Runtime, model: Path) -> None:
-        self._runtime = runtime
-        self._model = str(model)
-
-    async def GetStatus(self, request: pb.StatusRequest, context: Context) -> pb.Status:
-        return views.status(self._runtime, self._model)
-
-    async def WatchStatus(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.Status]:
-        if request.period_ms < WATCH_PERIOD_MIN_MS:
-            raise InvalidValue("period_ms", request.period_ms, f"at least {WATCH_PERIOD_MIN_MS}")
-        while True:
-            yield views.status(self._runtime, self._model)
-            await asyncio.sleep(request.period_ms / 1000)
-
-    async def ListTrajectories(self, request: pb.TrajectoriesRequest, context: Context) -> pb.TrajectoriesReply:
-        if request.state and request.state not in views.STATES:
-            raise InvalidValue("state", request.state, ", ".join(views.STATES))
-        return views.trajectories(self._runtime, request.state, request.limit)
-
-    async def Migrate(self, request: pb.MigrateRequest, context: Context) -> pb.OperatorReply:
-        self._runtime.post(on.MigrateAsked(request.trajectory_id, request.target_worker))
-        return pb.OperatorReply(message=f"{request.trajectory_id} moves to {request.target_worker}", moves=1)
-
-    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.OperatorReply:
-        return self._change(on.DrainAsked(request.worker_id), f"{request.worker_id} is being emptied and will leave")
-
-    async def Rebalance(self, request: pb.RebalanceRequest, context: Context) -> pb.OperatorReply:
-        return self._change(on.RebalanceAsked(), "a re-balancing cycle was run")
-
-    def _change(self, event: on.Event, message: str) -> pb.OperatorReply:
-        state = self._runtime.machine.state
-        moves, loads = len(state.handoffs), sum(worker.loading >= 0 for worker in state.workers.values())
-        self._runtime.post(event)
-        return pb.OperatorReply(
-            message=message,
-            moves=max(0, len(state.handoffs) - moves),
-            loads=max(0, sum(worker.loading >= 0 for worker in state.workers.values()) - loads),
-        )
-
-
-class WorkerService(stubs.WorkerServicer):
-    def __init__(self, runtime: Runtime, snapshot_folder: Path) -> None:
-        self._runtime = runtime
-        self._snapshot_folder = snapshot_folder
-        self._fingerprint = ""
-
-    async def Connect(
-        self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Context
-    ) -> AsyncIterator[pb.WorkerCommand]:
-        runtime = self._runtime
-        session = self._admit(await anext(aiter(request_iterator), None))
-        runtime.sessions.workers[session.worker_id] = session
-        reading = asyncio.create_task(self._read(session, request_iterator))
-        reading.add_done_callback(lambda _: session.give_up())
-        try:
-            yield pb.WorkerCommand(
-                welcome=pb.Welcome(
-                    epoch=session.epoch,
-                    snapshot_folder=str(self._snapshot_folder),
-                    report_period_ms=runtime.config.workers.report_period_ms,
-                )
-            )
-            capability = session.capability
-            runtime.sessions.lost_reasons.pop(session.worker_id, None)
-            runtime.post(on.WorkerJoined(session.worker_id, session.epoch, capability.slots, capability.kv_tokens))
-            log.info("worker %s joined (epoch %d, pid %d)", session.worker_id, session.epoch, session.pid)
-            async for command in session.commands():
-                yield command
-            if reading.done() and not reading.cancelled() and (error := reading.exception()):
-                raise error
-        finally:
-            reading.cancel()
-            runtime.sessions.lose(session, "its connection broke")
-
-    def _admit(self, message: pb.WorkerMessage | None) -> WorkerSession:
-        if message is None or not message.HasField("hello"):
-            raise InvalidValue("hello", None, "the first message of a worker")
-        hello, runtime = message.hello, self._runtime
-        capability = convert.capability_from_wire(hello)
-        if not WORKER_ID.fullmatch(hello.worker_id):
-            raise InvalidValue("worker_id", hello.worker_id, "1 to 64 letters, digits, '.', '_' or '-'")
-        if hello.worker_id in runtime.sessions.workers:
-            raise Conflict("worker_id", hello.worker_id, "an id that no connected worker has")
-        if capability.slots < 1 or capability.kv_tokens < 1:
-            raise InvalidValue("slots, kv_tokens", (capability.slots, capability.kv_tokens), "at least 1 each")
-        if self._fingerprint not in ("", capability.fingerprint):
-            raise Conflict("fingerprint", capability.fingerprint, f"{self._fingerprint}, as the other workers' engines")
-        if capability.max_model_len_tokens < runtime.config.workers.max_model_len_tokens:
-            limit = runtime.config.workers.max_model_len_tokens
-            raise InvalidValue("max_model_len_tokens", capability.max_model_len_tokens, f"at least {limit}")
-        self._fingerprint = capability.fingerprint
-        return WorkerSession(hello.worker_id, runtime.sessions.new_epoch(), hello.pid, hello.host, capability)
-
-    async def _read(self, session: WorkerSession, messages: AsyncIterator[pb.WorkerMessage]) -> None:
-        async for message in messages:
-            try:
-                if message.HasField("report"):
-                    self._runtime.reports.report(session, message.report)
-                elif message.HasField("outcome"):
-                    self._runtime.reports.outcome(session, message.outcome)
-                else:
-                    raise InvalidValue("kind", message.WhichOneof("kind"), "report or outcome")
-            except (BookError, InvalidValue) as error:
-                self._runtime.sessions.replace(session, str(error))
-                return
