@@ -2,7 +2,7 @@
 
     python perf/handoff.py --model smollm2 --tokens 128 512 --json
 
-One engine plays both ends: a request is frozen, exported, put into shared memory, removed, read back and admitted.
+One engine plays both ends: a request is frozen, exported, put into shared memory, removed, read back and taken in.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def measure(engine: VllmEngine, transport: ShmTransport, tokens: int) -> dict[st
         locator = timed(found, "put_ms", lambda held=snapshot: transport.put(held))
         engine.remove(request.request_id)
         taken = timed(found, "get_ms", lambda where=locator: transport.get(where))
-        timed(found, "admit_ms", lambda got=taken: engine.admit(got))
+        timed(found, "admit_ms", lambda got=taken: engine.take_in(got))
         first = timed(found, "first_step_ms", engine.step)
         found.setdefault("blackout_ms", []).append((time.perf_counter() - began_s) * 1000)
         assert len(first) == 1 and step_ms is not None

@@ -1,4 +1,4 @@
-"""A replayed decision for people and for programs: pure functions from ``dora.replay``'s plain data."""
+"""A replayed decision for people and for programs: pure functions from ``dora.orchestrator.replay``'s plain data."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from rich.text import Text
 from dora.cli.tables import version_cell
 from dora.orchestrator.core.commands import Command
 from dora.orchestrator.core.events import Event
-from dora.replay import Decision, Known, KnownWorker, Summary, line_of
+from dora.orchestrator.replay import Decision, Known, KnownWorker, Summary, line_of
 
 WORKERS_SHOWN = 8  # more than these are shown by version
 COMMANDS_SHOWN = 8  # of one kind in one decision; --json has them all

@@ -13,8 +13,8 @@ from dora.cli.output import print_json, stderr, stdout
 from dora.errors import InvalidValue, one_of
 
 if TYPE_CHECKING:
-    from dora.eventlog import EventLog
-    from dora.replay import Decision, Replay
+    from dora.orchestrator.eventlog import EventLog
+    from dora.orchestrator.replay import Decision, Replay
 
 EXAMPLE = "dora replay events.log --from 100 --to 200 --only StepCommitted,LoadVersion"
 
@@ -36,9 +36,9 @@ def replay(
 
     Exits with 1 where a bug of the core ended the service: the replay ends there too.
     """
-    from dora.eventlog import read_log
-    from dora.plugins import load_strategies
-    from dora.replay import Replay
+    from dora.orchestrator.eventlog import read_log
+    from dora.orchestrator.plugins import load_strategies
+    from dora.orchestrator.replay import Replay
 
     load_strategies()
     if last is not None and last < first:
@@ -89,7 +89,7 @@ def _print_json(log: "EventLog", run: "Replay", decisions: Iterator["Decision"])
 
 def _kinds(only: str | None) -> frozenset[str]:
     """The kinds of events and commands that ``--only`` names, in whatever case."""
-    from dora.replay import KINDS
+    from dora.orchestrator.replay import KINDS
 
     spelled = {kind.lower(): kind for kind in KINDS}
     found = set()

@@ -74,7 +74,7 @@ def serve(
     if not dry_run:
         raise typer.Exit(asyncio.run(_serve(config, as_json)))
     from dora.orchestrator.core.policies import check_live
-    from dora.plugins import load_strategies
+    from dora.orchestrator.plugins import load_strategies
 
     load_strategies()
     check_live(config.balance, config.window.size)  # as a start would

@@ -109,7 +109,7 @@ def simulate(
             raise InvalidValue(*next(iter(ignored.items())), allowed)
         return
     from dora.config import settings_tree
-    from dora.plugins import load_strategies
+    from dora.orchestrator.plugins import load_strategies
     from dora.sim.effect import check_effect
     from dora.sim.run import policy_names
 

@@ -32,7 +32,7 @@ def sweep(
 
     Exits with 1 where a promise was broken: a violation, a group lost or duplicated, or a trainer that waits in vain.
     """
-    from dora.plugins import load_strategies
+    from dora.orchestrator.plugins import load_strategies
     from dora.sim import sweep as sim
     from dora.sim.faults import KINDS
 

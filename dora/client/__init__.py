@@ -1,8 +1,8 @@
 """Clients of the service: a trainer's, one that submits prompts, an operator's. Loads no torch."""
 
-from dora.client.attachment import Attachment
 from dora.client.operator import Operator
 from dora.client.prompts import Prompts, Submitted
+from dora.client.session import Attachment
 from dora.client.step import Commit, Step
 from dora.client.trainer import Trainer
 

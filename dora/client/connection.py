@@ -71,6 +71,17 @@ class Connection:
             await self._channel.close(None)
             self._channel = None
 
+
+class Client:
+    """A connection of its own; usable with ``async with``, or closed by :meth:`close`."""
+
+    def __init__(self, address: str, token: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        """Raises InvalidValue for a token that no header can hold."""
+        self._connection = Connection(address, token, max_message_bytes)
+
+    async def close(self) -> None:
+        await self._connection.close()
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -1,20 +1,20 @@
-"""The operator's client: what the service is doing, and a few things that it can be told. Replies are the messages
-of dora.proto. Every method raises Unauthenticated, ServiceUnavailable, NotFound and Conflict as the service does.
-"""
+"""The operator's client."""
 
 from collections.abc import AsyncIterator
-from typing import Self
 
-from dora.client.connection import Connection
+from dora.client.connection import Client
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.dora_pb2_grpc import OperatorStub
 
 
-class Operator:
-    """Usable with ``async with``, or closed by :meth:`close`."""
+class Operator(Client):
+    """Asks what a service is doing, and tells it a few things. Replies are the messages of dora.proto.
+
+    Every method raises Unauthenticated, ServiceUnavailable, NotFound and Conflict as the service does.
+    """
 
     def __init__(self, address: str, token: str, *, timeout_s: float = 30.0) -> None:
-        self._connection = Connection(address, token)
+        super().__init__(address, token)
         self._timeout_s = timeout_s
 
     async def status(self) -> pb.Status:
@@ -43,15 +43,6 @@ class Operator:
 
     async def rebalance(self) -> pb.OperatorReply:
         return await self._connection.call(self._stub.Rebalance, pb.RebalanceRequest(), self._timeout_s)
-
-    async def close(self) -> None:
-        await self._connection.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.close()
 
     @property
     def _stub(self) -> OperatorStub:

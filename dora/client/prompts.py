@@ -1,12 +1,10 @@
-"""The prompt client: queues prompts at the service."""
+"""The client of those who bring prompts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
 
-from dora.client.connection import Connection
+from dora.client.connection import Client
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.channel import MAX_MESSAGE_BYTES
 from dora.rpc.convert import prompt_to_wire
 from dora.rpc.dora_pb2_grpc import PromptsStub
 from dora.types import Prompt
@@ -20,11 +18,8 @@ class Submitted:
     queue_free: int  # prompts that still fit
 
 
-class Prompts:
-    """Usable with ``async with``, or closed by :meth:`close`."""
-
-    def __init__(self, address: str, token: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self._connection = Connection(address, token, max_message_bytes)
+class Prompts(Client):
+    """Queues prompts at a service."""
 
     async def submit(self, prompts: Iterable[Prompt]) -> Submitted:
         """Queues all of them or none.
@@ -35,12 +30,3 @@ class Prompts:
         request = pb.SubmitRequest(prompts=[prompt_to_wire(prompt) for prompt in prompts])
         reply = await self._connection.call(self._connection.stub(PromptsStub).Submit, request)
         return Submitted(reply.accepted, reply.queue_free)
-
-    async def close(self) -> None:
-        await self._connection.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.close()

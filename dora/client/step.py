@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from dora.client.attachment import Attachment
 from dora.client.publication import Weights, canary_of, place_weights, upload
+from dora.client.session import Attachment, Session
 from dora.errors import Conflict
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import canary_to_wire, group_from_wire
@@ -18,9 +18,6 @@ from dora.rpc.errors import ServiceUnavailable
 from dora.trajectory import TrajectoryGroup
 from dora.types import Canary
 from dora.weights.files import WeightFile
-
-if TYPE_CHECKING:
-    from dora.client.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +35,10 @@ class Step:
     already are left out. Not for use by several tasks at once.
     """
 
-    def __init__(self, trainer: "Trainer", number: int) -> None:
+    def __init__(self, session: Session, number: int) -> None:
         self.number = number
         self.end_of_prompts = False  # known after iterating: the step ended short; there will be no other
-        self._trainer = trainer
+        self._session = session
         self._stream: Any = None
         self._pending: deque[TrajectoryGroup] = deque()  # at most one message's groups
         self._parts: list[pb.TrajectoryGroup] = []  # of a group whose other parts are still to come
@@ -101,43 +98,43 @@ class Step:
             return self._commit
         self._check_taken()
         if canary is None:
-            canary = await asyncio.to_thread(canary_of, weights, self._trainer.attachment.tensors)
+            canary = await asyncio.to_thread(canary_of, weights, self._session.attachment.tensors)
         sent = False
         while True:
-            attachment = self._trainer.attachment
+            attachment = self._session.attachment
             try:
                 files = await self._publish(attachment, weights)
                 request = self._commit_request(attachment, files, canary, metrics or {})
                 sent = True
-                reply = await self._trainer.connection.call(self._trainer.stub.CommitStep, request)
+                reply = await self._session.connection.call(self._session.stub.CommitStep, request)
                 self._commit = Commit(self.number + 1, reply.groups_trained)
                 break
             except ServiceUnavailable as error:
-                attachment = await self._trainer.attach_again(error)
+                attachment = await self._session.attach_again(error)
                 if sent and attachment.next_step == self.number + 1:
                     self._commit = Commit(self.number + 1, None)
                     break
                 await self._lease_again(attachment)
-        self._trainer.patience.progress()
+        self._session.patience.progress()
         return self._commit
 
     async def _receive(self) -> None:
         """Takes one message of the stream, reconnecting as needed."""
         try:
             if self._stream is None:
-                request = pb.StreamStepRequest(trainer_epoch=self._trainer.attachment.epoch, step=self.number)
-                self._stream = self._trainer.stub.StreamStep(request, metadata=self._trainer.connection.metadata)
+                request = pb.StreamStepRequest(trainer_epoch=self._session.attachment.epoch, step=self.number)
+                self._stream = self._session.stub.StreamStep(request, metadata=self._session.connection.metadata)
                 self._repeated.clear()
                 self._parts.clear()
-            batch: pb.TrajectoryBatch | None = await self._trainer.connection.read(self._stream)
+            batch: pb.TrajectoryBatch | None = await self._session.connection.read(self._stream)
             if batch is None:
                 self._finish()
                 return
         except ServiceUnavailable as error:
             self._stream = None
-            self._check_current(await self._trainer.attach_again(error))
+            self._check_current(await self._session.attach_again(error))
             return
-        self._trainer.patience.progress()
+        self._session.patience.progress()
         self.end_of_prompts = self.end_of_prompts or batch.end_of_prompts
         for message in batch.groups:
             self._parts.append(message)
@@ -150,7 +147,7 @@ class Step:
                 self._pending.append(group_from_wire(*parts))
 
     def _finish(self) -> None:
-        groups_per_step = self._trainer.attachment.groups_per_step
+        groups_per_step = self._session.attachment.groups_per_step
         if not self.end_of_prompts and len(self._repeated) < groups_per_step:
             # The service is going down: an end that it did not declare is as good as a broken connection.
             raise ServiceUnavailable(f"the stream ended after {len(self._repeated)} of {groups_per_step} groups")
@@ -175,8 +172,8 @@ class Step:
         try:
             folder = Path(scratch.name)
             files = await asyncio.to_thread(place_weights, weights, attachment.tensors, folder, link=True)
-            method = self._trainer.stub.UploadWeights
-            await upload(self._trainer.connection, method, attachment.epoch, version, folder, files)
+            method = self._session.stub.UploadWeights
+            await upload(self._session.connection, method, attachment.epoch, version, folder, files)
         finally:
             await asyncio.to_thread(scratch.cleanup)
         return files
@@ -199,7 +196,7 @@ class Step:
         )
 
     def _check_taken(self) -> None:
-        groups_per_step = self._trainer.attachment.groups_per_step
+        groups_per_step = self._session.attachment.groups_per_step
         if not self._complete or self._pending:
             allowed = f"iterated to its end before commit; {self.groups_taken} of {groups_per_step} groups were taken"
             raise Conflict("step", self.number, allowed)

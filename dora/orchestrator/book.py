@@ -129,9 +129,13 @@ class Book:
     def groups(self) -> Iterator[tuple[str, tuple[Entry, ...]]]:
         return iter(self._groups.items())
 
+    def sampling(self, prompt: Prompt) -> SamplingParams:
+        """How this prompt's responses are sampled, but for their seeds."""
+        return sampling_of(self._rollout, prompt)
+
     def admit(self, group_id: str, prompt: Prompt, version: int, request_ids: tuple[str, ...], at: float) -> None:
         entries = tuple(
-            Entry(request_id, group_id, prompt, index, version, self._sampling(prompt, index), at)
+            Entry(request_id, group_id, prompt, index, version, self._seeded(prompt, index), at)
             for index, request_id in enumerate(request_ids)
         )
         self._groups[group_id] = entries
@@ -164,7 +168,7 @@ class Book:
             del self._entries[entry.request_id]
         return entries
 
-    def _sampling(self, prompt: Prompt, sample_index: int) -> SamplingParams:
+    def _seeded(self, prompt: Prompt, sample_index: int) -> SamplingParams:
         """The service's defaults, the prompt's overrides, and a seed of its own: siblings of one seed would be equal.
 
         It follows from run, prompt and index; where the prompt names one, that is the first sibling's.
@@ -174,7 +178,7 @@ class Book:
         if seed is None or sample_index:
             digest = hashlib.blake2b(f"{origin}/{sample_index}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "big") >> 2
-        return replace(sampling_of(rollout, prompt), seed=int(seed))
+        return replace(self.sampling(prompt), seed=int(seed))
 
 
 def sampling_of(rollout: RolloutConfig, prompt: Prompt) -> SamplingParams:

@@ -1,37 +1,19 @@
-"""The prompt feed: what was submitted over gRPC first, then the prompt source. Bounded; each prompt is checked once."""
+"""The prompt feed: what was submitted over gRPC first, then the prompt source. Bounded."""
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from dora.config import GROUP_SIZE_MOST, Config
+from dora.config import Config
 from dora.errors import Conflict, DoraError, InvalidValue
-from dora.orchestrator.book import sampling_of
-from dora.rpc.convert import trajectory_bytes_most
+from dora.orchestrator.prompt_check import checked
 from dora.rpc.errors import LimitExceeded
-from dora.types import Prompt, SamplingParams
+from dora.types import Prompt
 
 log = logging.getLogger("dora.prompts")
 
-_SAMPLING_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 10.0),
-    "top_p": (1e-9, 1.0),
-    "top_k": (0, (1 << 31) - 1),
-    "min_p": (0.0, 1.0),
-    "seed": (0, (1 << 63) - 1),
-    "max_tokens": (1, 1 << 22),
-    "min_tokens": (0, 1 << 22),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (1e-9, 2.0),
-    "ignore_eos": (0, 1),
-}
-
-
-_WHOLE = frozenset({"top_k", "seed", "max_tokens", "min_tokens", "ignore_eos"})
 DRAWN_MOST = 4096  # prompts read from the source at once
 REFUSED_MOST = 4096  # in a row: a source may have no end
 
@@ -39,14 +21,14 @@ REFUSED_MOST = 4096  # in a row: a source may have no end
 class PromptFeed:
     """``live`` prompt ids are queued, drawn or in an open group: an id may come again once its group is committed."""
 
-    def __init__(self, config: Config, source: Iterator[Prompt] | None, refused: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, source: Iterator[Prompt] | None) -> None:
         self._config = config
         self._source = source
-        self._refused = refused
         self._queue: deque[Prompt] = deque()  # at most service.prompts_queued_max
         self._arrived = asyncio.Event()
         self._live: set[str] = set()
-        self._refused_in_a_row = 0  # of the source
+        self.refused = 0  # prompts of the source that no engine could generate
+        self._refused_in_a_row = 0
         self.closed = False  # no further prompt is taken in: the service drains
 
     def __len__(self) -> int:
@@ -59,13 +41,13 @@ class PromptFeed:
             raise Conflict("prompts", len(prompts), "none: the prompts have ended or the service drains")
         if len(self._queue) + len(prompts) > limit:
             raise LimitExceeded("prompts", len(prompts), f"at most {limit - len(self._queue)} now (queue of {limit})")
-        checked = [self._checked(prompt) for prompt in prompts]
-        names = [prompt.prompt_id for prompt in checked]
+        possible = [checked(prompt, self._config) for prompt in prompts]
+        names = [prompt.prompt_id for prompt in possible]
         for position, name in enumerate(names):
             if name in self._live or name in names[:position]:
                 raise Conflict("prompt_id", name, "an id that is neither queued nor being generated")
         self._live.update(names)
-        self._queue.extend(checked)
+        self._queue.extend(possible)
         self._arrived.set()
         return limit - len(self._queue)
 
@@ -110,10 +92,10 @@ class PromptFeed:
             try:
                 if prompt.prompt_id in self._live:
                     raise Conflict("prompt_id", prompt.prompt_id, "an id that is neither queued nor being generated")
-                good.append(self._checked(prompt))
+                good.append(checked(prompt, self._config))
             except DoraError as error:
                 log.error("prompt refused: %s", error)
-                self._refused(str(error))
+                self.refused += 1
                 self._refused_in_a_row += 1
                 if self._refused_in_a_row >= REFUSED_MOST:
                     allowed = f"a source of possible prompts: {REFUSED_MOST} in a row were refused, the last as {error}"
@@ -122,43 +104,3 @@ class PromptFeed:
             self._refused_in_a_row = 0
             self._live.add(prompt.prompt_id)
         return good
-
-    def _checked(self, prompt: Prompt) -> Prompt:
-        """The prompt with its group size filled in. Raises InvalidValue where no engine could generate it."""
-        if not prompt.prompt_id:
-            raise InvalidValue("prompt_id", "", "a non-empty id")
-        if not prompt.token_ids:
-            raise InvalidValue(f"prompt {prompt.prompt_id}: token_ids", "(none)", "at least one token")
-        group_size = prompt.group_size or self._config.rollout.group_size
-        if not 1 <= group_size <= GROUP_SIZE_MOST:
-            raise InvalidValue(f"prompt {prompt.prompt_id}: group_size", group_size, f"1 to {GROUP_SIZE_MOST}")
-        sampling = self._check_sampling(prompt)
-        limit = self._config.workers.max_model_len_tokens
-        if len(prompt.token_ids) + sampling.max_tokens > limit:
-            raise InvalidValue(
-                f"prompt {prompt.prompt_id}: tokens",
-                len(prompt.token_ids),
-                f"at most {limit - sampling.max_tokens}: workers.max_model_len_tokens {limit} "
-                f"less max_tokens {sampling.max_tokens}",
-            )
-        most = trajectory_bytes_most(len(prompt.token_ids), sampling.max_tokens)
-        limit_bytes = self._config.service.max_message_bytes
-        if most > limit_bytes:  # it could be generated, and never be delivered
-            allowed = f"such that a trajectory fits into service.max_message_bytes {limit_bytes}: it may take {most}"
-            raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.max_tokens", sampling.max_tokens, allowed)
-        return replace(prompt, group_size=group_size)
-
-    def _check_sampling(self, prompt: Prompt) -> SamplingParams:
-        for name, value in prompt.sampling.items():
-            if name not in _SAMPLING_RANGES:
-                raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.{name}", value, ", ".join(_SAMPLING_RANGES))
-            low, high = _SAMPLING_RANGES[name]
-            whole = name in _WHOLE
-            if not isinstance(value, int if whole else (int, float)) or not low <= value <= high:
-                allowed = f"{low:g} to {high:g}" + ", whole" * whole
-                raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.{name}", value, allowed)
-        sampling = sampling_of(self._config.rollout, prompt)
-        if sampling.min_tokens > sampling.max_tokens:
-            allowed = f"at most max_tokens = {sampling.max_tokens}"
-            raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.min_tokens", sampling.min_tokens, allowed)
-        return sampling

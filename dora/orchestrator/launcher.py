@@ -24,13 +24,18 @@ class WorkerStartError(DoraError):
 
 
 @dataclass(slots=True)
-class _Slot:
-    """One worker id and the process that now has it."""
+class _Worker:
+    """One worker id and its process at present."""
 
     worker_id: str
     process: asyncio.subprocess.Process | None = None
     leaving: bool = False
     restarts: int = 0
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the process, where one runs."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.send_signal(number)
 
 
 class Launcher:
@@ -47,77 +52,105 @@ class Launcher:
         self._command = command
         self._environment = {**os.environ, **environment}
         self._log_folder = log_folder
-        self._slots = {name: _Slot(name) for name in (f"w{i}" for i in range(config.count))}
+        self._workers = {name: _Worker(name) for name in (f"w{i}" for i in range(config.count))}
         self._tasks: list[asyncio.Task[None]] = []
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
         self._log_folder.mkdir(parents=True, exist_ok=True)
-        self._tasks = [asyncio.create_task(self._keep(slot), name=slot.worker_id) for slot in self._slots.values()]
+        self._tasks = [
+            asyncio.create_task(self._keep(worker), name=worker.worker_id) for worker in self._workers.values()
+        ]
 
     def kill(self, worker_id: str) -> None:
         """Ends an untrusted worker at once; it is started again. Ids that others started are ignored."""
-        slot = self._slots.get(worker_id)
-        if slot is not None and slot.process is not None and slot.process.returncode is None:
-            slot.process.kill()
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.send(signal.SIGKILL)
 
     def let_go(self, worker_id: str) -> None:
         """The worker was drained and leaves: do not start it again."""
-        if worker_id in self._slots:
-            self._slots[worker_id].leaving = True
+        if worker_id in self._workers:
+            self._workers[worker_id].leaving = True
 
     async def close(self) -> None:
         """Asks every process to end, then makes it."""
-        for slot in self._slots.values():
-            slot.leaving = True
-            if slot.process is not None and slot.process.returncode is None:
-                slot.process.send_signal(signal.SIGTERM)
+        for worker in self._workers.values():
+            worker.leaving = True
+            worker.send(signal.SIGTERM)
         if not self._tasks:
             return
         _, slow = await asyncio.wait(self._tasks, timeout=STOP_GRACE_S)
-        for slot in self._slots.values():
-            if slot.process is not None and slot.process.returncode is None:
-                slot.process.kill()
+        for worker in self._workers.values():
+            worker.send(signal.SIGKILL)
         if slow:
             await asyncio.wait(slow)
         if not self.failed.done():
             self.failed.cancel()
 
-    async def _keep(self, slot: _Slot) -> None:
+    async def _keep(self, worker: _Worker) -> None:
         loop = asyncio.get_running_loop()
         pause_s = RESTART_PAUSE_S
-        log = self._log_folder / f"{slot.worker_id}.log"
-        while not slot.leaving:
+        log = self._log_folder / f"{worker.worker_id}.log"
+        while not worker.leaving:
             began_s = loop.time()
             try:
                 with log.open("ab") as sink:
-                    slot.process = await asyncio.create_subprocess_exec(
-                        sys.executable, *self._command(slot.worker_id), env=self._environment, stdout=sink, stderr=sink
+                    worker.process = await asyncio.create_subprocess_exec(
+                        sys.executable,
+                        *self._command(worker.worker_id),
+                        env=self._environment,
+                        stdout=sink,
+                        stderr=sink,
                     )
             except OSError as error:
-                self._fail(f"worker {slot.worker_id} could not be started: {error}")
+                self._fail(f"worker {worker.worker_id} could not be started: {error}")
                 return
-            code = await slot.process.wait()
-            if slot.leaving:
+            code = await worker.process.wait()
+            if worker.leaving:
                 return
-            if slot.restarts >= self._config.restarts:
-                self._fail(f"worker {slot.worker_id} ended {slot.restarts + 1} times, last with {code}: {_tail(log)}")
+            if worker.restarts >= self._config.restarts:
+                self._fail(
+                    f"worker {worker.worker_id} ended {worker.restarts + 1} times, last with {code}: {_tail(log)}"
+                )
                 return
-            slot.restarts += 1
+            worker.restarts += 1
             pause_s = RESTART_PAUSE_S if loop.time() - began_s > HEALTHY_S else min(2 * pause_s, RESTART_PAUSE_MAX_S)
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(pause_s)
 
     def early_death(self) -> str | None:
         """Why a worker that never answered has died already twice; None while all is well."""
-        for slot in self._slots.values():
-            if slot.restarts >= 2:
-                return f"worker {slot.worker_id} ends at start: {_tail(self._log_folder / f'{slot.worker_id}.log')}"
+        for worker in self._workers.values():
+            if worker.restarts >= 2:
+                return f"worker {worker.worker_id} ends at start: {_tail(self._log_folder / f'{worker.worker_id}.log')}"
         return None
 
     def _fail(self, reason: str) -> None:
         if not self.failed.done():
             self.failed.set_exception(WorkerStartError(reason))
+
+
+def worker_argv(config: WorkersConfig, worker_id: str, address: str, model: Path) -> list[str]:
+    """The arguments of the Python that runs one worker."""
+    options = {
+        "--orchestrator": address,
+        "--worker-id": worker_id,
+        "--engine": config.engine,
+        "--model": str(model),
+        "--slots": config.slots,
+        "--kv-tokens": config.kv_tokens,
+        "--block-tokens": config.block_tokens,
+        "--max-model-len-tokens": config.max_model_len_tokens,
+        "--dtype": config.dtype,
+    }
+    return ["-m", "dora.worker", *(str(part) for option in options.items() for part in option)]
+
+
+def worker_environment(config: WorkersConfig) -> dict[str, str]:
+    """Threads are fixed before numpy and torch load."""
+    threads = str(config.threads)
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
 
 
 def _tail(log: Path) -> str:

@@ -6,43 +6,31 @@ async with contexts, innermost last:  run folder ─▶ verifier ─▶ runtime 
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
-import shutil
-import sys
-import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import grpc
-
 from dora.config import Config
-from dora.errors import DoraError, InvalidValue
-from dora.eventlog import EventLogWriter
+from dora.errors import DoraError
 from dora.kvtransfer.shm import ShmTransport
 from dora.memory import collecting_rarely, keep_freed_memory
-from dora.models import context_tokens, default_cache, resolve_model
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.policies import check_live
 from dora.orchestrator.feed import PromptFeed
-from dora.orchestrator.launcher import Launcher, WorkerStartError
+from dora.orchestrator.launcher import Launcher, WorkerStartError, worker_argv, worker_environment
+from dora.orchestrator.plugins import load_strategies
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.scoring import filtering, verifying
-from dora.orchestrator.service import OperatorService, PromptService, TrainerService, WorkerService
-from dora.plugins import load_strategies
+from dora.orchestrator.services.server import serving
+from dora.orchestrator.setup import check_context, event_log_of, prepared_model, recorder_of, run_folder_of
 from dora.prompts import ChatTokenizer, resolve_prompts
-from dora.record import TRAJECTORIES_FILE, Recorder
-from dora.rpc import dora_pb2_grpc as stubs
-from dora.rpc.channel import server_interceptors, server_options
 from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
 
 POLL_S = 0.1
-STREAM_END_S = 1.0
 
 Failures: TypeAlias = tuple[asyncio.Future[None], ...]
 
@@ -73,14 +61,14 @@ async def serve(
     load_strategies()
     check_live(config.balance, config.window.size)
     progress(f"preparing the model {config.model}")
-    model = await _prepared(config, progress)
+    model = await prepared_model(config, progress)
     check_context(config, model)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(collecting_rarely())
         keep_freed_memory()
-        run_folder = stack.enter_context(_run_folder(config))
+        run_folder = stack.enter_context(run_folder_of(config))
         store = await asyncio.to_thread(WeightStore, run_folder / "weights", model)
-        recorder = await _recorder(config, store, stack)
+        recorder = await recorder_of(config, store, stack)
         source = await asyncio.to_thread(
             lambda: resolve_prompts(config.prompts, ChatTokenizer(model), config.rollout.seed)
         )
@@ -90,24 +78,24 @@ async def serve(
         snapshots.mkdir(exist_ok=True)
         runtime = Runtime(
             config,
-            feed=lambda refused: PromptFeed(config, iter(source), refused),
+            feed=PromptFeed(config, iter(source)),
             verifier=verifier,
             group_filter=group_filter,
             store=store,
             transport=ShmTransport(snapshots),
             recorder=recorder,
-            event_log=_event_log(config, stack),
+            event_log=event_log_of(config, stack),
         )
         stack.push_async_callback(runtime.close)
         token = config.service.token or secrets.token_urlsafe(24)
-        address = await stack.enter_async_context(_server(config, runtime, model, snapshots, token))
+        address = await stack.enter_async_context(serving(config, runtime, model, snapshots, token))
         launcher = Launcher(
             config.workers,
-            lambda worker_id: _worker_argv(config, worker_id, address, model),
-            {"DORA_TOKEN": token, **_worker_environment(config)},
+            lambda worker_id: worker_argv(config.workers, worker_id, address, model),
+            {"DORA_TOKEN": token, **worker_environment(config.workers)},
             run_folder / "logs",
         )
-        runtime.processes = launcher
+        runtime.sessions.processes = launcher
         stack.push_async_callback(launcher.close)
         launcher.start()
         ticking = asyncio.create_task(runtime.ticks())
@@ -120,117 +108,6 @@ async def serve(
             progress("draining")
             await _drain(config, runtime, failures)
     return 0
-
-
-async def _prepared(config: Config, progress: Callable[[str], None]) -> Path:
-    """The model's folder. A named model is made by a process of its own: the service itself loads no torch."""
-    cache = Path(config.cache) if config.cache else default_cache()
-    if not (Path(config.model) / "config.json").is_file():
-        argv = [sys.executable, "-m", "dora.models", config.model, str(cache)]
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            env={**os.environ, "TQDM_DISABLE": "1"},  # lines for people, not bars
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        assert process.stderr is not None
-        last = "a model that can be made"
-        async for line in process.stderr:
-            last = line.decode(errors="replace").strip() or last
-            progress(last)
-        if await process.wait():
-            raise InvalidValue("--model", config.model, last)
-    return resolve_model(config.model, cache)
-
-
-def check_context(config: Config, model: Path) -> None:
-    """Raises InvalidValue where engines would be asked for longer contexts than the model has: they would not start."""
-    most = context_tokens(model)
-    asked = config.workers.max_model_len_tokens
-    if config.workers.count and config.workers.engine == "vllm" and most is not None and asked > most:
-        raise InvalidValue("workers.max_model_len_tokens", asked, f"at most {most}, which is what {config.model} takes")
-
-
-@contextlib.contextmanager
-def _run_folder(config: Config) -> Iterator[Path]:
-    """Shared memory of this service: weights, KV snapshots, logs. Removed at the end if we made it."""
-    if config.service.run_folder:
-        folder = Path(config.service.run_folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidValue("service.run_folder", str(folder), f"a folder to write in ({error.strerror})") from error
-        yield folder
-        return
-    shared = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="dora-", dir=shared if os.access(shared, os.W_OK) else None))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-async def _recorder(config: Config, store: WeightStore, stack: contextlib.AsyncExitStack) -> Recorder | None:
-    if not config.record:
-        return None
-    folder = Path(config.record)
-    if (folder / TRAJECTORIES_FILE).exists():  # ids begin anew with each service
-        raise InvalidValue("record", config.record, "a folder without an earlier record")
-    recorder = await asyncio.to_thread(Recorder, folder)
-    stack.callback(recorder.close)
-    await asyncio.to_thread(recorder.keep_version, 0, store.folder(0))
-    return recorder
-
-
-def _event_log(config: Config, stack: contextlib.AsyncExitStack) -> EventLogWriter | None:
-    """The log, closed after the runtime has handled its last event."""
-    if not config.service.event_log:
-        return None
-    return stack.enter_context(EventLogWriter(Path(config.service.event_log), config, now_s=time.monotonic()))
-
-
-@contextlib.asynccontextmanager
-async def _server(config: Config, runtime: Runtime, model: Path, snapshots: Path, token: str) -> AsyncIterator[str]:
-    """The gRPC server; yields the address it really listens at (port 0 takes a free one)."""
-    server = grpc.aio.server(
-        interceptors=server_interceptors(token), options=server_options(config.service.max_message_bytes)
-    )
-    stubs.add_TrainerServicer_to_server(TrainerService(runtime, model), server)
-    stubs.add_PromptsServicer_to_server(PromptService(runtime), server)
-    stubs.add_OperatorServicer_to_server(OperatorService(runtime, model), server)
-    stubs.add_WorkerServicer_to_server(WorkerService(runtime, snapshots), server)
-    host, _, port = config.service.listen.rpartition(":")
-    try:
-        bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise InvalidValue("--listen", config.service.listen, "a free address of this host") from error
-    await server.start()
-    try:
-        yield f"{host}:{bound}"
-    finally:
-        await server.stop(grace=STREAM_END_S)
-
-
-def _worker_argv(config: Config, worker_id: str, address: str, model: Path) -> list[str]:
-    workers = config.workers
-    options = {
-        "--orchestrator": address,
-        "--worker-id": worker_id,
-        "--engine": workers.engine,
-        "--model": str(model),
-        "--slots": workers.slots,
-        "--kv-tokens": workers.kv_tokens,
-        "--block-tokens": workers.block_tokens,
-        "--max-model-len-tokens": workers.max_model_len_tokens,
-        "--dtype": workers.dtype,
-    }
-    return ["-m", "dora.worker", *(str(part) for option in options.items() for part in option)]
-
-
-def _worker_environment(config: Config) -> dict[str, str]:
-    """Threads are fixed before numpy and torch load."""
-    threads = str(config.workers.threads)
-    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
 
 
 async def _until_ready(

@@ -1,13 +1,23 @@
 """The core's commands to workers as wire messages, with what only the shell holds: tokens, weights, canaries."""
 
+from pathlib import Path
+from typing import Protocol
+
 from dora.orchestrator.book import Book
 from dora.orchestrator.core import commands as do
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.weights.store import WeightStore
+from dora.types import Canary
 
 
-def worker_message(command: do.WorkerCommand, book: Book, store: WeightStore) -> pb.WorkerCommand:
+class PublishedVersions(Protocol):
+    """Where a version's weights are (weights/store.py)."""
+
+    def folder(self, version: int) -> Path: ...
+    def canary(self, version: int) -> Canary | None: ...
+
+
+def worker_message(command: do.WorkerCommand, book: Book, store: PublishedVersions) -> pb.WorkerCommand:
     """The message of ``command``. Notes in the book how a request is to arrive at its worker."""
     message = pb.WorkerCommand(command_id=command.command_id)
     match command:

@@ -12,57 +12,39 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Coroutine
+from typing import Any
 
 from dora.config import Config
 from dora.errors import InvalidValue
-from dora.eventlog import EventLogWriter
 from dora.kvtransfer.snapshot import KvTransport
-from dora.orchestrator.book import Book, BookError
+from dora.orchestrator.book import Book
 from dora.orchestrator.core import Machine
-from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.executor import carry_out
+from dora.orchestrator.eventlog import EventLogWriter
+from dora.orchestrator.executor import Executor, Verifier
 from dora.orchestrator.feed import PromptFeed
-from dora.orchestrator.sessions import StepStream, WorkerSession
+from dora.orchestrator.record_queue import RecordQueue
+from dora.orchestrator.reports import WorkerReports
+from dora.orchestrator.sessions import Sessions, WorkerProcesses, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.record import Recorder
 from dora.rewards import GroupFilter
-from dora.rpc import convert
-from dora.rpc import dora_pb2 as pb
-from dora.types import Prompt, Reward, TokenDelta
 from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
 
-LOST_KEPT = 256  # workers that are gone, and still shown with the reason
 TRAINER_ABSENT_S = 2.0  # a trainer that holds no stream and no lease for so long has gone
 
 
-class Verifier(Protocol):
-    """Scores one response outside the event loop; never raises for what the user's function does."""
-
-    async def score(
-        self, prompt_text: str, response_text: str | None, token_ids: tuple[int, ...], verifier_json: str
-    ) -> Reward: ...
-
-
-class WorkerProcesses(Protocol):
-    """Whoever started the workers."""
-
-    def kill(self, worker_id: str) -> None: ...
-    def let_go(self, worker_id: str) -> None: ...
-
-
 class Runtime:
-    """One service's orchestrator."""
+    """One service's orchestrator: makes the parts and passes events between them."""
 
     def __init__(
         self,
         config: Config,
         *,
-        feed: Callable[[Callable[[str], None]], PromptFeed],
+        feed: PromptFeed,
         verifier: Verifier,
         group_filter: GroupFilter | None = None,
         store: WeightStore,
@@ -75,24 +57,32 @@ class Runtime:
         self.machine = Machine(config)
         self.book = Book(config.rollout)
         self.telemetry = Telemetry()
-        self.feed = feed(self._prompt_refused)
-        self.verifier = verifier
-        self.group_filter = group_filter
+        self.feed = feed
         self.store = store
         self.transport = transport
-        self.recorder = recorder
-        self.processes = processes
         self.event_log = event_log
-        self.sessions: dict[str, WorkerSession] = {}
-        self.stream: StepStream | None = None
-        self.epochs = 0
+        self.recorder = RecordQueue(recorder, self.spawn)
+        self.sessions = Sessions(self._worker_lost, processes)
+        self.reports = WorkerReports(
+            machine=self.machine, book=self.book, store=store, telemetry=self.telemetry, post=self.post
+        )
+        self.executor = Executor(
+            book=self.book,
+            feed=feed,
+            verifier=verifier,
+            group_filter=group_filter,
+            store=store,
+            transport=transport,
+            recorder=self.recorder,
+            sessions=self.sessions,
+            telemetry=self.telemetry,
+            post=self.post,
+            spawn=self.spawn,
+        )
         self.trainer_name = ""
         self.trainer_seen_s = -TRAINER_ABSENT_S
         self.started_at = time.time()
-        self.lost_reasons: dict[str, str] = {}
-        self.drawn: dict[str, Prompt] = {}  # offered to the core, not admitted yet
         self._tasks: set[asyncio.Task[None]] = set()
-        self._recorded: asyncio.Task[None] | None = None
         self._posting = False
 
     # --------------------------------------------------------------------------------------------------------- events
@@ -112,7 +102,7 @@ class Runtime:
             commands = self.machine.handle(event, now_s)
             handled = True
             for command in commands:
-                carry_out(self, command)
+                self.executor.carry_out(command)
         except Exception as error:
             if handled or not isinstance(error, InvalidValue):
                 self._fail(error)
@@ -124,9 +114,12 @@ class Runtime:
         """Posts after what is being handled now."""
         asyncio.get_running_loop().call_soon(self.post, event)
 
+    def _worker_lost(self, session: WorkerSession, reason: str) -> None:
+        self.post_soon(on.WorkerLost(session.worker_id, session.epoch, reason))
+
     def trainer_present(self) -> bool:
         """Whether a trainer streams, trains on leased groups, or did so a moment ago."""
-        if self.stream is not None or self.machine.state.leased:
+        if self.sessions.stream is not None or self.machine.state.leased:
             self.trainer_seen_s = time.monotonic()
         return time.monotonic() - self.trainer_seen_s < TRAINER_ABSENT_S
 
@@ -134,141 +127,29 @@ class Runtime:
         """Time for the core, and an end for workers that have gone silent."""
         while True:
             await asyncio.sleep(self.config.service.tick_s)
-            limit_s = self.config.workers.silence_timeout_s
-            for session in list(self.sessions.values()):
-                silent_s = time.monotonic() - session.heard_s
-                if silent_s > limit_s:
-                    self.replace(session, f"silent for {silent_s:.0f} s")
+            self.sessions.replace_silent(self.config.workers.silence_timeout_s)
             self.post(on.Tick())
             self.sweep_snapshots()
 
     def sweep_snapshots(self) -> None:
         """Deletes what workers that are gone have left: a snapshot that no handoff knows is nobody's."""
         kept = {handoff.locator for handoff in self.machine.state.handoffs.values()}
-        self.transport.sweep({str(session.epoch) for session in self.sessions.values()}, kept)
-
-    # -------------------------------------------------------------------------------------------------------- workers
-
-    def lose(self, session: WorkerSession, reason: str) -> None:
-        """The worker's epoch is over, now and not only once its stream has ended: a hung one might never end."""
-        if self.sessions.get(session.worker_id) is not session:
-            return
-        del self.sessions[session.worker_id]
-        session.give_up()
-        reason = self.lost_reasons.get(session.worker_id, reason)
-        self.keep_reason(session.worker_id, reason)
-        log.info("worker %s is gone (epoch %d): %s", session.worker_id, session.epoch, reason)
-        self.post_soon(on.WorkerLost(session.worker_id, session.epoch, reason))
-
-    def keep_reason(self, worker_id: str, reason: str) -> None:
-        """Why a worker has gone, for operators; of the last ones, as some come under a new name each time."""
-        self.lost_reasons[worker_id] = reason
-        if len(self.lost_reasons) > LOST_KEPT:
-            del self.lost_reasons[next(iter(self.lost_reasons))]
-
-    def replace(self, session: WorkerSession, reason: str) -> None:
-        """Ends a worker that is silent or cannot be trusted; whoever started it starts it again."""
-        if self.sessions.get(session.worker_id) is not session:
-            return
-        log.error("worker %s is replaced: %s", session.worker_id, reason)
-        self.keep_reason(session.worker_id, reason)
-        self.lose(session, reason)
-        if self.processes is not None:
-            self.processes.kill(session.worker_id)
-
-    def worker_report(self, session: WorkerSession, report: pb.WorkerReport) -> None:
-        """Takes over the tokens of requests that this worker owns; the rest belongs to an older handoff.
-
-        Raises BookError or InvalidValue for a delta that is wrong; what came before it counts.
-        """
-        now, at = time.monotonic(), time.time()
-        session.heard_s = now
-        session.rate.observe(now, report.generated_tokens)
-        self.telemetry.tokens_reprefilled += report.reprefilled_tokens - session.reprefilled_tokens
-        session.reprefilled_tokens = report.reprefilled_tokens
-        taken = on.Progress(
-            session.worker_id, session.epoch, report.version, {}, {}, report.waiting, report.kv_used_tokens
-        )
-        try:
-            for message in report.deltas:
-                delta = convert.delta_from_wire(message)
-                if not self.machine.owns(session.worker_id, session.epoch, delta.request_id):
-                    continue
-                if delta.version != report.version:
-                    raise BookError(f"tokens of version {delta.version} in a report of version {report.version}")
-                if delta.version == self.book[delta.request_id].version:  # else C1: the core counts it, and evicts
-                    self._append(session.worker_id, delta, at)
-                taken.tokens[delta.request_id] = len(self.book[delta.request_id].tokens)
-                if delta.finish_reason is not None:
-                    taken.finished[delta.request_id] = delta.finish_reason
-        finally:  # what is in the book must be in the core
-            self.post(taken)
-
-    def _append(self, worker_id: str, delta: TokenDelta, at: float) -> None:
-        entry = self.book[delta.request_id]
-        before, last_at = len(entry.tokens), entry.last_token_at
-        arrival = entry.append(worker_id, delta, at)
-        if arrival == "migrated" and before:
-            self.telemetry.blackouts_ms.append((at - last_at) * 1000)
-        self.telemetry.tokens(len(entry.tokens) - before, at)
-
-    def worker_outcome(self, session: WorkerSession, outcome: pb.WorkerOutcome) -> None:
-        session.heard_s = time.monotonic()
-        if not outcome.ok:  # an unknown request is one that finished a moment before: expected
-            level = logging.DEBUG if outcome.error_kind == "unknown_request" else logging.WARNING
-            log.log(level, "%s: command %d: %s", session.worker_id, outcome.command_id, outcome.error)
-        pending = self.machine.state.pending.get(outcome.command_id)
-        if outcome.ok and pending is not None and isinstance(pending.command, do.LoadVersion):
-            self._keep_canary(pending.command.version, outcome.canary)
-        self.post(
-            on.CommandDone(
-                session.worker_id,
-                session.epoch,
-                outcome.command_id,
-                outcome.ok,
-                outcome.error,
-                outcome.error_kind,
-                outcome.locator,
-                outcome.tokens,
-            )
-        )
-
-    def _keep_canary(self, version: int, found: pb.Canary) -> None:
-        """A version that came without a canary is held to what its first worker made of it."""
-        canary = convert.canary_from_wire(found)
-        if canary is not None and self.store.canary(version) is None:
-            self.store.keep_canary(version, canary)
+        self.transport.sweep({str(session.epoch) for session in self.sessions.workers.values()}, kept)
 
     # ----------------------------------------------------------------------------------------------------- background
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs one command's waiting part. A failure there is a bug and ends the service."""
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs what waits in the background. A failure there is a bug and ends the service."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
-
-    def record(self, write: Callable[[], Any]) -> None:
-        """Writes of the record, one after the other, in a thread."""
-        before = self._recorded
-
-        async def after() -> None:
-            if before is not None:
-                await before
-            await asyncio.to_thread(write)
-
-        self._recorded = asyncio.create_task(after())
-        self._tasks.add(self._recorded)
-        self._recorded.add_done_callback(self._task_done)
-
-    async def recorded(self) -> None:
-        """Waits until all that was delivered is on disk."""
-        if self._recorded is not None:
-            await self._recorded
+        return task
 
     async def close(self) -> None:
-        if self.stream is not None:
-            self.stream.close(superseded=True)
-        await self.recorded()
+        """Ends the trainer's stream, waits for the record, and stops what is under way."""
+        if self.sessions.stream is not None:
+            self.sessions.stream.close(superseded=True)
+        await self.recorder.written()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -287,9 +168,3 @@ class Runtime:
     def failed(self) -> asyncio.Future[None]:
         """Resolves with the bug that ends the service."""
         return asyncio.get_running_loop().create_future()
-
-    def _prompt_refused(self, _reason: str) -> None:
-        self.telemetry.prompts_refused += 1
-
-
-__all__ = ["BookError", "Runtime"]

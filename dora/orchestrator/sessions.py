@@ -1,14 +1,19 @@
-"""The two kinds of open streams: one to each worker, one to the trainer. Bounded; what is full breaks, never blocks."""
+"""The open streams of a service: one to each worker, one to the trainer. Bounded; what is full breaks, never blocks."""
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 from dora.orchestrator.telemetry import Rate
 from dora.rpc import dora_pb2 as pb
 from dora.trajectory import TrajectoryGroup
 from dora.types import EngineCapability
 
+log = logging.getLogger("dora.service")
+
+LOST_KEPT = 256  # workers that are gone, and still shown with the reason
 COMMANDS_QUEUED_MAX = 65536  # a worker this far behind is as good as hung
 
 
@@ -79,3 +84,87 @@ class StepStream:
                     return
                 batch.append(following)
             yield batch
+
+
+class WorkerProcesses(Protocol):
+    """Whoever started the workers."""
+
+    def kill(self, worker_id: str) -> None: ...
+    def let_go(self, worker_id: str) -> None: ...
+
+
+class Sessions:
+    """Who is connected now. ``lost`` is told of each worker's epoch that is over, with the reason."""
+
+    def __init__(self, lost: Callable[[WorkerSession, str], None], processes: WorkerProcesses | None = None) -> None:
+        self.workers: dict[str, WorkerSession] = {}
+        self.stream: StepStream | None = None  # the trainer's
+        self.lost_reasons: dict[str, str] = {}
+        self.processes = processes
+        self._lost = lost
+        self._epochs = 0
+
+    def open(self, worker_id: str, pid: int, host: str, capability: EngineCapability) -> WorkerSession:
+        """Begins a new epoch of this worker, which must not be connected."""
+        assert worker_id not in self.workers, f"{worker_id} is connected"
+        self._epochs += 1
+        session = WorkerSession(worker_id, self._epochs, pid, host, capability)
+        self.workers[worker_id] = session
+        self.lost_reasons.pop(worker_id, None)
+        return session
+
+    def of_epoch(self, worker_id: str, epoch: int) -> WorkerSession | None:
+        """The connection of this worker's epoch; None once it is over."""
+        session = self.workers.get(worker_id)
+        return session if session is not None and session.epoch == epoch else None
+
+    def stream_of(self, trainer_epoch: int, step: int) -> StepStream | None:
+        """The trainer's stream, where it is open and of this step."""
+        stream = self.stream
+        if stream is not None and (stream.trainer_epoch, stream.step) == (trainer_epoch, step):
+            return stream
+        return None
+
+    def lose(self, session: WorkerSession, reason: str) -> None:
+        """The worker's epoch is over, now and not only once its stream has ended: a hung one might never end."""
+        if self.workers.get(session.worker_id) is not session:
+            return
+        del self.workers[session.worker_id]
+        session.give_up()
+        reason = self.lost_reasons.get(session.worker_id, reason)
+        self.keep_reason(session.worker_id, reason)
+        log.info("worker %s is gone (epoch %d): %s", session.worker_id, session.epoch, reason)
+        self._lost(session, reason)
+
+    def keep_reason(self, worker_id: str, reason: str) -> None:
+        """Why a worker has gone, for operators; of the last ones, as some come under a new name each time."""
+        self.lost_reasons[worker_id] = reason
+        if len(self.lost_reasons) > LOST_KEPT:
+            del self.lost_reasons[next(iter(self.lost_reasons))]
+
+    def replace(self, session: WorkerSession, reason: str) -> None:
+        """Ends a worker that is silent or cannot be trusted; whoever started it starts it again."""
+        if self.workers.get(session.worker_id) is not session:
+            return
+        log.error("worker %s is replaced: %s", session.worker_id, reason)
+        self.keep_reason(session.worker_id, reason)
+        self.lose(session, reason)
+        if self.processes is not None:
+            self.processes.kill(session.worker_id)
+
+    def replace_silent(self, limit_s: float) -> None:
+        """Replaces each worker that has said nothing for longer than ``limit_s``."""
+        for session in list(self.workers.values()):
+            silent_s = time.monotonic() - session.heard_s
+            if silent_s > limit_s:
+                self.replace(session, f"silent for {silent_s:.0f} s")
+
+    def let_go(self, worker_id: str, epoch: int) -> None:
+        """Lets a drained worker leave; nobody starts it again."""
+        self.keep_reason(worker_id, "drained")
+        if self.processes is not None:
+            self.processes.let_go(worker_id)
+        session = self.of_epoch(worker_id, epoch)
+        if session is not None:
+            session.send(pb.WorkerCommand(shutdown=pb.Shutdown()))
+            session.finish()

@@ -53,7 +53,6 @@ class Telemetry:
         self.tokens_reprefilled = 0
         self.trajectories_finished = 0
         self.rewards_failed = 0
-        self.prompts_refused = 0
         self.groups_filtered = 0
         self.blackouts_ms: deque[float] = deque(maxlen=BLACKOUTS_KEPT)
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
@@ -118,7 +117,6 @@ class Telemetry:
             "tokens_per_s": self.tokens_delivered / busy_s if busy_s > 0 else 0.0,
             "trajectories_finished": self.trajectories_finished,
             "rewards_failed": self.rewards_failed,
-            "prompts_refused": self.prompts_refused,
             "groups_filtered": self.groups_filtered,
             "blackout_ms_p50": float(np.percentile(blackouts, 50)),
             "blackout_ms_p99": float(np.percentile(blackouts, 99)),

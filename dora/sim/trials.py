@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Final, TextIO
 
 from dora.errors import DoraError
-from dora.plugins import load_strategies
+from dora.orchestrator.plugins import load_strategies
 from dora.sim.ledger import Failure
 from dora.sim.trial import Trial
 

@@ -2,7 +2,7 @@
 
     FOLDER/proof                            random bytes: a trainer that can read them shares this host
     FOLDER/incoming/<epoch>-<version>/      files being written by a trainer, or uploaded
-    FOLDER/versions/<version>/              admitted: a loadable Hugging Face folder, complete or absent
+    FOLDER/versions/<version>/              published: a loadable Hugging Face folder, complete or absent
 
 Synchronous and not for concurrent calls about one version; the shell calls it in a thread.
 """
@@ -42,7 +42,7 @@ class WeightStore:
     def __init__(self, folder: Path, reference: Path) -> None:
         """Opens or makes the store; version 0 is the model folder ``reference``, linked, not copied.
 
-        Versions that an earlier process admitted are kept. Raises InvalidValue where ``reference`` is no model.
+        Versions that an earlier process published are kept. Raises InvalidValue where ``reference`` is no model.
         """
         self.root = folder
         self.reference: Reference = read_reference(reference)
@@ -101,7 +101,7 @@ class WeightStore:
             raise InvalidValue("file_bytes", file_bytes, f"1 to {limit_bytes - held_bytes}: the model's own size")
         return Upload(folder / file_name, file_bytes)
 
-    def admit(self, epoch: int, version: int, files: Sequence[WeightFile], canary: Canary | None) -> Path:
+    def publish(self, epoch: int, version: int, files: Sequence[WeightFile], canary: Canary | None) -> Path:
         """Verifies the incoming files and makes them ``version``, in one rename; returns its folder.
 
         Repeating it with the same files changes nothing. Raises Conflict where ``version`` is held with other files,
@@ -130,7 +130,7 @@ class WeightStore:
         return target
 
     def retire(self, version: int) -> None:
-        """Frees a version that left the window, or one that was admitted and never committed. Unknown ones: nothing."""
+        """Frees a version that left the window, or that no step committed. An unknown one is ignored."""
         held = self._versions / str(version)
         if held.is_dir():
             gone = self._versions / f".{version}"

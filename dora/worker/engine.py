@@ -59,7 +59,7 @@ class RolloutEngine(Protocol):
         or thawed. Raises NotFound, and Conflict for a request that is not frozen.
         """
 
-    def admit(self, snapshot: KvSnapshot) -> None:
+    def take_in(self, snapshot: KvSnapshot) -> None:
         """Resumes a request from its snapshot with no token re-prefilled.
 
         Where no slot or no room is free it waits, its snapshot held; the snapshot's arrays are kept until then.

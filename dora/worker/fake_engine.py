@@ -5,19 +5,19 @@ the speed. ``fake_model`` holds the hashes. It imports no torch.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
 
-from dora.errors import Conflict, InvalidValue, NotFound
-from dora.kvtransfer.layout import blocks_for, check_snapshot, rng_draws
+from dora.errors import Conflict, InvalidValue
+from dora.kvtransfer.layout import blocks_for, rng_draws
 from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
-from dora.types import Canary, EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
-from dora.weights.canary import CANARY_TOKENS, canary_token_ids, check_canary
+from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
 from dora.weights.reference import read_reference
-from dora.worker.engine_checks import check_reproduced, check_request, check_version
+from dora.worker.base_engine import BaseEngine
 from dora.worker.fake_model import KV_BYTES, LAYERS, STOP_TOKEN_ID, FakeModel, Kv
 
 
@@ -30,7 +30,7 @@ class _Live:
     outputs: list[int]
     logprobs: list[float]
     kv: Kv = field(default_factory=dict)
-    snapshot: KvSnapshot | None = None  # admitted and not yet in a slot
+    snapshot: KvSnapshot | None = None  # taken in and not yet in a slot
 
     @property
     def token_ids(self) -> list[int]:
@@ -41,7 +41,7 @@ class _Live:
         return len(self.kv[LAYERS[0]]) // KV_BYTES if self.kv else 0
 
 
-class FakeEngine:
+class FakeEngine(BaseEngine[_Live]):
     """A ``RolloutEngine``. Re-prefilled tokens: prompt and outputs without the last, at each resume and preemption.
 
     ``mean_tokens``: mean of the responses' lengths, which are geometric; ``model``: a Hugging Face folder whose tensors
@@ -66,9 +66,8 @@ class FakeEngine:
         self._reference = None if model is None else read_reference(model)
         vocab_size = vocab_size if self._reference is None else self._reference.vocab_size
         self._model = FakeModel(vocab_size, mean_tokens, seed)
-        self._canary_tolerance = canary_tolerance
         fingerprint = blake3(repr(("fake", block_tokens, vocab_size, seed)).encode()).hexdigest(32)
-        self._capability = EngineCapability(
+        capability = EngineCapability(
             fingerprint=fingerprint,
             slots=slots,
             kv_tokens=kv_tokens // block_tokens * block_tokens,
@@ -78,41 +77,17 @@ class FakeEngine:
             dtype="float32",
         )
         layers = tuple((name, block_tokens * KV_BYTES) for name in LAYERS)
-        self._layout = KvLayout(fingerprint, "fake", "float32", block_tokens, layers)
-        self._version: int | None = None
-        self._live: dict[str, _Live] = {}
+        super().__init__(capability, KvLayout(fingerprint, "fake", "float32", block_tokens, layers), canary_tolerance)
         self._waiting: deque[str] = deque()
         self._running: list[str] = []
         self._held: dict[str, bool] = {}  # frozen request -> whether it has a slot
         self._reprefilled_tokens = 0
-        self._generated_tokens = 0
 
-    @property
-    def capability(self) -> EngineCapability:
-        return self._capability
-
-    @property
-    def version(self) -> int | None:
-        return self._version
-
-    def load_weights(self, version: int, folder: Path, canary: Canary | None) -> Canary:
-        if self._live:
-            raise Conflict("requests held", len(self._live), "0 while weights are replaced")
-        self._version = None
-        if canary is not None:
-            check_canary(canary, self._capability.vocab_size)
+    def _replace_weights(self, version: int, folder: Path) -> None:
         self._model.load(version, folder, self._reference)
-        token_ids = canary_token_ids(self._capability.vocab_size, CANARY_TOKENS) if canary is None else canary.token_ids
-        found = Canary(token_ids, self._model.score(token_ids))
-        if canary is not None:
-            check_reproduced(version, found, canary, self._canary_tolerance)
-        self._version = version
-        return found
 
-    def add(self, request: RequestSpec) -> None:
-        self._check_new(request)
-        check_version(request.version, self._version)
-        self._enter(request, None)
+    def _score(self, token_ids: Sequence[int]) -> Sequence[float]:
+        return self._model.score(token_ids)
 
     def step(self) -> list[TokenDelta]:
         self._fill_slots()
@@ -151,11 +126,6 @@ class FakeEngine:
         blocks = {name: self._to_blocks(raw) for name, raw in live.kv.items()}
         return KvSnapshot(self._layout, request, live.kv_tokens, draws, blocks)
 
-    def admit(self, snapshot: KvSnapshot) -> None:
-        self._check_new(snapshot.request)
-        check_snapshot(snapshot, self._layout, self._version)
-        self._enter(snapshot.request, snapshot)
-
     def remove(self, request_id: str) -> None:
         if self._live.pop(request_id, None) is None:
             return
@@ -179,17 +149,6 @@ class FakeEngine:
         """Nothing to give back."""
 
     # Requests.
-
-    def _check_new(self, request: RequestSpec) -> None:
-        if request.request_id in self._live:
-            raise Conflict("request_id", request.request_id, "an id that this engine does not hold")
-        check_request(request, self._capability)
-
-    def _find(self, request_id: str) -> _Live:
-        live = self._live.get(request_id)
-        if live is None:
-            raise NotFound("request_id", request_id, "a request that this engine holds")
-        return live
 
     def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None) -> None:
         length = self._model.length(request)

@@ -151,7 +151,7 @@ class EngineLoop:
                 f"snapshot of {found.request_id} version {found.version}; "
                 f"expected {order.request_id} version {order.version}"
             )
-        self._engine.admit(snapshot)
+        self._engine.take_in(snapshot)
 
     def _thaw(self, order: pb.Thaw, outcome: pb.WorkerOutcome) -> None:
         self._engine.thaw(order.request_id)

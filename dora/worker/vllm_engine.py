@@ -5,18 +5,18 @@ resumes requests, ``vllm_connector`` brings KV in, ``vllm_weights`` replaces wei
 engine; one process has one engine, as vLLM's KV connector is the process's.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from dora.errors import Conflict, InvalidValue, NotFound
-from dora.kvtransfer.layout import blocks_for, check_snapshot, rng_draws
+from dora.errors import Conflict, InvalidValue
+from dora.kvtransfer.layout import blocks_for, rng_draws
 from dora.kvtransfer.snapshot import KvSnapshot
-from dora.types import Canary, EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
-from dora.weights.canary import CANARY_TOKENS, canary_token_ids, check_canary
+from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
 from dora.weights.reference import read_reference
 from dora.worker import vllm_environment
-from dora.worker.engine_checks import check_reproduced, check_request, check_version
+from dora.worker.base_engine import BaseEngine
 
 Dtype = Literal["float32", "bfloat16"]
 # Largest difference of a logprob that is still rounding. Measured against transformers in fp32: 5e-5, and in bfloat16
@@ -36,7 +36,7 @@ class _Live:
     logprobs: list[float] = field(default_factory=list)
 
 
-class VllmEngine:
+class VllmEngine(BaseEngine[_Live]):
     """A ``RolloutEngine``. It starts with random weights: ``version`` is None until ``load_weights``.
 
     Re-prefilled tokens are those whose KV had been computed before, here or elsewhere: prompt and outputs without the
@@ -66,11 +66,10 @@ class VllmEngine:
         self._core: Any = vllm_core.start(model, settings)
         self._store = vllm_core.runner_connector().store
         self._movable = vllm_core.is_movable(self._core)
-        self._layout = vllm_core.layout_of(self._core, self._reference, settings)
+        layout = vllm_core.layout_of(self._core, self._reference, settings)
         self._stops = vllm_requests.stop_tokens(model)
-        self._canary_tolerance = CANARY_TOLERANCE[dtype] if canary_tolerance is None else canary_tolerance
-        self._capability = EngineCapability(
-            fingerprint=self._layout.fingerprint,
+        capability = EngineCapability(
+            fingerprint=layout.fingerprint,
             slots=slots,
             kv_tokens=kv_tokens // block_tokens * block_tokens,
             block_tokens=block_tokens,
@@ -78,40 +77,13 @@ class VllmEngine:
             vocab_size=self._reference.vocab_size,
             dtype=dtype,
         )
-        self._version: int | None = None
-        self._live: dict[str, _Live] = {}
+        super().__init__(capability, layout, CANARY_TOLERANCE[dtype] if canary_tolerance is None else canary_tolerance)
         self._by_engine_id: dict[str, _Live] = {}
         self._serial = 0
-        self._generated_tokens = 0
 
-    @property
-    def capability(self) -> EngineCapability:
-        return self._capability
-
-    @property
-    def version(self) -> int | None:
-        return self._version
-
-    def load_weights(self, version: int, folder: Path, canary: Canary | None) -> Canary:
-        if self._live:
-            raise Conflict("requests held", len(self._live), "0 while weights are replaced")
-        self._version = None
-        if canary is not None:
-            self._check_canary(canary)
-        files = self._weights.check_files(folder, self._reference)
-        self._weights.replace(self._core, files)
+    def _replace_weights(self, version: int, folder: Path) -> None:
+        self._weights.replace(self._core, self._weights.check_files(folder, self._reference))
         self._reset_prefix_cache()
-        found = self._score(canary.token_ids if canary is not None else self._own_canary_tokens())
-        self._reset_prefix_cache()
-        if canary is not None:
-            check_reproduced(version, found, canary, self._canary_tolerance)
-        self._version = version
-        return found
-
-    def add(self, request: RequestSpec) -> None:
-        self._check_new(request)
-        check_version(request.version, self._version)
-        self._enter(request)
 
     def step(self) -> list[TokenDelta]:
         if not self.has_work():
@@ -134,7 +106,7 @@ class VllmEngine:
         if live.engine_id not in self._scheduler.held:
             raise Conflict("request_id", request_id, "a frozen request")
         waiting: KvSnapshot | None = self._scheduler.connector.offered(live.engine_id)
-        if waiting is not None:  # admitted and not yet scheduled: it moves on as it came
+        if waiting is not None:  # taken in and not yet scheduled: it moves on as it came
             return waiting
         state = self._scheduler.requests[live.engine_id]
         kv_tokens = len(live.request.prompt_token_ids) + len(live.outputs) - 1
@@ -155,11 +127,6 @@ class VllmEngine:
             rng_draws=rng_draws(len(live.outputs), live.request.sampling.temperature),
             blocks=self._store.read(block_ids[: blocks_for(kv_tokens, self._layout.block_tokens)]),
         )
-
-    def admit(self, snapshot: KvSnapshot) -> None:
-        self._check_new(snapshot.request)
-        check_snapshot(snapshot, self._layout, self._version)
-        self._enter(snapshot.request, snapshot)
 
     def remove(self, request_id: str) -> None:
         live = self._live.pop(request_id, None)
@@ -193,18 +160,7 @@ class VllmEngine:
     def _scheduler(self) -> Any:
         return self._core.scheduler
 
-    def _check_new(self, request: RequestSpec) -> None:
-        if request.request_id in self._live:
-            raise Conflict("request_id", request.request_id, "an id that this engine does not hold")
-        check_request(request, self._capability)
-
-    def _find(self, request_id: str) -> _Live:
-        live = self._live.get(request_id)
-        if live is None:
-            raise NotFound("request_id", request_id, "a request that this engine holds")
-        return live
-
-    def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None = None) -> None:
+    def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None) -> None:
         live = _Live(
             request, self._next_engine_id(request.request_id), list(request.output_token_ids), list(request.logprobs)
         )
@@ -247,22 +203,11 @@ class VllmEngine:
         if not self._core.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not reset: blocks are in use although no request is held")
 
-    def _check_canary(self, canary: Canary) -> None:
-        check_canary(canary, self._capability.vocab_size)
-        limit = self._capability.max_model_len_tokens
-        if not 2 <= len(canary.token_ids) < limit:
-            raise InvalidValue("canary.token_ids", f"{len(canary.token_ids)} tokens", f"2 to {limit - 1}")
-
-    def _own_canary_tokens(self) -> tuple[int, ...]:
-        return canary_token_ids(
-            self._capability.vocab_size, min(CANARY_TOKENS, self._capability.max_model_len_tokens - 1)
-        )
-
-    def _score(self, token_ids: tuple[int, ...]) -> Canary:
-        """The logprobs of a token sequence. Only while no request is held; counts nowhere."""
-        self._submit(self._requests.scoring(token_ids, self._next_engine_id("canary")))
+    def _score(self, token_ids: Sequence[int]) -> Sequence[float]:
+        self._submit(self._requests.scoring(tuple(token_ids), self._next_engine_id("canary")))
         while self.has_work():
             outputs, _ = self._core.step()
         (scored,) = (output for batch in outputs.values() for output in batch.outputs)
         logprobs = scored.new_prompt_logprobs_tensors.logprobs[:, 0]
-        return Canary(tuple(token_ids), tuple(logprobs.tolist()))
+        self._reset_prefix_cache()
+        return logprobs.tolist()

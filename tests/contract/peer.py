@@ -11,7 +11,7 @@ from tests.contract.driver import Driver, Response, mixed_requests
 
 
 def main(orders_file: str) -> None:
-    """Orders: kind, model, version, weights, snapshots (folder), locators (to admit), prompts (how many to start)."""
+    """Orders: kind, model, version, weights, snapshots (folder), locators (to take in), prompts (how many to start)."""
     orders = json.loads(Path(orders_file).read_text())
     engine = make_engine(orders["kind"], Path(orders["model"]))
     engine.load_weights(orders["version"], Path(orders["weights"]), None)
@@ -20,7 +20,7 @@ def main(orders_file: str) -> None:
     for locator in orders["locators"]:
         snapshot = transport.get(locator)
         transport.release(locator)  # its memory lives as long as the snapshot does
-        engine.admit(snapshot)
+        engine.take_in(snapshot)
         request = snapshot.request
         driver.responses[request.request_id] = Response(list(request.output_token_ids), list(request.logprobs))
     for request in mixed_requests(orders["prompts"]):

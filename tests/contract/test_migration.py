@@ -42,7 +42,7 @@ def test_a_moved_request_equals_an_unmoved_one_bitwise(engine: RolloutEngine, dr
     assert len(snapshots) >= 3
     assert engine.load().kv_used_tokens == 0
     for snapshot in reversed(snapshots):
-        engine.admit(snapshot)
+        engine.take_in(snapshot)
     driver.step()
     for snapshot in snapshots:  # one token at once: no step was spent on old ones
         assert len(driver.responses[snapshot.request.request_id].token_ids) == at_step + 1
@@ -61,7 +61,7 @@ def test_sixteen_requests_move_at_once_through_eight_slots(engine: RolloutEngine
         driver.step(6)
         snapshots += [driver.take_out(request.request_id) for request in half]
     for snapshot in snapshots:
-        engine.admit(snapshot)
+        engine.take_in(snapshot)
     driver.step()
     assert (engine.load().running, engine.load().waiting) == (SLOTS, SLOTS)
     assert driver.finish() == untouched
@@ -78,11 +78,11 @@ def test_a_snapshot_that_waits_for_a_slot_can_move_on(engine: RolloutEngine, dri
     for request in mixed_requests(SLOTS):
         driver.add(request)
     driver.step(2)
-    engine.admit(snapshot)
+    engine.take_in(snapshot)
     driver.step(3)
     again = driver.take_out("mover")
     assert again.request == snapshot.request
-    engine.admit(again)
+    engine.take_in(again)
     assert driver.finish()["mover"] == untouched
     assert engine.load().reprefilled_tokens == before
 
@@ -97,7 +97,7 @@ def test_kv_decides_what_follows(engine: RolloutEngine, driver: Driver) -> None:
     flipped = {name: np.array(blocks) for name, blocks in snapshot.blocks.items()}
     first_layer = flipped[snapshot.layout.layers[0][0]]
     first_layer[0, ::7] ^= 0x10
-    engine.admit(decode(b"".join(encode(replace(snapshot, blocks=flipped)))))  # with a checksum of its own
+    engine.take_in(decode(b"".join(encode(replace(snapshot, blocks=flipped)))))  # with a checksum of its own
     changed = driver.finish()["r1"]
     assert changed.logprobs[:8] == untouched.logprobs[:8]
     assert changed.logprobs[8:] != untouched.logprobs[8:]
@@ -112,7 +112,7 @@ def test_a_snapshot_is_refused_by_name_of_what_differs(
     snapshot = engine.export("r1")
     assert snapshot is not None
     with pytest.raises(Conflict, match="r1"):
-        engine.admit(snapshot)
+        engine.take_in(snapshot)
     engine.remove("r1")
     layout = snapshot.layout
     for change, name in (
@@ -126,10 +126,10 @@ def test_a_snapshot_is_refused_by_name_of_what_differs(
         ({"blocks": {}}, "blocks"),
     ):
         with pytest.raises(SnapshotRefused, match=name):
-            engine.admit(replace(snapshot, **change))
+            engine.take_in(replace(snapshot, **change))
     engine.load_weights(2, version_folder(2), None)
     with pytest.raises(SnapshotRefused, match=r"version = 1, this engine has loaded 2"):
-        engine.admit(snapshot)
+        engine.take_in(snapshot)
     assert not engine.has_work()
 
 

@@ -157,7 +157,7 @@ class ScriptedService(TrainerServicer, PromptsServicer):
             raise ServiceUnavailable("broken by the script before the commit")
         files = [WeightFile(file.name, file.file_bytes, file.blake3) for file in request.files]
         canary = canary_from_wire(request.canary)
-        await asyncio.to_thread(self.store.admit, request.trainer_epoch, request.version, files, canary)
+        await asyncio.to_thread(self.store.publish, request.trainer_epoch, request.version, files, canary)
         self.commits.append(request)
         self.next_step += 1
         if self.faults.after_commit:

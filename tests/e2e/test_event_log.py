@@ -11,10 +11,10 @@ import pytest
 import dora
 from dora.client import Operator
 from dora.errors import InvalidValue, NotFound
-from dora.eventlog import read_log
 from dora.orchestrator import main
+from dora.orchestrator.eventlog import read_log
+from dora.orchestrator.replay import Replay, known_of
 from dora.orchestrator.runtime import Runtime
-from dora.replay import Replay, known_of
 from tests.e2e.test_service_fake import GROUPS, LONG
 from tests.service import configured, during, move_one, running, train, until
 

@@ -14,7 +14,7 @@ import dora
 from dora.errors import Conflict, InvalidValue
 from dora.orchestrator.core.policies import POLICIES, Strategy, live_policies, register
 from dora.orchestrator.core.policies.sync import SyncPolicy
-from dora.plugins import load_strategies
+from dora.orchestrator.plugins import load_strategies
 from tests.service import check_promises, configured, running, train
 
 DOC = Path(dora.__file__).parents[1] / "docs" / "simulator.md"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dora.client.attachment import attachment_of
 from dora.client.connection import Patience
 from dora.client.publication import canary_of, place_weights, weight_paths
+from dora.client.session import attachment_of
 from dora.client.trainer import Trainer
 from dora.errors import Conflict, InvalidValue
 from dora.rpc import dora_pb2 as pb

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from dora.config import Config, validated
 from dora.errors import InvalidValue
-from dora.eventlog import (
+from dora.orchestrator.core import events as on
+from dora.orchestrator.eventlog import (
     EVENT_KINDS,
     FLUSH_RECORDS,
     EventLogWriter,
@@ -23,7 +24,6 @@ from dora.eventlog import (
     framed,
     read_log,
 )
-from dora.orchestrator.core import events as on
 
 PREAMBLE_BYTES = 10
 CONFIG = validated({"window": {"size": 3}, "service": {"token": "correct-horse"}})

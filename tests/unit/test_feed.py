@@ -19,7 +19,7 @@ def prompts(most: int) -> Iterator[Prompt]:
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 4])
 async def test_a_source_that_ends_is_said_to_have_ended(most: int) -> None:
     """Also where its last draw was a short one: else the last step would wait for ever."""
-    feed = PromptFeed(validated({"prompts": "some.jsonl"}), prompts(most), lambda _: None)
+    feed = PromptFeed(validated({"prompts": "some.jsonl"}), prompts(most))
     taken, exhausted = [], False
     async with asyncio.timeout(10):
         while not exhausted:
@@ -30,7 +30,7 @@ async def test_a_source_that_ends_is_said_to_have_ended(most: int) -> None:
 
 
 async def test_without_a_source_the_feed_waits_for_what_is_submitted() -> None:
-    feed = PromptFeed(validated({"prompts": "none"}), prompts(0), lambda _: None)
+    feed = PromptFeed(validated({"prompts": "none"}), prompts(0))
     waiting = asyncio.ensure_future(feed.take(4))
     await asyncio.to_thread(lambda: None)
     feed.submit(list(prompts(1)))
@@ -43,18 +43,17 @@ async def test_without_a_source_the_feed_waits_for_what_is_submitted() -> None:
 
 async def test_a_source_without_end_of_impossible_prompts_is_an_error() -> None:
     """Not a service that looks alive, reads prompts for ever and admits nothing."""
-    refused: list[str] = []
     endless = (Prompt(f"p{number}", "task", (1,) * 4096) for number in count())
-    feed = PromptFeed(validated({"prompts": "some.jsonl"}), endless, refused.append)
+    feed = PromptFeed(validated({"prompts": "some.jsonl"}), endless)
     with pytest.raises(InvalidValue, match=f"prompts = 'some.jsonl'.*{REFUSED_MOST} in a row were refused"):
         await feed.take(32)
-    assert len(refused) == REFUSED_MOST
+    assert feed.refused == REFUSED_MOST
 
 
 async def test_a_prompt_whose_response_fits_no_message_is_refused() -> None:
     """Else its group would be generated, leased to a step, and never be delivered."""
     settings = {"workers": {"max_model_len_tokens": 1 << 20}, "service": {"max_message_bytes": 1 << 20}}
-    feed = PromptFeed(validated({"prompts": "none", **settings}), None, lambda _: None)
+    feed = PromptFeed(validated({"prompts": "none", **settings}), None)
     feed.submit([Prompt("p0", "task", (1, 2), sampling={"max_tokens": 100_000})])
     with pytest.raises(InvalidValue, match=r"p1: sampling.max_tokens = 110000 .*service.max_message_bytes 1048576"):
         feed.submit([Prompt("p1", "task", (1, 2), sampling={"max_tokens": 110_000})])
@@ -73,7 +72,7 @@ async def test_a_prompt_whose_response_fits_no_message_is_refused() -> None:
     ],
 )
 async def test_what_no_engine_can_sample_is_refused_at_once(sampling: dict[str, float], field: str) -> None:
-    feed = PromptFeed(validated({"prompts": "none"}), None, lambda _: None)
+    feed = PromptFeed(validated({"prompts": "none"}), None)
     with pytest.raises(InvalidValue, match=rf"p0: sampling\.{field} = "):
         feed.submit([Prompt("p0", "task", (1, 2), sampling=sampling)])
     assert len(feed) == 0

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from dora.config import Config
-from dora.eventlog import EventLogWriter
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.eventlog import EventLogWriter
 from dora.sim import world
 from dora.sim.presets import composed
 from dora.sim.run import simulate

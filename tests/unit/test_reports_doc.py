@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from dora.cli.app import COMMANDS, app
 from dora.cli.profile import report as profile_report
 from dora.orchestrator.core.state import Counters
+from dora.orchestrator.replay import Known, KnownWorker, Summary
 from dora.planning.profile import fit, validate
 from dora.planning.samples import DecodeSample, Experts, Measurement, MixedRequest, PrefillSample
-from dora.replay import Known, KnownWorker, Summary
 from dora.sim.fault import Fault
 from dora.sim.report import BrokenReport
 from dora.sim.sweep import SweepFailure, SweepReport

@@ -15,12 +15,13 @@ import pytest
 from dora.config import validated
 from dora.errors import InvalidValue
 from dora.kvtransfer.shm import ShmTransport
+from dora.orchestrator.book import BookError
 from dora.orchestrator.core import events as on
 from dora.orchestrator.feed import PromptFeed
-from dora.orchestrator.main import check_context
-from dora.orchestrator.runtime import LOST_KEPT, BookError, Runtime
-from dora.orchestrator.service import TrainerService
-from dora.orchestrator.sessions import WorkerSession
+from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.services.trainer import TrainerService
+from dora.orchestrator.sessions import LOST_KEPT, WorkerSession
+from dora.orchestrator.setup import check_context
 from dora.orchestrator.telemetry import Telemetry
 from dora.record import CANCELLED_FILE, Recorder
 from dora.rpc import convert
@@ -70,20 +71,20 @@ class Kills:
 
 
 class GatedStore(WeightStore):
-    """Its ``admit`` waits in its thread until the gate opens."""
+    """Its ``publish`` waits in its thread until the gate opens."""
 
     gate: threading.Event | None = None
 
-    def admit(self, *arguments: Any) -> Path:
+    def publish(self, *arguments: Any) -> Path:
         if self.gate is not None:
             assert self.gate.wait(30)
-        return super().admit(*arguments)
+        return super().publish(*arguments)
 
 
 class Shell:
     """A runtime with one worker, whose part the test plays."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, group_filter: Dismiss | None) -> None:
         config = validated(
             {
                 "prompts": "none",
@@ -97,14 +98,14 @@ class Shell:
         self.kills = Kills()
         self.runtime = Runtime(
             config,
-            feed=lambda refused: PromptFeed(config, None, refused),
+            feed=PromptFeed(config, None),
             verifier=Praise(),
             store=self.store,
             transport=ShmTransport(folder / "kv"),
-            recorder=None,
+            group_filter=group_filter,
+            recorder=Recorder(folder / "record"),
             processes=self.kills,
         )
-        self.recorder = self.runtime.recorder = Recorder(folder / "record")
         self.trainer = TrainerService(self.runtime, model)
         self.session = self.join(1)
 
@@ -114,7 +115,7 @@ class Shell:
 
     def join(self, epoch: int) -> WorkerSession:
         session = WorkerSession("w0", epoch, 1, "host", CAPABILITY)
-        self.runtime.sessions["w0"] = session
+        self.runtime.sessions.workers["w0"] = session
         self.runtime.post(on.WorkerJoined("w0", epoch, CAPABILITY.slots, CAPABILITY.kv_tokens))
         self.session = session
         return session
@@ -126,7 +127,7 @@ class Shell:
             command = self.session._outbox.get_nowait()
             if command is None:
                 continue
-            self.runtime.worker_outcome(self.session, pb.WorkerOutcome(command_id=command.command_id, ok=True))
+            self.runtime.reports.outcome(self.session, pb.WorkerOutcome(command_id=command.command_id, ok=True))
             if command.WhichOneof("kind") == kind:
                 found.append(getattr(command, kind))
         return found
@@ -148,7 +149,7 @@ class Shell:
 
     def report(self, *deltas: TokenDelta, version: int = 0) -> None:
         message = pb.WorkerReport(deltas=[convert.delta_to_wire(delta) for delta in deltas], version=version)
-        self.runtime.worker_report(self.session, message)
+        self.runtime.reports.report(self.session, message)
 
     def commit_request(self) -> pb.CommitStepRequest:
         file = self.store.begin(1, 1) / "model.safetensors"
@@ -160,7 +161,20 @@ class Shell:
 
 @pytest.fixture
 async def shell(tmp_path: Path, tiny_dense: Path) -> AsyncIterator[Shell]:
-    made = Shell(tmp_path, tiny_dense)
+    made = Shell(tmp_path, tiny_dense, None)
+    yield made
+    await made.runtime.close()
+
+
+@pytest.fixture
+def dismiss() -> Dismiss:
+    return Dismiss()
+
+
+@pytest.fixture
+async def filtered(tmp_path: Path, tiny_dense: Path, dismiss: Dismiss) -> AsyncIterator[Shell]:
+    """A shell whose filter is ``dismiss``."""
+    made = Shell(tmp_path, tiny_dense, dismiss)
     yield made
     await made.runtime.close()
 
@@ -175,7 +189,7 @@ async def test_what_came_before_a_bad_delta_counts(shell: Shell) -> None:
     with pytest.raises(BookError, match="token 5"):
         shell.report(ended(good), ended(bad, first=5))
     await shell.until(lambda: shell.runtime.telemetry.trajectories_finished == 1)
-    shell.runtime.replace(shell.session, "a gap")
+    shell.runtime.sessions.replace(shell.session, "a gap")
     await shell.until(lambda: not shell.state.workers)
     shell.join(2)
     assert [start.request_id for start in shell.orders("start_request")] == [bad]
@@ -193,17 +207,17 @@ async def test_a_worker_is_lost_at_once_and_its_late_reports_are_ignored(shell: 
     """Its stream may hang for ever, as that of a stopped process does: nothing waits for it."""
     (request_id,) = await shell.admit(1)
     old = shell.session
-    shell.runtime.replace(old, "silent")
-    assert not shell.runtime.sessions and shell.kills.killed == ["w0"]
+    shell.runtime.sessions.replace(old, "silent")
+    assert not shell.runtime.sessions.workers and shell.kills.killed == ["w0"]
     await shell.until(lambda: not shell.state.workers)
     shell.join(2)
     shell.orders("")
     shell.session, new = old, shell.session
     shell.report(ended(request_id))
-    shell.runtime.lose(old, "its connection broke")  # the old stream ends at last
-    shell.runtime.replace(old, "its last words were wrong")
+    shell.runtime.sessions.lose(old, "its connection broke")  # the old stream ends at last
+    shell.runtime.sessions.replace(old, "its last words were wrong")
     await shell.until(lambda: True)
-    assert shell.runtime.sessions == {"w0": new} and list(shell.state.workers) == ["w0"]
+    assert shell.runtime.sessions.workers == {"w0": new} and list(shell.state.workers) == ["w0"]
     assert shell.kills.killed == ["w0"], "the new process lives"
     assert not shell.runtime.book[request_id].tokens
 
@@ -258,7 +272,7 @@ async def test_snapshots_that_a_lost_worker_left_are_swept(shell: Shell, tmp_pat
     shell.runtime.sweep_snapshots()
     (left,) = (tmp_path / "kv").iterdir()
     assert left.name.startswith("1-")
-    shell.runtime.lose(shell.session, "killed")
+    shell.runtime.sessions.lose(shell.session, "killed")
     shell.runtime.sweep_snapshots()
     assert not list((tmp_path / "kv").iterdir())
 
@@ -289,23 +303,24 @@ async def test_siblings_differ_where_their_prompt_names_a_seed(shell: Shell) -> 
 
 async def test_the_reasons_of_lost_workers_are_kept_for_the_last_ones(shell: Shell) -> None:
     for number in range(LOST_KEPT + 3):
-        shell.runtime.keep_reason(f"w{number}", "drained")
-    assert len(shell.runtime.lost_reasons) == LOST_KEPT and "w2" not in shell.runtime.lost_reasons
+        shell.runtime.sessions.keep_reason(f"w{number}", "drained")
+    assert len(shell.runtime.sessions.lost_reasons) == LOST_KEPT and "w2" not in shell.runtime.sessions.lost_reasons
 
 
-async def test_a_filtered_group_is_cancelled_recorded_and_never_seen_by_a_step(shell: Shell, tmp_path: Path) -> None:
-    shell.runtime.group_filter = chosen = Dismiss()
-    chosen.gate.set()
-    first, second = await shell.admit(1, group_size=2, verifier_json='{"reward": 0.5}')
-    stream = shell.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=1, step=0), None)
-    shell.report(ended(first))
-    await shell.until(lambda: shell.runtime.telemetry.trajectories_finished == 1)
-    assert not chosen.seen and shell.state.group_row, "one verdict is due"
-    shell.report(ended(second))
-    await shell.until(lambda: not shell.state.group_row)
-    assert chosen.seen == [[0.5, 0.5]]
-    assert shell.runtime.telemetry.groups_filtered == shell.runtime.machine.counters.groups_cancelled == 1
-    await shell.runtime.recorded()
+async def test_a_filtered_group_is_cancelled_recorded_and_never_seen_by_a_step(
+    filtered: Shell, dismiss: Dismiss, tmp_path: Path
+) -> None:
+    dismiss.gate.set()
+    first, second = await filtered.admit(1, group_size=2, verifier_json='{"reward": 0.5}')
+    stream = filtered.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=1, step=0), None)
+    filtered.report(ended(first))
+    await filtered.until(lambda: filtered.runtime.telemetry.trajectories_finished == 1)
+    assert not dismiss.seen and filtered.state.group_row, "one verdict is due"
+    filtered.report(ended(second))
+    await filtered.until(lambda: not filtered.state.group_row)
+    assert dismiss.seen == [[0.5, 0.5]]
+    assert filtered.runtime.telemetry.groups_filtered == filtered.runtime.machine.counters.groups_cancelled == 1
+    await filtered.runtime.recorder.written()
     (line,) = (tmp_path / "record" / CANCELLED_FILE).read_text().splitlines()
     recorded = json.loads(line)
     assert recorded.pop("cancelled_at") > 0
@@ -318,30 +333,30 @@ async def test_a_filtered_group_is_cancelled_recorded_and_never_seen_by_a_step(s
         "length_tokens": [2, 2],
         "rewards": [0.5, 0.5],
     }
-    shell.runtime.feed.submit([Prompt("p0", "task", (1, 2))])  # its prompt may come again
+    filtered.runtime.feed.submit([Prompt("p0", "task", (1, 2))])  # its prompt may come again
     await stream.aclose()
 
 
-async def test_a_group_with_a_failed_verdict_is_not_filtered(shell: Shell) -> None:
-    shell.runtime.group_filter = chosen = Dismiss()
-    (request_id,) = await shell.admit(1, verifier_json='{"valid": false}')
-    stream = shell.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=1, step=0), None)
-    shell.report(ended(request_id))
+async def test_a_group_with_a_failed_verdict_is_not_filtered(filtered: Shell, dismiss: Dismiss) -> None:
+    (request_id,) = await filtered.admit(1, verifier_json='{"valid": false}')
+    stream = filtered.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=1, step=0), None)
+    filtered.report(ended(request_id))
     taken = [group.group_id async for batch in stream for group in batch.groups]
-    assert taken == ["g0"] and not chosen.seen
+    assert taken == ["g0"] and not dismiss.seen
 
 
-async def test_a_group_that_is_cancelled_while_the_filter_looks_is_cancelled_once(shell: Shell) -> None:
-    shell.runtime.group_filter = chosen = Dismiss()
-    (request_id,) = await shell.admit(1)
-    shell.report(ended(request_id))
-    await shell.until(lambda: chosen.seen)
-    shell.runtime.post(on.GroupCancelled("g0", "asked for"))
-    chosen.gate.set()
-    await chosen.answered.wait()
+async def test_a_group_that_is_cancelled_while_the_filter_looks_is_cancelled_once(
+    filtered: Shell, dismiss: Dismiss
+) -> None:
+    (request_id,) = await filtered.admit(1)
+    filtered.report(ended(request_id))
+    await filtered.until(lambda: dismiss.seen)
+    filtered.runtime.post(on.GroupCancelled("g0", "asked for"))
+    dismiss.gate.set()
+    await dismiss.answered.wait()
     await asyncio.to_thread(lambda: None)  # what a task that failed leaves is seen by now
-    assert shell.runtime.machine.counters.groups_cancelled == 1
-    assert not shell.runtime.telemetry.groups_filtered and not shell.runtime.failed.done()
+    assert filtered.runtime.machine.counters.groups_cancelled == 1
+    assert not filtered.runtime.telemetry.groups_filtered and not filtered.runtime.failed.done()
 
 
 @pytest.mark.parametrize(("waited_s", "expected"), [((30.0, 30.0), 2), ((0.0, 0.0), 0), ((None, None), None)])

@@ -46,7 +46,7 @@ def test_a_published_module_loads_again_bit_by_bit(kind: str, models: dict[str, 
         for parameter in module.parameters():
             parameter.add_(0.01)
     files = place_weights(module, store.reference.tensors, store.begin(1, 1))
-    folder = store.admit(1, 1, files, compute_canary(module))
+    folder = store.publish(1, 1, files, compute_canary(module))
     assert folder == store.folder(1) and store.versions() == (0, 1)
     again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name, tensor in module.state_dict().items():
@@ -66,14 +66,14 @@ def test_version_0_is_the_reference_linked(store: WeightStore, models: dict[str,
 def test_repeating_an_admission_changes_nothing_and_other_content_conflicts(store: WeightStore) -> None:
     tensors = load_file(store.folder(0) / "model.safetensors")
     files = published(store, 1, tensors)
-    folder = store.admit(1, 1, files, None)
-    assert store.admit(1, 1, files, None) == folder
-    assert store.admit(2, 1, published(store, 1, tensors, epoch=2), None) == folder
+    folder = store.publish(1, 1, files, None)
+    assert store.publish(1, 1, files, None) == folder
+    assert store.publish(2, 1, published(store, 1, tensors, epoch=2), None) == folder
     other = published(store, 1, {**tensors, NAME: tensors[NAME] + 1}, epoch=3)
     with pytest.raises(Conflict, match="version = 1"):
-        store.admit(3, 1, other, None)
+        store.publish(3, 1, other, None)
     store.retire(1)
-    assert store.admit(3, 1, other, None) == folder
+    assert store.publish(3, 1, other, None) == folder
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_repeating_an_admission_changes_nothing_and_other_content_conflicts(stor
 def test_tensors_that_do_not_fit_are_named(store: WeightStore, change: Any, complaint: str) -> None:
     files = published(store, 1, change(load_file(store.folder(0) / "model.safetensors")))
     with pytest.raises(InvalidValue, match=complaint):
-        store.admit(1, 1, files, None)
+        store.publish(1, 1, files, None)
     assert store.versions() == (0,)
 
 
@@ -100,20 +100,20 @@ def test_what_differs_from_the_announcement_is_refused(store: WeightStore) -> No
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(InvalidValue, match="blake3"):
-        store.admit(1, 1, [file], None)
+        store.publish(1, 1, [file], None)
     path.write_bytes(content[:-4])
     with pytest.raises(InvalidValue, match="bytes"):
-        store.admit(1, 1, [file], None)
+        store.publish(1, 1, [file], None)
     with pytest.raises(InvalidValue, match=r"model\.safetensors: bytes of tensors"):
-        store.admit(1, 1, [hash_file(path)], None)
+        store.publish(1, 1, [hash_file(path)], None)
     path.write_bytes(b"\x02\0\0\0\0\0\0\0{]")
     with pytest.raises(InvalidValue, match="in safetensors format"):
-        store.admit(1, 1, [hash_file(path)], None)
+        store.publish(1, 1, [hash_file(path)], None)
     path.unlink()
     with pytest.raises(InvalidValue, match="written or uploaded before the commit"):
-        store.admit(1, 1, [file], None)
+        store.publish(1, 1, [file], None)
     with pytest.raises(InvalidValue, match="files"):
-        store.admit(1, 1, [], None)
+        store.publish(1, 1, [], None)
 
 
 def test_several_files_get_an_index(store: WeightStore) -> None:
@@ -125,7 +125,7 @@ def test_several_files_get_an_index(store: WeightStore) -> None:
         path = folder / f"shard-{shard}.safetensors"
         save_file({name: tensors[name] for name in part}, path, metadata={"format": "pt"})
         files.append(hash_file(path))
-    version = store.admit(1, 1, files, None)
+    version = store.publish(1, 1, files, None)
     again = AutoModelForCausalLM.from_pretrained(version, dtype=torch.float32)
     assert np.array_equal(again.state_dict()[NAME].numpy(), tensors[NAME])
     assert read_reference(version).files == ("shard-0.safetensors", "shard-1.safetensors")
@@ -138,7 +138,7 @@ def test_uploads_are_bounded_and_whole(store: WeightStore) -> None:
         upload.append(content[:100])
         upload.append(content[100:])
         assert upload.finish() == len(content)
-    store.admit(1, 1, [hash_file(file)], None)
+    store.publish(1, 1, [hash_file(file)], None)
     with store.upload(1, 2, "a.safetensors", 10) as upload:
         with pytest.raises(InvalidValue, match="more than 10"):
             upload.append(b"x" * 11)
@@ -166,11 +166,11 @@ def test_a_fenced_trainers_files_are_discarded_and_versions_retired(store: Weigh
 
 def test_a_store_that_is_opened_again_keeps_its_versions(store: WeightStore, models: dict[str, Path]) -> None:
     files = published(store, 1, load_file(store.folder(0) / "model.safetensors"))
-    store.admit(1, 1, files, Canary((1, 2, 3), (-0.25, -1.5)))
+    store.publish(1, 1, files, Canary((1, 2, 3), (-0.25, -1.5)))
     (store.root / "versions" / ".2").mkdir()  # as a crash would leave it
     again = WeightStore(store.root, models["dense"])
     assert again.versions() == (0, 1) and again.canary(1) == Canary((1, 2, 3), (-0.25, -1.5))
-    assert again.admit(1, 1, files, None) == store.folder(1)
+    assert again.publish(1, 1, files, None) == store.folder(1)
     assert again.proof.read_bytes() == again.proof_bytes
 
 
@@ -212,7 +212,7 @@ def test_a_bf16_models_weights_and_canary_are_those_after_rounding(models: dict[
     module = AutoModelForCausalLM.from_pretrained(models["moe"], dtype=torch.float32)
     files = place_weights(module, store.reference.tensors, store.begin(1, 1))
     canary = canary_of(module, store.reference.tensors)
-    folder = store.admit(1, 1, files, canary)
+    folder = store.publish(1, 1, files, canary)
     assert {header.dtype for header in read_header(folder / "model.safetensors").values()} == {"BF16"}
     rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert canary is not None

@@ -1,7 +1,7 @@
 """Rollout strategies by name. One more of DORA's own is a file here and a line below.
 
-Anybody else's is a file of theirs and an entry point of the group ``dora.policies`` (dora/plugins.py), or a call of
-``register``.
+Anybody else's is a file of theirs and an entry point of the group ``dora.policies``
+(dora/orchestrator/plugins.py), or a call of ``register``.
 """
 
 from dora.config import WINDOW_MOST

@@ -1,4 +1,4 @@
-"""What operators see: read-only pictures of the runtime as wire messages."""
+"""The status that operators see, as wire messages. Reads the runtime and changes nothing."""
 
 import time
 from dataclasses import asdict
@@ -13,7 +13,7 @@ from dora.rpc import dora_pb2 as pb
 TRAJECTORIES_DEFAULT = 100
 
 
-def status(runtime: Runtime, model: str) -> pb.Status:
+def of_service(runtime: Runtime, model: str) -> pb.Status:
     state = runtime.machine.state
     window = state.window
     return pb.Status(
@@ -29,7 +29,7 @@ def status(runtime: Runtime, model: str) -> pb.Status:
         workers=[_worker(runtime, worker) for worker in sorted(state.workers.values(), key=lambda w: w.worker_id)]
         + [
             pb.WorkerStatus(worker_id=name, state="lost", version=-1, target_version=-1, reason=reason)
-            for name, reason in sorted(runtime.lost_reasons.items())
+            for name, reason in sorted(runtime.sessions.lost_reasons.items())
             if name not in state.workers
         ],
         counters=counters(runtime),
@@ -49,6 +49,7 @@ def counters(runtime: Runtime) -> dict[str, float]:
     return {
         **core,
         **runtime.telemetry.counters(),
+        "prompts_refused": runtime.feed.refused,
         "groups_lost": lost,
         "groups_open": held,
         "handoffs_now": len(state.handoffs),
@@ -74,7 +75,7 @@ def _version(state: State, version: int) -> pb.VersionStatus:
 
 
 def _worker(runtime: Runtime, worker: Worker) -> pb.WorkerStatus:
-    session = runtime.sessions.get(worker.worker_id)
+    session = runtime.sessions.workers.get(worker.worker_id)
     return pb.WorkerStatus(
         worker_id=worker.worker_id,
         epoch=worker.epoch,

@@ -11,12 +11,12 @@ from typing import Any, Final, get_args
 
 from dora.config import Config
 from dora.errors import InvalidValue, told
-from dora.eventlog import EVENT_KINDS, Record
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.state import State
 from dora.orchestrator.core.worker import Worker
+from dora.orchestrator.eventlog import EVENT_KINDS, Record
 
 KINDS: Final = (*EVENT_KINDS, *(kind.__name__ for kind in get_args(do.Command)))
 SHOWN_ITEMS: Final = 3  # of a collection, in a line for people

@@ -1,0 +1,150 @@
+"""One trainer's session with one service: its connection, and what the service told when the trainer attached."""
+
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from dora.client.connection import Connection, Patience
+from dora.errors import Conflict, InvalidValue
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.channel import MAX_MESSAGE_BYTES
+from dora.rpc.dora_pb2_grpc import TrainerStub
+from dora.rpc.errors import ServiceUnavailable
+from dora.weights.reference import TensorHeader
+
+_ATTACH_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """One trainer's lease on the service, until another attaches or the connection breaks."""
+
+    epoch: int
+    next_step: int  # the first step that is not committed; also the newest version
+    groups_per_step: int
+    window_versions: int  # staleness is at most window_versions - 1
+    model: str  # the model folder on the service's host
+    reference_version: int
+    max_message_bytes: int  # 0: the service named no limit
+    tensors: tuple[TensorHeader, ...]  # what published weights must hold
+    store_folder: Path | None  # where weights may be written directly; None where the host is not shared
+
+
+class Session:
+    """Attaching fences any other trainer; after a broken connection the trainer attaches again."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str,
+        name: str = "trainer",
+        connect_s: float = 10.0,
+        reconnect_s: float = 60.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        """Connects to nothing yet.
+
+        ``name`` is shown to operators. ``connect_s`` and ``reconnect_s`` say how long to try before the first contact
+        and after a connection broke. Raises InvalidValue for a token that no header can hold.
+        """
+        self.connection = Connection(address, token, max_message_bytes)
+        self.patience = Patience(reconnect_s)
+        self._name = name
+        self._connect_s = connect_s
+        self._groups_per_step = 0
+        self._attachment: Attachment | None = None
+        self._stub: TrainerStub | None = None
+
+    async def __aenter__(self) -> Self:
+        self._stub = self.connection.stub(TrainerStub)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._attachment = self._stub = None
+        await self.connection.close()
+
+    @property
+    def stub(self) -> TrainerStub:
+        """Raises Conflict outside ``async with``."""
+        if self._stub is None:
+            raise Conflict("trainer", "not open", "used within: async with dora.Trainer(...) as trainer")
+        return self._stub
+
+    @property
+    def attachment(self) -> Attachment:
+        """What the service told when the trainer attached last. Raises Conflict before."""
+        if self._attachment is None:
+            raise Conflict("trainer", "not attached", "attach() or steps() first")
+        return self._attachment
+
+    async def attach(self, groups: int = 0) -> Attachment:
+        """Becomes the service's one active trainer. ``groups``: of each step; 0 for as many as the service has.
+
+        :meth:`Trainer.steps` does it by itself; call it to learn the model's folder before. Raises InvalidValue where
+        the service refuses ``groups``, Unauthenticated, ServiceUnavailable when ``connect_s`` is over.
+        """
+        if groups < 0:
+            raise InvalidValue("groups", groups, "1 or more, or 0 for what the service has")
+        self._groups_per_step = groups
+        patience = Patience(self._connect_s)
+        while True:
+            try:
+                return await self._attach()
+            except ServiceUnavailable as error:
+                await patience.wait(error)
+
+    async def attached(self, groups: int = 0) -> Attachment:
+        """Attaches, unless it is attached with this number of groups already. Raises as :meth:`attach`."""
+        if self._attachment is None or groups not in (0, self._groups_per_step):
+            return await self.attach(groups)
+        return self._attachment
+
+    async def attach_again(self, error: ServiceUnavailable) -> Attachment:
+        """Attaches after the connection broke with ``error``; raises it after ``reconnect_s`` without progress."""
+        while True:
+            await self.patience.wait(error)
+            try:
+                return await self._attach()
+            except ServiceUnavailable as repeated:
+                error = repeated
+
+    async def _attach(self) -> Attachment:
+        request = pb.AttachRequest(groups_per_step=self._groups_per_step, client_name=self._name)
+        reply = await self.connection.call(self.stub.Attach, request, _ATTACH_TIMEOUT_S)
+        self._attachment = await asyncio.to_thread(attachment_of, reply)
+        if self._attachment.max_message_bytes:
+            limit_bytes = min(self.connection.max_message_bytes, self._attachment.max_message_bytes)
+            self.connection.max_message_bytes = limit_bytes
+        return self._attachment
+
+
+def attachment_of(reply: pb.AttachReply) -> Attachment:
+    """Also finds out whether the service's host is shared, by reading its proof file: it blocks."""
+    tensors = tuple(
+        TensorHeader(tensor.name, tensor.dtype, tuple(tensor.shape), tensor.optional) for tensor in reply.tensors
+    )
+    return Attachment(
+        epoch=reply.trainer_epoch,
+        next_step=reply.next_step,
+        groups_per_step=reply.groups_per_step,
+        window_versions=reply.window_versions,
+        model=reply.model,
+        reference_version=reply.reference_version,
+        max_message_bytes=reply.max_message_bytes,
+        tensors=tensors,
+        store_folder=Path(reply.store_folder) if _shares_host(reply) else None,
+    )
+
+
+def _shares_host(reply: pb.AttachReply) -> bool:
+    if not (reply.store_folder and reply.store_proof and reply.store_proof_bytes):
+        return False
+    try:
+        with Path(reply.store_proof).open("rb") as proof:
+            same = proof.read(len(reply.store_proof_bytes) + 1) == reply.store_proof_bytes
+    except OSError:  # another host, or another user's folder
+        return False
+    return same and os.access(Path(reply.store_folder) / "incoming", os.W_OK)

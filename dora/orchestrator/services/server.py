@@ -1,0 +1,40 @@
+"""The gRPC server with all services of one runtime."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+
+from dora.config import Config
+from dora.errors import InvalidValue
+from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.services.operator import OperatorService, PromptService
+from dora.orchestrator.services.trainer import TrainerService
+from dora.orchestrator.services.worker import WorkerService
+from dora.rpc import dora_pb2_grpc as stubs
+from dora.rpc.channel import server_interceptors, server_options
+
+STREAM_END_S = 1.0  # open streams have so long to end by themselves
+
+
+@contextlib.asynccontextmanager
+async def serving(config: Config, runtime: Runtime, model: Path, snapshots: Path, token: str) -> AsyncIterator[str]:
+    """The gRPC server; yields the address it really listens at (port 0 takes a free one)."""
+    server = grpc.aio.server(
+        interceptors=server_interceptors(token), options=server_options(config.service.max_message_bytes)
+    )
+    stubs.add_TrainerServicer_to_server(TrainerService(runtime, model), server)
+    stubs.add_PromptsServicer_to_server(PromptService(runtime), server)
+    stubs.add_OperatorServicer_to_server(OperatorService(runtime, model), server)
+    stubs.add_WorkerServicer_to_server(WorkerService(runtime, snapshots), server)
+    host, _, port = config.service.listen.rpartition(":")
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise InvalidValue("--listen", config.service.listen, "a free address of this host") from error
+    await server.start()
+    try:
+        yield f"{host}:{bound}"
+    finally:
+        await server.stop(grace=STREAM_END_S)

@@ -1,0 +1,175 @@
+"""The trainer's service: attach, stream a step, upload weights, commit. One active trainer, fenced by its epoch."""
+
+import asyncio
+import functools
+import hashlib
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dora.errors import Conflict, DoraError, InvalidValue
+from dora.orchestrator.core import events as on
+from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.sessions import StepStream
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+from dora.rpc import dora_pb2_grpc as stubs
+from dora.rpc.errors import ServicerContext
+from dora.weights.files import WeightFile
+
+log = logging.getLogger("dora.service")
+
+Reply = TypeVar("Reply")
+
+
+class TrainerService(stubs.TrainerServicer):
+    """One active trainer, fenced by its epoch."""
+
+    def __init__(self, runtime: Runtime, model: Path) -> None:
+        self._runtime = runtime
+        self._model = model
+        self._epoch = 0
+        # A commit stores weights and then posts; an attach in between would strand that version.
+        self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Task[Any]] = set()  # under way: a task lives while it is held
+        self._last_commit: tuple[int, bytes] | None = None
+
+    async def Attach(self, request: pb.AttachRequest, context: ServicerContext) -> pb.AttachReply:
+        return await self._whole(self._attach(request))
+
+    async def CommitStep(self, request: pb.CommitStepRequest, context: ServicerContext) -> pb.CommitStepReply:
+        return await self._whole(self._commit(request))
+
+    async def _whole(self, change: Coroutine[Any, Any, Reply]) -> Reply:
+        """Goes on where the caller hangs up. A version stored and never committed would bar its step for ever."""
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
+
+    async def _attach(self, request: pb.AttachRequest) -> pb.AttachReply:
+        runtime = self._runtime
+        async with self._changing:
+            runtime.post(on.TrainerAttached(self._epoch + 1, request.groups_per_step))
+            self._epoch += 1
+            if runtime.sessions.stream is not None:
+                runtime.sessions.stream.close(superseded=True)
+                runtime.sessions.stream = None
+            await asyncio.to_thread(runtime.store.discard, self._epoch - 1)
+        runtime.trainer_name = request.client_name or "trainer"
+        runtime.trainer_seen_s = time.monotonic()
+        log.info("trainer %s attached (epoch %d)", runtime.trainer_name, self._epoch)
+        window = runtime.machine.state.window
+        return pb.AttachReply(
+            trainer_epoch=self._epoch,
+            next_step=window.newest,
+            groups_per_step=window.groups_per_step,
+            window_versions=window.size,
+            model=str(self._model),
+            store_folder=str(runtime.store.root),
+            store_proof=str(runtime.store.proof),
+            store_proof_bytes=runtime.store.proof_bytes,
+            max_message_bytes=runtime.config.service.max_message_bytes,
+            reference_version=runtime.config.rollout.reference_version,
+            tensors=[
+                pb.TensorHeader(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, optional=tensor.optional)
+                for tensor in runtime.store.reference.tensors
+            ],
+        )
+
+    async def StreamStep(
+        self, request: pb.StreamStepRequest, context: ServicerContext
+    ) -> AsyncIterator[pb.TrajectoryBatch]:
+        runtime = self._runtime
+        stream = StepStream(request.trainer_epoch, request.step)
+        before, runtime.sessions.stream = runtime.sessions.stream, stream
+        try:
+            runtime.post(on.StepRequested(request.trainer_epoch, request.step))
+        except DoraError:
+            runtime.sessions.stream = before
+            raise
+        if before is not None:
+            before.close(superseded=True)
+        try:
+            async for groups in stream.batches():
+                for message in convert.trajectory_batches(
+                    request.step, groups, max_message_bytes=runtime.config.service.max_message_bytes
+                ):
+                    yield message
+        finally:
+            runtime.trainer_seen_s = time.monotonic()
+            if runtime.sessions.stream is stream:
+                runtime.sessions.stream = None
+        if stream.superseded:
+            raise Conflict("trainer_epoch", request.trainer_epoch, "the stream that was opened last")
+        if stream.exhausted:
+            yield pb.TrajectoryBatch(step=request.step, end_of_prompts=True)
+
+    async def UploadWeights(
+        self, request_iterator: AsyncIterator[pb.WeightChunk], context: ServicerContext
+    ) -> pb.UploadReply:
+        first = await anext(aiter(request_iterator), None)
+        if first is None or not first.HasField("header"):
+            raise InvalidValue("header", None, "in the first message of an upload")
+        header, store = first.header, self._runtime.store
+        self._check_epoch(header.trainer_epoch)
+        opened = functools.partial(
+            store.upload, header.trainer_epoch, header.version, header.file_name, header.file_bytes
+        )
+        with await asyncio.to_thread(opened) as upload:
+            await asyncio.to_thread(upload.append, first.content)
+            async for chunk in request_iterator:
+                await asyncio.to_thread(upload.append, chunk.content)
+            return pb.UploadReply(file_bytes=await asyncio.to_thread(upload.finish))
+
+    async def _commit(self, request: pb.CommitStepRequest) -> pb.CommitStepReply:
+        runtime = self._runtime
+        async with self._changing:
+            digest = _commit_digest(request)
+            if self._last_commit == (request.step, digest):
+                return self._committed()  # the reply was lost, the commit was not
+            runtime.machine.check_commit(request.trainer_epoch, request.step)
+            if request.version != request.step + 1:
+                raise Conflict("version", request.version, f"{request.step + 1}, that is step + 1")
+            waited_s = request.waited_s if request.HasField("waited_s") else None
+            if waited_s is not None and not 0.0 <= waited_s < math.inf:
+                raise InvalidValue("waited_s", waited_s, "a finite number of seconds, 0 or above")
+            canary = convert.canary_from_wire(request.canary)
+            folder = await asyncio.to_thread(
+                functools.partial(
+                    runtime.store.publish,
+                    request.trainer_epoch,
+                    request.version,
+                    [WeightFile(file.name, file.file_bytes, file.blake3) for file in request.files],
+                    canary,
+                )
+            )
+            runtime.recorder.published(request.version, folder)
+            metrics, stepped_s = dict(request.metrics), time.monotonic()
+            runtime.telemetry.step(request.step, runtime.book.leased(), metrics, time.time(), stepped_s, waited_s)
+            runtime.post(on.StepCommitted(request.trainer_epoch, request.step))
+            self._last_commit = (request.step, digest)
+        runtime.trainer_seen_s = time.monotonic()
+        log.info("step %d is trained; version %d is published", request.step, request.version)
+        return self._committed()
+
+    def _committed(self) -> pb.CommitStepReply:
+        machine = self._runtime.machine
+        return pb.CommitStepReply(
+            next_step=machine.state.window.newest, groups_trained=machine.state.counters.groups_trained
+        )
+
+    def _check_epoch(self, trainer_epoch: int) -> None:
+        if trainer_epoch != self._epoch:
+            raise Conflict("trainer_epoch", trainer_epoch, f"{self._epoch}: another trainer has attached since")
+
+
+def _commit_digest(request: pb.CommitStepRequest) -> bytes:
+    """What makes a repeated commit the same: the step, the version and the files' hashes."""
+    digest = hashlib.blake2b(f"{request.step}/{request.version}".encode())
+    for file in request.files:
+        digest.update(file.name.encode() + file.blake3)
+    return digest.digest()

@@ -1,0 +1,94 @@
+"""What engines of every kind do alike: hold requests by name, refuse what does not fit, prove loaded weights."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from dora.errors import Conflict, InvalidValue, NotFound
+from dora.kvtransfer.layout import check_snapshot
+from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
+from dora.types import Canary, EngineCapability, RequestSpec
+from dora.weights.canary import CANARY_TOKENS, canary_token_ids, check_canary
+from dora.worker.engine_checks import check_reproduced, check_request, check_version
+
+Live = TypeVar("Live")
+
+
+class BaseEngine(Generic[Live]):
+    """The common half of a ``RolloutEngine``; ``Live`` is what the engine keeps of one request.
+
+    A kind of engine adds ``_replace_weights``, ``_score`` and ``_enter`` to the methods of the protocol.
+    """
+
+    def __init__(self, capability: EngineCapability, layout: KvLayout, canary_tolerance: float) -> None:
+        self._capability = capability
+        self._layout = layout
+        self._canary_tolerance = canary_tolerance
+        self._version: int | None = None
+        self._live: dict[str, Live] = {}
+        self._generated_tokens = 0
+
+    @property
+    def capability(self) -> EngineCapability:
+        return self._capability
+
+    @property
+    def version(self) -> int | None:
+        return self._version
+
+    def load_weights(self, version: int, folder: Path, canary: Canary | None) -> Canary:
+        if self._live:
+            raise Conflict("requests held", len(self._live), "0 while weights are replaced")
+        self._version = None
+        if canary is not None:
+            self._check_canary(canary)
+        self._replace_weights(version, folder)
+        token_ids = self._own_canary_tokens() if canary is None else canary.token_ids
+        found = Canary(tuple(token_ids), tuple(self._score(token_ids)))
+        if canary is not None:
+            check_reproduced(version, found, canary, self._canary_tolerance)
+        self._version = version
+        return found
+
+    def add(self, request: RequestSpec) -> None:
+        self._check_new(request)
+        check_version(request.version, self._version)
+        self._enter(request, None)
+
+    def take_in(self, snapshot: KvSnapshot) -> None:
+        self._check_new(snapshot.request)
+        check_snapshot(snapshot, self._layout, self._version)
+        self._enter(snapshot.request, snapshot)
+
+    def _replace_weights(self, version: int, folder: Path) -> None:
+        """Loads ``folder``. Raises InvalidValue for tensors that do not fit, before any weight is touched."""
+        raise NotImplementedError
+
+    def _score(self, token_ids: Sequence[int]) -> Sequence[float]:
+        """The logprobs of a token sequence, from its second token on. Only while no request is held."""
+        raise NotImplementedError
+
+    def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None) -> Any:
+        """Takes over a request that was checked, with its KV where a snapshot has it."""
+        raise NotImplementedError
+
+    def _find(self, request_id: str) -> Live:
+        live = self._live.get(request_id)
+        if live is None:
+            raise NotFound("request_id", request_id, "a request that this engine holds")
+        return live
+
+    def _check_new(self, request: RequestSpec) -> None:
+        if request.request_id in self._live:
+            raise Conflict("request_id", request.request_id, "an id that this engine does not hold")
+        check_request(request, self._capability)
+
+    def _check_canary(self, canary: Canary) -> None:
+        check_canary(canary, self._capability.vocab_size)
+        limit = self._capability.max_model_len_tokens
+        if not 2 <= len(canary.token_ids) < limit:
+            raise InvalidValue("canary.token_ids", f"{len(canary.token_ids)} tokens", f"2 to {limit - 1}")
+
+    def _own_canary_tokens(self) -> tuple[int, ...]:
+        most = self._capability.max_model_len_tokens - 1
+        return canary_token_ids(self._capability.vocab_size, min(CANARY_TOKENS, most))

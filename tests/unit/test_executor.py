@@ -1,0 +1,214 @@
+"""The executor alone: every kind of command reaches the part that carries it out, and an outcome is one event."""
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from dora.config import RolloutConfig
+from dora.orchestrator.book import Book
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.executor import Executor
+from dora.orchestrator.record_queue import RecordQueue
+from dora.orchestrator.sessions import Sessions, StepStream, WorkerSession
+from dora.orchestrator.telemetry import Telemetry
+from dora.prompts.traits import features_of, key_of
+from dora.record import CANCELLED_FILE, TRAJECTORIES_FILE, Recorder
+from dora.types import Canary, EngineCapability, Prompt, Reward, TokenDelta
+
+CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
+PROMPT = Prompt("p0", "task", (1, 2), group_size=2, verifier_json='{"reward": 0.5}')
+
+
+class Feed:
+    def __init__(self) -> None:
+        self.released: list[str] = []
+
+    async def take(self, count: int) -> tuple[list[Prompt], bool]:
+        return [PROMPT][:count], False
+
+    def release(self, prompt_id: str) -> None:
+        self.released.append(prompt_id)
+
+
+class Verifier:
+    async def score(self, _prompt: str, _response: str | None, _ids: tuple[int, ...], verifier_json: str) -> Reward:
+        return Reward(json.loads(verifier_json)["reward"])
+
+
+class Store:
+    def __init__(self) -> None:
+        self.retired: list[int] = []
+
+    def folder(self, version: int) -> Path:
+        return Path("versions") / str(version)
+
+    def canary(self, _version: int) -> Canary | None:
+        return None
+
+    def retire(self, version: int) -> None:
+        self.retired.append(version)
+
+
+class Transport:
+    def __init__(self) -> None:
+        self.released: list[str] = []
+
+    def release(self, locator: str) -> None:
+        self.released.append(locator)
+
+
+class Processes:
+    def __init__(self) -> None:
+        self.killed: list[str] = []
+        self.left: list[str] = []
+
+    def kill(self, worker_id: str) -> None:
+        self.killed.append(worker_id)
+
+    def let_go(self, worker_id: str) -> None:
+        self.left.append(worker_id)
+
+
+class Parts:
+    """An executor, one worker "w0" of epoch 1, and the trainer's stream of step 0."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.book = Book(RolloutConfig())
+        self.feed, self.store, self.transport, self.processes = Feed(), Store(), Transport(), Processes()
+        self.lost: list[str] = []
+        self.sessions = Sessions(lambda session, _: self.lost.append(session.worker_id), self.processes)
+        self.session = self.sessions.workers["w0"] = WorkerSession("w0", 1, 7, "host", CAPABILITY)
+        self.stream = self.sessions.stream = StepStream(1, 0)
+        self.posted: list[on.Event] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.recorder = RecordQueue(None if folder is None else Recorder(folder), self.spawn)
+        self.executor = Executor(
+            book=self.book,
+            feed=self.feed,
+            verifier=Verifier(),
+            group_filter=None,
+            store=self.store,
+            transport=self.transport,
+            recorder=self.recorder,
+            sessions=self.sessions,
+            telemetry=Telemetry(),
+            post=self.posted.append,
+            spawn=self.spawn,
+        )
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self.tasks.append(asyncio.create_task(coroutine))
+        return self.tasks[-1]
+
+    async def carry_out(self, *commands: do.Command) -> list[on.Event]:
+        """The events that came of it, once nothing waits any more."""
+        for command in commands:
+            self.executor.carry_out(command)
+        await asyncio.gather(*self.tasks)
+        posted, self.posted[:] = list(self.posted), []
+        return posted
+
+    async def admit(self) -> None:
+        await self.carry_out(do.DrawPrompts(1))
+        await self.carry_out(do.AdmitGroup("g0", "p0", 0, ("g0.0", "g0.1")))
+
+    async def finish(self) -> None:
+        await self.admit()
+        for request_id in ("g0.0", "g0.1"):
+            self.book[request_id].append("w0", TokenDelta(request_id, 0, 0, (3, 2), (-0.5, -0.25), "stop"), 1.0)
+            await self.carry_out(do.ScoreRequest(request_id))
+
+    async def orders(self) -> list[Any]:
+        """What the worker was told, up to the end of its stream."""
+        self.session.finish()
+        return [command async for command in self.session.commands()]
+
+
+async def test_drawn_prompts_are_offered_and_become_entries_once_admitted() -> None:
+    parts = Parts()
+    most = RolloutConfig().max_tokens
+    offered = on.OfferedPrompt("p0", "task", 2, 2, most, key_of(PROMPT), features_of(PROMPT))
+    assert await parts.carry_out(do.DrawPrompts(1)) == [on.PromptsOffered((offered,), False)]
+    assert await parts.carry_out(do.AdmitGroup("g0", "p0", 3, ("g0.0", "g0.1"))) == []
+    assert [parts.book[f"g0.{index}"].version for index in range(2)] == [3, 3]
+
+
+async def test_a_response_is_scored() -> None:
+    parts = Parts()
+    await parts.admit()
+    assert await parts.carry_out(do.ScoreRequest("g0.1")) == [on.RequestScored("g0.1")]
+    assert parts.book["g0.1"].reward == Reward(0.5)
+
+
+async def test_a_delivered_group_reaches_the_stream_and_the_record(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    await parts.finish()
+    again = do.DeliverGroup("g0", step=0, trainer_epoch=1, again=True)
+    await parts.carry_out(do.DeliverGroup("g0", step=0, trainer_epoch=1), again, do.CloseStep(0, 1))
+    taken = [group.group_id async for batch in parts.stream.batches() for group in batch]
+    assert taken == ["g0", "g0"] and parts.sessions.stream is None
+    assert len((tmp_path / TRAJECTORIES_FILE).read_text().splitlines()) == 2, "each response is recorded once"
+
+
+async def test_what_is_for_an_earlier_stream_reaches_no_other() -> None:
+    parts = Parts()
+    await parts.finish()
+    await parts.carry_out(do.DeliverGroup("g0", step=0, trainer_epoch=0), do.CloseStep(1, 1))
+    assert parts.sessions.stream is parts.stream
+    parts.stream.close()
+    assert [batch async for batch in parts.stream.batches()] == []
+
+
+@pytest.mark.parametrize("command", [do.DropGroup("g0", "asked for"), do.ForgetGroup("g0")], ids=["drop", "forget"])
+async def test_a_group_that_ends_leaves_the_book_and_frees_its_prompt(command: do.Command, tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    await parts.admit()
+    await parts.carry_out(command)
+    assert parts.book.get("g0.0") is None and parts.feed.released == ["p0"]
+    reasons = [json.loads(line)["reason"] for line in (tmp_path / CANCELLED_FILE).read_text().splitlines()]
+    assert reasons == (["asked for"] if isinstance(command, do.DropGroup) else [])
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+async def test_a_retired_version_leaves_the_store_and_a_snapshot_the_transport(recorded: bool, tmp_path: Path) -> None:
+    parts = Parts(tmp_path if recorded else None)
+    await parts.carry_out(do.RetireVersion(4), do.ReleaseSnapshot("there"))
+    assert parts.store.retired == [4] and parts.transport.released == ["there"]
+
+
+async def test_workers_get_their_commands_as_messages() -> None:
+    parts = Parts()
+    await parts.admit()
+    commands = [
+        do.LoadVersion("w0", 1, 0, 2),
+        do.StartRequest("w0", 1, 1, "g0.0", 0, "new"),
+        do.ReserveSlot("w0", 1, 2, "g0.0", 0, 8),
+        do.CopyOut("w0", 1, 3, "g0.0"),
+        do.CopyIn("w0", 1, 4, "g0.0", 0, "there"),
+        do.RemoveRequest("w0", 1, 5, "g0.0"),
+        do.CancelReservation("w0", 1, 6, "g0.0"),
+        do.Thaw("w0", 1, 7, "g0.0"),
+    ]
+    assert {type(command) for command in commands} == {
+        kind for kind in get_args(do.Command) if issubclass(kind, do.WorkerCommand)
+    }
+    await parts.carry_out(*commands, do.Thaw("w0", 2, 8, "g0.0"), do.Thaw("w1", 1, 9, "g0.0"))
+    orders = await parts.orders()
+    assert [order.command_id for order in orders] == list(range(8)), "none of another epoch or worker"
+    assert orders[0].load_version.folder == "versions/2" and orders[4].copy_in.locator == "there"
+
+
+async def test_an_evicted_worker_is_killed_and_a_drained_one_leaves() -> None:
+    parts = Parts()
+    await parts.carry_out(do.EvictWorker("w0", 2, "another epoch"))
+    assert not parts.processes.killed
+    await parts.carry_out(do.StopWorker("w0", 1))
+    assert [order.WhichOneof("kind") for order in await parts.orders()] == ["shutdown"]
+    assert parts.processes.left == ["w0"] and not parts.lost
+    await parts.carry_out(do.EvictWorker("w0", 1, "a wrong version"))
+    assert parts.processes.killed == parts.lost == ["w0"] and not parts.sessions.workers
