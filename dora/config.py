@@ -240,7 +240,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     for section in sections:
         node = node[_index(node, section, override)] if isinstance(node, list) else node.setdefault(section, {})
         if not isinstance(node, dict | list):
-            raise InvalidValue("--set", override, f"{section} is a field, not a section")
+            raise InvalidValue("--set", override, f"section.field=value; {section} is a field")
     node[_index(node, name, override) if isinstance(node, list) else name] = value
 
 

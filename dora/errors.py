@@ -1,14 +1,15 @@
-"""Errors that reach people. Each one names the field, the value that was given and what is allowed."""
+"""Errors that reach people. Each one says what was given, why it is refused, and what would be allowed."""
 
 import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from traceback import extract_tb
-from typing import Final
+from typing import ClassVar, Final
 
 SHOWN_MOST: Final = 200  # characters of a value that is refused
 NAMED_MOST: Final = 20  # names that an error lists, where a command lists them too; of more it names some:
 SOME_NAMED: Final = 4
+ASKED: Final = "did you mean "  # how a guess begins
 
 
 class DoraError(Exception):
@@ -16,13 +17,19 @@ class DoraError(Exception):
 
 
 class InvalidValue(DoraError):
-    """A value outside its domain: ``field`` was ``value``, while only ``allowed`` is accepted."""
+    """A value outside its domain: ``field`` was ``value``. ``allowed`` ends the sentence "it must be ...", or asks.
+
+    The message reads, for example: slots = 0 is not valid: it must be at least 1.
+    """
+
+    REFUSED: ClassVar = "is not valid"
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field = field
         self.value = value
         self.allowed = allowed
-        super().__init__(f"{field} = {_shown(value)} is not allowed: {allowed}")
+        must = "" if allowed.startswith(ASKED) else "it must be "
+        super().__init__(f"{field} = {_shown(value)} {self.REFUSED}: {must}{allowed}")
 
 
 def _shown(value: object) -> str:
@@ -37,9 +44,13 @@ def _shown(value: object) -> str:
 class Conflict(InvalidValue):
     """The value is well-formed but does not fit the present state (a duplicate id, a wrong version)."""
 
+    REFUSED = "does not fit the present state"
+
 
 class NotFound(InvalidValue):
     """No such worker, request, group, version or file."""
+
+    REFUSED = "is not known"
 
 
 class SnapshotRefused(DoraError):
@@ -75,7 +86,7 @@ def one_of(name: str, known: Iterable[str], cutoff: float = 0.4, meant: Sequence
     if listed_by and len(names) > NAMED_MOST:
         some = nearest(name, names, cutoff, SOME_NAMED) or names[:SOME_NAMED]
         every = f"one of {', '.join(some)}, or of the {len(names) - len(some)} others that `{listed_by}` lists"
-    return f"did you mean {' or '.join(meant)}? {every[0].upper()}{every[1:]}" if meant else every
+    return f"{ASKED}{' or '.join(meant)}? {every[0].upper()}{every[1:]}" if meant else every
 
 
 def told(error: Exception) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Final, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, one_of
 from dora.types import Arrival, FinishReason, SamplingParams, Segment
 
 Int32Array = npt.NDArray[np.int32]
@@ -106,7 +106,7 @@ class Trajectory:
         for name in sorted(names - record.keys()):
             raise InvalidValue(f"trajectory record: {name}", None, "present in every record")
         for name in sorted(record.keys() - names):
-            raise InvalidValue(f"trajectory record: {name}", record[name], f"no such field; one of {sorted(names)}")
+            raise InvalidValue(f"trajectory record: {name}", record[name], one_of(name, names))
         values = dict(record)
         try:
             sampling = dict(values["sampling"])

@@ -77,7 +77,7 @@ class Session:
     def attachment(self) -> Attachment:
         """What the service told when the trainer attached last. Raises Conflict before."""
         if self._attachment is None:
-            raise Conflict("trainer", "not attached", "attach() or steps() first")
+            raise Conflict("trainer", "not attached", "attached first, by attach() or steps()")
         return self._attachment
 
     async def attach(self, groups: int = 0) -> Attachment:

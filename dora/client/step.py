@@ -153,7 +153,7 @@ class Step:
             raise ServiceUnavailable(f"the stream ended after {len(self._repeated)} of {groups_per_step} groups")
         if self._repeated != self._seen:
             gone = sorted(self._seen - self._repeated)
-            raise Conflict("step", self.number, f"left; the service has put other groups in place of {gone}")
+            raise Conflict("step", self.number, f"left: the service has put other groups in place of {gone}")
         self._complete = True
 
     async def _lease_again(self, attachment: Attachment) -> None:
@@ -161,7 +161,7 @@ class Step:
         self._check_current(attachment)
         self._stream, self._complete = None, False
         if await self.has_groups():
-            raise Conflict("step", self.number, "left; the service has put other groups into it since it was trained")
+            raise Conflict("step", self.number, "left: the service has put other groups into it since it was trained")
 
     async def _publish(self, attachment: Attachment, weights: Weights) -> tuple[WeightFile, ...]:
         version = self.number + 1

@@ -38,7 +38,7 @@ class PromptFeed:
         """Queues all or none; returns the free places. Raises for a full queue, a live id, an impossible prompt."""
         limit = self._config.service.prompts_queued_max
         if self.closed:
-            raise Conflict("prompts", len(prompts), "none: the prompts have ended or the service drains")
+            raise Conflict("prompts", len(prompts), "none, as the prompts have ended or the service drains")
         if len(self._queue) + len(prompts) > limit:
             raise LimitExceeded("prompts", len(prompts), f"at most {limit - len(self._queue)} now (queue of {limit})")
         possible = [checked(prompt, self._config) for prompt in prompts]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from dora.config import GROUP_SIZE_MOST, Config
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, one_of
 from dora.orchestrator.book import sampling_of
 from dora.rpc.convert import trajectory_bytes_most
 from dora.types import Prompt, SamplingParams
@@ -53,7 +53,7 @@ def checked(prompt: Prompt, config: Config) -> Prompt:
 def _checked_sampling(prompt: Prompt, config: Config) -> SamplingParams:
     for name, value in prompt.sampling.items():
         if name not in _SAMPLING_RANGES:
-            raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.{name}", value, ", ".join(_SAMPLING_RANGES))
+            raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.{name}", value, one_of(name, _SAMPLING_RANGES))
         low, high = _SAMPLING_RANGES[name]
         whole = name in _WHOLE
         if not isinstance(value, int if whole else (int, float)) or not low <= value <= high:

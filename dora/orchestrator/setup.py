@@ -30,12 +30,12 @@ async def prepared_model(config: Config, progress: Callable[[str], None]) -> Pat
             stderr=asyncio.subprocess.PIPE,
         )
         assert process.stderr is not None
-        last = "a model that can be made"
+        last = "it says nothing"
         async for line in process.stderr:
             last = line.decode(errors="replace").strip() or last
             progress(last)
         if await process.wait():
-            raise InvalidValue("--model", config.model, last)
+            raise InvalidValue("--model", config.model, f"a model that can be prepared ({last})")
     return resolve_model(config.model, cache)
 
 

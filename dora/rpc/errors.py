@@ -30,9 +30,13 @@ _TEXT_CHARACTERS = 512  # of each part: HTTP/2 headers are limited to 8 KiB in a
 class Unauthenticated(InvalidValue):
     """The call carried no token, or a wrong one."""
 
+    REFUSED = "is not accepted"
+
 
 class LimitExceeded(InvalidValue):
     """A full queue, or a message over the size limit."""
+
+    REFUSED = "is too much"
 
 
 class ServiceUnavailable(DoraError):

@@ -114,7 +114,7 @@ class WeightStore:
         target = self._versions / str(version)
         if target.is_dir():
             if _read_manifest(target) != manifest:
-                raise Conflict("version", version, "published once; other files are held under this version")
+                raise Conflict("version", version, "a version that holds no other files: each is published once")
             shutil.rmtree(self._incoming_folder(epoch, version), ignore_errors=True)
             return target
         incoming = self._incoming_folder(epoch, version)

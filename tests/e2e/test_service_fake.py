@@ -143,7 +143,7 @@ async def test_bad_input_is_refused_and_nothing_is_lost(tiny_dense: Path) -> Non
         await submitter.submit([good])
         with pytest.raises(Conflict, match="p0"):
             await submitter.submit([good])
-        with pytest.raises(InvalidValue, match="tokens = 250 is not allowed: at most 208"):
+        with pytest.raises(InvalidValue, match="tokens = 250 is not valid: it must be at most 208"):
             await submitter.submit([Prompt("long", "echo", (1,) * 250)])
         with pytest.raises(InvalidValue, match="temperature"):
             await submitter.submit([Prompt("hot", "echo", (1,), sampling={"temperature": 99.0})])
@@ -218,7 +218,7 @@ async def test_a_bad_commit_is_refused_and_a_good_one_follows(tiny_dense: Path) 
             with pytest.raises(InvalidValue, match="stranger"):
                 await step.commit(weights={**tensors, "stranger": tensors[first]})
             request = pb.CommitStepRequest(trainer_epoch=trainer.attachment.epoch, step=step.number, version=7)
-            with pytest.raises(Conflict, match="version = 7 is not allowed: 1"):
+            with pytest.raises(Conflict, match="version = 7 does not fit the present state: it must be 1"):
                 await trainer.connection.call(trainer.stub.CommitStep, request)
             assert (await operator.status()).newest_version == 0
             await step.commit(weights=tensors)

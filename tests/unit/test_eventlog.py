@@ -137,7 +137,7 @@ def test_events_reach_the_disk_by_number_and_by_time(tmp_path: Path) -> None:
 def test_a_log_is_never_written_over(tmp_path: Path) -> None:
     before = write(tmp_path / "log", *EVENTS).read_bytes()
     with pytest.raises(
-        InvalidValue, match=r"service.event_log = '.*log' is not allowed: a file that does not exist yet"
+        InvalidValue, match=r"service.event_log = '.*log' is not valid: it must be a file that does not exist yet"
     ):
         EventLogWriter(tmp_path / "log", CONFIG, now_s=0.0)
     assert (tmp_path / "log").read_bytes() == before
@@ -209,7 +209,7 @@ def test_damage_is_told_with_its_place_and_what_came_before_can_be_read(tmp_path
     records = iter(read_log(tmp_path / "log"))
     assert next(records).event == EVENTS[0]
     with pytest.raises(
-        InvalidValue, match=rf"log: record 2 at byte {second} = '[0-9a-f]{{8}}' is not allowed: checksum"
+        InvalidValue, match=rf"log: record 2 at byte {second} = '[0-9a-f]{{8}}' is not valid: it must be checksum"
     ):
         next(records)
 
@@ -222,7 +222,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     newer = bytearray(path.read_bytes())
     newer[8:10] = struct.pack("<H", 2)
     path.write_bytes(newer)
-    with pytest.raises(InvalidValue, match=r"format version = 2 is not allowed: 1; a newer DORA"):
+    with pytest.raises(InvalidValue, match=r"format version = 2 is not valid: it must be 1; a newer DORA"):
         read_log(path)
 
 
@@ -231,9 +231,9 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     [
         (
             (1.0, "Teleported", {}),
-            r"record 1 at byte \d+: kind = 'Teleported' is not allowed: one of PromptsOffered, .*newer",
+            r"record 1 at byte \d+: kind = 'Teleported' is not valid: it must be one of PromptsOffered, .*newer",
         ),
-        ((1.0, "Tick", {"colour": 1}), r"Tick = 'colour' is not allowed: fields \(none\); a newer"),
+        ((1.0, "Tick", {"colour": 1}), r"Tick = 'colour' is not valid: it must be fields \(none\); a newer"),
         ((1.0, "StepRequested", {"step": 1}), r"StepRequested.trainer_epoch = None .* no default"),
         ((1.0, "StepRequested", {"step": "1", "trainer_epoch": 1}), r"StepRequested.step = '1' .* type int"),
         ((1.0, "RequestScored", {"request_id": 1}), r"RequestScored.request_id = 1 .* type str"),
@@ -275,7 +275,7 @@ def test_a_header_that_cannot_be_read_is_told(tmp_path: Path, header: object, me
 @pytest.mark.parametrize("content", [b"", b'{"trajectory_id": "g0.0"}\n', b"PK\x03\x04 something else"])
 def test_other_files_are_no_logs(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(InvalidValue, match=r"LOG = '.*file' is not allowed: an event log"):
+    with pytest.raises(InvalidValue, match=r"LOG = '.*file' is not valid: it must be an event log"):
         read_log(tmp_path / "file")
 
 

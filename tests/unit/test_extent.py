@@ -58,7 +58,7 @@ def small(*overrides: str, policy: str = "laxity") -> Scenario:
 def test_extreme_values_are_refused_with_their_bounds(field: str, value: str, allowed: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         small("workload.turns.most=2", f"{field}={value}")
-    assert str(refused.value) == f"{field} = {value} is not allowed: {allowed}"
+    assert str(refused.value) == f"{field} = {value} is not valid: it must be {allowed}"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,8 @@ def test_a_step_of_an_engine_takes_a_nanosecond_at_least(cost: str, step_s: str)
     with pytest.raises(InvalidValue) as refused:
         small(f"cluster.cost={{kv_token_s=0,request_s=0,{cost}}}")
     told = (
-        f"cluster.cost.step_s = {float(step_s)} is not allowed: such that a step of one request takes 1e-09 s at least"
+        f"cluster.cost.step_s = {float(step_s)} is not valid: it must be "
+        "such that a step of one request takes 1e-09 s at least"
     )
     assert str(refused.value) == told
     small("cluster.cost={kv_token_s=1e-9,weights_s=0,request_s=0,step_s=0}")
@@ -81,24 +82,29 @@ def test_a_step_of_an_engine_takes_a_nanosecond_at_least(cost: str, step_s: str)
     [
         (
             ["cluster.cost.step_s=1e4"],
-            "cluster.cost.step_s = 10000.0 is not allowed: such that a step takes 14 days at most: it has 32 responses "
+            "cluster.cost.step_s = 10000.0 is not valid: it must be "
+            "such that a step takes 14 days at most: it has 32 responses "
             "of 300 tokens on average, and this alone takes",
         ),
         (
             ["cluster={link_latency_s=60,slots=1}", "trainer.groups_per_step=4000"],
-            "cluster.link_latency_s = 60.0 is not allowed: such that a step takes 14 days at most: it has 16,000",
+            "cluster.link_latency_s = 60.0 is not valid: it must be "
+            "such that a step takes 14 days at most: it has 16,000",
         ),
-        (["cluster.cost.prefill_token_s=1e4"], "cluster.cost.prefill_token_s = 10000.0 is not allowed: such that"),
+        (["cluster.cost.prefill_token_s=1e4"], "cluster.cost.prefill_token_s = 10000.0 is not valid: it must be "
+            "such that"),
         (
             ["workload.turns={most=20,environment_mean_s=1e5}"],
-            "workload.turns.environment_mean_s = 100000.0 is not allowed: such that a step takes 14 days at most",
+            "workload.turns.environment_mean_s = 100000.0 is not valid: it must be "
+            "such that a step takes 14 days at most",
         ),
         (
             ["workload.tasks=[{name='a',share=1.0,turns={most=20,environment_mean_s=1e5}}]"],
-            "workload.tasks.0.turns.environment_mean_s = 100000.0 is not allowed: such that a step takes 14 days",
+            "workload.tasks.0.turns.environment_mean_s = 100000.0 is not valid: it must be "
+            "such that a step takes 14 days",
         ),
-        (["period_s=0.01", "trainer.step_s=1e4"], "period_s = 0.01 is not allowed: at least 0.101: of a step"),
-        (["redundant_fraction=0.1"], "redundant_fraction = 0.1 is not allowed: 0, or at least 1/8"),
+        (["period_s=0.01", "trainer.step_s=1e4"], "period_s = 0.01 is not valid: it must be at least 0.101: of a step"),
+        (["redundant_fraction=0.1"], "redundant_fraction = 0.1 is not valid: it must be 0, or at least 1/8"),
     ],
 )  # fmt: skip
 def test_steps_of_weeks_and_periods_without_number_are_refused_before_anything_runs(

@@ -366,7 +366,7 @@ def test_laminars_table_has_all_its_rows() -> None:
 
 @pytest.mark.parametrize("field", ["window", "period_s", "filter_fraction"])
 def test_a_truth_value_is_no_number_of_a_scenario(field: str) -> None:
-    with pytest.raises(InvalidValue, match=f"{field} = True is not allowed: a (whole )?number"):
+    with pytest.raises(InvalidValue, match=f"{field} = True is not valid: it must be a (whole )?number"):
         composed({field: True}, "small")
 
 

@@ -168,7 +168,7 @@ def test_a_line_without_a_prompt_is_refused_where_prompts_are_asked_for(
     file.write_text('{"output_length": 5, "input_length": 9}\n' + json.dumps({"output_length": 5, **second}))
     with pytest.raises(InvalidValue) as refused:
         WorkloadStream(traced(str(file)), 0, 1)
-    assert str(refused.value).startswith(f"{file}:2: input_length = {value} is not allowed: a whole number")
+    assert str(refused.value).startswith(f"{file}:2: input_length = {value} is not valid: it must be a whole number")
     if value in ("None", "0", "1073741825") and second != {"input_length": None}:
         assert "1 to 1073741824, as workload.prompt_lengths is trace" in str(refused.value)
         assert load_trace(file).output_tokens.tolist() == [5, 5], "as ever where they are not"
@@ -177,14 +177,14 @@ def test_a_line_without_a_prompt_is_refused_where_prompts_are_asked_for(
 @pytest.mark.parametrize(
     ("workload", "message"),
     [
-        ({}, "workload.prompt_lengths = 'trace' is not allowed: lognormal: lengths.kind is lognormal"),
+        ({}, "workload.prompt_lengths = 'trace' is not valid: it must be lognormal: lengths.kind is lognormal"),
         ({"lengths": {"kind": "histogram", "file": "x"}}, "lengths.kind is histogram, and only a trace has prompts"),
         (
             {
                 "lengths": {"kind": "trace", "file": "x"},
                 "tasks": [{"name": "a", "share": 1.0, "prompt_tokens": 5}],
             },
-            "workload.tasks.0.prompt_tokens = 5 is not allowed: left out: workload.prompt_lengths is trace",
+            "workload.tasks.0.prompt_tokens = 5 is not valid: it must be left out: workload.prompt_lengths is trace",
         ),
     ],
 )

@@ -224,7 +224,7 @@ def test_the_plan_changes_the_split() -> None:
         (("--preset", "dora65"), "did you mean dora-64? One of dora-64, dora-128, or of the "),
         (("--preset", "zebra"), "one of dora-64, dora-128, laminar-7b-16, laminar-7b-32, or of the "),
         (("--preset", "zebra"), " others that `dora simulate presets` lists"),
-        (("--preset", "small", "--policy", "stale"), "is not allowed: did you mean staleflow? One of sync, one_step"),
+        (("--preset", "small", "--policy", "stale"), "is not valid: did you mean staleflow? One of sync, one_step"),
         (("--preset", "small", "--policy", "sync", "--window", "3"), "by the definition of sync"),
         (("--preset", "small", "--policy", "streamrl", "--window", "3"), "1 to 2, by the definition of streamrl"),
         (("--preset", "small", "--policy", "sync", "--split", "plan"), "colocated"),
@@ -241,7 +241,7 @@ def test_the_plan_changes_the_split() -> None:
         (("--preset", "small", "--set", "workload.turns.most=1000000000"), "a whole number from 1 to 4096"),
         (
             ("--preset", "small", "--set", "workload.turns.most=1024", "--set", "workload.group_size=64"),
-            "workload.turns.most = 1024 is not allowed: at most 512 with workload.group_size = 64",
+            "workload.turns.most = 1024 is not valid: it must be at most 512 with workload.group_size = 64",
         ),
         (("--preset", "small", "--set", f"cluster.slots={10**21}"), "a whole number from 1 to 1048576"),
         (
@@ -252,17 +252,24 @@ def test_the_plan_changes_the_split() -> None:
         (("--preset", "small", "--file", "no-such.toml"), "--file = 'no-such.toml'"),
         (("--preset", "small", "--plot", "run.pdf"), "--plot = 'run.pdf'"),
         (("--preset", "small", "--compare", "--plot", "run.png"), "left out with --compare"),
-        (("--preset", "small", "--compare", "--set", "policy=dora"), "policy = 'dora' is not allowed: left out with"),
-        (("--preset", "small", "sweep", "--seeds", "1"), "--preset = 'small' is not allowed: left out before sweep"),
+        (
+            ("--preset", "small", "--compare", "--set", "policy=dora"),
+            "policy = 'dora' is not valid: it must be left out with",
+        ),
+        (
+            ("--preset", "small", "sweep", "--seeds", "1"),
+            "--preset = 'small' is not valid: it must be left out before sweep",
+        ),
         (
             ("--set", "window=2", "--set", "name=x", "sweep"),
-            "--set = ['window=2', 'name=x'] is not allowed: left out",
+            "--set = ['window=2', 'name=x'] is not valid: it must be left out",
         ),
-        (("--json", "sweep"), "--json = True is not allowed: left out before sweep"),
-        (("--split", "plan", "sweep"), "--split = 'plan' is not allowed: left out before sweep"),
+        (("--json", "sweep"), "--json = True is not valid: it must be left out before sweep"),
+        (("--split", "plan", "sweep"), "--split = 'plan' is not valid: it must be left out before sweep"),
         (
             ("--preset", "small", "--set", "workload.lengths.file=lengths.json"),
-            "workload.lengths.file = 'lengths.json' is not allowed: left out: lengths.kind is lognormal, and only "
+            "workload.lengths.file = 'lengths.json' is not valid: it must be "
+            "left out: lengths.kind is lognormal, and only "
             "histogram and trace read a file",
         ),
         ((*TRACE, "workload.lengths.file=no-such.jsonl"), "no-such.jsonl"),

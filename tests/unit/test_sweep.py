@@ -276,11 +276,11 @@ def test_seeds_are_dealt_out_among_the_policies(monkeypatch: pytest.MonkeyPatch)
         (("--seeds", "1", "--policy", ""), "--policy = ''"),
         (("--seeds", "1", "--faults", "kil"), "did you mean kill"),
         (("--replay", "nonsense"), "a token as"),
-        (("--replay", ""), "--replay = '' is not allowed: a token as"),
-        (("--replay", TOKEN, "--seeds", "1000"), "--seeds = 1000 is not allowed: left out with --replay"),
-        (("--replay", TOKEN, "--first", "0"), "--first = 0 is not allowed: left out with --replay"),
-        (("--faults", "kill", "--replay", TOKEN), "--faults = 'kill' is not allowed: left out with --replay"),
-        (("--replay", TOKEN, "--policy", "nonsense"), "--policy = ['nonsense'] is not allowed: left out with"),
+        (("--replay", ""), "--replay = '' is not valid: it must be a token as"),
+        (("--replay", TOKEN, "--seeds", "1000"), "--seeds = 1000 is not valid: it must be left out with --replay"),
+        (("--replay", TOKEN, "--first", "0"), "--first = 0 is not valid: it must be left out with --replay"),
+        (("--faults", "kill", "--replay", TOKEN), "--faults = 'kill' is not valid: it must be left out with --replay"),
+        (("--replay", TOKEN, "--policy", "nonsense"), "--policy = ['nonsense'] is not valid: it must be left out with"),
     ],
 )
 def test_unknown_names_and_options_without_a_meaning_are_refused(arguments: tuple[str, ...], said: str) -> None:

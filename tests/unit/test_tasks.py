@@ -215,21 +215,27 @@ A, B = {"name": "a", "share": 0.5}, {"name": "b", "share": 0.5}
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        ({"share": 0.4}, "share = 0.4 is not allowed: such that the shares of all 2 are 1 together, not 0.9"),
-        ({"share": 0.0}, "share = 0.0 is not allowed: a number above 0 and at most 1"),
-        ({"share": 1.5}, "share = 1.5 is not allowed: a number above 0 and at most 1"),
-        ({"share": math.nan}, "share = nan is not allowed: a finite number above 0 and at most 1"),
-        ({"share": "half"}, "share = 'half' is not allowed: a number above 0 and at most 1"),
-        ({"name": ""}, "name = '' is not allowed: a text that is not empty"),
-        ({"name": "a"}, "name = 'a' is not allowed: a name that no task before it has"),
-        ({"scael": 2}, "scael = 2 is not allowed: did you mean scale? One of name, share, scale"),
-        ({"scale": 0}, "scale = 0 is not allowed: a number from 1e-06 to 1000000"),
-        ({"sigma": True}, "sigma = True is not allowed: a number from 0 to 20"),
-        ({"prompt_tokens": 2049}, "prompt_tokens = 2049 is not allowed: a whole number from 1 to 2048"),
-        ({"turns": {"most": 0}}, "turns.most = 0 is not allowed: a whole number from 1 to 4096"),
-        ({"turns": {"most": 4000}}, "turns.most = 4000 is not allowed: at most 2048 with workload.group_size = 16"),
-        ({"turns": 3}, "turns = 3 is not allowed: a section with most, environment_mean_s"),
-        ({"file": "x.json"}, "file = 'x.json' is not allowed: left out: lengths.kind is lognormal, and only histogram"),
+        ({"share": 0.4}, "share = 0.4 is not valid: it must be such that the shares of all 2 are 1 together, not 0.9"),
+        ({"share": 0.0}, "share = 0.0 is not valid: it must be a number above 0 and at most 1"),
+        ({"share": 1.5}, "share = 1.5 is not valid: it must be a number above 0 and at most 1"),
+        ({"share": math.nan}, "share = nan is not valid: it must be a finite number above 0 and at most 1"),
+        ({"share": "half"}, "share = 'half' is not valid: it must be a number above 0 and at most 1"),
+        ({"name": ""}, "name = '' is not valid: it must be a text that is not empty"),
+        ({"name": "a"}, "name = 'a' is not valid: it must be a name that no task before it has"),
+        ({"scael": 2}, "scael = 2 is not valid: did you mean scale? One of name, share, scale"),
+        ({"scale": 0}, "scale = 0 is not valid: it must be a number from 1e-06 to 1000000"),
+        ({"sigma": True}, "sigma = True is not valid: it must be a number from 0 to 20"),
+        ({"prompt_tokens": 2049}, "prompt_tokens = 2049 is not valid: it must be a whole number from 1 to 2048"),
+        ({"turns": {"most": 0}}, "turns.most = 0 is not valid: it must be a whole number from 1 to 4096"),
+        (
+            {"turns": {"most": 4000}},
+            "turns.most = 4000 is not valid: it must be at most 2048 with workload.group_size = 16",
+        ),
+        ({"turns": 3}, "turns = 3 is not valid: it must be a section with most, environment_mean_s"),
+        (
+            {"file": "x.json"},
+            "file = 'x.json' is not valid: it must be left out: lengths.kind is lognormal, and only histogram",
+        ),
     ],
 )
 def test_what_no_task_can_have_is_refused_with_field_value_and_what_is_allowed(
@@ -241,23 +247,29 @@ def test_what_no_task_can_have_is_refused_with_field_value_and_what_is_allowed(
 @pytest.mark.parametrize(
     ("workload", "message"),
     [
-        ({"tasks": [A]}, ".0.share = 0.5 is not allowed: such that the shares of all 1 are 1 together, not 0.5"),
-        ({"tasks": [A, {"share": 0.5}]}, ".1.name = nothing is not allowed: a text"),
-        ({"tasks": [A, {"name": "b"}]}, ".1.share = nothing is not allowed: a number above 0"),
-        ({"tasks": [A, 3]}, ".1 = 3 is not allowed: a section with name, share, scale"),
-        ({"tasks": A}, " = {'name': 'a', 'share': 0.5} is not allowed: a list of sections with name, share, scale"),
-        ({"tasks": "maths"}, " = 'maths' is not allowed: a list of sections with name, share, scale"),
+        (
+            {"tasks": [A]},
+            ".0.share = 0.5 is not valid: it must be such that the shares of all 1 are 1 together, not 0.5",
+        ),
+        ({"tasks": [A, {"share": 0.5}]}, ".1.name = nothing is not valid: it must be a text"),
+        ({"tasks": [A, {"name": "b"}]}, ".1.share = nothing is not valid: it must be a number above 0"),
+        ({"tasks": [A, 3]}, ".1 = 3 is not valid: it must be a section with name, share, scale"),
+        (
+            {"tasks": A},
+            " = {'name': 'a', 'share': 0.5} is not valid: it must be a list of sections with name, share, scale",
+        ),
+        ({"tasks": "maths"}, " = 'maths' is not valid: it must be a list of sections with name, share, scale"),
         (
             {"tasks": [{"name": str(index), "share": 1 / 257} for index in range(257)]},
-            " = '257 tasks' is not allowed: at most 256",
+            " = '257 tasks' is not valid: it must be at most 256",
         ),
         (
             {"prompts": 9, "tasks": [{**A, "share": 0.9}, {**B, "share": 0.1}]},
-            ".1.share = 0.1 is not allowed: at least 0.111111: it has one of the 9 workload.prompts, or more",
+            ".1.share = 0.1 is not valid: it must be at least 0.111111: it has one of the 9 workload.prompts, or more",
         ),
         (
             {"lengths": {"kind": "histogram", "file": "x.json"}, "tasks": [A, {**B, "sigma": 1.0}]},
-            ".1.sigma = 1.0 is not allowed: left out: lengths.kind is histogram, and only lognormal has it",
+            ".1.sigma = 1.0 is not valid: it must be left out: lengths.kind is histogram, and only lognormal has it",
         ),
     ],
 )

@@ -109,7 +109,7 @@ def test_the_fewest_accelerators_that_can_train() -> None:
 
 
 def test_a_response_that_no_layout_holds_is_refused_with_the_longest_that_one_does() -> None:
-    with pytest.raises(InvalidValue, match=r"^cap_tokens = 9000000 is not allowed: at most") as refused:
+    with pytest.raises(InvalidValue, match=r"^cap_tokens = 9000000 is not valid: it must be at most") as refused:
         trainers("qwen2.5-7b", cap_tokens=9_000_000)
     most = int(refused.value.allowed.split()[2].rstrip(":").replace(",", ""))
     assert trainers("qwen2.5-7b", cap_tokens=most).least > 0

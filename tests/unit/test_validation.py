@@ -27,26 +27,29 @@ def refusal(model: type[BaseModel], *overrides: str) -> str:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("window=soon", "window = 'soon' is not allowed: a whole number from 1 to 64"),
-        ("window=true", "window = True is not allowed: a whole number from 1 to 64"),
-        ("period_s=0", "period_s = 0 is not allowed: a number from 0.001 to 100000"),
-        ("filter_fraction=1", "filter_fraction = 1 is not allowed: a number from 0 to 0.99"),
-        ("trainer.step_s=nan", "trainer.step_s = nan is not allowed: a finite number from 0 to 100000"),
-        ("workload.lengths.mu=long", "workload.lengths.mu = 'long' is not allowed: a number from -50 to 50"),
+        ("window=soon", "window = 'soon' is not valid: it must be a whole number from 1 to 64"),
+        ("window=true", "window = True is not valid: it must be a whole number from 1 to 64"),
+        ("period_s=0", "period_s = 0 is not valid: it must be a number from 0.001 to 100000"),
+        ("filter_fraction=1", "filter_fraction = 1 is not valid: it must be a number from 0 to 0.99"),
+        ("trainer.step_s=nan", "trainer.step_s = nan is not valid: it must be a finite number from 0 to 100000"),
+        ("workload.lengths.mu=long", "workload.lengths.mu = 'long' is not valid: it must be a number from -50 to 50"),
         (
             "workload.lengths.drift_per_step=1",
-            "workload.lengths.drift_per_step = 1 is not allowed: a number above -0.5",
+            "workload.lengths.drift_per_step = 1 is not valid: it must be a number above -0.5",
         ),
-        ("cluster.weights_bytes=0", "cluster.weights_bytes = 0 is not allowed: a number from 1 to 1e+18"),
-        ("cluster.colocated=maybe", "cluster.colocated = 'maybe' is not allowed: true or false"),
-        ("name=3", "name = 3 is not allowed: a text, in quotes"),
-        ("predictor=orcale", "'orcale' is not allowed: did you mean oracle? One of oracle, statistics, ranker"),
-        ("trainer=3", "trainer = 3 is not allowed: a section with groups_per_step, step_s, micro_batches, streams"),
-        ("trainer.steps=3", "trainer.steps = 3 is not allowed: did you mean step_s? One of groups_per_step, step_s"),
-        ("slots=3", "slots = 3 is not allowed: did you mean cluster.slots? One of name, policy"),
-        ("cost.step_s=3", "cost = {'step_s': 3} is not allowed: did you mean cluster.cost? One of name"),
+        ("cluster.weights_bytes=0", "cluster.weights_bytes = 0 is not valid: it must be a number from 1 to 1e+18"),
+        ("cluster.colocated=maybe", "cluster.colocated = 'maybe' is not valid: it must be true or false"),
+        ("name=3", "name = 3 is not valid: it must be a text, in quotes"),
+        ("predictor=orcale", "'orcale' is not valid: did you mean oracle? One of oracle, statistics, ranker"),
+        (
+            "trainer=3",
+            "trainer = 3 is not valid: it must be a section with groups_per_step, step_s, micro_batches, streams",
+        ),
+        ("trainer.steps=3", "trainer.steps = 3 is not valid: did you mean step_s? One of groups_per_step, step_s"),
+        ("slots=3", "slots = 3 is not valid: did you mean cluster.slots? One of name, policy"),
+        ("cost.step_s=3", "cost = {'step_s': 3} is not valid: did you mean cluster.cost? One of name"),
         ("step_s=3", "did you mean cluster.cost.step_s or trainer.step_s? One of name"),
-        ("zebra=3", "zebra = 3 is not allowed: one of name, policy"),
+        ("zebra=3", "zebra = 3 is not valid: it must be one of name, policy"),
     ],
 )
 def test_a_scenario_says_what_is_allowed(override: str, message: str) -> None:
@@ -56,13 +59,16 @@ def test_a_scenario_says_what_is_allowed(override: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rollout.seed=-1", "rollout.seed = -1 is not allowed: a whole number from 0 to 9223372036854775807"),
-        ("model=", "model = '' is not allowed: a text that is not empty"),
-        ("service.listen=nowhere", "service.listen = 'nowhere' is not allowed: host:port"),
-        ("reward.function=abc", "reward.function = 'abc' is not allowed: module:function; empty:"),
-        ("balance.cost=3", "balance.cost = 3 is not allowed: a section with kv_token_s, weights_s"),
-        ("balance.cost.kv_token_s=0", "balance.cost.weights_s = nothing is not allowed: a number of at least 0"),
-        ("balance.cost.kv_tokens=0", "balance.cost.kv_tokens = 0 is not allowed: did you mean kv_token_s? One of"),
+        ("rollout.seed=-1", "rollout.seed = -1 is not valid: it must be a whole number from 0 to 9223372036854775807"),
+        ("model=", "model = '' is not valid: it must be a text that is not empty"),
+        ("service.listen=nowhere", "service.listen = 'nowhere' is not valid: it must be host:port"),
+        ("reward.function=abc", "reward.function = 'abc' is not valid: it must be module:function; empty:"),
+        ("balance.cost=3", "balance.cost = 3 is not valid: it must be a section with kv_token_s, weights_s"),
+        (
+            "balance.cost.kv_token_s=0",
+            "balance.cost.weights_s = nothing is not valid: it must be a number of at least 0",
+        ),
+        ("balance.cost.kv_tokens=0", "balance.cost.kv_tokens = 0 is not valid: did you mean kv_token_s? One of"),
     ],
 )
 def test_a_service_says_what_is_allowed(override: str, message: str) -> None:
@@ -70,19 +76,27 @@ def test_a_service_says_what_is_allowed(override: str, message: str) -> None:
 
 
 def test_a_field_is_named_with_the_section_that_it_stands_in() -> None:
-    with pytest.raises(InvalidValue, match=r"^cluster\.cost\.step_s = -1 is not allowed: a number from 0 to 10000$"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"^cluster\.cost\.step_s = -1 is not valid: it must be "
+        r"a number from 0 to 10000$",
+    ):
         validated_as(Coefficients, {"step_s": -1}, section="cluster.cost")
 
 
 def test_what_is_no_mapping_at_all_is_refused_too() -> None:
-    with pytest.raises(InvalidValue, match=r"^configuration = \[1\] is not allowed: a section with model, prompts"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"^configuration = \[1\] is not valid: it must be "
+        r"a section with model, prompts",
+    ):
         validated([1])  # type: ignore[arg-type]
 
 
 def test_a_long_value_is_shown_by_its_beginning() -> None:
     digits = "1" * 5000
-    assert "111... (5,002 characters) is not allowed" in refusal(Scenario, f"window={digits}")
-    assert "window = (a number of too many digits) is not allowed" in refusal(Scenario, "window=0x" + "f" * 5000)
+    assert "111... (5,002 characters) is not valid" in refusal(Scenario, f"window={digits}")
+    assert "window = (a number of too many digits) is not valid" in refusal(Scenario, "window=0x" + "f" * 5000)
 
 
 def places(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, one_of
 from dora.orchestrator.core import events as on
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import status
@@ -47,7 +47,7 @@ class OperatorService(stubs.OperatorServicer):
 
     async def ListTrajectories(self, request: pb.TrajectoriesRequest, context: ServicerContext) -> pb.TrajectoriesReply:
         if request.state and request.state not in status.STATES:
-            raise InvalidValue("state", request.state, ", ".join(status.STATES))
+            raise InvalidValue("state", request.state, one_of(request.state, status.STATES))
         return status.trajectories(self._runtime, request.state, request.limit)
 
     async def Migrate(self, request: pb.MigrateRequest, context: ServicerContext) -> pb.OperatorReply:

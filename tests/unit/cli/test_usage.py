@@ -174,8 +174,8 @@ def test_short_options_override_set_and_set_overrides_the_file(tmp_path: Path) -
 def test_numbers_are_no_truth_values_and_lengths_leave_room_for_a_prompt() -> None:
     """Python would take ``true`` for 1."""
     for setting, message in (
-        ("window.size=true", "window.size = True is not allowed: a whole number"),
-        ("balance.period_s=false", "balance.period_s = False is not allowed: a number"),
+        ("window.size=true", "window.size = True is not valid: it must be a whole number"),
+        ("balance.period_s=false", "balance.period_s = False is not valid: it must be a number"),
         ("rollout.max_tokens=2048", "rollout.max_tokens = 2048 .*below workers.max_model_len_tokens 2048"),
         ("balance.cost={kv_token_s=0,weights_s=0,request_s=0,step_s=0}", "balance.cost.step_s = 0.0 .*above 0"),
         ("window.groups_per_step=2000000", "window.groups_per_step = 2000000"),
@@ -200,7 +200,7 @@ def test_a_file_that_is_no_toml_is_named_in_one_line(
     file.write_bytes(content)
     refused = dora(*arguments, option, str(file))
     assert (refused.exit_code, refused.stdout) == (ExitCode.USAGE, "")
-    assert refused.stderr.startswith(f"dora: {option} = '{file}' is not allowed: ") and words in refused.stderr
+    assert refused.stderr.startswith(f"dora: {option} = '{file}' is not valid: it must be ") and words in refused.stderr
     assert refused.stderr.count("\n") == 1
 
 
