@@ -20,7 +20,7 @@ from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.snapshot import Snapshot
 from dora.sim import extent
 from dora.sim.extent import check_extent, limit_s
-from dora.sim.presets import composed, names, scenario_for
+from dora.sim.presets import NAMES, composed, scenario_for
 from dora.sim.run import BrokenRun, check_cluster, expected_bound_s, policy_names, simulate
 from dora.sim.scenario import Scenario
 
@@ -115,7 +115,7 @@ def test_the_period_that_is_named_is_enough() -> None:
 
 def test_no_step_of_a_preset_is_near_its_limit() -> None:
     """It is a hundred times what bound and training take together, and more."""
-    for name in names():
+    for name in NAMES:
         for policy in ("sync", "laxity"):
             scenario = scenario_for(name, policy)
             check_extent(scenario)

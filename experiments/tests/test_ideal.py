@@ -1,9 +1,9 @@
-"""perf/ideal.py: steps without friction, under the core's window."""
+"""experiments/ideal.py: steps without friction, under the core's window."""
 
 import pytest
 
 from dora.sim.presets import preset
-from perf.ideal import LENGTHS, Ideal, measure
+from experiments.ideal import LENGTHS, Ideal, measure
 
 SMALL = preset("small")
 

@@ -1,6 +1,6 @@
 """How short could steps be if moves, loads and preemption cost nothing? A yardstick for strategies.
 
-    python perf/ideal.py [--preset dora-128] [--window 3] [--steps 40] [--seed 0] [--overcommit 0.5] [--json]
+    python -m experiments.ideal [--preset dora-128] [--window 3] [--steps 40] [--seed 0] [--overcommit 0.5] [--json]
 
 What stays: the cost model, KV and slots, DP groups that come whole and host one version each, the core's own window,
 the trainer, and chance, as each seed draws other lengths. What goes: requests move at once and for nothing, so that

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from dora.sim import papers
-from dora.sim.experiments.base import SANDBOX, VERL_SLOTS, Experiment, Placement, lognormal
 from dora.sim.scenario import Workload
+from experiments import papers
+from experiments.base import SANDBOX, VERL_SLOTS, Experiment, Placement, lognormal
 
 # verl measured the training times; engines on 4 GPUs are its published scripts'. Lengths are not given and changed as
 # it trained, differently at each scale: mean and spread are those with which sync generates for as long as it did

@@ -1,6 +1,14 @@
-"""Presets: every row of the papers' tables as a :class:`~dora.sim.scenario.Scenario`, by name."""
+"""Presets: scenarios by name, each a TOML file beside this module.
 
+A file has the fields of a :class:`~dora.sim.scenario.Scenario`, and under ``[policy.NAME]`` those that differ where
+that strategy runs: each may have a split of its own, and where training and rollout take turns they share all
+accelerators.
+"""
+
+import tomllib
 from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
 from typing import Any, Final
 
 from dora.config import DEFAULT_POLICY, merged
@@ -10,21 +18,16 @@ from dora.planning.allocation import TrainingTime, allocate
 from dora.planning.generation import EngineOption, Generation, generation, ways_to_generate
 from dora.planning.workload import StepWorkload
 from dora.sim.effect import check_effect
-from dora.sim.experiments import EXPERIMENTS
 from dora.sim.scenario import Scenario
 from dora.sim.tasks import mixed_tokens, shapes_of
 from dora.sim.workload import moments
 from dora.validation import validated_as
 
+NAMES: Final = ("dora-64", "dora-128", "longcat-4096", "fleet-1024", "small")
 LISTED_BY: Final = "dora simulate presets"  # the command
-OWN_PERIODS_S: Final = {"laminar": 5.0}  # its repack is checked so often (paper 001, section 5.1)
+OWN_PERIODS_S: Final = {"laminar": 5.0}  # its repack is checked so often ("Laminar", section 5.1)
 # These train a step only when all of it is there; so does whatever shares its accelerators with the trainer.
 WHOLE_BATCH: Final = frozenset({"sync", "one_step"})
-
-
-def names() -> list[str]:
-    """All presets, in the order of the papers."""
-    return list(EXPERIMENTS)
 
 
 def preset(name: str) -> Scenario:
@@ -33,41 +36,31 @@ def preset(name: str) -> Scenario:
 
 
 def scenario_for(name: str, policy: str, window: int | None = None) -> Scenario:
-    """The preset with that policy's split, colocation and engine size, as the paper ran it.
+    """The preset with the split, the colocation and the period that are ``policy``'s own.
 
     ``window``: instead of the preset's; only for policies that have a choice. Raises InvalidValue for an unknown
     preset and for a window that the policy cannot have.
     """
-    experiment = EXPERIMENTS.get(name)
-    if experiment is None:
-        raise InvalidValue("--preset", name, one_of(name, EXPERIMENTS, listed_by=LISTED_BY))
-    placement = experiment.placement(policy)
-    return validated_as(
-        Scenario,
-        {
-            "name": name,
-            "policy": policy,
-            "window": window_of(policy, placement.window or experiment.window, window),
-            "period_s": OWN_PERIODS_S.get(policy, experiment.period_s),
-            "cluster": {
-                "gpus": experiment.gpus,
-                "rollout_gpus": placement.rollout_gpus,
-                "gpus_per_engine": placement.engine_gpus,
-                "colocated": placement.colocated,
-                "slots": experiment.slots,
-                **experiment.engine(placement.engine_gpus),
-            },
-            "trainer": {
-                "groups_per_step": experiment.groups_per_step,
-                "step_s": placement.training_s,
-                "micro_batches": experiment.micro_batches,
-                "streams": policy not in WHOLE_BATCH and not placement.colocated,
-                "publish_s": placement.publish_s,
-            },
-            "workload": experiment.workload,
-            "in_flight_groups": placement.in_flight_groups,
-        },
-    )
+    if name not in NAMES:
+        raise InvalidValue("--preset", name, one_of(name, NAMES, listed_by=LISTED_BY))
+    return adapted(_file(name), name, policy, window)
+
+
+def adapted(tree: Mapping[str, Any], name: str, policy: str, window: int | None = None) -> Scenario:
+    """The scenario of a preset's ``tree`` under ``policy``; see ``scenario_for``."""
+    over = tree.get("policy", {}).get(policy, {})
+    whole = merged({key: value for key, value in tree.items() if key != "policy"}, over)
+    colocated = whole.get("cluster", {}).get("colocated", False)
+    default = whole.get("window", Scenario.model_fields["window"].default)
+    streams = {"trainer": {"streams": policy not in WHOLE_BATCH and not colocated}}
+    own = {"name": name, "policy": policy, "window": window_of(policy, default, window)}
+    period = {"period_s": OWN_PERIODS_S[policy]} if policy in OWN_PERIODS_S else {}
+    return validated_as(Scenario, merged(whole, streams) | own | period)
+
+
+@cache
+def _file(name: str) -> dict[str, Any]:
+    return tomllib.loads((files(__name__) / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def window_of(policy: str, default: int, asked: int | None = None) -> int:

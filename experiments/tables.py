@@ -1,6 +1,6 @@
-"""The papers' tables as settings to be simulated, each with what is claimed of it; perf/papers.py runs them.
+"""The papers' tables as settings to be simulated, each with what is claimed of it; python -m experiments runs them.
 
-The scenarios are the presets (dora/sim/experiments; StaleFlow's with splits of their own). Splits, engine sizes and
+The scenarios are the presets of experiments/presets.py, StaleFlow's with splits of their own. Splits, engine sizes and
 windows are each system's, and training time follows from the split; nothing else differs between the systems of one
 setting.
 """
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dora.sim import papers
-from dora.sim.presets import names, scenario_for
 from dora.sim.scenario import Scenario
+from experiments import papers
+from experiments.presets import NAMES, scenario_for
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ def longcat() -> Iterator[Setting]:
 
 
 def laminar() -> Iterator[Setting]:
-    return _laminar_settings([name for name in names() if name.startswith("laminar-") and not name.endswith("-tools")])
+    return _laminar_settings([name for name in NAMES if name.startswith("laminar-") and not name.endswith("-tools")])
 
 
 def tools() -> Iterator[Setting]:
-    return _laminar_settings([name for name in names() if name.startswith("laminar-") and name.endswith("-tools")])
+    return _laminar_settings([name for name in NAMES if name.startswith("laminar-") and name.endswith("-tools")])
 
 
 def _laminar_settings(chosen: Sequence[str]) -> Iterator[Setting]:
@@ -119,7 +119,7 @@ def streamrl() -> Iterator[Setting]:
 
     The other models and lengths are compared in a figure: no number is stated of one of them.
     """
-    for name in (name for name in names() if name.startswith("streamrl-")):
+    for name in (name for name in NAMES if name.startswith("streamrl-")):
         colocated = scenario_for(name, "sync")
         systems = {
             "colocated": colocated,

@@ -1,9 +1,12 @@
 """The papers' tables from the simulator: what it measures beside what a paper states, and how far apart they are.
 
-    python perf/papers.py --table dora|longcat|laminar|tools|staleflow|streamrl|verl [--steps 6] [--only PRESET]
+    python -m experiments tables dora|longcat|laminar|tools|staleflow|streamrl|verl|all [--steps 6] [--only NAME]
+    python -m experiments tables all --short
+    python -m experiments scenario laminar-7b-64 [--policy laminar] [--window 5] > row.toml
 
-Every run stands on a line of its own as soon as it has ended, then what is claimed of its setting, at the end the means
-over settings: arithmetic, as the papers' "on average", with the geometric one beside it.
+Every run of a table is a line of its own as soon as it has ended; what is claimed of its setting follows, and at the
+end the means over settings: arithmetic, as the papers' "on average", with the geometric one beside it. A scenario is a
+file for ``dora simulate --file``.
 """
 
 import argparse
@@ -15,10 +18,13 @@ from math import inf
 from statistics import fmean, geometric_mean
 from typing import Final
 
-from paper_tables import TABLES, Means, Setting
+import tomli_w
 
+from dora.config import DEFAULT_POLICY
 from dora.sim.report import Report
 from dora.sim.run import simulate
+from experiments.presets import NAMES, file_of, scenario_for
+from experiments.tables import TABLES, Means, Setting
 
 LARGE_GPUS: Final = 256  # from here on --large-steps after --large-warmup
 
@@ -113,28 +119,49 @@ def _tell(place: str) -> Callable[[float], None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", required=True, choices=TABLES)
-    parser.add_argument("--only", metavar="PRESET", action="append", help="these settings alone; may be repeated")
-    parser.add_argument("--system", action="append", help="these systems alone; may be repeated")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--large-steps", type=int, default=3, help=f"from {LARGE_GPUS} GPUs on")
-    parser.add_argument("--large-warmup", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="one object a line: runs, then comparisons")
+    commands = parser.add_subparsers(required=True)
+    tables = commands.add_parser("tables")
+    tables.set_defaults(run=print_tables)
+    tables.add_argument("table", choices=[*TABLES, "all"])
+    tables.add_argument("--only", metavar="NAME", action="append", help="these settings alone; may be repeated")
+    tables.add_argument("--system", action="append", help="these systems alone; may be repeated")
+    tables.add_argument("--short", action="store_true", help="of each table the smallest setting, one step after one")
+    tables.add_argument("--steps", type=int, default=6)
+    tables.add_argument("--warmup", type=int, default=3)
+    tables.add_argument("--large-steps", type=int, default=3, help=f"from {LARGE_GPUS} GPUs on")
+    tables.add_argument("--large-warmup", type=int, default=2)
+    tables.add_argument("--seed", type=int, default=0)
+    tables.add_argument("--json", action="store_true", help="one object a line: runs, then comparisons")
+    scenario = commands.add_parser("scenario")
+    scenario.set_defaults(run=print_scenario)
+    scenario.add_argument("name", choices=NAMES, metavar="NAME")
+    scenario.add_argument("--policy", default=DEFAULT_POLICY)
+    scenario.add_argument("--window", type=int)
     options = parser.parse_args()
-    make, stated = TABLES[options.table]
+    options.run(options)
+
+
+def print_scenario(options: argparse.Namespace) -> None:
+    print(tomli_w.dumps(file_of(scenario_for(options.name, options.policy, options.window))))
+
+
+def print_tables(options: argparse.Namespace) -> None:
+    for name in TABLES if options.table == "all" else (options.table,):
+        print_table(name, options)
+
+
+def print_table(name: str, options: argparse.Namespace) -> None:
+    make, stated = TABLES[name]
     settings = [setting for setting in make() if not options.only or setting.preset in options.only]
-    if not settings:
-        parser.error(f"--only {', '.join(options.only)}: one of {', '.join(each.preset for each in make())}")
+    if options.short:
+        settings = sorted(settings, key=_gpus)[:1]
     comparisons: list[Comparison] = []
     for setting in settings:
         reports: dict[str, Report] = {}
         for system, scenario in setting.systems.items():
             if options.system and system not in options.system:
                 continue
-            large = scenario.cluster.gpus >= LARGE_GPUS
-            steps, warmup = (options.large_steps, options.large_warmup) if large else (options.steps, options.warmup)
+            steps, warmup = _length(scenario.cluster.gpus, options)
             place = _tell(f"{setting.preset}, {system}")
             report = simulate(scenario, steps=steps, warmup=warmup, seed=options.seed, progress=place)
             reports[system] = report
@@ -143,7 +170,19 @@ def main() -> None:
         found = list(compared(setting, reports))
         comparisons += found
         _show(found, options.json)
-    _show(list(mean_comparisons(comparisons, stated)), options.json)
+    if not options.short:
+        _show(list(mean_comparisons(comparisons, stated)), options.json)
+
+
+def _gpus(setting: Setting) -> int:
+    return max(scenario.cluster.gpus for scenario in setting.systems.values())
+
+
+def _length(gpus: int, options: argparse.Namespace) -> tuple[int, int]:
+    """Steps measured, and steps before them."""
+    if options.short:
+        return 1, 1
+    return (options.large_steps, options.large_warmup) if gpus >= LARGE_GPUS else (options.steps, options.warmup)
 
 
 def _show(comparisons: Sequence[Comparison], as_json: bool) -> None:

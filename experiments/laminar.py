@@ -9,8 +9,9 @@ from dora.planning.hardware import find_hardware
 from dora.planning.models import find_model
 from dora.planning.training import over_even
 from dora.planning.workload import lognormal_of_mean, step_workload
-from dora.sim import papers
-from dora.sim.experiments.base import (
+from dora.sim.scenario import Workload
+from experiments import papers
+from experiments.base import (
     PROMPT_TOKENS,
     SANDBOX,
     VERL_SLOTS,
@@ -20,7 +21,6 @@ from dora.sim.experiments.base import (
     flop_training_s,
     lognormal,
 )
-from dora.sim.scenario import Workload
 
 # Splits and engine sizes are table 2 and appendix A.3. Lengths are shown in a figure only: assumed are DORA's mean of
 # 2.4K (the same prompts, DAPO-Math-17k) and the stated cap. Laminar itself enforces no bound (section 8.1: "inherent

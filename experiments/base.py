@@ -46,29 +46,49 @@ class Placement:
 class Experiment:
     """One row of a paper. ``systems``: placements by policy; ``others``: of every policy that the paper does not run.
 
-    An empty ``model`` is the cluster's default engine, Qwen2.5-32B on four H800.
+    ``cluster`` replaces fields that model and accelerators imply.
     """
 
     gpus: int
     others: Placement
     workload: Workload
+    model: str
+    hardware: str
     systems: Mapping[str, Placement] = field(default_factory=dict)
-    model: str = ""
-    hardware: str = ""
-    cluster: Mapping[str, Any] = field(default_factory=dict)  # replaces fields that model and hardware imply
+    cluster: Mapping[str, Any] = field(default_factory=dict)
     groups_per_step: int = 512
     window: int = 3
     slots: int = 256
     micro_batches: int = 16
-    period_s: float = 30.0  # between periodic re-balancings, of policies without a period of their own
 
     def placement(self, policy: str) -> Placement:
         return self.systems.get(policy, self.others)
 
+    def tree(self, policy: str) -> dict[str, Any]:
+        """Fields of the scenario under ``policy``."""
+        placement = self.placement(policy)
+        return {
+            "window": placement.window or self.window,
+            "cluster": {
+                "gpus": self.gpus,
+                "rollout_gpus": placement.rollout_gpus,
+                "gpus_per_engine": placement.engine_gpus,
+                "colocated": placement.colocated,
+                "slots": self.slots,
+                **self.engine(placement.engine_gpus),
+            },
+            "trainer": {
+                "groups_per_step": self.groups_per_step,
+                "step_s": placement.training_s,
+                "micro_batches": self.micro_batches,
+                "publish_s": placement.publish_s,
+            },
+            "workload": self.workload.model_dump(),
+            "in_flight_groups": placement.in_flight_groups,
+        }
+
     def engine(self, gpus: int) -> dict[str, Any]:
         """Fields of a cluster for one engine on ``gpus`` accelerators."""
-        if not self.model:
-            return dict(self.cluster)
         model, hardware = find_model(self.model), find_hardware(self.hardware)
         implied = {
             "kv_tokens": kv_tokens(model, hardware, gpus),

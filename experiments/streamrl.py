@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from dora.sim import papers
-from dora.sim.experiments.base import PPO_PASSES, PROMPT_TOKENS, Experiment, Placement, flop_training_s, lognormal
 from dora.sim.scenario import Workload
+from experiments import papers
+from experiments.base import PPO_PASSES, PROMPT_TOKENS, Experiment, Placement, flop_training_s, lognormal
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Final
 
-from dora.sim import papers
-from dora.sim.experiments.base import (
+from dora.sim.scenario import Workload
+from experiments import papers
+from experiments.base import (
     GRPO_PASSES,
     PROMPT_TOKENS,
     UPDATE_PASSES,
@@ -13,7 +14,6 @@ from dora.sim.experiments.base import (
     flop_training_s,
     lognormal,
 )
-from dora.sim.scenario import Workload
 
 # StaleFlow "tunes the ratio to optimal values" and states neither it nor the mean length. With a mean of 12.7K at a cap
 # of 40K and 21:107 both stages take 409 s at least; table 3 states 413 s of decoding in a step of 460. The same
