@@ -1,4 +1,4 @@
-"""What a person sees of all policies of a preset, side by side, the paper's numbers under them."""
+"""What a person sees of all policies of a preset, side by side."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,6 @@ from rich.text import Text
 from dora.cli.simulation_tables import NONE, division, number, over_bound, percent, ratio, staleness, step_time
 from dora.cli.stationarity import stationarity
 from dora.orchestrator.core.policies import is_live
-from dora.sim.paper_results import PaperResult, paper_result
 from dora.sim.report import Report
 from dora.sim.scenario import Scenario
 from dora.sim.units import StepUnit, step_unit
@@ -42,7 +41,6 @@ class Compared:
     colocated: bool
     speedup: float | None  # tokens a second over those of sync
     rollout_speedup: float | None  # time in which the trainer only waits: that of sync over this one's
-    paper: PaperResult | None
 
 
 def comparison(reports: Sequence[Report], scenarios: Sequence[Scenario]) -> list[Compared]:
@@ -58,14 +56,13 @@ def comparison(reports: Sequence[Report], scenarios: Sequence[Scenario]) -> list
             divided.colocated,
             None if sync is None else ratio(report.tokens_per_s, sync.tokens_per_s),
             None if sync is None else ratio(_rollout_min(sync), _rollout_min(report)),
-            paper_result(report.preset, report.policy, report.window),
         )
         rows.append(row)
     return rows
 
 
 def comparison_table(rows: Sequence[Compared]) -> Group:
-    """All policies of one preset, the shortest step bold; the paper's values in the same columns under ours, dim."""
+    """All policies of one preset, the shortest step bold."""
     first = rows[0].report
     unit = step_unit(row.report.step_time_min for row in rows)
     fastest = min(row.report.step_time_min for row in rows)
@@ -75,14 +72,11 @@ def comparison_table(rows: Sequence[Compared]) -> Group:
         table.add_column(heading, justify="right" if place else "left", no_wrap=True, vertical="bottom")
     for row in rows:
         table.add_row(*_simulated(row, unit), style="bold" if row.report.step_time_min == fastest else "")
-        stated = _stated(row.paper, unit)
-        if any(stated):
-            table.add_row("  paper", *stated, style="dim")
     title = f"{first.preset}: {first.steps} steps, seed {first.seed}, {first.predictor} lengths"
-    notes = [fill(line, WIDTH, subsequent_indent="  ") for line in (LEGEND, *_notes(rows))]
+    legend = fill(LEGEND, WIDTH, subsequent_indent="  ")
     doubts = fill(stationarity([row.report for row in rows]), WIDTH, subsequent_indent="  ")
     doubt = [Text(f"\n{doubts}", "yellow")] if doubts else []
-    return Group(Text(title, "bold"), table, *doubt, Text("\n" + "\n".join(notes), "dim"))
+    return Group(Text(title, "bold"), table, *doubt, Text(f"\n{legend}", "dim"))
 
 
 def _simulated(row: Compared, unit: StepUnit) -> list[str | Text]:
@@ -103,29 +97,6 @@ def _simulated(row: Compared, unit: StepUnit) -> list[str | Text]:
         staleness(report, 1),
         Text(str(broken), "bold red" if broken else ""),
     ]
-
-
-def _stated(paper: PaperResult | None, unit: StepUnit) -> list[str]:
-    """What the paper says, under the columns from the window on; nothing where it is silent."""
-    if paper is None:
-        return []
-    said = [
-        step_time(paper.step_time_min, unit),
-        "",
-        "",
-        number(paper.tokens_per_s, 0),
-        number(paper.speedup, 2),
-        percent(paper.rollout_only_fraction),
-        number(paper.rollout_speedup, 1),
-    ]
-    return ["", "", *("" if each == NONE else each for each in said)]
-
-
-def _notes(rows: Sequence[Compared]) -> list[str]:
-    """The sources, then what must be known of single cells."""
-    papers = [(row.report.policy, row.paper) for row in rows if row.paper is not None]
-    notes = [f"paper: {source}" for source in dict.fromkeys(paper.source for _, paper in papers)]
-    return notes + [f"{policy}: {paper.note}" for policy, paper in papers if paper.note]
 
 
 def _rollout_min(report: Report) -> float:

@@ -30,11 +30,11 @@ class PresetRow:
 
 
 def presets(as_json: JsonOption = False) -> None:
-    """List what --preset takes, in the order of the papers, each as the default strategy runs it."""
+    """List what --preset takes, each as the default strategy runs it."""
     from dora.config import DEFAULT_POLICY
-    from dora.sim.presets import names, scenario_for
+    from dora.sim.presets import NAMES, scenario_for
 
-    rows = [_row(scenario_for(name, DEFAULT_POLICY)) for name in names()]
+    rows = [_row(scenario_for(name, DEFAULT_POLICY)) for name in NAMES]
     if as_json:
         print_json([asdict(row) for row in rows])
     else:

@@ -29,9 +29,7 @@ class SplitChoice(StrEnum):
     PLAN = "plan"
 
 
-Preset = Annotated[
-    str, typer.Option(help="A row of a paper's table, such as dora-64, or small: see `dora simulate presets`.")
-]
+Preset = Annotated[str, typer.Option(help="Such as dora-64, or small: see `dora simulate presets`.")]
 Policy = Annotated[str, typer.Option(help=f"By default the scenario's; {DEFAULT_POLICY} in presets.")]
 Window = Annotated[int | None, typer.Option(help="Policy versions that may be live.")]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps that are measured.")]
@@ -43,7 +41,7 @@ Settings = Annotated[
 ]
 File = Annotated[Path | None, typer.Option(help="A scenario (TOML), over the preset if one is named.")]
 Split = Annotated[SplitChoice, typer.Option(help="plan: train:rollout as `dora plan` picks it.")]
-Compare = Annotated[bool, typer.Option("--compare", help="All policies, beside the paper's numbers.")]
+Compare = Annotated[bool, typer.Option("--compare", help="All policies, side by side.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Timeline of the run: .png, .svg or .html.")]
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of one simulated run, beside the paper's numbers; and how times and shares are written."""
+"""What a person sees of one simulated run; and how times and shares are written."""
 
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -10,7 +10,6 @@ from rich.text import Text
 
 from dora.cli.stationarity import stationarity
 from dora.cli.tables import duration
-from dora.sim.paper_results import PaperResult, paper_result
 from dora.sim.report import Report
 from dora.sim.scenario import Scenario
 from dora.sim.units import StepUnit, step_unit
@@ -30,9 +29,8 @@ class Division:
 
 
 def report_tree(report: Report, scenario: Scenario) -> dict[str, Any]:
-    """One run with its split and the paper's numbers beside it, null where there are none; as a tree."""
-    paper = paper_result(report.preset, report.policy, report.window)
-    return asdict(report) | asdict(division(scenario)) | {"paper": None if paper is None else asdict(paper)}
+    """One run with its split, as a tree."""
+    return asdict(report) | asdict(division(scenario))
 
 
 def division(scenario: Scenario) -> Division:
@@ -43,59 +41,53 @@ def division(scenario: Scenario) -> Division:
 
 
 def report_table(report: Report, scenario: Scenario) -> Group:
-    """One run, beside the paper's numbers where there are some."""
-    paper = paper_result(report.preset, report.policy, report.window)
+    """One run."""
     table = Table()
     table.add_column("")
     table.add_column("simulated", justify="right")
-    if paper is not None:
-        table.add_column("paper", justify="right", style="dim")
-    for name, value, stated in _report_rows(report, paper):
-        table.add_row(name, value, stated) if paper is not None else table.add_row(name, value)
+    for name, value in _report_rows(report):
+        table.add_row(name, value)
     title = (
         f"{report.preset}, {report.policy}, window {report.window}: {report.steps} steps, seed {report.seed}, "
         f"{report.predictor} lengths, {_split(scenario)}"
     )
-    source = "" if paper is None else f"paper: {paper.source}" + (f"; {paper.note}" if paper.note else "")
     doubts = stationarity([report])
-    notes = [*([Text(doubts, "yellow")] if doubts else ()), *([Text(source, "dim")] if source else ())]
-    return Group(Text(title, "bold"), table, *notes)
+    return Group(Text(title, "bold"), table, *([Text(doubts, "yellow")] if doubts else ()))
 
 
-def _report_rows(report: Report, paper: PaperResult | None) -> list[tuple[str, str | Text, str]]:
-    stated, unit = paper or PaperResult(""), step_unit([report.step_time_min])
+def _report_rows(report: Report) -> list[tuple[str, str | Text]]:
+    unit = step_unit([report.step_time_min])
     broken = report.violations + report.lost + report.duplicated
     selected, to_add = report.filter_fraction or report.redundant_fraction, report.dp_groups_to_add
     wasted = [
-        ("groups filtered, dropped as redundant", f"{report.groups_filtered:,}, {report.groups_dropped:,}", ""),
-        ("  tokens wasted on them", percent(report.tokens_wasted_fraction, 1), ""),
+        ("groups filtered, dropped as redundant", f"{report.groups_filtered:,}, {report.groups_dropped:,}"),
+        ("  tokens wasted on them", percent(report.tokens_wasted_fraction, 1)),
     ]
     return [
-        (f"{unit.word} a step", step_time(report.step_time_min, unit), step_time(stated.step_time_min, unit)),
-        ("  bubble-free bound", step_time(report.bound_min, unit), ""),
-        ("  over the bound", percent(over_bound(report)), ""),
-        ("  bound of the batches consumed", step_time(report.bound_consumed_min, unit), ""),
-        ("  work done over consumed", number(report.work_done_over_consumed, 3), ""),
-        ("trainer waits (rollout only)", percent(report.rollout_only_fraction), percent(stated.rollout_only_fraction)),
-        ("  DP groups to add for it", "-" if to_add is None else f"{to_add:,} more", ""),
-        ("tokens/s", number(report.tokens_per_s, 0), number(stated.tokens_per_s, 0)),
-        ("staleness mean, max", staleness(report, 2), ""),
-        ("KV in use", percent(report.kv_utilisation), ""),
-        ("moves with KV, by re-prefill", f"{report.migrations_kv:,}, {report.migrations_reprefill:,}", ""),
-        ("preemptions", f"{report.preemptions:,}", ""),
+        (f"{unit.word} a step", step_time(report.step_time_min, unit)),
+        ("  bubble-free bound", step_time(report.bound_min, unit)),
+        ("  over the bound", percent(over_bound(report))),
+        ("  bound of the batches consumed", step_time(report.bound_consumed_min, unit)),
+        ("  work done over consumed", number(report.work_done_over_consumed, 3)),
+        ("trainer waits (rollout only)", percent(report.rollout_only_fraction)),
+        ("  DP groups to add for it", "-" if to_add is None else f"{to_add:,} more"),
+        ("tokens/s", number(report.tokens_per_s, 0)),
+        ("staleness mean, max", staleness(report, 2)),
+        ("KV in use", percent(report.kv_utilisation)),
+        ("moves with KV, by re-prefill", f"{report.migrations_kv:,}, {report.migrations_reprefill:,}"),
+        ("preemptions", f"{report.preemptions:,}"),
         *(wasted if selected else ()),
-        ("overhead: balancing", percent(report.overhead_balancing, 2), percent(stated.overhead_balancing, 2)),
-        ("  transfer", percent(report.overhead_transfer, 2), percent(stated.overhead_transfer, 2)),
-        ("  re-prefill", percent(report.overhead_reprefill, 2), ""),
-        ("recall of the longest 20%", number(report.recall_longest_20, 2), ""),
+        ("overhead: balancing", percent(report.overhead_balancing, 2)),
+        ("  transfer", percent(report.overhead_transfer, 2)),
+        ("  re-prefill", percent(report.overhead_reprefill, 2)),
+        ("recall of the longest 20%", number(report.recall_longest_20, 2)),
         (
             "violations, lost, duplicated",
             Text(f"{report.violations}, {report.lost}, {report.duplicated}", "bold red" if broken else "green"),
-            "",
         ),
-        ("simulated", duration(report.simulated_s), ""),
-        ("  in", duration(report.wall_s), ""),
-        ("  faster than real time", f"{report.sim_speedup:,.0f} x", ""),
+        ("simulated", duration(report.simulated_s)),
+        ("  in", duration(report.wall_s)),
+        ("  faster than real time", f"{report.sim_speedup:,.0f} x"),
     ]
 
 
