@@ -8,9 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 from dora.config import DEFAULT_POLICY, GROUP_SIZE_MOST, GROUPS_PER_STEP_MOST, WINDOW_MOST, CostConfig, Section
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel
-from dora.orchestrator.core.policies import is_versioned
 
-ENDLESS_STEPS = 1 << 30  # no run has so many
 PROMPT_TOKENS_MOST = 2048  # where lognormal prompts are cut
 # Far beyond any real use. Whole numbers: more do not fit into their columns, or what is drawn not into memory.
 GPUS_MOST = 1 << 20
@@ -296,8 +294,3 @@ class Scenario(_Section):
         description="prompt groups drawn and not yet trained on, at most; 0: no limit",
     )
     period_s: float = Field(30.0, ge=PERIOD_LEAST_S, le=SECONDS_MOST, description="time between periodic re-balancings")
-
-    @property
-    def window_steps(self) -> int:
-        """Steps that a version lives: ``window``, or without end where the strategy knows one version alone."""
-        return self.window if is_versioned(self.policy) else ENDLESS_STEPS

@@ -11,8 +11,9 @@ from dora.cli.exits import ExitCode
 from dora.config import merged, settings_tree
 from dora.errors import InvalidValue
 from dora.sim.effect import check_effect
+from dora.sim.partial import strategies
 from dora.sim.presets import NAMES, composed, scenario_for
-from dora.sim.run import check_cluster, policy_names, simulate
+from dora.sim.run import check_cluster, simulate
 
 TRACED = "[{name='a',share=0.5,file='x'},{name='b',share=0.5,file='y'}]"
 TURNED = "[{name='a',share=0.5,turns={most=3}},{name='b',share=0.5,turns={most=1}}]"
@@ -117,7 +118,7 @@ def test_what_a_preset_holds_was_given_by_nobody(tmp_path: Path) -> None:
     assert scenario.workload.lengths.mu == 7.0881
 
 
-@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("policy", strategies())
 def test_every_preset_runs_with_every_policy(policy: str) -> None:
     for name in NAMES:
         scenario = scenario_for(name, policy)

@@ -23,9 +23,9 @@ from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.window import Window
 from dora.sim.meter import Consumed
+from dora.sim.partial import strategies
 from dora.sim.presets import NAMES, composed, scenario_for
 from dora.sim.report import Report
-from dora.sim.run import policy_names
 from dora.sim.run import simulate as simulate_scenario
 
 NO_COST = [
@@ -103,11 +103,11 @@ def test_all_policies_are_compared_in_one_table_and_in_one_json_object() -> None
     answer = json.loads(run(*SMALL, "--compare", "--json").stdout)
     assert (answer["preset"], answer["steps"], answer["warmup"], answer["settings"]) == ("small", 3, 1, [])
     rows = {row["report"]["policy"]: row for row in answer["policies"]}
-    assert list(rows) == policy_names()
+    assert list(rows) == list(strategies())
     assert rows["sync"]["speedup"] == 1.0 and rows["sync"]["report"]["window"] == 1
     assert rows["dora"]["speedup"] > 1.0
     table = run(*SMALL, "--compare").stdout
-    assert all(policy in table for policy in policy_names())
+    assert all(policy in table for policy in strategies())
 
 
 def test_each_policy_of_a_comparison_has_the_nearest_window_that_it_is_defined_for() -> None:
@@ -310,7 +310,7 @@ def test_a_trainer_that_takes_no_time_is_simulated_and_no_dp_groups_would_keep_u
     table = run(*free)
     assert table.exit_code == ExitCode.OK, table.output
     assert re.search(r"DP groups to add for it\s+│\s+- │", table.stdout), table.stdout
-    assert len(json.loads(run(*free, "--compare", "--json").stdout)["policies"]) == len(policy_names())
+    assert len(json.loads(run(*free, "--compare", "--json").stdout)["policies"]) == len(strategies())
 
 
 def test_progress_moves_within_a_step() -> None:

@@ -11,9 +11,9 @@ from dora.cli import simulate
 from dora.cli.comparison import comparison, comparison_table
 from dora.cli.output import print_whole
 from dora.cli.simulation_tables import report_table, report_tree
+from dora.sim.partial import strategies
 from dora.sim.presets import scenario_for
 from dora.sim.report import Report
-from dora.sim.run import policy_names
 from tests.unit.test_plot import REPORT
 
 
@@ -79,7 +79,7 @@ def test_a_comparison_says_how_much_faster_than_sync() -> None:
 
 @pytest.mark.parametrize("preset", ["small", "dora-64", "longcat-4096"])
 def test_a_comparison_of_all_policies_fits_a_terminal_of_100_columns(preset: str) -> None:
-    scenarios = [scenario_for(preset, policy) for policy in policy_names()]
+    scenarios = [scenario_for(preset, policy) for policy in strategies()]
     measured = {"step_time_min": 99.99, "bound_min": 88.88, "tokens_per_s": 999_999.0, "work_done_over_consumed": 1.125}
     found = [
         replace(REPORT, preset=preset, policy=each.policy, window=each.window, **measured)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from dora.planning.allocation import TrainingTime, allocate
 from dora.planning.generation import EngineOption, Generation, generation, ways_to_generate
 from dora.planning.workload import StepWorkload
 from dora.sim.effect import check_effect
+from dora.sim.partial import strategies
 from dora.sim.scenario import Scenario
 from dora.sim.tasks import mixed_tokens, shapes_of
 from dora.sim.workload import moments
@@ -66,8 +67,8 @@ def _file(name: str) -> dict[str, Any]:
 def window_of(policy: str, default: int, asked: int | None = None) -> int:
     """The window ``asked`` for; else ``default``, or the nearest one that ``policy`` is defined for."""
     if asked is None:
-        return nearest_window(policy, default)
-    check_window(policy, asked, "window")
+        return nearest_window(policy, default, strategies())
+    check_window(policy, asked, "window", strategies())
     return asked
 
 
