@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dora.cli.simulation_tables import NONE, division, number, over_bound, percent, ratio, staleness, step_time
 from dora.cli.stationarity import stationarity
-from dora.orchestrator.core.policies import is_live
+from dora.sim.partial import has_versions
 from dora.sim.report import Report
 from dora.sim.scenario import Scenario
 from dora.sim.units import StepUnit, step_unit
@@ -84,7 +84,7 @@ def _simulated(row: Compared, unit: StepUnit) -> list[str | Text]:
     broken = report.violations + report.lost + report.duplicated
     return [
         report.policy,
-        str(report.window) if is_live(report.policy) else NONE,
+        str(report.window) if has_versions(report.policy) else NONE,
         f"{row.train_gpus}" if row.colocated else f"{row.train_gpus}:{row.rollout_gpus}",
         step_time(report.step_time_min, unit),
         step_time(report.bound_min, unit),

@@ -109,7 +109,7 @@ def simulate(
     from dora.config import settings_tree
     from dora.plugins import load_strategies
     from dora.sim.effect import check_effect
-    from dora.sim.run import policy_names
+    from dora.sim.partial import strategies
 
     load_strategies()
     over = settings_tree(file, settings or (), option="--file")
@@ -126,9 +126,9 @@ def simulate(
             raise InvalidValue("--policy" if policy else "--plot", policy or str(plot), "left out with --compare")
         if "policy" in over:
             raise InvalidValue("policy", over["policy"], "left out with --compare, which runs all of them")
-        chosen = policy_names()
+        chosen = list(strategies())
     else:
-        chosen = [_known_policy(policy or str(over.get("policy", DEFAULT_POLICY)), policy_names())]
+        chosen = [_known_policy(policy or str(over.get("policy", DEFAULT_POLICY)), tuple(strategies()))]
     scenarios = [_scenario(over, preset, each, window, split, compare) for each in chosen]
     check_effect(scenarios, over)
     options = _given(preset, file, settings or (), predictor)
@@ -155,11 +155,12 @@ def _scenario(
 ) -> "Scenario":
     """Of one policy. In a comparison each has the nearest window that it allows, and the colocated their own split."""
     from dora.orchestrator.core.policies import nearest_window
+    from dora.sim.partial import strategies
     from dora.sim.presets import composed, planned
 
     asked = over.get("window") if window is None else window
     if compare and isinstance(asked, int):
-        window = nearest_window(policy, asked)
+        window = nearest_window(policy, asked, strategies())
         over = {key: value for key, value in over.items() if key != "window"}
     scenario = composed(over, preset, policy, window, shared=True)
     if split is SplitChoice.PRESET or (compare and scenario.cluster.colocated):
