@@ -20,6 +20,9 @@ GROUPS_PER_STEP_MOST: Final = 1 << 20
 GROUP_SIZE_MOST: Final = 4096
 WINDOW_MOST: Final = 64
 
+Setting = str | int | float | bool
+Override = str | tuple[str, Setting]  # "window.size=3", its value in TOML, or ("window.size", 3)
+
 
 class Section(BaseModel):
     """Frozen fields, no others."""
@@ -182,16 +185,21 @@ class Config(Section):
         return self
 
 
-def load_config(file: Path | None = None, overrides: Iterable[str] = ()) -> Config:
-    """Reads ``file`` (TOML), applies ``overrides`` like ``"window.size=3"`` in order, validates.
+def given(settings: Mapping[str, Setting | None]) -> list[Override]:
+    """Settings by their dotted names as overrides; one that is None was not given and overrides nothing."""
+    return [(key, value) for key, value in settings.items() if value is not None]
 
-    Override values are TOML; a value that is no TOML is taken as a string. In their paths an element of a list goes by
+
+def load_config(file: Path | None = None, overrides: Iterable[Override] = ()) -> Config:
+    """Reads ``file`` (TOML), applies ``overrides`` in order, validates; an override is a text or a pair of ``given``.
+
+    Values in a text are TOML; one that is no TOML is taken as a string. In the dotted name an element of a list goes by
     its number, from 0.
     """
     return validated(settings_tree(file, overrides))
 
 
-def settings_tree(file: Path | None, overrides: Iterable[str], option: str = "--config") -> dict[str, Any]:
+def settings_tree(file: Path | None, overrides: Iterable[Override], option: str = "--config") -> dict[str, Any]:
     """What ``file`` (TOML) and then ``overrides`` say, as one nested mapping, not yet validated.
 
     ``option`` is the command-line option that named the file; a file that cannot be read is an InvalidValue of it.
@@ -207,7 +215,7 @@ def settings_tree(file: Path | None, overrides: Iterable[str], option: str = "--
         except ValueError as error:  # also a whole number of more digits than Python reads
             raise InvalidValue(option, str(file), f"valid TOML ({error})") from error
     for override in overrides:
-        _apply(tree, override)
+        _apply(tree, *(_parsed(override) if isinstance(override, str) else override))
     return tree
 
 
@@ -227,25 +235,29 @@ def validated(tree: Mapping[str, Any]) -> Config:
     return validated_as(Config, tree)
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def _parsed(override: str) -> tuple[str, Any]:
+    """The dotted name and the value of a text ``section.field=value``."""
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise InvalidValue("--set", override, "section.field=value")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return key.strip(), tomllib.loads(f"value = {text}")["value"]
     except ValueError:  # also a whole number of more digits than Python reads
-        value = text
-    *sections, name = key.strip().split(".")
+        return key.strip(), text
+
+
+def _apply(tree: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
     node: Any = tree
     for section in sections:
-        node = node[_index(node, section, override)] if isinstance(node, list) else node.setdefault(section, {})
+        node = node[_index(node, section, key)] if isinstance(node, list) else node.setdefault(section, {})
         if not isinstance(node, dict | list):
-            raise InvalidValue("--set", override, f"{section} is a field, not a section")
-    node[_index(node, name, override) if isinstance(node, list) else name] = value
+            raise InvalidValue("--set", key, f"{section} is a field, not a section")
+    node[_index(node, name, key) if isinstance(node, list) else name] = value
 
 
-def _index(elements: Sequence[Any], name: str, override: str) -> int:
+def _index(elements: Sequence[Any], name: str, key: str) -> int:
     """Which element of a list ``name`` is: those of a file are counted from 0."""
     if name not in map(str, range(len(elements))):
-        raise InvalidValue("--set", override, f"the number of an element, below {len(elements)}, not {name}")
+        raise InvalidValue("--set", key, f"the number of an element, below {len(elements)}, not {name}")
     return int(name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dora.cli.exits import ExitCode
-from dora.cli.options import JsonOption
+from dora.cli.options import JsonOption, SettingsOption
 from dora.cli.output import print_json, stderr, stdout
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ def demo(
     max_tokens: Annotated[int | None, typer.Option(help="Longest response.")] = None,
     learning_rate: Annotated[float | None, typer.Option("--lr", help="The trainer's learning rate.")] = None,
     seed: Annotated[int, typer.Option(help="Prompts and sampling follow from it.")] = 0,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one field; may be repeated.")
-    ] = None,
+    settings: SettingsOption = None,
     out: Annotated[Path, typer.Option(help="Folder for report, timeline, series and record.")] = Path("out/demo"),
     kill_worker_after_s: Annotated[
         float | None,

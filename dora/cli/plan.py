@@ -2,13 +2,12 @@
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dora.cli.options import JsonOption, given_options
+from dora.cli.options import JsonOption, given_options, refuse_given
 from dora.cli.output import print_json, stdout
 from dora.errors import InvalidValue
 
@@ -86,12 +85,12 @@ def plan(
     accelerators back until the two differ least; in a window of 1, where the stages overlap only as a step is streamed,
     the split with the shortest step.
     """
-    from dora.cli.plan_tables import plan_table, report
     from dora.planning.hardware import find_hardware
     from dora.planning.models import find_model
     from dora.planning.plan import Question, default_training, make_plan
+    from dora.view.plan import plan_table, plan_tree
 
-    _refuse_ignored(given_options(context))
+    _refuse_ignored(context)
     if generation_s is not None or training_s is not None:
         _adjust(generation_s, training_s, engines, as_json)
         return
@@ -118,24 +117,23 @@ def plan(
     )
     answer = make_plan(question)
     if as_json:
-        print_json(report(question, answer))
+        print_json(plan_tree(question, answer))
     else:
         stdout().print(plan_table(question, answer))
 
 
-def _refuse_ignored(given: Mapping[str, Any]) -> None:
+def _refuse_ignored(context: typer.Context) -> None:
     """Raises InvalidValue for an option that the others given leave without any meaning."""
-    adjusts = "--generation-s" in given or "--training-s" in given
-    ignored: tuple[tuple[bool, Sequence[str], str], ...] = (
-        (adjusts, [each for each in given if each not in (*ADJUSTMENT, "--json")], "with --generation-s"),
-        (not adjusts, ["--engines"], "without --generation-s and --training-s"),
-        (bool(given.get("--gpus")), TWO_DATACENTRES, "with --gpus, the accelerators of one datacentre"),
-        ("--lengths" in given, ["--mean-tokens", "--cap-tokens"], "with --lengths"),
-    )
-    for applies, options, reason in ignored:
-        for option in options:
-            if applies and option in given:
-                raise InvalidValue(option, given[option], f"left out {reason}")
+    given = given_options(context)
+    if "--generation-s" in given or "--training-s" in given:
+        others = [option for option in given if option not in (*ADJUSTMENT, "--json")]
+        refuse_given(context, others, "with --generation-s")
+    else:
+        refuse_given(context, ["--engines"], "without --generation-s and --training-s")
+    if given.get("--gpus"):
+        refuse_given(context, TWO_DATACENTRES, "with --gpus, the accelerators of one datacentre")
+    if "--lengths" in given:
+        refuse_given(context, ["--mean-tokens", "--cap-tokens"], "with --lengths")
 
 
 def read_cost(file: Path) -> "CostModel":

@@ -63,7 +63,7 @@ def replay(
 
 
 def _print_text(log: "EventLog", run: "Replay", decisions: Iterator["Decision"]) -> None:
-    from dora.cli.decisions import block, summary_table
+    from dora.view.decisions import block, summary_table
 
     console = stdout()
     for decision in decisions:
@@ -74,7 +74,7 @@ def _print_text(log: "EventLog", run: "Replay", decisions: Iterator["Decision"])
 def _print_json(log: "EventLog", run: "Replay", decisions: Iterator["Decision"]) -> None:
     from dataclasses import asdict
 
-    from dora.cli.decisions import tree
+    from dora.view.decisions import tree
 
     trees = [tree(decision, decision.now_s - log.now_s) for decision in decisions]
     print_json(

@@ -11,6 +11,7 @@ from rich.text import Text
 from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stdout
+from dora.view.tables import facts_table
 
 if TYPE_CHECKING:
     from dora.verify import VerifyReport
@@ -44,9 +45,7 @@ def verify(
 
 def _table(folder: Path, report: "VerifyReport") -> Table:
     verdict = Text("verified", "bold green") if report.ok else Text(f"{report.violations_total} violations", "bold red")
-    table = Table(title=Text.assemble(f"{folder}: ", verdict), title_justify="left", show_header=False)
-    table.add_column("what", style="bold")
-    table.add_column("value", overflow="fold")
+    table = facts_table(Text.assemble(f"{folder}: ", verdict))
     table.add_row("trajectories", f"{report.trajectories:,}")
     table.add_row("tokens recomputed", f"{report.tokens:,}")
     table.add_row("versions", ", ".join(f"v{version}" for version in report.versions) or "none")

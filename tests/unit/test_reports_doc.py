@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from dora.cli.app import COMMANDS, app
-from dora.cli.profile import report as profile_report
 from dora.orchestrator.core.state import Counters
 from dora.planning.profile import fit, validate
 from dora.planning.samples import DecodeSample, Experts, Measurement, MixedRequest, PrefillSample
@@ -19,6 +18,7 @@ from dora.replay import Known, KnownWorker, Summary
 from dora.sim.fault import Fault
 from dora.sim.report import BrokenReport
 from dora.sim.sweep import SweepFailure, SweepReport
+from dora.view.profile import profile_tree as profile_report
 
 DOCS = Path(__file__).parents[2] / "docs"
 ONE, ALL, PRESETS, SWEEP, PLAN, PROFILE, REPLAY = (

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from dora.cli import simulate
 from dora.cli.app import app
 from dora.cli.exits import ExitCode
-from dora.cli.progress import progress_bar
+from dora.cli.output import progress_bar
+from dora.cli.simulate import run as simulate
 from dora.config import BalanceConfig
 from dora.orchestrator.core.plan import Plan, Trigger
 from dora.orchestrator.core.policies import POLICIES, Strategy

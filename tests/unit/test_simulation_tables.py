@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from dora.cli import simulate
-from dora.cli.comparison import comparison, comparison_table
 from dora.cli.output import print_whole
-from dora.cli.simulation_tables import report_table, report_tree
+from dora.cli.simulate import run as simulate
 from dora.sim.partial import strategies
 from dora.sim.presets import scenario_for
 from dora.sim.report import Report
+from dora.view.comparison import comparison, comparison_table
+from dora.view.simulation import report_table, report_tree
 from tests.unit.test_plot import REPORT
 
 

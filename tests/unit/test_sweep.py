@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from dora.cli.exits import DoraGroup, ExitCode
-from dora.cli.sweep import sweep as sweep_command
+from dora.cli.simulate.sweep import sweep as sweep_command
 from dora.errors import InvalidValue
 from dora.orchestrator.core import fleet
 from dora.orchestrator.core.policies import POLICIES

@@ -8,10 +8,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from dora.cli.tables import version_cell
 from dora.orchestrator.core.commands import Command
 from dora.orchestrator.core.events import Event
 from dora.replay import Decision, Known, KnownWorker, Summary, line_of
+from dora.view.tables import facts_table, version_cell
 
 WORKERS_SHOWN = 8  # more than these are shown by version
 COMMANDS_SHOWN = 8  # of one kind in one decision; --json has them all
@@ -49,9 +49,7 @@ def tree(decision: Decision, time_s: float) -> dict[str, Any]:
 
 def summary_table(title: str, summary: Summary) -> Table:
     """What the replay came to."""
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column("what", style="bold")
-    table.add_column("value", overflow="fold")
+    table = facts_table(title)
     table.add_row("events", _counted(summary.events))
     table.add_row("commands", _counted(summary.commands))
     table.add_row("refused", f"{summary.refused:,}")
@@ -91,16 +89,16 @@ def _by_version(counts: Mapping[int, int]) -> str:
 
 
 def _worker_lines(workers: tuple[KnownWorker, ...]) -> list[Text]:
-    """One line a DP group, or, of many, one line a version."""
+    """One line a worker, or, of many, one line a version."""
     if len(workers) <= WORKERS_SHOWN:
         return [_load(worker.worker_id, [worker]) for worker in workers]
     versions = sorted({worker.target for worker in workers}, reverse=True)
     members = ([worker for worker in workers if worker.target == version] for version in versions)
-    return [_load(f"{len(group)} DP groups", group) for group in members]
+    return [_load(f"{len(group)} workers", group) for group in members]
 
 
 def _load(name: str, group: list[KnownWorker]) -> Text:
-    """How full DP groups of one target version are."""
+    """How full workers of one target version are."""
     first, capacity = group[0], sum(worker.kv_tokens for worker in group)
     on_the_way = sum(worker.hosts != worker.target for worker in group)
     line = Text.assemble(f"{name} ", version_cell(first.target) if first.target >= 0 else "no version")

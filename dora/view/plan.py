@@ -4,9 +4,7 @@ from dataclasses import asdict
 from textwrap import fill
 from typing import Any, Final
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from dora.planning.allocation import Split
@@ -14,6 +12,7 @@ from dora.planning.layout import Layout
 from dora.planning.plan import Plan, Question
 from dora.planning.training import Trainers
 from dora.sim.units import step_unit
+from dora.view.tables import sheet
 
 SHOWN_EACH_SIDE: Final = 4  # candidates beside the best
 WIDTH: Final = 100  # characters, of the notes; the table is narrower unless its numbers are very long
@@ -24,7 +23,7 @@ HEADINGS: Final = (
 LEGEND: Final = "T, P, D: tensor, pipeline and data parallel ranks; GB: of an accelerator that trains"
 
 
-def report(question: Question, answer: Plan) -> dict[str, Any]:
+def plan_tree(question: Question, answer: Plan) -> dict[str, Any]:
     """The whole answer: the best split's fields, what it rests on, and every candidate."""
     option = answer.best.generation.option
     return {
@@ -70,10 +69,8 @@ def plan_table(question: Question, answer: Plan) -> Group:
     place = answer.candidates.index(answer.best)
     shown = answer.candidates[max(0, place - SHOWN_EACH_SIDE) : place + SHOWN_EACH_SIDE + 1]
     unit = step_unit(split.step_s / 60.0 for split in shown)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
-    for heading in HEADINGS:
-        heading = heading.format(unit=unit.name, limit=answer.trainers.limit_bytes / 1e9)
-        table.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
+    limit_gb = answer.trainers.limit_bytes / 1e9
+    table = sheet((heading.format(unit=unit.name, limit=limit_gb) for heading in HEADINGS), words=0)
     budget = question.gpus or question.rollout_gpus + question.train_gpus
     for split in shown:
         generation, layout, best = split.generation, answer.trainers.layout(split.train_gpus), split is answer.best

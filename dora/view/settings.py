@@ -1,22 +1,11 @@
-"""Command-line options as overrides of the configuration, and a configuration as TOML."""
+"""A configuration as people and programs read it: a commented TOML file, or a tree; never with its secret."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import tomli_w
 from pydantic import BaseModel
 
-from dora.config import Config
-
-Setting = str | int | float | bool
-
-
-def overrides_of(settings: Mapping[str, Setting | None]) -> list[str]:
-    """``{"window.size": 3, "model": None}`` as ``["window.size = 3"]``: what was not given overrides nothing.
-
-    Values are written as TOML, so that a model folder called ``123`` stays a string.
-    """
-    return [f"{key}={_toml_value(value)}" for key, value in settings.items() if value is not None]
+from dora.config import Config, Setting
 
 
 def shown(config: Config) -> dict[str, Any]:

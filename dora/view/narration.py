@@ -1,7 +1,7 @@
 """What happened between two statuses, in sentences: the live view where there is no terminal."""
 
-from dora.cli.tables import filling
 from dora.rpc.dora_pb2 import Status
+from dora.view.service import filling
 
 NEWS_PERIOD_S = 2.0  # at most one batch of lines in so long
 SILENCE_PERIOD_S = 15.0  # where nothing happened, a sign of life after so long
@@ -16,7 +16,7 @@ COUNTED_EVENTS = {
 
 
 def news(before: Status, after: Status) -> list[str]:
-    """Sentences on commits, DP groups and counted events between two statuses of one service."""
+    """Sentences on commits, workers and counted events between two statuses of one service."""
     told = {step.step for step in before.steps}
     lines = [
         f"step {step.step} committed: mean reward {step.mean_reward:.3f}, staleness mean {step.staleness_mean:.2f} "

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dora.cli.exits import ExitCode
-from dora.cli.options import JsonOption, given_options
-from dora.cli.output import print_json, print_whole, stderr, stdout
+from dora.cli.options import JsonOption, SettingsOption, given_options, refuse_given
+from dora.cli.output import print_json, print_whole, progress_bar, stderr, stdout
 from dora.config import DEFAULT_POLICY
 from dora.errors import InvalidValue, one_of
 
@@ -36,9 +36,6 @@ Steps = Annotated[int, typer.Option(min=1, help="Training steps that are measure
 Warmup = Annotated[int, typer.Option(min=0, help="Training steps before them.")]
 Seed = Annotated[int, typer.Option(min=0, help="Prompts and lengths follow from it.")]
 Predictor = Annotated[str | None, typer.Option(help="oracle, statistics or ranker.")]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one field; may be repeated.")
-]
 File = Annotated[Path | None, typer.Option(help="A scenario (TOML), over the preset if one is named.")]
 Split = Annotated[SplitChoice, typer.Option(help="plan: train:rollout as `dora plan` picks it.")]
 Compare = Annotated[bool, typer.Option("--compare", help="All policies, side by side.")]
@@ -89,7 +86,7 @@ def simulate(
     warmup: Warmup = 2,
     seed: Seed = 0,
     predictor: Predictor = None,
-    settings: Settings = None,
+    settings: SettingsOption = None,
     file: File = None,
     split: Split = SplitChoice.PRESET,
     compare: Compare = False,
@@ -101,10 +98,8 @@ def simulate(
     Exits with 1 where a promise was broken: a version mixed, staleness out of bounds, a group lost or delivered twice.
     """
     if context.invoked_subcommand is not None:
-        ignored = given_options(context)
-        if ignored:
-            allowed = f"left out before {context.invoked_subcommand}, which has options of its own"
-            raise InvalidValue(*next(iter(ignored.items())), allowed)
+        reason = f"before {context.invoked_subcommand}, which has options of its own"
+        refuse_given(context, given_options(context), reason)
         return
     from dora.config import settings_tree
     from dora.plugins import load_strategies
@@ -169,8 +164,8 @@ def _scenario(
 
 
 def _run_one(scenario: "Scenario", asked: Asked, plot: Path | None) -> None:
-    from dora.cli.simulation_tables import report_table, report_tree
     from dora.sim.report import Timeline
+    from dora.view.simulation import report_table, report_tree
 
     if plot is None:
         report = _report(scenario, asked)
@@ -191,7 +186,7 @@ def _run_one(scenario: "Scenario", asked: Asked, plot: Path | None) -> None:
 
 
 def _compare(scenarios: list["Scenario"], asked: Asked) -> None:
-    from dora.cli.comparison import comparison, comparison_table
+    from dora.view.comparison import comparison, comparison_table
 
     reports = [
         _report(scenario, asked, f" ({number} of {len(scenarios)})")
@@ -208,7 +203,6 @@ def _compare(scenarios: list["Scenario"], asked: Asked) -> None:
 
 def _report(scenario: "Scenario", asked: Asked, place: str = "", timeline: "Timeline | None" = None) -> "Report":
     """Simulates with a progress bar. A broken promise, or a bug, ends the command, with all that is known of it."""
-    from dora.cli.progress import progress_bar
     from dora.sim.run import BrokenRun
     from dora.sim.run import simulate as run
 

@@ -1,14 +1,13 @@
 """``dora simulate sweep``"""
 
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dora.cli.exits import ExitCode
-from dora.cli.options import JsonOption, given_options
-from dora.cli.output import print_json, stderr, stdout
+from dora.cli.options import JsonOption, given_options, refuse_given
+from dora.cli.output import print_json, progress_bar, stderr, stdout
 from dora.errors import InvalidValue, one_of
 
 if TYPE_CHECKING:
@@ -38,7 +37,8 @@ def sweep(
 
     load_strategies()
     if replay is not None:
-        _refuse_ignored(given_options(context))
+        ignored = [option for option in given_options(context) if option not in ("--replay", "--json")]
+        refuse_given(context, ignored, "with --replay, whose token has all of the trial")
         trial, report = sim.replay(replay)
         if not as_json:
             for fault in trial.faults:
@@ -54,15 +54,7 @@ def sweep(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _refuse_ignored(given: Mapping[str, Any]) -> None:
-    """Raises InvalidValue for an option that says of many trials what a token says of its own."""
-    for option, value in given.items():
-        if option not in ("--replay", "--json"):
-            raise InvalidValue(option, value, "left out with --replay, whose token has all of the trial")
-
-
 def _sweep(seeds: range, policies: list[str], faults: str, jobs: int | None) -> "SweepReport":
-    from dora.cli.progress import progress_bar
     from dora.sim.faults import kinds_of
     from dora.sim.sweep import sweep as run
     from dora.sim.trials import processes_for

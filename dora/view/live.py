@@ -1,12 +1,15 @@
 """The live view of a service: pure functions from a status to something rich can draw."""
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
-from dora.cli.tables import STATE_STYLES, by_version, duration, filling, hosted_version, number
-from dora.rpc.dora_pb2 import Status
+from dora.rpc.dora_pb2 import Status, WorkerStatus
+from dora.view.numbers import duration, number
+from dora.view.service import HOSTED, KV_USE, PACE, STATE, WAITING, by_version, filling, state_style
+from dora.view.tables import Column, table_of
 
 BAR_CELLS = 24
 SPARKS = " ▁▂▃▄▅▆▇█"
@@ -14,12 +17,22 @@ SHOWN_COUNTERS = (
     "groups_admitted", "groups_trained", "migrations_kv", "migrations_reprefill", "tokens_reprefilled",
     "blackout_ms_p50", "staleness_max", "workers_lost", "c1_violations",
 )  # fmt: skip
+WORKER_COLUMNS: Sequence[Column[WorkerStatus]] = (
+    Column("worker", "its id", lambda worker: worker.worker_id, words=True),
+    STATE,
+    HOSTED,
+    Column("running", "requests that it decodes, of its slots", lambda worker: _slots(worker), words=True),
+    WAITING,
+    KV_USE,
+    PACE,
+)
 
 
 def service_view(status: Status, title: str, steps_asked: int = 0) -> RenderableType:
-    """Progress, DP groups, versions, reward and counters in one panel. ``steps_asked`` 0: no end in sight."""
+    """Progress, workers, versions, reward and counters in one panel. ``steps_asked`` 0: no end in sight."""
+    workers = table_of(None, WORKER_COLUMNS, by_version(status.workers), box=None, padding=(0, 2, 0, 0))
     return Panel(
-        Group(_progress(status, steps_asked), Text(), _groups(status), Text(), _rewards(status), _counters(status)),
+        Group(_progress(status, steps_asked), Text(), workers, Text(), _rewards(status), _counters(status)),
         title=title,
         title_align="left",
         border_style="dim",
@@ -40,6 +53,11 @@ def spark_line(values: list[float]) -> str:
     return "".join(SPARKS[max(1, round(max(value, 0.0) / top * (len(SPARKS) - 1)))] for value in values)
 
 
+def _slots(worker: WorkerStatus) -> Text:
+    filled = bar(worker.running / max(worker.slots, 1), BAR_CELLS, state_style(worker))
+    return filled.append(f"  {worker.running}/{worker.slots}")
+
+
 def _progress(status: Status, steps_asked: int) -> Text:
     committed = status.newest_version
     text = Text.assemble(("steps ", "bold"), f"{committed}")
@@ -48,25 +66,6 @@ def _progress(status: Status, steps_asked: int) -> Text:
     return text.append_text(
         Text.assemble(("   filling ", "bold"), filling(status), f"   up {duration(status.uptime_s)}")
     )
-
-
-def _groups(status: Status) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("DP group", "state", "version", "running", "", "waiting", "KV", "tokens/s"):
-        table.add_column(column)
-    for worker in by_version(status.workers):
-        style = STATE_STYLES.get(worker.state, "dim")
-        table.add_row(
-            worker.worker_id,
-            Text(worker.state, style=style),
-            hosted_version(worker),
-            bar(worker.running / max(worker.slots, 1), BAR_CELLS, style),
-            f"{worker.running}/{worker.slots}",
-            str(worker.waiting),
-            f"{worker.kv_use:.0%}",
-            f"{worker.tokens_per_s:,.0f}",
-        )
-    return table
 
 
 def _rewards(status: Status) -> Text:

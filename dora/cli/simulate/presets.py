@@ -3,16 +3,16 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, print_whole, stdout
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from dora.sim.scenario import Scenario
 
 EXAMPLE = "dora simulate presets"
+HEADINGS = ("GPUs\ntrain:rollout", "GPUs\na worker", "window", "groups\na step", "group\nsize", "longest\nresponse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +55,11 @@ def _row(scenario: "Scenario") -> PresetRow:
     )
 
 
-def _table(rows: list[PresetRow]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("preset", no_wrap=True)
-    for heading in (
-        "GPUs\ntrain:rollout",
-        "GPUs\nan engine",
-        "window",
-        "groups\na step",
-        "group\nsize",
-        "longest\nresponse",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+def _table(rows: list[PresetRow]) -> "Table":
+    from dora.view.tables import sheet
+
+    table = sheet(("preset", *HEADINGS))
     for row in rows:
-        numbers = (row.gpus_per_engine, row.window, row.groups_per_step, row.group_size)
-        split = f"{row.train_gpus}:{row.rollout_gpus}"
-        table.add_row(row.preset, split, *(f"{number:,}" for number in numbers), f"{row.cap_tokens:,}")
+        numbers = (row.gpus_per_engine, row.window, row.groups_per_step, row.group_size, row.cap_tokens)
+        table.add_row(row.preset, f"{row.train_gpus}:{row.rollout_gpus}", *(f"{number:,}" for number in numbers))
     return table
