@@ -30,19 +30,22 @@ def demo(
     workers: Annotated[int | None, typer.Option(help="Rollout workers.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest response.")] = None,
     learning_rate: Annotated[float | None, typer.Option("--lr", help="The trainer's learning rate.")] = None,
-    seed: Annotated[int, typer.Option(help="Prompts and sampling follow from it.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and of the sampling.")] = 0,
     settings: SettingsOption = None,
     out: Annotated[Path, typer.Option(help="Folder for report, timeline, series and record.")] = Path("out/demo"),
     kill_worker_after_s: Annotated[
         float | None,
-        typer.Option("--kill-worker-after", metavar="SECONDS", help="SIGKILL one worker then, to see nothing lost."),
+        typer.Option(
+            "--kill-worker-after", metavar="SECONDS", help="Kill one worker (SIGKILL) after so long: nothing is lost."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve, train and watch in one terminal; ends with a summary of what was promised and what was measured.
+    """Serve, train and watch in one terminal; a summary at the end holds what was promised against what was measured.
 
-    Options not given come from the model's preset. Exits with 1 where a group was lost or delivered twice, a
-    trajectory mixed versions, staleness passed its bound, or the service's counters and the record disagree.
+    An option that is not given has the value of the model's preset. The command exits with 1 if a group was lost or
+    delivered twice, a trajectory mixed versions, staleness passed its bound, or the service's counters and the record
+    disagree.
     """
     from dora.demo.folder import OutFolder
     from dora.demo.options import DemoOptions

@@ -21,16 +21,20 @@ ADJUSTMENT = ("--generation-s", "--training-s", "--engines")
 TWO_DATACENTRES = ("--rollout-gpus", "--train-gpus", "--rollout-hardware", "--link-gbps")
 
 Model = Annotated[str, typer.Option(help="qwen2.5-7b, -14b, -32b, -72b, qwen3-30b-a3b or longcat-flash.")]
-HardwareName = Annotated[str, typer.Option(help="h800, h20 or npu-60gb; two datacentres: that of training.")]
+HardwareName = Annotated[
+    str, typer.Option(help="Accelerator: h800, h20 or npu-60gb; two datacentres: that of training.")
+]
 Gpus = Annotated[int, typer.Option(min=0, help="All accelerators of one datacentre.")]
 RolloutGpus = Annotated[int, typer.Option(min=0, help="Two datacentres: the budget for rollout.")]
 TrainGpus = Annotated[int, typer.Option(min=0, help="Two datacentres: the budget for training.")]
-RolloutHardware = Annotated[str, typer.Option(help="Two datacentres: that of rollout; by default --hardware.")]
+RolloutHardware = Annotated[
+    str, typer.Option(help="Two datacentres: the accelerator of rollout; by default --hardware.")
+]
 LinkGbps = Annotated[float, typer.Option(min=0.0, help="Two datacentres: Gbit/s between them.")]
 TrainSAt = Annotated[
     list[str] | None, typer.Option(metavar="GPUS=SECONDS", help="A measured training step; may be repeated.")
 ]
-TrainMultiple = Annotated[int, typer.Option(help="A trainer has a multiple of so many accelerators.")]
+TrainMultiple = Annotated[int, typer.Option(help="The trainer has a multiple of so many accelerators.")]
 Window = Annotated[int, typer.Option(help="Policy versions that may be live.")]
 Groups = Annotated[int, typer.Option(help="Prompt groups a step.")]
 GroupSize = Annotated[int, typer.Option(help="Responses to one prompt.")]
@@ -43,12 +47,19 @@ LengthsOption = Annotated[
 Slots = Annotated[int, typer.Option(help="Requests that one engine decodes at once.")]
 GpusPerEngine = Annotated[int, typer.Option(min=0, help="Accelerators of one engine; 0: chosen.")]
 Cost = Annotated[
-    Path | None, typer.Option(help="Cost of such an engine, as `dora profile --out` writes it; else a roofline's.")
+    Path | None,
+    typer.Option(
+        help="File with the cost of one engine, as `dora profile --out` writes it; without: a roofline model's."
+    ),
 ]
 Efficiency = Annotated[float, typer.Option(help="Generation time over its bubble-free bound.")]
-GenerationS = Annotated[float | None, typer.Option(help="Measured: say how many DP groups to add.")]
-TrainingS = Annotated[float | None, typer.Option(help="Measured, with --generation-s and --engines.")]
-Engines = Annotated[int, typer.Option(min=0, help="DP groups that generate at present.")]
+GenerationS = Annotated[
+    float | None, typer.Option(help="Measured generation time of a step: asks how many workers to add.")
+]
+TrainingS = Annotated[
+    float | None, typer.Option(help="Measured training time of a step, with --generation-s and --engines.")
+]
+Engines = Annotated[int, typer.Option(min=0, help="Workers that generate at present.")]
 
 
 def plan(
@@ -78,7 +89,7 @@ def plan(
     engines: Engines = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Split accelerators between rollout and training; or say how many DP groups generation needs more.
+    """Split accelerators between rollout and training; or say how many more workers generation needs.
 
     StreamRL's Algorithm 1: the split whose slower stage is fastest, with the fewest accelerators that reach it, each
     role on its best parallel configuration of those that fit into memory; in two datacentres the faster stage gives
@@ -199,4 +210,4 @@ def _adjust(generation_s: float | None, training_s: float | None, engines: int, 
         lag = {"lag_s": generation_s - training_s, "lag_after_s": expected_s - training_s}
         print_json({"groups_to_add": added, "engines": engines + added, "generation_s": expected_s, **lag})
     else:
-        stdout().print(f"add {added} DP groups: {engines + added} would generate in {expected_s:.1f} s")
+        stdout().print(f"add {added} workers: {engines + added} would generate in {expected_s:.1f} s")

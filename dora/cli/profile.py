@@ -29,34 +29,38 @@ Dtype = Literal["float32", "bfloat16"]
 def profile(
     model: Annotated[str, typer.Option(help="smollm2, tiny, tiny-moe, or a Hugging Face folder.")] = "smollm2",
     slots: Annotated[int, typer.Option(help="Requests that the engine decodes at once.")] = 8,
-    kv_tokens: Annotated[int, typer.Option(help="Its KV-cache, in tokens.")] = 16384,
+    kv_tokens: Annotated[int, typer.Option(help="The engine's KV-cache, in tokens.")] = 16384,
     max_model_len: Annotated[
         int, typer.Option(help=f"Tokens of prompt and response; 0: the model's, at most {CONTEXT_TOKENS}.")
     ] = 0,
-    dtype: Annotated[Dtype, typer.Option(help="Of weights and KV.")] = "float32",
+    dtype: Annotated[Dtype, typer.Option(help="Number format of weights and KV.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of the engine.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Prompts and the order of timing follow from it.")] = 0,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that all is measured; the fastest steps count.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts and of the order of timing.")] = 0,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Repetitions of the whole measurement; the fastest steps count.")
+    ] = 4,
     clock: Annotated[
         ClockName,
         typer.Option(
-            help="Of the steps. cpu: the engine's time on a core, where the machine is busy; one thread only."
+            help="Clock of the steps; cpu: the engine's time on a core, for a busy machine and one thread only."
         ),
     ] = "wall",
     engines: Annotated[
-        int, typer.Option(min=1, help="Engines timed beside each other, as they will run; their usual steps count.")
+        int, typer.Option(min=1, help="Engines to time beside each other, as they will run; their usual steps count.")
     ] = 1,
-    tolerance: Annotated[float, typer.Option(help="Largest error of the predicted throughput.")] = 0.15,
-    out: Annotated[Path | None, typer.Option(help="Also write the coefficients, to FILE.toml or FILE.json.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write them even where the check fails.")] = False,
+    tolerance: Annotated[
+        float, typer.Option(help="Largest relative error that the predicted throughput may have.")
+    ] = 0.15,
+    out: Annotated[Path | None, typer.Option(help="File for the coefficients: FILE.toml or FILE.json.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write the file even if the check fails.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time an engine's steps, fit the cost model to them, and check it against a mixed workload.
 
-    The coefficients are a scenario's ``cluster.cost``, those of a mixture of experts with what that bends. The
-    predicted throughput is held against the steps that count, and where the machine was quiet against the clock too.
-    Exits with 1, and writes nothing, where it is off by more than the tolerance: the machine was busy with something
-    else, or the cost model does not describe the engine.
+    The coefficients are a scenario's ``cluster.cost``; those of a mixture of experts say how evenly it uses them. The
+    command holds the predicted throughput against the steps that count and, if the machine was quiet, against the
+    clock too. If the prediction is off by more than the tolerance, the machine was busy with something else or the
+    cost model does not describe the engine: the command then exits with 1 and writes nothing.
     """
     if out is not None:
         if out.suffix not in FORMATS:

@@ -25,16 +25,18 @@ def replay(
     last: Annotated[int | None, typer.Option("--to", min=1, metavar="N", help="Stop after event N.")] = None,
     only: Annotated[
         str | None,
-        typer.Option(metavar="KIND,...", help="Show only events of these kinds, or that led to such commands."),
+        typer.Option(
+            metavar="KIND,...", help="Show only events of these kinds, and events that led to commands of these kinds."
+        ),
     ] = None,
     decisions: Annotated[
-        bool, typer.Option("--decisions", help="Show only events on which something was decided, or refused.")
+        bool, typer.Option("--decisions", help="Show only events at which the core decided or refused something.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a service's event log through the core again: event by event what was known, and what was chosen.
+    """Run a service's event log through the core again; show for each event what the core knew and what it chose.
 
-    Exits with 1 where a bug of the core ended the service: the replay ends there too.
+    If a bug of the core ended the service, the replay ends there too, and the command exits with 1.
     """
     from dora.eventlog import read_log
     from dora.plugins import load_strategies

@@ -17,7 +17,7 @@ from dora.view.tables import sheet
 SHOWN_EACH_SIDE: Final = 4  # candidates beside the best
 WIDTH: Final = 100  # characters, of the notes; the table is narrower unless its numbers are very long
 HEADINGS: Final = (
-    "", "rollout =\nengines x GPUs", "train =\nTxPxD", "unused", "generation\n{unit}", "training\n{unit}",
+    "", "rollout =\nworkers x GPUs", "train =\nTxPxD", "unused", "generation\n{unit}", "training\n{unit}",
     "step\n{unit}", "waits\nfor", "GB\nof {limit:.0f}",
 )  # fmt: skip
 LEGEND: Final = "T, P, D: tensor, pipeline and data parallel ranks; GB: of an accelerator that trains"

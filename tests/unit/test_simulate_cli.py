@@ -309,7 +309,7 @@ def test_a_trainer_that_takes_no_time_is_simulated_and_no_dp_groups_would_keep_u
     assert (answer["dp_groups_to_add"], answer["rollout_only_fraction"]) == (None, 1.0)
     table = run(*free)
     assert table.exit_code == ExitCode.OK, table.output
-    assert re.search(r"DP groups to add for it\s+│\s+- │", table.stdout), table.stdout
+    assert re.search(r"workers to add for it\s+│\s+- │", table.stdout), table.stdout
     assert len(json.loads(run(*free, "--compare", "--json").stdout)["policies"]) == len(strategies())
 
 

@@ -29,15 +29,19 @@ class SplitChoice(StrEnum):
     PLAN = "plan"
 
 
-Preset = Annotated[str, typer.Option(help="Such as dora-64, or small: see `dora simulate presets`.")]
-Policy = Annotated[str, typer.Option(help=f"By default the scenario's; {DEFAULT_POLICY} in presets.")]
+Preset = Annotated[str, typer.Option(help="A cluster with its workload, such as dora-64: see `dora simulate presets`.")]
+Policy = Annotated[
+    str, typer.Option(help=f"Strategy; by default the scenario's, which is {DEFAULT_POLICY} in presets.")
+]
 Window = Annotated[int | None, typer.Option(help="Policy versions that may be live.")]
-Steps = Annotated[int, typer.Option(min=1, help="Training steps that are measured.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Training steps before them.")]
-Seed = Annotated[int, typer.Option(min=0, help="Prompts and lengths follow from it.")]
-Predictor = Annotated[str | None, typer.Option(help="oracle, statistics or ranker.")]
-File = Annotated[Path | None, typer.Option(help="A scenario (TOML), over the preset if one is named.")]
-Split = Annotated[SplitChoice, typer.Option(help="plan: train:rollout as `dora plan` picks it.")]
+Steps = Annotated[int, typer.Option(min=1, help="Training steps to measure.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Training steps to run before those.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of prompts and lengths.")]
+Predictor = Annotated[str | None, typer.Option(help="Of response lengths: oracle, statistics or ranker.")]
+File = Annotated[Path | None, typer.Option(help="A scenario (TOML); its fields override those of a preset.")]
+Split = Annotated[
+    SplitChoice, typer.Option(help="plan: training and rollout have the accelerators that `dora plan` gives them.")
+]
 Compare = Annotated[bool, typer.Option("--compare", help="All policies, side by side.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Timeline of the run: .png, .svg or .html.")]
 
@@ -95,7 +99,8 @@ def simulate(
 ) -> None:
     """Run the real orchestrator core under virtual time, with simulated engines, links and trainer.
 
-    Exits with 1 where a promise was broken: a version mixed, staleness out of bounds, a group lost or delivered twice.
+    The command exits with 1 if a promise was broken: a response mixed versions, staleness passed its bound, or a group
+    was lost or delivered twice.
     """
     if context.invoked_subcommand is not None:
         reason = f"before {context.invoked_subcommand}, which has options of its own"

@@ -19,17 +19,20 @@ EXAMPLE = "dora simulate sweep --seeds 1000 --faults all"
 
 def sweep(
     context: typer.Context,
-    seeds: Annotated[int, typer.Option(min=1, help="Small clusters that are tried.")] = 1000,
+    seeds: Annotated[int, typer.Option(min=1, help="Small clusters to try, one a seed.")] = 1000,
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
-    faults: Annotated[str, typer.Option(help="all, or kinds with commas between: kill,hang,...")] = "all",
+    faults: Annotated[str, typer.Option(help="all, or kinds separated by commas: kill,hang,...")] = "all",
     policy: Annotated[list[str] | None, typer.Option(help="all, or one strategy; may be repeated.")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that try them. Default: one a core.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes that share the seeds; by default one a core.")
+    ] = None,
     replay: Annotated[str | None, typer.Option(metavar="TOKEN", help="Only this trial, as a failure names it.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the real orchestrator core on small simulated clusters under seeded faults, every promise checked each event.
+    """Run the real orchestrator core on small simulated clusters with faults; check every promise after each event.
 
-    Exits with 1 where a promise was broken: a violation, a group lost or duplicated, or a trainer that waits in vain.
+    The command exits with 1 if a promise was broken: a violation, a group lost or duplicated, or a trainer that waits
+    in vain.
     """
     from dora.plugins import load_strategies
     from dora.sim import sweep as sim
