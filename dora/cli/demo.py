@@ -3,7 +3,7 @@
 import asyncio
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ from dora.cli.output import print_json, stderr, stdout
 if TYPE_CHECKING:
     from dora.demo.folder import OutFolder
     from dora.demo.options import DemoOptions
+    from dora.demo.report import DemoReport
     from dora.demo.screen import Screen
 
 EXAMPLE = "dora demo --model tiny --steps 60"
@@ -78,7 +79,7 @@ def demo(
         raise typer.Exit(ExitCode.FAILED)
 
 
-async def _run(options: "DemoOptions", folder: "OutFolder", screen: "Screen") -> dict[str, Any]:
+async def _run(options: "DemoOptions", folder: "OutFolder", screen: "Screen") -> "DemoReport":
     """SIGTERM ends the demo as Ctrl-C does: the trainer is stopped, the service drained."""
     from dora.demo.run import run_demo
 

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -199,6 +200,7 @@ def _measured(points: list[str] | None, multiple: int) -> "TrainingTime | None":
 def _adjust(generation_s: float | None, training_s: float | None, engines: int, as_json: bool) -> None:
     """Dynamic adjustment, from times measured in a run."""
     from dora.orchestrator.core.adjustment import groups_to_add
+    from dora.view.plan import Adjustment
 
     for option, value in (("--generation-s", generation_s), ("--training-s", training_s), ("--engines", engines)):
         if not value:
@@ -207,7 +209,7 @@ def _adjust(generation_s: float | None, training_s: float | None, engines: int, 
     added = groups_to_add(generation_s, training_s, engines)
     expected_s = generation_s * engines / (engines + added)
     if as_json:
-        lag = {"lag_s": generation_s - training_s, "lag_after_s": expected_s - training_s}
-        print_json({"groups_to_add": added, "engines": engines + added, "generation_s": expected_s, **lag})
+        lag_s, lag_after_s = generation_s - training_s, expected_s - training_s
+        print_json(asdict(Adjustment(added, engines + added, expected_s, lag_s, lag_after_s)))
     else:
         stdout().print(f"add {added} workers: {engines + added} would generate in {expected_s:.1f} s")

@@ -85,7 +85,7 @@ def conclude(
     checked = validate(fitted.coefficients, measurement)
     passed = checked.passed(tolerance)
     if as_json:
-        print_json(profile_tree(model, measurement, fitted, checked) | {"passed": passed})
+        print_json(profile_tree(model, measurement, fitted, checked, tolerance))
     else:
         stdout().print(profile_table(model, measurement, fitted, checked, tolerance))
         stdout().print(coefficients_text(fitted, ".toml"), end="", soft_wrap=True, markup=False)

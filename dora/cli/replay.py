@@ -76,16 +76,11 @@ def _print_text(log: "EventLog", run: "Replay", decisions: Iterator["Decision"])
 def _print_json(log: "EventLog", run: "Replay", decisions: Iterator["Decision"]) -> None:
     from dataclasses import asdict
 
-    from dora.view.decisions import tree
+    from dora.view.decisions import ReplayTree, tree
 
     trees = [tree(decision, decision.now_s - log.now_s) for decision in decisions]
     print_json(
-        {
-            "started_at": log.started_at,
-            "torn_bytes": log.torn_bytes,
-            "decisions": trees,
-            "summary": asdict(run.summary()),
-        }
+        ReplayTree(started_at=log.started_at, torn_bytes=log.torn_bytes, decisions=trees, summary=asdict(run.summary()))
     )
 
 

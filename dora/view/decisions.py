@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +16,27 @@ from dora.view.tables import facts_table, version_cell
 WORKERS_SHOWN = 8  # more than these are shown by version
 COMMANDS_SHOWN = 8  # of one kind in one decision; --json has them all
 INDENT = " " * 9
+
+
+class DecisionTree(TypedDict):
+    """One event of a replay."""
+
+    number: Annotated[int, "of the event, from 1"]
+    time_s: Annotated[float, "since the service started"]
+    event: Annotated[dict[str, Any], "its kind and its fields, as in `dora/orchestrator/core/events.py`"]
+    known: Annotated[dict[str, Any], "what the core knew before it"]
+    commands: Annotated[list[dict[str, Any]], "each kind and fields, as in `dora/orchestrator/core/commands.py`"]
+    refused: Annotated[str | None, "the error with which the core refused the event, or null"]
+    failed: Annotated[str | None, "the bug that ended the service at this event, or null"]
+
+
+class ReplayTree(TypedDict):
+    """A replay as a whole."""
+
+    started_at: Annotated[float, "when the service started, in seconds of Unix time"]
+    torn_bytes: Annotated[int, "bytes at the end of the log that a crash cut short"]
+    decisions: Annotated[list[DecisionTree], "the events shown"]
+    summary: Annotated[dict[str, Any], "how the replay ended"]
 
 
 def block(decision: Decision, time_s: float) -> Text:
@@ -34,7 +55,7 @@ def block(decision: Decision, time_s: float) -> Text:
     return text.append(f"\n{INDENT}".join(_command_lines(decision.commands)) or "nothing").append("\n")
 
 
-def tree(decision: Decision, time_s: float) -> dict[str, Any]:
+def tree(decision: Decision, time_s: float) -> DecisionTree:
     """The whole decision as JSON values; ``refused`` and ``failed`` are null where the core took the event."""
     return {
         "number": decision.number,

@@ -1,41 +1,74 @@
 """What ``dora profile`` found: for a person as a table, for programs as one tree."""
 
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from dora.planning.profile import Fit, Validation
-from dora.planning.samples import Measurement
+from dora.planning.samples import DecodeSample, Experts, Measurement, PrefillSample
+from dora.sim.scenario import Coefficients
 from dora.view.tables import facts_table
 
 
-def profile_tree(model: str, measurement: Measurement, fitted: Fit, checked: Validation) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class ProfileReport:
+    """All that was found of one engine."""
+
+    model: Annotated[str, "the model that was timed"]
+    cost: Annotated[Coefficients, "seconds of a step, as a scenario's `cluster.cost`"]
+    decode_error: Annotated[float, "mean relative error over the decode steps of the fit"]
+    prefill_error: Annotated[float, "mean relative error over the prefill steps of the fit"]
+    kink_requests: Annotated[float, "requests above which a step is bound by computing; 0: at any number"]
+    measured_tokens_per_s: Annotated[float, "throughput on a mixed workload outside the fit, by the steps that count"]
+    predicted_tokens_per_s: Annotated[float, "throughput that the fit predicts for it"]
+    predicted_over_measured: Annotated[float, "ratio of the two"]
+    wall_tokens_per_s: Annotated[float, "its throughput by the clock, whatever else the machine did"]
+    predicted_over_wall: Annotated[float, "the prediction over that"]
+    wall_over_measured: Annotated[float, "the clock's time over that of the steps that count: at most 1.05 if quiet"]
+    held: Annotated[tuple[str, ...], "ratios that must be near 1: `measured`, and `wall` if the machine was quiet"]
+    mixed_wall_s: Annotated[tuple[float, ...], "each run of the mixed workload, by the clock"]
+    slots: Annotated[int, "requests that the engine decodes at once"]
+    engines: Annotated[int, "engines timed beside each other"]
+    clock: Annotated[str, "`wall`: the clock; `cpu`: the engine's time on a core"]
+    experts: Annotated[Experts | None, "of a mixture of experts; null for a dense model"]
+    dense_error: Annotated[float | None, "decode error of a dense fit to a mixture of experts; null for a dense model"]
+    wall_s: Annotated[float, "the whole measurement"]
+    decode: Annotated[tuple[DecodeSample, ...], "decode steps of the fit"]
+    prefill: Annotated[tuple[PrefillSample, ...], "prefill steps of the fit"]
+    passed: Annotated[bool, "whether the held ratios are within `--tolerance` of 1"]
+
+
+def profile_tree(
+    model: str, measurement: Measurement, fitted: Fit, checked: Validation, tolerance: float
+) -> dict[str, Any]:
     """The whole result as one JSON object."""
-    return {
-        "model": model,
-        "cost": fitted.coefficients.model_dump(),
-        "decode_error": fitted.decode_error,
-        "prefill_error": fitted.prefill_error,
-        "kink_requests": fitted.kink,
-        "measured_tokens_per_s": checked.tokens / checked.measured_s,
-        "predicted_tokens_per_s": checked.tokens / checked.predicted_s,
-        "predicted_over_measured": checked.ratio,
-        "wall_tokens_per_s": checked.tokens / checked.wall_s,
-        "predicted_over_wall": checked.wall_ratio,
-        "wall_over_measured": checked.slowdown,
-        "held": list(checked.held),
-        "mixed_wall_s": list(measurement.mixed_wall_s),
-        "slots": measurement.slots,
-        "engines": measurement.engines,
-        "clock": measurement.clock,
-        "experts": None if measurement.experts is None else asdict(measurement.experts),
-        "dense_error": fitted.dense_error,
-        "wall_s": measurement.wall_s,
-        "decode": [asdict(sample) for sample in measurement.decode],
-        "prefill": [asdict(sample) for sample in measurement.prefill],
-    }
+    report = ProfileReport(
+        model=model,
+        cost=fitted.coefficients,
+        decode_error=fitted.decode_error,
+        prefill_error=fitted.prefill_error,
+        kink_requests=fitted.kink,
+        measured_tokens_per_s=checked.tokens / checked.measured_s,
+        predicted_tokens_per_s=checked.tokens / checked.predicted_s,
+        predicted_over_measured=checked.ratio,
+        wall_tokens_per_s=checked.tokens / checked.wall_s,
+        predicted_over_wall=checked.wall_ratio,
+        wall_over_measured=checked.slowdown,
+        held=tuple(checked.held),
+        mixed_wall_s=measurement.mixed_wall_s,
+        slots=measurement.slots,
+        engines=measurement.engines,
+        clock=measurement.clock,
+        experts=measurement.experts,
+        dense_error=fitted.dense_error,
+        wall_s=measurement.wall_s,
+        decode=measurement.decode,
+        prefill=measurement.prefill,
+        passed=checked.passed(tolerance),
+    )
+    return asdict(report) | {"cost": fitted.coefficients.model_dump()}
 
 
 def profile_table(model: str, measurement: Measurement, fitted: Fit, checked: Validation, tolerance: float) -> Table:

@@ -100,8 +100,8 @@ VERSION_COLUMNS: Final[Sequence[Column[VersionStatus]]] = (
     Column("workers", "workers that host it or are about to", lambda row: str(row.workers)),
     Column("open", "prompt groups admitted and not yet taken by a step", lambda row: str(row.groups_open)),
     Column("finished", "of these, complete and waiting for a step", lambda row: str(row.groups_finished)),
-    Column("running", "its requests that are decoded", lambda row: str(row.requests_running)),
-    Column("waiting", "its requests that wait for a worker or in an engine", lambda row: str(row.requests_waiting)),
+    Column("running", "its requests on a worker", lambda row: str(row.requests_running)),
+    Column("waiting", "its requests on no worker", lambda row: str(row.requests_waiting)),
 )
 TRAJECTORY_COLUMNS: Final[Sequence[Column[TrajectoryStatus]]] = (
     Column("trajectory", "the request's id, as `migrate` takes it", lambda row: row.trajectory_id, words=True),

@@ -1,7 +1,7 @@
 """``dora simulate presets``"""
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, print_whole, stdout
@@ -19,14 +19,14 @@ HEADINGS = ("GPUs\ntrain:rollout", "GPUs\na worker", "window", "groups\na step",
 class PresetRow:
     """What tells presets apart, under the default strategy."""
 
-    preset: str
-    train_gpus: int
-    rollout_gpus: int
-    gpus_per_engine: int
-    window: int
-    groups_per_step: int
-    group_size: int
-    cap_tokens: int
+    preset: Annotated[str, "its name"]
+    train_gpus: Annotated[int, "accelerators that train"]
+    rollout_gpus: Annotated[int, "accelerators that generate"]
+    gpus_per_engine: Annotated[int, "accelerators of one worker"]
+    window: Annotated[int, "policy versions that may be live"]
+    groups_per_step: Annotated[int, "prompt groups a step"]
+    group_size: Annotated[int, "responses to one prompt"]
+    cap_tokens: Annotated[int, "longest response"]
 
 
 def presets(as_json: JsonOption = False) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
@@ -46,6 +46,23 @@ Compare = Annotated[bool, typer.Option("--compare", help="All policies, side by 
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Timeline of the run: .png, .svg or .html.")]
 
 
+class Origin(TypedDict):
+    """How a report came about."""
+
+    warmup: Annotated[int, "steps before those measured"]
+    settings: Annotated[list[str], "the values of `--set`"]
+    split: Annotated[str, "`preset` or `plan`: where the division of the accelerators comes from"]
+
+
+class ComparisonTree(Origin):
+    """All policies of one preset (`--compare`)."""
+
+    preset: Annotated[str, "the preset, or `custom`"]
+    seed: Annotated[int, "of prompts and lengths"]
+    steps: Annotated[int, "steps measured, after the warm-up"]
+    policies: Annotated[list[dict[str, Any]], "each policy"]
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What is the same for every policy of one command. ``options``: those that the scenario was made from."""
@@ -58,7 +75,7 @@ class Asked:
     split: SplitChoice
     as_json: bool
 
-    def tree(self) -> dict[str, Any]:
+    def origin(self) -> Origin:
         """What a report does not say of how it came about."""
         return {"warmup": self.warmup, "settings": list(self.settings), "split": self.split.value}
 
@@ -182,7 +199,7 @@ def _run_one(scenario: "Scenario", asked: Asked, plot: Path | None) -> None:
         report = _report(scenario, asked, timeline=timeline)
         draw(timeline, report, plot)
     if asked.as_json:
-        print_json(_finite(report_tree(report, scenario) | asked.tree() | {"replay": asked.replay(scenario)}))
+        print_json(_finite(report_tree(report, scenario) | asked.origin() | {"replay": asked.replay(scenario)}))
     else:
         stdout().print(report_table(report, scenario))
         if plot is not None:
@@ -199,8 +216,14 @@ def _compare(scenarios: list["Scenario"], asked: Asked) -> None:
     ]
     rows = comparison(reports, scenarios)
     if asked.as_json:
-        tree = {"preset": scenarios[0].name, "seed": asked.seed, "steps": asked.steps} | asked.tree()
-        print_json(_finite(tree | {"policies": [asdict(row) for row in rows]}))
+        tree = ComparisonTree(
+            preset=scenarios[0].name,
+            seed=asked.seed,
+            steps=asked.steps,
+            policies=[asdict(row) for row in rows],
+            **asked.origin(),
+        )
+        print_json(_finite(tree))
     else:
         print_whole(stdout(), comparison_table(rows))
     _exit_if_broken(reports)
