@@ -11,7 +11,7 @@ PROTO := dora/rpc/dora.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTO)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test experiments check lint types imports proto proto-check fmt clean
+.PHONY: help setup demo test experiments check lint types imports proto proto-check docs fmt clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ proto-check: setup ## are the gRPC stubs those of dora.proto?
 		for file in dora_pb2.py dora_pb2.pyi dora_pb2_grpc.py; do \
 			cmp -s $$folder/dora/rpc/$$file dora/rpc/$$file || { echo "dora/rpc/$$file is not that of $(PROTO); run make proto"; exit 1; }; \
 		done
+
+docs: setup ## write docs/reference.md from the code
+	@$(BIN)/python -m dora.cli.reference > docs/reference.md.new && mv docs/reference.md.new docs/reference.md
 
 fmt: setup ## format, and repair what can be repaired
 	@$(BIN)/ruff check --fix --quiet .; $(BIN)/ruff format .

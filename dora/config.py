@@ -39,7 +39,7 @@ class Section(BaseModel):
 
 
 class WindowConfig(Section):
-    """The sliding window of policy versions (design: the window and C3)."""
+    """The sliding window of policy versions (C3)."""
 
     size: int = Field(2, ge=1, le=WINDOW_MOST, description="versions that may be live; staleness is at most size - 1")
     groups_per_step: int = Field(
@@ -52,14 +52,14 @@ class RolloutConfig(Section):
 
     group_size: int = Field(8, ge=1, le=GROUP_SIZE_MOST, description="responses to one prompt")
     max_tokens: int = Field(256, ge=1, le=1 << 22, description="longest response")
-    temperature: float = Field(1.0, ge=0.0, le=10.0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(0, ge=0, description="0: no limit")
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(1.0, gt=0.0, le=2.0)
-    ignore_eos: bool = False
+    temperature: float = Field(1.0, ge=0.0, le=10.0, description="of sampling; 0: the likeliest token")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="sample from the likeliest tokens of this total probability")
+    top_k: int = Field(0, ge=0, description="sample from so many likeliest tokens; 0: no limit")
+    min_p: float = Field(0.0, ge=0.0, le=1.0, description="least probability of a token, as a share of the likeliest's")
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="of the logit of a token that has occurred")
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="the same, for each time it has")
+    repetition_penalty: float = Field(1.0, gt=0.0, le=2.0, description="factor of such a logit; 1: none")
+    ignore_eos: bool = Field(False, description="go on after the end-of-sequence token, to the longest response")
     seed: int = Field(0, ge=0, lt=1 << 63, description="every response's seed follows from this and its prompt id")
     reference_version: int = Field(0, ge=0, description="the frozen version a KL term refers to")
 
@@ -87,19 +87,17 @@ class CostConfig(Section):
 
 
 class BalanceConfig(Section):
-    """Re-balancing (design: triggers, partition, moves) and handoff."""
+    """Re-balancing and handoff."""
 
     policy: str = Field(DEFAULT_POLICY, description="strategy by name: see dora.orchestrator.core.policies")
     predictor: Literal["given", "statistics", "ranker"] = Field(
         "statistics", description="of response lengths; given: the simulator's oracle, no service's"
     )
     cost: CostConfig | None = Field(None, description="of one engine's steps, as `dora profile` prints it")
-    period_s: float = Field(30.0, gt=0.0, description="time trigger")
+    period_s: float = Field(30.0, gt=0.0, description="time between two periodic re-balancings")
     pressure: float = Field(0.9, gt=0.0, le=1.0, description="KV use above which a worker is relieved")
-    hysteresis: float = Field(0.6, ge=0.0, le=1.0, description="share of a DP group a periodic change must be worth")
-    level_gap: int = Field(
-        2, ge=1, description="difference of requests between DP groups that is levelled, if it gains"
-    )
+    hysteresis: float = Field(0.6, ge=0.0, le=1.0, description="share of a worker that a periodic change must be worth")
+    level_gap: int = Field(2, ge=1, description="difference of requests between workers that is levelled, if it gains")
     handoff_timeout_s: float = Field(30.0, gt=0.0, description="after this a handoff is undone")
     moves_at_once: int = Field(64, ge=1, le=1 << 16, description="handoffs in flight")
 
@@ -113,11 +111,11 @@ class WorkersConfig(Section):
     kv_tokens: int = Field(32768, ge=64, description="KV-cache of one worker")
     block_tokens: int = Field(32, ge=1, description="KV block; a multiple of 32 on CPU")
     max_model_len_tokens: int = Field(2048, ge=16, description="prompt and response together")
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights and KV")
     threads: int = Field(1, ge=1, le=256, description="CPU threads of one worker")
     report_period_ms: int = Field(20, ge=1, le=10000, description="tokens are reported at least this often")
     silence_timeout_s: float = Field(60.0, gt=0.0, description="a worker silent for so long is lost")
-    start_timeout_s: float = Field(300.0, gt=0.0)
+    start_timeout_s: float = Field(300.0, gt=0.0, description="a worker that has not answered by then has failed")
     restarts: int = Field(
         16, ge=0, description="times a dead worker is started again before the service gives up on it"
     )
@@ -130,10 +128,12 @@ class ServiceConfig(Section):
     token: str = Field("", description="shared secret of all clients; empty: made at start and shown")
     run_folder: str = Field("", description="shared memory of this service; empty: a new folder on tmpfs")
     event_log: str = Field("", description="new file for the events the core decides on, for dora replay; empty: none")
-    max_message_bytes: int = Field(64 << 20, ge=1 << 20, le=1 << 31)
+    max_message_bytes: int = Field(64 << 20, ge=1 << 20, le=1 << 31, description="largest gRPC message")
     prompts_queued_max: int = Field(4096, ge=1, description="a full queue refuses prompts")
-    drain_timeout_s: float = Field(30.0, ge=0.0)
-    tick_s: float = Field(0.5, gt=0.0, le=60.0)
+    drain_timeout_s: float = Field(
+        30.0, ge=0.0, description="at the end a trainer has so long to commit what was admitted"
+    )
+    tick_s: float = Field(0.5, gt=0.0, le=60.0, description="time between two looks at clocks and timeouts")
 
 
 class SelectionConfig(Section):
@@ -155,9 +155,9 @@ class RewardConfig(Section):
     function: str = Field(
         "", pattern=r"^$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="module:function; empty: the prompt source's own"
     )
-    timeout_s: float = Field(10.0, gt=0.0)
-    workers: int = Field(1, ge=1, le=256)
-    queued_max: int = Field(8192, ge=1)
+    timeout_s: float = Field(10.0, gt=0.0, description="a verdict that takes longer counts as failed")
+    workers: int = Field(1, ge=1, le=256, description="processes that score")
+    queued_max: int = Field(8192, ge=1, description="responses that may wait for a verdict")
 
 
 class Config(Section):
