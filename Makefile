@@ -12,7 +12,7 @@ PROTO := dora/rpc/dora.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTO)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types imports proto proto-check fmt clean
+.PHONY: help setup demo test experiments check lint types imports proto proto-check docs fmt clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,10 @@ demo: setup ## service, trainer and a live view in one terminal; MODEL=tiny STEP
 
 test: check ## everything that CI runs: lint, types, import rules, stubs, all tests
 	@$(BIN)/pytest -m "not gpu" -n $(JOBS) --dist loadfile $(ARGS)
+
+experiments: setup ## the papers' tables: their tests, then a short form of each; ARGS="tables laminar" for one
+	@$(BIN)/pytest experiments
+	@$(BIN)/python -m experiments $(or $(ARGS),tables all --short)
 
 check: lint types imports proto-check ## everything of `make test` but the tests
 
@@ -48,9 +52,12 @@ proto-check: setup ## are the gRPC stubs those of dora.proto?
 			cmp -s $$folder/dora/rpc/$$file dora/rpc/$$file || { echo "dora/rpc/$$file is not that of $(PROTO); run make proto"; exit 1; }; \
 		done
 
+docs: setup ## write docs/reference.md from the code
+	@$(BIN)/python -m dora.cli.reference > docs/reference.md.new && mv docs/reference.md.new docs/reference.md
+
 fmt: setup ## format, and repair what can be repaired
 	@$(BIN)/ruff check --fix --quiet .; $(BIN)/ruff format .
 
 clean: ## remove caches and output; .venv stays
 	@rm -rf out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	@find dora tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find dora experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,6 +20,9 @@ GROUPS_PER_STEP_MOST: Final = 1 << 20
 GROUP_SIZE_MOST: Final = 4096
 WINDOW_MOST: Final = 64
 
+Setting = str | int | float | bool
+Override = str | tuple[str, Setting]  # "window.size=3", its value in TOML, or ("window.size", 3)
+
 
 class Section(BaseModel):
     """Frozen fields, no others."""
@@ -36,7 +39,7 @@ class Section(BaseModel):
 
 
 class WindowConfig(Section):
-    """The sliding window of policy versions (design: the window and C3)."""
+    """The sliding window of policy versions (C3)."""
 
     size: int = Field(2, ge=1, le=WINDOW_MOST, description="versions that may be live; staleness is at most size - 1")
     groups_per_step: int = Field(
@@ -49,14 +52,14 @@ class RolloutConfig(Section):
 
     group_size: int = Field(8, ge=1, le=GROUP_SIZE_MOST, description="responses to one prompt")
     max_tokens: int = Field(256, ge=1, le=1 << 22, description="longest response")
-    temperature: float = Field(1.0, ge=0.0, le=10.0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(0, ge=0, description="0: no limit")
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(1.0, gt=0.0, le=2.0)
-    ignore_eos: bool = False
+    temperature: float = Field(1.0, ge=0.0, le=10.0, description="of sampling; 0: the likeliest token")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="sample from the likeliest tokens of this total probability")
+    top_k: int = Field(0, ge=0, description="sample from so many likeliest tokens; 0: no limit")
+    min_p: float = Field(0.0, ge=0.0, le=1.0, description="least probability of a token, as a share of the likeliest's")
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="of the logit of a token that has occurred")
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="the same, for each time it has")
+    repetition_penalty: float = Field(1.0, gt=0.0, le=2.0, description="factor of such a logit; 1: none")
+    ignore_eos: bool = Field(False, description="go on after the end-of-sequence token, to the longest response")
     seed: int = Field(0, ge=0, lt=1 << 63, description="every response's seed follows from this and its prompt id")
     reference_version: int = Field(0, ge=0, description="the frozen version a KL term refers to")
 
@@ -84,19 +87,17 @@ class CostConfig(Section):
 
 
 class BalanceConfig(Section):
-    """Re-balancing (design: triggers, partition, moves) and handoff."""
+    """Re-balancing and handoff."""
 
     policy: str = Field(DEFAULT_POLICY, description="strategy by name: see dora.orchestrator.core.policies")
     predictor: Literal["given", "statistics", "ranker"] = Field(
         "statistics", description="of response lengths; given: the simulator's oracle, no service's"
     )
     cost: CostConfig | None = Field(None, description="of one engine's steps, as `dora profile` prints it")
-    period_s: float = Field(30.0, gt=0.0, description="time trigger")
+    period_s: float = Field(30.0, gt=0.0, description="time between two periodic re-balancings")
     pressure: float = Field(0.9, gt=0.0, le=1.0, description="KV use above which a worker is relieved")
-    hysteresis: float = Field(0.6, ge=0.0, le=1.0, description="share of a DP group a periodic change must be worth")
-    level_gap: int = Field(
-        2, ge=1, description="difference of requests between DP groups that is levelled, if it gains"
-    )
+    hysteresis: float = Field(0.6, ge=0.0, le=1.0, description="share of a worker that a periodic change must be worth")
+    level_gap: int = Field(2, ge=1, description="difference of requests between workers that is levelled, if it gains")
     handoff_timeout_s: float = Field(30.0, gt=0.0, description="after this a handoff is undone")
     moves_at_once: int = Field(64, ge=1, le=1 << 16, description="handoffs in flight")
 
@@ -110,11 +111,11 @@ class WorkersConfig(Section):
     kv_tokens: int = Field(32768, ge=64, description="KV-cache of one worker")
     block_tokens: int = Field(32, ge=1, description="KV block; a multiple of 32 on CPU")
     max_model_len_tokens: int = Field(2048, ge=16, description="prompt and response together")
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights and KV")
     threads: int = Field(1, ge=1, le=256, description="CPU threads of one worker")
     report_period_ms: int = Field(20, ge=1, le=10000, description="tokens are reported at least this often")
     silence_timeout_s: float = Field(60.0, gt=0.0, description="a worker silent for so long is lost")
-    start_timeout_s: float = Field(300.0, gt=0.0)
+    start_timeout_s: float = Field(300.0, gt=0.0, description="a worker that has not answered by then has failed")
     restarts: int = Field(
         16, ge=0, description="times a dead worker is started again before the service gives up on it"
     )
@@ -127,10 +128,12 @@ class ServiceConfig(Section):
     token: str = Field("", description="shared secret of all clients; empty: made at start and shown")
     run_folder: str = Field("", description="shared memory of this service; empty: a new folder on tmpfs")
     event_log: str = Field("", description="new file for the events the core decides on, for dora replay; empty: none")
-    max_message_bytes: int = Field(64 << 20, ge=1 << 20, le=1 << 31)
+    max_message_bytes: int = Field(64 << 20, ge=1 << 20, le=1 << 31, description="largest gRPC message")
     prompts_queued_max: int = Field(4096, ge=1, description="a full queue refuses prompts")
-    drain_timeout_s: float = Field(30.0, ge=0.0)
-    tick_s: float = Field(0.5, gt=0.0, le=60.0)
+    drain_timeout_s: float = Field(
+        30.0, ge=0.0, description="at the end a trainer has so long to commit what was admitted"
+    )
+    tick_s: float = Field(0.5, gt=0.0, le=60.0, description="time between two looks at clocks and timeouts")
 
 
 class SelectionConfig(Section):
@@ -152,9 +155,9 @@ class RewardConfig(Section):
     function: str = Field(
         "", pattern=r"^$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="module:function; empty: the prompt source's own"
     )
-    timeout_s: float = Field(10.0, gt=0.0)
-    workers: int = Field(1, ge=1, le=256)
-    queued_max: int = Field(8192, ge=1)
+    timeout_s: float = Field(10.0, gt=0.0, description="a verdict that takes longer counts as failed")
+    workers: int = Field(1, ge=1, le=256, description="processes that score")
+    queued_max: int = Field(8192, ge=1, description="responses that may wait for a verdict")
 
 
 class Config(Section):
@@ -182,16 +185,21 @@ class Config(Section):
         return self
 
 
-def load_config(file: Path | None = None, overrides: Iterable[str] = ()) -> Config:
-    """Reads ``file`` (TOML), applies ``overrides`` like ``"window.size=3"`` in order, validates.
+def given(settings: Mapping[str, Setting | None]) -> list[Override]:
+    """Settings by their dotted names as overrides; one that is None was not given and overrides nothing."""
+    return [(key, value) for key, value in settings.items() if value is not None]
 
-    Override values are TOML; a value that is no TOML is taken as a string. In their paths an element of a list goes by
+
+def load_config(file: Path | None = None, overrides: Iterable[Override] = ()) -> Config:
+    """Reads ``file`` (TOML), applies ``overrides`` in order, validates; an override is a text or a pair of ``given``.
+
+    Values in a text are TOML; one that is no TOML is taken as a string. In the dotted name an element of a list goes by
     its number, from 0.
     """
     return validated(settings_tree(file, overrides))
 
 
-def settings_tree(file: Path | None, overrides: Iterable[str], option: str = "--config") -> dict[str, Any]:
+def settings_tree(file: Path | None, overrides: Iterable[Override], option: str = "--config") -> dict[str, Any]:
     """What ``file`` (TOML) and then ``overrides`` say, as one nested mapping, not yet validated.
 
     ``option`` is the command-line option that named the file; a file that cannot be read is an InvalidValue of it.
@@ -207,7 +215,7 @@ def settings_tree(file: Path | None, overrides: Iterable[str], option: str = "--
         except ValueError as error:  # also a whole number of more digits than Python reads
             raise InvalidValue(option, str(file), f"valid TOML ({error})") from error
     for override in overrides:
-        _apply(tree, override)
+        _apply(tree, *(_parsed(override) if isinstance(override, str) else override))
     return tree
 
 
@@ -227,25 +235,29 @@ def validated(tree: Mapping[str, Any]) -> Config:
     return validated_as(Config, tree)
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def _parsed(override: str) -> tuple[str, Any]:
+    """The dotted name and the value of a text ``section.field=value``."""
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise InvalidValue("--set", override, "section.field=value")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return key.strip(), tomllib.loads(f"value = {text}")["value"]
     except ValueError:  # also a whole number of more digits than Python reads
-        value = text
-    *sections, name = key.strip().split(".")
+        return key.strip(), text
+
+
+def _apply(tree: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
     node: Any = tree
     for section in sections:
-        node = node[_index(node, section, override)] if isinstance(node, list) else node.setdefault(section, {})
+        node = node[_index(node, section, key)] if isinstance(node, list) else node.setdefault(section, {})
         if not isinstance(node, dict | list):
-            raise InvalidValue("--set", override, f"section.field=value; {section} is a field")
-    node[_index(node, name, override) if isinstance(node, list) else name] = value
+            raise InvalidValue("--set", key, f"section.field=value; {section} is a field")
+    node[_index(node, name, key) if isinstance(node, list) else name] = value
 
 
-def _index(elements: Sequence[Any], name: str, override: str) -> int:
+def _index(elements: Sequence[Any], name: str, key: str) -> int:
     """Which element of a list ``name`` is: those of a file are counted from 0."""
     if name not in map(str, range(len(elements))):
-        raise InvalidValue("--set", override, f"the number of an element, below {len(elements)}, not {name}")
+        raise InvalidValue("--set", key, f"the number of an element, below {len(elements)}, not {name}")
     return int(name)

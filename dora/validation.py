@@ -113,14 +113,14 @@ def _section_at(model: type[BaseModel], path: tuple[str, ...]) -> type[BaseModel
             field = None
             continue
         field = section.model_fields.get(part)
-        below = _section_of(field)
+        below = section_of(field)
         if below is None:
             return None
         section = below
     return section
 
 
-def _section_of(field: FieldInfo | None) -> type[BaseModel] | None:
+def section_of(field: FieldInfo | None) -> type[BaseModel] | None:
     """The section that a field is, one that may be left out too; of a list of sections, any of them."""
     if field is None:
         return None
@@ -144,6 +144,6 @@ def _everywhere(model: type[BaseModel], path: str) -> Iterator[str]:
     """All fields and sections, each with those before it that it stands in."""
     for name, field in model.model_fields.items():
         yield f"{path}{name}"
-        below = _section_of(field)
+        below = section_of(field)
         if below is not None:
             yield from _everywhere(below, f"{path}{name}.")

@@ -4,42 +4,16 @@ from collections.abc import Callable
 
 import typer
 
-from dora.cli import (
-    demo,
-    drain,
-    groups,
-    migrate,
-    plan,
-    prepare,
-    presets,
-    profile,
-    rebalance,
-    replay,
-    serve,
-    simulate,
-    status,
-    sweep,
-    trajectories,
-    verify,
-    version,
-    versions,
-    watch,
-)
+from dora.cli import demo, plan, prepare, profile, replay, serve, service, verify, version
 from dora.cli.exits import MEANINGS, DoraGroup
+from dora.cli.simulate import presets, run, sweep
 
 EPILOG = "Exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning in MEANINGS.items()) + "."
 
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "demo": (demo.demo, demo.EXAMPLE),
     "serve": (serve.serve, serve.EXAMPLE),
-    "status": (status.status, status.EXAMPLE),
-    "versions": (versions.versions, versions.EXAMPLE),
-    "groups": (groups.groups, groups.EXAMPLE),
-    "trajectories": (trajectories.trajectories, trajectories.EXAMPLE),
-    "migrate": (migrate.migrate, migrate.EXAMPLE),
-    "drain": (drain.drain, drain.EXAMPLE),
-    "rebalance": (rebalance.rebalance, rebalance.EXAMPLE),
-    "watch": (watch.watch, watch.EXAMPLE),
+    **service.COMMANDS,
     "replay": (replay.replay, replay.EXAMPLE),
     "plan": (plan.plan, plan.EXAMPLE),
     "profile": (profile.profile, profile.EXAMPLE),
@@ -60,6 +34,6 @@ app = typer.Typer(
 for _name, (_function, _example) in COMMANDS.items():
     app.command(_name, epilog=f"Example: {_example}")(_function)
 
-simulate.app.command("sweep", epilog=f"Example: {sweep.EXAMPLE}")(sweep.sweep)
-simulate.app.command("presets", epilog=f"Example: {presets.EXAMPLE}")(presets.presets)
-app.add_typer(simulate.app, name="simulate", cls=DoraGroup, help=simulate.simulate.__doc__)
+run.app.command("sweep", epilog=f"Example: {sweep.EXAMPLE}")(sweep.sweep)
+run.app.command("presets", epilog=f"Example: {presets.EXAMPLE}")(presets.presets)
+app.add_typer(run.app, name="simulate", cls=DoraGroup, help=run.simulate.__doc__)

@@ -3,17 +3,18 @@
 import asyncio
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dora.cli.exits import ExitCode
-from dora.cli.options import JsonOption
+from dora.cli.options import JsonOption, SettingsOption
 from dora.cli.output import print_json, stderr, stdout
 
 if TYPE_CHECKING:
     from dora.demo.folder import OutFolder
     from dora.demo.options import DemoOptions
+    from dora.demo.report import DemoReport
     from dora.demo.screen import Screen
 
 EXAMPLE = "dora demo --model tiny --steps 60"
@@ -30,21 +31,22 @@ def demo(
     workers: Annotated[int | None, typer.Option(help="Rollout workers.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest response.")] = None,
     learning_rate: Annotated[float | None, typer.Option("--lr", help="The trainer's learning rate.")] = None,
-    seed: Annotated[int, typer.Option(help="Prompts and sampling follow from it.")] = 0,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one field; may be repeated.")
-    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and of the sampling.")] = 0,
+    settings: SettingsOption = None,
     out: Annotated[Path, typer.Option(help="Folder for report, timeline, series and record.")] = Path("out/demo"),
     kill_worker_after_s: Annotated[
         float | None,
-        typer.Option("--kill-worker-after", metavar="SECONDS", help="SIGKILL one worker then, to see nothing lost."),
+        typer.Option(
+            "--kill-worker-after", metavar="SECONDS", help="Kill one worker (SIGKILL) after so long: nothing is lost."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve, train and watch in one terminal; ends with a summary of what was promised and what was measured.
+    """Serve, train and watch in one terminal; a summary at the end holds what was promised against what was measured.
 
-    Options not given come from the model's preset. Exits with 1 where a group was lost or delivered twice, a
-    trajectory mixed versions, staleness passed its bound, or the service's counters and the record disagree.
+    An option that is not given has the value of the model's preset. The command exits with 1 if a group was lost or
+    delivered twice, a trajectory mixed versions, staleness passed its bound, or the service's counters and the record
+    disagree.
     """
     from dora.demo.folder import OutFolder
     from dora.demo.options import DemoOptions
@@ -77,7 +79,7 @@ def demo(
         raise typer.Exit(ExitCode.FAILED)
 
 
-async def _run(options: "DemoOptions", folder: "OutFolder", screen: "Screen") -> dict[str, Any]:
+async def _run(options: "DemoOptions", folder: "OutFolder", screen: "Screen") -> "DemoReport":
     """SIGTERM ends the demo as Ctrl-C does: the trainer is stopped, the service drained."""
     from dora.demo.run import run_demo
 

@@ -1,8 +1,13 @@
-"""Options that several commands share."""
+"""Options that several commands share, and what was given of a command's own."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
+
+from dora.errors import InvalidValue
+
+DEFAULT_ADDRESS = "127.0.0.1:7070"
 
 AddressOption = Annotated[
     str, typer.Option("--address", "-a", metavar="HOST:PORT", envvar="DORA_ADDRESS", help="Where the service listens.")
@@ -17,8 +22,9 @@ TokenOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document for programs.")]
-
-DEFAULT_ADDRESS = "127.0.0.1:7070"
+SettingsOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one field; may be repeated.")
+]
 
 
 def given_options(context: typer.Context) -> dict[str, Any]:
@@ -30,3 +36,11 @@ def given_options(context: typer.Context) -> dict[str, Any]:
             value = context.params[parameter.name or ""]
             given[parameter.opts[0]] = value if isinstance(value, int | float | list) else str(value)
     return given
+
+
+def refuse_given(context: typer.Context, options: Iterable[str], reason: str) -> None:
+    """Raises InvalidValue for the first of ``options`` that was given; ``reason``: what leaves it without meaning."""
+    given = given_options(context)
+    for option in options:
+        if option in given:
+            raise InvalidValue(option, given[option], f"left out {reason}")

@@ -2,13 +2,19 @@
 
 import json
 import sys
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
-from google.protobuf.message import Message
 from rich.console import Console, RenderableType
 
-from dora.rpc.dora_pb2 import OperatorReply
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
+    from dora.rpc.dora_pb2 import OperatorReply
+
+PATIENCE_S: Final = 1.0
 WIDEST_CHARACTERS = 400
 PIPED_WIDTH_CHARACTERS = 160  # a pipe has no width of its own; tables must not be cut for it
 
@@ -35,7 +41,7 @@ def print_whole(console: Console, table: RenderableType) -> None:
     console.print(table)
 
 
-def print_reply(reply: OperatorReply, as_json: bool) -> None:
+def print_reply(reply: "OperatorReply", as_json: bool) -> None:
     """Prints what the service says it has begun."""
     if as_json:
         print_json(plain(reply))
@@ -43,7 +49,34 @@ def print_reply(reply: OperatorReply, as_json: bool) -> None:
         sys.stdout.write(reply.message + "\n")
 
 
-def plain(message: Message) -> dict[str, object]:
+@contextmanager
+def progress_bar(console: Console, title: str, patience_s: float = PATIENCE_S) -> Iterator[Callable[[float], None]]:
+    """Yields what is to be told the share done, 0 to 1.
+
+    The bar shows only on a terminal and only once ``patience_s`` have passed; it disappears at the end.
+    """
+    if not console.is_terminal:
+        yield lambda share: None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task(title, total=1.0)
+    shown_after_s = time.monotonic() + patience_s
+
+    def tell(share: float) -> None:
+        if not bar.live.is_started and time.monotonic() >= shown_after_s:
+            bar.start()
+        bar.update(task, completed=share)
+
+    try:
+        yield tell
+    finally:
+        bar.stop()
+
+
+def plain(message: "Message") -> dict[str, object]:
     """A protobuf message as JSON values, every field present, 64-bit numbers as numbers (protobuf's own makes strings).
 
     An optional field that is not set is None. ``message`` must hold no ``bytes`` field.
@@ -51,7 +84,7 @@ def plain(message: Message) -> dict[str, object]:
     return {field.name: _plain_field(message, field) for field in message.DESCRIPTOR.fields}
 
 
-def _plain_field(message: Message, field: Any) -> object:
+def _plain_field(message: "Message", field: Any) -> object:
     value, entry = getattr(message, field.name), field.message_type
     if entry is None:
         if field.has_presence and not message.HasField(field.name):

@@ -2,13 +2,13 @@
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dora.cli.options import JsonOption, given_options
+from dora.cli.options import JsonOption, given_options, refuse_given
 from dora.cli.output import print_json, stdout
 from dora.errors import InvalidValue
 
@@ -22,16 +22,20 @@ ADJUSTMENT = ("--generation-s", "--training-s", "--engines")
 TWO_DATACENTRES = ("--rollout-gpus", "--train-gpus", "--rollout-hardware", "--link-gbps")
 
 Model = Annotated[str, typer.Option(help="qwen2.5-7b, -14b, -32b, -72b, qwen3-30b-a3b or longcat-flash.")]
-HardwareName = Annotated[str, typer.Option(help="h800, h20 or npu-60gb; two datacentres: that of training.")]
+HardwareName = Annotated[
+    str, typer.Option(help="Accelerator: h800, h20 or npu-60gb; two datacentres: that of training.")
+]
 Gpus = Annotated[int, typer.Option(min=0, help="All accelerators of one datacentre.")]
 RolloutGpus = Annotated[int, typer.Option(min=0, help="Two datacentres: the budget for rollout.")]
 TrainGpus = Annotated[int, typer.Option(min=0, help="Two datacentres: the budget for training.")]
-RolloutHardware = Annotated[str, typer.Option(help="Two datacentres: that of rollout; by default --hardware.")]
+RolloutHardware = Annotated[
+    str, typer.Option(help="Two datacentres: the accelerator of rollout; by default --hardware.")
+]
 LinkGbps = Annotated[float, typer.Option(min=0.0, help="Two datacentres: Gbit/s between them.")]
 TrainSAt = Annotated[
     list[str] | None, typer.Option(metavar="GPUS=SECONDS", help="A measured training step; may be repeated.")
 ]
-TrainMultiple = Annotated[int, typer.Option(help="A trainer has a multiple of so many accelerators.")]
+TrainMultiple = Annotated[int, typer.Option(help="The trainer has a multiple of so many accelerators.")]
 Window = Annotated[int, typer.Option(help="Policy versions that may be live.")]
 Groups = Annotated[int, typer.Option(help="Prompt groups a step.")]
 GroupSize = Annotated[int, typer.Option(help="Responses to one prompt.")]
@@ -44,12 +48,19 @@ LengthsOption = Annotated[
 Slots = Annotated[int, typer.Option(help="Requests that one engine decodes at once.")]
 GpusPerEngine = Annotated[int, typer.Option(min=0, help="Accelerators of one engine; 0: chosen.")]
 Cost = Annotated[
-    Path | None, typer.Option(help="Cost of such an engine, as `dora profile --out` writes it; else a roofline's.")
+    Path | None,
+    typer.Option(
+        help="File with the cost of one engine, as `dora profile --out` writes it; without: a roofline model's."
+    ),
 ]
 Efficiency = Annotated[float, typer.Option(help="Generation time over its bubble-free bound.")]
-GenerationS = Annotated[float | None, typer.Option(help="Measured: say how many DP groups to add.")]
-TrainingS = Annotated[float | None, typer.Option(help="Measured, with --generation-s and --engines.")]
-Engines = Annotated[int, typer.Option(min=0, help="DP groups that generate at present.")]
+GenerationS = Annotated[
+    float | None, typer.Option(help="Measured generation time of a step: asks how many workers to add.")
+]
+TrainingS = Annotated[
+    float | None, typer.Option(help="Measured training time of a step, with --generation-s and --engines.")
+]
+Engines = Annotated[int, typer.Option(min=0, help="Workers that generate at present.")]
 
 
 def plan(
@@ -79,19 +90,19 @@ def plan(
     engines: Engines = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Split accelerators between rollout and training; or say how many DP groups generation needs more.
+    """Split accelerators between rollout and training; or say how many more workers generation needs.
 
     StreamRL's Algorithm 1: the split whose slower stage is fastest, with the fewest accelerators that reach it, each
     role on its best parallel configuration of those that fit into memory; in two datacentres the faster stage gives
     accelerators back until the two differ least; in a window of 1, where the stages overlap only as a step is streamed,
     the split with the shortest step.
     """
-    from dora.cli.plan_tables import plan_table, report
     from dora.planning.hardware import find_hardware
     from dora.planning.models import find_model
     from dora.planning.plan import Question, default_training, make_plan
+    from dora.view.plan import plan_table, plan_tree
 
-    _refuse_ignored(given_options(context))
+    _refuse_ignored(context)
     if generation_s is not None or training_s is not None:
         _adjust(generation_s, training_s, engines, as_json)
         return
@@ -118,24 +129,23 @@ def plan(
     )
     answer = make_plan(question)
     if as_json:
-        print_json(report(question, answer))
+        print_json(plan_tree(question, answer))
     else:
         stdout().print(plan_table(question, answer))
 
 
-def _refuse_ignored(given: Mapping[str, Any]) -> None:
+def _refuse_ignored(context: typer.Context) -> None:
     """Raises InvalidValue for an option that the others given leave without any meaning."""
-    adjusts = "--generation-s" in given or "--training-s" in given
-    ignored: tuple[tuple[bool, Sequence[str], str], ...] = (
-        (adjusts, [each for each in given if each not in (*ADJUSTMENT, "--json")], "with --generation-s"),
-        (not adjusts, ["--engines"], "without --generation-s and --training-s"),
-        (bool(given.get("--gpus")), TWO_DATACENTRES, "with --gpus, the accelerators of one datacentre"),
-        ("--lengths" in given, ["--mean-tokens", "--cap-tokens"], "with --lengths"),
-    )
-    for applies, options, reason in ignored:
-        for option in options:
-            if applies and option in given:
-                raise InvalidValue(option, given[option], f"left out {reason}")
+    given = given_options(context)
+    if "--generation-s" in given or "--training-s" in given:
+        others = [option for option in given if option not in (*ADJUSTMENT, "--json")]
+        refuse_given(context, others, "with --generation-s")
+    else:
+        refuse_given(context, ["--engines"], "without --generation-s and --training-s")
+    if given.get("--gpus"):
+        refuse_given(context, TWO_DATACENTRES, "with --gpus, the accelerators of one datacentre")
+    if "--lengths" in given:
+        refuse_given(context, ["--mean-tokens", "--cap-tokens"], "with --lengths")
 
 
 def read_cost(file: Path) -> "CostModel":
@@ -190,6 +200,7 @@ def _measured(points: list[str] | None, multiple: int) -> "TrainingTime | None":
 def _adjust(generation_s: float | None, training_s: float | None, engines: int, as_json: bool) -> None:
     """Dynamic adjustment, from times measured in a run."""
     from dora.orchestrator.core.adjustment import groups_to_add
+    from dora.view.plan import Adjustment
 
     for option, value in (("--generation-s", generation_s), ("--training-s", training_s), ("--engines", engines)):
         if not value:
@@ -198,7 +209,7 @@ def _adjust(generation_s: float | None, training_s: float | None, engines: int, 
     added = groups_to_add(generation_s, training_s, engines)
     expected_s = generation_s * engines / (engines + added)
     if as_json:
-        lag = {"lag_s": generation_s - training_s, "lag_after_s": expected_s - training_s}
-        print_json({"groups_to_add": added, "engines": engines + added, "generation_s": expected_s, **lag})
+        lag_s, lag_after_s = generation_s - training_s, expected_s - training_s
+        print_json(asdict(Adjustment(added, engines + added, expected_s, lag_s, lag_after_s)))
     else:
-        stdout().print(f"add {added} DP groups: {engines + added} would generate in {expected_s:.1f} s")
+        stdout().print(f"add {added} workers: {engines + added} would generate in {expected_s:.1f} s")

@@ -1,15 +1,13 @@
 """``dora profile``"""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import tomli_w
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption
@@ -31,34 +29,38 @@ Dtype = Literal["float32", "bfloat16"]
 def profile(
     model: Annotated[str, typer.Option(help="smollm2, tiny, tiny-moe, or a Hugging Face folder.")] = "smollm2",
     slots: Annotated[int, typer.Option(help="Requests that the engine decodes at once.")] = 8,
-    kv_tokens: Annotated[int, typer.Option(help="Its KV-cache, in tokens.")] = 16384,
+    kv_tokens: Annotated[int, typer.Option(help="The engine's KV-cache, in tokens.")] = 16384,
     max_model_len: Annotated[
         int, typer.Option(help=f"Tokens of prompt and response; 0: the model's, at most {CONTEXT_TOKENS}.")
     ] = 0,
-    dtype: Annotated[Dtype, typer.Option(help="Of weights and KV.")] = "float32",
+    dtype: Annotated[Dtype, typer.Option(help="Number format of weights and KV.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of the engine.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Prompts and the order of timing follow from it.")] = 0,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that all is measured; the fastest steps count.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts and of the order of timing.")] = 0,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Repetitions of the whole measurement; the fastest steps count.")
+    ] = 4,
     clock: Annotated[
         ClockName,
         typer.Option(
-            help="Of the steps. cpu: the engine's time on a core, where the machine is busy; one thread only."
+            help="Clock of the steps; cpu: the engine's time on a core, for a busy machine and one thread only."
         ),
     ] = "wall",
     engines: Annotated[
-        int, typer.Option(min=1, help="Engines timed beside each other, as they will run; their usual steps count.")
+        int, typer.Option(min=1, help="Engines to time beside each other, as they will run; their usual steps count.")
     ] = 1,
-    tolerance: Annotated[float, typer.Option(help="Largest error of the predicted throughput.")] = 0.15,
-    out: Annotated[Path | None, typer.Option(help="Also write the coefficients, to FILE.toml or FILE.json.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write them even where the check fails.")] = False,
+    tolerance: Annotated[
+        float, typer.Option(help="Largest relative error that the predicted throughput may have.")
+    ] = 0.15,
+    out: Annotated[Path | None, typer.Option(help="File for the coefficients: FILE.toml or FILE.json.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write the file even if the check fails.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time an engine's steps, fit the cost model to them, and check it against a mixed workload.
 
-    The coefficients are a scenario's ``cluster.cost``, those of a mixture of experts with what that bends. The
-    predicted throughput is held against the steps that count, and where the machine was quiet against the clock too.
-    Exits with 1, and writes nothing, where it is off by more than the tolerance: the machine was busy with something
-    else, or the cost model does not describe the engine.
+    The coefficients are a scenario's ``cluster.cost``; those of a mixture of experts say how evenly it uses them. The
+    command holds the predicted throughput against the steps that count and, if the machine was quiet, against the
+    clock too. If the prediction is off by more than the tolerance, the machine was busy with something else or the
+    cost model does not describe the engine: the command then exits with 1 and writes nothing.
     """
     if out is not None:
         if out.suffix not in FORMATS:
@@ -77,14 +79,15 @@ def conclude(
 ) -> None:
     """Fits, checks and shows; writes ``out`` if the check passed, or with ``force``. Exits with 1 if it did not."""
     from dora.planning.profile import fit, validate
+    from dora.view.profile import profile_table, profile_tree
 
     fitted = fit(measurement.decode, measurement.prefill, measurement.experts)
     checked = validate(fitted.coefficients, measurement)
     passed = checked.passed(tolerance)
     if as_json:
-        print_json(report(model, measurement, fitted, checked) | {"passed": passed})
+        print_json(profile_tree(model, measurement, fitted, checked, tolerance))
     else:
-        stdout().print(_table(model, measurement, fitted, checked, tolerance))
+        stdout().print(profile_table(model, measurement, fitted, checked, tolerance))
         stdout().print(coefficients_text(fitted, ".toml"), end="", soft_wrap=True, markup=False)
     if out is not None and (passed or force):
         out.write_text(coefficients_text(fitted, out.suffix))
@@ -118,33 +121,6 @@ def coefficients_text(fitted: "Fit", suffix: str) -> str:
     """The fit as a file whose ``cluster.cost`` a scenario takes over."""
     tree = {"cluster": {"cost": fitted.coefficients.model_dump()}}
     return tomli_w.dumps(tree) if suffix == ".toml" else json.dumps(tree, indent=2) + "\n"
-
-
-def report(model: str, measurement: "Measurement", fitted: "Fit", checked: "Validation") -> dict[str, Any]:
-    """The whole result as one JSON object."""
-    return {
-        "model": model,
-        "cost": fitted.coefficients.model_dump(),
-        "decode_error": fitted.decode_error,
-        "prefill_error": fitted.prefill_error,
-        "kink_requests": fitted.kink,
-        "measured_tokens_per_s": checked.tokens / checked.measured_s,
-        "predicted_tokens_per_s": checked.tokens / checked.predicted_s,
-        "predicted_over_measured": checked.ratio,
-        "wall_tokens_per_s": checked.tokens / checked.wall_s,
-        "predicted_over_wall": checked.wall_ratio,
-        "wall_over_measured": checked.slowdown,
-        "held": list(checked.held),
-        "mixed_wall_s": list(measurement.mixed_wall_s),
-        "slots": measurement.slots,
-        "engines": measurement.engines,
-        "clock": measurement.clock,
-        "experts": None if measurement.experts is None else asdict(measurement.experts),
-        "dense_error": fitted.dense_error,
-        "wall_s": measurement.wall_s,
-        "decode": [asdict(sample) for sample in measurement.decode],
-        "prefill": [asdict(sample) for sample in measurement.prefill],
-    }
 
 
 def _measure(
@@ -186,43 +162,3 @@ def _context_tokens(folder: Path) -> int:
     if context is None:
         raise InvalidValue("--max-model-len", 0, f"above 0: {folder / 'config.json'} has no max_position_embeddings")
     return context
-
-
-def _table(model: str, measurement: "Measurement", fitted: "Fit", checked: "Validation", tolerance: float) -> Table:
-    beside = f", {measurement.engines} engines beside each other" if measurement.engines > 1 else ""
-    title = f"cost of {model}, {measurement.slots} slots{beside}"
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column("what", style="bold")
-    table.add_column("value")
-    cost = fitted.coefficients
-    table.add_row("k1, a cached token", f"{cost.kv_token_s * 1e6:.4g} us")
-    weights = f"{cost.weights_s * 1e3:.4g} ms, up to {fitted.kink:g} requests" if cost.weights_s else "not seen"
-    table.add_row("k2, the weights", weights)
-    table.add_row("k3, a request", f"{cost.request_s * 1e6:.4g} us")
-    table.add_row("k4, the rest", f"{cost.step_s * 1e3:.4g} ms")
-    if measurement.experts is not None:
-        dense = cost.model().dense
-        bent = f"{cost.expert_fraction:.3g} of k2 for one token, imbalance {cost.imbalance:.3g}"
-        table.add_row("experts", "not seen in its steps" if dense else f"{bent}; without, {fitted.dense_error:.1%} off")
-    table.add_row("prefill", f"{1 / cost.prefill_token_s:,.0f} tokens/s" if cost.prefill_token_s else "free")
-    table.add_row("mean error", f"decode {fitted.decode_error:.1%}, prefill {fitted.prefill_error:.1%}")
-    table.add_section()
-    _add_check(table, measurement, checked, tolerance)
-    return table
-
-
-def _add_check(table: Table, measurement: "Measurement", checked: "Validation", tolerance: float) -> None:
-    """The mixed workload: what was measured of it in two ways, what was predicted, and which of the two is held."""
-    fastest = measurement.engines == 1 and measurement.clock == "wall"
-    counted = "by its fastest steps" if fastest else "by its usual steps"
-    counted += ", in time on a core" if measurement.clock == "cpu" else ""
-    table.add_row("predicted", f"{checked.tokens / checked.predicted_s:,.1f} tokens/s")
-    held = checked.held
-    for what, seconds, ratio, how in (
-        ("measured", checked.measured_s, checked.ratio, counted),
-        ("wall", checked.wall_s, checked.wall_ratio, f"by the clock, {checked.slowdown:.2f} times as long"),
-    ):
-        good = abs(ratio - 1.0) <= tolerance
-        style = ("bold green" if good else "bold red") if what in held else "dim"
-        table.add_row(what, f"{checked.tokens / seconds:,.1f} tokens/s {how}")
-        table.add_row(f"predicted/{what}", Text(f"{ratio:.3f}" + ("" if what in held else ", not held"), style))

@@ -25,16 +25,18 @@ def replay(
     last: Annotated[int | None, typer.Option("--to", min=1, metavar="N", help="Stop after event N.")] = None,
     only: Annotated[
         str | None,
-        typer.Option(metavar="KIND,...", help="Show only events of these kinds, or that led to such commands."),
+        typer.Option(
+            metavar="KIND,...", help="Show only events of these kinds, and events that led to commands of these kinds."
+        ),
     ] = None,
     decisions: Annotated[
-        bool, typer.Option("--decisions", help="Show only events on which something was decided, or refused.")
+        bool, typer.Option("--decisions", help="Show only events at which the core decided or refused something.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a service's event log through the core again: event by event what was known, and what was chosen.
+    """Run a service's event log through the core again; show for each event what the core knew and what it chose.
 
-    Exits with 1 where a bug of the core ended the service: the replay ends there too.
+    If a bug of the core ended the service, the replay ends there too, and the command exits with 1.
     """
     from dora.orchestrator.eventlog import read_log
     from dora.orchestrator.plugins import load_strategies
@@ -63,7 +65,7 @@ def replay(
 
 
 def _print_text(log: "EventLog", run: "Replay", decisions: Iterator["Decision"]) -> None:
-    from dora.cli.decisions import block, summary_table
+    from dora.view.decisions import block, summary_table
 
     console = stdout()
     for decision in decisions:
@@ -74,16 +76,11 @@ def _print_text(log: "EventLog", run: "Replay", decisions: Iterator["Decision"])
 def _print_json(log: "EventLog", run: "Replay", decisions: Iterator["Decision"]) -> None:
     from dataclasses import asdict
 
-    from dora.cli.decisions import tree
+    from dora.view.decisions import ReplayTree, tree
 
     trees = [tree(decision, decision.now_s - log.now_s) for decision in decisions]
     print_json(
-        {
-            "started_at": log.started_at,
-            "torn_bytes": log.torn_bytes,
-            "decisions": trees,
-            "summary": asdict(run.summary()),
-        }
+        ReplayTree(started_at=log.started_at, torn_bytes=log.torn_bytes, decisions=trees, summary=asdict(run.summary()))
     )
 
 

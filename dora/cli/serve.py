@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dora.cli.options import SettingsOption
 from dora.cli.output import print_json
-from dora.cli.settings import overrides_of, shown, toml_of
 from dora.cli.token import left_token
-from dora.config import Config, load_config
+from dora.config import Config, given, load_config
 
 if TYPE_CHECKING:
     from dora.orchestrator.main import ServiceHandle
@@ -37,9 +37,7 @@ dora is serving {model} on {address}: window {window}, {workers} workers. Ctrl-C
 
 def serve(
     config_file: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML configuration.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one field; may be repeated.")
-    ] = None,
+    settings: SettingsOption = None,
     window: Annotated[int | None, typer.Option(help="Policy versions that may be live (window.size).")] = None,
     workers: Annotated[int | None, typer.Option(help="Rollout workers to start (workers.count).")] = None,
     model: Annotated[str | None, typer.Option(help="smollm2, tiny, tiny-moe, or a Hugging Face folder.")] = None,
@@ -58,7 +56,7 @@ def serve(
 
     Short options override --set, which overrides the file, which overrides the defaults.
     """
-    short = overrides_of(
+    short = given(
         {
             "window.size": window,
             "workers.count": workers,
@@ -75,6 +73,7 @@ def serve(
         raise typer.Exit(asyncio.run(_serve(config, as_json)))
     from dora.orchestrator.core.policies import check_live
     from dora.orchestrator.plugins import load_strategies
+    from dora.view.settings import shown, toml_of
 
     load_strategies()
     check_live(config.balance, config.window.size)  # as a start would

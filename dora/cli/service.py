@@ -1,18 +1,149 @@
-"""One call to a running service from a synchronous command."""
+"""The commands that ask a running service: status, versions, groups, trajectories, migrate, drain, rebalance, watch."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+import json
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
+import typer
+
+from dora.cli.options import DEFAULT_ADDRESS, AddressOption, JsonOption, TokenOption
+from dora.cli.output import plain, print_json, print_reply, stdout
 from dora.cli.token import find_token
-from dora.client import Operator
-from dora.rpc.errors import ServiceUnavailable, Unauthenticated
+
+if TYPE_CHECKING:
+    from dora.client import Operator
+    from dora.rpc.dora_pb2 import Status
 
 Answer = TypeVar("Answer")
 
 
-def ask(address: str, token: str | None, call: Callable[[Operator], Awaitable[Answer]]) -> Answer:
+class TrajectoryState(StrEnum):
+    """The states that the service knows."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    MOVING = "moving"
+    FINISHED = "finished"
+    LEASED = "leased"
+
+
+def status(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
+    """Show where the service stands: window, steps, workers and counters."""
+    from dora.view.service import status_table
+
+    answer = ask(address, token, lambda operator: operator.status())
+    if as_json:
+        print_json(plain(answer))
+    else:
+        stdout().print(status_table(answer))
+
+
+def versions(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
+    """List the live policy versions: deadline, workers, prompt groups and requests."""
+    from dora.view.service import versions_table
+
+    answer = ask(address, token, lambda operator: operator.status())
+    if as_json:
+        print_json({"versions": [plain(row) for row in answer.versions]})
+    else:
+        stdout().print(versions_table(answer))
+
+
+def groups(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
+    """List the workers by the version they host: state, requests, KV use, tokens/s. (A worker is one DP group.)"""
+    from dora.view.service import by_version, workers_table
+
+    answer = ask(address, token, lambda operator: operator.status())
+    if as_json:
+        print_json({"groups": [plain(worker) for worker in by_version(answer.workers)]})
+    else:
+        stdout().print(workers_table(answer))
+
+
+def trajectories(
+    state: Annotated[TrajectoryState | None, typer.Option(help="Only those in this state.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="At most so many.")] = 100,
+    address: AddressOption = DEFAULT_ADDRESS,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the trajectories that are not committed yet, with the request ids that `dora migrate` takes."""
+    from dora.view.service import trajectories_table
+
+    wanted = state.value if state is not None else ""
+    answer = ask(address, token, lambda operator: operator.trajectories(wanted, limit))
+    if as_json:
+        print_json(plain(answer))
+    else:
+        stdout().print(trajectories_table(answer.trajectories, answer.total))
+
+
+def migrate(
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="A trajectory id of `dora trajectories`.")],
+    worker: Annotated[str, typer.Option("--to", metavar="WORKER", help="A worker that hosts the same version.")],
+    address: AddressOption = DEFAULT_ADDRESS,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Move a running request, with its KV-cache, to another worker of its version."""
+    print_reply(ask(address, token, lambda operator: operator.migrate(request, worker)), as_json)
+
+
+def drain(
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="A worker id of `dora groups`.")],
+    address: AddressOption = DEFAULT_ADDRESS,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take a worker out of service: its requests move elsewhere, then it ends."""
+    print_reply(ask(address, token, lambda operator: operator.drain(worker)), as_json)
+
+
+def rebalance(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
+    """Plan now which workers host which version, and begin the moves and loads that follow."""
+    print_reply(ask(address, token, lambda operator: operator.rebalance()), as_json)
+
+
+def watch(
+    period_ms: Annotated[int, typer.Option(min=50, max=60_000, help="Time between two updates.")] = 500,
+    updates: Annotated[int, typer.Option(min=0, help="End after so many updates; 0: when the service ends.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document a line, one an update.")] = False,
+    address: AddressOption = DEFAULT_ADDRESS,
+    token: TokenOption = None,
+) -> None:
+    """Watch a service live; where stdout is no terminal, one line for each event worth telling."""
+
+    async def follow(operator: "Operator") -> None:
+        statuses = _first(operator.watch(period_ms), updates)
+        if as_json:
+            await _print_lines(statuses)
+        elif sys.stdout.isatty():
+            await _draw(statuses, address)
+        else:
+            await _narrate(statuses)
+
+    ask(address, token, follow)
+
+
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "status": (status, "dora status --address 127.0.0.1:7070"),
+    "versions": (versions, "dora versions --json"),
+    "groups": (groups, "dora groups --address 127.0.0.1:7070"),
+    "trajectories": (trajectories, "dora trajectories --state running --limit 20"),
+    "migrate": (migrate, "dora migrate g12.0 --to w1"),
+    "drain": (drain, "dora drain w1"),
+    "rebalance": (rebalance, "dora rebalance --json"),
+    "watch": (watch, "dora watch --period-ms 500"),
+}  # each with its example
+
+
+def ask(address: str, token: str | None, call: "Callable[[Operator], Awaitable[Answer]]") -> Answer:
     """Runs ``call`` with a connected operator. ``token`` None or empty: what a service on this host left."""
+    from dora.client import Operator
+    from dora.rpc.errors import ServiceUnavailable, Unauthenticated
 
     secret = token or find_token(address)
 
@@ -29,3 +160,40 @@ def ask(address: str, token: str | None, call: Callable[[Operator], Awaitable[An
                 raise Unauthenticated("token", "(none)", allowed) from error
 
     return asyncio.run(run())
+
+
+async def _first(statuses: "AsyncIterator[Status]", updates: int) -> "AsyncIterator[Status]":
+    """The first ``updates`` of ``statuses``; all for 0."""
+    seen = 0
+    async for status in statuses:
+        yield status
+        seen += 1
+        if seen == updates:
+            return
+
+
+async def _print_lines(statuses: "AsyncIterator[Status]") -> None:
+    async for status in statuses:
+        sys.stdout.write(json.dumps(plain(status)) + "\n")
+        sys.stdout.flush()
+
+
+async def _draw(statuses: "AsyncIterator[Status]", address: str) -> None:
+    from rich.live import Live
+
+    from dora.view.live import service_view
+
+    with Live(console=stdout(), auto_refresh=False) as live:
+        async for status in statuses:
+            live.update(service_view(status, f"dora {address}"), refresh=True)
+
+
+async def _narrate(statuses: "AsyncIterator[Status]") -> None:
+    from dora.view.narration import Narrator
+
+    narrator = Narrator()
+    clock = asyncio.get_running_loop().time
+    async for status in statuses:
+        for line in narrator.tell(status, clock()):
+            sys.stdout.write(line + "\n")
+        sys.stdout.flush()

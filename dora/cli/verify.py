@@ -11,6 +11,7 @@ from rich.text import Text
 from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stdout
+from dora.view.tables import facts_table
 
 if TYPE_CHECKING:
     from dora.verify import VerifyReport
@@ -22,10 +23,10 @@ SHOWN_VIOLATIONS = 20
 def verify(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `--record DIR` filled.")],
     atol: Annotated[
-        float | None, typer.Option(help="Largest difference of a logprob; default: 0.001 in fp32, 0.2 in bf16.")
+        float | None, typer.Option(help="Largest difference of a logprob; by default 0.001 in fp32, 0.2 in bf16.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Recompute only so many trajectories; all lines are checked.")
+        int | None, typer.Option(help="Recompute only so many trajectories; every line is checked all the same.")
     ] = None,
     window: Annotated[int | None, typer.Option(help="Also check that staleness is at most WINDOW - 1.")] = None,
     as_json: JsonOption = False,
@@ -44,9 +45,7 @@ def verify(
 
 def _table(folder: Path, report: "VerifyReport") -> Table:
     verdict = Text("verified", "bold green") if report.ok else Text(f"{report.violations_total} violations", "bold red")
-    table = Table(title=Text.assemble(f"{folder}: ", verdict), title_justify="left", show_header=False)
-    table.add_column("what", style="bold")
-    table.add_column("value", overflow="fold")
+    table = facts_table(Text.assemble(f"{folder}: ", verdict))
     table.add_row("trajectories", f"{report.trajectories:,}")
     table.add_row("tokens recomputed", f"{report.tokens:,}")
     table.add_row("versions", ", ".join(f"v{version}" for version in report.versions) or "none")

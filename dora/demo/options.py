@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dora.cli.settings import overrides_of
-from dora.config import Config, load_config
+from dora.config import Config, given, load_config
 from dora.demo.presets import DemoPreset, preset
 from dora.errors import InvalidValue
 
@@ -56,7 +55,7 @@ class DemoOptions:
 def service_config(options: DemoOptions, record: Path) -> Config:
     """The preset, then ``options.settings``, then the options that were given. Raises InvalidValue as load_config."""
     chosen = options.preset
-    defaults = overrides_of(
+    defaults = given(
         {
             "prompts": chosen.prompts,
             "window.size": chosen.window,
@@ -75,7 +74,7 @@ def service_config(options: DemoOptions, record: Path) -> Config:
             "service.drain_timeout_s": DRAIN_TIMEOUT_S,
         }
     )
-    given = overrides_of(
+    asked = given(
         {
             "model": options.model,
             "record": str(record),
@@ -86,4 +85,4 @@ def service_config(options: DemoOptions, record: Path) -> Config:
             "workers.count": options.workers,
         }
     )
-    return load_config(None, [*defaults, *options.settings, *given])
+    return load_config(None, [*defaults, *options.settings, *asked])

@@ -1,4 +1,4 @@
-"""What ``dora demo`` runs by default, one row a model."""
+"""What ``dora demo`` runs by default, one preset a model."""
 
 from dataclasses import dataclass
 
@@ -22,8 +22,8 @@ class DemoPreset:
     window: int = 2
     workers: int = 2
     trainer_threads: int = 1
-    # The paper's strategy moves what a DP group still runs when it changes version, which is what a demo is to show;
-    # with two DP groups the default strategy lets most of that end where it is.
+    # When a worker changes version, the paper's strategy moves the requests that it still runs, which a demo is to
+    # show; with two workers the default strategy lets most of them end where they are.
     policy: str = "dora"
     period_s: float = 5.0  # between periodic re-balancings: steps are short here
     train_layers: int = 0  # the last so many decoder layers; 0: all
@@ -43,9 +43,9 @@ TINY = DemoPreset(
 )
 
 PRESETS: dict[str, DemoPreset] = {
-    # Two cores train about as fast as they sample (80 to 150 tokens a second). A trainer of few layers, in mixed
-    # precision, is ahead of engines with few slots: so a new version finds responses under way. It has one thread: two
-    # of them, beside two engines on two cores, wait for each other most of the time.
+    # Two cores train about as fast as they sample (80 to 150 tokens a second). A trainer of few layers in mixed
+    # precision is ahead of engines with few slots, so a new version finds responses under way. The trainer has one
+    # thread: two of them, beside two engines on two cores, would wait for each other most of the time.
     "smollm2": DemoPreset(
         prompts="reasoning-gym:spell_backward:2,syllogism:1",
         groups=8,

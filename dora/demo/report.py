@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, TypedDict
 
 from dora.demo.audit import Audit, Row, Trained, audit, step_summaries
 
@@ -21,6 +21,39 @@ class DemoRun:
     groups_overdue_at_end: int = 0  # of these, such that no step may take any more
 
 
+class DemoReport(TypedDict):
+    """What ``report.json`` holds. Counts of groups and staleness come from the record and the trainer's list."""
+
+    model: Annotated[str, "the model"]
+    window: Annotated[int, "policy versions that may be live"]
+    workers: Annotated[int, "rollout workers"]
+    groups_per_step: Annotated[int, "prompt groups a step"]
+    group_size: Annotated[int, "responses to one prompt"]
+    steps: Annotated[int, "steps that the trainer committed"]
+    groups_admitted: Annotated[int, "groups admitted into the window"]
+    groups_trained: Annotated[int, "groups that the trainer trained on"]
+    groups_cancelled: Annotated[int, "groups ended without training"]
+    groups_open_at_end: Annotated[int, "groups admitted and not committed when the trainer had ended"]
+    groups_lost: Annotated[int, "groups that vanished: must be 0"]
+    groups_duplicated: Annotated[int, "groups trained on or delivered twice: must be 0"]
+    staleness_max: Annotated[int, "largest staleness: must be at most window - 1"]
+    versions_live_max: Annotated[int, "most versions in the window at once"]
+    c1_violations: Annotated[int, "trajectories that mixed versions: must be 0"]
+    migrations_kv: Annotated[int, "requests that moved with their KV-cache"]
+    migrations_reprefill: Annotated[int, "requests that went on elsewhere by computing their KV again"]
+    migrations_failed: Annotated[int, "handoffs that were undone"]
+    tokens_reprefilled: Annotated[int, "tokens whose KV was computed a second time"]
+    tokens_generated: Annotated[int, "tokens delivered"]
+    blackout_ms_p50: Annotated[float | None, "median time for which a request that moved got no token"]
+    blackout_ms_p99: Annotated[float | None, "99th percentile of the same"]
+    workers_lost: Annotated[int, "workers whose connection broke"]
+    mean_reward_by_step: Annotated[list[float | None], "mean reward of each step; null where no reward was valid"]
+    tokens_per_s: Annotated[float, "tokens delivered, from the service's first answer to the last commit"]
+    seconds_total: Annotated[float, "the whole run, in seconds"]
+    disagreements: Annotated[list[str], "what the service's counters and the record say differently"]
+    failures: Annotated[list[str], "every promise that was broken, in a sentence"]
+
+
 @dataclass(frozen=True, slots=True)
 class DemoSeconds:
     """How long the run took: all of it, and from the service's first answer to the trainer's last commit."""
@@ -31,7 +64,7 @@ class DemoSeconds:
 
 def build_report(
     record_rows: Sequence[Row], counters: Mapping[str, float], trained: Trained, seconds: DemoSeconds, run: DemoRun
-) -> dict[str, Any]:
+) -> DemoReport:
     """The content of ``report.json``.
 
     ``groups_lost``, ``groups_duplicated``, ``c1_violations`` and ``staleness_max`` come from the record and the
@@ -40,7 +73,7 @@ def build_report(
     """
     found = audit(record_rows, trained)
     vanished = _vanished(counters, run)
-    report: dict[str, Any] = {
+    report: DemoReport = {
         "model": run.model,
         "window": run.window,
         "workers": run.workers,
@@ -67,8 +100,9 @@ def build_report(
         "mean_reward_by_step": [summary.mean_reward for summary in step_summaries(record_rows, trained)],
         "tokens_per_s": round(counters.get("tokens_generated", 0.0) / seconds.rollout, 2) if seconds.rollout else 0.0,
         "seconds_total": round(seconds.total, 2),
+        "disagreements": _disagreements(found, counters, vanished),
+        "failures": [],
     }
-    report["disagreements"] = _disagreements(found, counters, vanished)
     report["failures"] = _failures(report, run)
     return report
 
@@ -105,12 +139,9 @@ def _disagreements(found: Audit, counters: Mapping[str, float], vanished: int) -
     return sentences
 
 
-def _failures(report: Mapping[str, Any], run: DemoRun) -> list[str]:
-    sentences = [
-        f"{name} = {report[name]}, must be 0"
-        for name in ("groups_lost", "groups_duplicated", "c1_violations")
-        if report[name]
-    ]
+def _failures(report: DemoReport, run: DemoRun) -> list[str]:
+    zeroes = {name: report[name] for name in ("groups_lost", "groups_duplicated", "c1_violations")}
+    sentences = [f"{name} = {count}, must be 0" for name, count in zeroes.items() if count]
     if report["staleness_max"] > run.window - 1:
         sentences.append(f"staleness_max = {report['staleness_max']}, must be at most window - 1 = {run.window - 1}")
     if report["steps"] != run.steps_asked:

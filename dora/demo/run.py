@@ -22,7 +22,7 @@ from dora.config import Config
 from dora.demo.audit import read_record, step_summaries
 from dora.demo.folder import OutFolder
 from dora.demo.options import DemoOptions, service_config
-from dora.demo.report import DemoRun, DemoSeconds, build_report
+from dora.demo.report import DemoReport, DemoRun, DemoSeconds, build_report
 from dora.demo.screen import Screen
 from dora.demo.series import read_series, sample_json, sample_of
 from dora.demo.timeline import draw_timeline
@@ -62,7 +62,7 @@ class Watched:
 Use = Callable[[ServiceHandle], Coroutine[Any, Any, Watched]]
 
 
-async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> dict[str, Any]:
+async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> DemoReport:
     """The report, also written to ``folder`` with record, series and timeline. Raises DoraError as ``serve`` does."""
     config = service_config(options, folder.record)
     clock = asyncio.get_running_loop().time

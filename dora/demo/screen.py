@@ -7,9 +7,9 @@ from typing import Protocol, Self
 from rich.console import Console
 from rich.live import Live
 
-from dora.cli.narration import Narrator
-from dora.cli.view import service_view
 from dora.rpc.dora_pb2 import Status
+from dora.view.live import service_view
+from dora.view.narration import Narrator
 
 
 class Screen(Protocol):

@@ -10,7 +10,7 @@ from dora.rpc.dora_pb2 import Status
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """One DP group at one moment. ``version`` is -1 while it holds none."""
+    """One worker at one moment. ``version`` is -1 while it hosts none."""
 
     worker: str
     state: str
@@ -62,7 +62,7 @@ def read_series(path: Path) -> list[Sample]:
 
 
 def stretches(samples: Sequence[Sample], worker: str) -> list[tuple[float, float, int, str]]:
-    """The life of one DP group as ``(start_s, end_s, version, state)``, adjoining samples alike joined."""
+    """The life of one worker as ``(start_s, end_s, version, state)``, adjoining samples alike joined."""
     joined: list[tuple[float, float, int, str]] = []
     for sample in samples:
         for row in sample.workers:

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dora.cli.tables import duration
 from dora.demo.folder import OutFolder
+from dora.view.numbers import duration
 
 
 def print_summary(console: Console, report: Mapping[str, Any], folder: OutFolder) -> None:

@@ -1,4 +1,4 @@
-"""Draws ``timeline.png``: reward and staleness by step, DP groups and requests over time. Matplotlib loads on use."""
+"""Draws ``timeline.png``: reward and staleness by step, workers and requests over time. Matplotlib loads on use."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,8 +11,8 @@ from dora.demo.series import Sample, stretches
 
 INK, SOFT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, GREEN = "#2563eb", "#d97706", "#0f9d76"
-TITLE_GROUPS = (
-    "DP groups, coloured by the policy version they host (hatched: joining, loading or lost; dotted: a commit)"
+TITLE_WORKERS = (
+    "Workers, coloured by the policy version they host (hatched: joining, loading or lost; dotted: a commit)"
 )
 SETTLED_STATES = ("ready", "vacating", "draining")  # the others hatch: joining, loading, lost
 
@@ -30,17 +30,17 @@ def draw_timeline(samples: Sequence[Sample], steps: Sequence[StepSummary], title
     }  # fmt: skip
     with pyplot.rc_context(style):
         figure, grid = pyplot.subplot_mosaic(
-            [["reward", "staleness"], ["groups", "groups"], ["requests", "requests"]],
+            [["reward", "staleness"], ["workers", "workers"], ["requests", "requests"]],
             figsize=(13, 9.5), height_ratios=[1.15, 0.9, 1.0], layout="constrained",
         )  # fmt: skip
         figure.suptitle(title, fontsize=14, fontweight="bold", x=0.01, ha="left")
         _draw_reward(grid["reward"], steps)
         _draw_staleness(grid["staleness"], steps, window)
-        _draw_groups(grid["groups"], samples)
+        _draw_workers(grid["workers"], samples)
         _draw_requests(grid["requests"], samples)
-        grid["requests"].sharex(grid["groups"])
+        grid["requests"].sharex(grid["workers"])
         if len(samples) > 1:
-            grid["groups"].set_xlim(0, samples[-1].t_s)
+            grid["workers"].set_xlim(0, samples[-1].t_s)
         figure.savefig(path, dpi=120)
         pyplot.close(figure)
 
@@ -73,8 +73,8 @@ def _draw_staleness(axes: Any, steps: Sequence[StepSummary], window: int) -> Non
     axes.legend(frameon=False, loc="upper left", ncols=3)
 
 
-def _draw_groups(axes: Any, samples: Sequence[Sample]) -> None:
-    _panel(axes, TITLE_GROUPS, "", "")
+def _draw_workers(axes: Any, samples: Sequence[Sample]) -> None:
+    _panel(axes, TITLE_WORKERS, "", "")
     axes.grid(axis="y", visible=False)
     workers = sorted({row.worker for sample in samples for row in sample.workers})
     end_s = samples[-1].t_s if samples else 1.0

@@ -7,7 +7,7 @@ replay. Times, ids and outcomes are all in the events; nothing is looked up.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, Final, get_args
+from typing import Annotated, Any, Final, get_args
 
 from dora.config import Config
 from dora.errors import InvalidValue, told
@@ -42,34 +42,36 @@ ACKNOWLEDGEMENTS: Final = frozenset(
 class KnownWorker:
     """One DP group as the core saw it. Versions are -1 where there is none."""
 
-    worker_id: str
-    hosts: int  # takes requests of this version
-    loaded: int
-    target: int  # is to host this version
-    draining: bool
-    slots: int
-    held: int  # requests it owns or that are on their way to it
-    queued: int  # of these, not in a slot, as last reported
-    kv_tokens: int  # capacity
-    kv_used_tokens: int  # as last reported
-    kv_claimed_tokens: int  # prompts and expected lengths of what it holds
+    worker_id: Annotated[str, "its id"]
+    hosts: Annotated[int, "version of which it takes requests, -1: none"]
+    loaded: Annotated[int, "version that it has loaded, -1: none"]
+    target: Annotated[int, "version that it is to host, -1: none"]
+    draining: Annotated[bool, "whether it is to end"]
+    slots: Annotated[int, "requests that it can decode at once"]
+    held: Annotated[int, "requests that it has, or that are on their way to it"]
+    queued: Annotated[int, "of these, not in a slot, as last reported"]
+    kv_tokens: Annotated[int, "KV-cache that it has"]
+    kv_used_tokens: Annotated[int, "KV-cache in use, as last reported"]
+    kv_claimed_tokens: Annotated[int, "prompts and expected lengths of the requests held"]
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
     """What the core knew when an event came, as far as its decisions rest on it. Groups are prompt groups."""
 
-    step: int  # the one being filled
-    left: int  # groups it still takes
-    newest: int  # version
-    slack: tuple[int, ...]  # places to spare up to the deadline step, step + 1, ...: none is negative (C3)
-    admissible: Mapping[int, int]  # live version -> groups of it that may still be admitted
-    backlog: int  # prompts drawn and not admitted
-    waiting: Mapping[int, int]  # version -> requests on no worker
-    finished: Mapping[int, int]  # version -> groups that wait for a step
-    leased: int  # groups with the trainer
-    handoffs: int  # in flight
-    workers: tuple[KnownWorker, ...]  # by seat
+    step: Annotated[int, "the step that is being filled"]
+    left: Annotated[int, "groups that this step still takes"]
+    newest: Annotated[int, "newest version"]
+    slack: Annotated[
+        tuple[int, ...], "groups to spare up to the deadline step, the next step, ...: never negative (C3)"
+    ]
+    admissible: Annotated[Mapping[int, int], "groups that may still be admitted, by live version"]
+    backlog: Annotated[int, "prompts drawn and not admitted"]
+    waiting: Annotated[Mapping[int, int], "requests on no worker, by version"]
+    finished: Annotated[Mapping[int, int], "groups that wait for a step, by version"]
+    leased: Annotated[int, "groups with the trainer"]
+    handoffs: Annotated[int, "handoffs in flight"]
+    workers: Annotated[tuple[KnownWorker, ...], "the workers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +106,13 @@ class Decision:
 class Summary:
     """A replay as a whole, up to where it has come."""
 
-    events: Mapping[str, int]  # kind -> how many
-    commands: Mapping[str, int]  # kind -> how many
-    refused: int  # events
-    counters: Mapping[str, int]  # the core's own, at the end
-    step: int
-    newest: int
-    failed: str | None  # the event that ended the service, and the error at which the core failed; None: none did
+    events: Annotated[Mapping[str, int], "events by kind"]
+    commands: Annotated[Mapping[str, int], "commands by kind"]
+    refused: Annotated[int, "events that the core refused"]
+    counters: Annotated[Mapping[str, int], "the core's counters at the end"]
+    step: Annotated[int, "the step that was being filled at the end"]
+    newest: Annotated[int, "newest version at the end"]
+    failed: Annotated[str | None, "the event that ended the service and the error at which the core failed, or null"]
 
 
 class Replay:

@@ -13,7 +13,7 @@ a layer's input alone. The first stage of a pipeline holds as many micro-batches
 
 from dataclasses import dataclass
 from math import ceil, floor, inf
-from typing import Final
+from typing import Annotated, Final
 
 from dora.planning.hardware import RESERVE_BYTES, Hardware
 from dora.planning.models import VALUE_BYTES, ModelSpec
@@ -28,12 +28,14 @@ LOGIT_BYTES: Final = 6  # bf16, and their fp32 softmax for the loss
 class Replica:
     """One copy of the model, and the micro-batches it computes."""
 
-    tensor: int
-    pipeline: int
-    context: int  # ranks that share one sequence
-    expert: int  # ranks, of one replica or several, that share the experts of a layer; each is whole on one of them
-    recompute: bool  # all of a layer but its input
-    micro_batch_tokens: int
+    tensor: Annotated[int, "ranks that share a layer"]
+    pipeline: Annotated[int, "stages of layers"]
+    context: Annotated[int, "ranks that share one sequence"]
+    expert: Annotated[
+        int, "ranks, of one replica or several, that share the experts of a layer; they are no further accelerators"
+    ]
+    recompute: Annotated[bool, "whether all of a layer but its input is computed again for the backward pass"]
+    micro_batch_tokens: Annotated[int, "tokens of a micro-batch: of a longest response with its prompt, or of several"]
 
     @property
     def gpus(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 ClockName = Literal["wall", "cpu"]  # real time, or the thread's own time on a core
 
@@ -12,18 +12,18 @@ ClockName = Literal["wall", "cpu"]  # real time, or the thread's own time on a c
 class DecodeSample:
     """The time of a step, out of several, in which ``running`` requests decoded one token each."""
 
-    running: int
-    kv_tokens: float  # of all running requests
-    step_s: float
+    running: Annotated[int, "requests that decoded a token each"]
+    kv_tokens: Annotated[float, "their cached tokens together"]
+    step_s: Annotated[float, "time of the step"]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSample:
     """One step that computed the KV of ``prompt_tokens`` for ``running`` new requests and their first tokens."""
 
-    running: int
-    prompt_tokens: int  # of all of them
-    step_s: float
+    running: Annotated[int, "new requests"]
+    prompt_tokens: Annotated[int, "their prompt tokens together"]
+    step_s: Annotated[float, "time of the step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class MixedRequest:
 class Experts:
     """What a mixture of experts has in a layer, and what one token chooses of it."""
 
-    total: int
-    per_token: int
+    total: Annotated[int, "experts in a layer"]
+    per_token: Annotated[int, "experts that one token is sent to"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dora.orchestrator.core.selection import spare_groups
 from dora.sim.agenda import Agenda, Links
 from dora.sim.engine import Phase, SimRequest
 from dora.sim.ledger import Ledger
+from dora.sim.partial import window_steps
 from dora.sim.scenario import Scenario
 from dora.sim.worker import KvSnapshot, SimWorker
 
@@ -26,7 +27,7 @@ class WorkerDriver(Agenda, ABC):
         super().__init__()
         self.scenario = scenario
         batch = scenario.trainer.groups_per_step
-        self.ledger = Ledger(scenario.window_steps, batch, spare_groups(scenario.redundant_fraction, batch))
+        self.ledger = Ledger(window_steps(scenario), batch, spare_groups(scenario.redundant_fraction, batch))
         self.workers: dict[str, SimWorker] = {}  # in session, by id
         self.snapshots: dict[str, KvSnapshot] = {}
         self._links = Links(scenario.cluster.link_bytes_per_s, scenario.cluster.link_latency_s)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil, exp, floor, log10
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -20,9 +20,7 @@ from dora.sim.engine import Phase
 from dora.sim.scenario import Scenario, Turns, Workload
 from dora.sim.tasks import TaskShape, mixed_tokens, shapes_of
 from dora.sim.workload import Moments, moments
-
-if TYPE_CHECKING:
-    from dora.sim.world import World
+from dora.sim.world import World
 
 DAY_S: Final = 86_400.0
 STEP_MOST_S: Final = 14 * DAY_S
@@ -69,7 +67,7 @@ def limit_s(scenario: Scenario) -> float:
     return PATIENCE * sum(part_s for _, part_s in _parts_s(scenario, longest=grows))
 
 
-def standstill(world: "World", waited_s: float) -> str:
+def standstill(world: World, waited_s: float) -> str:
     """Why the present step is not done after so long."""
     engines = [worker.engine for worker in world.workers.values()]
     state = world.machine.state

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 Item = TypeVar("Item")
 
@@ -11,10 +11,10 @@ Item = TypeVar("Item")
 class Fault:
     """``kind`` strikes at ``at_s``. ``subject`` picks whom, among those there are then; ``amount`` (0..1) how much."""
 
-    at_s: float
-    kind: str
-    subject: int
-    amount: float
+    at_s: Annotated[float, "simulated time at which it strikes"]
+    kind: Annotated[str, "what happens"]
+    subject: Annotated[int, "a number that picks whom, among those there are then"]
+    amount: Annotated[float, "how much, 0 to 1"]
 
 
 def pick(items: Sequence[Item], subject: int) -> Item | None:

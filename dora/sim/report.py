@@ -1,70 +1,88 @@
 """What a simulated run says: one object of numbers, and the timeline behind a plot."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """Result of one run over its measured steps (after warm-up). Times are simulated unless the name says otherwise."""
 
-    preset: str
-    policy: str
-    window: int
-    predictor: str
-    seed: int
-    steps: int  # measured
-    engines: int
-    step_time_min: float  # mean between publishes
-    rollout_only_fraction: float  # share of a step in which the trainer waits (colocated: the rollout phase)
-    dp_groups_to_add: int | None  # that would let generation keep up; None: training takes turns with it, or no time
-    tokens_per_s: float  # prompt and response tokens trained on, over time
-    generated_tokens_per_s: float  # response tokens of all engines, over time: a service's tokens_per_s
-    staleness_max: int | None  # None: the strategy lets a response have several versions
-    staleness_mean: float | None
-    bound_min: (
-        float  # bubble-free step time of this cluster on this workload (facts: engine time >= k1 C + k3 N + k4 S)
-    )
-    bound_consumed_min: float  # the same for the batches really consumed
-    work_done_over_consumed: float  # engine work generated over that of the consumed batches; 1: stationary
-    kv_utilisation: float  # mean share of KV in use
-    violations: int
-    lost: int
-    duplicated: int
-    filter_fraction: float  # as in the scenario
-    redundant_fraction: float
-    groups_filtered: int  # cancelled by the user's filter, all their responses scored
-    groups_dropped: int  # cancelled as redundant, unfinished
-    tokens_wasted_fraction: float  # of the tokens generated: those the service had of groups that were cancelled then
-    migrations_kv: int
-    migrations_reprefill: int
-    preemptions: int
-    overhead_balancing: float  # share of engine time loading weights (and planning)
-    overhead_transfer: float  # share of their time on workers that requests stood still while their KV moved
-    overhead_reprefill: float  # share of engine time spent computing KV a second time
-    recall_longest_20: float  # of the predictor: share of the longest 20% that it ranks among the longest 20%
-    events: int
-    simulated_s: float
-    wall_s: float
-    sim_speedup: float  # simulated_s / wall_s
+    preset: Annotated[str, "the preset, or `custom`"]
+    policy: Annotated[str, "the strategy"]
+    window: Annotated[int, "policy versions that may be live"]
+    predictor: Annotated[str, "of response lengths"]
+    seed: Annotated[int, "of prompts and lengths"]
+    steps: Annotated[int, "steps measured, after the warm-up"]
+    engines: Annotated[int, "workers, one engine each"]
+    step_time_min: Annotated[float, "mean time from one publish to the next"]
+    rollout_only_fraction: Annotated[
+        float, "share of a step in which the trainer waits; colocated: in which it generates"
+    ]
+    dp_groups_to_add: Annotated[
+        int | None,
+        "more workers that would let generation keep up; null: the roles take turns, or training takes no time",
+    ]
+    tokens_per_s: Annotated[float, "prompt and response tokens trained on"]
+    generated_tokens_per_s: Annotated[
+        float, "response tokens that all engines generate, trained on or not: a service's counter tokens_per_s"
+    ]
+    staleness_max: Annotated[
+        int | None,
+        "largest staleness of a group, steps between its version and the step that trained on it; null: a response"
+        " of this strategy has several versions",
+    ]
+    staleness_mean: Annotated[float | None, "mean of the same, or null"]
+    bound_min: Annotated[
+        float, "bubble-free bound: least time to generate an expected batch, of all tasks, on this cluster"
+    ]
+    bound_consumed_min: Annotated[float, "the same for the batches that were trained on"]
+    work_done_over_consumed: Annotated[
+        float,
+        "engine work generated, over that of the batches trained on: 1 when stationary, above 1 while a run fills "
+        "its window, below 1 while it lives on what the warm-up left",
+    ]
+    kv_utilisation: Annotated[float, "mean share of the KV-cache in use"]
+    violations: Annotated[int, "broken promises: always 0, or the command exits with 1"]
+    lost: Annotated[int, "groups that vanished: always 0"]
+    duplicated: Annotated[int, "groups delivered twice: always 0"]
+    filter_fraction: Annotated[float, "as the scenario has it"]
+    redundant_fraction: Annotated[float, "as the scenario has it"]
+    groups_filtered: Annotated[int, "groups that the filter cancelled, all their responses scored"]
+    groups_dropped: Annotated[int, "groups cancelled as redundant, unfinished"]
+    tokens_wasted_fraction: Annotated[float, "share of the tokens generated that cancelled groups had"]
+    migrations_kv: Annotated[int, "requests that moved with their KV, warm-up included"]
+    migrations_reprefill: Annotated[int, "requests whose KV was computed again elsewhere, warm-up included"]
+    preemptions: Annotated[int, "requests that an engine preempted as its KV-cache ran out"]
+    overhead_balancing: Annotated[float, "share of engine time that loads weights"]
+    overhead_transfer: Annotated[float, "share of their time on workers that requests stood still while their KV moved"]
+    overhead_reprefill: Annotated[float, "share of engine time that computes KV a second time"]
+    recall_longest_20: Annotated[
+        float, "share of the longest fifth of responses, of all tasks together, that the predictor ranks there"
+    ]
+    events: Annotated[int, "events that the core handled, warm-up included"]
+    simulated_s: Annotated[float, "simulated time, warm-up included"]
+    wall_s: Annotated[float, "time that the simulation took"]
+    sim_speedup: Annotated[float, "simulated time over that"]
 
 
 @dataclass(frozen=True, slots=True)
 class BrokenReport:
     """A run that ended because a promise was broken, or an exception raised: what is left to say of it."""
 
-    preset: str
-    policy: str
-    window: int
-    predictor: str
-    seed: int
-    violations: int  # broken promises of any kind; of which:
-    lost: int
-    duplicated: int
-    stalled: int
-    violation: str  # the first, with the facts
-    at_s: float  # simulated
-    events: int
-    raised: bool  # an exception that no check raises, a bug of the strategy or the core: ``violation`` names it
+    preset: Annotated[str, "the preset, or `custom`"]
+    policy: Annotated[str, "the strategy"]
+    window: Annotated[int, "policy versions that may be live"]
+    predictor: Annotated[str, "of response lengths"]
+    seed: Annotated[int, "of prompts and lengths"]
+    violations: Annotated[int, "broken promises of any kind: 1"]
+    lost: Annotated[int, "1 if a group vanished"]
+    duplicated: Annotated[int, "1 if a group was delivered twice"]
+    stalled: Annotated[int, "1 if the trainer waited in vain"]
+    violation: Annotated[str, "what was broken, with the facts"]
+    at_s: Annotated[float, "simulated time"]
+    events: Annotated[int, "events handled so far"]
+    raised: Annotated[bool, "an exception that no check raises, a bug of the strategy or the core: violation names it"]
 
 
 @dataclass(frozen=True, slots=True)

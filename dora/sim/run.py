@@ -9,12 +9,12 @@ from dora.memory import collecting_rarely
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.adjustment import groups_to_add
-from dora.orchestrator.core.policies import POLICIES, is_live
 from dora.orchestrator.core.selection import spare_groups
 from dora.sim.extent import bound_of_s, check_extent, expected_bound_s, limit_s, standstill
 from dora.sim.invariants import check_state
 from dora.sim.ledger import Failure, Stalled, Violation, failure_of
 from dora.sim.meter import Meter, Reading
+from dora.sim.partial import has_versions, window_steps
 from dora.sim.report import BrokenReport, Report, Timeline
 from dora.sim.scenario import Scenario
 from dora.sim.watch import Watch
@@ -33,12 +33,6 @@ class BrokenRun(Violation):
     def __init__(self, report: BrokenReport) -> None:
         super().__init__(report.violation)
         self.report = report
-
-
-def policy_names() -> list[str]:
-    """Policies that can be simulated, the baselines first."""
-    first = [name for name in ("sync", "one_step", "stream", "partial") if name in POLICIES]
-    return first + [name for name in POLICIES if name not in first]
 
 
 def simulate(
@@ -147,7 +141,7 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
     steps_done = last.steps - first.steps
     context = last.context_token_steps - first.context_token_steps
     of_consumed = bound_of_s(scenario, consumed.response_tokens, consumed.context_tokens)
-    staleness = consumed.staleness if is_live(scenario.policy) else None
+    staleness = consumed.staleness if has_versions(scenario.policy) else None
     lost = len(world.ledger.groups.keys() - world.machine.state.group_row.keys())
     return Report(
         preset=scenario.name,
@@ -168,7 +162,7 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
         bound_consumed_min=of_consumed / steps / 60,
         work_done_over_consumed=_work_done_s(scenario, first, last) / of_consumed,
         kv_utilisation=context / steps_done / cluster.kv_tokens if steps_done else 0.0,
-        violations=counters.c1_violations + consumed.out_of_window(scenario.window_steps),
+        violations=counters.c1_violations + consumed.out_of_window(window_steps(scenario)),
         lost=lost,
         duplicated=world.ledger.duplicated(),
         filter_fraction=scenario.filter_fraction,

@@ -8,9 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 from dora.config import DEFAULT_POLICY, GROUP_SIZE_MOST, GROUPS_PER_STEP_MOST, WINDOW_MOST, CostConfig, Section
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel
-from dora.orchestrator.core.policies import is_versioned
 
-ENDLESS_STEPS = 1 << 30  # no run has so many
 PROMPT_TOKENS_MOST = 2048  # where lognormal prompts are cut
 # Far beyond any real use. Whole numbers: more do not fit into their columns, or what is drawn not into memory.
 GPUS_MOST = 1 << 20
@@ -97,11 +95,11 @@ class Cluster(_Section):
         64, ge=1, le=GPUS_MOST, description="all accelerators; colocated: both roles use all of them in turn"
     )
     rollout_gpus: int = Field(24, ge=1, le=GPUS_MOST, description="accelerators that generate")
-    gpus_per_engine: int = Field(4, ge=1, le=GPUS_MOST, description="accelerators of one DP group")
+    gpus_per_engine: int = Field(4, ge=1, le=GPUS_MOST, description="accelerators of one worker")
     colocated: bool = Field(False, description="training and rollout share the accelerators, one at a time")
     slots: int = Field(256, ge=1, le=SLOTS_MOST, description="requests one engine decodes at once")
     kv_tokens: int = Field(772_000, ge=1, le=KV_TOKENS_MOST, description="KV-cache of one engine")
-    kv_token_bytes: float = Field(262_144.0, ge=1.0, le=KV_TOKEN_BYTES_MOST)
+    kv_token_bytes: float = Field(262_144.0, ge=1.0, le=KV_TOKEN_BYTES_MOST, description="KV of one token")
     gpu_memory_bytes: float = Field(
         80e9, ge=0.0, le=BYTES_MOST, description="memory of one accelerator, 0: not checked"
     )
@@ -143,7 +141,7 @@ class Cluster(_Section):
 class TrainerPace(_Section):
     """The trainer: it streams groups in micro-batches and commits when all are trained."""
 
-    groups_per_step: int = Field(512, ge=1, le=GROUPS_PER_STEP_MOST)
+    groups_per_step: int = Field(512, ge=1, le=GROUPS_PER_STEP_MOST, description="prompt groups a step takes")
     step_s: float = Field(774.0, ge=0.0, le=SECONDS_MOST, description="computing time of one step")
     micro_batches: int = Field(
         16, ge=1, le=GROUPS_PER_STEP_MOST, description="training of one begins when its groups are there"
@@ -157,7 +155,7 @@ class TrainerPace(_Section):
 class Lengths(_Section):
     """Distribution of response lengths."""
 
-    kind: Literal["lognormal", "histogram", "trace"] = "lognormal"
+    kind: Literal["lognormal", "histogram", "trace"] = Field("lognormal", description="where lengths are drawn from")
     mu: float = Field(7.0881, ge=-LOG_TOKENS_MOST, le=LOG_TOKENS_MOST, description="lognormal: mean of the logarithm")
     sigma: float = Field(1.2, ge=0.0, le=SIGMA_MOST, description="lognormal: its standard deviation")
     file: str = Field(
@@ -182,7 +180,9 @@ class Turns(_Section):
     environment_mean_s: float = Field(
         0.0, ge=0.0, le=SECONDS_MOST, description="lognormal latency of one environment call"
     )
-    environment_sigma: float = Field(1.0, ge=0.0, le=ENVIRONMENT_SIGMA_MOST)
+    environment_sigma: float = Field(
+        1.0, ge=0.0, le=ENVIRONMENT_SIGMA_MOST, description="standard deviation of its logarithm"
+    )
     answer_tokens: int = Field(
         0, ge=0, le=TOKENS_MOST, description="tokens that one environment answer adds to the context"
     )
@@ -191,7 +191,7 @@ class Turns(_Section):
 class Task(_Section):
     """What one kind of prompts has of its own; what it leaves out is the workload's."""
 
-    name: str = Field(min_length=1)
+    name: str = Field(min_length=1, description="of the task")
     share: float = Field(gt=0.0, le=1.0, description="of the prompts; those of all tasks are 1 together")
     scale: float = Field(
         1.0, ge=1 / SCALE_MOST, le=SCALE_MOST, description="its lengths are multiplied by this, beside lengths.scale"
@@ -205,7 +205,7 @@ class Task(_Section):
 class Workload(_Section):
     """Prompts and how long their responses become."""
 
-    group_size: int = Field(16, ge=1, le=GROUP_SIZE_MOST)
+    group_size: int = Field(16, ge=1, le=GROUP_SIZE_MOST, description="responses to one prompt")
     prompts: int = Field(17_000, ge=1, le=PROMPTS_MOST, description="size of the prompt set; an epoch draws each once")
     prompt_tokens: int = Field(
         150, ge=1, le=PROMPT_TOKENS_MOST, description=f"mean prompt length; lognormal, cut at {PROMPT_TOKENS_MOST}"
@@ -273,10 +273,10 @@ class Workload(_Section):
 class Scenario(_Section):
     """One simulated run."""
 
-    name: str = "custom"
-    policy: str = DEFAULT_POLICY
-    window: int = Field(3, ge=1, le=WINDOW_MOST)
-    predictor: Literal["oracle", "statistics", "ranker"] = "oracle"
+    name: str = Field("custom", description="shown in reports")
+    policy: str = Field(DEFAULT_POLICY, description="strategy by name")
+    window: int = Field(3, ge=1, le=WINDOW_MOST, description="policy versions that may be live")
+    predictor: Literal["oracle", "statistics", "ranker"] = Field("oracle", description="of response lengths")
     cluster: Cluster = Cluster()
     trainer: TrainerPace = TrainerPace()
     workload: Workload = Workload()
@@ -296,8 +296,3 @@ class Scenario(_Section):
         description="prompt groups drawn and not yet trained on, at most; 0: no limit",
     )
     period_s: float = Field(30.0, ge=PERIOD_LEAST_S, le=SECONDS_MOST, description="time between periodic re-balancings")
-
-    @property
-    def window_steps(self) -> int:
-        """Steps that a version lives: ``window``, or without end where the strategy knows one version alone."""
-        return self.window if is_versioned(self.policy) else ENDLESS_STEPS

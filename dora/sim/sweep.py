@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
 from dora.sim.fault import Fault
 from dora.sim.ledger import Failure
@@ -18,25 +18,25 @@ SHRUNK_MAX: Final = 10  # failures that are cut down; a core that fails everywhe
 class SweepFailure:
     """A failed seed, cut down. ``replay`` is the command that shows it again."""
 
-    seed: int
-    policy: str
-    kind: str  # violation, lost, duplicated or stalled
-    message: str
-    at_s: float  # simulated
-    faults: tuple[Fault, ...]
-    replay: str
+    seed: Annotated[int, "of the cluster"]
+    policy: Annotated[str, "the strategy"]
+    kind: Annotated[str, "violation, lost, duplicated or stalled"]
+    message: Annotated[str, "what was broken, with the facts"]
+    at_s: Annotated[float, "simulated time"]
+    faults: Annotated[tuple[Fault, ...], "the faults that are left after the trial was cut down"]
+    replay: Annotated[str, "the command that shows it again"]
 
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
     """Seeds tried, and how many of them failed in which way."""
 
-    seeds: int
-    violations: int
-    lost: int
-    duplicated: int
-    stalled: int
-    failures: tuple[SweepFailure, ...] = ()
+    seeds: Annotated[int, "small clusters tried"]
+    violations: Annotated[int, "of these, those that broke a promise"]
+    lost: Annotated[int, "those in which a group vanished"]
+    duplicated: Annotated[int, "those in which a group was delivered twice"]
+    stalled: Annotated[int, "those whose trainer waited in vain"]
+    failures: Annotated[tuple[SweepFailure, ...], "each that failed"] = ()
 
     @property
     def ok(self) -> bool:

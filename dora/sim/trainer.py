@@ -1,22 +1,31 @@
 """The simulated trainer: collects a step, trains it in micro-batches as they fill, commits, begins the next."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any, Protocol
 
+from dora.orchestrator.core import Machine
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core.policies import is_versioned
-from dora.sim.ledger import Group
-from dora.sim.scenario import TrainerPace
+from dora.sim.ledger import Group, Ledger
+from dora.sim.scenario import Scenario, TrainerPace
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from dora.sim.world import World
+class Surroundings(Protocol):
+    """What a trainer needs of the world around it."""
+
+    scenario: Scenario
+    machine: Machine
+    ledger: Ledger
+    now_s: float
+
+    def after(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None: ...
+    def post(self, event: on.Event) -> None: ...
+    def pause(self, paused: bool) -> None: ...
 
 
 class SimTrainer:
     """One trainer. ``busy`` collects the intervals in which it computes; ``on_step`` is told of each committed step."""
 
-    def __init__(self, world: "World", pace: TrainerPace) -> None:
+    def __init__(self, world: Surroundings, pace: TrainerPace) -> None:
         self.world, self.pace = world, pace
         self.epoch = 0
         self.step = 0
@@ -26,6 +35,7 @@ class SimTrainer:
         self.holds_gpus = False
         self.busy: list[tuple[float, float]] = []
         self.rest_s: Callable[[], float] = lambda: 0.0  # from a commit until the next step is asked for
+        self.after_commit: Callable[[], None] = lambda: None  # called at each, before accelerators are let go
         self.on_step: Callable[[int, float, float, list[Group], list[tuple[float, float]]], None] | None = None
         self.began_s = 0.0
         self._groups = 0
@@ -109,8 +119,7 @@ class SimTrainer:
         self.began_s = world.now_s
         self.committed += 1
         world.post(on.StepCommitted(self.epoch, self.step))
-        if not is_versioned(world.scenario.policy):
-            world.renew()
+        self.after_commit()
         self._let_gpus_go()
         if self.alive:  # else it was lost just after the commit
             self._rest()

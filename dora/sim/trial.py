@@ -8,7 +8,7 @@ from typing import Final
 
 from dora.config import Config, merged, validated
 from dora.errors import InvalidValue, one_of
-from dora.orchestrator.core.policies import is_live, live_policies, nearest_window
+from dora.orchestrator.core.policies import POLICIES, nearest_window
 from dora.sim.fault import Fault
 from dora.sim.faults import draw_faults, kinds_of, strike
 from dora.sim.invariants import check_empty
@@ -56,8 +56,8 @@ class Trial:
 
     def check(self) -> None:
         """Raises InvalidValue for what no sweep tries."""
-        if not is_live(self.policy):
-            raise InvalidValue("--replay: policy", self.policy, one_of(self.policy, live_policies(), cutoff=0.6))
+        if self.policy not in POLICIES:
+            raise InvalidValue("--replay: policy", self.policy, one_of(self.policy, POLICIES, cutoff=0.6))
         if self.seed < 0:
             raise InvalidValue("--replay: seed", self.seed, "0 or above")
         if not 0 <= self.workers <= WORKERS_MOST:

@@ -16,6 +16,7 @@ from dora.errors import DoraError
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.sim import partial
 from dora.sim.driver import Order, WorkerDriver
 from dora.sim.engine import SimEngine
 from dora.sim.filtering import FILTERED, Filter
@@ -45,7 +46,7 @@ def core_config(scenario: Scenario) -> Config:
         }
     )
     # without end it is beyond what a service may ask for
-    window = config.window.model_copy(update={"size": scenario.window_steps})
+    window = config.window.model_copy(update={"size": partial.window_steps(scenario)})
     return config.model_copy(update={"window": window})
 
 
@@ -56,7 +57,8 @@ class World(WorkerDriver):
         """``config`` is the core's, where it is not to be ``core_config(scenario)``."""
         super().__init__(scenario)
         self.config = config or core_config(scenario)
-        self.machine = Machine(self.config)
+        policy = partial.policy_of(scenario, self.config.balance)
+        self.machine = Machine(self.config) if policy is None else Machine(self.config, policy)
         self.prompts = WorkloadStream(scenario.workload, seed, scenario.trainer.groups_per_step)
         self.filter = Filter(scenario.filter_fraction, seed)
         self.cost = scenario.cluster.cost.model()
@@ -66,6 +68,8 @@ class World(WorkerDriver):
         self.observers: list[Observer] = []
         self.ended: list[SimEngine] = []  # engines of lost workers: what they did still counts
         self.trainer = SimTrainer(self, scenario.trainer)
+        if policy is not None:
+            self.trainer.after_commit = self.renew
         self._now: deque[on.Event] = deque()  # events of this very moment
         self._posting = False
         self._epochs = 0

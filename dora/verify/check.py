@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 
@@ -24,15 +24,15 @@ VIOLATIONS_MAX: Final = 1000  # sentences kept; the rest are counted
 class VerifyReport:
     """What was found. Differences are absolute, between recorded and recomputed logprobs, over all tokens."""
 
-    trajectories: int
-    tokens: int
-    versions: tuple[int, ...]
-    max_abs_diff: float
-    mean_abs_diff: float
-    router_ties: int  # choices of experts that rounding decides and that were made the other way than here
-    atol: float  # the loosest tolerance that was applied
-    violations: tuple[str, ...]  # the first VIOLATIONS_MAX
-    violations_total: int
+    trajectories: Annotated[int, "trajectories checked"]
+    tokens: Annotated[int, "tokens whose logprob was recomputed"]
+    versions: Annotated[tuple[int, ...], "versions that sampled them"]
+    max_abs_diff: Annotated[float, "largest difference of a logprob"]
+    mean_abs_diff: Annotated[float, "mean difference"]
+    router_ties: Annotated[int, "experts of equal logit to within rounding, of which the engine chose the other"]
+    atol: Annotated[float, "the loosest tolerance that was applied"]
+    violations: Annotated[tuple[str, ...], "the first 1000 violations"]
+    violations_total: Annotated[int, "violations in all"]
 
     @property
     def ok(self) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.handoff_table import TABLE, Action, Handoff, Phase, Signal
-from dora.orchestrator.core.policies import live_policies
+from dora.orchestrator.core.policies import POLICIES
 from dora.sim.faults import KINDS
 from dora.sim.filtering import FILTERED
 from dora.sim.sweep import SweepReport, sweep
@@ -29,7 +29,7 @@ def failures(report: SweepReport) -> list[tuple[str, str]]:
     return [(failure.replay, failure.message) for failure in report.failures]
 
 
-@pytest.mark.parametrize("policy", live_policies())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_promises_hold_under_faults(policy: str) -> None:
     assert not failures(sweep(range(SEEDS), (policy,)))
 

@@ -8,7 +8,7 @@ import pytest
 from dora.errors import InvalidValue
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core.policies import live_policies
+from dora.orchestrator.core.policies import POLICIES
 from dora.orchestrator.core.selection import REDUNDANT
 from dora.sim.filtering import FILTERED, Filter
 from dora.sim.ledger import Ledger, Lost
@@ -53,7 +53,7 @@ class Watched:
         self.world.run_until(lambda: len(self.trained) == STEPS, limit_s=50_000.0)
 
 
-@pytest.mark.parametrize("policy", live_policies())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_promises_hold_with_both(policy: str) -> None:
     """``simulate`` checks them; the books balance, and nothing is in them twice."""
     report = report_of(policy, filter_fraction=0.3, redundant_fraction=0.25)
@@ -63,7 +63,7 @@ def test_the_promises_hold_with_both(policy: str) -> None:
     assert 0.0 < report.tokens_wasted_fraction < 1.0
 
 
-@pytest.mark.parametrize("policy", live_policies())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_off_they_cancel_nothing(policy: str) -> None:
     watched = Watched(scenario_of(policy))
     assert watched.world.ledger.cancelled == 0 and not any(watched.cancelled.values())

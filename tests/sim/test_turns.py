@@ -8,8 +8,26 @@ from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.sim.presets import composed
 from dora.sim.run import simulate
 
-# StaleFlow's setting, an eighth of it: most groups have a response at the limit, so all would end at once
-SMALL = {"cluster": {"gpus": 16, "rollout_gpus": 11}, "trainer": {"groups_per_step": 16}}
+# Most groups have a response at the limit, so all would end at once: an eighth of "StaleFlow", table 2, its mixture.
+SMALL = {
+    "cluster": {
+        "gpus": 16,
+        "rollout_gpus": 11,
+        "gpus_per_engine": 1,
+        "kv_tokens": 207_519,
+        "kv_token_bytes": 98_304.0,
+        "gpu_memory_bytes": 0.0,
+        "cost": {
+            "kv_token_s": 7.28e-8,
+            "weights_s": 1.72e-3,
+            "request_s": 1.25e-4,
+            "step_s": 1.07e-2,
+            "prefill_token_s": 0.00011232895363877732,
+        },
+    },
+    "trainer": {"groups_per_step": 16, "step_s": 240.57587343441003},
+    "workload": {"lengths": {"mu": 8.97440654571017, "cap_tokens": 20_480}},
+}
 
 
 def tail_shares(monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -22,7 +40,7 @@ def tail_shares(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             super().observe(floor)
 
     monkeypatch.setitem(POLICIES, "watched", Strategy(Watched))
-    scenario = composed(SMALL, "staleflow-128", "watched", 2)
+    scenario = composed(SMALL, policy="watched", window=2)
     simulate(scenario, steps=10, warmup=4, seed=0)
     return [
         (published - filled) / scenario.trainer.step_s for version, (published, filled) in seen.items() if version > 4

@@ -11,8 +11,9 @@ from dora.cli.exits import ExitCode
 from dora.config import merged, settings_tree
 from dora.errors import InvalidValue
 from dora.sim.effect import check_effect
-from dora.sim.presets import composed, names, scenario_for
-from dora.sim.run import check_cluster, policy_names, simulate
+from dora.sim.partial import strategies
+from dora.sim.presets import NAMES, composed, scenario_for
+from dora.sim.run import check_cluster, simulate
 
 TRACED = "[{name='a',share=0.5,file='x'},{name='b',share=0.5,file='y'}]"
 TURNED = "[{name='a',share=0.5,turns={most=3}},{name='b',share=0.5,turns={most=1}}]"
@@ -108,20 +109,18 @@ def test_a_field_with_an_effect_is_taken(settings: list[str]) -> None:
 
 
 def test_what_a_preset_holds_was_given_by_nobody(tmp_path: Path) -> None:
-    """Its mu and sigma stay in it beside a file, and its turns' environment beside a single turn."""
+    """Its mu and sigma stay in it beside a file."""
     file = tmp_path / "lengths.json"
     file.write_text('{"hist": {"100": 1}}')
     scenario = composed(
         settings_tree(None, ["workload.lengths.kind=histogram", f"workload.lengths.file='{file}'"]), "dora-64"
     )
     assert scenario.workload.lengths.mu == 7.0881
-    single = composed(settings_tree(None, ["workload.turns.most=1"]), "longcat-4096-agentic")
-    assert single.workload.turns.environment_mean_s == 30.0
 
 
-@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("policy", strategies())
 def test_every_preset_runs_with_every_policy(policy: str) -> None:
-    for name in names():
+    for name in NAMES:
         scenario = scenario_for(name, policy)
         check_cluster(scenario)
         assert composed({}, name, policy) == scenario

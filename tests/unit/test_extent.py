@@ -20,8 +20,9 @@ from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.snapshot import Snapshot
 from dora.sim import extent
 from dora.sim.extent import check_extent, limit_s
-from dora.sim.presets import composed, names, scenario_for
-from dora.sim.run import BrokenRun, check_cluster, expected_bound_s, policy_names, simulate
+from dora.sim.partial import strategies
+from dora.sim.presets import NAMES, composed, scenario_for
+from dora.sim.run import BrokenRun, check_cluster, expected_bound_s, simulate
 from dora.sim.scenario import Scenario
 
 
@@ -121,7 +122,7 @@ def test_the_period_that_is_named_is_enough() -> None:
 
 def test_no_step_of_a_preset_is_near_its_limit() -> None:
     """It is a hundred times what bound and training take together, and more."""
-    for name in names():
+    for name in NAMES:
         for policy in ("sync", "laxity"):
             scenario = scenario_for(name, policy)
             check_extent(scenario)
@@ -261,7 +262,7 @@ def extremes(draw: st.DrawFn) -> dict[str, Any]:
     return tree
 
 
-@given(extremes(), st.sampled_from(policy_names()))
+@given(extremes(), st.sampled_from(list(strategies())))
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_whatever_is_accepted_runs_a_step_or_says_why_not(tree: dict[str, Any], policy: str) -> None:
     """No traceback, no overflow, no number that is none; that none hangs, the time limit of the test shows."""

@@ -143,7 +143,7 @@ def test_it_says_how_many_groups_to_add() -> None:
         "lag_s": 300.0,
         "lag_after_s": 0.0,
     }
-    assert "add 2 DP groups" in run(*times).stdout
+    assert "add 2 workers" in run(*times).stdout
 
 
 @pytest.mark.parametrize(

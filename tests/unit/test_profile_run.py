@@ -14,12 +14,13 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from dora.cli.exits import DoraGroup, ExitCode
-from dora.cli.profile import coefficients_text, conclude, failure, profile, report
+from dora.cli.profile import coefficients_text, conclude, failure, profile
 from dora.errors import Conflict, DoraError, InvalidValue
 from dora.planning.profile import coefficients_of, fit, validate
 from dora.planning.samples import Experts, Measurement, measurement_of, pooled
 from dora.sim.scenario import Cluster
 from dora.types import RequestSpec, SamplingParams
+from dora.view.profile import profile_tree
 from dora.worker.profiling import MIXTURE_BATCHES, USUAL, Grid, check_grid, default_grid, keep_busy, measure
 from tests.unit.timed_engine import (
     CONTEXT,
@@ -200,7 +201,7 @@ def test_the_report_is_plain_json(weights: Path) -> None:
     engine = timed_engine(weights)
     found = measure(engine, Grid(batches=(1, 4), contexts=(16, 64)), seed=0, clock=engine.clock)
     fitted = fit(found.decode, found.prefill)
-    tree = json.loads(json.dumps(report("tiny", found, fitted, validate(fitted.coefficients, found))))
+    tree = json.loads(json.dumps(profile_tree("tiny", found, fitted, validate(fitted.coefficients, found), 0.15)))
     ratio = tree["predicted_tokens_per_s"] / tree["measured_tokens_per_s"]
     assert tree["predicted_over_measured"] == pytest.approx(ratio)
     assert tree["predicted_over_wall"] == pytest.approx(tree["predicted_tokens_per_s"] / tree["wall_tokens_per_s"])

@@ -322,4 +322,4 @@ def test_many_workers_are_shown_by_version(tmp_path: Path) -> None:
             writer.append(on.WorkerJoined(f"w{number}", number, 4, 1000), 1.0)
         writer.append(on.Tick(), 2.0)
     lines = invoke(tmp_path / "log", "--from", 11).stdout.splitlines()
-    assert lines[2] == "         10 DP groups  v0  0/40 requests, KV 0% (0% claimed), 10 not there yet"
+    assert lines[2] == "         10 workers  v0  0/40 requests, KV 0% (0% claimed), 10 not there yet"

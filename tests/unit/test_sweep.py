@@ -11,10 +11,10 @@ import typer
 from typer.testing import CliRunner
 
 from dora.cli.exits import DoraGroup, ExitCode
-from dora.cli.sweep import sweep as sweep_command
+from dora.cli.simulate.sweep import sweep as sweep_command
 from dora.errors import InvalidValue
 from dora.orchestrator.core import fleet
-from dora.orchestrator.core.policies import live_policies
+from dora.orchestrator.core.policies import POLICIES
 from dora.orchestrator.core.window import Window
 from dora.sim.faults import KINDS, draw_faults, kinds_of
 from dora.sim.session import GAP_LIMIT_S, Trouble, Wire
@@ -264,8 +264,8 @@ def test_seeds_are_dealt_out_among_the_policies(monkeypatch: pytest.MonkeyPatch)
     assert run("--seeds", "3", "--first", "4", "--policy", "sync", "--policy", "dora")[0] == ExitCode.OK
     assert tried == [(4, "sync"), (5, "dora"), (6, "sync")]
     tried.clear()
-    run("--seeds", str(len(live_policies())), "--policy", "all")
-    assert {policy for _, policy in tried} == set(live_policies())
+    run("--seeds", str(len(POLICIES)), "--policy", "all")
+    assert {policy for _, policy in tried} == set(POLICIES)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from io import StringIO
 
 import pytest
 
-from dora.orchestrator.core.policies import live_policies
+from dora.orchestrator.core.policies import POLICIES
 from dora.orchestrator.core.window import Window
 from dora.sim import trials as module
 from dora.sim.ledger import Failure
@@ -77,7 +77,7 @@ def test_a_process_answers_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_sweep_reports_the_same_from_any_number_of_processes() -> None:
     seeds = range(2 * len(TRIALS))
-    policies = live_policies()
+    policies = tuple(POLICIES)
     assert sweep(seeds, policies, "kill", jobs=2) == sweep(seeds, policies, "kill")
 
 

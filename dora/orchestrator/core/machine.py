@@ -11,6 +11,7 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.core.balance import Balance
 from dora.orchestrator.core.commands import Command
 from dora.orchestrator.core.policies import policy_of
+from dora.orchestrator.core.policy import Policy
 from dora.orchestrator.core.scheduler import Scheduler
 from dora.orchestrator.core.state import Counters, State
 
@@ -22,9 +23,10 @@ class Machine:
     An event that is not allowed raises a DoraError and changes nothing; one of an epoch that is over is ignored.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, policy: Policy | None = None) -> None:
+        """``policy``: instead of the one that the configuration names."""
         self._state = State(config)
-        self.policy = policy_of(config.balance, config.window.size)
+        self.policy = policy or policy_of(config.balance, config.window.size)
         self._balance = Balance(self._state, self.policy)
         self._scheduler = Scheduler(self._state, self.policy, self._balance)
         self._drops = config.selection.redundant_fraction > 0

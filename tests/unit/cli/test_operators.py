@@ -5,12 +5,12 @@ import json
 import pytest
 
 from dora.cli.exits import ExitCode
-from dora.cli.narration import Narrator, news
 from dora.cli.output import plain
-from dora.cli.tables import duration, number
 from dora.cli.token import find_token, left_token, token_file
-from dora.cli.view import spark_line
 from dora.rpc import dora_pb2 as pb
+from dora.view.live import spark_line
+from dora.view.narration import Narrator, news
+from dora.view.numbers import duration, number
 from tests.unit.cli.service import STATUS, TOKEN, at, dora, free_port
 
 

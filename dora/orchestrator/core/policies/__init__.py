@@ -4,20 +4,15 @@ Anybody else's is a file of theirs and an entry point of the group ``dora.polici
 (dora/orchestrator/plugins.py), or a call of ``register``.
 """
 
-from dora.config import WINDOW_MOST
 from dora.orchestrator.core.policies.dora import DoraPolicy
 from dora.orchestrator.core.policies.laminar import LaminarPolicy
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.orchestrator.core.policies.one_step import OneStepPolicy, StreamPolicy
-from dora.orchestrator.core.policies.partial import PartialPolicy
 from dora.orchestrator.core.policies.registry import (
     POLICIES,
     Strategy,
     check_live,
     check_window,
-    is_live,
-    is_versioned,
-    live_policies,
     nearest_window,
     policy_of,
     register,
@@ -34,17 +29,12 @@ register("streamrl", Strategy(StreamRlPolicy, windows=(1, 2)))
 register("sync", Strategy(SyncPolicy, windows=(1, 1)))
 register("one_step", Strategy(OneStepPolicy, windows=(2, 2)))
 register("stream", Strategy(StreamPolicy, windows=(2, 2)))
-# the largest window is named for it, as it has no bound
-register("partial", Strategy(PartialPolicy, windows=(WINDOW_MOST, WINDOW_MOST), live=False, versioned=False))
 
 __all__ = [
     "POLICIES",
     "Strategy",
     "check_live",
     "check_window",
-    "is_live",
-    "is_versioned",
-    "live_policies",
     "nearest_window",
     "policy_of",
     "register",

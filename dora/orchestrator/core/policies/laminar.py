@@ -118,7 +118,7 @@ class LaminarPolicy(BasePolicy):
                 entry = floor.backlog.first() if admits and floor.window.admissible(version) > 0 else None
                 if entry is None:
                     break
-                floor.admit(entry, version)
+                floor.admit(entry, version, self.rank)
             floor.place(floor.line(version).peek(), worker)
             heapreplace(heap, (free + 1, seat, worker))
         if admits:

@@ -1,0 +1,193 @@
+"""Writes ``docs/reference.md`` from the code: every setting, column, counter and field of JSON, with its meaning.
+
+``python -m dora.cli.reference > docs/reference.md``; ``make docs`` does it, and a test holds the file to it.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from types import UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from dora.cli.app import COMMANDS
+from dora.cli.exits import MEANINGS
+from dora.cli.simulate import presets, run, sweep
+from dora.cli.simulate.presets import PresetRow
+from dora.cli.simulate.run import ComparisonTree, Origin
+from dora.config import Config
+from dora.demo.report import DemoReport
+from dora.orchestrator.replay import Known, Summary
+from dora.sim.faults import KINDS
+from dora.sim.report import BrokenReport, Report
+from dora.sim.scenario import Scenario
+from dora.sim.sweep import SweepReport
+from dora.validation import kind_of, section_of
+from dora.verify import VerifyReport
+from dora.view import comparison, plan, service
+from dora.view.decisions import ReplayTree
+from dora.view.profile import ProfileReport
+from dora.view.simulation import LINES, Division
+from dora.view.tables import Column
+
+INTRODUCTION: Final = """\
+# Reference
+
+`make docs` makes this page from the code. Names end in their unit: `_s` seconds, `_min` minutes, `_ms` milliseconds,
+`_tokens`, `_bytes`; a `_fraction` is 0 to 1. Null in JSON and `-` in a table: not measured, or without a meaning there.
+With `--json`, a command on a service prints the fields of `dora/rpc/dora.proto`; the others print the fields below.
+"""
+BOUNDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+Rows = Iterable[Sequence[object]]
+FIELDS: Final = ("field", "meaning")
+COLUMNS: Final = ("column", "meaning")
+SETTINGS: Final = ("setting", "default", "allowed", "meaning")
+
+
+def reference() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for title, headings, rows in (*_service_tables(), *_report_tables()):
+        lines = (_line(headings), _line("---" for _ in headings), *(_line(row) for row in rows))
+        parts.append("\n".join((f"## {title}", "", *lines, "")))
+    return "\n".join(parts)
+
+
+def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
+    """Title, headings and rows of what belongs to a service."""
+    yield "Commands", ("command", "what it does", "example"), _commands()
+    yield "Exit codes", ("code", "meaning"), ((code.value, text) for code, text in MEANINGS.items())
+    yield "Settings of a service: `dora serve`", SETTINGS, _settings(Config)
+    yield "Counters since the start: `dora status`", ("counter", "meaning"), _named(service.COUNTERS)
+    yield "Workers: `dora groups`", COLUMNS, _columns(service.WORKER_COLUMNS)
+    yield "Versions: `dora versions`", COLUMNS, _columns(service.VERSION_COLUMNS)
+    yield "Trajectories: `dora trajectories`", COLUMNS, _columns(service.TRAJECTORY_COLUMNS)
+    yield "The demo's `report.json`", FIELDS, _fields(DemoReport)
+    yield "A record: `dora verify`", FIELDS, (("`ok`", "whether nothing was violated"), *_fields(VerifyReport))
+    log = _fields(ReplayTree, ("decisions[].known.", Known), ("summary.", Summary))
+    yield "Event logs: `dora replay`", FIELDS, log
+
+
+def _report_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
+    """Title, headings and rows of what the simulator, the planner and the profiler say."""
+    yield "Settings of a scenario: `dora simulate`", SETTINGS, _settings(Scenario)
+    yield "One run, over the measured steps: `dora simulate`", ("field", "line", "meaning"), _run_fields()
+    yield "A run that broke a promise", FIELDS, _fields(BrokenReport)
+    yield "All policies: `dora simulate --compare`", COLUMNS, _columns(comparison.COLUMNS)
+    yield "The same as JSON", FIELDS, _fields(ComparisonTree, ("policies[].", comparison.Compared))
+    yield "Presets: `dora simulate presets`", FIELDS, _fields(PresetRow)
+    yield "Fault sweeps: `dora simulate sweep`", FIELDS, _fields(SweepReport)
+    yield "Faults", ("kind", "what happens"), _named({name: kind.meaning for name, kind in KINDS.items()})
+    yield "Splits: `dora plan`", COLUMNS, _columns(plan.COLUMNS)
+    yield "The same as JSON; the best split's fields stand beside these", FIELDS, _fields(plan.PlanReport)
+    yield "Workers to add: `dora plan --generation-s`", FIELDS, _fields(plan.Adjustment)
+    yield "Cost of an engine: `dora profile`", FIELDS, _fields(ProfileReport)
+
+
+def meanings(kind: Any) -> dict[str, str]:
+    """The fields of a dataclass or TypedDict with what they mean. Raises TypeError for one that does not say it."""
+    found = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if get_origin(hint) is not Annotated or not isinstance(hint.__metadata__[0], str):
+            raise TypeError(f"{kind.__name__}.{name} does not say what it means")
+        found[name] = hint.__metadata__[0]
+    return found
+
+
+def _line(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _named(texts: Mapping[str, str]) -> Rows:
+    return ((f"`{name}`", text) for name, text in texts.items())
+
+
+def _commands() -> Rows:
+    companions = {"simulate": run, "simulate sweep": sweep, "simulate presets": presets}
+    own = {name: (getattr(module, name.split()[-1]), module.EXAMPLE) for name, module in companions.items()}
+    for name, (function, example) in (COMMANDS | own).items():
+        yield f"`{name}`", (function.__doc__ or "").partition("\n")[0], f"`{example}`"
+
+
+def _columns(columns: Iterable[Column[Any]]) -> Rows:
+    for column in columns:
+        heading = column.heading.replace("\n", " ").format(unit="min or s", limit="limit")
+        yield heading or "(first)", column.meaning
+
+
+def _fields(kind: Any, *below: tuple[str, Any]) -> Rows:
+    """The fields of ``kind`` and of what stands in it; ``below``: also of those kinds, at their places in it."""
+    return (row for place, each in (("", kind), *below) for row in _placed(each, place))
+
+
+def _placed(kind: Any, place: str) -> Iterator[tuple[str, str]]:
+    hints = get_type_hints(kind)
+    for name, meaning in meanings(kind).items():
+        yield f"`{place}{name}`", meaning
+        inner, each = _inner(hints[name])
+        if inner is not None:
+            yield from _placed(inner, f"{place}{name}{each}.")
+
+
+def _inner(hint: Any) -> tuple[Any, str]:
+    """The described kind that a field holds, and ``[]`` where it holds a list of them; None where there is no such."""
+    if get_origin(hint) in (list, tuple):
+        return _inner(get_args(hint)[0])[0], "[]"
+    if get_origin(hint) in (Union, UnionType):
+        return _inner(get_args(hint)[0])
+    described = (is_dataclass(hint) or is_typeddict(hint)) and hint is not Report
+    return (hint if described else None), ""
+
+
+def _run_fields() -> Rows:
+    """The fields of one run, each with the line of the table that shows it."""
+    lines: dict[str, str] = {}
+    for line in LINES:
+        for field in line.fields:
+            lines.setdefault(field, line.name.strip().format(unit="minutes or seconds"))
+    for kind in (Report, Division, Origin):
+        for name, meaning in meanings(kind).items():
+            yield f"`{name}`", lines.get(name, ""), meaning
+    yield "`replay`", "", "the command that runs it again"
+
+
+def _settings(model: type[BaseModel], place: str = "") -> Rows:
+    for name, field in model.model_fields.items():
+        section = section_of(field)
+        if section is not None:
+            element = ".N" if get_origin(kind_of(field)) is tuple else ""
+            yield from _settings(section, f"{place}{name}{element}.")
+        elif field.description:
+            yield f"`{place}{name}`", _default(field), _allowed(field), field.description
+        else:
+            raise TypeError(f"{model.__name__}.{name} does not say what it means")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "must be given"
+    if field.default is None or field.default == "":
+        return ""
+    return str(field.default).lower() if isinstance(field.default, bool) else _digits(field.default)
+
+
+def _allowed(field: FieldInfo) -> str:
+    kind = kind_of(field)
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    found = {name: getattr(each, name) for each in field.metadata for name in BOUNDS if hasattr(each, name)}
+    if found.keys() == {"ge", "le"}:
+        return f"{_digits(found['ge'])} to {_digits(found['le'])}"
+    return ", ".join(f"{BOUNDS[name]} {_digits(value)}" for name, value in found.items())
+
+
+def _digits(value: object) -> str:
+    if isinstance(value, int):
+        return f"2^{value.bit_length() - 1}" if value >= 1 << 40 and value & (value - 1) == 0 else f"{value:,}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

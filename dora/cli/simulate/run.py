@@ -1,0 +1,276 @@
+"""``dora simulate``"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+
+import typer
+
+from dora.cli.exits import ExitCode
+from dora.cli.options import JsonOption, SettingsOption, given_options, refuse_given
+from dora.cli.output import print_json, print_whole, progress_bar, stderr, stdout
+from dora.config import DEFAULT_POLICY
+from dora.errors import InvalidValue, one_of
+
+if TYPE_CHECKING:
+    from dora.sim.report import BrokenReport, Report, Timeline
+    from dora.sim.scenario import Scenario
+
+EXAMPLE = "dora simulate --preset dora-64 --window 3 --steps 8 --compare"
+
+
+class SplitChoice(StrEnum):
+    """Where the division of the accelerators between training and rollout comes from."""
+
+    PRESET = "preset"
+    PLAN = "plan"
+
+
+Preset = Annotated[str, typer.Option(help="A cluster with its workload, such as dora-64: see `dora simulate presets`.")]
+Policy = Annotated[
+    str, typer.Option(help=f"Strategy; by default the scenario's, which is {DEFAULT_POLICY} in presets.")
+]
+Window = Annotated[int | None, typer.Option(help="Policy versions that may be live.")]
+Steps = Annotated[int, typer.Option(min=1, help="Training steps to measure.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Training steps to run before those.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of prompts and lengths.")]
+Predictor = Annotated[str | None, typer.Option(help="Of response lengths: oracle, statistics or ranker.")]
+File = Annotated[Path | None, typer.Option(help="A scenario (TOML); its fields override those of a preset.")]
+Split = Annotated[
+    SplitChoice, typer.Option(help="plan: training and rollout have the accelerators that `dora plan` gives them.")
+]
+Compare = Annotated[bool, typer.Option("--compare", help="All policies, side by side.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Timeline of the run: .png, .svg or .html.")]
+
+
+class Origin(TypedDict):
+    """How a report came about."""
+
+    warmup: Annotated[int, "steps before those measured"]
+    settings: Annotated[list[str], "the values of `--set`"]
+    split: Annotated[str, "`preset` or `plan`: where the division of the accelerators comes from"]
+
+
+class ComparisonTree(Origin):
+    """All policies of one preset (`--compare`)."""
+
+    preset: Annotated[str, "the preset, or `custom`"]
+    seed: Annotated[int, "of prompts and lengths"]
+    steps: Annotated[int, "steps measured, after the warm-up"]
+    policies: Annotated[list[dict[str, Any]], "each policy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is the same for every policy of one command. ``options``: those that the scenario was made from."""
+
+    steps: int
+    warmup: int
+    seed: int
+    options: tuple[str, ...]
+    settings: tuple[str, ...]
+    split: SplitChoice
+    as_json: bool
+
+    def origin(self) -> Origin:
+        """What a report does not say of how it came about."""
+        return {"warmup": self.warmup, "settings": list(self.settings), "split": self.split.value}
+
+    def replay(self, scenario: "Scenario") -> str:
+        """The command that runs this one scenario again."""
+        chosen = {"policy": scenario.policy, "window": scenario.window}
+        if self.split is SplitChoice.PLAN and not scenario.cluster.colocated:
+            chosen["split"] = self.split.value
+        length = {"steps": self.steps, "warmup": self.warmup, "seed": self.seed}
+        named = [part for name, value in (chosen | length).items() for part in (f"--{name}", str(value))]
+        return shlex.join(["dora", "simulate", *self.options, *named])
+
+
+app = typer.Typer(
+    invoke_without_command=True,
+    epilog=f"Example: {EXAMPLE}",
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def simulate(
+    context: typer.Context,
+    preset: Preset = "",
+    policy: Policy = "",
+    window: Window = None,
+    steps: Steps = 8,
+    warmup: Warmup = 2,
+    seed: Seed = 0,
+    predictor: Predictor = None,
+    settings: SettingsOption = None,
+    file: File = None,
+    split: Split = SplitChoice.PRESET,
+    compare: Compare = False,
+    plot: Plot = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the real orchestrator core under virtual time, with simulated engines, links and trainer.
+
+    The command exits with 1 if a promise was broken: a response mixed versions, staleness passed its bound, or a group
+    was lost or delivered twice.
+    """
+    if context.invoked_subcommand is not None:
+        reason = f"before {context.invoked_subcommand}, which has options of its own"
+        refuse_given(context, given_options(context), reason)
+        return
+    from dora.config import settings_tree
+    from dora.orchestrator.plugins import load_strategies
+    from dora.sim.effect import check_effect
+    from dora.sim.partial import strategies
+
+    load_strategies()
+    over = settings_tree(file, settings or (), option="--file")
+    if predictor is not None:
+        over["predictor"] = predictor
+    if not preset and not over:
+        from dora.sim.presets import LISTED_BY
+
+        raise InvalidValue(
+            "--preset", preset, f"a --file, a --set, or a preset as `{LISTED_BY}` lists them: dora-64, ..."
+        )
+    if compare:
+        if policy or plot:
+            raise InvalidValue("--policy" if policy else "--plot", policy or str(plot), "left out with --compare")
+        if "policy" in over:
+            raise InvalidValue("policy", over["policy"], "left out with --compare, which runs all of them")
+        chosen = list(strategies())
+    else:
+        chosen = [_known_policy(policy or str(over.get("policy", DEFAULT_POLICY)), tuple(strategies()))]
+    scenarios = [_scenario(over, preset, each, window, split, compare) for each in chosen]
+    check_effect(scenarios, over)
+    options = _given(preset, file, settings or (), predictor)
+    asked = Asked(steps, warmup, seed, options, tuple(settings or ()), split, as_json)
+    if compare:
+        _compare(scenarios, asked)
+    else:
+        _run_one(scenarios[0], asked, plot)
+
+
+def _given(preset: str, file: Path | None, settings: Sequence[str], predictor: str | None) -> tuple[str, ...]:
+    """The options that a scenario is made from, as they were given."""
+    named = (
+        ("--preset", preset),
+        ("--file", file),
+        ("--predictor", predictor),
+        *(("--set", each) for each in settings),
+    )
+    return tuple(part for name, value in named if value for part in (name, str(value)))
+
+
+def _scenario(
+    over: Mapping[str, Any], preset: str, policy: str, window: int | None, split: SplitChoice, compare: bool
+) -> "Scenario":
+    """Of one policy. In a comparison each has the nearest window that it allows, and the colocated their own split."""
+    from dora.orchestrator.core.policies import nearest_window
+    from dora.sim.partial import strategies
+    from dora.sim.presets import composed, planned
+
+    asked = over.get("window") if window is None else window
+    if compare and isinstance(asked, int):
+        window = nearest_window(policy, asked, strategies())
+        over = {key: value for key, value in over.items() if key != "window"}
+    scenario = composed(over, preset, policy, window, shared=True)
+    if split is SplitChoice.PRESET or (compare and scenario.cluster.colocated):
+        return scenario
+    return planned(scenario)
+
+
+def _run_one(scenario: "Scenario", asked: Asked, plot: Path | None) -> None:
+    from dora.sim.report import Timeline
+    from dora.view.simulation import report_table, report_tree
+
+    if plot is None:
+        report = _report(scenario, asked)
+    else:
+        from dora.sim.plot import check_plot, draw
+
+        check_plot(plot)
+        timeline = Timeline()
+        report = _report(scenario, asked, timeline=timeline)
+        draw(timeline, report, plot)
+    if asked.as_json:
+        print_json(_finite(report_tree(report, scenario) | asked.origin() | {"replay": asked.replay(scenario)}))
+    else:
+        stdout().print(report_table(report, scenario))
+        if plot is not None:
+            stdout().print(f"timeline: {plot}", markup=False, soft_wrap=True)
+    _exit_if_broken([report])
+
+
+def _compare(scenarios: list["Scenario"], asked: Asked) -> None:
+    from dora.view.comparison import comparison, comparison_table
+
+    reports = [
+        _report(scenario, asked, f" ({number} of {len(scenarios)})")
+        for number, scenario in enumerate(scenarios, start=1)
+    ]
+    rows = comparison(reports, scenarios)
+    if asked.as_json:
+        tree = ComparisonTree(
+            preset=scenarios[0].name,
+            seed=asked.seed,
+            steps=asked.steps,
+            policies=[asdict(row) for row in rows],
+            **asked.origin(),
+        )
+        print_json(_finite(tree))
+    else:
+        print_whole(stdout(), comparison_table(rows))
+    _exit_if_broken(reports)
+
+
+def _report(scenario: "Scenario", asked: Asked, place: str = "", timeline: "Timeline | None" = None) -> "Report":
+    """Simulates with a progress bar. A broken promise, or a bug, ends the command, with all that is known of it."""
+    from dora.sim.run import BrokenRun
+    from dora.sim.run import simulate as run
+
+    try:
+        with progress_bar(stderr(), f"{scenario.name}, {scenario.policy}{place}") as tell:
+            return run(
+                scenario, steps=asked.steps, warmup=asked.warmup, seed=asked.seed, timeline=timeline, progress=tell
+            )
+    except BrokenRun as error:
+        _show_broken(error.report, asked.replay(scenario), asked.as_json)
+        raise typer.Exit(ExitCode.FAILED) from error
+
+
+def _show_broken(report: "BrokenReport", replay: str, as_json: bool) -> None:
+    if as_json:
+        print_json(asdict(report) | {"replay": replay})
+        return
+    out = stderr()
+    run = f"{report.preset}, {report.policy}, window {report.window}, seed {report.seed}"
+    what = "an exception was raised" if report.raised else "a promise was broken"
+    out.print(f"dora: {run}: {what} after {report.at_s:.3f} s of simulated time", markup=False, soft_wrap=True)
+    out.print(f"  {report.violation}", markup=False, soft_wrap=True)
+    out.print(f"  {replay}", markup=False, soft_wrap=True)
+
+
+def _known_policy(policy: str, known: Sequence[str]) -> str:
+    if policy not in known:
+        raise InvalidValue("--policy", policy, one_of(policy, known))
+    return policy
+
+
+def _finite(tree: Any) -> Any:
+    """JSON has no NaN and no infinity: what could not be measured becomes null."""
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return None if isinstance(tree, float) and not abs(tree) < float("inf") else tree
+
+
+def _exit_if_broken(reports: list["Report"]) -> None:
+    if any(report.violations or report.lost or report.duplicated for report in reports):
+        raise typer.Exit(ExitCode.FAILED)

@@ -1,0 +1,89 @@
+"""``dora simulate sweep``"""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dora.cli.exits import ExitCode
+from dora.cli.options import JsonOption, given_options, refuse_given
+from dora.cli.output import print_json, progress_bar, stderr, stdout
+from dora.errors import InvalidValue, one_of
+
+if TYPE_CHECKING:
+    from dora.sim.sweep import SweepReport
+
+ALL = "all"
+EXAMPLE = "dora simulate sweep --seeds 1000 --faults all"
+
+
+def sweep(
+    context: typer.Context,
+    seeds: Annotated[int, typer.Option(min=1, help="Small clusters to try, one a seed.")] = 1000,
+    first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    faults: Annotated[str, typer.Option(help="all, or kinds separated by commas: kill,hang,...")] = "all",
+    policy: Annotated[list[str] | None, typer.Option(help="all, or one strategy; may be repeated.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes that share the seeds; by default one a core.")
+    ] = None,
+    replay: Annotated[str | None, typer.Option(metavar="TOKEN", help="Only this trial, as a failure names it.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the real orchestrator core on small simulated clusters with faults; check every promise after each event.
+
+    The command exits with 1 if a promise was broken: a violation, a group lost or duplicated, or a trainer that waits
+    in vain.
+    """
+    from dora.orchestrator.plugins import load_strategies
+    from dora.sim import sweep as sim
+    from dora.sim.faults import KINDS
+
+    load_strategies()
+    if replay is not None:
+        ignored = [option for option in given_options(context) if option not in ("--replay", "--json")]
+        refuse_given(context, ignored, "with --replay, whose token has all of the trial")
+        trial, report = sim.replay(replay)
+        if not as_json:
+            for fault in trial.faults:
+                drawn = f"(subject {fault.subject}, amount {fault.amount})"
+                stdout().print(f"{fault.at_s:8.3f} s  {fault.kind}: {KINDS[fault.kind].meaning} {drawn}")
+    else:
+        report = _sweep(range(first, first + seeds), _known_policies(policy or []), faults, jobs)
+    if as_json:
+        print_json(asdict(report))
+    else:
+        _show(report)
+    if not report.ok:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _sweep(seeds: range, policies: list[str], faults: str, jobs: int | None) -> "SweepReport":
+    from dora.sim.faults import kinds_of
+    from dora.sim.sweep import sweep as run
+    from dora.sim.trials import processes_for
+
+    kinds_of(faults)
+    with progress_bar(stderr(), f"{len(seeds)} seeds under faults") as tell:
+        return run(seeds, policies, faults, tell, jobs or processes_for(len(seeds)))
+
+
+def _known_policies(names: list[str]) -> list[str]:
+    """The strategies among which the seeds are dealt out. Raises InvalidValue, with the nearest name."""
+    from dora.orchestrator.core.policies import POLICIES
+
+    for name in names:
+        if name not in (ALL, *POLICIES):
+            raise InvalidValue("--policy", name, one_of(name, (ALL, *POLICIES)))
+    return list(POLICIES if not names or ALL in names else dict.fromkeys(names))
+
+
+def _show(report: "SweepReport") -> None:
+    out = stdout()
+    for failure in report.failures:
+        out.print(f"{failure.kind} of seed {failure.seed} ({failure.policy}): {failure.message}", markup=False)
+        out.print(f"  {failure.replay}", markup=False, soft_wrap=True)
+    out.print(
+        f"{report.seeds} seeds: {report.violations} violations, {report.lost} lost, {report.duplicated} duplicated, "
+        f"{report.stalled} stalled",
+        markup=False,
+    )

@@ -1,0 +1,135 @@
+"""Presets: scenarios by name, each a TOML file beside this module.
+
+A file has the fields of a :class:`~dora.sim.scenario.Scenario`, and under ``[policy.NAME]`` those that differ where
+that strategy runs: each may have a split of its own, and where training and rollout take turns they share all
+accelerators.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
+
+from dora.config import DEFAULT_POLICY, merged
+from dora.errors import InvalidValue, one_of
+from dora.orchestrator.core.policies import check_window, nearest_window
+from dora.planning.allocation import TrainingTime, allocate
+from dora.planning.generation import EngineOption, Generation, generation, ways_to_generate
+from dora.planning.workload import StepWorkload
+from dora.sim.effect import check_effect
+from dora.sim.partial import strategies
+from dora.sim.scenario import Scenario
+from dora.sim.tasks import mixed_tokens, shapes_of
+from dora.sim.workload import moments
+from dora.validation import validated_as
+
+NAMES: Final = ("dora-64", "dora-128", "longcat-4096", "fleet-1024", "small")
+LISTED_BY: Final = "dora simulate presets"  # the command
+OWN_PERIODS_S: Final = {"laminar": 5.0}  # its repack is checked so often ("Laminar", section 5.1)
+# These train a step only when all of it is there; so does whatever shares its accelerators with the trainer.
+WHOLE_BATCH: Final = frozenset({"sync", "one_step"})
+
+
+def preset(name: str) -> Scenario:
+    """The preset under the default policy. Raises InvalidValue for an unknown name, with the nearest one."""
+    return scenario_for(name, DEFAULT_POLICY)
+
+
+def scenario_for(name: str, policy: str, window: int | None = None) -> Scenario:
+    """The preset with the split, the colocation and the period that are ``policy``'s own.
+
+    ``window``: instead of the preset's; only for policies that have a choice. Raises InvalidValue for an unknown
+    preset and for a window that the policy cannot have.
+    """
+    if name not in NAMES:
+        raise InvalidValue("--preset", name, one_of(name, NAMES, listed_by=LISTED_BY))
+    return adapted(_file(name), name, policy, window)
+
+
+def adapted(tree: Mapping[str, Any], name: str, policy: str, window: int | None = None) -> Scenario:
+    """The scenario of a preset's ``tree`` under ``policy``; see ``scenario_for``."""
+    over = tree.get("policy", {}).get(policy, {})
+    whole = merged({key: value for key, value in tree.items() if key != "policy"}, over)
+    colocated = whole.get("cluster", {}).get("colocated", False)
+    default = whole.get("window", Scenario.model_fields["window"].default)
+    streams = {"trainer": {"streams": policy not in WHOLE_BATCH and not colocated}}
+    own = {"name": name, "policy": policy, "window": window_of(policy, default, window)}
+    period = {"period_s": OWN_PERIODS_S[policy]} if policy in OWN_PERIODS_S else {}
+    return validated_as(Scenario, merged(whole, streams) | own | period)
+
+
+@cache
+def _file(name: str) -> dict[str, Any]:
+    return tomllib.loads((files(__name__) / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def window_of(policy: str, default: int, asked: int | None = None) -> int:
+    """The window ``asked`` for; else ``default``, or the nearest one that ``policy`` is defined for."""
+    if asked is None:
+        return nearest_window(policy, default, strategies())
+    check_window(policy, asked, "window", strategies())
+    return asked
+
+
+def composed(
+    over: Mapping[str, Any], name: str = "", policy: str = "", window: int | None = None, *, shared: bool = False
+) -> Scenario:
+    """The preset ``name`` with the fields of ``over`` in their place; without a name, the default cluster with them.
+
+    ``policy`` and ``window`` stand above those of ``over``. ``shared``: other policies have ``over`` too, so a field of
+    it may be without effect here. Raises InvalidValue for an unknown preset, a field that is unknown, wrong or without
+    effect, and an impossible cluster.
+    """
+    policy = policy or str(over.get("policy", DEFAULT_POLICY))
+    asked = over.get("window") if window is None else window
+    own = asked if isinstance(asked, int) else None  # anything else is for the validation to refuse
+    if name:
+        base = scenario_for(name, policy, own).model_dump()
+    else:
+        default = Scenario.model_fields["window"].default
+        base = {"window": window_of(policy, default, own), "trainer": {"streams": policy not in WHOLE_BATCH}}
+    chosen = {"policy": policy} | ({} if window is None else {"window": window})
+    scenario = validated_as(Scenario, merged(merged(base, over), chosen))
+    if not shared:
+        check_effect([scenario], over)
+    return scenario
+
+
+def planned(scenario: Scenario) -> Scenario:
+    """The scenario with the train:rollout split that StreamRL's Algorithm 1 picks for it; engines stay as they are.
+
+    Training scales linearly with its accelerators. Raises InvalidValue for a colocated scenario, which has no split,
+    and for training that takes no time, which needs none.
+    """
+    cluster, trainer, workload = scenario.cluster, scenario.trainer, scenario.workload
+    if cluster.colocated:
+        raise InvalidValue("--split", "plan", f"preset: {scenario.policy} is colocated, its roles share all of them")
+    if trainer.step_s <= 0.0:
+        raise InvalidValue("--split", "plan", f"preset: training takes trainer.step_s = {trainer.step_s}, no time")
+    option = EngineOption(cluster.gpus_per_engine, cluster.cost.model(), cluster.slots, cluster.kv_tokens)
+    responses = trainer.groups_per_step * workload.group_size
+    shapes = shapes_of(workload)
+    lengths = moments(workload, shapes)
+    batch = StepWorkload(
+        responses=responses,
+        tokens_at=mixed_tokens(shapes),
+        n_tokens=lengths.generated_tokens(responses),
+        c_tokens=lengths.context_tokens(responses),
+        cap_tokens=workload.lengths.cap_tokens,
+        prompt_tokens=lengths.prompt_tokens,
+    )
+    micro_batches = trainer.micro_batches if trainer.streams else 1
+
+    def on_engines(option: EngineOption, engines: int) -> Generation:
+        return generation(option, engines, batch, scenario.window, micro_batches)
+
+    training = TrainingTime(((cluster.train_gpus, trainer.step_s),), multiple=cluster.gpus_per_engine)
+    split, _ = allocate(cluster.gpus, lambda gpus: ways_to_generate(gpus, on_engines, [option]), training)
+    rollout_gpus, train_gpus = split.generation.gpus, cluster.gpus - split.generation.gpus
+    return scenario.model_copy(
+        update={
+            "cluster": cluster.model_copy(update={"rollout_gpus": rollout_gpus}),
+            "trainer": trainer.model_copy(update={"step_s": training.seconds(train_gpus)}),
+        }
+    )

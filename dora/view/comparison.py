@@ -1,0 +1,128 @@
+"""What a person sees of all policies of a preset, side by side."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from textwrap import fill
+from typing import Annotated, Final, NamedTuple
+
+from rich.console import Group
+from rich.text import Text
+
+from dora.sim.partial import has_versions
+from dora.sim.report import Report
+from dora.sim.scenario import Scenario
+from dora.sim.units import StepUnit, step_unit
+from dora.view.numbers import NONE, number, percent, ratio
+from dora.view.simulation import Division, division, over_bound, staleness, stationarity, step_time
+from dora.view.tables import Column, sheet
+
+WIDTH: Final = 100  # characters, of the notes; the table is narrower unless its numbers are very long
+ROUNDING_MIN: Final = 1e-9
+LEGEND: Final = (
+    "W: window. GPUs: one number where training and rollout take turns. bound: of the bubble-free step. times sync's "
+    "speed: tokens/s over sync's. trainer waits: share of a step; times less: sync's waiting time over this one's. "
+    "work: done over that of the batches trained on, 1 when stationary. stale: in steps. errors: promises broken, "
+    "groups lost or duplicated."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One policy of a comparison: its report, its split, and how much faster than sync it was."""
+
+    report: Annotated[Report, "what `dora simulate` reports of it"]
+    train_gpus: Annotated[int, "accelerators that train"]
+    rollout_gpus: Annotated[int, "accelerators that generate"]
+    colocated: Annotated[bool, "whether both roles have all of them, in turn"]
+    speedup: Annotated[float | None, "tokens_per_s over that of sync"]
+    rollout_speedup: Annotated[
+        float | None, "time of a step in which the trainer waits, that of sync over this one's; null if it never waits"
+    ]
+
+
+class Shown(NamedTuple):
+    """One row of the table, and the unit of its times."""
+
+    row: Compared
+    unit: StepUnit
+
+
+COLUMNS: Final[Sequence[Column[Shown]]] = (
+    Column("policy", "the strategy; that with the shortest step is bold", lambda it: it.row.report.policy, words=True),
+    Column(
+        "W",
+        "window; none for `partial`, which knows no versions",
+        lambda it: str(it.row.report.window) if has_versions(it.row.report.policy) else NONE,
+    ),
+    Column(
+        "GPUs\ntrain:\nrollout",
+        "accelerators that train and that generate; one number: colocated",
+        lambda it: f"{it.row.train_gpus}" if it.row.colocated else f"{it.row.train_gpus}:{it.row.rollout_gpus}",
+    ),
+    Column("{unit} a\nstep", "mean time of a step", lambda it: step_time(it.row.report.step_time_min, it.unit)),
+    Column("bound", "bubble-free bound of a step", lambda it: step_time(it.row.report.bound_min, it.unit)),
+    Column(
+        "over\nbound",
+        "how far the step is above it; none where colocated, as the bound has no training in it",
+        lambda it: percent(None if it.row.colocated else over_bound(it.row.report)),
+    ),
+    Column("tokens\n/s", "tokens trained on", lambda it: number(it.row.report.tokens_per_s, 0)),
+    Column("times\nsync's\nspeed", "tokens/s over those of sync", lambda it: number(it.row.speedup, 2)),
+    Column(
+        "trainer\nwaits",
+        "share of a step in which the trainer waits",
+        lambda it: percent(it.row.report.rollout_only_fraction),
+    ),
+    Column("times\nless", "sync's waiting time over this one's", lambda it: number(it.row.rollout_speedup, 1)),
+    Column(
+        "work\ndone/\nused",
+        "engine work generated, over that of the batches trained on; 1: stationary",
+        lambda it: number(it.row.report.work_done_over_consumed, 3),
+    ),
+    Column("stale:\nmean,\nmax", "staleness of the groups trained on", lambda it: staleness(it.row.report, 1)),
+    Column("errors", "promises broken, groups lost or duplicated: always 0", lambda it: _errors(it.row.report)),
+)
+
+
+def comparison(reports: Sequence[Report], scenarios: Sequence[Scenario]) -> list[Compared]:
+    """The reports of all policies of one preset, in the same order, each held against that of ``sync``."""
+    sync = next((report for report in reports if report.policy == "sync"), None)
+    return [_compared(report, division(scenario), sync) for report, scenario in zip(reports, scenarios, strict=True)]
+
+
+def comparison_table(rows: Sequence[Compared]) -> Group:
+    """All policies of one preset, the shortest step bold."""
+    first = rows[0].report
+    unit = step_unit(row.report.step_time_min for row in rows)
+    fastest = min(row.report.step_time_min for row in rows)
+    table = sheet(column.heading.format(unit=unit.name) for column in COLUMNS)
+    for row in rows:
+        cells = (column.cell(Shown(row, unit)) for column in COLUMNS)
+        table.add_row(*cells, style="bold" if row.report.step_time_min == fastest else "")
+    title = f"{first.preset}: {first.steps} steps, seed {first.seed}, {first.predictor} lengths"
+    doubts = fill(stationarity([row.report for row in rows]), WIDTH, subsequent_indent="  ")
+    doubt = [Text(f"\n{doubts}", "yellow")] if doubts else []
+    legend = fill(LEGEND, WIDTH, subsequent_indent="  ")
+    return Group(Text(title, "bold"), table, *doubt, Text(f"\n{legend}", "dim"))
+
+
+def _compared(report: Report, split: Division, sync: Report | None) -> Compared:
+    return Compared(
+        report=report,
+        train_gpus=split.train_gpus,
+        rollout_gpus=split.rollout_gpus,
+        colocated=split.colocated,
+        speedup=None if sync is None else ratio(report.tokens_per_s, sync.tokens_per_s),
+        rollout_speedup=None if sync is None else ratio(_rollout_min(sync), _rollout_min(report)),
+    )
+
+
+def _errors(report: Report) -> Text:
+    broken = report.violations + report.lost + report.duplicated
+    return Text(str(broken), "bold red" if broken else "")
+
+
+def _rollout_min(report: Report) -> float:
+    """What rounding leaves of a difference of two equal times is no time: nothing is faster by a ratio to it."""
+    minutes = report.step_time_min * report.rollout_only_fraction
+    return minutes if minutes > ROUNDING_MIN else 0.0

@@ -1,0 +1,74 @@
+"""What happened between two statuses, in sentences: the live view where there is no terminal."""
+
+from dora.rpc.dora_pb2 import Status
+from dora.view.service import filling
+
+NEWS_PERIOD_S = 2.0  # at most one batch of lines in so long
+SILENCE_PERIOD_S = 15.0  # where nothing happened, a sign of life after so long
+
+COUNTED_EVENTS = {
+    "migrations_kv": "requests migrated with their KV",
+    "migrations_reprefill": "requests resumed by re-prefill",
+    "migrations_failed": "handoffs undone",
+    "groups_cancelled": "groups cancelled",
+    "c1_violations": "VIOLATIONS OF C1",
+}
+
+
+def news(before: Status, after: Status) -> list[str]:
+    """Sentences on commits, workers and counted events between two statuses of one service."""
+    told = {step.step for step in before.steps}
+    lines = [
+        f"step {step.step} committed: mean reward {step.mean_reward:.3f}, staleness mean {step.staleness_mean:.2f} "
+        f"max {step.staleness_max}, {step.tokens:,} tokens"
+        for step in after.steps
+        if step.step not in told and (not told or step.step > max(told))
+    ]
+    lines += _worker_news(before, after)
+    for name, what in COUNTED_EVENTS.items():
+        more = int(after.counters[name] - before.counters[name])
+        if more > 0:
+            lines.append(f"{what}: {more}")
+    return lines
+
+
+def sign_of_life(status: Status) -> str:
+    """One sentence on a service where nothing happened."""
+    running = sum(worker.running for worker in status.workers)
+    return f"filling step {filling(status)}, {running} requests running"
+
+
+class Narrator:
+    """Turns a stream of statuses into a few lines, never more often than every ``NEWS_PERIOD_S``."""
+
+    def __init__(self) -> None:
+        self._told = Status()
+        self._looked_at_s = float("-inf")
+        self._spoke_at_s = float("-inf")
+
+    def tell(self, status: Status, now_s: float, *, last: bool = False) -> list[str]:
+        """The lines to print for ``status``, seen at ``now_s`` (any monotonic clock); often none, unless ``last``."""
+        if now_s - self._looked_at_s < NEWS_PERIOD_S and not last:
+            return []
+        lines = news(self._told, status)
+        if not lines and now_s - self._spoke_at_s >= SILENCE_PERIOD_S:
+            lines = [sign_of_life(status)]
+        self._told.CopyFrom(status)
+        self._looked_at_s = now_s
+        if lines:
+            self._spoke_at_s = now_s
+        return lines
+
+
+def _worker_news(before: Status, after: Status) -> list[str]:
+    earlier = {worker.worker_id: worker for worker in before.workers}
+    lines = []
+    for worker in after.workers:
+        old = earlier.get(worker.worker_id)
+        if worker.state == "lost" and (old is None or old.state != "lost"):
+            lines.append(f"{worker.worker_id} lost: {worker.reason or 'no reason given'}")
+        elif old is not None and worker.epoch > old.epoch:
+            lines.append(f"{worker.worker_id} is back (epoch {worker.epoch})")
+        elif worker.version >= 0 and (old is None or worker.version != old.version):
+            lines.append(f"{worker.worker_id} now hosts v{worker.version}")
+    return lines

@@ -1,0 +1,34 @@
+"""How numbers, shares and times are written for people."""
+
+from math import isfinite
+from typing import Final
+
+NONE: Final = "-"  # not measured, not stated, or without a meaning here
+
+
+def number(value: float | None, digits: int | None = None) -> str:
+    """``1234.5`` with 1 digit as ``1,234.5``; without ``digits`` a count has none, a measurement two."""
+    if value is None or not isfinite(value):
+        return NONE
+    if digits is None:
+        digits = 0 if value == int(value) else 2
+    return f"{value:,.{digits}f}"
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    """``0.125`` with 1 digit as ``12.5%``."""
+    return NONE if value is None or not isfinite(value) else f"{value:.{digits}%}"
+
+
+def ratio(above: float, below: float) -> float | None:
+    """One over the other; None where there is nothing to divide by."""
+    return above / below if below > 0.0 else None
+
+
+def duration(seconds: float) -> str:
+    """``3725`` as ``1 h 2 min``, ``62`` as ``1 min 2 s``, ``1.5`` as ``1.5 s``."""
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
+    if seconds >= 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    return f"{seconds:.1f} s"

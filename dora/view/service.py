@@ -1,0 +1,194 @@
+"""A running service as tables: pure functions from its answers."""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from rich.table import Table
+from rich.text import Text
+
+from dora.rpc.dora_pb2 import Status, TrajectoryStatus, VersionStatus, WorkerStatus
+from dora.view.numbers import NONE, duration, number
+from dora.view.tables import Column, facts_table, table_of, version_cell
+
+STATE_STYLES: Final = {
+    "ready": "green",
+    "loading": "yellow",
+    "vacating": "cyan",
+    "draining": "cyan",
+    "lost": "bold red",
+}
+
+COUNTERS: Final = {
+    "blackout_ms_p50": "median time for which a request that moved got no token, in milliseconds",
+    "blackout_ms_p99": "99th percentile of the same",
+    "c1_violations": "trajectories that mixed versions: always 0",
+    "groups_admitted": "prompt groups admitted into the window",
+    "groups_cancelled": "groups ended without training: by the filter, as redundant, or as no engine takes the prompt",
+    "groups_filtered": "of the cancelled groups, those that `selection.filter` let go",
+    "groups_lost": "groups admitted, yet neither held, trained nor cancelled: always 0",
+    "groups_open": "groups held now: admitted, neither committed nor cancelled",
+    "groups_redundant": "of the cancelled groups, those dropped as their step had enough",
+    "groups_taken": "groups that a step has taken",
+    "groups_trained": "groups that the trainer has committed",
+    "handoffs_now": "handoffs in flight",
+    "loads_failed": "weights that a worker could not load",
+    "migrations_failed": "handoffs that were undone; the request stayed where it was",
+    "migrations_kv": "requests that moved with their KV-cache",
+    "migrations_overtaken": "handoffs that the response's end made needless",
+    "migrations_reprefill": "requests that went on elsewhere by computing their KV again",
+    "prompts_refused": "prompts that cannot be sampled, such as one longer than the context",
+    "rebalances": "re-balancing cycles run",
+    "requests_orphaned": "requests that lost their worker",
+    "rewards_failed": "verdicts that the reward function did not give: it raised, hung, or returned no number",
+    "staleness_max": "largest staleness of a taken group, step less version: at most window - 1",
+    "tokens_generated": "tokens delivered",
+    "tokens_per_s": "their rate between the first token and the last",
+    "tokens_reprefilled": "tokens whose KV was computed a second time",
+    "trajectories_finished": "responses complete",
+    "versions_live_max": "most versions in the window at once",
+    "workers_lost": "workers whose connection broke",
+}  # what a service counts, since it started
+
+STATE: Final[Column[WorkerStatus]] = Column(
+    "state",
+    "`joining`: no weights yet; `loading`: taking new weights; `ready`; `vacating`: its requests leave before it "
+    "changes version; `draining`: they leave before it ends; `lost`: its connection broke",
+    lambda worker: Text(worker.state, style=state_style(worker)),
+    words=True,
+)
+HOSTED: Final[Column[WorkerStatus]] = Column(
+    "version",
+    "the policy version it hosts; `v2 to v3` while it is on its way to another",
+    lambda worker: hosted_version(worker),
+    words=True,
+)
+WAITING: Final[Column[WorkerStatus]] = Column(
+    "waiting", "requests queued in its engine", lambda worker: str(worker.waiting)
+)
+KV_USE: Final[Column[WorkerStatus]] = Column(
+    "KV use",
+    "share of its KV-cache in use; above `balance.pressure` the worker is relieved",
+    lambda worker: f"{worker.kv_use:.0%}",
+)
+PACE: Final[Column[WorkerStatus]] = Column(
+    "tokens/s", "tokens generated, over the last five seconds", lambda worker: number(worker.tokens_per_s, 0)
+)
+WORKER_COLUMNS: Final[Sequence[Column[WorkerStatus]]] = (
+    Column("worker", "its id, as `migrate --to` and `drain` take it", lambda worker: worker.worker_id, words=True),
+    STATE,
+    HOSTED,
+    Column("running", "requests that it decodes", lambda worker: str(worker.running)),
+    WAITING,
+    Column("slots", "requests that it can decode at once", lambda worker: str(worker.slots)),
+    KV_USE,
+    PACE,
+    Column("pid", "the worker's process", lambda worker: str(worker.pid)),
+    Column("reason", "why it was lost", lambda worker: worker.reason, words=True),
+)
+VERSION_COLUMNS: Final[Sequence[Column[VersionStatus]]] = (
+    Column(
+        "version",
+        "a live policy version",
+        lambda row: version_cell(row.version, " newest" if row.newest else ""),
+        words=True,
+    ),
+    Column(
+        "deadline step",
+        "the last step that may train on it: version + window - 1",
+        lambda row: str(row.deadline_step),
+    ),
+    Column("workers", "workers that host it or are about to", lambda row: str(row.workers)),
+    Column("open", "prompt groups admitted and not yet taken by a step", lambda row: str(row.groups_open)),
+    Column("finished", "of these, complete and waiting for a step", lambda row: str(row.groups_finished)),
+    Column("running", "its requests on a worker", lambda row: str(row.requests_running)),
+    Column("waiting", "its requests on no worker", lambda row: str(row.requests_waiting)),
+)
+TRAJECTORY_COLUMNS: Final[Sequence[Column[TrajectoryStatus]]] = (
+    Column("trajectory", "the request's id, as `migrate` takes it", lambda row: row.trajectory_id, words=True),
+    Column(
+        "state",
+        "`waiting`, `running`, `moving` (in a handoff), `finished`, or `leased` (with the trainer, not committed)",
+        lambda row: row.state,
+        words=True,
+    ),
+    Column("version", "the version that samples it", lambda row: version_cell(row.version), words=True),
+    Column("deadline step", "the last step that may train on it", lambda row: str(row.deadline_step)),
+    Column("worker", "where it runs", lambda row: row.worker or NONE, words=True),
+    Column("tokens", "tokens it has, of those it may have", lambda row: f"{row.tokens}/{row.max_tokens}"),
+    Column("age", "time since its group was admitted", lambda row: duration(row.age_s)),
+    Column("moves", "handoffs so far", lambda row: str(row.moves)),
+    Column("prompt", "the prompt's id", lambda row: row.prompt_id, words=True),
+)
+
+
+def status_table(status: Status) -> Table:
+    """The service in one screen: where the window stands, then every counter."""
+    table = facts_table("service")
+    table.add_row("model", status.model)
+    table.add_row("uptime", duration(status.uptime_s))
+    table.add_row("state", "draining" if status.draining else "serving")
+    table.add_row("trainer", status.trainer or "none attached")
+    table.add_row("window", f"{status.window_versions} versions, newest v{status.newest_version}")
+    table.add_row("filling step", filling(status))
+    table.add_row("workers", ", ".join(f"{worker.worker_id} {worker.state}" for worker in status.workers) or "none")
+    table.add_row("generation", pace(status))
+    table.add_row("prompts queued", f"{status.prompts_queued:,}")
+    table.add_section()
+    for name in sorted(status.counters):
+        table.add_row(name, number(status.counters[name]))
+    return table
+
+
+def versions_table(status: Status) -> Table:
+    """The live policy versions, newest first."""
+    rows = sorted(status.versions, key=lambda row: row.version, reverse=True)
+    return table_of("live versions", VERSION_COLUMNS, rows)
+
+
+def workers_table(status: Status) -> Table:
+    """The workers, by the version they host."""
+    return table_of("workers", WORKER_COLUMNS, by_version(status.workers))
+
+
+def trajectories_table(trajectories: Sequence[TrajectoryStatus], total: int) -> Table:
+    """Requests that are not committed yet."""
+    table = table_of("trajectories", TRAJECTORY_COLUMNS, trajectories)
+    if len(trajectories) < total:
+        table.caption = f"{len(trajectories)} of {total} (--limit shows more)"
+    return table
+
+
+def by_version(workers: Iterable[WorkerStatus]) -> list[WorkerStatus]:
+    """Newest version first, then by name."""
+    return sorted(workers, key=lambda worker: (-worker.version, worker.worker_id))
+
+
+def state_style(worker: WorkerStatus) -> str:
+    """The colour of what a worker does."""
+    return STATE_STYLES.get(worker.state, "dim")
+
+
+def hosted_version(worker: WorkerStatus) -> Text:
+    """The version a worker hosts, and the one it is on its way to."""
+    cell = version_cell(worker.version) if worker.version >= 0 else Text("none", style="dim")
+    if worker.target_version >= 0 and worker.target_version != worker.version:
+        cell = Text.assemble(cell, " to ", version_cell(worker.target_version))
+    return cell
+
+
+def filling(status: Status) -> str:
+    """How far the step is that is being filled."""
+    if status.groups_per_step == 0:
+        return f"{status.filling_step}, its size is not set yet (a trainer sets it)"
+    taken = status.groups_per_step - status.filling_left
+    return f"{status.filling_step}, {taken} of {status.groups_per_step} groups taken"
+
+
+def pace(status: Status) -> str:
+    """Whether generation keeps up with training, and what would let it."""
+    if not status.HasField("dp_groups_to_add"):
+        return "its pace is known after two steps of a trainer that says how long it waited"
+    count = status.dp_groups_to_add
+    if not count:
+        return "keeps up with training"
+    return f"lags training: {count} more worker{'s' * (count > 1)} would keep up"

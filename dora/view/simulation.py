@@ -1,0 +1,177 @@
+"""What a person sees of one simulated run, and whether it can be taken as stationary."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Annotated, Any, Final, NamedTuple
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from dora.sim.report import Report
+from dora.sim.scenario import Scenario
+from dora.sim.units import StepUnit, step_unit
+from dora.view.numbers import NONE, duration, number, percent, ratio
+
+STEPS_LEAST: Final = 40  # measured: fewer are within a few versions of the run's start
+WORK_OFF_MOST: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Whose the accelerators are; colocated: all are both roles', one after the other."""
+
+    gpus: Annotated[int, "accelerators in all"]
+    train_gpus: Annotated[int, "accelerators that train"]
+    rollout_gpus: Annotated[int, "accelerators that generate"]
+    gpus_per_engine: Annotated[int, "accelerators of one worker"]
+    colocated: Annotated[bool, "whether both roles have all accelerators, in turn"]
+
+
+class Line(NamedTuple):
+    """One line of the table: its name, the fields of the report that it shows, and how."""
+
+    name: str
+    fields: tuple[str, ...]
+    cell: Callable[[Report, StepUnit], str | Text]
+
+
+LINES: Final = (
+    Line("{unit} a step", ("step_time_min",), lambda run, unit: step_time(run.step_time_min, unit)),
+    Line("  bubble-free bound", ("bound_min",), lambda run, unit: step_time(run.bound_min, unit)),
+    Line("  over the bound", ("step_time_min", "bound_min"), lambda run, unit: percent(over_bound(run))),
+    Line(
+        "  bound of the batches consumed",
+        ("bound_consumed_min",),
+        lambda run, unit: step_time(run.bound_consumed_min, unit),
+    ),
+    Line(
+        "  work done over consumed",
+        ("work_done_over_consumed",),
+        lambda run, unit: number(run.work_done_over_consumed, 3),
+    ),
+    Line(
+        "trainer waits (rollout only)",
+        ("rollout_only_fraction",),
+        lambda run, unit: percent(run.rollout_only_fraction),
+    ),
+    Line(
+        "  workers to add for it",
+        ("dp_groups_to_add",),
+        lambda run, unit: NONE if run.dp_groups_to_add is None else f"{run.dp_groups_to_add:,} more",
+    ),
+    Line("tokens/s", ("tokens_per_s",), lambda run, unit: number(run.tokens_per_s, 0)),
+    Line("staleness mean, max", ("staleness_mean", "staleness_max"), lambda run, unit: staleness(run, 2)),
+    Line("KV in use", ("kv_utilisation",), lambda run, unit: percent(run.kv_utilisation)),
+    Line(
+        "moves with KV, by re-prefill",
+        ("migrations_kv", "migrations_reprefill"),
+        lambda run, unit: f"{run.migrations_kv:,}, {run.migrations_reprefill:,}",
+    ),
+    Line("preemptions", ("preemptions",), lambda run, unit: f"{run.preemptions:,}"),
+    Line(
+        "groups filtered, dropped as redundant",
+        ("groups_filtered", "groups_dropped"),
+        lambda run, unit: f"{run.groups_filtered:,}, {run.groups_dropped:,}",
+    ),
+    Line(
+        "  tokens wasted on them",
+        ("tokens_wasted_fraction",),
+        lambda run, unit: percent(run.tokens_wasted_fraction, 1),
+    ),
+    Line("overhead: balancing", ("overhead_balancing",), lambda run, unit: percent(run.overhead_balancing, 2)),
+    Line("  transfer", ("overhead_transfer",), lambda run, unit: percent(run.overhead_transfer, 2)),
+    Line("  re-prefill", ("overhead_reprefill",), lambda run, unit: percent(run.overhead_reprefill, 2)),
+    Line("recall of the longest 20%", ("recall_longest_20",), lambda run, unit: number(run.recall_longest_20, 2)),
+    Line("violations, lost, duplicated", ("violations", "lost", "duplicated"), lambda run, unit: _promises(run)),
+    Line("simulated", ("simulated_s",), lambda run, unit: duration(run.simulated_s)),
+    Line("  in", ("wall_s",), lambda run, unit: duration(run.wall_s)),
+    Line("  faster than real time", ("sim_speedup",), lambda run, unit: f"{run.sim_speedup:,.0f} x"),
+)
+OF_SELECTION: Final = {"groups_filtered", "groups_dropped", "tokens_wasted_fraction"}
+
+
+def report_tree(report: Report, scenario: Scenario) -> dict[str, Any]:
+    """One run with its split, as a tree."""
+    return asdict(report) | asdict(division(scenario))
+
+
+def division(scenario: Scenario) -> Division:
+    """How the accelerators of a scenario are divided."""
+    cluster = scenario.cluster
+    rollout_gpus = cluster.gpus if cluster.colocated else cluster.rollout_gpus
+    return Division(cluster.gpus, cluster.train_gpus, rollout_gpus, cluster.gpus_per_engine, cluster.colocated)
+
+
+def report_table(report: Report, scenario: Scenario) -> Group:
+    """One run, line by line; what a selection of groups did only where the scenario has one."""
+    unit = step_unit([report.step_time_min])
+    table = Table()
+    table.add_column("")
+    table.add_column("simulated", justify="right")
+    selects = report.filter_fraction or report.redundant_fraction
+    for line in LINES:
+        if selects or OF_SELECTION.isdisjoint(line.fields):
+            table.add_row(line.name.format(unit=unit.word), line.cell(report, unit))
+    title = (
+        f"{report.preset}, {report.policy}, window {report.window}: {report.steps} steps, seed {report.seed}, "
+        f"{report.predictor} lengths, {_split(scenario)}"
+    )
+    doubts = stationarity([report])
+    return Group(Text(title, "bold"), table, *([Text(doubts, "yellow")] if doubts else ()))
+
+
+def stationarity(reports: Sequence[Report]) -> str:
+    """Why these runs cannot be taken as stationary, in a line; empty where they can. Short runs flatter a strategy."""
+    steps = min(report.steps for report in reports)
+    off = [report for report in reports if not _balanced(report)]
+    reasons = []
+    if steps < STEPS_LEAST:
+        reasons.append(f"{steps} steps were measured, which should be {STEPS_LEAST} or more (--steps)")
+    if off:
+        whose = "" if len(reports) == 1 else f" of {', '.join(report.policy for report in off)}"
+        reasons.append(f"work done over consumed{whose} is off 1 by more than {WORK_OFF_MOST:.0%}{_cancelled(off)}")
+    return f"not to be taken as stationary: {'; '.join(reasons)}" if reasons else ""
+
+
+def staleness(report: Report, digits: int) -> str:
+    """Mean and largest; where one response has several versions there is none."""
+    if report.staleness_mean is None:
+        return NONE
+    return f"{report.staleness_mean:.{digits}f}, {report.staleness_max}"
+
+
+def over_bound(report: Report) -> float | None:
+    """How much longer than its bound a step took, as a share of it; None without a bound."""
+    over = ratio(report.step_time_min, report.bound_min)
+    return None if over is None else over - 1.0
+
+
+def step_time(minutes: float, unit: StepUnit) -> str:
+    """A time in its unit, without the unit's name."""
+    return number(unit.of_min(minutes), 2)
+
+
+def _promises(report: Report) -> Text:
+    broken = report.violations + report.lost + report.duplicated
+    style = "bold red" if broken else "green"
+    return Text(f"{report.violations}, {report.lost}, {report.duplicated}", style)
+
+
+def _split(scenario: Scenario) -> str:
+    cluster = scenario.cluster
+    if cluster.colocated:
+        return f"{cluster.gpus} GPUs colocated"
+    return f"{cluster.train_gpus}:{cluster.rollout_gpus} GPUs"
+
+
+def _balanced(report: Report) -> bool:
+    """As much was generated as was trained on. Where nothing was measured nothing is known."""
+    ratio = report.work_done_over_consumed
+    return isfinite(ratio) and abs(ratio - 1.0) <= WORK_OFF_MOST
+
+
+def _cancelled(reports: Sequence[Report]) -> str:
+    """What is generated and cancelled is never consumed: the ratio is above 1 for good."""
+    return ", cancelled groups included" if any(report.tokens_wasted_fraction > 0.0 for report in reports) else ""

@@ -1,0 +1,73 @@
+"""docs/reference.md is what the code makes, and has every command, counter, and field that a command prints."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dora.cli.app import COMMANDS, app
+from dora.cli.reference import meanings, reference
+from dora.orchestrator.core.state import Counters
+from dora.orchestrator.telemetry import Telemetry
+
+DOCS = Path(__file__).parents[2] / "docs"
+SMALL = ("simulate", "--preset", "small", "--steps", "2", "--warmup", "1")
+
+
+def described() -> set[str]:
+    """The last names of all fields of the page: ``step_s`` of ``candidates[].step_s``."""
+    return {name.rpartition(".")[2] for name in re.findall(r"^\| `([\w.\[\]]+)`", reference(), re.MULTILINE)}
+
+
+def keys(tree: Any) -> Iterator[str]:
+    """The names of all fields, at any depth."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield name
+            yield from keys(value)
+    elif isinstance(tree, list):
+        for each in tree:
+            yield from keys(each)
+
+
+def test_the_committed_page_is_what_the_code_makes() -> None:
+    assert (DOCS / "reference.md").read_text() == reference(), "run make docs"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        SMALL,
+        (*SMALL, "--compare"),
+        ("simulate", "presets"),
+        ("simulate", "sweep", "--seeds", "2"),
+        ("plan", "--gpus", "64"),
+        ("plan", "--generation-s", "600", "--training-s", "300", "--engines", "2"),
+    ],
+)
+def test_every_field_that_a_command_prints_is_in_it(arguments: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    assert set(keys(json.loads(result.stdout))) <= described()
+
+
+def test_every_command_and_every_counter_is_in_it() -> None:
+    assert {*COMMANDS, "groups_lost", "groups_open", "handoffs_now"} <= described()
+    assert {field.name for field in fields(Counters)} | Telemetry().counters().keys() <= described()
+    operations = (DOCS / "operations.md").read_text()
+    commands = {*COMMANDS, "simulate", "simulate presets", "simulate sweep"}
+    assert {name for name in commands if not re.search(rf"^\| `dora {name}[ `]", operations, re.MULTILINE)} == set()
+
+
+def test_a_field_that_does_not_say_what_it_means_is_refused() -> None:
+    @dataclass
+    class Silent:
+        step_s: float
+
+    with pytest.raises(TypeError, match="step_s does not say what it means"):
+        meanings(Silent)
