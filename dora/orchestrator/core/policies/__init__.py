@@ -5,10 +5,10 @@ Anybody else's is a file of theirs and an entry point of the group ``dora.polici
 """
 
 from dora.config import WINDOW_MOST
+from dora.orchestrator.core.policies.batch import OneStepPolicy, SyncPolicy
 from dora.orchestrator.core.policies.dora import DoraPolicy
 from dora.orchestrator.core.policies.laminar import LaminarPolicy
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
-from dora.orchestrator.core.policies.one_step import OneStepPolicy, StreamPolicy
 from dora.orchestrator.core.policies.partial import PartialPolicy
 from dora.orchestrator.core.policies.registry import (
     POLICIES,
@@ -24,7 +24,6 @@ from dora.orchestrator.core.policies.registry import (
 )
 from dora.orchestrator.core.policies.staleflow import StaleFlowPolicy
 from dora.orchestrator.core.policies.streamrl import StreamRlPolicy
-from dora.orchestrator.core.policies.sync import SyncPolicy
 
 register("dora", DoraPolicy)
 register("laxity", LaxityPolicy)
@@ -32,8 +31,8 @@ register("laminar", LaminarPolicy)
 register("staleflow", StaleFlowPolicy)
 register("streamrl", Strategy(StreamRlPolicy, windows=(1, 2)))
 register("sync", Strategy(SyncPolicy, windows=(1, 1)))
-register("one_step", Strategy(OneStepPolicy, windows=(2, 2)))
-register("stream", Strategy(StreamPolicy, windows=(2, 2)))
+for alias in ("one_step", "stream"):  # they differ in the trainer alone, which streams or does not
+    register(alias, Strategy(OneStepPolicy, windows=(2, 2)))
 # the largest window is named for it, as it has no bound
 register("partial", Strategy(PartialPolicy, windows=(WINDOW_MOST, WINDOW_MOST), live=False, versioned=False))
 

@@ -7,12 +7,13 @@ from math import ceil, inf
 
 import numpy as np
 
-from dora.orchestrator.core.policies.board import Board
-from dora.orchestrator.core.policies.hosts import cover, plannable, present_targets, staying
+from dora.orchestrator.core.policies.board import staying
 from dora.orchestrator.core.policies.lanes import Lanes, plan_lanes
 from dora.orchestrator.core.policies.lifespan import Lifespan
+from dora.orchestrator.core.policies.moves_tmp import Board
 from dora.orchestrator.core.policies.outlook import FILL
 from dora.orchestrator.core.policies.stride import leading
+from dora.orchestrator.core.policies.targets import cover, plannable, present_targets
 from dora.orchestrator.core.snapshot import Move, Snapshot
 from dora.orchestrator.core.table import Column
 

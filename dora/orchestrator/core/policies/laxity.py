@@ -27,9 +27,9 @@ from dora.orchestrator.core.line import Entry
 from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.policies.demand import Demand
 from dora.orchestrator.core.policies.forecast import ENGINE_GRID, rows_forecast
-from dora.orchestrator.core.policies.hosts import living_targets
 from dora.orchestrator.core.policies.outlook import FILL
 from dora.orchestrator.core.policies.reservations import Reservations
+from dora.orchestrator.core.policies.targets import living_targets
 from dora.orchestrator.core.snapshot import Move, Plan, Snapshot, Trigger
 from dora.orchestrator.core.state import Worker
 

@@ -2,7 +2,7 @@
 
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.policies.base import BasePolicy
-from dora.orchestrator.core.policies.hosts import plannable
+from dora.orchestrator.core.policies.targets import plannable
 from dora.orchestrator.core.snapshot import Plan, Snapshot, Trigger
 from dora.orchestrator.core.state import Worker
 
