@@ -303,7 +303,8 @@ def test_a_dp_group_goes_to_the_oldest_version_that_is_short_of_room() -> None:
 def test_what_an_engine_queues_beyond_the_limit_migrates() -> None:
     """Algorithm 5, first case: two above phi_wait, those with the fewest tokens; a host of another version is none."""
     requests = [(1, 0, 10 + row) for row in range(8)] + [(1, 1, 100)]
-    board = RoutingBoard(snapshot_of([{"loaded": 1, "waiting": 5}, {"loaded": 1}, {"loaded": 2}], requests, cost=COST), {})
+    workers = [{"loaded": 1, "waiting": 5}, {"loaded": 1}, {"loaded": 2}]
+    board = RoutingBoard(snapshot_of(workers, requests, cost=COST), {})
     migrate(board)
     assert board.moves() == (Move(0, 1), Move(1, 1))
 

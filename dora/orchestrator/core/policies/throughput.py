@@ -110,17 +110,12 @@ class RoutingBoard(Board):
         """
         if self._fixed[seat]:
             return False
-        before = (
-            self.held.copy(),
-            self.waiting.copy(),
-            self.kv.copy(),
-            [list(rows) for rows in self._on],
-            dict(self._to),
-        )
+        counts = self.held.copy(), self.waiting.copy(), self.kv.copy()
+        where = [list(rows) for rows in self._on], dict(self._to)
         others = [peer for peer in self.peers(int(self.workers.loaded[seat])).tolist() if peer != seat]
         if all(self.route(row, others) for row in self.on(seat)):
             return True
-        self.held, self.waiting, self.kv, self._on, self._to = before
+        (self.held, self.waiting, self.kv), (self._on, self._to) = counts, where
         return False
 
     def _add(self, row: int, seat: int) -> None:
