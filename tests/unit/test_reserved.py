@@ -117,7 +117,7 @@ def test_nobody_who_is_well_placed_makes_way_for_one_who_comes() -> None:
 def test_what_an_even_spread_makes_fast_enough_needs_no_reserved_worker(
     others: int, roomy: bool, reserved: int
 ) -> None:
-    """40 ms a token are needed. With two others a worker holds 19,000 tokens, 30 ms with ``spread``; with six 55,400, 49.
+    """40 ms a token are needed. With two others a worker holds 19,000 tokens, 30 ms a token; with six 55,400, 49.
 
     Only where nobody else is to come: what will be filled up is reckoned with as full.
     """
