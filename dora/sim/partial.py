@@ -14,7 +14,7 @@ from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.plan import Plan, Trigger
 from dora.orchestrator.core.policies import POLICIES, Strategy
 from dora.orchestrator.core.policies.base import BasePolicy
-from dora.orchestrator.core.policies.hosts import plannable
+from dora.orchestrator.core.policies.targets import plannable
 from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.worker import Worker
 from dora.sim.scenario import Scenario

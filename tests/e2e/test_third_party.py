@@ -13,7 +13,7 @@ import pytest
 import dora
 from dora.errors import Conflict, InvalidValue
 from dora.orchestrator.core.policies import POLICIES, Strategy, register
-from dora.orchestrator.core.policies.sync import SyncPolicy
+from dora.orchestrator.core.policies.batch import SyncPolicy
 from dora.orchestrator.plugins import load_strategies
 from tests.service import check_promises, configured, running, train
 

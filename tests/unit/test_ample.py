@@ -14,7 +14,7 @@ from tests.unit.test_machine import Bench
 
 
 def after_a_step() -> Bench:
-    """Version 1 was just published; four of ten DP groups still work for version 0, on one response each."""
+    """Version 1 was just published; four of ten workers still work for version 0, on one response each."""
     bench = Bench(window=2, groups=4, policy="laxity")
     bench.start(*(f"w{number}" for number in range(10)))
     bench.offer(32, group_size=4)
@@ -27,7 +27,7 @@ def after_a_step() -> Bench:
 
 
 def test_where_kv_is_ample_old_responses_stay_and_new_ones_spread_over_all_that_load() -> None:
-    """The six DP groups that do not work for version 0 get an even share of version 1 as each is ready."""
+    """The six workers that do not work for version 0 get an even share of version 1 as each is ready."""
     bench = after_a_step()
     workers = bench.state.workers.values()
     assert sorted((worker.target, worker.held) for worker in workers) == [(0, 1)] * 4 + [(1, 0)] * 6
@@ -37,10 +37,10 @@ def test_where_kv_is_ample_old_responses_stay_and_new_ones_spread_over_all_that_
 
 
 @pytest.mark.parametrize(("groups", "held"), [(4, 2), (10_000, 8)])
-def test_where_a_step_fills_the_kv_the_first_dp_group_is_filled_and_does_not_wait_for_others(
+def test_where_a_step_fills_the_kv_the_first_worker_is_filled_and_does_not_wait_for_others(
     groups: int, held: int
 ) -> None:
-    """Nine DP groups join the one that has two responses, and eight more prompts come while they load."""
+    """Nine workers join the one that has two responses, and eight more prompts come while they load."""
     bench = Bench(window=2, groups=groups, policy="laxity")
     bench.start("w0")
     bench.offer(2)
@@ -80,7 +80,7 @@ def test_what_runs_dry_gets_the_newest_version_without_a_plan() -> None:
 
 
 def test_what_runs_dry_goes_where_a_plan_would_put_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Far more DP groups than can be filled: at every hand-on a plan would change that, and nothing else."""
+    """Far more workers than can be filled: at every hand-on a plan would change that, and nothing else."""
     handed_on: list[bool] = []
 
     class Compared(LaxityPolicy):
@@ -88,7 +88,7 @@ def test_what_runs_dry_goes_where_a_plan_would_put_it(monkeypatch: pytest.Monkey
             version = super().successor(floor)
             if version is not None:
                 seen = snapshot(floor._state)
-                plan, now = self._demand(seen).targets(), seen.workers.target
+                plan, now = self._allocation(seen).targets(), seen.workers.target
                 changes = {seat: target for seat, target in plan.items() if target != now[seat]}
                 handed_on.append(changes == dict.fromkeys(sorted(_dry(floor)), version))
             return version

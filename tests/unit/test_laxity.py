@@ -12,17 +12,9 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.plan import Plan, Trigger
 from dora.orchestrator.core.policies import POLICIES, Strategy
-from dora.orchestrator.core.policies.forecast import rows_forecast
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
-from dora.orchestrator.core.policies.reservations import (
-    GRID,
-    HEADROOM_GROUPS,
-    RISK,
-    RISK_SD,
-    Reservations,
-    held_on,
-    unreserved,
-)
+from dora.orchestrator.core.policies.laxity.reservations import GRID, Reservations, held_on, rows_forecast, unreserved
+from dora.orchestrator.core.policies.laxity.tuning import TUNING
 from dora.orchestrator.core.snapshot import Snapshot
 from dora.sim.presets import composed
 from dora.sim.run import simulate
@@ -39,7 +31,7 @@ def prompts_of(lengths: list[int], name: str = "p") -> tuple[on.OfferedPrompt, .
 
 
 def machine_of(groups: int, lengths: list[int], window: int = 2, exhausted: bool = True) -> Machine:
-    """Four DP groups that know how fast steps (100 s) and tokens (0.01 s) are; prompts of one response each wait."""
+    """Four workers that know how fast steps (100 s) and tokens (0.01 s) are; prompts of one response each wait."""
     config = validated({"window": {"size": window}, "balance": {"policy": "laxity", "predictor": "given"}})
     machine = Machine(config)
     machine.handle(on.TrainerAttached(1, groups), 0.0)
@@ -51,7 +43,7 @@ def machine_of(groups: int, lengths: list[int], window: int = 2, exhausted: bool
 
 
 def started(machine: Machine, workers: int = 4) -> list[str]:
-    """Prompts that are admitted once DP groups have joined and loaded version 0, in order."""
+    """Prompts that are admitted once workers have joined and loaded version 0, in order."""
     prompts: list[str] = []
 
     def handle(event: Any) -> list[do.Command]:
@@ -96,7 +88,7 @@ def test_prompts_of_middling_length_begin_in_order() -> None:
 
 
 def test_no_more_kv_is_reserved_than_the_version_will_have() -> None:
-    """Responses of 9,000 tokens: KV of four DP groups holds eight of them at their end, the schedule fewer."""
+    """Responses of 9,000 tokens: KV of four workers holds eight of them at their end, the schedule fewer."""
     assert 0 < len(started(machine_of(64, [9_000] * 40))) <= 8
 
 
@@ -120,7 +112,7 @@ def test_believed_lengths_count_with_the_chance_that_they_still_run() -> None:
 
 
 def test_of_the_kv_far_ahead_a_share_is_left_for_what_begins_later() -> None:
-    """One DP group, window 3: 20,000 tokens of KV at 0.97; one of 19,400 would fit without the headroom."""
+    """One worker, window 3: 20,000 tokens of KV at 0.97; one of 19,400 would fit without the headroom."""
     machine = machine_of(8, [19_400, 15_500], window=3)
     machine.state.rhythm.step_s = 1_000.0
     machine.handle(on.WorkerJoined("w0", 1, 64, KV_TOKENS), 1.0)
@@ -131,17 +123,17 @@ def test_of_the_kv_far_ahead_a_share_is_left_for_what_begins_later() -> None:
     assert reservations.reserve(0, shorter)
 
 
-def test_what_is_left_unreserved_is_less_than_a_dp_group_and_nothing_now() -> None:
+def test_what_is_left_unreserved_is_less_than_a_worker_and_nothing_now() -> None:
     few, many = unreserved(np.full(len(GRID), 2.0)), unreserved(np.full(len(GRID), 40.0))
     assert few[0] == many[0] == 0.0
     assert (np.diff(few) >= 0).all()
     assert few[-1] == pytest.approx(0.3)
-    assert many[-1] == pytest.approx(HEADROOM_GROUPS)
-    assert HEADROOM_GROUPS < 1.0
+    assert many[-1] == pytest.approx(TUNING.headroom_workers)
+    assert TUNING.headroom_workers < 1.0
 
 
 def test_what_may_turn_out_long_waits_for_the_next_version_that_is_taken_up() -> None:
-    """Four DP groups, window 3: every second version is. Responses are cut at 50,000 tokens, beyond any deadline."""
+    """Four workers, window 3: every second version is. Responses are cut at 50,000 tokens, beyond any deadline."""
     machine = machine_of(8, [100], window=3)
     started(machine)
     requests = machine.state.requests
@@ -156,13 +148,13 @@ def test_what_may_turn_out_long_waits_for_the_next_version_that_is_taken_up() ->
         return reservations.limit_tokens(floor, 0)
 
     known = limit(0.0)
-    assert limit(0.5) == pytest.approx(known / np.exp(RISK_SD * 0.5))
-    assert limit(2.0) == pytest.approx(known / RISK)
+    assert limit(0.5) == pytest.approx(known / np.exp(TUNING.risk_sd * 0.5))
+    assert limit(2.0) == pytest.approx(known / TUNING.risk)
     assert limit(0.1) == pytest.approx(known)  # all that begins now ends in time, however long it becomes
     assert limit(0.5, 15_000) == pytest.approx(known)
 
 
-def test_few_dp_groups_take_up_fewer_versions_unless_the_trainer_is_behind() -> None:
+def test_few_workers_take_up_fewer_versions_unless_the_trainer_is_behind() -> None:
     """Two at window 3, a trainer of 1 s and one of 60 s a step: versions that groups were begun with, of ten."""
     taken: dict[float, set[int]] = {1.0: set(), 60.0: set()}
     for step_s, versions in taken.items():
@@ -176,8 +168,8 @@ def test_few_dp_groups_take_up_fewer_versions_unless_the_trainer_is_behind() -> 
     assert taken == {1.0: {0, 2, 4, 6, 8}, 60.0: set(range(10))}
 
 
-def test_dp_groups_that_cannot_be_given_up_yet_are_filled_for_so_long() -> None:
-    """What holds 1.3 DP groups until 3,500 tokens from now keeps two of three; 1.1 are one and what is unreserved."""
+def test_workers_that_cannot_be_given_up_yet_are_filled_for_so_long() -> None:
+    """What holds 1.3 workers until 3,500 tokens from now keeps two of three; 1.1 are one and what is unreserved."""
     needs = np.where(GRID < 3_500, 1.3, 0.4)
     assert held_on(needs, 3)[GRID < 3_500].tolist() == [2.0] * int((GRID < 3_500).sum())
     assert held_on(needs, 3)[GRID >= 3_500].max() == 1.0
@@ -191,8 +183,8 @@ def test_what_is_held_on_to_is_so_without_a_gap_and_not_far_ahead() -> None:
     assert not held_on(needs, 3)[GRID > 2_000].any()
 
 
-def test_a_due_version_that_is_late_with_a_dp_group_fills_it_with_what_ends_before() -> None:
-    """Twelve responses of 3,400 tokens will hold 1.9 DP groups at their end; the schedule leaves the version one."""
+def test_a_due_version_that_is_late_with_a_worker_fills_it_with_what_ends_before() -> None:
+    """Twelve responses of 3,400 tokens will hold 1.9 workers at their end; the schedule leaves the version one."""
     machine = machine_of(8, [1_000] * 12)
     started(machine)
     state = machine.state
@@ -203,8 +195,8 @@ def test_a_due_version_that_is_late_with_a_dp_group_fills_it_with_what_ends_befo
     machine.handle(on.Tick(), 250.0)
     reservations = Reservations()
     assert reservations.refresh(Floor(state))
-    assert reservations.lifespan is not None
-    assert float(reservations.lifespan.hosts(0, 250.0)) == 1.0
+    assert reservations.schedule is not None
+    assert float(reservations.schedule.share(0, 250.0)) == 1.0
     longer, shorter = (
         state.backlog.add(on.OfferedPrompt(f"q{length}", "task", 10, 1, 50_000), float(length), (float(length),))
         for length in (6_000, 1_900)
@@ -213,7 +205,7 @@ def test_a_due_version_that_is_late_with_a_dp_group_fills_it_with_what_ends_befo
     assert reservations.reserve(0, shorter)
 
 
-def test_the_forecast_is_made_anew_as_a_dp_group_joins_or_is_to_leave() -> None:
+def test_the_forecast_is_made_anew_as_a_worker_joins_or_is_to_leave() -> None:
     machine = machine_of(8, [1_000] * 4)
     started(machine)
     reservations, floor = Reservations(), Floor(machine.state)
@@ -231,19 +223,19 @@ def test_reservations_know_nothing_before_the_first_steps() -> None:
     machine = Machine(validated({"balance": {"policy": "laxity"}}))
     reservations = Reservations()
     reservations.refresh(Floor(machine.state))
-    assert reservations.lifespan is None
+    assert reservations.schedule is None
     assert (np.diff(GRID) > 0).all()
 
 
 def test_a_plan_at_a_publish_goes_by_the_step_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the last one's schedule DP groups would be handed on half a minute later, and long responses begin then."""
+    """By the last one's schedule workers would be handed on half a minute later, and long responses begin then."""
     planned_by: list[tuple[int, int]] = []
 
     class Watched(LaxityPolicy):
         def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
-            lifespan = self._reservations.lifespan
-            if trigger is Trigger.UPDATE and lifespan is not None:
-                planned_by.append((snapshot.newest, lifespan.newest))
+            schedule = self._reservations.schedule
+            if trigger is Trigger.UPDATE and schedule is not None:
+                planned_by.append((snapshot.newest, schedule.newest))
             return super().plan(snapshot, trigger)
 
     monkeypatch.setitem(POLICIES, "watched", Strategy(Watched))
@@ -262,7 +254,7 @@ def test_laxity_keeps_kv_fuller_than_the_papers_strategy() -> None:
     assert LaxityPolicy(BalanceConfig(policy="laxity")).config.policy == "laxity"
 
 
-def test_an_old_report_does_not_bar_an_empty_dp_group() -> None:
+def test_an_old_report_does_not_bar_an_empty_worker() -> None:
     """Fault seeds 51505 and 52153: the last request left, and no report followed."""
     machine = machine_of(8, [100, 200])
     machine.handle(on.WorkerJoined("w0", 1, 64, KV_TOKENS), 1.0)

@@ -10,17 +10,16 @@ from dora.errors import InvalidValue, NotFound
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.floor import Floor
-from dora.orchestrator.core.migration import plan_moves
 from dora.orchestrator.core.plan import Move, Trigger
 from dora.orchestrator.core.policies import POLICIES, check_live, nearest_window, policy_of
+from dora.orchestrator.core.policies.batch import OneStepPolicy, SyncPolicy
 from dora.orchestrator.core.policies.dora import DoraPolicy
-from dora.orchestrator.core.policies.hosts import cover
-from dora.orchestrator.core.policies.laminar import LaminarPolicy, Replica, consolidate, roofline_requests
-from dora.orchestrator.core.policies.one_step import OneStepPolicy
+from dora.orchestrator.core.policies.laminar import Idle, LaminarPolicy, consolidate, roofline_requests
+from dora.orchestrator.core.policies.levelling import plan_moves
 from dora.orchestrator.core.policies.staleflow import StaleFlowPolicy, migrate
 from dora.orchestrator.core.policies.streamrl import dedicated_groups, latency_s
-from dora.orchestrator.core.policies.sync import SyncPolicy
-from dora.orchestrator.core.policies.throughput import MU, Board, Load, load_of, relative_gain
+from dora.orchestrator.core.policies.targets import cover
+from dora.orchestrator.core.policies.throughput import MU, Load, RoutingBoard, load_of, relative_gain
 from dora.orchestrator.core.worker import Worker
 from tests.unit.snapshots import KV_TOKENS, SLOTS, snapshot_of
 from tests.unit.test_machine import Bench
@@ -164,26 +163,26 @@ def test_an_older_version_begins_nothing_while_it_shrinks_and_then_only_what_end
 # ------------------------------------------------------------------------------------------------------------ Laminar
 
 
-def replica(seat: int, kv_used: int, requests: int = 1) -> Replica:
-    return Replica(seat, kv_used, kv_max=100, requests=requests, requests_max=8)
+def idle(seat: int, kv_used: int, requests: int = 1) -> Idle:
+    return Idle(seat, kv_used, kv_max=100, requests=requests, requests_max=8)
 
 
 def test_best_fit_consolidation() -> None:
     """Algorithm 1: smallest source first, fullest destination that fits, released ones are no destinations."""
     # 10 -> 60 (70); 20 -> 60 (90); 30 fits with neither 60 (90) nor a released one; 60 has become a destination
-    assert consolidate([replica(0, 30), replica(1, 60), replica(2, 10), replica(3, 20)]) == [(2, 1), (3, 1)]
-    assert consolidate([replica(0, 55), replica(1, 50)]) == []  # 105 > C_max
-    assert consolidate([replica(0, 50), replica(1, 50)]) == [(0, 1)]
-    assert consolidate([replica(0, 10, 5), replica(1, 20, 4), replica(2, 15, 3)]) == [(0, 2)]  # B: 5 + 4 > 8
+    assert consolidate([idle(0, 30), idle(1, 60), idle(2, 10), idle(3, 20)]) == [(2, 1), (3, 1)]
+    assert consolidate([idle(0, 55), idle(1, 50)]) == []  # 105 > C_max
+    assert consolidate([idle(0, 50), idle(1, 50)]) == [(0, 1)]
+    assert consolidate([idle(0, 10, 5), idle(1, 20, 4), idle(2, 15, 3)]) == [(0, 2)]  # B: 5 + 4 > 8
 
 
 def test_a_destination_is_not_released_under_what_it_was_given() -> None:
     """As printed, 55 would go on to 50 although 10 was sent to it, and 50 would hold 115 of 110."""
-    replicas = [Replica(seat, kv, 110, 1, 8) for seat, kv in enumerate((10, 50, 55))]
-    assert consolidate(replicas) == [(0, 2)]
+    workers = [Idle(seat, kv, 110, 1, 8) for seat, kv in enumerate((10, 50, 55))]
+    assert consolidate(workers) == [(0, 2)]
 
 
-def test_idle_replicas_are_packed_and_released_to_the_newest_version() -> None:
+def test_idle_workers_are_packed_and_released_to_the_newest_version() -> None:
     policy = LaminarPolicy(BalanceConfig())
     workers = [{"loaded": 1}, {"loaded": 1}, {"loaded": 1}, {"loaded": 2}]
     full = [(1, 0, 400), (1, 0, 200), (1, 1, 500), (1, 2, 995), (2, 3, 300)]
@@ -196,7 +195,7 @@ def test_idle_replicas_are_packed_and_released_to_the_newest_version() -> None:
     assert third.targets[0] == 2  # empty: fetches the newest version, without a look
 
 
-def test_what_is_left_on_a_released_replica_goes_to_the_fullest_host() -> None:
+def test_what_is_left_on_a_released_worker_goes_to_the_fullest_host() -> None:
     workers = [{"loaded": 1, "target": 2}, {"loaded": 1}, {"loaded": 1}, {"loaded": 2}]
     shown = snapshot_of(workers, [(1, 0, 100), (1, 1, 300), (1, 2, 600), (2, 3, 700)])
     assert LaminarPolicy(BalanceConfig()).relieve(shown) == (Move(0, 2),)
@@ -233,12 +232,12 @@ def test_marginal_gain() -> None:
 def test_routing_goes_to_the_largest_gain_above_the_threshold() -> None:
     heavy = CostModel(kv_token_s=1e-5, weights_s=1e-2, request_s=1e-3, step_s=0.0)
     workers = [{"loaded": 2}, {"loaded": 2}, {"loaded": 2}]
-    board = Board(snapshot_of(workers, [(2, 0, 500), (2, 1, 300), (2, -1, 20)], cost=heavy), {})
-    assert board.route(2, [0, 1]) and board.moves() == [Move(2, 1)]
-    assert board.loads[1] == load(2, 320)
+    board = RoutingBoard(snapshot_of(workers, [(2, 0, 500), (2, 1, 300), (2, -1, 20)], cost=heavy), {})
+    assert board.route(2, [0, 1]) and board.moves() == (Move(2, 1),)
+    assert board.load(1) == load(2, 320)
     board.take_off(2)
-    assert board.loads[1] == load(1, 300)
-    board.loads = [load(20, 900), load(20, 900), load(1, 100, waiting=2)]
+    assert board.load(1) == load(1, 300)
+    board.held[:], board.waiting[:], board.kv[:] = (20, 20, 3), (0, 0, 2), (900, 900, 100)
     assert relative_gain(load(20, 900), 20, heavy) < MU
     assert not board.route(2, [0, 1, 2])  # withheld
 
@@ -247,8 +246,8 @@ def test_an_old_report_does_not_bar_an_empty_dp_group() -> None:
     """Fault seed 71339: the last request left, and no report followed."""
     empty = load_of(Worker("w0", 1, 0, SLOTS, KV_TOKENS, kv_used=KV_TOKENS, waiting=1))
     assert empty.takes(500) and relative_gain(empty, 500, COST) >= MU
-    seen = Board(snapshot_of([{"loaded": 1, "waiting": 2}, {"loaded": 1}], [(1, 1, 500)]), {})
-    assert seen.loads == [load(), load(1, 500)] and seen.route(0, [0])
+    seen = RoutingBoard(snapshot_of([{"loaded": 1, "waiting": 2}, {"loaded": 1}], [(1, 1, 500)]), {})
+    assert [seen.load(seat) for seat in (0, 1)] == [load(), load(1, 500)] and seen.route(0, [0])
 
 
 def staleflow_plan(admissible: dict[int, int], requests: list[tuple[int, int, int]], backlog: int = 1) -> Any:
@@ -301,21 +300,22 @@ def test_a_dp_group_goes_to_the_oldest_version_that_is_short_of_room() -> None:
 def test_what_an_engine_queues_beyond_the_limit_migrates() -> None:
     """Algorithm 5, first case: two above phi_wait, those with the fewest tokens; a host of another version is none."""
     requests = [(1, 0, 10 + row) for row in range(8)] + [(1, 1, 100)]
-    board = Board(snapshot_of([{"loaded": 1, "waiting": 5}, {"loaded": 1}, {"loaded": 2}], requests, cost=COST), {})
+    workers = [{"loaded": 1, "waiting": 5}, {"loaded": 1}, {"loaded": 2}]
+    board = RoutingBoard(snapshot_of(workers, requests, cost=COST), {})
     migrate(board)
-    assert board.moves() == [Move(0, 1), Move(1, 1)]
+    assert board.moves() == (Move(0, 1), Move(1, 1))
 
 
 def test_the_fastest_group_is_redistributed_where_the_slowest_is_far_behind() -> None:
     """Algorithm 5, second case, within a version."""
     requests = [(1, 0, 20) for _ in range(12)] + [(1, 1, 20)] + [(2, 2, 20)]
     workers = [{"loaded": 1}, {"loaded": 1}, {"loaded": 2}]
-    board = Board(snapshot_of(workers, requests, cost=COST), {})
+    board = RoutingBoard(snapshot_of(workers, requests, cost=COST), {})
     migrate(board)
     assert len(board.moves()) == 5 and {move.target for move in board.moves()} == {1}  # 7 and 6: evened out
-    near = Board(snapshot_of(workers, requests[:5] + requests[12:], cost=COST), {})
+    near = RoutingBoard(snapshot_of(workers, requests[:5] + requests[12:], cost=COST), {})
     migrate(near)
-    assert near.moves() == []  # a ratio of 5 is not above it
+    assert near.moves() == ()  # a ratio of 5 is not above it
 
 
 # ----------------------------------------------------------------------------------------------------------- StreamRL

@@ -11,11 +11,11 @@ from dora.orchestrator.core.observation import snapshot
 from dora.orchestrator.core.plan import Move, Trigger
 from dora.orchestrator.core.policy import Policy
 from dora.orchestrator.core.state import State
+from dora.orchestrator.core.worker import QUEUE_SLOTS
 
 PRESSURE_REST_S: Final = 5.0  # pressure is looked at again after this
 RELIEF_REST_S: Final = 1.0  # between two looks for moves: else one would be taken at every response's end
 FRUITLESS_REST_S: Final = 5.0  # after one that found none, unless a slot has become free where one was looked for
-QUEUE_SLOTS: Final = 2  # a target holds at most this many times its slots
 
 # The events that re-balance by themselves. A Tick does when a period is over or KV is nearly full; so does a version
 # that no worker hosts any more, or a worker that starves (scheduler.py).
@@ -32,7 +32,7 @@ class Balance:
     """Asks the policy for plans and moves, and carries them out as far as they still make sense."""
 
     def __init__(self, state: State, policy: Policy) -> None:
-        self._state, self._policy = state, policy
+        self._state, self.policy = state, policy
         self._moves: deque[Move] = deque()  # of the last plan, those that have not begun
         self._balanced_s = 0.0
         self._relief_s = 0.0  # moves between plans are not looked for before
@@ -58,8 +58,8 @@ class Balance:
         state = self._state
         state.counters.rebalances += 1
         self._balanced_s = state.now_s
-        self._policy.observe(Floor(state))
-        plan = self._policy.plan(snapshot(state), trigger)
+        self.policy.observe(Floor(state))
+        plan = self.policy.plan(snapshot(state), trigger)
         for seat, version in plan.targets.items():
             self._retarget(seat, version)
         self._moves = deque(plan.moves)  # what the last plan wanted and did not begin is void
@@ -67,7 +67,7 @@ class Balance:
 
     def hand_over(self, starved: Iterable[int]) -> None:
         """Starved workers get another version: the one that the policy names at once, else what a plan says."""
-        successor = self._policy.successor(Floor(self._state))
+        successor = self.policy.successor(Floor(self._state))
         if successor is None:
             self.rebalance(Trigger.STARVED)
             return
@@ -101,7 +101,7 @@ class Balance:
         if not self._has_free_slot(displaced):
             return
         self._relief_s = state.now_s + RELIEF_REST_S
-        self._moves.extend(self._policy.relieve(snapshot(state)))
+        self._moves.extend(self.policy.relieve(snapshot(state)))
         self._no_free_slot = frozenset() if self._moves else displaced
         self.begin_moves()
 

@@ -26,9 +26,8 @@ class Machine:
     def __init__(self, config: Config, policy: Policy | None = None) -> None:
         """``policy``: instead of the one that the configuration names."""
         self._state = State(config)
-        self.policy = policy or policy_of(config.balance, config.window.size)
-        self._balance = Balance(self._state, self.policy)
-        self._scheduler = Scheduler(self._state, self.policy, self._balance)
+        self._balance = Balance(self._state, policy or policy_of(config.balance, config.window.size))
+        self._scheduler = Scheduler(self._state, self._balance)
         self._drops = config.selection.redundant_fraction > 0
 
     def handle(self, event: on.Event, now_s: float) -> list[Command]:
@@ -51,6 +50,15 @@ class Machine:
     def counters(self) -> Counters:
         """A copy of the counters since the start."""
         return replace(self._state.counters)
+
+    @property
+    def policy(self) -> Policy:
+        """The strategy that decides. One that knows nothing yet may take its place at any time (policy.py)."""
+        return self._balance.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._balance.policy = policy
 
     @property
     def state(self) -> State:

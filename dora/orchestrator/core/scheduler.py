@@ -17,15 +17,14 @@ from dora.orchestrator.core.balance import Balance
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.lifecycle import retire
 from dora.orchestrator.core.plan import Trigger
-from dora.orchestrator.core.policy import Policy
 from dora.orchestrator.core.state import State
 
 
 class Scheduler:
     """Drives the state to where nothing is left to do until the next event."""
 
-    def __init__(self, state: State, policy: Policy, balance: Balance) -> None:
-        self._state, self._policy, self._balance = state, policy, balance
+    def __init__(self, state: State, balance: Balance) -> None:
+        self._state, self._balance = state, balance
         self._unhosted: frozenset[int] = frozenset()  # versions found without a worker at the last look
         self._starved: tuple[frozenset[int], int, int] | None = None  # seats found so then; step and newest version
 
@@ -49,7 +48,7 @@ class Scheduler:
         self._balance.relieve()
         touched = worklist.take_touched()
         fleet.settle(state, touched)
-        self._policy.dispatch(Floor(state))
+        self._balance.policy.dispatch(Floor(state))
         draw(state)
         for seat in (*touched, *worklist.touched):
             worker = state.seats[seat]

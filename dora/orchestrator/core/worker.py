@@ -1,6 +1,9 @@
 """One worker as the core knows it: what it hosts, what it holds, what is on its way to it."""
 
 from dataclasses import dataclass, field
+from typing import Final
+
+QUEUE_SLOTS: Final = 2  # moves may over-subscribe a worker up to this many times its slots
 
 
 @dataclass(slots=True)

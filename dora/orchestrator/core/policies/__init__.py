@@ -4,10 +4,10 @@ Anybody else's is a file of theirs and an entry point of the group ``dora.polici
 (dora/orchestrator/plugins.py), or a call of ``register``.
 """
 
+from dora.orchestrator.core.policies.batch import OneStepPolicy, SyncPolicy
 from dora.orchestrator.core.policies.dora import DoraPolicy
 from dora.orchestrator.core.policies.laminar import LaminarPolicy
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
-from dora.orchestrator.core.policies.one_step import OneStepPolicy, StreamPolicy
 from dora.orchestrator.core.policies.registry import (
     POLICIES,
     Strategy,
@@ -19,7 +19,6 @@ from dora.orchestrator.core.policies.registry import (
 )
 from dora.orchestrator.core.policies.staleflow import StaleFlowPolicy
 from dora.orchestrator.core.policies.streamrl import StreamRlPolicy
-from dora.orchestrator.core.policies.sync import SyncPolicy
 
 register("dora", DoraPolicy)
 register("laxity", LaxityPolicy)
@@ -27,8 +26,8 @@ register("laminar", LaminarPolicy)
 register("staleflow", StaleFlowPolicy)
 register("streamrl", Strategy(StreamRlPolicy, windows=(1, 2)))
 register("sync", Strategy(SyncPolicy, windows=(1, 1)))
-register("one_step", Strategy(OneStepPolicy, windows=(2, 2)))
-register("stream", Strategy(StreamPolicy, windows=(2, 2)))
+for alias in ("one_step", "stream"):  # they differ in the trainer alone, which streams or does not
+    register(alias, Strategy(OneStepPolicy, windows=(2, 2)))
 
 __all__ = [
     "POLICIES",

@@ -1,98 +1,92 @@
-"""The moves of one plan: off DP groups that change, to lanes, and off those whose KV runs out."""
+"""The moves of one plan, and the workers as they would be once these are done: shared by all strategies."""
+
+from collections.abc import Mapping
 
 import numpy as np
 
 from dora.orchestrator.core.plan import Move
-from dora.orchestrator.core.policies.lanes import Lanes
-from dora.orchestrator.core.policies.outlook import FILL
-from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.snapshot import RequestColumns, Snapshot
 from dora.orchestrator.core.table import Column
 
-PRESSED = 0.90  # share of a DP group's KV above which it is relieved, as far as another one is this much emptier:
-LEVEL_GAP = 0.06
+
+def context_tokens(requests: RequestColumns) -> Column:
+    """KV that each request holds, by row: its prompt and what it has generated; int64."""
+    context: Column = requests.prompt_tokens + requests.tokens
+    return context
+
+
+def staying(snapshot: Snapshot, targets: Mapping[int, int]) -> Column:
+    """By seat (bool): has its version in memory and is to keep it, so that requests may move to it."""
+    workers = snapshot.workers
+    target = workers.target.copy()
+    seats = np.fromiter(targets, dtype=np.int64, count=len(targets))
+    target[seats] = np.fromiter(targets.values(), dtype=np.int64, count=len(targets))
+    stays: Column = workers.alive & ~workers.draining & (workers.loaded == target) & (workers.loaded >= 0)
+    return stays
 
 
 class Board:
-    """KV and requests of each DP group as they would be once the moves so far are done: now, and some tokens later."""
+    """What each worker would hold, and where each request would be. ``targets``: as planned; {}: the present ones.
 
-    def __init__(self, snapshot: Snapshot, stays: Column, lanes: Lanes, shares: Column, evened: int) -> None:
-        workers = self._workers = snapshot.workers
-        requests = self._requests = snapshot.requests
-        self.stays, self.lanes = stays, lanes
-        self._shares = shares
-        # by seat: the level from which on it is relieved; at once where it hosts ``evened`` or an older version
-        self._pressed = np.where(workers.loaded <= evened, 0.0, PRESSED)
-        rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
-        ahead = np.bincount(requests.worker[rows], weights=self._shares[1][rows], minlength=len(workers.held))
-        self._kv = np.stack([workers.kv_expected.astype(np.float64), ahead])
-        self._held = workers.held.copy()
+    A strategy that counts what a worker holds in another way overrides ``_add`` and ``_remove``.
+    """
+
+    def __init__(self, snapshot: Snapshot, targets: Mapping[int, int]) -> None:
+        self.workers, self.requests, self.cost = snapshot.workers, snapshot.requests, snapshot.cost
+        self.stays = staying(snapshot, targets)
+        self.context = context_tokens(self.requests)  # by row
+        self.held = self.workers.held.copy()  # by seat
+        self.kv = self.workers.kv_expected.astype(np.float64)  # by seat, tokens
+        self._to: dict[int, int] = {}  # row -> the seat that it was moved to last; -1: taken off, and on none
         self._peers: dict[int, Column] = {}  # version -> seats that stay with it
-        # by seat: KV over what it is to hold, kept up to date, as every move asks for the least of many
-        self._level = np.full(len(workers.held), np.inf)
-        np.divide(FILL * self._kv.max(axis=0), self.lanes.cap, out=self._level, where=self.lanes.cap > 0)
-        self.moves: list[Move] = []
+
+    def moves(self) -> tuple[Move, ...]:
+        """What is planned so far: each request moves once, to where it was moved last."""
+        moved = ((row, seat) for row, seat in self._to.items() if seat != self.requests.worker[row])
+        return tuple(Move(row, seat) for row, seat in moved)
 
     def peers(self, version: int) -> Column:
         """Seats that stay with this version."""
         if version not in self._peers:
-            self._peers[version] = np.flatnonzero(self.stays & (self._workers.loaded == version))
+            self._peers[version] = np.flatnonzero(self.stays & (self.workers.loaded == version))
         return self._peers[version]
 
-    def move(self, row: int, level: float = FILL) -> bool:
-        """To its lane, else the DP group of its version with the most free KV, as far as that fills it to ``level``."""
-        source, peers = int(self._requests.worker[row]), self.peers(int(self._requests.version[row]))
-        levels = np.where(self._held[peers] < self._workers.slots[peers], self._level[peers], np.inf)
-        levels[peers == source] = np.inf
-        place = int(levels.argmin()) if len(levels) else 0
-        if not len(levels) or levels[place] == np.inf:
-            return False
-        lane = self.lanes.to_lane.get(row, -1)
-        target = lane if lane >= 0 and self._held[lane] < self._workers.slots[lane] else int(peers[place])
-        if self._held[target] and self._filled(row, target) * FILL > level * self.lanes.cap[target]:
-            return False
-        self._do(row, target)
-        return True
+    def release(self, seat: int) -> None:
+        """This worker is to take up another version after all."""
+        self.stays[seat] = False
+        self._peers.pop(int(self.workers.loaded[seat]), None)
 
-    def hurry(self, row: int, lane: int) -> None:
-        """To its lane, though that may have others to give away first."""
-        room = FILL * self._workers.kv_tokens[lane] - self._filled(row, lane)
-        if self._held[lane] < self._workers.slots[lane] and room >= 0:
-            self._do(row, lane)
+    def displaced(self) -> Column:
+        """Rows that may move and stand on workers that do not stay with their version."""
+        rows = np.flatnonzero(self.requests.movable & (self.requests.worker >= 0))
+        return rows[~self.stays[self.requests.worker[rows]]]
 
-    def _filled(self, row: int, seat: int) -> float:
-        """KV of a DP group with this request too."""
-        return float((self._kv[:, seat] + self._shares[:, row]).max())
+    def with_room(self, row: int, most_held: Column, most_kv: Column) -> Column:
+        """By seat (bool): stays with the version of this request, which would not raise it above these limits."""
+        with_room: Column = self.stays & (self.workers.loaded == self.requests.version[row]) & (self.held < most_held)
+        return with_room & (self.kv + self.context[row] <= most_kv)
 
-    def _do(self, row: int, target: int) -> None:
-        source, share = int(self._requests.worker[row]), self._shares[:, row]
-        self.moves.append(Move(row, target))
-        self._kv[:, target] += share
-        self._kv[:, source] -= share
-        self._held[target] += 1
-        self._held[source] -= 1
-        for seat in (target, source):
-            if self.lanes.cap[seat]:
-                self._level[seat] = FILL * max(self._kv[:, seat].tolist()) / self.lanes.cap[seat]
+    def seat_of(self, row: int) -> int:
+        """Where this request is by now; -1: on no worker."""
+        return self._to.get(row, int(self.requests.worker[row]))
 
-    def pressed(self) -> list[int]:
-        """Seats to be relieved, if others can."""
-        stay = np.flatnonzero(self.stays)
-        seats: list[int] = stay[self._level[stay] > self._pressed[stay]].tolist()
-        return seats
+    def move(self, row: int, seat: int) -> None:
+        """To this worker, off the one that it is on, if any."""
+        self.take_off(row)
+        self._to[row] = seat
+        self._add(row, seat)
 
-    def relieve(self, seat: int) -> None:
-        """Moves the largest requests without hurry off a pressed DP group, while others of its version are emptier.
+    def take_off(self, row: int) -> None:
+        """Off its worker, if it is on one."""
+        seat = self.seat_of(row)
+        self._to[row] = -1
+        if seat >= 0:
+            self._remove(row, seat)
 
-        Never the last one: alone it would press any other as much, and be moved on for ever without a token.
-        """
-        peers = self.peers(int(self._workers.loaded[seat]))
-        largest: list[int] | None = None
-        while len(peers) > 1 and self._held[seat] > 1 and (level := float(self._level[seat])) > self._pressed[seat]:
-            if level - float(self._level[peers].min()) < LEVEL_GAP:
-                return
-            if largest is None:
-                movable = self._requests.movable & ~self.lanes.hurried
-                rows = np.flatnonzero(movable & (self._requests.worker == seat))
-                largest = rows[np.argsort(self._shares[0][rows], kind="stable")].tolist()
-            if not largest or not self.move(largest.pop(), level):
-                return
+    def _add(self, row: int, seat: int) -> None:
+        self.held[seat] += 1
+        self.kv[seat] += self.context[row]
+
+    def _remove(self, row: int, seat: int) -> None:
+        self.held[seat] -= 1
+        self.kv[seat] -= self.context[row]

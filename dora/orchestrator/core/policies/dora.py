@@ -14,11 +14,11 @@ import numpy as np
 from dora.config import BalanceConfig
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Entry
-from dora.orchestrator.core.migration import plan_moves
 from dora.orchestrator.core.partition import Seat, assign, keeping_full, proportional, settled
 from dora.orchestrator.core.plan import Move, Plan, Trigger
 from dora.orchestrator.core.policies.base import BasePolicy
-from dora.orchestrator.core.policies.hosts import living_targets
+from dora.orchestrator.core.policies.levelling import plan_moves
+from dora.orchestrator.core.policies.targets import living_targets
 from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.table import Column
 from dora.orchestrator.core.worker import Worker

@@ -1,4 +1,4 @@
-"""Laminar's strategy (paper 001, sections 3 and 5): replicas update on their own; long tails are packed together.
+"""Laminar's strategy (paper 001, sections 3 and 5): workers update on their own; long tails are packed together.
 
 Set ``balance.period_s`` to 5, the paper's period of the check.
 """
@@ -14,7 +14,8 @@ from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.plan import Move, Plan, Trigger
 from dora.orchestrator.core.policies.base import BasePolicy
-from dora.orchestrator.core.policies.hosts import cover, present_targets, staying, waiting_versions
+from dora.orchestrator.core.policies.board import Board, staying
+from dora.orchestrator.core.policies.targets import cover, present_targets, waiting_versions
 from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.worker import Worker
 
@@ -24,8 +25,8 @@ LOOKS = (Trigger.TIME, Trigger.PRESSURE, Trigger.UPDATE, Trigger.OPERATOR)
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
-    """One DP group as algorithm 1 sees it. KV in tokens."""
+class Idle:
+    """A worker that runs idle (the paper's replica in its ramp-down), as algorithm 1 sees it. KV in tokens."""
 
     seat: int
     kv_used: int  # C_used
@@ -34,14 +35,14 @@ class Replica:
     requests_max: int  # B
 
 
-def consolidate(replicas: Sequence[Replica]) -> list[tuple[int, int]]:
-    """Algorithm 1 from line 4 on: best-fit packing of one version's idle replicas. Returns (source, target) seats.
+def consolidate(idle: Sequence[Idle]) -> list[tuple[int, int]]:
+    """Algorithm 1 from line 4 on: best-fit packing of one version's idle workers. Returns (source, target) seats.
 
     The smallest source goes first, to the destination that becomes the fullest; a released one is no destination.
     """
-    ordered = sorted(replicas, key=lambda replica: (replica.kv_used, replica.seat))
-    kv = {replica.seat: replica.kv_used for replica in ordered}
-    requests = {replica.seat: replica.requests for replica in ordered}
+    ordered = sorted(idle, key=lambda worker: (worker.kv_used, worker.seat))
+    kv = {worker.seat: worker.kv_used for worker in ordered}
+    requests = {worker.seat: worker.requests for worker in ordered}
     released: set[int] = set()
     filled: set[int] = set()  # destinations; the printed algorithm may release one under what it was just given
     plan: list[tuple[int, int]] = []
@@ -74,11 +75,11 @@ def roofline_requests(cost: CostModel | None, slots: int) -> int:
 
 
 class LaminarPolicy(BasePolicy):
-    """Each replica generates a batch, then loads the newest version: no global synchronisation.
+    """Each worker generates a batch, then loads the newest version: no global synchronisation.
 
-    A batch is as many responses as the replica has slots, all of the newest version, given to its engine at once: KV
-    limits what runs, the engine queues the rest. A replica takes no more until all of them ended or were moved away by
-    the repacking of algorithm 1, which runs among the replicas of one version. The idleness metric needs the KV use at
+    A batch is as many responses as the worker has slots, all of the newest version, given to its engine at once: KV
+    limits what runs, the engine queues the rest. A worker takes no more until all of them ended or were moved away by
+    the repacking of algorithm 1, which runs among the workers of one version. The idleness metric needs the KV use at
     the last look, and a batch its beginning, so both are kept here between the calls.
     """
 
@@ -105,7 +106,7 @@ class LaminarPolicy(BasePolicy):
         return self._taken.get(worker.seat) != worker.loaded
 
     def _deal(self, floor: Floor, version: int, workers: Sequence[Worker], *, admits: bool) -> None:
-        """Requests in line, then of new groups, to the replica with the most free slots, up to its batch."""
+        """Requests in line, then of new groups, to the worker with the most free slots, up to its batch."""
         heap = [(worker.held - worker.slots, worker.seat, worker) for worker in workers]
         heapify(heap)
         while heap:
@@ -143,9 +144,9 @@ class LaminarPolicy(BasePolicy):
         return Plan(targets, tuple(moves))
 
     def _repack(self, snapshot: Snapshot, targets: dict[int, int]) -> list[tuple[int, int]]:
-        """The idle replicas of each version (algorithm 1, line 3), consolidated."""
+        """The idle workers of each version (algorithm 1, line 3), consolidated."""
         workers, stays = snapshot.workers, staying(snapshot, targets)
-        groups: dict[int, list[Replica]] = {}
+        groups: dict[int, list[Idle]] = {}
         idle: dict[int, int] = {}
         for seat in targets:
             version, kv_used = int(workers.loaded[seat]), int(workers.kv_expected[seat])
@@ -155,24 +156,16 @@ class LaminarPolicy(BasePolicy):
                 idle[seat] = version  # "from this time on" (section 5.2), though long responses may let it rise again
                 most = roofline_requests(snapshot.cost, int(workers.slots[seat]))
                 if held < most:
-                    groups.setdefault(version, []).append(Replica(seat, kv_used, kv_max, held, most))
+                    groups.setdefault(version, []).append(Idle(seat, kv_used, kv_max, held, most))
             self._kv_before[seat] = kv_used
         self._idle = idle
         return [pair for version in sorted(groups) for pair in consolidate(groups[version])]
 
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
-        """What a repacking has left behind, and what stands on leaving replicas: to the fullest one that it fits."""
-        workers, requests = snapshot.workers, snapshot.requests
-        stays = staying(snapshot, {})
-        kv, held = workers.kv_expected.copy(), workers.held.copy()
-        moves: list[Move] = []
-        for row in np.flatnonzero(requests.movable & (requests.worker >= 0) & ~stays[requests.worker]).tolist():
-            need = int(requests.prompt_tokens[row] + requests.tokens[row])
-            fits = stays & (workers.loaded == requests.version[row]) & (held < workers.slots)
-            fits &= kv + need <= KV_THRESHOLD * workers.kv_tokens
+        """What a repacking has left behind, and what stands on leaving workers: to the fullest one that it fits."""
+        board, workers = Board(snapshot, {}), snapshot.workers
+        for row in board.displaced().tolist():
+            fits = board.with_room(row, workers.slots, KV_THRESHOLD * workers.kv_tokens)
             if fits.any():
-                seat = int(np.where(fits, kv, -1).argmax())
-                moves.append(Move(row, seat))
-                kv[seat] += need
-                held[seat] += 1
-        return tuple(moves)
+                board.move(row, int(np.where(fits, board.kv, -1).argmax()))
+        return board.moves()

@@ -9,8 +9,8 @@ import numpy as np
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.plan import Move, Plan, Trigger
 from dora.orchestrator.core.policies.base import BasePolicy
-from dora.orchestrator.core.policies.hosts import cover, present_targets, waiting_versions
-from dora.orchestrator.core.policies.throughput import MU, Board, Load, load_of, relative_gain, throughput
+from dora.orchestrator.core.policies.targets import cover, present_targets, waiting_versions
+from dora.orchestrator.core.policies.throughput import MU, Load, RoutingBoard, load_of, relative_gain, throughput
 from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.worker import Worker
 
@@ -44,21 +44,20 @@ class StaleFlowPolicy(BasePolicy):
 
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
         targets = present_targets(snapshot, snapshot.newest)
-        board = Board(snapshot, targets)
+        board = RoutingBoard(snapshot, targets)
         migrate(board)  # before, not after as in algorithm 1: what still queues then has no host with room (C1)
         synchronise(snapshot, targets, board)
         cover(snapshot, targets)
-        return Plan(targets, tuple(board.moves()))
+        return Plan(targets, board.moves())
 
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
-        board, requests = Board(snapshot, {}), snapshot.requests
-        leaving = np.flatnonzero(requests.movable & (requests.worker >= 0) & ~board.stays[requests.worker])
-        for row in leaving.tolist():
-            board.route(row, board.hosts(int(requests.version[row])))
-        return tuple(board.moves())
+        board = RoutingBoard(snapshot, {})
+        for row in board.displaced().tolist():
+            board.route(row, board.peers(int(snapshot.requests.version[row])).tolist())
+        return board.moves()
 
 
-def synchronise(snapshot: Snapshot, targets: dict[int, int], board: Board) -> None:
+def synchronise(snapshot: Snapshot, targets: dict[int, int], board: RoutingBoard) -> None:
     """Algorithm 4: changes ``targets``, and clears the DP groups it has chosen.
 
     A group is chosen where nothing can be routed to it, and something would be under another version. As routing has
@@ -82,24 +81,24 @@ def synchronise(snapshot: Snapshot, targets: dict[int, int], board: Board) -> No
         if version == targets[seat]:
             continue
         if workers.held[seat]:
-            gains = version in routable and relative_gain(board.loads[seat], tokens, snapshot.cost) >= MU
+            gains = version in routable and relative_gain(board.load(seat), tokens, snapshot.cost) >= MU
             if not gains or not board.clear(seat):
                 continue
         targets[seat] = version
-        board.stays[seat] = False
+        board.release(seat)
         queues.give(version, seat)
 
 
 class Queues:
     """By version: contexts of what engines queue beyond ``WAIT_MAX`` where no host of the version has room."""
 
-    def __init__(self, snapshot: Snapshot, targets: dict[int, int], board: Board) -> None:
+    def __init__(self, snapshot: Snapshot, targets: dict[int, int], board: RoutingBoard) -> None:
         self._workers, self._cost = snapshot.workers, snapshot.cost
         self._contexts: dict[int, list[int]] = {}
         for seat in np.flatnonzero(board.stays).tolist():
-            excess = board.on(seat)[: max(0, board.loads[seat].waiting - WAIT_MAX)]
+            excess = board.on(seat)[: max(0, int(board.waiting[seat]) - WAIT_MAX)]
             if excess:
-                self._contexts.setdefault(int(board.version[seat]), []).extend(map(board.context, excess))
+                self._contexts.setdefault(int(snapshot.workers.loaded[seat]), []).extend(board.context[excess].tolist())
         self.versions = frozenset(self._contexts)
         for seat, version in targets.items():
             if self._workers.loaded[seat] != version:  # it is on its way
@@ -117,26 +116,26 @@ class Queues:
             load = load.given(contexts.pop())
 
 
-def migrate(board: Board) -> None:
+def migrate(board: RoutingBoard) -> None:
     """Algorithm 5: what engines queue beyond ``WAIT_MAX``, then the fastest host where the slowest is far behind."""
-    for version in np.unique(board.version[board.stays]).tolist():
-        hosts = board.hosts(version)
+    for version in np.unique(board.workers.loaded[board.stays]).tolist():
+        hosts = board.peers(version).tolist()
         for seat in hosts:
-            excess = max(0, board.loads[seat].waiting - WAIT_MAX)
+            excess = max(0, int(board.waiting[seat]) - WAIT_MAX)
             others = [host for host in hosts if host != seat]
             for row in board.on(seat)[:excess]:
                 board.route(row, others)
-        speeds = {seat: throughput(board.loads[seat], board.cost) for seat in hosts}
+        speeds = {seat: throughput(board.load(seat), board.cost) for seat in hosts}
         fastest, slowest = max(hosts, key=lambda seat: (speeds[seat], -seat)), min(hosts, key=lambda seat: speeds[seat])
         if speeds[fastest] > THROUGHPUT_RATIO * speeds[slowest]:
             redistribute(board, fastest, hosts)
 
 
-def redistribute(board: Board, seat: int, hosts: list[int]) -> None:
+def redistribute(board: RoutingBoard, seat: int, hosts: list[int]) -> None:
     """All that is on this DP group is routed anew; what comes back to it, or finds no room, does not move."""
     rows = board.on(seat)
     for row in rows:
         board.take_off(row)
     for row in rows:
         if not board.route(row, hosts):
-            board.put(row, seat)
+            board.move(row, seat)

@@ -11,7 +11,7 @@ from dora.config import BalanceConfig
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Entry
-from dora.orchestrator.core.policies.one_step import StreamPolicy
+from dora.orchestrator.core.policies.batch import OneStepPolicy
 from dora.orchestrator.core.worker import Worker
 
 ALPHA = 0.2  # share of the samples that are the long tail
@@ -44,7 +44,7 @@ def latency_s(samples: int, mean_tokens: float, prompt_tokens: float, worker: Wo
     return token_s * mean_tokens * ceil(samples / batch)
 
 
-class StreamRlPolicy(StreamPolicy):
+class StreamRlPolicy(OneStepPolicy):
     """Batches as in ``stream``; a batch is admitted at once, its longest fifth goes to dedicated DP groups.
 
     Within both kinds of groups the longest expected response starts first, on the emptiest. The trainer's dynamic

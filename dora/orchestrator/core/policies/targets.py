@@ -1,12 +1,9 @@
-"""Which DP groups host which version: what the plans of several policies share."""
+"""Which worker is to host which version: what the plans of several strategies share."""
 
 import numpy as np
 
-from dora.orchestrator.core.migration import staying
 from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.table import Column
-
-__all__ = ["cover", "living_targets", "plannable", "present_targets", "staying", "waiting_versions"]
 
 
 def plannable(snapshot: Snapshot) -> Column:
@@ -21,7 +18,7 @@ def waiting_versions(snapshot: Snapshot) -> list[int]:
 
 
 def cover(snapshot: Snapshot, targets: dict[int, int]) -> None:
-    """Gives each version that requests wait for a DP group of ``targets``, if it has none there.
+    """Gives each version that requests wait for a worker of ``targets``, if it has none there.
 
     It takes one that has the weights, else the one with the least KV, and no version's last one that requests wait for.
     With too few of them the oldest versions go first: they have the earliest deadlines.
@@ -30,7 +27,7 @@ def cover(snapshot: Snapshot, targets: dict[int, int]) -> None:
     for place, version in enumerate(waited):
         if version in targets.values():
             continue
-        keep = set(waited[:place])  # the last group of an older version is not taken from it
+        keep = set(waited[:place])  # the last worker of an older version is not taken from it
         hosted = list(targets.values())
         free = [seat for seat, target in targets.items() if target not in keep or hosted.count(target) > 1]
         if free:

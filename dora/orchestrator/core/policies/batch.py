@@ -1,25 +1,20 @@
-"""Synchronous on-policy training, the classical baseline: generate a batch, train on it, load the new weights."""
+"""Whole batches under a global change of weights, the classical baselines: synchronous, and one step off-policy."""
 
-from dora.config import BalanceConfig
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Entry
 from dora.orchestrator.core.plan import Plan, Trigger
 from dora.orchestrator.core.policies.base import BasePolicy
-from dora.orchestrator.core.policies.hosts import plannable
+from dora.orchestrator.core.policies.targets import plannable
 from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.worker import Worker
 
 
 class SyncPolicy(BasePolicy):
-    """All DP groups on the newest version; exactly one step's batch of it, once it is published; nothing besides.
+    """All workers on the newest version; exactly one step's batch of it, once it is published; nothing besides.
 
     In the simulator the trainer trains when the whole batch is there (``trainer.streams`` false) and, as the papers run
     it, on the same accelerators (``cluster.colocated``).
     """
-
-    def __init__(self, config: BalanceConfig) -> None:
-        super().__init__(config)
-        self._pool = 0  # DP groups of the last plan
 
     def version_of(self, step: int, newest: int, window: int) -> int:
         """The version that generates the batch of ``step``."""
@@ -31,14 +26,12 @@ class SyncPolicy(BasePolicy):
         unfinished = requests.version[requests.unfinished]
         next_version = self.version_of(snapshot.step, snapshot.newest, snapshot.window)
         version = int(unfinished.min()) if len(unfinished) else next_version
-        seats = plannable(snapshot).tolist()
-        self._pool = len(seats)
-        return Plan(dict.fromkeys(seats, version))
+        return Plan(dict.fromkeys(plannable(snapshot).tolist(), version))
 
     def ready(self, floor: Floor) -> bool:
         """A batch begins on the whole pool at once: else the first to have its weights would take all of it."""
         hosts = [worker for version in floor.versions() for worker in floor.hosts(version)]
-        return len(hosts) >= self._pool or any(worker.held for worker in hosts)
+        return len(hosts) >= floor.groups() or any(worker.held for worker in hosts)
 
     def dispatch(self, floor: Floor) -> None:
         if self.ready(floor):
@@ -52,6 +45,26 @@ class SyncPolicy(BasePolicy):
         """Only the newest version, only for the step that trains on it fresh."""
         fresh = version == floor.newest == floor.window.step
         return floor.backlog.first() if fresh and batch_open(floor) else None
+
+
+class OneStepPolicy(SyncPolicy):
+    """One step off-policy: batch ``v + 1`` is generated under version ``v`` while the trainer trains on batch ``v``.
+
+    Weights change globally: all workers keep version ``v`` until its whole batch is generated *and* ``v + 1`` is
+    published, then all load it (paper 001, figure 3b). One batch a version; version 0 also makes the first batch, which
+    is on-policy. Its window is 2.
+
+    Streaming generation (figure 3c) is the same strategy, under the name ``stream``: only the trainer differs, which
+    trains on the first responses of a batch while the last are still generated. Groups always reach it as they finish;
+    in the simulator it uses that where ``trainer.streams`` is true.
+    """
+
+    def version_of(self, step: int, newest: int, window: int) -> int:
+        return max(0, step - 1)
+
+    def choose(self, floor: Floor, version: int) -> Entry | None:
+        due = version == self.version_of(floor.window.step, floor.newest, floor.window.size)
+        return floor.backlog.first() if due and batch_open(floor) else None
 
 
 def batch_open(floor: Floor) -> bool:

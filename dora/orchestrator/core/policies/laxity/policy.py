@@ -1,20 +1,4 @@
-"""DORA's own strategy: lazy admission, KV reserved along each version's life, DP groups handed on by a schedule.
-
-What a strict window costs is mostly KV that lies idle: KV binds on long responses, a version's KV starts at nothing,
-grows as its long responses grow, and must be gone by its deadline. So (docs/simulator.md has the reasoning):
-
-- DP groups go from version to version one at a time, on a schedule over a version's life (lifespan.py); where they are
-  few, every second version is passed over (stride.py);
-- a group is admitted only when a DP group has room, and only if its KV fits, from now to the end of its longest
-  response, into what its version is to have by then (reservations.py): so it ends before its deadline, and nothing is
-  preempted when the version gives DP groups up. What could soon begin no more goes first;
-- a DP group is filled to the brim by a forecast of its KV, and levelled against the others of its version; where slots
-  run out before KV does, longer prompts are taken;
-- where KV is ample (demand.py) nobody is packed tight: old versions keep what works for them, the newest spreads over
-  all that load it;
-- what cannot end in time on full DP groups begins first after a publish; where the window leaves too little time for
-  that on principle, some are kept below full for it (lanes.py).
-"""
+"""DORA's own strategy: lazy admission, KV reserved along each version's life, workers handed on by a schedule."""
 
 from collections import defaultdict
 from itertools import islice
@@ -26,24 +10,14 @@ from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Entry
 from dora.orchestrator.core.plan import Move, Plan, Trigger
 from dora.orchestrator.core.policies.base import BasePolicy
-from dora.orchestrator.core.policies.demand import Demand
-from dora.orchestrator.core.policies.forecast import ENGINE_GRID, rows_forecast
-from dora.orchestrator.core.policies.hosts import living_targets
-from dora.orchestrator.core.policies.outlook import FILL
-from dora.orchestrator.core.policies.reservations import Reservations
+from dora.orchestrator.core.policies.laxity.allocation import Allocation
+from dora.orchestrator.core.policies.laxity.reservations import Reservations, rows_forecast
+from dora.orchestrator.core.policies.laxity.tuning import TUNING
+from dora.orchestrator.core.policies.targets import living_targets
 from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.worker import Worker
 
-ENGINE_TOKENS: list[float] = ENGINE_GRID.tolist()
-BELIEVED_FILL = 0.955  # FILL where lengths are only believed: forecasts err, and preemption takes back what more gains
-EARLY_STEP = 0.3  # for this share of a step after a publish, what waited for it and cannot end in time goes first
-NEAR_STEP = 0.25  # then: what could not begin after this share of a step
-DENSE = 0.10  # slots in use exceed KV in use by this share: longer prompts are taken
-YOUNG = 0.3  # share of slots that a DP group with idle KV fills by itself; the rest is for requests moved to it
-CROWDED = 0.8  # share of KV in use above which a DP group has some to give
-TRIES = 8  # prompts looked at for one whose KV fits
-REACH = 48  # prompts that one may be picked from by its length: more, and steps would differ too much in what they hold
-STEP_DOWN = 0.8  # where a prompt does not fit, the next one tried is shorter by this
+ENGINE_GRID = np.array(TUNING.engine_tokens)
 
 
 class LaxityPolicy(BasePolicy):
@@ -54,13 +28,11 @@ class LaxityPolicy(BasePolicy):
         self._reservations = Reservations()
         self._forecasts: dict[int, list[float]] = {}  # seat -> KV on ENGINE_GRID, within one dispatch
         self._crowds: dict[int, bool] = {}  # by version, within one dispatch
-        self._barren: set[int] = set()  # versions that no prompt fits: nor will one before the next forecast or prompt
+        self._no_fit: set[int] = set()  # versions that no prompt fits: nor will one before the next forecast or prompt
         self._arrivals = 0
         self._newest = self._leader = -1  # the latter as last planned
         self._waited = 0  # prompts that had ever come when the newest version began its first
-        self._lanes: dict[
-            int, tuple[int, float]
-        ] = {}  # seat -> version, KV that it is to hold at most: as last planned
+        self._caps: dict[int, tuple[int, float]] = {}  # seat -> version, KV that it is to hold at most: as last planned
 
     # --------------------------------------------------------------------------------------------------------- dispatch
 
@@ -70,7 +42,7 @@ class LaxityPolicy(BasePolicy):
         if floor.newest != self._newest or not any(worker.held for worker in floor.hosts(floor.newest)):
             self._newest, self._waited = floor.newest, floor.backlog.arrivals
         if self._reservations.refresh(floor) or floor.backlog.arrivals != self._arrivals:
-            self._barren.clear()
+            self._no_fit.clear()
             self._arrivals = floor.backlog.arrivals
         super().dispatch(floor)
 
@@ -81,8 +53,8 @@ class LaxityPolicy(BasePolicy):
         if free_slots <= 0 or worker.waiting:  # what waits inside the engine goes first
             return 0.0
         peak = max(self._forecast(floor, worker)) / worker.kv_tokens
-        # a DP group new to its version would fill its slots with young requests, and could take none of the old ones
-        if worker.held >= worker.slots * (YOUNG + peak) and self._crowded(floor, worker.hosts):
+        # a worker new to its version would fill its slots with young requests, and could take none of the old ones
+        if worker.held >= worker.slots * (TUNING.young + peak) and self._crowded(floor, worker.hosts):
             return 0.0
         return min(free_slots / worker.slots, self._most(worker) / worker.kv_tokens - peak)
 
@@ -91,7 +63,7 @@ class LaxityPolicy(BasePolicy):
             return True
         context = floor.context_tokens(row)
         left = max(1.0, float(floor.requests["expected"][row]) - float(floor.requests["tokens"][row]))
-        ahead = zip(self._forecast(floor, worker), ENGINE_TOKENS, strict=True)
+        ahead = zip(self._forecast(floor, worker), TUNING.engine_tokens, strict=True)
         forecast = [kv + (context + tokens) if left > tokens else kv for kv, tokens in ahead]
         if max(forecast) > self._most(worker):
             return False
@@ -99,16 +71,16 @@ class LaxityPolicy(BasePolicy):
         return True
 
     def ration(self, floor: Floor, version: int) -> int | None:
-        """An even share where KV is ample; where it is short, the first DP group that has the version is filled."""
+        """An even share where KV is ample; where it is short, the first worker that has the version is filled."""
         return self.even_share(floor, version) if self._reservations.ample else None
 
     def choose(self, floor: Floor, version: int) -> Entry | None:
-        lifespan = self._reservations.lifespan
-        if lifespan is None or (version == floor.newest and self._most_are_late(floor)):
+        schedule = self._reservations.schedule
+        if schedule is None or (version == floor.newest and self._most_are_late(floor)):
             return floor.backlog.first()
         entry = None
-        if version not in self._barren:
-            due, limit = lifespan.due(version), self._reservations.limit_tokens(floor, version)
+        if version not in self._no_fit:
+            due, limit = schedule.due(version), self._reservations.limit_tokens(floor, version)
             if not due:
                 entry = self._late(floor, version, self._waited) or self._urgent(floor, version, limit)
                 if entry is None and (self._reservations.ample or not self._sparse(floor, version)):
@@ -117,16 +89,16 @@ class LaxityPolicy(BasePolicy):
             if entry is None and not due:  # rather than nothing
                 entry = self._late(floor, version, floor.backlog.arrivals)
         if entry is None:
-            self._barren.add(version)
-            if version == lifespan.leader and not any(worker.held for worker in floor.hosts(version)):
+            self._no_fit.add(version)
+            if version == schedule.leader and not any(worker.held for worker in floor.hosts(version)):
                 return floor.backlog.first()  # whatever the forecasts say: there is nothing to wait for
         return entry
 
     def _most_are_late(self, floor: Floor) -> bool:
-        """Whether most of the prompts that wait could not end in time on full DP groups, even with the newest version.
+        """Whether most of the prompts that wait could not end in time on full workers, even with the newest version.
 
         Nor could they a little after the next publish. To let them wait for it would leave KV idle, and the versions
-        in between without work: they begin at once, and DP groups that empty make up for it.
+        in between without work: they begin at once, and workers that empty make up for it.
         """
         in_time = floor.backlog.count_within(self._reservations.reach_tokens(floor, floor.newest))
         return 2 * in_time < len(floor.backlog)
@@ -138,7 +110,7 @@ class LaxityPolicy(BasePolicy):
         longer: it begins with the next version, if there is anything else to begin.
         """
         rhythm, reservations = floor.rhythm, self._reservations
-        if version != floor.newest or floor.now_s - rhythm.published_s >= EARLY_STEP * rhythm.step_s:
+        if version != floor.newest or floor.now_s - rhythm.published_s >= TUNING.early_step * rhythm.step_s:
             return None
         entry = floor.backlog.longest_beyond(reservations.reach_tokens(floor, version), arrivals)
         return entry if entry is not None and reservations.reserve(version, entry, late=True) else None
@@ -146,7 +118,7 @@ class LaxityPolicy(BasePolicy):
     def _urgent(self, floor: Floor, version: int, limit: float) -> Entry | None:
         """The longest prompt that may begin, where it could not much later."""
         reservations = self._reservations
-        soon = NEAR_STEP * floor.rhythm.step_s / reservations.token_s
+        soon = TUNING.near_step * floor.rhythm.step_s / reservations.token_s
         entry = floor.backlog.longest_within(limit)
         if entry is not None and entry.longest_tokens > limit - soon and reservations.reserve(version, entry):
             return entry
@@ -160,30 +132,30 @@ class LaxityPolicy(BasePolicy):
                 if self._reservations.reserve(version, entry):
                     return entry
                 tries += 1
-                if tries == TRIES:
+                if tries == TUNING.tries:
                     break
         return None
 
     def _longest(self, floor: Floor, version: int, limit: float) -> Entry | None:
-        """The longest that fits of the first REACH prompts; of all, where none of these does."""
-        near = [entry for entry in islice(floor.backlog, REACH) if entry.longest_tokens <= limit]
+        """The longest that fits of the first TUNING.reach prompts; of all, where none of these does."""
+        near = [entry for entry in islice(floor.backlog, TUNING.reach) if entry.longest_tokens <= limit]
         for entry in sorted(near, key=lambda entry: -entry.longest_tokens):
             if entry.longest_tokens <= limit:
                 if self._reservations.reserve(version, entry):
                     return entry
-                limit = entry.longest_tokens * STEP_DOWN
-        for _ in range(TRIES // 2):
+                limit = entry.longest_tokens * TUNING.step_down
+        for _ in range(TUNING.tries // 2):
             far = floor.backlog.longest_within(limit)
             if far is None or self._reservations.reserve(version, far):
                 return far
-            limit = far.longest_tokens * STEP_DOWN
+            limit = far.longest_tokens * TUNING.step_down
         return None
 
     def _crowded(self, floor: Floor, version: int) -> bool:
-        """Whether a DP group of this version has requests to move to an emptier one."""
+        """Whether a worker of this version has requests to move to an emptier one."""
         if version not in self._crowds:
             hosts = floor.hosts(version)
-            self._crowds[version] = any(worker.kv_expected > CROWDED * worker.kv_tokens for worker in hosts)
+            self._crowds[version] = any(worker.kv_expected > TUNING.crowded * worker.kv_tokens for worker in hosts)
         return self._crowds[version]
 
     def _sparse(self, floor: Floor, version: int) -> bool:
@@ -192,10 +164,10 @@ class LaxityPolicy(BasePolicy):
         for worker in floor.hosts(version):
             slots, held = slots + worker.slots, held + worker.held
             kv_tokens, kv = kv_tokens + worker.kv_tokens, kv + worker.kv_expected
-        return bool(slots) and held / slots > kv / kv_tokens + DENSE
+        return bool(slots) and held / slots > kv / kv_tokens + TUNING.dense
 
     def _forecast(self, floor: Floor, worker: Worker) -> list[float]:
-        """KV of a DP group after ENGINE_TOKENS. Plain numbers: numpy takes longer for so few."""
+        """KV of a worker after TUNING.engine_tokens. Plain numbers: numpy takes longer for so few."""
         forecast = self._forecasts.get(worker.seat)
         if forecast is None:
             rows = np.fromiter(worker.rows, dtype=np.int64, count=len(worker.rows))
@@ -207,51 +179,51 @@ class LaxityPolicy(BasePolicy):
     # ------------------------------------------------------------------------------------------------------------ plan
 
     def observe(self, floor: Floor) -> None:
-        """The schedule as of now: a plan at a publish hands DP groups on by the step that begins, not by the last."""
+        """The schedule as of now: a plan at a publish hands workers on by the step that begins, not by the last."""
         self._reservations.observe(floor)
 
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
-        demand = self._demand(snapshot)
-        targets = demand.targets()
-        self._reservations.ample, self._leader = demand.ample, demand.leader
-        return Plan(targets, self._moves(snapshot, demand, targets))
+        allocation = self._allocation(snapshot)
+        targets = allocation.targets()
+        self._reservations.ample, self._leader = allocation.ample, allocation.leader
+        return Plan(targets, self._moves(snapshot, allocation, targets))
 
     def successor(self, floor: Floor) -> int | None:
         """Where KV is ample the older versions keep what works for them, and the leading one gets what does not.
 
-        A plan would say the same, in a thousand times as long: there DP groups run dry one by one, hundreds a step.
+        A plan would say the same, in a thousand times as long: there workers run dry one by one, hundreds a step.
         """
         leads = self._leader == floor.newest and any(worker.held for worker in floor.hosts(floor.newest))
         return floor.newest if self._reservations.ample and leads else None
 
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
-        return self._moves(snapshot, self._demand(snapshot), living_targets(snapshot))
+        return self._moves(snapshot, self._allocation(snapshot), living_targets(snapshot))
 
-    def _demand(self, snapshot: Snapshot) -> Demand:
+    def _allocation(self, snapshot: Snapshot) -> Allocation:
         reservations = self._reservations
         # at a publish without an older version no group is left to know it by
         reservations.group_kv_tokens = snapshot.group_kv_tokens or reservations.group_kv_tokens
-        return Demand(
+        return Allocation(
             snapshot,
-            reservations.lifespan,
+            reservations.schedule,
             reservations.kept_free,
             reservations.group_kv_tokens,
             reservations.ample,
         )
 
-    def _moves(self, snapshot: Snapshot, demand: Demand, targets: dict[int, int]) -> tuple[Move, ...]:
-        moves, lanes = demand.moves(targets)
+    def _moves(self, snapshot: Snapshot, allocation: Allocation, targets: dict[int, int]) -> tuple[Move, ...]:
+        moves, reserved = allocation.moves(targets)
         loaded, kv_tokens = snapshot.workers.loaded, snapshot.workers.kv_tokens
-        self._lanes = {seat: (int(loaded[seat]), lane.kv_tokens) for seat, lane in lanes.by_seat.items()}
+        self._caps = {seat: (int(loaded[seat]), worker.kv_tokens) for seat, worker in reserved.by_seat.items()}
         kept_free: dict[int, float] = defaultdict(float)
-        for seat, (version, most) in self._lanes.items():
-            kept_free[version] += FILL * float(kv_tokens[seat]) - most
+        for seat, (version, most) in self._caps.items():
+            kept_free[version] += TUNING.fill * float(kv_tokens[seat]) - most
         self._reservations.kept_free = kept_free
         return moves
 
     def _most(self, worker: Worker) -> float:
-        """KV that a DP group is to hold at most."""
-        version, most = self._lanes.get(worker.seat, (-1, 0.0))
+        """KV that a worker is to hold at most."""
+        version, most = self._caps.get(worker.seat, (-1, 0.0))
         if version == worker.hosts:
             return most
-        return (BELIEVED_FILL if self._reservations.believed else FILL) * worker.kv_tokens
+        return (TUNING.believed_fill if self._reservations.believed else TUNING.fill) * worker.kv_tokens

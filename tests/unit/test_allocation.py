@@ -1,4 +1,4 @@
-"""Which version gives a DP group up and which gets one, by the KV that requests hold and will hold."""
+"""Which version gives a worker up and which gets one, by the KV that requests hold and will hold."""
 
 import math
 from typing import Any
@@ -8,8 +8,9 @@ import pytest
 
 from dora.orchestrator.core.lognormal import remaining_tokens
 from dora.orchestrator.core.plan import Move
-from dora.orchestrator.core.policies.demand import HORIZON_TOKENS, LEVEL_TOKENS, Demand
-from dora.orchestrator.core.policies.lifespan import Lifespan
+from dora.orchestrator.core.policies.laxity.allocation import Allocation
+from dora.orchestrator.core.policies.laxity.schedule import Schedule
+from dora.orchestrator.core.policies.laxity.tuning import TUNING
 from dora.orchestrator.core.snapshot import Snapshot
 from tests.unit.snapshots import MAX_TOKENS, PROMPT_TOKENS, snapshot_of
 
@@ -18,11 +19,11 @@ BELIEF = (math.log(3_000.0), LOG_SD)
 
 
 def targets_of(snapshot: Snapshot, group_kv_tokens: float = 0.0) -> dict[int, int]:
-    return Demand(snapshot, None, {}, group_kv_tokens).targets()
+    return Allocation(snapshot, None, {}, group_kv_tokens).targets()
 
 
 def test_with_nothing_to_spare_the_version_gives_that_overflows_least() -> None:
-    """Version 0 fills 1.1 of its two DP groups, version 1 nearly 2: it is 0 that can do with one."""
+    """Version 0 fills 1.1 of its two workers, version 1 nearly 2: it is 0 that can do with one."""
     workers = [{"loaded": version, "kv_tokens": 100_000} for version in (0, 0, 1, 1)]
     requests = [(0, 0, 54_000), (0, 1, 53_000), (1, 2, 95_000), (1, 3, 94_000)]
     targets = targets_of(snapshot_of(workers, requests, newest=2, window=4, admissible={2: 8}))
@@ -30,7 +31,7 @@ def test_with_nothing_to_spare_the_version_gives_that_overflows_least() -> None:
     assert targets[1] == 2  # the one with less KV
 
 
-def test_few_dp_groups_pass_a_version_over_while_the_one_before_may_begin_more() -> None:
+def test_few_workers_pass_a_version_over_while_the_one_before_may_begin_more() -> None:
     """Four of them, window 3: every second version is taken up."""
     workers, requests = [{"loaded": 0}] * 4, [(0, seat, 500) for seat in range(4)]
 
@@ -42,7 +43,7 @@ def test_few_dp_groups_pass_a_version_over_while_the_one_before_may_begin_more()
         return sorted(targets_of(snapshot).values())
 
     assert targets(1, v0=4, v1=8) == [0, 0, 0, 0]
-    assert targets(1, v0=0, v1=8)[-1] == 1  # else DP groups would stand idle
+    assert targets(1, v0=0, v1=8)[-1] == 1  # else workers would stand idle
     assert targets(2, v0=4, v1=8, v2=8)[-1] == 2
 
 
@@ -66,28 +67,28 @@ def test_the_chance_to_run_on_follows_the_belief() -> None:
     def tail(tokens: float) -> float:
         return 0.5 * math.erfc((math.log(tokens) - BELIEF[0]) / LOG_SD / math.sqrt(2.0))
 
-    ahead = np.array([LEVEL_TOKENS, HORIZON_TOKENS, MAX_TOKENS - TOKENS])
+    ahead = np.array([TUNING.level_tokens, TUNING.horizon_tokens, MAX_TOKENS - TOKENS])
     chance = requests.runs_on(np.array([0]), ahead)[0]
     assert chance[:2] == pytest.approx([tail(TOKENS + tokens) / tail(TOKENS) for tokens in ahead[:2]], rel=1e-3)
     assert chance[2] == 0.0  # its limit
 
 
 def test_believed_requests_need_the_kv_that_those_still_running_will_hold() -> None:
-    """They are expected to run far beyond the horizon, but not all of them do: the version needs fewer DP groups."""
+    """They are expected to run far beyond the horizon, but not all of them do: the version needs fewer workers."""
     log_mean, log_sd = BELIEF
     expected = float(remaining_tokens(log_mean, log_sd, TOKENS, MAX_TOKENS)[0])
-    assert expected > HORIZON_TOKENS
+    assert expected > TUNING.horizon_tokens
     workers = [{"loaded": 0, "kv_tokens": 50_000, "slots": 256} for _ in range(8)]
     requests = [(0, index % 8, TOKENS + PROMPT_TOKENS) for index in range(96)]  # 193,000 tokens of KV now
     fields = {"newest": 1, "window": 2, "admissible": {1: 100}, "backlog_longest": np.array([100.0])}
     known = targets_of(snapshot_of(workers, requests, remaining_tokens=expected, **fields))
     believed = targets_of(snapshot_of(workers, requests, remaining_tokens=expected, belief=BELIEF, **fields))
     count = [list(targets.values()).count(0) for targets in (known, believed)]
-    assert count == [7, 5]  # 348,000 tokens if all run on; 206,000 as believed, of 48,500 a DP group
+    assert count == [7, 5]  # 348,000 tokens if all run on; 206,000 as believed, of 48,500 a worker
 
 
-def test_a_dp_group_that_is_to_change_is_emptied_though_its_peers_will_only_just_have_room() -> None:
-    """Where every request counts as running on, its peer seems to overflow, and the DP group stands still."""
+def test_a_worker_that_is_to_change_is_emptied_though_its_peers_will_only_just_have_room() -> None:
+    """Where every request counts as running on, its peer seems to overflow, and the worker stands still."""
     workers = [{"loaded": 0, "kv_tokens": 50_000}, {"loaded": 0, "kv_tokens": 50_000, "target": 1}]
     requests = [(0, 0, TOKENS)] * 19 + [(0, 1, TOKENS)] * 2
     targets = {0: 0, 1: 1}
@@ -95,26 +96,26 @@ def test_a_dp_group_that_is_to_change_is_emptied_though_its_peers_will_only_just
         snapshot_of(workers, requests, newest=1, remaining_tokens=2_000.0, **belief)
         for belief in ({}, {"belief": (math.log(2_500.0), 0.5)})
     )
-    moves = [Demand(snapshot, None, {}).moves(targets)[0] for snapshot in (known, believed)]
+    moves = [Allocation(snapshot, None, {}).moves(targets)[0] for snapshot in (known, believed)]
     assert [len(each) for each in moves] == [0, 2]
 
 
 @pytest.mark.parametrize(("contexts", "moved"), [((99_000,), []), ((60_000, 39_000), [Move(0, 1)])])
-def test_a_request_that_fills_a_dp_group_alone_stays_though_another_is_empty(
+def test_a_request_that_fills_a_worker_alone_stays_though_another_is_empty(
     contexts: tuple[int, ...], moved: list[Move]
 ) -> None:
     """It would press the other as much, and move back; of two one goes."""
     workers = [{"loaded": 0, "kv_tokens": 100_000} for _ in range(2)]
-    demand = Demand(snapshot_of(workers, [(0, 0, context) for context in contexts], newest=0), None, {})
-    moves, _ = demand.moves({0: 0, 1: 0})
+    allocation = Allocation(snapshot_of(workers, [(0, 0, context) for context in contexts], newest=0), None, {})
+    moves, _ = allocation.moves({0: 0, 1: 0})
     assert list(moves) == moved
 
 
-ROOM = 97_000  # KV of a DP group of the tests below, as far as it is filled
+ROOM = 97_000  # KV of a worker of the tests below, as far as it is filled
 
 
 def ten_idle(**fields: Any) -> Snapshot:
-    """Twelve DP groups of version 0, of which two work; version 1 may begin four groups, which are a step."""
+    """Twelve workers of version 0, of which two work; version 1 may begin four groups, which are a step."""
     workers = [{"loaded": 0, "kv_tokens": 100_000} for _ in range(12)]
     waits = {"newest": 1, "admissible": {1: 4}, "backlog_longest": np.array([500.0])}
     return snapshot_of(workers, [(0, 0, 1_000), (0, 1, 1_000)], **{**waits, **fields})
@@ -124,48 +125,48 @@ def ten_idle(**fields: Any) -> Snapshot:
 def test_an_old_version_is_packed_tight_only_where_begun_and_to_come_do_not_fit_twice(
     group_kv_tokens: float, ample: bool
 ) -> None:
-    """Each version has begun what one DP group holds, and four groups fill four: six of 12, or a little more."""
-    demand = Demand(ten_idle(), None, {}, group_kv_tokens)
-    targets = demand.targets()
+    """Each version has begun what one worker holds, and four groups fill four: six of 12, or a little more."""
+    allocation = Allocation(ten_idle(), None, {}, group_kv_tokens)
+    targets = allocation.targets()
     assert list(targets.values()).count(0) == (2 if ample else 1)
-    assert demand.ample == ample
+    assert allocation.ample == ample
 
 
 @pytest.mark.parametrize(("group_kv_tokens", "ample"), [(1.01 * ROOM, True), (1.6 * ROOM, True), (1.7 * ROOM, False)])
 def test_kv_that_was_ample_is_so_for_longer(group_kv_tokens: float, ample: bool) -> None:
     """At a publish the newest version's step counts twice: what it has begun by then, and what it may begin."""
-    demand = Demand(ten_idle(), None, {}, group_kv_tokens, ample=True)
-    demand.targets()
-    assert demand.ample == ample
+    allocation = Allocation(ten_idle(), None, {}, group_kv_tokens, ample=True)
+    allocation.targets()
+    assert allocation.ample == ample
 
 
 @pytest.mark.parametrize(
     ("version", "ample", "begins", "moved"),
     [(0, True, 4, [1, 1]), (0, False, 4, []), (0, False, 0, [1, 1]), (1, True, 4, []), (1, False, 0, [])],
 )
-def test_where_nobody_else_wants_its_dp_groups_the_due_version_is_spread_evenly(
+def test_where_nobody_else_wants_its_workers_the_due_version_is_spread_evenly(
     version: int, ample: bool, begins: int, moved: list[int]
 ) -> None:
-    """Window 2, version 1 is the newest: four responses of 8% of the KV each on one of two DP groups.
+    """Window 2, version 1 is the newest: four responses of 8% of the KV each on one of two workers.
 
     Where KV is short they stay packed for what the newest may begin, if there is any.
     """
     workers = [{"loaded": version, "kv_tokens": 100_000} for _ in range(2)]
     requests = [(version, 0, 8_000)] * 4
-    lifespan = Lifespan(2, 2, 1, 1, 1, 0.0, next_s=100.0, step_s=100.0)
+    schedule = Schedule(2, 2, 1, 1, 1, 0.0, next_s=100.0, step_s=100.0)
     waits = {"admissible": {1: begins}, "backlog_longest": np.array([500.0])}
-    demand = Demand(snapshot_of(workers, requests, newest=1, **waits), lifespan, {}, 1_000.0, ample=ample)
-    moves, _ = demand.moves({0: version, 1: version})
+    allocation = Allocation(snapshot_of(workers, requests, newest=1, **waits), schedule, {}, 1_000.0, ample=ample)
+    moves, _ = allocation.moves({0: version, 1: version})
     assert [move.target for move in moves] == moved
 
 
 def test_the_newest_version_gets_what_all_that_it_may_begin_can_fill() -> None:
-    """It may begin forty groups, a quarter of which is more than there is for: DP groups go in proportion, 1 to 11."""
+    """It may begin forty groups, a quarter of which is more than there is for: workers go in proportion, 1 to 11."""
     targets = list(targets_of(ten_idle(admissible={1: 40}), 0.99 * ROOM).values())
     assert (targets.count(0), targets.count(1)) == (1, 11)
 
 
-def test_a_dp_group_that_empties_for_a_version_does_not_work_for_it() -> None:
+def test_a_worker_that_empties_for_a_version_does_not_work_for_it() -> None:
     """Eight are to have version 1 and still hold 0, whose KV needs one: only what idles goes to where it works."""
     workers = [{"loaded": 0, "target": 1, "kv_tokens": 100_000}] * 8 + [{"loaded": 2, "kv_tokens": 100_000}] * 12
     requests = [*((0, seat, 1_000) for seat in range(8)), (2, 8, 1_000)]
@@ -173,22 +174,22 @@ def test_a_dp_group_that_empties_for_a_version_does_not_work_for_it() -> None:
     assert sorted(targets_of(snapshot, 1_000.0).values()) == [0] + [2] * 19
 
 
-def test_kv_that_lanes_keep_free_has_not_begun() -> None:
-    demand = Demand(ten_idle(), None, {0: 6.0 * ROOM}, 1_000.0)
-    demand.targets()
-    assert demand.ample
+def test_kv_that_reserved_workers_keep_free_has_not_begun() -> None:
+    allocation = Allocation(ten_idle(), None, {0: 6.0 * ROOM}, 1_000.0)
+    allocation.targets()
+    assert allocation.ample
 
 
 @pytest.mark.parametrize(("admissible", "hosts"), [(40, 5), (2, 2), (0, 1)])
 def test_an_older_version_has_what_its_schedule_says_as_far_as_it_could_fill_that(admissible: int, hosts: int) -> None:
-    """A step old, of four: five of 20 DP groups by the schedule, while its requests hold half of one.
+    """A step old, of four: five of 20 workers by the schedule, while its requests hold half of one.
 
     Two groups more could nearly fill another one. One that may begin none has what its requests hold.
     """
     workers = [{"loaded": version, "kv_tokens": 100_000} for version in (0, 1) for _ in range(10)]
     requests = [(0, 0, 50_000), *((1, seat, 95_000) for seat in range(10, 20))]
     waits = {"newest": 1, "window": 5, "admissible": {0: admissible, 1: 400}, "backlog_longest": np.array([500.0])}
-    lifespan = Lifespan(20, 5, 1, 1, 1, 0.0, next_s=100.0, step_s=100.0)
-    demand = Demand(snapshot_of(workers, requests, **waits), lifespan, {}, 40_000.0)
-    assert list(demand.targets().values()).count(0) == hosts
-    assert lifespan.hosts(0, 0.0) == 5.0
+    schedule = Schedule(20, 5, 1, 1, 1, 0.0, next_s=100.0, step_s=100.0)
+    allocation = Allocation(snapshot_of(workers, requests, **waits), schedule, {}, 40_000.0)
+    assert list(allocation.targets().values()).count(0) == hosts
+    assert schedule.share(0, 0.0) == 5.0

@@ -11,8 +11,8 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Backlog
-from dora.orchestrator.core.policies.descent import AT_ONCE, BEGUN, limit_tokens
-from dora.orchestrator.core.policies.reservations import OUTMOST_SD, UNHURRIED, Reservations
+from dora.orchestrator.core.policies.laxity.reservations import Reservations, longest_first_tokens
+from dora.orchestrator.core.policies.laxity.tuning import TUNING
 from tests.unit.test_laxity import machine_of, prompts_of, started
 
 LENGTHS = [100 * 2**octave for octave in range(8)]  # 100 to 12,800
@@ -43,21 +43,21 @@ def test_the_longest_that_begins_falls_over_a_versions_life(
     longest: list[int], window: int, age: float, later: float
 ) -> None:
     backlog = backlog_of(longest)
-    assert limit_tokens(backlog, age + later, window) <= limit_tokens(backlog, age, window)
-    assert limit_tokens(backlog, AT_ONCE * window, window) == inf
-    halfway = limit_tokens(backlog, (AT_ONCE + BEGUN) / 2 * window, window)
+    assert longest_first_tokens(backlog, age + later, window) <= longest_first_tokens(backlog, age, window)
+    assert longest_first_tokens(backlog, TUNING.at_once * window, window) == inf
+    halfway = longest_first_tokens(backlog, (TUNING.at_once + TUNING.begun) / 2 * window, window)
     assert sum(length <= halfway for length in longest) >= len(longest) // 2
 
 
 @given(longest=st.lists(st.integers(1, 50_000), max_size=60), age=st.floats(0.0, 20.0))
 def test_the_shortest_begins_at_any_age(longest: list[int], age: float) -> None:
-    limit = limit_tokens(backlog_of(longest), age, 3)
+    limit = longest_first_tokens(backlog_of(longest), age, 3)
     assert sum(length <= limit for length in longest) >= min(1, len(longest))
 
 
 def test_where_long_prompts_pile_up_longer_ones_begin_at_the_same_age() -> None:
     few, many = backlog_of(LENGTHS * 4), backlog_of(LENGTHS * 4 + [12_800] * 32)
-    assert limit_tokens(many, 1.2, 3) > limit_tokens(few, 1.2, 3)
+    assert longest_first_tokens(many, 1.2, 3) > longest_first_tokens(few, 1.2, 3)
 
 
 # ------------------------------------------------------------------------------------------------- on a small machine
@@ -67,7 +67,7 @@ NOW_S = 120.0
 
 
 def later_on(log_sd: float, max_tokens: int = 50_000, tokens: float = 1_000.0, groups: int = 64) -> Machine:
-    """Four DP groups at window 2, a quarter of version 0's life over; what runs is believed to be so many tokens long.
+    """Four workers at window 2, a quarter of version 0's life over; what runs is believed to be so many tokens long.
 
     Of 4 ``groups`` a step, version 0 may begin no more.
     """
@@ -109,14 +109,14 @@ def test_what_ends_in_time_however_long_it_becomes_does_not_wait(log_sd: float, 
     machine = later_on(log_sd, most_tokens, groups=4)
     assert begun(machine, LENGTHS * 2) == []
     limit, reach = limit_of(machine)
-    assert limit == reach >= UNHURRIED * 4_000
+    assert limit == reach >= TUNING.unhurried * 4_000
 
 
 def test_nearly_known_lengths_hardly_wait() -> None:
     machine = later_on(log_sd=0.05, tokens=16_000.0, groups=4)
     assert begun(machine, LENGTHS * 2) == []
     limit, reach = limit_of(machine)
-    assert limit == pytest.approx(reach / exp(OUTMOST_SD * 0.05))
+    assert limit == pytest.approx(reach / exp(TUNING.outmost_sd * 0.05))
 
 
 def test_the_longest_of_those_whose_turn_it_is_begin_first_and_the_others_rather_than_nothing() -> None:
@@ -124,7 +124,7 @@ def test_the_longest_of_those_whose_turn_it_is_begin_first_and_the_others_rather
 
 
 def test_where_versions_are_passed_over_what_may_turn_out_long_waits_though_nothing_else_begins() -> None:
-    """Four DP groups at window 3: the next version that is taken up is a step away."""
+    """Four workers at window 3: the next version that is taken up is a step away."""
     machine = machine_of(64, LENGTHS, window=3, exhausted=False)
     started(machine)
     requests, rows = machine.state.requests, Floor(machine.state).unfinished()

@@ -1,0 +1,210 @@
+"""How many workers each version gets now, and which, by the KV that its requests hold and will hold."""
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+from math import ceil, inf
+
+import numpy as np
+
+from dora.orchestrator.core.plan import Move
+from dora.orchestrator.core.policies.board import context_tokens, staying
+from dora.orchestrator.core.policies.laxity.moves import LevelBoard
+from dora.orchestrator.core.policies.laxity.reserved import Reservation, reserve
+from dora.orchestrator.core.policies.laxity.schedule import Schedule, leading
+from dora.orchestrator.core.policies.laxity.tuning import TUNING
+from dora.orchestrator.core.policies.targets import cover, plannable, present_targets
+from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.table import Column
+
+
+class Allocation:
+    """One snapshot's supply and demand."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        schedule: Schedule | None,
+        kept_free: Mapping[int, float],
+        group_kv_tokens: float = 0.0,
+        ample: bool = False,
+    ) -> None:
+        """``kept_free``: version -> KV that its reserved workers keep free. ``group_kv_tokens``: of a new group; 0: not
+        known. ``ample``: whether KV was so as last planned."""
+        self._snapshot, self._schedule, self._kept_free = snapshot, schedule, kept_free
+        self._group_kv_tokens = group_kv_tokens
+        self._seats = plannable(snapshot)  # a column: to make one of a list takes longer than to use it
+        self._unfinished = np.flatnonzero(snapshot.requests.unfinished)
+        self._held = context_tokens(snapshot.requests)[self._unfinished].astype(np.float64)
+        targets = snapshot.workers.target[self._seats].tolist()
+        self.leader = leading(snapshot.newest, targets, snapshot.window, snapshot.admits)
+        self.ample = ample  # whether all versions have more workers than they can fill, as ``targets`` has found
+        self._later: dict[float, Column] = {}  # tokens ahead -> KV that each unfinished request will hold by then
+
+    def targets(self) -> dict[int, int]:
+        """Seat -> version. Every version with unfinished requests keeps or gets at least one worker.
+
+        Where KV is ample an older version keeps what works for it. Elsewhere it keeps what its schedule says, or what
+        its KV needs where that is more or the version can admit no more; without a schedule all that it has, until its
+        last step.
+        """
+        snapshot = self._snapshot
+        target = present_targets(snapshot, self.leader)
+        if not self._starved():
+            wanted = self._wanted({*target.values(), self.leader})
+            need = self._needs(wanted, {})
+            to_come = self._filled_by(snapshot.groups_per_step)
+            filled = sum(map(ceil, need.values())) + to_come
+            self.ample = (TUNING.still_ample if self.ample else TUNING.ample) * filled <= len(target)
+            if self.ample:
+                self._deal(target, need, self._spread(need, target))
+            else:
+                need = self._needs(wanted, self._kept_free)
+                self._deal(target, need, self._scheduled(need, len(target)))
+        cover(snapshot, target)
+        return target
+
+    def moves(self, targets: Mapping[int, int]) -> tuple[tuple[Move, ...], Reservation]:
+        """The moves for these targets, and the reserved workers among those that stay with their version."""
+        snapshot, schedule = self._snapshot, self._schedule
+        # whether no version is packed tight for the sake of what is to begin: there is room, or nothing to begin
+        roomy = self.ample or not self._may_begin(self.leader)
+        reserved = Reservation.none(snapshot)
+        if schedule is not None and schedule.hurried:
+            stays = staying(snapshot, targets)
+            reserved = reserve(snapshot, stays, schedule.end_s, schedule.reserved_fill, roomy)
+        later = np.zeros(len(snapshot.requests.tokens))
+        later[self._unfinished] = self._look_ahead(TUNING.level_tokens)
+        # where nobody else wants its workers the due version's are levelled, as the step waits for its responses
+        evened = schedule.newest_due if schedule is not None and roomy else -1
+        board = LevelBoard(snapshot, targets, reserved, later, evened)
+        board.plan()
+        return board.moves(), reserved
+
+    def _spread(self, exact: Mapping[int, float], target: Mapping[int, int]) -> dict[int, int]:
+        """Where KV is ample: older versions keep what works for them, the newest gets what it could fill.
+
+        Where there are not as many, each in proportion to what it needs.
+        """
+        snapshot, workers = self._snapshot, self._snapshot.workers
+        need = {version: ceil(each) for version, each in exact.items()}
+        if self._may_begin(self.leader):
+            need[self.leader] += ceil(TUNING.new_share * self._filled_by(snapshot.admissible[self.leader]))
+        working = np.flatnonzero((workers.held > 0) & (workers.loaded == workers.target))  # not what empties for it
+        works = Counter(map(target.get, working.tolist()))
+        kept = {v: least if v == self.leader else max(least, works[v]) for v, least in need.items()}
+        return kept if sum(kept.values()) <= len(target) else _shared(need, len(target))
+
+    def _scheduled(self, exact: Mapping[int, float], workers: int) -> dict[int, int]:
+        """Where KV is short: what each version fills, and an older one what its schedule says where that is more.
+
+        No more than it could fill with all that it may begin: of many workers most of a due version's would be empty.
+        """
+        snapshot, schedule, leader = self._snapshot, self._schedule, self.leader
+        need = {version: ceil(each) for version, each in exact.items()}
+        if schedule is not None:
+            for version in need:
+                if version < leader and need[version] and snapshot.admits(version):
+                    could = exact[version] + self._filled_by(snapshot.admissible[version])
+                    need[version] = max(need[version], ceil(min(could, int(schedule.share(version, snapshot.now_s)))))
+        return need if self._may_begin(leader) else _shared(need, workers)
+
+    def _deal(self, target: dict[int, int], exact: Mapping[int, float], need: Mapping[int, int]) -> None:
+        """Hands workers on until each version has as many as it needs, or none has one to give."""
+        leader, have = self.leader, dict.fromkeys(need, 0) | Counter(target.values())
+        kv_expected = self._snapshot.workers.kv_expected.tolist()
+        # KV and seat, the emptiest last, of versions that have given one up: they had too many, or are robbed as nobody
+        # has; so they get none after
+        emptiest: dict[int, list[tuple[int, int]]] = {}
+
+        def give(source: int, to: int) -> None:
+            if source not in emptiest:
+                seats = [(kv_expected[seat], seat) for seat, its in target.items() if its == source]
+                emptiest[source] = sorted(seats, reverse=True)
+            target[emptiest[source].pop()[1]] = to
+            have[source] -= 1
+            have[to] += 1
+
+        for version in sorted(need):
+            if version < leader and (self._schedule is not None or self._ends(version)):
+                while have[version] > need[version]:  # at once to the one that would get it in the end
+                    give(version, next((v for v in sorted(need) if have[v] < need[v]), leader))
+        for version in sorted(need):  # the earliest deadline first
+            while have[version] < need[version]:
+                donors = [v for v in need if v != version and have[v] > need[v]]
+                if donors:
+                    give(max(donors), version)
+                elif not have[version] and (donors := [v for v in need if have[v] > 1]):
+                    give(min(donors, key=lambda v: (exact[v] - have[v], v)), version)
+                else:
+                    break
+
+    def _wanted(self, versions: set[int]) -> dict[int, tuple[int, float]]:
+        """Version -> its unfinished requests, and their KV: now or at the horizon, whichever is more. In order."""
+        of_version = self._snapshot.requests.version[self._unfinished]
+        first = int(of_version.min(initial=0))
+        places, later = of_version - first, self._look_ahead(TUNING.horizon_tokens, TUNING.level_tokens)
+        counts = np.bincount(places).tolist()
+        kv = np.maximum(np.bincount(places, weights=self._held), np.bincount(places, weights=later)).tolist()
+        found = {first + place: each for place, each in enumerate(zip(counts, kv, strict=True)) if each[0]}
+        return {version: found.get(version, (0, 0.0)) for version in sorted(versions | found.keys())}
+
+    def _needs(self, wanted: Mapping[int, tuple[int, float]], kept_free: Mapping[int, float]) -> dict[int, float]:
+        """Workers that each version needs for its requests and their KV; the leading one at least."""
+        slots, kv_tokens = self._worker
+        need: dict[int, float] = {}
+        for version, (requests, kv) in wanted.items():
+            least = 1 if requests or version == self.leader else 0
+            kv += kept_free.get(version, 0.0)
+            need[version] = max(least, kv / (TUNING.fill * kv_tokens), requests / slots)
+        return need
+
+    def _filled_by(self, groups: int) -> float:
+        """Workers whose KV so many groups to come would fill, all as long as they get; inf: not known yet.
+
+        Slots do not count: where they are short, what has begun says so.
+        """
+        if not self._group_kv_tokens or not len(self._seats):
+            return inf
+        return groups * self._group_kv_tokens / (TUNING.fill * self._worker[1])
+
+    @cached_property
+    def _worker(self) -> tuple[float, float]:
+        """Slots and KV of a worker, on average."""
+        workers = self._snapshot.workers
+        if not len(self._seats):
+            return 1.0, 1.0
+        return float(workers.slots[self._seats].mean()), float(workers.kv_tokens[self._seats].mean())
+
+    def _look_ahead(self, *ahead_tokens: float) -> Column:
+        """KV that each unfinished request will hold so many tokens later, by the chance that it still runs.
+
+        Of the first of ``ahead_tokens``; the others are made with it, as chances at several times share half their
+        work, and are kept.
+        """
+        if ahead_tokens[0] not in self._later:
+            runs_on = self._snapshot.requests.runs_on(self._unfinished, np.array(ahead_tokens))
+            for tokens, runs in zip(ahead_tokens, runs_on.T, strict=True):
+                self._later[tokens] = (self._held + tokens) * runs
+        return self._later[ahead_tokens[0]]
+
+    def _starved(self) -> bool:
+        """Whether the leading version has nothing and will get nothing: no prompt is left."""
+        snapshot, requests = self._snapshot, self._snapshot.requests
+        has = bool((requests.unfinished & (requests.version == self.leader)).any())
+        return not has and not len(snapshot.backlog_longest) and not snapshot.admits(self.leader)
+
+    def _may_begin(self, version: int) -> bool:
+        """Whether a prompt waits that this version may still take."""
+        return len(self._snapshot.backlog_longest) > 0 and self._snapshot.admits(version)
+
+    def _ends(self, version: int) -> bool:
+        """Whether this version is in its last step, or can admit no more."""
+        due = version + self._snapshot.window - 1 <= self._snapshot.newest
+        return due or not self._snapshot.admits(version)
+
+
+def _shared(need: dict[int, int], workers: int) -> dict[int, int]:
+    """What is left over of so many workers goes to all versions in proportion to what they need: all get faster."""
+    total = sum(need.values())
+    return {version: max(least, least * workers // total) for version, least in need.items()} if total else need

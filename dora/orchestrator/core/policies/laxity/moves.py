@@ -1,0 +1,102 @@
+"""Which requests move: off workers that change, to reserved ones, and off those whose KV runs out."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from dora.orchestrator.core.policies.board import Board
+from dora.orchestrator.core.policies.laxity.reserved import Reservation
+from dora.orchestrator.core.policies.laxity.tuning import TUNING
+from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.table import Column
+
+
+class LevelBoard(Board):
+    """KV of each worker as it would be once the moves so far are done: now, and ``TUNING.level_tokens`` later.
+
+    ``later``: by row, KV that each request will hold by then. ``evened``: what hosts this or an older version is
+    levelled at once, and not only when its KV runs out.
+    """
+
+    def __init__(
+        self, snapshot: Snapshot, targets: Mapping[int, int], reserved: Reservation, later: Column, evened: int
+    ) -> None:
+        super().__init__(snapshot, targets)
+        self._reserved, self._later = reserved, later
+        self._pressed = np.where(self.workers.loaded <= evened, 0.0, TUNING.pressed)
+        rows = np.flatnonzero(self.requests.unfinished & (self.requests.worker >= 0))
+        self._ahead = np.bincount(self.requests.worker[rows], weights=later[rows], minlength=len(self.held))
+        # by seat: KV over what it is to hold, kept up to date, as every move asks for the least of many
+        self._level = np.full(len(self.held), np.inf)
+        for_all = TUNING.fill * np.maximum(self.kv, self._ahead)
+        np.divide(for_all, reserved.cap, out=self._level, where=reserved.cap > 0)
+
+    def plan(self) -> None:
+        """Off workers that change or leave, the longest first; to reserved ones; then off those whose KV runs out."""
+        rows, requests = self.displaced(), self.requests
+        for row in rows[np.argsort(-requests.remaining_tokens(rows), kind="stable")].tolist():
+            self._move_on(row)
+        for row, seat in self._reserved.to.items():
+            if requests.movable[row] and self.stays[requests.worker[row]]:
+                self._hurry(row, seat)
+        stay = np.flatnonzero(self.stays)
+        for seat in stay[self._level[stay] > self._pressed[stay]].tolist():
+            self._relieve(seat)
+
+    def _move_on(self, row: int, level: float = TUNING.fill) -> bool:
+        """To its reserved worker, else the one of its version with the most free KV, as far as ``level`` allows."""
+        source, peers = self.seat_of(row), self.peers(int(self.requests.version[row]))
+        slots = self.workers.slots
+        levels = np.where(self.held[peers] < slots[peers], self._level[peers], np.inf)
+        levels[peers == source] = np.inf
+        place = int(levels.argmin()) if len(levels) else 0
+        if not len(levels) or levels[place] == np.inf:
+            return False
+        reserved = self._reserved.to.get(row, -1)
+        target = reserved if reserved >= 0 and self.held[reserved] < slots[reserved] else int(peers[place])
+        if self.held[target] and self._filled(row, target) * TUNING.fill > level * self._reserved.cap[target]:
+            return False
+        self.move(row, target)
+        return True
+
+    def _hurry(self, row: int, seat: int) -> None:
+        """To its reserved worker, though that may have others to give away first."""
+        room = TUNING.fill * self.workers.kv_tokens[seat] - self._filled(row, seat)
+        if self.held[seat] < self.workers.slots[seat] and room >= 0:
+            self.move(row, seat)
+
+    def _relieve(self, seat: int) -> None:
+        """Moves the largest requests without hurry off a pressed worker, while others of its version are emptier.
+
+        Never the last one: alone it would press any other as much, and be moved on for ever without a token.
+        """
+        peers = self.peers(int(self.workers.loaded[seat]))
+        largest: list[int] | None = None
+        while len(peers) > 1 and self.held[seat] > 1 and (level := float(self._level[seat])) > self._pressed[seat]:
+            if level - float(self._level[peers].min()) < TUNING.level_gap:
+                return
+            if largest is None:
+                movable = self.requests.movable & ~self._reserved.hurried
+                rows = np.flatnonzero(movable & (self.requests.worker == seat))
+                largest = rows[np.argsort(self.context[rows], kind="stable")].tolist()
+            if not largest or not self._move_on(largest.pop(), level):
+                return
+
+    def _filled(self, row: int, seat: int) -> float:
+        """KV of a worker with this request too."""
+        return float(max(self.kv[seat] + self.context[row], self._ahead[seat] + self._later[row]))
+
+    def _add(self, row: int, seat: int) -> None:
+        super()._add(row, seat)
+        self._ahead[seat] += self._later[row]
+        self._relevel(seat)
+
+    def _remove(self, row: int, seat: int) -> None:
+        super()._remove(row, seat)
+        self._ahead[seat] -= self._later[row]
+        self._relevel(seat)
+
+    def _relevel(self, seat: int) -> None:
+        cap = self._reserved.cap[seat]
+        if cap:
+            self._level[seat] = TUNING.fill * max(float(self.kv[seat]), float(self._ahead[seat])) / cap

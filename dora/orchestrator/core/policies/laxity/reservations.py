@@ -1,0 +1,193 @@
+"""KV that the admitted requests of each version will hold, against the KV that the version is to have by then.
+
+A request of context ``c`` with ``r`` tokens to come holds ``c + h`` after ``h`` tokens where ``r > h``, else nothing.
+Summed over requests on a grid of ``h`` that is a forecast which can be added to as requests come: O(grid) each.
+"""
+
+from math import exp
+
+import numpy as np
+
+from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.line import Backlog, Entry
+from dora.orchestrator.core.lognormal import running_chance
+from dora.orchestrator.core.policies.laxity.schedule import Schedule, schedule_of
+from dora.orchestrator.core.policies.laxity.tuning import TUNING
+from dora.orchestrator.core.table import Column
+
+GRID = np.array(  # tokens ahead: close where most is decided, to beyond the longest response of the papers
+    [0, 250, 500, 750, 1000, 1500, 2000, 3000, 4000, 5500, 7000, 9000, 11000, 13500, 16000, 19000, 22000, 25500.0]
+)
+
+
+def on_grid(context: Column, remaining: Column, grid: Column) -> Column:
+    """Forecast of these requests: shape (len(grid),)."""
+    return ((context[:, None] + grid) * (remaining[:, None] > grid)).sum(axis=0)
+
+
+def rows_forecast(floor: Floor, rows: Column, grid: Column) -> tuple[Column, float]:
+    """Forecast of requests by their rows, and the sum of their contexts now.
+
+    Where lengths are only believed, each counts with the chance that it still runs: over many that is what they hold.
+    """
+    requests = floor.requests
+    tokens = requests["tokens"][rows]
+    context = (requests["prompt_tokens"][rows] + tokens).astype(np.float64)
+    remaining = np.maximum(requests["expected"][rows] - tokens, 1.0)
+    log_mean, log_sd, most = (requests[name][rows] for name in ("log_mean", "log_sd", "max_tokens"))
+    runs = running_chance(remaining, log_mean, log_sd, tokens, most, grid)
+    return ((context[:, None] + grid) * runs).sum(axis=0), float(context.sum())
+
+
+class Reservations:
+    """Made from the floor every few seconds; ``reserve`` counts a group in between."""
+
+    def __init__(self) -> None:
+        self._made_s = 0.0
+        self._made_for = (-1, 0, 0)  # newest version, workers there were, and of these what was to stay
+        self._reserved: dict[int, Column] = {}  # version -> KV on GRID
+        self._limit: dict[int, Column] = {}
+        self._log_sd = 0.0  # how unsure lengths are: standard deviation of their logarithms, on average
+        self._most_tokens = 0.0  # no response is expected to become longer
+        self.token_s = 0.0  # seconds a token takes
+        self.believed = False  # lengths are not known, of some of the unfinished requests at least
+        self.schedule: Schedule | None = None  # None: how long steps and tokens take is not known yet
+        # as last planned
+        self.kept_free: dict[int, float] = {}  # version -> KV that its reserved workers keep free
+        self.group_kv_tokens = 0.0  # KV of a group at its end, as last seen
+        self.ample = False  # there are far more workers than can be filled
+
+    def refresh(self, floor: Floor) -> bool:
+        """Makes the forecast anew where it is old; says whether it did."""
+        if not self._stale(floor):
+            return False
+        self.observe(floor)
+        if self.schedule is None:
+            return False
+        self._made_s, self._made_for = floor.now_s, _basis(floor)
+        self._forecast(floor, self.schedule)
+        return True
+
+    def observe(self, floor: Floor) -> None:
+        """Makes the schedule anew where it is old, and nothing else: the forecast takes many times as long."""
+        if floor.rhythm.step_s and floor.rhythm.pace_s and self._stale(floor):
+            self.token_s = TUNING.safety * floor.rhythm.pace_s
+            self.schedule = schedule_of(floor)
+
+    def _stale(self, floor: Floor) -> bool:
+        if self.schedule is None or _basis(floor) != self._made_for:
+            return True
+        rest_s = TUNING.refresh_step * self.schedule.step_s
+        return floor.now_s - self._made_s >= (rest_s if self.ample else min(TUNING.refresh_s, rest_s))
+
+    def limit_tokens(self, floor: Floor, version: int) -> float:
+        """The longest response, as predicted, that is to begin now.
+
+        Where lengths are only believed it may turn out much longer, and would hold a worker of the due version nearly
+        alone: it waits for the next version where some are passed over, else for the next publish
+        (``longest_first_tokens``); unless it ends in time however long it becomes.
+        """
+        assert self.schedule is not None
+        schedule, reach = self.schedule, self.reach_tokens(floor, version)
+        if not self.believed:
+            return reach
+        if schedule.stride > 1:
+            longer = min(TUNING.risk, exp(TUNING.risk_sd * self._log_sd))
+            return reach / longer if reach < self._most_tokens else reach
+        if reach >= TUNING.unhurried * self._most_tokens:
+            return reach
+        limit = longest_first_tokens(floor.backlog, float(schedule.age(version, floor.now_s)), schedule.window)
+        return min(reach, max(limit, reach / exp(TUNING.outmost_sd * self._log_sd)))
+
+    def reach_tokens(self, floor: Floor, version: int) -> float:
+        """The longest response that can begin now and end by its version's deadline."""
+        assert self.schedule is not None
+        return (self.schedule.end_s(version) - floor.now_s) / self.token_s
+
+    def reserve(self, version: int, entry: Entry, late: bool = False) -> bool:
+        """Counts the group of a prompt in where its KV fits from now to its end, and says whether it did.
+
+        ``late``: it will end after the deadline whatever is done; its KV need only fit as far as the version goes.
+        """
+        lengths = np.asarray(entry.lengths)
+        more = on_grid(np.full(len(lengths), float(entry.prompt.prompt_tokens)), lengths, GRID)
+        reserved, limit = self._reserved[version] + more, self._limit[version]
+        over = (reserved > limit) & (more > 0)
+        if late:
+            over &= limit > 0
+        if over.any():
+            return False
+        self._reserved[version] = reserved
+        return True
+
+    def _judge(self, floor: Floor, rows: Column) -> None:
+        """How far beyond what is believed of them these may go."""
+        log_mean, log_sd, most = (floor.requests[name][rows] for name in ("log_mean", "log_sd", "max_tokens"))
+        self._log_sd = float(log_sd.mean()) if len(rows) else 0.0
+        log_most = np.minimum(log_mean + TUNING.outmost_sd * log_sd, np.log(np.maximum(1, most)))
+        self._most_tokens = float(np.exp(log_most.max(initial=0.0)))
+
+    def _forecast(self, floor: Floor, schedule: Schedule) -> None:
+        rows = floor.unfinished()
+        self.believed = bool(floor.requests["log_sd"][rows].any())
+        if self.believed:
+            self._judge(floor, rows)
+        versions = floor.requests["version"][rows]
+        kv_tokens = max(1.0, TUNING.fill * floor.kv_tokens() / max(1, schedule.workers))  # of one worker
+        for known in self._reserved.keys() - set(floor.versions()):
+            del self._reserved[known], self._limit[known]
+        spare = np.zeros(len(GRID))  # what versions that can admit no more do not need: the leading one can count on it
+        for version in reversed(floor.versions()):
+            self._reserved[version] = rows_forecast(floor, rows[versions == version], GRID)[0]
+            kept_free = self.kept_free.get(version, 0.0)
+            share = schedule.share(version, floor.now_s + self.token_s * GRID)
+            present = len(floor.hosts(version))
+            needs = (self._reserved[version] + kept_free) / kv_tokens
+            if version == schedule.leader:
+                share = np.maximum(0.0, share + spare)
+            elif not schedule.taken_up(version):  # one that the schedule does not know: what it holds, others lack
+                share = np.minimum(np.ceil(needs), present)
+                spare -= share
+            elif floor.window.admissible(version) < 1:
+                spare += np.maximum(0.0, share - np.ceil(needs))
+                share = np.minimum(share, np.ceil(needs))
+            else:
+                share = np.maximum(share, held_on(needs, present))
+            share[0] = max(share[0], present)
+            # where the longest cannot end in time on full workers they need all the KV there is, as early as can be
+            if not schedule.hurried:
+                share = share - unreserved(share)
+            self._limit[version] = kv_tokens * share - kept_free
+
+
+def _basis(floor: Floor) -> tuple[int, int, int]:
+    return floor.newest, floor.members, floor.groups()
+
+
+def longest_first_tokens(backlog: Backlog, age: float, window: int) -> float:
+    """The longest response, as believed, that a version begins at an age of so many steps of the ``window``.
+
+    A version begins its prompts by falling length: the later one begins, the less time there is for it to turn out
+    longer. Between two moments of its life the share of the waiting prompts that are short enough falls evenly from all
+    to none, but never below one prompt. Among those that wait, not among those drawn: where long ones pile up, later
+    ones count as short, and so begin.
+    """
+    share = 1.0 - (age / window - TUNING.at_once) / (TUNING.begun - TUNING.at_once)
+    return backlog.longest_of_shortest(max(1, round(share * len(backlog))))
+
+
+def unreserved(workers: Column) -> Column:
+    """How many of a version's workers, at each point of GRID, are left for what begins later."""
+    ahead: Column = np.minimum(1.0, GRID / TUNING.headroom_tokens)
+    return ahead * np.minimum(TUNING.headroom * workers, TUNING.headroom_workers)
+
+
+def held_on(needs: Column, present: int) -> Column:
+    """Workers that a version which has ``present`` will not have given up by each point of GRID, whatever is scheduled.
+
+    Its longest responses began when the schedule was a little later, and now end a little after it. Until then it can
+    as well fill what they leave free, with what ends before them. ``needs``: workers, in parts, for all it admitted.
+    """
+    held = np.where(TUNING.hold_tokens >= GRID, np.minimum(np.ceil(needs - TUNING.headroom), present), 0.0)
+    until: Column = np.maximum.accumulate(held[::-1])[::-1]
+    return until

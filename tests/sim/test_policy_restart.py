@@ -1,0 +1,77 @@
+"""What a strategy keeps between calls can be derived again: one that has seen nothing goes on where another stopped."""
+
+from collections.abc import Callable
+
+import pytest
+
+from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.observation import snapshot
+from dora.orchestrator.core.plan import Move, Trigger
+from dora.orchestrator.core.policies import POLICIES, policy_of
+from dora.orchestrator.core.state import State
+from dora.sim.presets import scenario_for
+from dora.sim.trial import Trial, conduct
+from dora.sim.unreliable import UnreliableWorld
+from dora.sim.world import World
+
+EVERY = 37  # events between two restarts: no divisor of any rhythm in the runs
+FAULT_SEEDS = (11, 12, 13)
+
+
+def check_moves(state: State, moves: tuple[Move, ...], target_of: Callable[[int], int]) -> None:
+    """Each is of a request on a worker, to another one that hosts its version and keeps it."""
+    for move in moves:
+        source, target = state.owner(move.row), state.seats[move.target]
+        version = int(state.requests["version"][move.row])
+        assert source is not None and target is not None and source is not target
+        assert target.loaded == version == target_of(move.target)
+
+
+def check_fresh_plan(state: State) -> None:
+    """A strategy that has seen nothing plans validly on this state."""
+    policy = policy_of(state.config.balance, state.window.size)
+    floor = Floor(state)
+    policy.observe(floor)
+    plan = policy.plan(snapshot(state), Trigger.TIME)
+    present = {worker.seat: worker.target for worker in state.workers.values() if not worker.draining}
+    assert plan.targets.keys() == present.keys()
+    changed = {version for seat, version in plan.targets.items() if version != present[seat]}
+    assert changed <= {*floor.versions(), floor.newest}  # between two steps of window 1 none is live
+    check_moves(state, plan.moves, plan.targets.__getitem__)
+    check_moves(state, policy.relieve(snapshot(state)), present.__getitem__)
+
+
+def restarted(world: World) -> list[int]:
+    """Now and then the strategy of this world is replaced by a fresh one; how many events there were, at the end."""
+    events = [0]
+
+    def see(_now_s: float, _event: object, _commands: object) -> None:
+        state = world.machine.state
+        events[0] += 1
+        if events[0] % EVERY == 0:
+            if state.workers and state.window.groups_per_step:
+                check_fresh_plan(state)
+            world.machine.policy = policy_of(state.config.balance, state.window.size)
+
+    world.observers.append(see)
+    return events
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_fresh_strategy_goes_on_in_the_middle_of_a_run(policy: str) -> None:
+    world = World(scenario_for("small", policy), seed=0)
+    events = restarted(world)
+    world.run_until(lambda: world.trainer.committed == 6, limit_s=20_000.0)
+    assert events[0] > 10 * EVERY
+
+
+@pytest.mark.parametrize("seed", FAULT_SEEDS)
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_fresh_strategy_goes_on_under_faults(policy: str, seed: int) -> None:
+    """Every promise is checked after every event, and that training goes on."""
+    trial = Trial(seed, policy)
+    scenario, config = trial.cluster()
+    world = UnreliableWorld(scenario, seed, config)
+    events = restarted(world)
+    conduct(world, trial.faults, trial.steps_after)
+    assert events[0] > EVERY

@@ -1,0 +1,88 @@
+"""The shortest step in which the longest responses can end, and how full workers may be for it."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora.orchestrator.core.cost import CostModel
+from dora.orchestrator.core.policies.laxity.reserved import Engine, Haste
+from dora.orchestrator.core.rhythm import LengthMix
+
+COST = CostModel(kv_token_s=4e-8, weights_s=6e-3, request_s=4e-5, step_s=15e-3)
+ENGINE = Engine(COST, slots=512, kv_tokens=500_000.0)
+PROMPT_TOKENS = 100
+
+
+def mix_of(lengths: list[float]) -> LengthMix:
+    mix = LengthMix()
+    mix.add(lengths, PROMPT_TOKENS)
+    return mix
+
+
+def test_the_mix_keeps_what_groups_ask_for_by_length() -> None:
+    mix = LengthMix()
+    mix.add([1000.0, 1010.0, 9000.0], 100)
+    mix.add([1020.0], 50)
+    assert mix.responses.sum() == pytest.approx(2.0)  # of a group
+    works = [length * (length / 2 + 100) for length in (1000.0, 1010.0, 9000.0)] + [1020.0 * (510.0 + 50)]
+    assert mix.work.sum() == pytest.approx(sum(works) / 2)
+    short, long = mix.classes().tolist()
+    assert mix.tokens[short] / mix.responses[short] == pytest.approx(1010.0)
+    assert mix.tokens[long] / mix.responses[long] == pytest.approx(9000.0)
+    assert mix.context_tokens() == pytest.approx(sum(works) / (1000 + 1010 + 9000 + 1020))
+
+
+def test_a_length_that_came_once_is_forgotten() -> None:
+    mix = mix_of([30_000.0] + [500.0] * 15)
+    assert len(mix.classes()) == 2
+    for _ in range(20_000):
+        mix.add([500.0] * 16, PROMPT_TOKENS)
+    assert len(mix.classes()) == 1
+
+
+def test_a_wide_window_needs_no_more_than_kv_that_is_always_full() -> None:
+    mix = mix_of([2000.0] * 15 + [20_000.0])
+    haste = Haste(mix, ENGINE, workers=4, groups=200, life_steps=100.0)
+    bound_s = 200 * mix.work.sum() / (4 * ENGINE.kv_tokens) * haste.full_s
+    assert haste.step_s == pytest.approx(bound_s, rel=1e-4)
+    assert haste.reserved_kv(haste.step_s) == pytest.approx(ENGINE.kv_tokens)
+    assert not haste.hurries(haste.step_s)
+
+
+def test_a_narrow_window_keeps_workers_below_full_for_the_longest() -> None:
+    mix = mix_of([500.0] * 15 + [20_000.0])
+    wide, narrow = (Haste(mix, ENGINE, workers=4, groups=64, life_steps=steps) for steps in (20.0, 1.5))
+    assert narrow.step_s > wide.step_s
+    kv_tokens = narrow.reserved_kv(narrow.step_s)
+    assert kv_tokens < 0.9 * ENGINE.kv_tokens
+    assert narrow.hurries(narrow.step_s)
+    assert 20_000 * narrow.pace_s(kv_tokens) <= 1.5 * narrow.step_s
+    assert narrow.reserved_kv(2 * narrow.step_s) > kv_tokens  # with more time they can do with less
+
+
+def test_slots_that_run_out_before_kv_set_what_a_dp_group_holds() -> None:
+    mix = mix_of([1000.0] * 16)
+    haste = Haste(mix, Engine(COST, 100, 500_000.0), workers=4, groups=64, life_steps=10.0)
+    assert haste.reserved_kv(haste.step_s) == pytest.approx(100 * mix.context_tokens())
+    assert not haste.hurries(haste.step_s)
+
+
+@given(
+    lengths=st.lists(st.floats(1.0, 60_000.0), min_size=1, max_size=16),
+    workers=st.integers(1, 64),
+    groups=st.integers(1, 2000),
+    life_steps=st.floats(0.5, 8.0),
+)
+def test_the_shortest_step_leaves_time_for_the_longest_and_for_all(
+    lengths: list[float], workers: int, groups: int, life_steps: float
+) -> None:
+    mix = mix_of(lengths)
+    haste = Haste(mix, ENGINE, workers, groups, life_steps)
+    kv_tokens = haste.reserved_kv(haste.step_s)
+    longest = mix.tokens[mix.classes()[-1]] / mix.responses[mix.classes()[-1]]
+    assert np.isfinite(haste.step_s)
+    assert longest * haste.pace_s(kv_tokens) <= life_steps * haste.step_s * (1 + 1e-6)
+    assert 0 < kv_tokens <= ENGINE.kv_tokens
+    always_full_s = groups * mix.work.sum() / (workers * ENGINE.kv_tokens) * COST.decode_step_s(1, ENGINE.kv_tokens)
+    assert haste.step_s >= always_full_s * (1 - 1e-6)
