@@ -34,6 +34,14 @@ def print_json(tree: object) -> None:
     sys.stdout.write(json.dumps(tree, indent=2) + "\n")
 
 
+def print_result(tree: object, shown: RenderableType, as_json: bool) -> None:
+    """Prints the command's result: ``tree`` for programs, ``shown`` for people."""
+    if as_json:
+        print_json(tree)
+    else:
+        stdout().print(shown)
+
+
 def print_whole(console: Console, table: RenderableType) -> None:
     """Prints a wide table. In a narrow terminal lines wrap: a number that is cut short would say something else."""
     options = console.options.update(max_width=WIDEST_CHARACTERS)

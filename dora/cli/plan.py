@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dora.cli.options import JsonOption, given_options, refuse_given
-from dora.cli.output import print_json, stdout
+from dora.cli.output import print_result
 from dora.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -128,10 +128,7 @@ def plan(
         efficiency=efficiency,
     )
     answer = make_plan(question)
-    if as_json:
-        print_json(plan_tree(question, answer))
-    else:
-        stdout().print(plan_table(question, answer))
+    print_result(plan_tree(question, answer), plan_table(question, answer), as_json)
 
 
 def _refuse_ignored(context: typer.Context) -> None:
@@ -208,8 +205,6 @@ def _adjust(generation_s: float | None, training_s: float | None, engines: int, 
     assert generation_s is not None and training_s is not None
     added = groups_to_add(generation_s, training_s, engines)
     expected_s = generation_s * engines / (engines + added)
-    if as_json:
-        lag_s, lag_after_s = generation_s - training_s, expected_s - training_s
-        print_json(asdict(Adjustment(added, engines + added, expected_s, lag_s, lag_after_s)))
-    else:
-        stdout().print(f"add {added} workers: {engines + added} would generate in {expected_s:.1f} s")
+    found = Adjustment(added, engines + added, expected_s, generation_s - training_s, expected_s - training_s)
+    said = f"add {added} workers: {engines + added} would generate in {expected_s:.1f} s"
+    print_result(asdict(found), said, as_json)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from dora.cli.options import DEFAULT_ADDRESS, AddressOption, JsonOption, TokenOption
-from dora.cli.output import plain, print_json, print_reply, stdout
+from dora.cli.output import plain, print_reply, print_result, stdout
 from dora.cli.token import find_token
 
 if TYPE_CHECKING:
@@ -35,10 +35,7 @@ def status(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, 
     from dora.view.service import status_table
 
     answer = ask(address, token, lambda operator: operator.status())
-    if as_json:
-        print_json(plain(answer))
-    else:
-        stdout().print(status_table(answer))
+    print_result(plain(answer), status_table(answer), as_json)
 
 
 def versions(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
@@ -46,10 +43,7 @@ def versions(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None
     from dora.view.service import versions_table
 
     answer = ask(address, token, lambda operator: operator.status())
-    if as_json:
-        print_json({"versions": [plain(row) for row in answer.versions]})
-    else:
-        stdout().print(versions_table(answer))
+    print_result({"versions": [plain(row) for row in answer.versions]}, versions_table(answer), as_json)
 
 
 def groups(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
@@ -57,10 +51,7 @@ def groups(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, 
     from dora.view.service import by_version, workers_table
 
     answer = ask(address, token, lambda operator: operator.status())
-    if as_json:
-        print_json({"groups": [plain(worker) for worker in by_version(answer.workers)]})
-    else:
-        stdout().print(workers_table(answer))
+    print_result({"groups": [plain(worker) for worker in by_version(answer.workers)]}, workers_table(answer), as_json)
 
 
 def trajectories(
@@ -75,10 +66,7 @@ def trajectories(
 
     wanted = state.value if state is not None else ""
     answer = ask(address, token, lambda operator: operator.trajectories(wanted, limit))
-    if as_json:
-        print_json(plain(answer))
-    else:
-        stdout().print(trajectories_table(answer.trajectories, answer.total))
+    print_result(plain(answer), trajectories_table(answer.trajectories, answer.total), as_json)
 
 
 def migrate(

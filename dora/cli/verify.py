@@ -10,7 +10,7 @@ from rich.text import Text
 
 from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption
-from dora.cli.output import print_json, stdout
+from dora.cli.output import print_result
 from dora.view.tables import facts_table
 
 if TYPE_CHECKING:
@@ -35,10 +35,7 @@ def verify(
     from dora.verify import verify as verify_record
 
     report = verify_record(folder, atol=atol, limit=limit, window_versions=window)
-    if as_json:
-        print_json({"ok": report.ok, **asdict(report)})
-    else:
-        stdout().print(_table(folder, report))
+    print_result({"ok": report.ok, **asdict(report)}, _table(folder, report), as_json)
     if not report.ok:
         raise typer.Exit(ExitCode.FAILED)
 
