@@ -8,7 +8,7 @@ from rich.text import Text
 
 from dora.planning.profile import Fit, Validation
 from dora.planning.samples import DecodeSample, Experts, Measurement, PrefillSample
-from dora.sim.scenario import Coefficients
+from dora.config import CostConfig
 from dora.view.tables import facts_table
 
 
@@ -17,7 +17,7 @@ class ProfileReport:
     """All that was found of one engine."""
 
     model: Annotated[str, "the model that was timed"]
-    cost: Annotated[Coefficients, "seconds of a step, as a scenario's `cluster.cost`"]
+    cost: Annotated[CostConfig, "seconds of a step, as a scenario's `cluster.cost`"]
     decode_error: Annotated[float, "mean relative error over the decode steps of the fit"]
     prefill_error: Annotated[float, "mean relative error over the prefill steps of the fit"]
     kink_requests: Annotated[float, "requests above which a step is bound by computing; 0: at any number"]
