@@ -150,9 +150,7 @@ class ServiceConfig(Section):
     event_log: str = Field("", description="new file for the events the core decides on, for dora replay; empty: none")
     max_message_bytes: int = Field(64 << 20, ge=1 << 20, le=1 << 31, description="largest gRPC message")
     prompts_queued_max: int = Field(4096, ge=1, description="a full queue refuses prompts")
-    drain_timeout_s: Seconds = Field(
-        30.0, description="at the end a trainer has so long to commit what was admitted"
-    )
+    drain_timeout_s: Seconds = Field(30.0, description="at the end a trainer has so long to commit what was admitted")
     tick_s: float = Field(0.5, gt=0.0, le=60.0, description="time between two looks at clocks and timeouts")
 
 

@@ -254,7 +254,10 @@ def test_the_plan_changes_the_split() -> None:
             ("--preset", "small", "--compare", "--set", "balance.policy=dora"),
             "balance.policy = 'dora' is not valid: it must be left out with",
         ),
-        (("--preset", "small", "sweep", "--seeds", "1"), "--preset = 'small' is not valid: it must be left out before sweep"),
+        (
+            ("--preset", "small", "sweep", "--seeds", "1"),
+            "--preset = 'small' is not valid: it must be left out before sweep",
+        ),
         (
             ("--set", "window=2", "--set", "name=x", "sweep"),
             "--set = ['window=2', 'name=x'] is not valid: it must be left out",

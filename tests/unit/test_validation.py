@@ -41,7 +41,10 @@ def refusal(model: type[BaseModel], *overrides: str) -> str:
         ("cluster.colocated=maybe", "cluster.colocated = 'maybe' is not valid: it must be true or false"),
         ("name=3", "name = 3 is not valid: it must be a text, in quotes"),
         ("balance.predictor=orcale", "'orcale' is not valid: did you mean oracle? One of oracle, statistics, ranker"),
-        ("trainer=3", "trainer = 3 is not valid: it must be a section with groups_per_step, step_s, micro_batches, streams"),
+        (
+            "trainer=3",
+            "trainer = 3 is not valid: it must be a section with groups_per_step, step_s, micro_batches, streams",
+        ),
         ("trainer.steps=3", "trainer.steps = 3 is not valid: did you mean step_s? One of groups_per_step, step_s"),
         ("slots=3", "slots = 3 is not valid: did you mean cluster.slots? One of name, window"),
         (
@@ -64,7 +67,10 @@ def test_a_scenario_says_what_is_allowed(override: str, message: str) -> None:
         ("service.listen=nowhere", "service.listen = 'nowhere' is not valid: it must be host:port"),
         ("reward.function=abc", "reward.function = 'abc' is not valid: it must be module:function; empty:"),
         ("balance.cost=3", "balance.cost = 3 is not valid: it must be a section with kv_token_s, weights_s"),
-        ("balance.cost.kv_token_s=0", "balance.cost.weights_s = nothing is not valid: it must be a number from 0 to 10000"),
+        (
+            "balance.cost.kv_token_s=0",
+            "balance.cost.weights_s = nothing is not valid: it must be a number from 0 to 10000",
+        ),
         ("balance.cost.kv_tokens=0", "balance.cost.kv_tokens = 0 is not valid: did you mean kv_token_s? One of"),
     ],
 )
@@ -73,7 +79,9 @@ def test_a_service_says_what_is_allowed(override: str, message: str) -> None:
 
 
 def test_a_field_is_named_with_the_section_that_it_stands_in() -> None:
-    with pytest.raises(InvalidValue, match=r"^cluster\.cost\.step_s = -1 is not valid: it must be a number from 0 to 10000$"):
+    with pytest.raises(
+        InvalidValue, match=r"^cluster\.cost\.step_s = -1 is not valid: it must be a number from 0 to 10000$"
+    ):
         validated_as(CostConfig, {"step_s": -1}, section="cluster.cost")
 
 
