@@ -155,7 +155,7 @@ def _run_fields() -> Rows:
 
 
 def _settings(model: type[BaseModel], place: str = "", defaults: object = None) -> Rows:
-    """``defaults``: the section as it is where nobody sets anything in it, where that has other values than its kind."""
+    """``defaults``: the section as it is by default, where that has other values than its kind."""
     for name, field in model.model_fields.items():
         section, default = section_of(field), getattr(defaults, name, field.default)
         if section is not None:
