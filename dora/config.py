@@ -7,18 +7,31 @@ with the dotted field, the value and what is allowed.
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from dora.errors import InvalidValue
+from dora.limits import (
+    GROUPS_MOST,
+    Count,
+    Fraction,
+    GroupSize,
+    Period,
+    PositiveShare,
+    Seconds,
+    Share,
+    StepSeconds,
+    Timeout,
+    Versions,
+)
 from dora.validation import kind_of, validated_as
 
 DEFAULT_POLICY: Final = "laxity"  # docs/simulator.md says why
-GROUPS_PER_STEP_MOST: Final = 1 << 20
-GROUP_SIZE_MOST: Final = 4096
-WINDOW_MOST: Final = 64
+# What settings were called when an event log was recorded, and what they are called now; and so for their values.
+RENAMED: Final = {"balance.hysteresis": "balance.dora.hysteresis", "balance.level_gap": "balance.dora.level_gap"}
+VALUES_RENAMED: Final = {"balance.predictor": {"given": "oracle"}}
 
 Setting = str | int | float | bool
 Override = str | tuple[str, Setting]  # "window.size=3", its value in TOML, or ("window.size", 3)
@@ -27,7 +40,7 @@ Override = str | tuple[str, Setting]  # "window.size=3", its value in TOML, or (
 class Section(BaseModel):
     """Frozen fields, no others."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -41,21 +54,19 @@ class Section(BaseModel):
 class WindowConfig(Section):
     """The sliding window of policy versions (C3)."""
 
-    size: int = Field(2, ge=1, le=WINDOW_MOST, description="versions that may be live; staleness is at most size - 1")
-    groups_per_step: int = Field(
-        0, ge=0, le=GROUPS_PER_STEP_MOST, description="prompt groups a step takes; 0: the trainer says"
-    )
+    size: Versions = Field(2, description="versions that may be live; staleness is at most size - 1")
+    groups_per_step: int = Field(0, ge=0, le=GROUPS_MOST, description="prompt groups a step takes; 0: the trainer says")
 
 
 class RolloutConfig(Section):
     """How responses are sampled, where a prompt does not say otherwise."""
 
-    group_size: int = Field(8, ge=1, le=GROUP_SIZE_MOST, description="responses to one prompt")
+    group_size: GroupSize = Field(8, description="responses to one prompt")
     max_tokens: int = Field(256, ge=1, le=1 << 22, description="longest response")
     temperature: float = Field(1.0, ge=0.0, le=10.0, description="of sampling; 0: the likeliest token")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="sample from the likeliest tokens of this total probability")
+    top_p: PositiveShare = Field(1.0, description="sample from the likeliest tokens of this total probability")
     top_k: int = Field(0, ge=0, description="sample from so many likeliest tokens; 0: no limit")
-    min_p: float = Field(0.0, ge=0.0, le=1.0, description="least probability of a token, as a share of the likeliest's")
+    min_p: Share = Field(0.0, description="least probability of a token, as a share of the likeliest's")
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="of the logit of a token that has occurred")
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="the same, for each time it has")
     repetition_penalty: float = Field(1.0, gt=0.0, le=2.0, description="factor of such a logit; 1: none")
@@ -67,39 +78,48 @@ class RolloutConfig(Section):
 class CostConfig(Section):
     """Cost of one engine step (dora/orchestrator/core/cost.py says what the coefficients mean)."""
 
-    PLACE: ClassVar[str] = "balance.cost"
+    kv_token_s: StepSeconds = Field(description="k1: a step's seconds for each cached token")
+    weights_s: StepSeconds = Field(description="k2: a step's seconds to read the weights")
+    request_s: StepSeconds = Field(description="k3: a step's seconds for each running request")
+    step_s: StepSeconds = Field(description="k4: a step's other seconds")
+    prefill_token_s: StepSeconds = Field(0.0, description="seconds for each prefilled token")
+    expert_fraction: float = Field(1.0, ge=1e-6, le=1.0, description="share of the experts one token reads; 1: dense")
+    imbalance: float = Field(0.0, ge=0.0, le=1e4, description="extra k3 from uneven experts, times 1/sqrt(requests)")
+    shared_fraction: Fraction = Field(0.0, description="share of the weights that every token reads")
 
-    kv_token_s: float = Field(ge=0.0, allow_inf_nan=False, description="k1: for each cached token")
-    weights_s: float = Field(ge=0.0, allow_inf_nan=False, description="k2: to read the weights")
-    request_s: float = Field(ge=0.0, allow_inf_nan=False, description="k3: for each running request")
-    step_s: float = Field(ge=0.0, allow_inf_nan=False, description="k4: everything else")
-    prefill_token_s: float = Field(0.0, ge=0.0, allow_inf_nan=False, description="for each prefilled token")
-    expert_fraction: float = Field(1.0, gt=0.0, le=1.0, description="share of the experts one token reads; 1: dense")
-    imbalance: float = Field(0.0, ge=0.0, allow_inf_nan=False, description="extra k3 from uneven experts")
-    shared_fraction: float = Field(0.0, ge=0.0, lt=1.0, description="share of the weights that every token reads")
-
-    @model_validator(mode="after")
-    def _takes_time(self) -> Self:
-        """Else nothing could be reckoned by it, and a simulated engine would generate without end at one moment."""
+    def check(self, place: str) -> None:
+        """Raises InvalidValue where a step takes no time that counts: nothing could be reckoned by it, and a simulated
+        engine would generate without end at one moment. ``place``: of this section."""
         if self.kv_token_s + self.weights_s + self.request_s + self.step_s <= 0.0:
-            raise InvalidValue(f"{self.PLACE}.step_s", self.step_s, "above 0 where k1, k2 and k3 are 0 too")
-        return self
+            raise InvalidValue(f"{place}.step_s", self.step_s, "above 0 where k1, k2 and k3 are 0 too")
+
+
+class DoraConfig(Section):
+    """What the strategy ``dora`` alone reads."""
+
+    hysteresis: Share = Field(0.6, description="share of a worker that a periodic change must be worth")
+    level_gap: Count = Field(2, description="difference of requests between workers that is levelled, if it gains")
 
 
 class BalanceConfig(Section):
     """Re-balancing and handoff."""
 
     policy: str = Field(DEFAULT_POLICY, description="strategy by name: see dora.orchestrator.core.policies")
-    predictor: Literal["given", "statistics", "ranker"] = Field(
-        "statistics", description="of response lengths; given: the simulator's oracle, no service's"
+    predictor: Literal["oracle", "statistics", "ranker"] = Field(
+        "statistics", description="of response lengths; oracle: the simulator's, which knows them, and no service's"
     )
     cost: CostConfig | None = Field(None, description="of one engine's steps, as `dora profile` prints it")
-    period_s: float = Field(30.0, gt=0.0, description="time between two periodic re-balancings")
-    pressure: float = Field(0.9, gt=0.0, le=1.0, description="KV use above which a worker is relieved")
-    hysteresis: float = Field(0.6, ge=0.0, le=1.0, description="share of a worker that a periodic change must be worth")
-    level_gap: int = Field(2, ge=1, description="difference of requests between workers that is levelled, if it gains")
-    handoff_timeout_s: float = Field(30.0, gt=0.0, description="after this a handoff is undone")
+    period_s: Period = Field(30.0, description="time between two periodic re-balancings")
+    pressure: PositiveShare = Field(0.9, description="KV use above which a worker is relieved")
+    handoff_timeout_s: Timeout = Field(30.0, description="after this a handoff is undone")
     moves_at_once: int = Field(64, ge=1, le=1 << 16, description="handoffs in flight")
+    dora: DoraConfig = DoraConfig()
+
+    @model_validator(mode="after")
+    def _takes_time(self) -> Self:
+        if self.cost is not None:
+            self.cost.check("balance.cost")
+        return self
 
 
 class WorkersConfig(Section):
@@ -114,8 +134,8 @@ class WorkersConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights and KV")
     threads: int = Field(1, ge=1, le=256, description="CPU threads of one worker")
     report_period_ms: int = Field(20, ge=1, le=10000, description="tokens are reported at least this often")
-    silence_timeout_s: float = Field(60.0, gt=0.0, description="a worker silent for so long is lost")
-    start_timeout_s: float = Field(300.0, gt=0.0, description="a worker that has not answered by then has failed")
+    silence_timeout_s: Timeout = Field(60.0, description="a worker silent for so long is lost")
+    start_timeout_s: Timeout = Field(300.0, description="a worker that has not answered by then has failed")
     restarts: int = Field(
         16, ge=0, description="times a dead worker is started again before the service gives up on it"
     )
@@ -130,9 +150,7 @@ class ServiceConfig(Section):
     event_log: str = Field("", description="new file for the events the core decides on, for dora replay; empty: none")
     max_message_bytes: int = Field(64 << 20, ge=1 << 20, le=1 << 31, description="largest gRPC message")
     prompts_queued_max: int = Field(4096, ge=1, description="a full queue refuses prompts")
-    drain_timeout_s: float = Field(
-        30.0, ge=0.0, description="at the end a trainer has so long to commit what was admitted"
-    )
+    drain_timeout_s: Seconds = Field(30.0, description="at the end a trainer has so long to commit what was admitted")
     tick_s: float = Field(0.5, gt=0.0, le=60.0, description="time between two looks at clocks and timeouts")
 
 
@@ -144,8 +162,8 @@ class SelectionConfig(Section):
         pattern=r"^(|equal_rewards|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
         description="equal_rewards (scored groups that teach nothing are let go), module:function, or empty: none",
     )
-    redundant_fraction: float = Field(
-        0.0, ge=0.0, le=1.0, description="a step's slowest groups that finished later ones may replace"
+    redundant_fraction: Share = Field(
+        0.0, description="a step's slowest groups that finished later ones may replace; they are cancelled"
     )
 
 
@@ -155,7 +173,7 @@ class RewardConfig(Section):
     function: str = Field(
         "", pattern=r"^$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="module:function; empty: the prompt source's own"
     )
-    timeout_s: float = Field(10.0, gt=0.0, description="a verdict that takes longer counts as failed")
+    timeout_s: Timeout = Field(10.0, description="a verdict that takes longer counts as failed")
     workers: int = Field(1, ge=1, le=256, description="processes that score")
     queued_max: int = Field(8192, ge=1, description="responses that may wait for a verdict")
 
@@ -228,6 +246,37 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             value = merged(below, value)
         tree[key] = value
     return tree
+
+
+def upgraded(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """``tree``, a configuration as an older DORA wrote it, with the names that settings and values have now."""
+    new = dict(tree)
+    for field, names in VALUES_RENAMED.items():
+        value = value_at(new, field)
+        if isinstance(value, str) and value in names:
+            new = merged(new, tree_of(field, names[value]))
+    for old, field in RENAMED.items():
+        value = value_at(new, old)
+        if value is not None:
+            section, name = old.split(".")
+            kept = {key: each for key, each in new[section].items() if key != name}
+            new = merged({**new, section: kept}, tree_of(field, value))
+    return new
+
+
+def value_at(tree: Mapping[str, Any], field: str) -> Any:
+    """The value of a dotted field; None where there is none."""
+    value: Any = tree
+    for name in field.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def tree_of(field: str, value: Any) -> dict[str, Any]:
+    """``{"a": {"b": value}}`` of ``"a.b"``."""
+    for name in reversed(field.split(".")):
+        value = {name: value}
+    return value
 
 
 def validated(tree: Mapping[str, Any]) -> Config:

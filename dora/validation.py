@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from math import isfinite
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -77,7 +77,7 @@ def _allowed(model: type[BaseModel], path: tuple[str, ...], value: Any) -> str:
 def _number(field: FieldInfo, finite: bool) -> str:
     """``finite``: the value is, so that nothing needs to be said of it."""
     whole = kind_of(field) is int
-    given = {name: getattr(each, name) for each in field.metadata for name in BOUNDS if hasattr(each, name)}
+    given = {name: getattr(each, name) for each in limits_of(field) for name in BOUNDS if hasattr(each, name)}
     if whole:  # any bound of whole numbers can be told as one that may be reached
         given = {
             {"gt": "ge", "lt": "le"}.get(name, name): value + REACHED.get(name, 0) for name, value in given.items()
@@ -133,11 +133,24 @@ def _is_list(field: FieldInfo) -> bool:
 
 
 def kind_of(field: FieldInfo) -> Any:
-    """The type of a field's values, whether or not it may be left out."""
-    if get_origin(field.annotation) not in (Union, UnionType):
-        return field.annotation
-    kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
-    return kinds[0] if len(kinds) == 1 else field.annotation
+    """The type of a field's values, whether or not it may be left out, without its limits."""
+    kind = _present(field.annotation)
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def limits_of(field: FieldInfo) -> Iterator[Any]:
+    """What limits a field's values, whether or not it may be left out."""
+    kind = _present(field.annotation)
+    yield from field.metadata
+    yield from get_args(kind)[1:] if get_origin(kind) is Annotated else ()
+
+
+def _present(kind: Any) -> Any:
+    """The type of what is there, where it may be left out."""
+    if get_origin(kind) not in (Union, UnionType):
+        return kind
+    kinds = [each for each in get_args(kind) if each is not NoneType]
+    return kinds[0] if len(kinds) == 1 else kind
 
 
 def _everywhere(model: type[BaseModel], path: str) -> Iterator[str]:

@@ -21,7 +21,6 @@ PPO_PASSES: Final = 18  # GRPO's, a critic of the same size, and a reference mod
 PROMPT_TOKENS: Final = 150
 # Tool calls: Laminar shows its sandbox's latencies in a figure (2) only, verl none. Assumed for both.
 SANDBOX: Final = {"environment_mean_s": 5.0, "environment_sigma": 1.0, "answer_tokens": 200}
-WINDOW_MOST: Final = 64  # as good as no bound on staleness
 VERL_SLOTS: Final = 1024  # requests one engine takes at once: verl's default, Laminar's and AReaL's setting
 
 
@@ -68,7 +67,7 @@ class Experiment:
         """Fields of the scenario under ``policy``."""
         placement = self.placement(policy)
         return {
-            "window": placement.window or self.window,
+            "window": {"size": placement.window or self.window},
             "cluster": {
                 "gpus": self.gpus,
                 "rollout_gpus": placement.rollout_gpus,

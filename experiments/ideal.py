@@ -24,12 +24,13 @@ from math import ceil
 from typing import Final
 
 import numpy as np
+from dora.orchestrator.core.policies.descent import AT_ONCE, BEGUN
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from dora.orchestrator.core.policies.descent import AT_ONCE, BEGUN
+from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.window import Window
 from dora.sim.extent import bound_of_s, expected_bound_s
 from dora.sim.presets import preset
@@ -85,7 +86,7 @@ class Ideal:
 
     def __init__(self, scenario: Scenario, window: int, seed: int, lengths: str, overcommit: float) -> None:
         self.scenario, self.lengths, self.overcommit = scenario, lengths, overcommit
-        self.cost, self.cluster = scenario.cluster.cost.model(), scenario.cluster
+        self.cost, self.cluster = CostModel.of(scenario.cluster.cost), scenario.cluster
         self.tail_s = scenario.trainer.step_s / scenario.trainer.micro_batches  # training after a step's last group
         self.expected_s = max(STEP_BOUNDS * expected_bound_s(scenario), scenario.trainer.step_s)
         self.tick_s = self.expected_s / TICKS
@@ -212,7 +213,9 @@ def full_pace_s(scenario: Scenario) -> float:
     """Seconds a token on a DP group whose KV is full of the workload's usual mixture."""
     cluster, expected = scenario.cluster, moments(scenario.workload)
     context = expected.context_tokens(1) / expected.generated_tokens(1)
-    return cluster.cost.model().decode_step_s(min(cluster.slots, int(cluster.kv_tokens / context)), cluster.kv_tokens)
+    return CostModel.of(cluster.cost).decode_step_s(
+        min(cluster.slots, int(cluster.kv_tokens / context)), cluster.kv_tokens
+    )
 
 
 def measure(

@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Final
 
+from dora.limits import WINDOW_MOST
 from dora.planning.hardware import find_hardware
 from dora.planning.models import find_model
 from dora.planning.training import over_even
@@ -15,7 +16,6 @@ from experiments.base import (
     PROMPT_TOKENS,
     SANDBOX,
     VERL_SLOTS,
-    WINDOW_MOST,
     Experiment,
     Placement,
     flop_training_s,

@@ -53,15 +53,18 @@ def scenario_for(name: str, policy: str, window: int | None = None) -> Scenario:
 
 def file_of(scenario: Scenario) -> dict[str, Any]:
     """The scenario as a file for `dora simulate --file`: without what is the default, and what has no effect in it."""
-    tree = scenario.model_dump(exclude_defaults=True)
-    for field, _ in fields_without_effect(scenario):
-        *sections, name = field.split(".")
-        node: Any = tree
-        for section in sections:
-            node = node.get(section, {}) if isinstance(node, dict) else {}
-        if isinstance(node, dict):
-            node.pop(name, None)
-    return tree
+    idle = {field for field, _ in fields_without_effect(scenario)}
+    return _differing(scenario.model_dump(), Scenario().model_dump(), idle, "")
+
+
+def _differing(tree: Mapping[str, Any], default: Mapping[str, Any], idle: set[str], path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if value == default[name] or f"{path}{name}" in idle:
+            continue
+        nested = isinstance(value, Mapping) and isinstance(default[name], Mapping)
+        found[name] = _differing(value, default[name], idle, f"{path}{name}.") if nested else value
+    return found
 
 
 def _agentic(policy: str, window: int | None) -> Scenario:

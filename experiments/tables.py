@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from dora.config import WindowConfig
 from dora.sim.scenario import Scenario
 from experiments import papers
 from experiments.presets import NAMES, scenario_for
@@ -114,6 +115,13 @@ def split(scenario: Scenario, rollout_gpus: int) -> Scenario:
     return scenario.model_copy(update={"cluster": divided, "trainer": trainer.model_copy(update={"step_s": step_s})})
 
 
+def under(scenario: Scenario, policy: str, window: int | None = None) -> Scenario:
+    """The same cluster with another strategy, and perhaps another window."""
+    balance = scenario.balance.model_copy(update={"policy": policy})
+    size = scenario.window.size if window is None else window
+    return scenario.model_copy(update={"balance": balance, "window": WindowConfig(size=size)})
+
+
 def streamrl() -> Iterator[Setting]:
     """Table 3, each row with what the row above has: Algorithm 2 in place, then apart from the trainer, then ahead.
 
@@ -123,7 +131,7 @@ def streamrl() -> Iterator[Setting]:
         colocated = scenario_for(name, "sync")
         systems = {
             "colocated": colocated,
-            "skewness-aware scheduling": colocated.model_copy(update={"policy": "streamrl"}),
+            "skewness-aware scheduling": under(colocated, "streamrl"),
             "disaggregated, streaming": scenario_for(name, "streamrl", 1),
             "asynchronous": scenario_for(name, "streamrl"),
         }
@@ -140,7 +148,7 @@ def verl() -> Iterator[Setting]:
         seen |= set(own)
         systems = {row.policy: scenario_for(name, row.policy) for row in own}
         if "stream" in systems:
-            systems["stream"] = systems["stream"].model_copy(update={"policy": "sync", "window": 1})
+            systems["stream"] = under(systems["stream"], "sync", 1)
         claims = [Claim("step_time_min", row.policy, "", row.step_s / 60) for row in own]
         yield Setting(name, systems, tuple(claims))
 

@@ -135,10 +135,8 @@ def scenario(seen: Observed, config: Any, cost: dict[str, float], lengths_file: 
     moved = {"kv_token_bytes": 1.0, "link_bytes_per_s": seen.moved_tokens_per_s} if seen.moved_tokens_per_s else {}
     return {
         "name": "observed",
-        "policy": config.balance.policy,
-        "window": config.window.size,
-        "predictor": config.balance.predictor,
-        "period_s": config.balance.period_s,
+        "window": {"size": config.window.size},
+        "balance": config.balance.model_dump(include={"policy", "predictor", "period_s"}),
         "cluster": {
             "gpus": workers.count + 1,
             "rollout_gpus": workers.count,

@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=131_072)
     parser.add_argument("--plans", type=int, default=100)
     parser.add_argument("--policy", action="append", help="may be repeated; by default laxity and dora")
-    parser.add_argument("--predictor", default="given", help="given: lengths are known; statistics: they are believed")
+    parser.add_argument("--predictor", default="oracle", help="oracle: lengths are known; statistics: believed")
     parser.add_argument("--only", action="store_true", help="this size alone, not a half and a quarter of it too")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

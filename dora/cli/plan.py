@@ -147,6 +147,7 @@ def _refuse_ignored(context: typer.Context) -> None:
 
 def read_cost(file: Path) -> "CostModel":
     """The coefficients of a file that ``dora profile --out`` wrote. Raises InvalidValue, naming the field."""
+    from dora.orchestrator.core.cost import CostModel
     from dora.planning.profile import coefficients_of
 
     try:
@@ -158,7 +159,7 @@ def read_cost(file: Path) -> "CostModel":
     section = cluster.get("cost") if isinstance(cluster, dict) else None
     if not isinstance(section, dict):
         raise InvalidValue("--cost", str(file), "a file with a table cluster.cost")
-    return coefficients_of(section).model()
+    return CostModel.of(coefficients_of(section))
 
 
 def _workload(

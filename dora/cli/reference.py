@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, 
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from dora.cli.app import COMMANDS
 from dora.cli.exits import MEANINGS
@@ -24,7 +25,7 @@ from dora.sim.faults import KINDS
 from dora.sim.report import BrokenReport, Report
 from dora.sim.scenario import Scenario
 from dora.sim.sweep import SweepReport
-from dora.validation import kind_of, section_of
+from dora.validation import kind_of, limits_of, section_of
 from dora.verify import VerifyReport
 from dora.view import comparison, plan, service
 from dora.view.decisions import ReplayTree
@@ -153,31 +154,32 @@ def _run_fields() -> Rows:
     yield "`replay`", "", "the command that runs it again"
 
 
-def _settings(model: type[BaseModel], place: str = "") -> Rows:
+def _settings(model: type[BaseModel], place: str = "", defaults: object = None) -> Rows:
+    """``defaults``: the section as it is by default, where that has other values than its kind."""
     for name, field in model.model_fields.items():
-        section = section_of(field)
+        section, default = section_of(field), getattr(defaults, name, field.default)
         if section is not None:
             element = ".N" if get_origin(kind_of(field)) is tuple else ""
-            yield from _settings(section, f"{place}{name}{element}.")
+            yield from _settings(section, f"{place}{name}{element}.", default)
         elif field.description:
-            yield f"`{place}{name}`", _default(field), _allowed(field), field.description
+            yield f"`{place}{name}`", _default(default), _allowed(field), field.description
         else:
             raise TypeError(f"{model.__name__}.{name} does not say what it means")
 
 
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
+def _default(value: object) -> str:
+    if value is PydanticUndefined:
         return "must be given"
-    if field.default is None or field.default == "":
+    if value is None or value == "":
         return ""
-    return str(field.default).lower() if isinstance(field.default, bool) else _digits(field.default)
+    return str(value).lower() if isinstance(value, bool) else _digits(value)
 
 
 def _allowed(field: FieldInfo) -> str:
     kind = kind_of(field)
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
-    found = {name: getattr(each, name) for each in field.metadata for name in BOUNDS if hasattr(each, name)}
+    found = {name: getattr(each, name) for each in limits_of(field) for name in BOUNDS if hasattr(each, name)}
     if found.keys() == {"ge", "le"}:
         return f"{_digits(found['ge'])} to {_digits(found['le'])}"
     return ", ".join(f"{BOUNDS[name]} {_digits(value)}" for name, value in found.items())

@@ -27,7 +27,7 @@ from zlib import crc32
 
 import msgpack
 
-from dora.config import Config, validated
+from dora.config import Config, upgraded, validated
 from dora.errors import InvalidValue
 from dora.orchestrator.core import events as on
 
@@ -206,7 +206,7 @@ class EventLog:
         try:
             tree = msgpack.unpackb(body)
             self.started_at, self.now_s = float(tree["started_at"]), float(tree["now_s"])
-            self.config = validated(json.loads(tree["config"]))
+            self.config = validated(upgraded(json.loads(tree["config"])))
         except InvalidValue as error:
             raise InvalidValue(f"{path}: {error.field}", error.value, error.allowed) from error
         except (ValueError, KeyError, TypeError) as error:

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from dora.config import GROUP_SIZE_MOST, Config
+from dora.config import Config
 from dora.errors import InvalidValue, one_of
+from dora.limits import GROUP_SIZE_MOST
 from dora.orchestrator.book import sampling_of
 from dora.rpc.convert import trajectory_bytes_most
 from dora.types import Prompt, SamplingParams

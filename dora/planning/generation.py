@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from dora.config import CostConfig
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel, read_share
 from dora.planning.drain import MICRO_BATCHES, ready_s
 from dora.planning.hardware import MEMORY_SHARE, RESERVE_BYTES, Hardware, coefficients, kv_tokens
 from dora.planning.models import ModelSpec
 from dora.planning.workload import StepWorkload
-from dora.sim.scenario import Coefficients
 
 EFFICIENCY: Final = 1.05  # time of a good policy over the bound
 # Share of a full engine's batch beside which the longest response runs: such responses begin on a full engine and are
@@ -61,7 +61,7 @@ class Generation:
 
 
 def bound_s(
-    cost: CostModel | Coefficients, slots: int, kv_tokens: int, n_tokens: float, c_tokens: float, engines: int
+    cost: CostModel | CostConfig, slots: int, kv_tokens: int, n_tokens: float, c_tokens: float, engines: int
 ) -> float:
     """Least seconds in which ``engines`` engines generate ``n_tokens``, whose contexts sum up to ``c_tokens``.
 
@@ -146,7 +146,7 @@ def engine_options(
     needed = math.ceil(workload.prompt_tokens) + workload.cap_tokens
     for tried in [sizes] if sizes else [NODE_SIZES, *((size,) for size in MULTI_NODE_SIZES)]:
         options = tuple(
-            EngineOption(gpus, coefficients(model, hardware, gpus).model(), slots, held)
+            EngineOption(gpus, CostModel.of(coefficients(model, hardware, gpus)), slots, held)
             for gpus in tried
             if (held := kv_tokens(model, hardware, gpus)) >= needed
         )
@@ -176,7 +176,7 @@ def _decode_step_s(cost: CostModel, batch: float, context: float) -> float:
     return (1 - share) * cost.decode_step_s(below, context) + share * cost.decode_step_s(below + 1, context)
 
 
-def _check_engine(cost: CostModel | Coefficients, slots: int, kv_tokens: int) -> None:
+def _check_engine(cost: CostModel | CostConfig, slots: int, kv_tokens: int) -> None:
     for field in ("kv_token_s", "weights_s", "request_s", "step_s", "imbalance"):
         value = getattr(cost, field)
         if not 0.0 <= value < math.inf:

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from dora.config import CostConfig
 from dora.errors import InvalidValue, one_of
 from dora.planning.experts import fullest_rank
 from dora.planning.models import ModelSpec
-from dora.sim.scenario import Coefficients
 
 KV_EFFICIENCY: Final = 0.600  # of the memory bandwidth, reading KV
 WEIGHTS_EFFICIENCY: Final = 0.752  # of the memory bandwidth, reading weights
@@ -65,14 +65,14 @@ def find_hardware(name: str, option: str = "--hardware") -> Hardware:
     return found
 
 
-def coefficients(model: ModelSpec, hardware: Hardware, gpus: int) -> Coefficients:
+def coefficients(model: ModelSpec, hardware: Hardware, gpus: int) -> CostConfig:
     """The cost of one engine on ``gpus`` accelerators, its weights and KV split evenly between them.
 
     The experts of a mixture are spread over all of them (expert parallelism); only what experts compute is uneven.
     """
     bandwidth, flops = hardware.bandwidth_bytes_per_s * gpus, hardware.flops * gpus
     token_flop = 2 * model.active_parameters
-    return Coefficients(
+    return CostConfig(
         kv_token_s=model.kv_token_bytes / (bandwidth * KV_EFFICIENCY),
         weights_s=model.weights_bytes / (bandwidth * WEIGHTS_EFFICIENCY),
         request_s=token_flop / (flops * DECODE_EFFICIENCY),

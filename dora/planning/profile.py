@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from dora.config import CostConfig
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel
 from dora.planning.experts import ROUNDING, Steps, fit_mixture
 from dora.planning.least_squares import Matrix, non_negative_least_squares
 from dora.planning.samples import DecodeSample, Experts, Measurement, MixedRequest, PrefillSample
-from dora.sim.scenario import Coefficients
 from dora.validation import validated_as
 
 KINKS: Final = 129  # tried beside the sampled numbers
@@ -25,7 +25,7 @@ QUIET_SLOWDOWN: Final = 1.05  # a machine that takes no longer than this many ti
 class Fit:
     """Coefficients and how far they are from the samples."""
 
-    coefficients: Coefficients
+    coefficients: CostConfig
     decode_error: float  # mean relative error over the decode samples
     prefill_error: float  # the same over the prefill samples; 0 without any
     kink: float  # requests above which a step is bound by computing; 0: at any number
@@ -87,7 +87,7 @@ def fit(decode: Sequence[DecodeSample], prefill: Sequence[PrefillSample] = (), e
     cost = dense if experts is None else fit_mixture(steps, experts, dense)
     cost = replace(cost, prefill_token_s=_prefill_token_s(cost, prefill))
     return Fit(
-        coefficients=Coefficients(**asdict(cost)),
+        coefficients=CostConfig(**asdict(cost)),
         decode_error=_decode_error(cost, decode),
         prefill_error=_mean_error((_prefill_step_s(cost, s), s.step_s) for s in prefill),
         kink=kink if cost.dense else _last_bound_by_weights(cost, decode),
@@ -125,7 +125,7 @@ def predicted_s(cost: CostModel, requests: Sequence[MixedRequest], slots: int) -
     return elapsed_s
 
 
-def validate(coefficients: Coefficients, measurement: Measurement) -> Validation:
+def validate(coefficients: CostConfig, measurement: Measurement) -> Validation:
     """The prediction for the measured mixed workload. Raises InvalidValue where none was measured."""
     if not measurement.mixed_wall_s:
         raise InvalidValue("mixed workload", len(measurement.mixed_wall_s), "one measured run at least")
@@ -133,16 +133,18 @@ def validate(coefficients: Coefficients, measurement: Measurement) -> Validation
         tokens=sum(request.response_tokens for request in measurement.mixed),
         measured_s=measurement.mixed_s,
         wall_s=median(measurement.mixed_wall_s),
-        predicted_s=predicted_s(coefficients.model(), measurement.mixed, measurement.slots),
+        predicted_s=predicted_s(CostModel.of(coefficients), measurement.mixed, measurement.slots),
     )
 
 
-def coefficients_of(tree: Mapping[str, Any]) -> Coefficients:
+def coefficients_of(tree: Mapping[str, Any]) -> CostConfig:
     """Checked coefficients of a mapping, as ``dora profile`` writes it.
 
     Raises InvalidValue for the first field that is unknown, with the nearest name, negative or no finite number.
     """
-    return validated_as(Coefficients, tree, section="cluster.cost")
+    cost = validated_as(CostConfig, tree, section="cluster.cost")
+    cost.check("cluster.cost")
+    return cost
 
 
 def _check(decode: Iterable[DecodeSample], prefill: Iterable[PrefillSample]) -> None:

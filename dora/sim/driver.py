@@ -114,7 +114,7 @@ class WorkerDriver(Agenda, ABC):
 
     @property
     def report_period_s(self) -> float:
-        return self.scenario.period_s / REPORTS_A_PERIOD
+        return self.scenario.balance.period_s / REPORTS_A_PERIOD
 
     def _report(self, worker: SimWorker) -> None:
         """Tokens of everything that runs."""

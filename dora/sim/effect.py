@@ -28,8 +28,11 @@ def fields_without_effect(scenario: Scenario) -> Iterator[tuple[str, str]]:
         yield "trainer.streams", "trainer.micro_batches is 1, so training begins when the whole step is there"
     elif trainer.micro_batches > 1 and not trainer.streams:
         yield "trainer.micro_batches", "trainer.streams is false, so training begins when the whole step is there"
-    if scenario.predictor != "ranker":
-        yield "workload.feature_correlation", f"predictor is {scenario.predictor}, and only ranker reads features"
+    if scenario.balance.predictor != "ranker":
+        yield (
+            "workload.feature_correlation",
+            f"balance.predictor is {scenario.balance.predictor}, and only ranker reads features",
+        )
     yield from _of_lengths(workload)
     yield from _of_turns(workload)
 

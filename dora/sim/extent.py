@@ -54,11 +54,11 @@ def check_extent(scenario: Scenario) -> None:
         )
         raise InvalidValue(field, _value_at(scenario, field), allowed)
     least_s = step_s / PERIODS_MOST
-    if scenario.period_s < least_s:
+    if scenario.balance.period_s < least_s:
         allowed = (
             f"at least {_rounded_up(least_s):g}: of a step, which may take {step_s:,.4g} s, at most {PERIODS_MOST:,}"
         )
-        raise InvalidValue("period_s", scenario.period_s, allowed)
+        raise InvalidValue("balance.period_s", scenario.balance.period_s, allowed)
 
 
 def limit_s(scenario: Scenario) -> float:
@@ -94,7 +94,7 @@ def _parts_s(scenario: Scenario, *, longest: bool = False) -> Iterator[tuple[str
     ``longest``: with every response as long as they may be.
     """
     cluster, trainer, workload = scenario.cluster, scenario.trainer, scenario.workload
-    yield "period_s", scenario.period_s
+    yield "balance.period_s", scenario.balance.period_s
     yield "trainer.step_s", trainer.step_s
     yield "trainer.publish_s", trainer.publish_s
     yield "cluster.load_s", cluster.load_s
@@ -106,7 +106,7 @@ def _parts_s(scenario: Scenario, *, longest: bool = False) -> Iterator[tuple[str
     if longest:
         tail_tokens = cap_tokens = float(workload.lengths.cap_tokens)
         of_one = replace(of_one, mean_tokens=cap_tokens, mean_square_tokens=cap_tokens**2)
-    for name, cost in _alone(cluster.cost.model()):
+    for name, cost in _alone(CostModel.of(cluster.cost)):
         yield f"cluster.cost.{name}", _generated_s(scenario, cost, of_one, responses, tail_tokens)
     prompt_tokens = of_one.prompt_tokens
     prefilled_tokens = responses / workload.group_size * prompt_tokens / cluster.engines + prompt_tokens + tail_tokens

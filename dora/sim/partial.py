@@ -9,7 +9,8 @@ makes its engines pay that at each publish (``WorkerDriver.renew``).
 from collections.abc import Mapping
 from typing import Final
 
-from dora.config import WINDOW_MOST, BalanceConfig
+from dora.config import BalanceConfig
+from dora.limits import WINDOW_MOST
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.plan import Plan, Trigger
 from dora.orchestrator.core.policies import POLICIES, Strategy
@@ -56,9 +57,9 @@ def has_versions(policy: str) -> bool:
 
 def window_steps(scenario: Scenario) -> int:
     """Steps that a version lives: the window, or without end where there is one version alone."""
-    return scenario.window if has_versions(scenario.policy) else ENDLESS_STEPS
+    return scenario.window.size if has_versions(scenario.balance.policy) else ENDLESS_STEPS
 
 
 def policy_of(scenario: Scenario, config: BalanceConfig) -> PartialPolicy | None:
     """The policy for a core that knows no such name; None where the core has it itself."""
-    return None if has_versions(scenario.policy) else PartialPolicy(config)
+    return None if has_versions(scenario.balance.policy) else PartialPolicy(config)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.sim.scenario import PROMPT_TOKENS_MOST
+from dora.limits import PROMPT_TOKENS_MOST
 from dora.sim.traces import FloatColumn, IntColumn, Trace, normal_scores
 
 PROMPT_LOG_SD = 0.5

@@ -141,13 +141,13 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
     steps_done = last.steps - first.steps
     context = last.context_token_steps - first.context_token_steps
     of_consumed = bound_of_s(scenario, consumed.response_tokens, consumed.context_tokens)
-    staleness = consumed.staleness if has_versions(scenario.policy) else None
+    staleness = consumed.staleness if has_versions(scenario.balance.policy) else None
     lost = len(world.ledger.groups.keys() - world.machine.state.group_row.keys())
     return Report(
         preset=scenario.name,
-        policy=scenario.policy,
-        window=scenario.window,
-        predictor=scenario.predictor,
+        policy=scenario.balance.policy,
+        window=scenario.window.size,
+        predictor=scenario.balance.predictor,
         seed=seed,
         steps=steps,
         engines=cluster.engines,
@@ -196,9 +196,9 @@ def _broken(scenario: Scenario, seed: int, failure: Failure, events: int) -> Bro
     kinds = Counter([failure.kind])
     return BrokenReport(
         preset=scenario.name,
-        policy=scenario.policy,
-        window=scenario.window,
-        predictor=scenario.predictor,
+        policy=scenario.balance.policy,
+        window=scenario.window.size,
+        predictor=scenario.balance.predictor,
         seed=seed,
         violations=kinds.total(),
         lost=kinds["lost"],

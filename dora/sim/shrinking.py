@@ -50,7 +50,7 @@ def shrunk(trial: Trial, kind: str) -> Trial:
     trial = with_fewer_faults(trial)
     simpler = [replace(trial, steps_after=steps) for steps in range(trial.steps_after)]
     trial = next(filter(still_fails, simpler), trial)
-    engines = trial.cluster()[0].cluster.engines
+    engines = trial.cluster().cluster.engines
     simpler = [replace(trial, workers=workers) for workers in range(1, engines)]
     smallest = next(filter(still_fails, simpler), trial)
     return smallest if smallest is trial else with_fewer_faults(smallest)

@@ -6,16 +6,15 @@ from functools import cached_property
 from random import Random
 from typing import Final
 
-from dora.config import Config, merged, validated
+from dora.config import BalanceConfig, CostConfig, DoraConfig, WindowConfig
 from dora.errors import InvalidValue, one_of
 from dora.orchestrator.core.policies import POLICIES, nearest_window
 from dora.sim.fault import Fault
 from dora.sim.faults import draw_faults, kinds_of, strike
 from dora.sim.invariants import check_empty
 from dora.sim.ledger import Failure, Lost, Stalled, Violation, failure_of
-from dora.sim.scenario import Cluster, Coefficients, Lengths, Scenario, TrainerPace, Turns, Workload
+from dora.sim.scenario import COST, Cluster, Lengths, Scenario, TrainerPace, Turns, Workload
 from dora.sim.unreliable import UnreliableWorld
-from dora.sim.world import core_config
 
 WORKERS_MOST: Final = 4
 HORIZON_S: Final = 60  # faults strike before
@@ -80,33 +79,30 @@ class Trial:
 
     def run(self) -> Failure | None:
         """None: every promise was kept, after every event, to the end."""
-        scenario, config = self.cluster()
+        scenario = self.cluster()
         world = None
         try:
-            world = UnreliableWorld(scenario, self.seed, config)
+            world = UnreliableWorld(scenario, self.seed)
             conduct(world, self.faults, self.steps_after)
         except Exception as error:  # whatever the core raises is a finding, and the next seed goes on
             return failure_of(error, world.now_s if world is not None else 0.0)
         return None
 
-    def cluster(self) -> tuple[Scenario, Config]:
-        """The scenario of this seed, and its core's configuration."""
+    def cluster(self) -> Scenario:
+        """The scenario of this seed."""
         random = Random(f"cluster {self.seed}")
         workers, window = random.randint(1, WORKERS_MOST), random.randint(1, 4)
         period_s = random.choice((4.0, 7.0, 15.0))
         options = Random(f"options {self.seed}")
         filters, redundant = options.choice((0.0, 0.0, 0.3)), options.choice((0.0, 0.5, 1.0))
-        cost = Coefficients(
-            step_s=0.08, kv_token_s=options.choice((0.0, 0.0, 3e-4)), request_s=options.choice((0.0, 0.0, 0.01))
-        )
+        kv_token_s, request_s = options.choice((0.0, 0.0, 3e-4)), options.choice((0.0, 0.0, 0.01))
+        cost = COST.model_copy(update={"step_s": 0.08, "kv_token_s": kv_token_s, "request_s": request_s})
+        predictor = random.choice(("oracle", "statistics", "ranker"))
         scenario = Scenario(
             name=f"seed {self.seed}",
-            policy=self.policy,
-            window=nearest_window(self.policy, window),
-            predictor=random.choice(("oracle", "statistics", "ranker")),
+            window=WindowConfig(size=nearest_window(self.policy, window)),
             filter_fraction=filters,
             redundant_fraction=redundant,
-            period_s=period_s,
             cluster=_cluster(random, self.workers or workers, cost),
             trainer=TrainerPace(
                 groups_per_step=random.randint(1, 5),
@@ -123,15 +119,18 @@ class Trial:
                 turns=Turns(most=random.choice((1, 1, 3)), environment_mean_s=1.0, answer_tokens=5),
             ),
         )
-        balance = {
-            "handoff_timeout_s": random.choice((3.0, 9.0, 30.0)),
-            "moves_at_once": random.choice((1, 64)),
-            "level_gap": random.choice((1, 2)),
-        }
-        return scenario, validated(merged(core_config(scenario).model_dump(), {"balance": balance}))
+        balance = BalanceConfig(
+            policy=self.policy,
+            predictor=predictor,
+            period_s=period_s,
+            handoff_timeout_s=random.choice((3.0, 9.0, 30.0)),
+            moves_at_once=random.choice((1, 64)),
+            dora=DoraConfig(level_gap=random.choice((1, 2))),
+        )
+        return scenario.model_copy(update={"balance": balance})
 
 
-def _cluster(random: Random, workers: int, cost: Coefficients) -> Cluster:
+def _cluster(random: Random, workers: int, cost: CostConfig) -> Cluster:
     """Slots and KV are scarce; a copy may take as long as many tokens, so that much happens meanwhile.
 
     Where KV or requests cost time a full engine is much slower: strategies have fast and slow places to choose from.

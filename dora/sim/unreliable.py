@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
-from dora.config import Config
 from dora.errors import DoraError
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
@@ -54,7 +53,7 @@ Handled = tuple[float, on.Event, list[do.Command] | str]  # when, what, and the 
 class UnreliableWorld(World):
     """A World whose messages take their time, whose members may fail, and whose core is checked after every event."""
 
-    def __init__(self, scenario: Scenario, seed: int, config: Config) -> None:
+    def __init__(self, scenario: Scenario, seed: int) -> None:
         self.random = Random(f"world {seed}")
         self.habits = Habits.drawn(Random(f"habits {seed}"))
         self.log: list[Handled] = []  # what an orchestrator starts again from
@@ -64,7 +63,7 @@ class UnreliableWorld(World):
         self.ending = False  # admission has ended, or will with the prompts
         self.dies_committing = False  # the trainer is lost with its next commit
         self._names = 0
-        super().__init__(scenario, seed, config)
+        super().__init__(scenario, seed)
         self._names = scenario.cluster.engines
         self.trainer.rest_s = self._rest_s
 

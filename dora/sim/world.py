@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from dora.config import Config, validated
+from dora.config import Config, SelectionConfig
 from dora.errors import DoraError
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.cost import CostModel
 from dora.sim import partial
 from dora.sim.driver import Order, WorkerDriver
 from dora.sim.engine import SimEngine
@@ -33,35 +34,24 @@ Observer = Callable[[float, on.Event, list[do.Command]], None]  # now_s, the eve
 
 def core_config(scenario: Scenario) -> Config:
     """The configuration of the core in this scenario."""
-    config = validated(
-        {
-            "window": {"size": scenario.window},
-            "balance": {
-                "policy": scenario.policy,
-                "period_s": scenario.period_s,
-                "predictor": "given" if scenario.predictor == "oracle" else scenario.predictor,
-                "cost": scenario.cluster.cost.model_dump(),
-            },
-            "selection": {"redundant_fraction": scenario.redundant_fraction},
-        }
-    )
+    balance = scenario.balance.model_copy(update={"cost": scenario.balance.cost or scenario.cluster.cost})
     # without end it is beyond what a service may ask for
-    window = config.window.model_copy(update={"size": partial.window_steps(scenario)})
-    return config.model_copy(update={"window": window})
+    window = scenario.window.model_copy(update={"size": partial.window_steps(scenario)})
+    selection = SelectionConfig(redundant_fraction=scenario.redundant_fraction)
+    return Config(selection=selection).model_copy(update={"balance": balance, "window": window})
 
 
 class World(WorkerDriver):
     """One run. ``after`` schedules; ``run_until`` drives. Observers are called with (now_s, event, commands)."""
 
-    def __init__(self, scenario: Scenario, seed: int, config: Config | None = None) -> None:
-        """``config`` is the core's, where it is not to be ``core_config(scenario)``."""
+    def __init__(self, scenario: Scenario, seed: int) -> None:
         super().__init__(scenario)
-        self.config = config or core_config(scenario)
+        self.config = core_config(scenario)
         policy = partial.policy_of(scenario, self.config.balance)
         self.machine = Machine(self.config) if policy is None else Machine(self.config, policy)
         self.prompts = WorkloadStream(scenario.workload, seed, scenario.trainer.groups_per_step)
         self.filter = Filter(scenario.filter_fraction, seed)
-        self.cost = scenario.cluster.cost.model()
+        self.cost = CostModel.of(scenario.cluster.cost)
         self.events = 0
         self.retired = 0
         self._latency_s = scenario.cluster.link_latency_s
@@ -227,7 +217,7 @@ class World(WorkerDriver):
 
     def offer(self, drawn: list[SimPrompt], exhausted: bool = False) -> None:
         self.ledger.offer(drawn)
-        known = self.scenario.predictor == "oracle"
+        known = self.scenario.balance.predictor == "oracle"
         offered = tuple(
             on.OfferedPrompt(
                 prompt.prompt_id,

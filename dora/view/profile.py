@@ -6,9 +6,10 @@ from typing import Annotated, Any
 from rich.table import Table
 from rich.text import Text
 
+from dora.config import CostConfig
+from dora.orchestrator.core.cost import CostModel
 from dora.planning.profile import Fit, Validation
 from dora.planning.samples import DecodeSample, Experts, Measurement, PrefillSample
-from dora.sim.scenario import Coefficients
 from dora.view.tables import facts_table
 
 
@@ -17,7 +18,7 @@ class ProfileReport:
     """All that was found of one engine."""
 
     model: Annotated[str, "the model that was timed"]
-    cost: Annotated[Coefficients, "seconds of a step, as a scenario's `cluster.cost`"]
+    cost: Annotated[CostConfig, "seconds of a step, as a scenario's `cluster.cost`"]
     decode_error: Annotated[float, "mean relative error over the decode steps of the fit"]
     prefill_error: Annotated[float, "mean relative error over the prefill steps of the fit"]
     kink_requests: Annotated[float, "requests above which a step is bound by computing; 0: at any number"]
@@ -83,7 +84,7 @@ def profile_table(model: str, measurement: Measurement, fitted: Fit, checked: Va
     table.add_row("k3, a request", f"{cost.request_s * 1e6:.4g} us")
     table.add_row("k4, the rest", f"{cost.step_s * 1e3:.4g} ms")
     if measurement.experts is not None:
-        dense = cost.model().dense
+        dense = CostModel.of(cost).dense
         bent = f"{cost.expert_fraction:.3g} of k2 for one token, imbalance {cost.imbalance:.3g}"
         table.add_row("experts", "not seen in its steps" if dense else f"{bent}; without, {fitted.dense_error:.1%} off")
     table.add_row("prefill", f"{1 / cost.prefill_token_s:,.0f} tokens/s" if cost.prefill_token_s else "free")

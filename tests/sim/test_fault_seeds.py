@@ -35,12 +35,11 @@ def test_promises_hold_under_faults(policy: str) -> None:
 
 
 def test_clusters_differ_in_all_that_the_promises_may_depend_on() -> None:
-    drawn = [Trial(seed, "dora").cluster() for seed in range(200)]
-    scenarios = [scenario for scenario, _ in drawn]
-    assert {scenario.window for scenario in scenarios} == {1, 2, 3, 4}
+    scenarios = [Trial(seed, "dora").cluster() for seed in range(200)]
+    assert {scenario.window.size for scenario in scenarios} == {1, 2, 3, 4}
     assert {scenario.cluster.engines for scenario in scenarios} == {1, 2, 3, 4}
     assert {scenario.trainer.groups_per_step for scenario in scenarios} == {1, 2, 3, 4, 5}
-    assert {scenario.predictor for scenario in scenarios} == {"oracle", "statistics", "ranker"}
+    assert {scenario.balance.predictor for scenario in scenarios} == {"oracle", "statistics", "ranker"}
     assert {scenario.workload.group_size > scenario.cluster.slots for scenario in scenarios} == {False, True}
     assert {scenario.workload.turns.most > 1 for scenario in scenarios} == {False, True}
     costs = {(cost.kv_token_s > 0.0, cost.request_s > 0.0) for cost in (each.cluster.cost for each in scenarios)}
@@ -118,7 +117,7 @@ def test_faults_meet_what_they_are_for(met: Counter[tuple[Phase, Signal]]) -> No
     totals: Counter[str] = Counter()
     for seed in range(40):
         trial = Trial(seed, "dora")
-        world = UnreliableWorld(trial.cluster()[0], seed, trial.cluster()[1])
+        world = UnreliableWorld(trial.cluster(), seed)
         conduct(world, trial.faults, trial.steps_after)
         counters = world.machine.counters
         for _, event, _ in world.log:

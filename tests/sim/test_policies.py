@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from dora.config import WindowConfig
 from dora.errors import InvalidValue
 from dora.sim.invariants import check_state
 from dora.sim.presets import composed, scenario_for
@@ -13,7 +14,7 @@ from dora.sim.world import World
 
 def staleness(policy: str, window: int, steps: int = 6) -> list[Counter[int]]:
     """Staleness of the groups that each step trained on, in the simulator's ``small`` scenario."""
-    scenario = scenario_for("small", policy).model_copy(update={"window": window})
+    scenario = scenario_for("small", policy).model_copy(update={"window": WindowConfig(size=window)})
     world = World(scenario, seed=0)
     trained: list[Counter[int]] = []
     world.trainer.on_step = lambda step, _began, _ended, groups, _busy: trained.append(

@@ -31,7 +31,7 @@ def watched(seed: int, kinds: str = "all", policy: str = "dora") -> Failure | No
     trial = Trial(seed, policy, kinds)
     world = None
     try:
-        world = WatchedWorld(trial.cluster()[0], seed, trial.cluster()[1])
+        world = WatchedWorld(trial.cluster(), seed)
         conduct(world, trial.faults, trial.steps_after)
     except Exception as error:
         return failure_of(error, world.now_s if world is not None else 0.0)

@@ -49,7 +49,7 @@ def refusal(*settings: str, policy: str = "laxity") -> str:
         ),
         (["workload.feature_correlation=0.5"], "workload.feature_correlation = 0.5", "predictor is oracle"),
         (
-            ["workload.feature_correlation=0.5", "predictor=statistics"],
+            ["workload.feature_correlation=0.5", "balance.predictor=statistics"],
             "workload.feature_correlation = 0.5",
             "predictor is statistics, and only ranker reads features",
         ),
@@ -96,7 +96,7 @@ def test_a_field_without_effect_is_refused(settings: list[str], field: str, why:
         ["workload.lengths={mu=5.0,sigma=0.5,scale=2.0}"],
         ["workload.lengths={kind='histogram',file='x',scale=2.0}"],
         ["workload.lengths={kind='trace',file='x'}", "workload.prompt_tokens=200"],
-        ["workload.feature_correlation=0.5", "predictor=ranker"],
+        ["workload.feature_correlation=0.5", "balance.predictor=ranker"],
         ["cluster.rollout_gpus=3"],
         ["cluster={gpus=2,rollout_gpus=1,link_bytes_per_s=1e9}"],  # one engine: that of the machine all the same
         ["cluster.cost={expert_fraction=1.0,imbalance=0.1}"],

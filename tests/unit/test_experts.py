@@ -30,7 +30,7 @@ def steps(cost: CostModel, sizes: Sequence[int] = SIZES, noise: float = 0.0, see
 
 
 def squared_error(found: Fit, samples: Sequence[DecodeSample]) -> float:
-    cost = found.coefficients.model()
+    cost = CostModel.of(found.coefficients)
     return sum((cost.decode_step_s(each.running, each.kv_tokens) / each.step_s - 1) ** 2 for each in samples)
 
 
@@ -69,7 +69,7 @@ def test_one_rank_and_a_dense_model_are_even() -> None:
 )
 def test_the_cost_of_a_mixture_is_recovered(cost: CostModel) -> None:
     found = fit(steps(cost), experts=EXPERTS)
-    assert asdict(found.coefficients.model()) == pytest.approx(asdict(cost), rel=1e-4, abs=1e-9)
+    assert asdict(CostModel.of(found.coefficients)) == pytest.approx(asdict(cost), rel=1e-4, abs=1e-9)
     assert found.decode_error < 1e-6
     assert found.dense_error is not None and found.dense_error > 1e-5
 
@@ -96,7 +96,7 @@ def test_noise_of_a_few_percent_makes_no_wild_values(seed: int) -> None:
     for noise in (0.02, 0.05):
         samples = steps(MIXTURE, noise=noise, seed=seed)
         found = fit(samples, experts=EXPERTS)
-        cost = found.coefficients.model()
+        cost = CostModel.of(found.coefficients)
         assert cost.expert_fraction == 1.0 or 1 / 32 < cost.expert_fraction < 1 / 8
         assert 0.0 <= cost.imbalance <= fullest_rank(128, 8)
         for size in range(1, 129):  # also twice as far as was sampled
@@ -120,7 +120,7 @@ def test_a_term_needs_more_sizes_than_there_are_terms_and_half_of_the_error() ->
     noisy = steps(MIXTURE, noise=0.15, seed=3)
     found = fit(noisy, experts=EXPERTS)
     assert found.coefficients.expert_fraction == 1.0
-    bent = replace(found.coefficients.model(), **asdict(MIXTURE))
+    bent = replace(CostModel.of(found.coefficients), **asdict(MIXTURE))
     error = sum((bent.decode_step_s(each.running, each.kv_tokens) / each.step_s - 1) ** 2 for each in noisy)
     assert 0.5 * squared_error(found, noisy) < error < 1.2 * squared_error(found, noisy)
 

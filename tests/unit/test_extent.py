@@ -52,7 +52,7 @@ def small(*overrides: str, policy: str = "laxity") -> Scenario:
         ("workload.lengths.scale", "1e+300", "a number from 1e-06 to 1000000"),
         ("workload.turns.environment_mean_s", "1e+300", "a number from 0 to 100000"),
         ("workload.turns.environment_sigma", "1000.0", "a number from 0 to 3"),
-        ("period_s", "1e-300", "a number from 0.001 to 100000"),
+        ("balance.period_s", "1e-300", "a number from 0.001 to 100000"),
         ("filter_fraction", "0.999", "a number from 0 to 0.99"),
     ],
 )
@@ -104,7 +104,10 @@ def test_a_step_of_an_engine_takes_a_nanosecond_at_least(cost: str, step_s: str)
             "workload.tasks.0.turns.environment_mean_s = 100000.0 is not valid: it must be "
             "such that a step takes 14 days",
         ),
-        (["period_s=0.01", "trainer.step_s=1e4"], "period_s = 0.01 is not valid: it must be at least 0.101: of a step"),
+        (
+            ["balance.period_s=0.01", "trainer.step_s=1e4"],
+            "balance.period_s = 0.01 is not valid: it must be at least 0.101: of a step",
+        ),
         (["redundant_fraction=0.1"], "redundant_fraction = 0.1 is not valid: it must be 0, or at least 1/8"),
     ],
 )  # fmt: skip
@@ -117,7 +120,7 @@ def test_steps_of_weeks_and_periods_without_number_are_refused_before_anything_r
 
 
 def test_the_period_that_is_named_is_enough() -> None:
-    check_extent(small("period_s=0.101", "trainer.step_s=1e4"))
+    check_extent(small("balance.period_s=0.101", "trainer.step_s=1e4"))
 
 
 def test_no_step_of_a_preset_is_near_its_limit() -> None:
@@ -184,7 +187,7 @@ def test_lengths_that_drift_upwards_have_the_patience_of_the_longest() -> None:
     lengths = "workload.lengths={mu=-10,drift_per_step=0.49}"
     assert limit_s(small(lengths, "trainer.step_s=0")) > limit_s(small("workload.lengths.mu=12", "trainer.step_s=0"))
     report = simulate(
-        small(lengths, "trainer.step_s=0", "period_s=0.1", "cluster.load_s=0"), steps=60, warmup=0, seed=0
+        small(lengths, "trainer.step_s=0", "balance.period_s=0.1", "cluster.load_s=0"), steps=60, warmup=0, seed=0
     )
     assert report.violations == 0
 
@@ -258,7 +261,7 @@ def extremes(draw: st.DrawFn) -> dict[str, Any]:
         turns = {"most": 3, "environment_mean_s": draw(LONGEST), "environment_sigma": draw(st.sampled_from([0.0, 3.0]))}
         of_one = {"scale": draw(st.sampled_from([1e-6, 1.0, 1e6])), "sigma": draw(st.sampled_from([0.0, 20.0]))}
         put(("workload", "tasks"), [{"name": "a", "share": 0.5, "turns": turns}, {"name": "b", "share": 0.5, **of_one}])
-    tree["predictor"] = draw(st.sampled_from(["oracle", "statistics", "ranker"]))
+    put(("balance", "predictor"), draw(st.sampled_from(["oracle", "statistics", "ranker"])))
     return tree
 
 

@@ -9,7 +9,7 @@ import dora
 
 ROOT = Path(dora.__file__).parent
 CORE = ROOT / "orchestrator" / "core"
-CORE_MAY_IMPORT = ("dora.types", "dora.config", "dora.errors", "dora.orchestrator.core")
+CORE_MAY_IMPORT = ("dora.types", "dora.config", "dora.errors", "dora.limits", "dora.orchestrator.core")
 IMPURE = {"asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "secrets", "socket", "subprocess", "sys",
           "tempfile", "threading", "time", "uuid"}  # fmt: skip
 HEAVY = ("torch", "transformers", "vllm")

@@ -32,7 +32,7 @@ def prompts_of(lengths: list[int], name: str = "p") -> tuple[on.OfferedPrompt, .
 
 def machine_of(groups: int, lengths: list[int], window: int = 2, exhausted: bool = True) -> Machine:
     """Four workers that know how fast steps (100 s) and tokens (0.01 s) are; prompts of one response each wait."""
-    config = validated({"window": {"size": window}, "balance": {"policy": "laxity", "predictor": "given"}})
+    config = validated({"window": {"size": window}, "balance": {"policy": "laxity", "predictor": "oracle"}})
     machine = Machine(config)
     machine.handle(on.TrainerAttached(1, groups), 0.0)
     machine.handle(on.StepRequested(1, 0), 0.0)

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from dora.config import GROUPS_PER_STEP_MOST, validated
+from dora.config import validated
 from dora.errors import InvalidValue
+from dora.limits import GROUPS_MOST
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
@@ -278,7 +279,7 @@ def test_an_evicted_worker_counts_as_lost_and_a_drained_one_does_not() -> None:
     assert bench.state.counters.workers_lost == 1
 
 
-@pytest.mark.parametrize("groups", [0, GROUPS_PER_STEP_MOST + 1, 4_000_000_000])
+@pytest.mark.parametrize("groups", [0, GROUPS_MOST + 1, 4_000_000_000])
 def test_a_trainer_with_an_impossible_batch_is_refused(groups: int) -> None:
     """Two steps' worth of prompts are drawn at once."""
     bench = Bench(window=2, groups=1)
@@ -314,7 +315,7 @@ def test_the_share_of_a_worker_that_is_lost_while_it_loads_goes_to_the_others() 
 
 def test_a_look_for_moves_that_found_no_place_is_repeated_when_there_is_one() -> None:
     """Each worker holds three requests of 35 tokens; w0 is to leave. Room is made by what ends on w1."""
-    bench = Bench(window=3, groups=2, policy="dora", predictor="given")
+    bench = Bench(window=3, groups=2, policy="dora", predictor="oracle")
     for name in ("w0", "w1"):
         bench.epochs += 1
         bench.post(on.WorkerJoined(name, bench.epochs, 8, 120))

@@ -61,8 +61,8 @@ def test_the_time_of_requests_on_workers_is_that_of_all_their_stays(policy: str)
 @pytest.mark.parametrize("seed", [11, 16, 25])
 def test_the_time_of_requests_on_workers_counts_deaths_and_undone_handoffs(seed: int) -> None:
     trial = Trial(seed, "dora", "kill,handoff,copy,partition,leave,migrate,cancel")
-    scenario, config = trial.cluster()
-    world = UnreliableWorld(scenario, seed, config)
+    scenario = trial.cluster()
+    world = UnreliableWorld(scenario, seed)
     meter, counted = measured(world)
     for fault in trial.faults:
         world.after(fault.at_s, strike, world, fault)

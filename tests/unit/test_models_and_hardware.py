@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 
 from dora.errors import InvalidValue
+from dora.orchestrator.core.cost import CostModel
 from dora.planning.generation import (
     engine_options,
 )
@@ -39,7 +40,7 @@ def test_the_roofline_meets_its_calibration() -> None:
 def test_the_roofline_against_staleflows_table_is_as_far_off_as_it_says() -> None:
     cost = coefficients(MODELS["qwen3-30b-a3b"], HARDWARE["h20"], 1)
     one_request_s = cost.weights_s * 3.3 / 30.5  # billions of parameters: active, and all
-    assert cost.model().matmul_s(1) - cost.step_s == pytest.approx(one_request_s)
+    assert CostModel.of(cost).matmul_s(1) - cost.step_s == pytest.approx(one_request_s)
     for found, table, error in (
         (cost.kv_token_s, 7.28e-8, -0.44),
         (one_request_s, 1.72e-3, 0.28),

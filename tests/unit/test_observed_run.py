@@ -38,8 +38,8 @@ def test_what_is_observed_of_a_run_simulates_to_the_same(tmp_path: Path, monkeyp
     lengths.write_text(json.dumps({"hist": hist}))
     drawn = composed(
         {
-            "window": 2,
-            "predictor": "statistics",
+            "window": {"size": 2},
+            "balance": {"predictor": "statistics"},
             "cluster": {"load_s": 2.0, "link_latency_s": 0.05, "kv_tokens": 30_000},
             "trainer": {"step_s": 2.0, "micro_batches": 1},
             "workload": {

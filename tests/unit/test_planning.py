@@ -8,6 +8,7 @@ import pytest
 
 from dora.errors import InvalidValue
 from dora.orchestrator.core.adjustment import even_gain_s, groups_to_add
+from dora.orchestrator.core.cost import CostModel
 from dora.planning.allocation import Split, TrainingTime, allocate, allocate_across, transfer_s
 from dora.planning.generation import (
     EngineOption,
@@ -25,7 +26,7 @@ from dora.sim.scenario import Scenario
 CLUSTER = Scenario().cluster
 DORA_LENGTHS = Lognormal(7.0881, 1.2, 30_000)
 DORA_STEP = step_workload(DORA_LENGTHS, groups=512, group_size=16, prompt_tokens=120)
-OPTION = EngineOption(4, CLUSTER.cost.model(), CLUSTER.slots, CLUSTER.kv_tokens)
+OPTION = EngineOption(4, CostModel.of(CLUSTER.cost), CLUSTER.slots, CLUSTER.kv_tokens)
 
 
 # The workload.
@@ -241,7 +242,7 @@ def test_growing_lengths_ask_for_one_more_node_as_in_figure_11() -> None:
     def step_of(scale: float) -> StepWorkload:
         return step_workload(Lognormal(math.log(4_000 * scale), 0.8, int(10_000 * scale)), 1024, 1, 200)
 
-    option = EngineOption(1, coefficients(model, h800, 1).model(), 256, kv_tokens(model, h800, 1))
+    option = EngineOption(1, CostModel.of(coefficients(model, h800, 1)), 256, kv_tokens(model, h800, 1))
     nodes, added_at = 2, []
     balanced = TrainingTime(((16, generation(option, 16, step_of(1.0), window=2).work_s),))
     for iteration in range(21):

@@ -42,7 +42,7 @@ def taught(name: str, workload: Workload, steps: int, groups: int = 256) -> tupl
     errors = np.empty(0)
     for _ in range(steps):
         prompts = stream.take(groups)
-        estimates = [predictor.predict(traits(prompt, known=name == "given")) for prompt in prompts]
+        estimates = [predictor.predict(traits(prompt, known=name == "oracle")) for prompt in prompts]
         for prompt, estimate in zip(prompts, estimates, strict=True):
             recall.add(longest_quantile(estimate, prompt.group_size, 0.5), max(prompt.lengths))
             for tokens in prompt.lengths:
@@ -53,7 +53,7 @@ def taught(name: str, workload: Workload, steps: int, groups: int = 256) -> tupl
 
 
 def test_the_oracle_recalls_everything() -> None:
-    assert taught("given", Workload(), 1)[1].longest() == 1.0
+    assert taught("oracle", Workload(), 1)[1].longest() == 1.0
 
 
 def test_the_ranker_reads_the_features_within_the_first_epoch() -> None:
@@ -160,7 +160,7 @@ def test_the_ranker_refuses_features_it_cannot_use(features: tuple[float, ...]) 
 
 
 def test_given_lengths_are_taken_as_they_are() -> None:
-    predictor = PREDICTORS["given"]()
+    predictor = PREDICTORS["oracle"]()
     estimate = predictor.predict(asked(known=(10, 20, 4000, 5)))
     assert estimate.of_siblings(4) == ([math.log(tokens) for tokens in (10, 20, 4000, 5)], 0.0)
     assert estimate.log_mean == pytest.approx(np.log([10, 20, 4000, 5]).mean())
@@ -168,7 +168,7 @@ def test_given_lengths_are_taken_as_they_are() -> None:
 
 
 def test_without_given_lengths_statistics_answer() -> None:
-    given_lengths, statistics = PREDICTORS["given"](), PREDICTORS["statistics"]()
+    given_lengths, statistics = PREDICTORS["oracle"](), PREDICTORS["statistics"]()
     for predictor in (given_lengths, statistics):
         predictor.observe(asked(), 700)
     assert given_lengths.predict(asked()) == statistics.predict(asked())
@@ -181,7 +181,7 @@ def test_without_given_lengths_statistics_answer() -> None:
 @pytest.mark.parametrize("known", [(10, 20), (10, 20, 30, 0), (-1,)])
 def test_given_lengths_must_fit_the_group(known: tuple[int, ...]) -> None:
     with pytest.raises(InvalidValue, match="known_tokens"):
-        PREDICTORS["given"]().predict(asked(known=known))
+        PREDICTORS["oracle"]().predict(asked(known=known))
 
 
 # --------------------------------------------------------------------------------------------------------------- recall

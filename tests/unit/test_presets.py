@@ -9,11 +9,11 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dora.config import merged, settings_tree, validated_as
+from dora.config import merged, settings_tree, tree_of, validated_as
 from dora.errors import InvalidValue
 from dora.planning.generation import bound_s
 from dora.sim.presets import NAMES, composed, planned, preset, scenario_for
-from dora.sim.scenario import Cluster, Scenario
+from dora.sim.scenario import Scenario
 from dora.sim.workload import moments
 
 
@@ -29,7 +29,7 @@ def bound_min(scenario: Scenario) -> float:
 @pytest.mark.parametrize("policy", ["dora", "laminar", "sync", "one_step", "stream", "partial"])
 def test_every_preset_is_a_possible_cluster_under_every_policy(name: str, policy: str) -> None:
     scenario = scenario_for(name, policy)
-    assert (scenario.name, scenario.policy) == (name, policy)
+    assert (scenario.name, scenario.balance.policy) == (name, policy)
     assert scenario.cluster.engines >= 1
     assert (
         scenario.cluster.colocated
@@ -59,18 +59,23 @@ def test_a_parameter_of_a_distribution_that_is_not_in_use_is_refused(tmp_path: P
 
 
 def test_policies_have_the_window_of_their_definition() -> None:
-    assert [scenario_for("dora-64", policy).window for policy in ("sync", "one_step", "stream", "dora")] == [1, 2, 2, 3]
-    assert scenario_for("dora-64", "dora", window=2).window == 2
-    assert scenario_for("dora-64", "streamrl").window == 2
-    assert scenario_for("dora-64", "streamrl", window=1).window == 1
-    with pytest.raises(InvalidValue, match=r"window = 3 .* 1, by the definition of sync"):
+    assert [scenario_for("dora-64", policy).window.size for policy in ("sync", "one_step", "stream", "dora")] == [
+        1,
+        2,
+        2,
+        3,
+    ]
+    assert scenario_for("dora-64", "dora", window=2).window.size == 2
+    assert scenario_for("dora-64", "streamrl").window.size == 2
+    assert scenario_for("dora-64", "streamrl", window=1).window.size == 1
+    with pytest.raises(InvalidValue, match=r"window.size = 3 .* 1, by the definition of sync"):
         scenario_for("dora-64", "sync", window=3)
-    with pytest.raises(InvalidValue, match=r"window = 3 .* 1 to 2, by the definition of streamrl"):
-        composed({"policy": "streamrl", "window": 3})
+    with pytest.raises(InvalidValue, match=r"window.size = 3 .* 1 to 2, by the definition of streamrl"):
+        composed({"balance": {"policy": "streamrl"}, "window": {"size": 3}})
 
 
 def test_laminar_checks_for_idle_replicas_as_often_as_its_paper() -> None:
-    assert [scenario_for("dora-64", policy).period_s for policy in ("laminar", "dora")] == [5.0, 30.0]
+    assert [scenario_for("dora-64", policy).balance.period_s for policy in ("laminar", "dora")] == [5.0, 30.0]
 
 
 def test_an_unknown_preset_is_answered_with_the_nearest() -> None:
@@ -89,7 +94,10 @@ def test_fields_are_overridden_and_checked() -> None:
         ("cluster.cost.kv_token_s=nan", "finite"),
         ('cluster.cost.kv_token_s="1"', "a number from 0 to 10000"),
         ("cluster.gpus_per_engine=1", "at least 4, with 80 GB each: 65.5 GB of weights"),
-        ("window=soon", "a whole number from 1 to 64"),
+        ("window.size=soon", "a whole number from 1 to 64"),
+        ("window=3", "a section with size, groups_per_step"),
+        ("balance=3", "a section with policy, predictor"),
+        ("window.groups_per_step=3", "0, or the 512 of trainer.groups_per_step"),
     ):
         with pytest.raises(InvalidValue, match=message):
             composed(settings_tree(None, [override]), "dora-64")
@@ -115,9 +123,10 @@ def test_every_number_has_a_least_and_a_most() -> None:
 
 
 def test_without_a_preset_the_default_cluster_is_changed() -> None:
-    assert composed({"policy": "sync"}).window == 1
-    found = composed({"window": 4}, policy="laminar").model_copy(update={"policy": "laxity", "window": 3})
-    assert found == Scenario(cluster=Cluster(gpu_memory_bytes=80e9))
+    assert composed({"balance": {"policy": "sync"}}).window.size == 1
+    found = composed({"window": {"size": 4}}, policy="laminar")
+    assert (found.window.size, found.balance.policy) == (4, "laminar")
+    assert found.model_copy(update={"window": Scenario().window, "balance": Scenario().balance}) == Scenario()
 
 
 def test_sections_are_merged_field_by_field() -> None:
@@ -125,7 +134,7 @@ def test_sections_are_merged_field_by_field() -> None:
         "a": {"b": 1, "c": 4},
         "d": {"e": 5},
     }
-    with pytest.raises(InvalidValue, match="one of name, policy"):
+    with pytest.raises(InvalidValue, match="one of name, window"):
         validated_as(Scenario, {"nonsense": 1})
 
 
@@ -139,10 +148,10 @@ def test_the_plan_splits_for_the_shortest_step() -> None:
         planned(scenario_for("dora-64", "sync"))
 
 
-@pytest.mark.parametrize("field", ["window", "period_s", "filter_fraction"])
+@pytest.mark.parametrize("field", ["window.size", "balance.period_s", "filter_fraction"])
 def test_a_truth_value_is_no_number_of_a_scenario(field: str) -> None:
     with pytest.raises(InvalidValue, match=f"{field} = True is not valid: it must be a (whole )?number"):
-        composed({field: True}, "small")
+        composed(tree_of(field, True), "small")
 
 
 def test_without_a_preset_the_cluster_has_to_hold_its_model_too() -> None:

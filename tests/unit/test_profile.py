@@ -25,7 +25,7 @@ from tests.unit.timed_engine import COST, SLOTS, samples
 )
 def test_the_fit_finds_the_coefficients_of_exact_samples(cost: CostModel) -> None:
     found = fit(*samples(cost))
-    assert asdict(found.coefficients.model()) == pytest.approx(asdict(cost), abs=1e-12)
+    assert asdict(CostModel.of(found.coefficients)) == pytest.approx(asdict(cost), abs=1e-12)
     assert found.decode_error == pytest.approx(0.0, abs=1e-9)
     assert found.prefill_error == pytest.approx(0.0, abs=1e-9)
     assert found.kink == (4.0 if cost.weights_s else 0.0)
@@ -47,7 +47,7 @@ def test_the_error_is_the_mean_relative_error() -> None:
         DecodeSample(2, 400, 2.0),
     ]
     found = fit(decode)
-    cost = found.coefficients.model()
+    cost = CostModel.of(found.coefficients)
     errors = [abs(cost.decode_step_s(s.running, s.kv_tokens) - s.step_s) / s.step_s for s in decode]
     assert found.decode_error == pytest.approx(sum(errors) / 4)
     assert found.decode_error > 0.2
@@ -60,7 +60,7 @@ def test_noise_of_three_percent_leaves_every_step_within_five(seed: int) -> None
     noisy = [replace(sample, step_s=sample.step_s * float(noise.lognormal(0.0, 0.03))) for sample in decode]
     found = fit(noisy, prefill)
     for sample in decode:
-        predicted = found.coefficients.model().decode_step_s(sample.running, sample.kv_tokens)
+        predicted = CostModel.of(found.coefficients).decode_step_s(sample.running, sample.kv_tokens)
         assert predicted == pytest.approx(sample.step_s, rel=0.05)
     assert 0.0 < found.decode_error < 0.05
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from dora.cli.exits import DoraGroup, ExitCode
 from dora.cli.profile import coefficients_text, conclude, failure, profile
 from dora.errors import Conflict, DoraError, InvalidValue
+from dora.orchestrator.core.cost import CostModel
 from dora.planning.profile import coefficients_of, fit, validate
 from dora.planning.samples import Experts, Measurement, measurement_of, pooled
 from dora.sim.scenario import Cluster
@@ -47,7 +48,7 @@ def test_an_engine_of_known_cost_is_found_out_and_its_run_predicted(weights: Pat
     grid = default_grid(SLOTS, KV_TOKENS, CONTEXT)
     found = measure(engine, grid, seed=1, clock=engine.clock)
     fitted = fit(found.decode, found.prefill)
-    assert asdict(fitted.coefficients.model()) == pytest.approx(asdict(COST), rel=1e-6)
+    assert asdict(CostModel.of(fitted.coefficients)) == pytest.approx(asdict(COST), rel=1e-6)
     checked = validate(fitted.coefficients, found)
     assert checked.ratio == pytest.approx(1.0, rel=1e-6)
     assert checked.tokens == sum(request.response_tokens for request in found.mixed)
@@ -64,7 +65,7 @@ def test_the_measurement_withstands_a_busy_machine(weights: Path) -> None:
     fitted = fit(found.decode, found.prefill).coefficients
     for batch, kv_tokens in ((1, 100), (4, 800), (8, 3000)):
         expected = COST.decode_step_s(batch, kv_tokens)
-        assert fitted.model().decode_step_s(batch, kv_tokens) == pytest.approx(expected, rel=0.05)
+        assert CostModel.of(fitted).decode_step_s(batch, kv_tokens) == pytest.approx(expected, rel=0.05)
     assert fitted.prefill_token_s == pytest.approx(COST.prefill_token_s, rel=0.05)
     checked = validate(fitted, found)
     assert checked.ratio == pytest.approx(1.0, abs=0.1)
@@ -80,7 +81,7 @@ def test_beside_others_the_usual_step_counts_not_the_fastest(weights: Path) -> N
     fitted = fit(found.decode, found.prefill).coefficients
     for batch, kv_tokens in ((1, 100), (4, 800), (8, 3000)):
         expected = 1.2 * COST.decode_step_s(batch, kv_tokens)
-        assert fitted.model().decode_step_s(batch, kv_tokens) == pytest.approx(expected, rel=0.02)
+        assert CostModel.of(fitted).decode_step_s(batch, kv_tokens) == pytest.approx(expected, rel=0.02)
     assert validate(fitted, found).ratio == pytest.approx(1.0, abs=0.1)
 
 
@@ -90,7 +91,7 @@ def test_bursts_of_other_work_do_not_matter(weights: Path, period_s: float, shar
     engine = timed_engine(weights, noise=lambda: 3.0 if engine.now_s % period_s < share * period_s else 1.0)
     found = measure(engine, default_grid(SLOTS, KV_TOKENS, CONTEXT), seed=1, clock=engine.clock)
     fitted = fit(found.decode, found.prefill).coefficients
-    assert asdict(fitted.model()) == pytest.approx(asdict(COST), rel=1e-6)
+    assert asdict(CostModel.of(fitted)) == pytest.approx(asdict(COST), rel=1e-6)
     assert validate(fitted, found).ratio == pytest.approx(1.0, rel=1e-6)
     assert max(found.mixed_wall_s) > 1.5 * found.mixed_s
 
@@ -112,7 +113,7 @@ def test_steps_may_have_another_clock_than_the_whole(weights: Path) -> None:
     grid = default_grid(SLOTS, KV_TOKENS, CONTEXT, counted=USUAL)
     found = measure(engine, grid, seed=1, clock=engine.clock, wall_clock=lambda: 2.0 * engine.now_s)
     fitted = fit(found.decode, found.prefill).coefficients
-    assert asdict(fitted.model()) == pytest.approx(asdict(COST), rel=1e-6)
+    assert asdict(CostModel.of(fitted)) == pytest.approx(asdict(COST), rel=1e-6)
     assert found.mixed_wall_s == pytest.approx([2.0 * found.mixed_s] * grid.rounds)
     assert found.wall_s == pytest.approx(2.0 * engine.now_s)
     checked = validate(fitted, found)
@@ -220,7 +221,7 @@ def measured(weights: Path) -> Measurement:
 def test_a_fit_that_passes_its_check_is_written(measured: Measurement, tmp_path: Path) -> None:
     out = tmp_path / "cost.toml"
     conclude("tiny", measured, 0.15, out, force=False, as_json=True)
-    assert coefficients_of(tomllib.loads(out.read_text())["cluster"]["cost"]).model().step_s == pytest.approx(0.02)
+    assert coefficients_of(tomllib.loads(out.read_text())["cluster"]["cost"]).step_s == pytest.approx(0.02)
 
 
 def test_a_fit_that_fails_its_check_is_not_written_and_says_why(

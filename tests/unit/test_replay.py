@@ -55,8 +55,8 @@ def driven(file: Path, monkeypatch: pytest.MonkeyPatch, seed: int = 11) -> Logge
     """A core after a trial with faults: deaths, handoffs, refusals, stale events."""
     monkeypatch.setattr(world, "Machine", partial(LoggedMachine, file=file))
     trial = Trial(seed, "dora", FAULTS)
-    scenario, config = trial.cluster()
-    wild = UnreliableWorld(scenario, seed, config)
+    scenario = trial.cluster()
+    wild = UnreliableWorld(scenario, seed)
     conduct(wild, trial.faults, trial.steps_after)
     machine = wild.machine
     assert isinstance(machine, LoggedMachine)

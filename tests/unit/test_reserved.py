@@ -155,7 +155,7 @@ def test_a_reserved_worker_takes_the_hurried_and_gives_the_others_away() -> None
 
 def machine_of(window: int, longest: int, groups: int = 4) -> Machine:
     """Six workers between steps of 300 s, each token 50 ms, with one response of ``longest`` tokens drawn."""
-    machine = Machine(validated({"window": {"size": window}, "balance": {"policy": "laxity", "predictor": "given"}}))
+    machine = Machine(validated({"window": {"size": window}, "balance": {"policy": "laxity", "predictor": "oracle"}}))
     machine.state.cost = COST
     machine.handle(on.TrainerAttached(1, groups), 0.0)
     machine.handle(on.StepRequested(1, 0), 0.0)

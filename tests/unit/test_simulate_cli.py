@@ -79,7 +79,7 @@ def test_filter_and_redundant_rollout_are_recorded_and_shown_where_they_are_on()
 
 def test_a_scenario_may_come_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "scenario.toml"
-    file.write_text('name = "mine"\nwindow = 2\n[trainer]\nstep_s = 600\n')
+    file.write_text('name = "mine"\n[window]\nsize = 2\n[trainer]\nstep_s = 600\n')
     answer = json.loads(run(*SMALL, "--file", str(file), "--json").stdout)
     assert (answer["preset"], answer["window"]) == ("mine", 2)
     assert answer["step_time_min"] > 10.0 - 1e-9  # training alone, but for rounding
@@ -116,7 +116,7 @@ def test_each_policy_of_a_comparison_has_the_nearest_window_that_it_is_defined_f
     for asked, windows in (
         ((), own),
         (("--window", "1"), own | {"streamrl": 1, "laxity": 1, "dora": 1}),
-        (("--set", "window=4"), own | {"laxity": 4, "dora": 4}),
+        (("--set", "window.size=4"), own | {"laxity": 4, "dora": 4}),
     ):
         found = json.loads(run(*SMALL, "--compare", *asked, "--json").stdout)["policies"]
         rows = {row["report"]["policy"]: row["report"]["window"] for row in found}
@@ -251,8 +251,8 @@ def test_the_plan_changes_the_split() -> None:
         (("--preset", "small", "--plot", "run.pdf"), "--plot = 'run.pdf'"),
         (("--preset", "small", "--compare", "--plot", "run.png"), "left out with --compare"),
         (
-            ("--preset", "small", "--compare", "--set", "policy=dora"),
-            "policy = 'dora' is not valid: it must be left out with",
+            ("--preset", "small", "--compare", "--set", "balance.policy=dora"),
+            "balance.policy = 'dora' is not valid: it must be left out with",
         ),
         (
             ("--preset", "small", "sweep", "--seeds", "1"),

@@ -82,7 +82,7 @@ def test_a_comparison_of_all_policies_fits_a_terminal_of_100_columns(preset: str
     scenarios = [scenario_for(preset, policy) for policy in strategies()]
     measured = {"step_time_min": 99.99, "bound_min": 88.88, "tokens_per_s": 999_999.0, "work_done_over_consumed": 1.125}
     found = [
-        replace(REPORT, preset=preset, policy=each.policy, window=each.window, **measured)  # type: ignore[arg-type]
+        replace(REPORT, preset=preset, policy=each.balance.policy, window=each.window.size, **measured)  # type: ignore[arg-type]
         for each in scenarios
     ]
     stream = io.StringIO()

@@ -330,7 +330,7 @@ def test_statistics_tell_tasks_apart_among_prompts_never_seen(tmp_path: Path, se
     """In the first epoch the task is all that they can go by: with one task they know no prompt from another."""
     file = tmp_path / "mine.toml"
     file.write_text(FILE)
-    common = {"predictor": "statistics", "trainer": {"groups_per_step": 64}}
+    common = {"balance": {"predictor": "statistics"}, "trainer": {"groups_per_step": 64}}
     several = composed({**common, **settings_tree(file, [])}, "small")
     one = composed({**common, "workload": {"prompts": 17_000}}, "small")
     told, blind = (simulate(scenario, steps=12, warmup=1, seed=seed) for scenario in (several, one))

@@ -6,9 +6,9 @@ from typing import Any, get_origin
 import pytest
 from pydantic import BaseModel
 
-from dora.config import Config, settings_tree, validated
+from dora.config import Config, CostConfig, DoraConfig, settings_tree, upgraded, validated
 from dora.errors import InvalidValue
-from dora.sim.scenario import Coefficients, Scenario
+from dora.sim.scenario import Scenario
 from dora.validation import validated_as
 
 PYDANTIC = ("Input", "should", "valid ", "permitted", "unable", "greater", "less than", "required", "String")
@@ -27,9 +27,9 @@ def refusal(model: type[BaseModel], *overrides: str) -> str:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("window=soon", "window = 'soon' is not valid: it must be a whole number from 1 to 64"),
-        ("window=true", "window = True is not valid: it must be a whole number from 1 to 64"),
-        ("period_s=0", "period_s = 0 is not valid: it must be a number from 0.001 to 100000"),
+        ("window.size=soon", "window.size = 'soon' is not valid: it must be a whole number from 1 to 64"),
+        ("window.size=true", "window.size = True is not valid: it must be a whole number from 1 to 64"),
+        ("balance.period_s=0", "balance.period_s = 0 is not valid: it must be a number from 0.001 to 100000"),
         ("filter_fraction=1", "filter_fraction = 1 is not valid: it must be a number from 0 to 0.99"),
         ("trainer.step_s=nan", "trainer.step_s = nan is not valid: it must be a finite number from 0 to 100000"),
         ("workload.lengths.mu=long", "workload.lengths.mu = 'long' is not valid: it must be a number from -50 to 50"),
@@ -40,16 +40,19 @@ def refusal(model: type[BaseModel], *overrides: str) -> str:
         ("cluster.weights_bytes=0", "cluster.weights_bytes = 0 is not valid: it must be a number from 1 to 1e+18"),
         ("cluster.colocated=maybe", "cluster.colocated = 'maybe' is not valid: it must be true or false"),
         ("name=3", "name = 3 is not valid: it must be a text, in quotes"),
-        ("predictor=orcale", "'orcale' is not valid: did you mean oracle? One of oracle, statistics, ranker"),
+        ("balance.predictor=orcale", "'orcale' is not valid: did you mean oracle? One of oracle, statistics, ranker"),
         (
             "trainer=3",
             "trainer = 3 is not valid: it must be a section with groups_per_step, step_s, micro_batches, streams",
         ),
         ("trainer.steps=3", "trainer.steps = 3 is not valid: did you mean step_s? One of groups_per_step, step_s"),
-        ("slots=3", "slots = 3 is not valid: did you mean cluster.slots? One of name, policy"),
-        ("cost.step_s=3", "cost = {'step_s': 3} is not valid: did you mean cluster.cost? One of name"),
-        ("step_s=3", "did you mean cluster.cost.step_s or trainer.step_s? One of name"),
-        ("zebra=3", "zebra = 3 is not valid: it must be one of name, policy"),
+        ("slots=3", "slots = 3 is not valid: did you mean cluster.slots? One of name, window"),
+        (
+            "cost.step_s=3",
+            "cost = {'step_s': 3} is not valid: did you mean balance.cost or cluster.cost? One of name",
+        ),
+        ("step_s=3", "did you mean balance.cost.step_s or cluster.cost.step_s or trainer.step_s? One of name"),
+        ("zebra=3", "zebra = 3 is not valid: it must be one of name, window"),
     ],
 )
 def test_a_scenario_says_what_is_allowed(override: str, message: str) -> None:
@@ -66,7 +69,7 @@ def test_a_scenario_says_what_is_allowed(override: str, message: str) -> None:
         ("balance.cost=3", "balance.cost = 3 is not valid: it must be a section with kv_token_s, weights_s"),
         (
             "balance.cost.kv_token_s=0",
-            "balance.cost.weights_s = nothing is not valid: it must be a number of at least 0",
+            "balance.cost.weights_s = nothing is not valid: it must be a number from 0 to 10000",
         ),
         ("balance.cost.kv_tokens=0", "balance.cost.kv_tokens = 0 is not valid: did you mean kv_token_s? One of"),
     ],
@@ -77,11 +80,9 @@ def test_a_service_says_what_is_allowed(override: str, message: str) -> None:
 
 def test_a_field_is_named_with_the_section_that_it_stands_in() -> None:
     with pytest.raises(
-        InvalidValue,
-        match=r"^cluster\.cost\.step_s = -1 is not valid: it must be "
-        r"a number from 0 to 10000$",
+        InvalidValue, match=r"^cluster\.cost\.step_s = -1 is not valid: it must be a number from 0 to 10000$"
     ):
-        validated_as(Coefficients, {"step_s": -1}, section="cluster.cost")
+        validated_as(CostConfig, {"step_s": -1}, section="cluster.cost")
 
 
 def test_what_is_no_mapping_at_all_is_refused_too() -> None:
@@ -95,8 +96,10 @@ def test_what_is_no_mapping_at_all_is_refused_too() -> None:
 
 def test_a_long_value_is_shown_by_its_beginning() -> None:
     digits = "1" * 5000
-    assert "111... (5,002 characters) is not valid" in refusal(Scenario, f"window={digits}")
-    assert "window = (a number of too many digits) is not valid" in refusal(Scenario, "window=0x" + "f" * 5000)
+    assert "111... (5,002 characters) is not valid" in refusal(Scenario, f"window.size={digits}")
+    assert "window.size = (a number of too many digits) is not valid" in refusal(
+        Scenario, "window.size=0x" + "f" * 5000
+    )
 
 
 def places(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -123,3 +126,14 @@ def test_no_field_and_no_value_lets_the_words_of_pydantic_out(model: type[BaseMo
                 assert error.field and error.allowed
                 assert not any(word in error.allowed for word in PYDANTIC), error
     assert refused > 300
+
+
+def test_a_configuration_of_an_older_log_is_read_by_the_names_of_today() -> None:
+    """Their own defaults, where the older DORA wrote none; what has today's names is left as it is."""
+    balance = {"policy": "dora", "predictor": "given", "hysteresis": 0.4, "level_gap": 1}
+    old = {"window": {"size": 3}, "balance": balance}
+    found = validated(upgraded(old)).balance
+    assert (found.predictor, found.dora) == ("oracle", DoraConfig(hysteresis=0.4, level_gap=1))
+    assert "hysteresis" in balance
+    for tree in ({}, {"balance": {"policy": "sync", "dora": {"level_gap": 3}}}, {"balance": 3}):
+        assert upgraded(tree) == tree

@@ -48,7 +48,7 @@ def _row(scenario: "Scenario") -> PresetRow:
         cluster.train_gpus,
         cluster.rollout_gpus,
         cluster.gpus_per_engine,
-        scenario.window,
+        scenario.window.size,
         scenario.trainer.groups_per_step,
         workload.group_size,
         workload.lengths.cap_tokens,

@@ -81,7 +81,7 @@ class Asked:
 
     def replay(self, scenario: "Scenario") -> str:
         """The command that runs this one scenario again."""
-        chosen = {"policy": scenario.policy, "window": scenario.window}
+        chosen = {"policy": scenario.balance.policy, "window": scenario.window.size}
         if self.split is SplitChoice.PLAN and not scenario.cluster.colocated:
             chosen["split"] = self.split.value
         length = {"steps": self.steps, "warmup": self.warmup, "seed": self.seed}
@@ -123,7 +123,7 @@ def simulate(
         reason = f"before {context.invoked_subcommand}, which has options of its own"
         refuse_given(context, given_options(context), reason)
         return
-    from dora.config import settings_tree
+    from dora.config import merged, settings_tree, tree_of, value_at
     from dora.orchestrator.plugins import load_strategies
     from dora.sim.effect import check_effect
     from dora.sim.partial import strategies
@@ -131,7 +131,7 @@ def simulate(
     load_strategies()
     over = settings_tree(file, settings or (), option="--file")
     if predictor is not None:
-        over["predictor"] = predictor
+        over = merged(over, tree_of("balance.predictor", predictor))
     if not preset and not over:
         from dora.sim.presets import LISTED_BY
 
@@ -141,11 +141,12 @@ def simulate(
     if compare:
         if policy or plot:
             raise InvalidValue("--policy" if policy else "--plot", policy or str(plot), "left out with --compare")
-        if "policy" in over:
-            raise InvalidValue("policy", over["policy"], "left out with --compare, which runs all of them")
+        given = value_at(over, "balance.policy")
+        if given is not None:
+            raise InvalidValue("balance.policy", given, "left out with --compare, which runs all of them")
         chosen = list(strategies())
     else:
-        chosen = [_known_policy(policy or str(over.get("policy", DEFAULT_POLICY)), tuple(strategies()))]
+        chosen = [_known_policy(policy or str(value_at(over, "balance.policy") or DEFAULT_POLICY), tuple(strategies()))]
     scenarios = [_scenario(over, preset, each, window, split, compare) for each in chosen]
     check_effect(scenarios, over)
     options = _given(preset, file, settings or (), predictor)
@@ -171,14 +172,15 @@ def _scenario(
     over: Mapping[str, Any], preset: str, policy: str, window: int | None, split: SplitChoice, compare: bool
 ) -> "Scenario":
     """Of one policy. In a comparison each has the nearest window that it allows, and the colocated their own split."""
+    from dora.config import merged, tree_of, value_at
     from dora.orchestrator.core.policies import nearest_window
     from dora.sim.partial import strategies
     from dora.sim.presets import composed, planned
 
-    asked = over.get("window") if window is None else window
+    asked = value_at(over, "window.size") if window is None else window
     if compare and isinstance(asked, int):
         window = nearest_window(policy, asked, strategies())
-        over = {key: value for key, value in over.items() if key != "window"}
+        over = merged(over, tree_of("window.size", window))
     scenario = composed(over, preset, policy, window, shared=True)
     if split is SplitChoice.PRESET or (compare and scenario.cluster.colocated):
         return scenario
@@ -235,7 +237,7 @@ def _report(scenario: "Scenario", asked: Asked, place: str = "", timeline: "Time
     from dora.sim.run import simulate as run
 
     try:
-        with progress_bar(stderr(), f"{scenario.name}, {scenario.policy}{place}") as tell:
+        with progress_bar(stderr(), f"{scenario.name}, {scenario.balance.policy}{place}") as tell:
             return run(
                 scenario, steps=asked.steps, warmup=asked.warmup, seed=asked.seed, timeline=timeline, progress=tell
             )

@@ -19,6 +19,7 @@ is off the mean by sqrt(n), hence the second. A dense model has an ``expert_frac
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dora.config import CostConfig
 from dora.orchestrator.core.table import Column
 
 Number = TypeVar("Number", float, Column)
@@ -36,6 +37,10 @@ class CostModel:
     expert_fraction: float = 1.0  # of the weights not shared, those that one token reads: its experts; 1: dense
     imbalance: float = 0.0  # k3 grows by this share when one request runs, and by its 1/sqrt(n) when n run
     shared_fraction: float = 0.0  # of all weights, those that every token reads: attention, embeddings, shared experts
+
+    @classmethod
+    def of(cls, config: CostConfig) -> "CostModel":
+        return cls(**config.model_dump())
 
     @property
     def dense(self) -> bool:

@@ -5,8 +5,8 @@ C2 lives here: a group leaves the state only by ``commit`` (trained) or ``cancel
 
 from collections import deque
 
-from dora.config import GROUPS_PER_STEP_MOST
 from dora.errors import Conflict, InvalidValue, NotFound
+from dora.limits import GROUPS_MOST
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core import fleet, handoff
@@ -78,8 +78,8 @@ def attached(state: State, event: on.TrainerAttached) -> None:
         raise Conflict("trainer_epoch", event.trainer_epoch, f"above {state.trainer_epoch}")
     if not event.groups_per_step and not window.groups_per_step:
         raise InvalidValue("groups_per_step", 0, "at least 1, here or as window.groups_per_step")
-    if event.groups_per_step > GROUPS_PER_STEP_MOST:
-        raise InvalidValue("groups_per_step", event.groups_per_step, f"at most {GROUPS_PER_STEP_MOST}")
+    if event.groups_per_step > GROUPS_MOST:
+        raise InvalidValue("groups_per_step", event.groups_per_step, f"at most {GROUPS_MOST}")
     if event.groups_per_step and window.groups_per_step not in (0, event.groups_per_step):
         raise Conflict("groups_per_step", event.groups_per_step, f"{window.groups_per_step}, as already set")
     if not window.groups_per_step:

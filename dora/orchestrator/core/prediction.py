@@ -245,7 +245,7 @@ class Given:
 PREDICTORS: dict[str, Callable[[], Predictor]] = {
     "statistics": lambda: MixedModel(TaskTrend()),
     "ranker": lambda: MixedModel(RegressionTrend()),
-    "given": lambda: Given(MixedModel(TaskTrend())),
+    "oracle": lambda: Given(MixedModel(TaskTrend())),
 }
 
 

@@ -81,7 +81,7 @@ class State:
         self.config = config
         self.window = Window(config.window.size, config.window.groups_per_step)
         self.predictor = PREDICTORS[config.balance.predictor]()
-        self.cost = CostModel(**config.balance.cost.model_dump()) if config.balance.cost is not None else None
+        self.cost = CostModel.of(config.balance.cost) if config.balance.cost is not None else None
         self.rhythm = Rhythm()
         self.out: list[Command] = []
         self.now_s = 0.0

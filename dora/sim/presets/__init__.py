@@ -11,8 +11,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Final
 
-from dora.config import DEFAULT_POLICY, merged
+from dora.config import DEFAULT_POLICY, merged, value_at
 from dora.errors import InvalidValue, one_of
+from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.policies import check_window, nearest_window
 from dora.planning.allocation import TrainingTime, allocate
 from dora.planning.generation import EngineOption, Generation, generation, ways_to_generate
@@ -29,6 +30,7 @@ LISTED_BY: Final = "dora simulate presets"  # the command
 OWN_PERIODS_S: Final = {"laminar": 5.0}  # its repack is checked so often ("Laminar", section 5.1)
 # These train a step only when all of it is there; so does whatever shares its accelerators with the trainer.
 WHOLE_BATCH: Final = frozenset({"sync", "one_step"})
+_DEFAULTS: Final = Scenario().model_dump()
 
 
 def preset(name: str) -> Scenario:
@@ -49,14 +51,16 @@ def scenario_for(name: str, policy: str, window: int | None = None) -> Scenario:
 
 def adapted(tree: Mapping[str, Any], name: str, policy: str, window: int | None = None) -> Scenario:
     """The scenario of a preset's ``tree`` under ``policy``; see ``scenario_for``."""
-    over = tree.get("policy", {}).get(policy, {})
-    whole = merged({key: value for key, value in tree.items() if key != "policy"}, over)
-    colocated = whole.get("cluster", {}).get("colocated", False)
-    default = whole.get("window", Scenario.model_fields["window"].default)
-    streams = {"trainer": {"streams": policy not in WHOLE_BATCH and not colocated}}
-    own = {"name": name, "policy": policy, "window": window_of(policy, default, window)}
+    own = tree.get("policy", {}).get(policy, {})
+    whole = merged(_DEFAULTS, merged({key: value for key, value in tree.items() if key != "policy"}, own))
     period = {"period_s": OWN_PERIODS_S[policy]} if policy in OWN_PERIODS_S else {}
-    return validated_as(Scenario, merged(whole, streams) | own | period)
+    over = {
+        "name": name,
+        "window": {"size": window_of(policy, whole["window"]["size"], window)},
+        "balance": {"policy": policy, **period},
+        "trainer": {"streams": policy not in WHOLE_BATCH and not whole["cluster"]["colocated"]},
+    }
+    return validated_as(Scenario, merged(whole, over))
 
 
 @cache
@@ -68,7 +72,7 @@ def window_of(policy: str, default: int, asked: int | None = None) -> int:
     """The window ``asked`` for; else ``default``, or the nearest one that ``policy`` is defined for."""
     if asked is None:
         return nearest_window(policy, default, strategies())
-    check_window(policy, asked, "window", strategies())
+    check_window(policy, asked, strategies=strategies())
     return asked
 
 
@@ -81,16 +85,17 @@ def composed(
     it may be without effect here. Raises InvalidValue for an unknown preset, a field that is unknown, wrong or without
     effect, and an impossible cluster.
     """
-    policy = policy or str(over.get("policy", DEFAULT_POLICY))
-    asked = over.get("window") if window is None else window
+    policy = policy or str(value_at(over, "balance.policy") or DEFAULT_POLICY)
+    asked = value_at(over, "window.size") if window is None else window
     own = asked if isinstance(asked, int) else None  # anything else is for the validation to refuse
     if name:
         base = scenario_for(name, policy, own).model_dump()
     else:
-        default = Scenario.model_fields["window"].default
-        base = {"window": window_of(policy, default, own), "trainer": {"streams": policy not in WHOLE_BATCH}}
-    chosen = {"policy": policy} | ({} if window is None else {"window": window})
-    scenario = validated_as(Scenario, merged(merged(base, over), chosen))
+        size = window_of(policy, _DEFAULTS["window"]["size"], own)
+        base = merged(_DEFAULTS, {"window": {"size": size}, "trainer": {"streams": policy not in WHOLE_BATCH}})
+    chosen = {"balance": {"policy": policy}} | ({} if window is None else {"window": {"size": window}})
+    sound = {section: fields for section, fields in chosen.items() if isinstance(over.get(section, {}), Mapping)}
+    scenario = validated_as(Scenario, merged(merged(base, over), sound))
     if not shared:
         check_effect([scenario], over)
     return scenario
@@ -104,10 +109,12 @@ def planned(scenario: Scenario) -> Scenario:
     """
     cluster, trainer, workload = scenario.cluster, scenario.trainer, scenario.workload
     if cluster.colocated:
-        raise InvalidValue("--split", "plan", f"preset: {scenario.policy} is colocated, its roles share all of them")
+        raise InvalidValue(
+            "--split", "plan", f"preset: {scenario.balance.policy} is colocated, its roles share all of them"
+        )
     if trainer.step_s <= 0.0:
         raise InvalidValue("--split", "plan", f"preset: training takes trainer.step_s = {trainer.step_s}, no time")
-    option = EngineOption(cluster.gpus_per_engine, cluster.cost.model(), cluster.slots, cluster.kv_tokens)
+    option = EngineOption(cluster.gpus_per_engine, CostModel.of(cluster.cost), cluster.slots, cluster.kv_tokens)
     responses = trainer.groups_per_step * workload.group_size
     shapes = shapes_of(workload)
     lengths = moments(workload, shapes)
@@ -122,7 +129,7 @@ def planned(scenario: Scenario) -> Scenario:
     micro_batches = trainer.micro_batches if trainer.streams else 1
 
     def on_engines(option: EngineOption, engines: int) -> Generation:
-        return generation(option, engines, batch, scenario.window, micro_batches)
+        return generation(option, engines, batch, scenario.window.size, micro_batches)
 
     training = TrainingTime(((cluster.train_gpus, trainer.step_s),), multiple=cluster.gpus_per_engine)
     split, _ = allocate(cluster.gpus, lambda gpus: ways_to_generate(gpus, on_engines, [option]), training)

@@ -45,7 +45,9 @@ class DoraPolicy(BasePolicy):
         self._shrinking = frozenset(version for version in wanted if wanted[version] > shares.get(version, 0))
         present, times = np.unique(workers.target[seats], return_counts=True)
         counts = dict(zip(present.tolist(), times.tolist(), strict=True))
-        keep = trigger in (Trigger.TIME, Trigger.PRESSURE) and settled(counts, work, wanted, self.config.hysteresis)
+        keep = trigger in (Trigger.TIME, Trigger.PRESSURE) and settled(
+            counts, work, wanted, self.config.dora.hysteresis
+        )
         if keep:
             targets = dict(zip(seats.tolist(), workers.target[seats].tolist(), strict=True))
         elif len(wanted) == 1:

@@ -27,7 +27,7 @@ def plan_moves(snapshot: Snapshot, targets: Mapping[int, int], balance: BalanceC
     plan = _Levelling(snapshot, targets, balance.pressure)
     if plan.movable:
         plan.displace(balance.moves_at_once)
-        plan.level(balance.level_gap, balance.moves_at_once)
+        plan.level(balance.dora.level_gap, balance.moves_at_once)
     return plan.moves()
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dora.config import WINDOW_MOST, BalanceConfig
+from dora.config import BalanceConfig
 from dora.errors import Conflict, InvalidValue, NotFound, one_of
+from dora.limits import WINDOW_MOST
 from dora.orchestrator.core.policy import Policy
 
 
@@ -78,6 +79,6 @@ def check_live(balance: BalanceConfig, window: int) -> None:
     if balance.policy not in POLICIES:
         raise InvalidValue("balance.policy", balance.policy, one_of(balance.policy, POLICIES, cutoff=0.6))
     check_window(balance.policy, window)
-    if balance.predictor == "given":
+    if balance.predictor == "oracle":
         allowed = "statistics or ranker: only the simulator knows lengths beforehand"
         raise InvalidValue("balance.predictor", balance.predictor, allowed)

@@ -1,0 +1,44 @@
+"""Numbers as types: what a setting of one kind may be at least and at most, said once.
+
+Beyond these no real use lies. A whole number has to fit into its column, and what is drawn of it into memory; any other
+number must neither overflow nor be waited for without end.
+"""
+
+from typing import Annotated, Final
+
+from annotated_types import Ge, Gt, Le, Lt
+
+WINDOW_MOST: Final = 64
+GROUPS_MOST: Final = 1 << 20
+GROUP_SIZE_MOST: Final = 4096
+TOKENS_MOST: Final = 1 << 30
+PROMPT_TOKENS_MOST: Final = 2048
+
+Share = Annotated[float, Ge(0.0), Le(1.0)]
+PositiveShare = Annotated[float, Gt(0.0), Le(1.0)]
+Fraction = Annotated[float, Ge(0.0), Lt(1.0)]
+Scale = Annotated[float, Ge(1e-6), Le(1e6)]  # what something else is multiplied by
+
+Seconds = Annotated[float, Ge(0.0), Le(1e5)]  # of one wait: more than a day
+Timeout = Annotated[float, Gt(0.0), Le(1e5)]  # seconds after which something is given up
+Period = Annotated[float, Ge(1e-3), Le(1e5)]  # seconds between two of the same
+Latency = Annotated[float, Ge(0.0), Le(60.0)]  # seconds of one message
+StepSeconds = Annotated[float, Ge(0.0), Le(1e4)]  # of one part of an engine's step
+
+Count = Annotated[int, Ge(1), Le(1 << 20)]  # of accelerators, slots, parts of a batch
+Groups = Annotated[int, Ge(1), Le(GROUPS_MOST)]  # prompt groups of a step
+GroupSize = Annotated[int, Ge(1), Le(GROUP_SIZE_MOST)]
+Versions = Annotated[int, Ge(1), Le(WINDOW_MOST)]  # that may be live
+Turns = Annotated[int, Ge(1), Le(4096)]  # of one trajectory
+Tokens = Annotated[int, Ge(1), Le(TOKENS_MOST)]  # of one response: its square has to fit into 64 bits
+AddedTokens = Annotated[int, Ge(0), Le(TOKENS_MOST)]  # to one context
+PromptTokens = Annotated[int, Ge(1), Le(PROMPT_TOKENS_MOST)]  # where lognormal prompts are cut
+KvTokens = Annotated[int, Ge(1), Le(1 << 40)]  # of one engine: the sum over all has to fit into 64 bits
+
+Bytes = Annotated[float, Ge(0.0), Le(1e18)]
+PositiveBytes = Annotated[float, Ge(1.0), Le(1e18)]  # also: in a second
+TokenBytes = Annotated[float, Ge(1.0), Le(1e12)]  # of one cached token
+
+LogTokens = Annotated[float, Ge(-50.0), Le(50.0)]  # e^21 is the most Tokens
+Sigma = Annotated[float, Ge(0.0), Le(20.0)]  # of log lengths
+LatencySigma = Annotated[float, Ge(0.0), Le(3.0)]  # of a million calls the longest then takes 17,000 times the mean
