@@ -14,16 +14,16 @@ from dora.orchestrator.core.policies.laxity.reserved import Reservation, reserve
 from dora.orchestrator.core.policies.laxity.schedule import Schedule, leading
 from dora.orchestrator.core.policies.laxity.tuning import TUNING
 from dora.orchestrator.core.policies.targets import cover, plannable, present_targets
-from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.table import Column
+from dora.orchestrator.core.view import View
 
 
 class Allocation:
-    """One snapshot's supply and demand."""
+    """One view's supply and demand."""
 
     def __init__(
         self,
-        snapshot: Snapshot,
+        view: View,
         schedule: Schedule | None,
         kept_free: Mapping[int, float],
         group_kv_tokens: float = 0.0,
@@ -31,29 +31,29 @@ class Allocation:
     ) -> None:
         """``kept_free``: version -> KV that its reserved workers keep free. ``group_kv_tokens``: of a new group; 0: not
         known. ``ample``: whether KV was so as last planned."""
-        self._snapshot, self._schedule, self._kept_free = snapshot, schedule, kept_free
+        self._snapshot, self._schedule, self._kept_free = view, schedule, kept_free
         self._group_kv_tokens = group_kv_tokens
-        self._seats = plannable(snapshot)  # a column: to make one of a list takes longer than to use it
-        self._unfinished = np.flatnonzero(snapshot.requests.unfinished)
-        self._held = context_tokens(snapshot.requests)[self._unfinished].astype(np.float64)
-        targets = snapshot.workers.target[self._seats].tolist()
-        self.leader = leading(snapshot.newest, targets, snapshot.window, snapshot.admits)
+        self._indexes = plannable(view)  # a column: to make one of a list takes longer than to use it
+        self._unfinished = np.flatnonzero(view.requests.unfinished)
+        self._held = context_tokens(view.requests)[self._unfinished].astype(np.float64)
+        targets = view.workers.target[self._indexes].tolist()
+        self.leader = leading(view.newest, targets, view.window, view.admits)
         self.ample = ample  # whether all versions have more workers than they can fill, as ``targets`` has found
         self._later: dict[float, Column] = {}  # tokens ahead -> KV that each unfinished request will hold by then
 
     def targets(self) -> dict[int, int]:
-        """Seat -> version. Every version with unfinished requests keeps or gets at least one worker.
+        """Candidate -> version. Every version with unfinished requests keeps or gets at least one worker.
 
         Where KV is ample an older version keeps what works for it. Elsewhere it keeps what its schedule says, or what
         its KV needs where that is more or the version can admit no more; without a schedule all that it has, until its
         last step.
         """
-        snapshot = self._snapshot
-        target = present_targets(snapshot, self.leader)
+        view = self._snapshot
+        target = present_targets(view, self.leader)
         if not self._starved():
             wanted = self._wanted({*target.values(), self.leader})
             need = self._needs(wanted, {})
-            to_come = self._filled_by(snapshot.groups_per_step)
+            to_come = self._filled_by(view.groups_per_step)
             filled = sum(map(ceil, need.values())) + to_come
             self.ample = (TUNING.still_ample if self.ample else TUNING.ample) * filled <= len(target)
             if self.ample:
@@ -61,23 +61,23 @@ class Allocation:
             else:
                 need = self._needs(wanted, self._kept_free)
                 self._deal(target, need, self._scheduled(need, len(target)))
-        cover(snapshot, target)
+        cover(view, target)
         return target
 
     def moves(self, targets: Mapping[int, int]) -> tuple[tuple[Move, ...], Reservation]:
         """The moves for these targets, and the reserved workers among those that stay with their version."""
-        snapshot, schedule = self._snapshot, self._schedule
+        view, schedule = self._snapshot, self._schedule
         # whether no version is packed tight for the sake of what is to begin: there is room, or nothing to begin
         roomy = self.ample or not self._may_begin(self.leader)
-        reserved = Reservation.none(snapshot)
+        reserved = Reservation.none(view)
         if schedule is not None and schedule.hurried:
-            stays = staying(snapshot, targets)
-            reserved = reserve(snapshot, stays, schedule.end_s, schedule.reserved_fill, roomy)
-        later = np.zeros(len(snapshot.requests.tokens))
+            stays = staying(view, targets)
+            reserved = reserve(view, stays, schedule.end_s, schedule.reserved_fill, roomy)
+        later = np.zeros(len(view.requests.tokens))
         later[self._unfinished] = self._look_ahead(TUNING.level_tokens)
         # where nobody else wants its workers the due version's are levelled, as the step waits for its responses
         evened = schedule.newest_due if schedule is not None and roomy else -1
-        board = LevelBoard(snapshot, targets, reserved, later, evened)
+        board = LevelBoard(view, targets, reserved, later, evened)
         board.plan()
         return board.moves(), reserved
 
@@ -86,10 +86,10 @@ class Allocation:
 
         Where there are not as many, each in proportion to what it needs.
         """
-        snapshot, workers = self._snapshot, self._snapshot.workers
+        view, workers = self._snapshot, self._snapshot.workers
         need = {version: ceil(each) for version, each in exact.items()}
         if self._may_begin(self.leader):
-            need[self.leader] += ceil(TUNING.new_share * self._filled_by(snapshot.admissible[self.leader]))
+            need[self.leader] += ceil(TUNING.new_share * self._filled_by(view.admissible[self.leader]))
         working = np.flatnonzero((workers.held > 0) & (workers.loaded == workers.target))  # not what empties for it
         works = Counter(map(target.get, working.tolist()))
         kept = {v: least if v == self.leader else max(least, works[v]) for v, least in need.items()}
@@ -100,27 +100,27 @@ class Allocation:
 
         No more than it could fill with all that it may begin: of many workers most of a due version's would be empty.
         """
-        snapshot, schedule, leader = self._snapshot, self._schedule, self.leader
+        view, schedule, leader = self._snapshot, self._schedule, self.leader
         need = {version: ceil(each) for version, each in exact.items()}
         if schedule is not None:
             for version in need:
-                if version < leader and need[version] and snapshot.admits(version):
-                    could = exact[version] + self._filled_by(snapshot.admissible[version])
-                    need[version] = max(need[version], ceil(min(could, int(schedule.share(version, snapshot.now_s)))))
+                if version < leader and need[version] and view.admits(version):
+                    could = exact[version] + self._filled_by(view.admissible[version])
+                    need[version] = max(need[version], ceil(min(could, int(schedule.share(version, view.now_s)))))
         return need if self._may_begin(leader) else _shared(need, workers)
 
     def _deal(self, target: dict[int, int], exact: Mapping[int, float], need: Mapping[int, int]) -> None:
         """Hands workers on until each version has as many as it needs, or none has one to give."""
         leader, have = self.leader, dict.fromkeys(need, 0) | Counter(target.values())
         kv_expected = self._snapshot.workers.kv_expected.tolist()
-        # KV and seat, the emptiest last, of versions that have given one up: they had too many, or are robbed as nobody
+        # KV and index, the emptiest last, of versions that have given one up: they had too many, or are robbed as nobody
         # has; so they get none after
         emptiest: dict[int, list[tuple[int, int]]] = {}
 
         def give(source: int, to: int) -> None:
             if source not in emptiest:
-                seats = [(kv_expected[seat], seat) for seat, its in target.items() if its == source]
-                emptiest[source] = sorted(seats, reverse=True)
+                indexes = [(kv_expected[index], index) for index, its in target.items() if its == source]
+                emptiest[source] = sorted(indexes, reverse=True)
             target[emptiest[source].pop()[1]] = to
             have[source] -= 1
             have[to] += 1
@@ -164,7 +164,7 @@ class Allocation:
 
         Slots do not count: where they are short, what has begun says so.
         """
-        if not self._group_kv_tokens or not len(self._seats):
+        if not self._group_kv_tokens or not len(self._indexes):
             return inf
         return groups * self._group_kv_tokens / (TUNING.fill * self._worker[1])
 
@@ -172,9 +172,9 @@ class Allocation:
     def _worker(self) -> tuple[float, float]:
         """Slots and KV of a worker, on average."""
         workers = self._snapshot.workers
-        if not len(self._seats):
+        if not len(self._indexes):
             return 1.0, 1.0
-        return float(workers.slots[self._seats].mean()), float(workers.kv_tokens[self._seats].mean())
+        return float(workers.slots[self._indexes].mean()), float(workers.kv_tokens[self._indexes].mean())
 
     def _look_ahead(self, *ahead_tokens: float) -> Column:
         """KV that each unfinished request will hold so many tokens later, by the chance that it still runs.
@@ -190,9 +190,9 @@ class Allocation:
 
     def _starved(self) -> bool:
         """Whether the leading version has nothing and will get nothing: no prompt is left."""
-        snapshot, requests = self._snapshot, self._snapshot.requests
+        view, requests = self._snapshot, self._snapshot.requests
         has = bool((requests.unfinished & (requests.version == self.leader)).any())
-        return not has and not len(snapshot.backlog_longest) and not snapshot.admits(self.leader)
+        return not has and not len(view.backlog_longest) and not view.admits(self.leader)
 
     def _may_begin(self, version: int) -> bool:
         """Whether a prompt waits that this version may still take."""

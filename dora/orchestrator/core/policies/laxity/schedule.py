@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.lognormal import expected_remaining
 from dora.orchestrator.core.policies.laxity.reserved import Engine, Haste
 from dora.orchestrator.core.policies.laxity.tuning import TUNING
@@ -122,7 +122,7 @@ def leading(newest: int, targets: Sequence[int], window: int, admits: Callable[[
     return newest
 
 
-def schedule_of(floor: Floor) -> Schedule:
+def schedule_of(dispatcher: Dispatcher) -> Schedule:
     """The schedule as of now. Only once the times of a step and of a token are known.
 
     Steps as short as the KV allows, so that stragglers do not set their length; a late publish moves what follows. Nor
@@ -130,31 +130,31 @@ def schedule_of(floor: Floor) -> Schedule:
     wait cost, the nearer to the steps seen: what sets their length, a trainer perhaps, leaves time for long ones. And,
     where the cost of an engine is known, never so short that the longest responses could not end in time (reserved.py).
     """
-    rhythm, window, workers = floor.rhythm, floor.window, floor.groups()
-    haste = _haste(floor, workers)
-    left_out = floor.backlog.mean_work / rhythm.group_work - 1.0 if rhythm.group_work else 0.0
+    rhythm, window, workers = dispatcher.rhythm, dispatcher.window, dispatcher.groups()
+    haste = _haste(dispatcher, workers)
+    left_out = dispatcher.backlog.mean_work / rhythm.group_work - 1.0 if rhythm.group_work else 0.0
     waits = max(0.0, left_out - TUNING.skew) / TUNING.skew
     shortest = min(1.0, TUNING.shortest_step + (1.0 - TUNING.shortest_step) * waits)
     step_s = max(
-        TUNING.loss * rhythm.kv_step_s(window.groups_per_step, floor.kv_tokens()),
+        TUNING.loss * rhythm.kv_step_s(window.groups_per_step, dispatcher.kv_tokens()),
         shortest * rhythm.step_s,
         TUNING.loss * haste.step_s if haste is not None else 0.0,
     )
     hurried, fill, pace_s = False, TUNING.reserved_fill, rhythm.pace_s
     if haste is not None:
-        hurried, fill, pace_s = haste.at(step_s, floor.kv_tokens() / workers)
-    longest = _longest_remaining(floor)
-    least_end_s = {version: floor.now_s + TUNING.safety * pace_s * tokens for version, tokens in longest.items()}
-    due = floor.newest - window.size + 1
-    next_s = _next_s(floor, step_s, longest.get(due, 0.0))
+        hurried, fill, pace_s = haste.at(step_s, dispatcher.kv_tokens() / workers)
+    longest = _longest_remaining(dispatcher)
+    least_end_s = {version: dispatcher.now_s + TUNING.safety * pace_s * tokens for version, tokens in longest.items()}
+    due = dispatcher.newest - window.size + 1
+    next_s = _next_s(dispatcher, step_s, longest.get(due, 0.0))
     if due in least_end_s:
-        next_s = max(next_s, least_end_s[due] + _tail_s(floor, step_s))
-    targets = [worker.target for worker in floor.workers() if not worker.draining]
+        next_s = max(next_s, least_end_s[due] + _tail_s(dispatcher, step_s))
+    targets = [worker.target for worker in dispatcher.workers() if not worker.draining]
     return Schedule(
         workers=workers,
         window=life_of(workers, window.size),
-        newest=floor.newest,
-        leader=leading(floor.newest, targets, window.size, lambda version: window.admissible(version) >= 1),
+        newest=dispatcher.newest,
+        leader=leading(dispatcher.newest, targets, window.size, lambda version: window.admissible(version) >= 1),
         stride=stride_of(workers, window.size),
         published_s=rhythm.published_s,
         next_s=next_s,
@@ -165,7 +165,7 @@ def schedule_of(floor: Floor) -> Schedule:
     )
 
 
-def _next_s(floor: Floor, step_s: float, due_tokens: float) -> float:
+def _next_s(dispatcher: Dispatcher, step_s: float, due_tokens: float) -> float:
     """When the next version is published: as planned; earlier, where the due version ends early; or later.
 
     Earlier matters to a narrow window: what begins now has so much less time. It can be no shorter than what a trainer
@@ -173,33 +173,33 @@ def _next_s(floor: Floor, step_s: float, due_tokens: float) -> float:
     and they finish at the rate of a step's in a step; then the last of them are trained on.
     ``due_tokens``: of the due version's longest response, still to come.
     """
-    rhythm = floor.rhythm
-    if floor.window.step > floor.newest:  # the step is full
-        return max(rhythm.filled_s + rhythm.tail_s, floor.now_s + 1.0)
-    lacking_s, tail_s = floor.lacking() * step_s, _tail_s(floor, step_s)
-    full_s = floor.now_s + max(lacking_s, TUNING.safety * rhythm.pace_s * due_tokens)
+    rhythm = dispatcher.rhythm
+    if dispatcher.window.step > dispatcher.newest:  # the step is full
+        return max(rhythm.filled_s + rhythm.tail_s, dispatcher.now_s + 1.0)
+    lacking_s, tail_s = dispatcher.lacking() * step_s, _tail_s(dispatcher, step_s)
+    full_s = dispatcher.now_s + max(lacking_s, TUNING.safety * rhythm.pace_s * due_tokens)
     trained_s = rhythm.published_s + min(rhythm.took_s, default=step_s)
     next_s = min(rhythm.published_s + step_s, max(full_s + tail_s, trained_s))
-    return max(next_s, floor.now_s + 1.0 + lacking_s + tail_s)
+    return max(next_s, dispatcher.now_s + 1.0 + lacking_s + tail_s)
 
 
-def _tail_s(floor: Floor, step_s: float) -> float:
+def _tail_s(dispatcher: Dispatcher, step_s: float) -> float:
     """How long training goes on after a step's last group."""
-    return min(floor.rhythm.tail_s, TUNING.tail_step * step_s)
+    return min(dispatcher.rhythm.tail_s, TUNING.tail_step * step_s)
 
 
-def _haste(floor: Floor, workers: int) -> Haste | None:
+def _haste(dispatcher: Dispatcher, workers: int) -> Haste | None:
     """None where the cost of an engine or what prompts ask for is not known."""
-    worker, mix = next(iter(floor.workers()), None), floor.rhythm.mix
-    if floor.cost is None or worker is None or not workers or not len(mix.classes()):
+    worker, mix = next(iter(dispatcher.workers()), None), dispatcher.rhythm.mix
+    if dispatcher.cost is None or worker is None or not workers or not len(mix.classes()):
         return None
-    engine = Engine(floor.cost, worker.slots, TUNING.fill * floor.kv_tokens() / workers)
-    return Haste(mix, engine, workers, floor.window.groups_per_step, floor.window.size - TUNING.margin_step)
+    engine = Engine(dispatcher.cost, worker.slots, TUNING.fill * dispatcher.kv_tokens() / workers)
+    return Haste(mix, engine, workers, dispatcher.window.groups_per_step, dispatcher.window.size - TUNING.margin_step)
 
 
-def _longest_remaining(floor: Floor) -> dict[int, float]:
+def _longest_remaining(dispatcher: Dispatcher) -> dict[int, float]:
     """By version: tokens to come of its longest response."""
-    rows, requests = floor.unfinished(), floor.requests
+    rows, requests = dispatcher.unfinished(), dispatcher.requests
     columns = (requests[name][rows] for name in ("expected", "log_mean", "log_sd", "tokens", "max_tokens"))
     versions, tokens = requests["version"][rows], expected_remaining(*columns)
     return {int(version): float(tokens[versions == version].max()) for version in np.unique(versions)}
