@@ -21,7 +21,7 @@ from dora.cli.simulate.run import ComparisonTree, Origin
 from dora.config import Config
 from dora.demo.report import DemoReport
 from dora.orchestrator.replay import Known, Summary
-from dora.sim.faults import KINDS
+from dora.sim.fault_kinds import KINDS
 from dora.sim.report import BrokenReport, Report
 from dora.sim.scenario import Scenario
 from dora.sim.sweep import SweepReport

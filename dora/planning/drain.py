@@ -14,8 +14,8 @@ import numpy as np
 
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.table import Column
+from dora.planning.engine import SimEngine, SimRequest
 from dora.planning.workload import StepWorkload
-from dora.sim.engine import SimEngine, SimRequest
 
 MICRO_BATCHES: Final = 16  # of a step, each trained on as soon as it is there: the DORA paper's updates (section 5)
 # Of an engine's requests at most so many are simulated, a few times its slots; the others find it full, and each takes

@@ -8,8 +8,8 @@ from typing import Any
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.selection import spare_groups
+from dora.planning.engine import Phase, SimRequest
 from dora.sim.agenda import Agenda, Links
-from dora.sim.engine import Phase, SimRequest
 from dora.sim.ledger import Ledger
 from dora.sim.partial import window_steps
 from dora.sim.scenario import Scenario

@@ -15,8 +15,8 @@ import numpy as np
 
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import CostModel, context_work
+from dora.planning.engine import Phase
 from dora.planning.generation import bound_s
-from dora.sim.engine import Phase
 from dora.sim.scenario import Scenario, Turns, Workload
 from dora.sim.tasks import TaskShape, mixed_tokens, shapes_of
 from dora.sim.workload import Moments, moments

@@ -9,7 +9,7 @@ from dora.sim.fault import Fault
 from dora.sim.ledger import Failure
 from dora.sim.shrinking import shrunk
 from dora.sim.trial import Trial
-from dora.sim.trials import outcomes
+from dora.sim.trial_processes import outcomes
 
 SHRUNK_MAX: Final = 10  # failures that are cut down; a core that fails everywhere needs no more
 
@@ -50,7 +50,7 @@ def sweep(
     progress: Callable[[float], None] | None = None,
     jobs: int = 1,
 ) -> SweepReport:
-    """One trial a seed, the policies in turn. ``kinds``: of faults, as ``faults.kinds_of`` takes them.
+    """One trial a seed, the policies in turn. ``kinds``: of faults, as ``fault_kinds.kinds_of`` takes them.
 
     ``progress`` is told the share that is done. ``jobs``: processes that try them; the report is the same with any.
     """

@@ -10,7 +10,7 @@ from dora.config import BalanceConfig, CostConfig, DoraConfig, WindowConfig
 from dora.errors import InvalidValue, one_of
 from dora.orchestrator.core.policies import POLICIES, nearest_window
 from dora.sim.fault import Fault
-from dora.sim.faults import draw_faults, kinds_of, strike
+from dora.sim.fault_kinds import draw_faults, kinds_of, strike
 from dora.sim.invariants import check_empty
 from dora.sim.ledger import Failure, Lost, Stalled, Violation, failure_of
 from dora.sim.scenario import COST, Cluster, Lengths, Scenario, TrainerPace, Turns, Workload

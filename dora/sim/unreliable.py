@@ -1,4 +1,4 @@
-"""The simulated world with everything that can go wrong in it. What goes wrong, and when, is data: see faults.py.
+"""The simulated world with everything that can go wrong in it. What goes wrong, and when, is data: see fault.py.
 
 Two views part here. The orchestrator sees a session: it ends with its stream, or by silence. The worker is a process:
 it may die while what it sent is still under way, stand still, or go on decoding although its epoch is over.

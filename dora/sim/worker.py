@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.sim.engine import SimEngine, SimRequest
+from dora.planning.engine import SimEngine, SimRequest
 from dora.sim.ledger import Ledger, Response, Violation
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from dora.errors import InvalidValue
 from dora.orchestrator.core.cost import context_work
+from dora.planning.request import Turn
 from dora.sim.prompt_lengths import INTEGRAL_SCORES, normal_grid
 from dora.sim.scenario import Lengths, Turns, Workload
 from dora.sim.tasks import TaskShape, shapes_of, task_of_prompts
@@ -29,15 +30,6 @@ from dora.sim.traces import FloatColumn, IntColumn
 
 FEATURES = 4
 BLOCK = 512  # prompts drawn at once: takes of any size see the same stream
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn: ``tokens`` are sampled, then the environment takes ``environment_s`` and adds ``answer_tokens``."""
-
-    tokens: int
-    environment_s: float
-    answer_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

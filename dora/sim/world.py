@@ -12,14 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from dora.config import Config, SelectionConfig
-from dora.errors import DoraError
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.cost import CostModel
+from dora.planning.engine import SimEngine
 from dora.sim import partial
 from dora.sim.driver import Order, WorkerDriver
-from dora.sim.engine import SimEngine
 from dora.sim.filtering import FILTERED, Filter
 from dora.sim.ledger import Violation
 from dora.sim.scenario import Scenario
@@ -274,6 +273,3 @@ class World(WorkerDriver):
         worker = self.addressed(command)
         if worker is not None:
             self.lose(worker, "drained")
-
-
-__all__ = ["DoraError", "Observer", "World", "core_config"]

@@ -9,7 +9,7 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.handoff_table import TABLE, Action, Handoff, Phase, Signal
 from dora.orchestrator.core.policies import POLICIES
-from dora.sim.faults import KINDS
+from dora.sim.fault_kinds import KINDS
 from dora.sim.filtering import FILTERED
 from dora.sim.sweep import SweepReport, sweep
 from dora.sim.trial import Trial, conduct

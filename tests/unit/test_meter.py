@@ -6,7 +6,7 @@ import pytest
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.sim.faults import strike
+from dora.sim.fault_kinds import strike
 from dora.sim.meter import Meter
 from dora.sim.presets import composed
 from dora.sim.trial import HORIZON_S, Trial

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dora.orchestrator.core.cost import CostModel
-from dora.sim.engine import Phase, SimEngine, SimRequest
+from dora.planning.engine import Phase, SimEngine, SimRequest
 from dora.sim.workload import Turn
 
 COST = CostModel(kv_token_s=0.001, weights_s=0.01, request_s=0.002, step_s=0.05)

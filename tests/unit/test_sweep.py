@@ -16,7 +16,7 @@ from dora.errors import InvalidValue
 from dora.orchestrator.core import fleet
 from dora.orchestrator.core.policies import POLICIES
 from dora.orchestrator.core.window import Window
-from dora.sim.faults import KINDS, draw_faults, kinds_of
+from dora.sim.fault_kinds import KINDS, draw_faults, kinds_of
 from dora.sim.session import GAP_LIMIT_S, Trouble, Wire
 from dora.sim.shrinking import ddmin, shrunk
 from dora.sim.sweep import replay, sweep

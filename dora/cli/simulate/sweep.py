@@ -36,7 +36,7 @@ def sweep(
     """
     from dora.orchestrator.plugins import load_strategies
     from dora.sim import sweep as sim
-    from dora.sim.faults import KINDS
+    from dora.sim.fault_kinds import KINDS
 
     load_strategies()
     if replay is not None:
@@ -58,9 +58,9 @@ def sweep(
 
 
 def _sweep(seeds: range, policies: list[str], faults: str, jobs: int | None) -> "SweepReport":
-    from dora.sim.faults import kinds_of
+    from dora.sim.fault_kinds import kinds_of
     from dora.sim.sweep import sweep as run
-    from dora.sim.trials import processes_for
+    from dora.sim.trial_processes import processes_for
 
     kinds_of(faults)
     with progress_bar(stderr(), f"{len(seeds)} seeds under faults") as tell:

@@ -8,11 +8,11 @@ import pytest
 
 from dora.orchestrator.core.policies import POLICIES
 from dora.orchestrator.core.window import Window
-from dora.sim import trials as module
+from dora.sim import trial_processes as module
 from dora.sim.ledger import Failure
 from dora.sim.sweep import sweep
 from dora.sim.trial import Trial
-from dora.sim.trials import TRIALS_A_PROCESS, TrialsEnded, outcomes, processes_for, serve
+from dora.sim.trial_processes import TRIALS_A_PROCESS, TrialsEnded, outcomes, processes_for, serve
 
 TRIALS = [Trial(seed, "dora", "kill") for seed in range(7)]
 ANSWERING = """

@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from math import inf, sqrt
 
 from dora.orchestrator.core.cost import CostModel
-from dora.sim.request import AWAY, FROZEN, RUNNING, WAITING, Phase, SimRequest, Totals
+from dora.planning.request import AWAY, FROZEN, RUNNING, WAITING, Phase, SimRequest, Totals
 
 __all__ = ["Phase", "SimEngine", "SimRequest"]
 

@@ -22,7 +22,7 @@ from dora.sim.ledger import Failure
 from dora.sim.trial import Trial
 
 TRIALS_A_PROCESS: Final = 40  # fewer take less time than a process takes to start
-COMMAND: Final = (sys.executable, "-m", "dora.sim.trials")
+COMMAND: Final = (sys.executable, "-m", "dora.sim.trial_processes")
 
 
 class TrialsEnded(DoraError):

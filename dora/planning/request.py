@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from dora.sim.workload import Turn
-
 
 class Phase(Enum):
     """Where a request stands inside its engine."""
@@ -16,6 +14,15 @@ class Phase(Enum):
 
 
 WAITING, RUNNING, AWAY, FROZEN = Phase  # by name: Python 3.11 takes long to look up an enumeration's member
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn: ``tokens`` are sampled, then the environment takes ``environment_s`` and adds ``answer_tokens``."""
+
+    tokens: int
+    environment_s: float
+    answer_tokens: int
 
 
 @dataclass(slots=True, eq=False)
