@@ -8,7 +8,7 @@ import pytest
 
 from dora.orchestrator.core.lognormal import remaining_tokens
 from dora.orchestrator.core.plan import Move
-from dora.orchestrator.core.policies.laxity.allocation import Allocation
+from dora.orchestrator.core.policies.laxity.allocation import Allocation, Last
 from dora.orchestrator.core.policies.laxity.schedule import Schedule
 from dora.orchestrator.core.policies.laxity.tuning import TUNING
 from dora.orchestrator.core.snapshot import Snapshot
@@ -19,7 +19,7 @@ BELIEF = (math.log(3_000.0), LOG_SD)
 
 
 def targets_of(snapshot: Snapshot, group_kv_tokens: float = 0.0) -> dict[int, int]:
-    return Allocation(snapshot, None, {}, group_kv_tokens).targets()
+    return Allocation(snapshot, None, Last(group_kv_tokens=group_kv_tokens)).targets()
 
 
 def test_with_nothing_to_spare_the_version_gives_that_overflows_least() -> None:
@@ -96,7 +96,7 @@ def test_a_worker_that_is_to_change_is_emptied_though_its_peers_will_only_just_h
         snapshot_of(workers, requests, newest=1, remaining_tokens=2_000.0, **belief)
         for belief in ({}, {"belief": (math.log(2_500.0), 0.5)})
     )
-    moves = [Allocation(snapshot, None, {}).moves(targets)[0] for snapshot in (known, believed)]
+    moves = [Allocation(snapshot, None, Last()).moves(targets)[0] for snapshot in (known, believed)]
     assert [len(each) for each in moves] == [0, 2]
 
 
@@ -106,7 +106,7 @@ def test_a_request_that_fills_a_worker_alone_stays_though_another_is_empty(
 ) -> None:
     """It would press the other as much, and move back; of two one goes."""
     workers = [{"loaded": 0, "kv_tokens": 100_000} for _ in range(2)]
-    allocation = Allocation(snapshot_of(workers, [(0, 0, context) for context in contexts], newest=0), None, {})
+    allocation = Allocation(snapshot_of(workers, [(0, 0, context) for context in contexts], newest=0), None, Last())
     moves, _ = allocation.moves({0: 0, 1: 0})
     assert list(moves) == moved
 
@@ -126,7 +126,7 @@ def test_an_old_version_is_packed_tight_only_where_begun_and_to_come_do_not_fit_
     group_kv_tokens: float, ample: bool
 ) -> None:
     """Each version has begun what one worker holds, and four groups fill four: six of 12, or a little more."""
-    allocation = Allocation(ten_idle(), None, {}, group_kv_tokens)
+    allocation = Allocation(ten_idle(), None, Last(group_kv_tokens=group_kv_tokens))
     targets = allocation.targets()
     assert list(targets.values()).count(0) == (2 if ample else 1)
     assert allocation.ample == ample
@@ -135,29 +135,9 @@ def test_an_old_version_is_packed_tight_only_where_begun_and_to_come_do_not_fit_
 @pytest.mark.parametrize(("group_kv_tokens", "ample"), [(1.01 * ROOM, True), (1.6 * ROOM, True), (1.7 * ROOM, False)])
 def test_kv_that_was_ample_is_so_for_longer(group_kv_tokens: float, ample: bool) -> None:
     """At a publish the newest version's step counts twice: what it has begun by then, and what it may begin."""
-    allocation = Allocation(ten_idle(), None, {}, group_kv_tokens, ample=True)
+    allocation = Allocation(ten_idle(), None, Last(group_kv_tokens=group_kv_tokens, ample=True))
     allocation.targets()
     assert allocation.ample == ample
-
-
-@pytest.mark.parametrize(
-    ("version", "ample", "begins", "moved"),
-    [(0, True, 4, [1, 1]), (0, False, 4, []), (0, False, 0, [1, 1]), (1, True, 4, []), (1, False, 0, [])],
-)
-def test_where_nobody_else_wants_its_workers_the_due_version_is_spread_evenly(
-    version: int, ample: bool, begins: int, moved: list[int]
-) -> None:
-    """Window 2, version 1 is the newest: four responses of 8% of the KV each on one of two workers.
-
-    Where KV is short they stay packed for what the newest may begin, if there is any.
-    """
-    workers = [{"loaded": version, "kv_tokens": 100_000} for _ in range(2)]
-    requests = [(version, 0, 8_000)] * 4
-    schedule = Schedule(2, 2, 1, 1, 1, 0.0, next_s=100.0, step_s=100.0)
-    waits = {"admissible": {1: begins}, "backlog_longest": np.array([500.0])}
-    allocation = Allocation(snapshot_of(workers, requests, newest=1, **waits), schedule, {}, 1_000.0, ample=ample)
-    moves, _ = allocation.moves({0: version, 1: version})
-    assert [move.target for move in moves] == moved
 
 
 def test_the_newest_version_gets_what_all_that_it_may_begin_can_fill() -> None:
@@ -175,7 +155,7 @@ def test_a_worker_that_empties_for_a_version_does_not_work_for_it() -> None:
 
 
 def test_kv_that_reserved_workers_keep_free_has_not_begun() -> None:
-    allocation = Allocation(ten_idle(), None, {0: 6.0 * ROOM}, 1_000.0)
+    allocation = Allocation(ten_idle(), None, Last({0: 6.0 * ROOM}, 1_000.0))
     allocation.targets()
     assert allocation.ample
 
@@ -190,6 +170,6 @@ def test_an_older_version_has_what_its_schedule_says_as_far_as_it_could_fill_tha
     requests = [(0, 0, 50_000), *((1, seat, 95_000) for seat in range(10, 20))]
     waits = {"newest": 1, "window": 5, "admissible": {0: admissible, 1: 400}, "backlog_longest": np.array([500.0])}
     schedule = Schedule(20, 5, 1, 1, 1, 0.0, next_s=100.0, step_s=100.0)
-    allocation = Allocation(snapshot_of(workers, requests, **waits), schedule, {}, 40_000.0)
+    allocation = Allocation(snapshot_of(workers, requests, **waits), schedule, Last(group_kv_tokens=40_000.0))
     assert list(allocation.targets().values()).count(0) == hosts
     assert schedule.share(0, 0.0) == 5.0

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora.orchestrator.core.cost import CostModel
-from dora.orchestrator.core.policies.laxity.reserved import Engine, Haste
+from dora.orchestrator.core.policies.laxity.reserved import Haste
 from dora.orchestrator.core.rhythm import LengthMix
 
 COST = CostModel(kv_token_s=4e-8, weights_s=6e-3, request_s=4e-5, step_s=15e-3)
-ENGINE = Engine(COST, slots=512, kv_tokens=500_000.0)
+SLOTS, KV_TOKENS = 512, 500_000.0
 PROMPT_TOKENS = 100
 
 
@@ -43,19 +43,21 @@ def test_a_length_that_came_once_is_forgotten() -> None:
 
 def test_a_wide_window_needs_no_more_than_kv_that_is_always_full() -> None:
     mix = mix_of([2000.0] * 15 + [20_000.0])
-    haste = Haste(mix, ENGINE, workers=4, groups=200, life_steps=100.0)
-    bound_s = 200 * mix.work.sum() / (4 * ENGINE.kv_tokens) * haste.full_s
+    haste = Haste(mix, COST, (SLOTS, KV_TOKENS), workers=4, groups=200, life_steps=100.0)
+    bound_s = 200 * mix.work.sum() / (4 * KV_TOKENS) * haste.full_s
     assert haste.step_s == pytest.approx(bound_s, rel=1e-4)
-    assert haste.reserved_kv(haste.step_s) == pytest.approx(ENGINE.kv_tokens)
+    assert haste.reserved_kv(haste.step_s) == pytest.approx(KV_TOKENS)
     assert not haste.hurries(haste.step_s)
 
 
 def test_a_narrow_window_keeps_workers_below_full_for_the_longest() -> None:
     mix = mix_of([500.0] * 15 + [20_000.0])
-    wide, narrow = (Haste(mix, ENGINE, workers=4, groups=64, life_steps=steps) for steps in (20.0, 1.5))
+    wide, narrow = (
+        Haste(mix, COST, (SLOTS, KV_TOKENS), workers=4, groups=64, life_steps=steps) for steps in (20.0, 1.5)
+    )
     assert narrow.step_s > wide.step_s
     kv_tokens = narrow.reserved_kv(narrow.step_s)
-    assert kv_tokens < 0.9 * ENGINE.kv_tokens
+    assert kv_tokens < 0.9 * KV_TOKENS
     assert narrow.hurries(narrow.step_s)
     assert 20_000 * narrow.pace_s(kv_tokens) <= 1.5 * narrow.step_s
     assert narrow.reserved_kv(2 * narrow.step_s) > kv_tokens  # with more time they can do with less
@@ -63,7 +65,7 @@ def test_a_narrow_window_keeps_workers_below_full_for_the_longest() -> None:
 
 def test_slots_that_run_out_before_kv_set_what_a_dp_group_holds() -> None:
     mix = mix_of([1000.0] * 16)
-    haste = Haste(mix, Engine(COST, 100, 500_000.0), workers=4, groups=64, life_steps=10.0)
+    haste = Haste(mix, COST, (100, KV_TOKENS), workers=4, groups=64, life_steps=10.0)
     assert haste.reserved_kv(haste.step_s) == pytest.approx(100 * mix.context_tokens())
     assert not haste.hurries(haste.step_s)
 
@@ -78,11 +80,11 @@ def test_the_shortest_step_leaves_time_for_the_longest_and_for_all(
     lengths: list[float], workers: int, groups: int, life_steps: float
 ) -> None:
     mix = mix_of(lengths)
-    haste = Haste(mix, ENGINE, workers, groups, life_steps)
+    haste = Haste(mix, COST, (SLOTS, KV_TOKENS), workers, groups, life_steps)
     kv_tokens = haste.reserved_kv(haste.step_s)
     longest = mix.tokens[mix.classes()[-1]] / mix.responses[mix.classes()[-1]]
     assert np.isfinite(haste.step_s)
     assert longest * haste.pace_s(kv_tokens) <= life_steps * haste.step_s * (1 + 1e-6)
-    assert 0 < kv_tokens <= ENGINE.kv_tokens
-    always_full_s = groups * mix.work.sum() / (workers * ENGINE.kv_tokens) * COST.decode_step_s(1, ENGINE.kv_tokens)
+    assert 0 < kv_tokens <= KV_TOKENS
+    always_full_s = groups * mix.work.sum() / (workers * KV_TOKENS) * COST.decode_step_s(1, KV_TOKENS)
     assert haste.step_s >= always_full_s * (1 - 1e-6)

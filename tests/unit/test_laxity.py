@@ -13,7 +13,7 @@ from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.plan import Plan, Trigger
 from dora.orchestrator.core.policies import POLICIES, Strategy
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
-from dora.orchestrator.core.policies.laxity.reservations import GRID, Reservations, held_on, rows_forecast, unreserved
+from dora.orchestrator.core.policies.laxity.reservations import GRID, Reservations, rows_forecast
 from dora.orchestrator.core.policies.laxity.tuning import TUNING
 from dora.orchestrator.core.snapshot import Snapshot
 from dora.sim.presets import composed
@@ -75,14 +75,6 @@ def test_what_cannot_end_in_time_and_came_after_the_version_began_lets_all_other
     assert [command.prompt_id for command in commands if isinstance(command, do.AdmitGroup)] == ["q1", "q0"]
 
 
-def test_where_most_cannot_end_in_time_they_begin_as_they_come() -> None:
-    """KV and the versions in between would be idle until the next publish; the shorter ones have no priority either."""
-    machine = machine_of(8, [100], exhausted=False)
-    assert started(machine) == ["p0"]
-    commands = machine.handle(on.PromptsOffered(prompts_of([19_500, 300, 19_600], "q"), False), 2.0)
-    assert [command.prompt_id for command in commands if isinstance(command, do.AdmitGroup)][:2] == ["q0", "q1"]
-
-
 def test_prompts_of_middling_length_begin_in_order() -> None:
     assert started(machine_of(8, [100, 900, 300, 500])) == ["p0", "p1", "p2", "p3"]
 
@@ -109,27 +101,6 @@ def test_believed_lengths_count_with_the_chance_that_they_still_run() -> None:
     share = held / ((context / len(rows) + grid) * len(rows))
     assert (np.diff(share) < 0).all()
     assert share[2] == pytest.approx(0.5, abs=0.01)  # the median
-
-
-def test_of_the_kv_far_ahead_a_share_is_left_for_what_begins_later() -> None:
-    """One worker, window 3: 20,000 tokens of KV at 0.97; one of 19,400 would fit without the headroom."""
-    machine = machine_of(8, [19_400, 15_500], window=3)
-    machine.state.rhythm.step_s = 1_000.0
-    machine.handle(on.WorkerJoined("w0", 1, 64, KV_TOKENS), 1.0)
-    reservations = Reservations()
-    assert reservations.refresh(Floor(machine.state))
-    longer, shorter = machine.state.backlog
-    assert not reservations.reserve(0, longer)
-    assert reservations.reserve(0, shorter)
-
-
-def test_what_is_left_unreserved_is_less_than_a_worker_and_nothing_now() -> None:
-    few, many = unreserved(np.full(len(GRID), 2.0)), unreserved(np.full(len(GRID), 40.0))
-    assert few[0] == many[0] == 0.0
-    assert (np.diff(few) >= 0).all()
-    assert few[-1] == pytest.approx(0.3)
-    assert many[-1] == pytest.approx(TUNING.headroom_workers)
-    assert TUNING.headroom_workers < 1.0
 
 
 def test_what_may_turn_out_long_waits_for_the_next_version_that_is_taken_up() -> None:
@@ -166,43 +137,6 @@ def test_few_workers_take_up_fewer_versions_unless_the_trainer_is_behind() -> No
         world.observers.append(see)
         world.run_until(lambda world=world: world.machine.state.window.newest >= 10, 1e5)
     assert taken == {1.0: {0, 2, 4, 6, 8}, 60.0: set(range(10))}
-
-
-def test_workers_that_cannot_be_given_up_yet_are_filled_for_so_long() -> None:
-    """What holds 1.3 workers until 3,500 tokens from now keeps two of three; 1.1 are one and what is unreserved."""
-    needs = np.where(GRID < 3_500, 1.3, 0.4)
-    assert held_on(needs, 3)[GRID < 3_500].tolist() == [2.0] * int((GRID < 3_500).sum())
-    assert held_on(needs, 3)[GRID >= 3_500].max() == 1.0
-    assert held_on(needs, 1).max() == 1.0  # it has no more than that
-    assert held_on(np.full(len(GRID), 1.1), 3).max() == 1.0
-
-
-def test_what_is_held_on_to_is_so_without_a_gap_and_not_far_ahead() -> None:
-    needs = np.where(GRID == 2_000, 1.8, np.where(GRID == 9_000, 2.9, 0.0))
-    assert held_on(needs, 3)[GRID <= 2_000].tolist() == [2.0] * int((GRID <= 2_000).sum())
-    assert not held_on(needs, 3)[GRID > 2_000].any()
-
-
-def test_a_due_version_that_is_late_with_a_worker_fills_it_with_what_ends_before() -> None:
-    """Twelve responses of 3,400 tokens will hold 1.9 workers at their end; the schedule leaves the version one."""
-    machine = machine_of(8, [1_000] * 12)
-    started(machine)
-    state = machine.state
-    state.requests["expected"][state.requests["status"] > 0] = 3_400  # they are longer than was thought
-    for _ in range(8):
-        state.window.take(0)
-    state.window.publish()
-    machine.handle(on.Tick(), 250.0)
-    reservations = Reservations()
-    assert reservations.refresh(Floor(state))
-    assert reservations.schedule is not None
-    assert float(reservations.schedule.share(0, 250.0)) == 1.0
-    longer, shorter = (
-        state.backlog.add(on.OfferedPrompt(f"q{length}", "task", 10, 1, 50_000), float(length), (float(length),))
-        for length in (6_000, 1_900)
-    )
-    assert not reservations.reserve(0, longer)
-    assert reservations.reserve(0, shorter)
 
 
 def test_the_forecast_is_made_anew_as_a_worker_joins_or_is_to_leave() -> None:

@@ -119,8 +119,8 @@ def test_nearly_known_lengths_hardly_wait() -> None:
     assert limit == pytest.approx(reach / exp(TUNING.outmost_sd * 0.05))
 
 
-def test_the_longest_of_those_whose_turn_it_is_begin_first_and_the_others_rather_than_nothing() -> None:
-    assert begun(later_on(log_sd=1.0), [200, 12_000, 9_000, 1_500]) == [9_000, 1_500, 200, 12_000]
+def test_those_whose_turn_it_is_begin_as_they_came_and_the_others_rather_than_nothing() -> None:
+    assert begun(later_on(log_sd=1.0), [200, 12_000, 9_000, 1_500]) == [200, 9_000, 1_500, 12_000]
 
 
 def test_where_versions_are_passed_over_what_may_turn_out_long_waits_though_nothing_else_begins() -> None:

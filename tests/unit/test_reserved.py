@@ -10,7 +10,7 @@ from dora.orchestrator.core import Machine
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.floor import Floor
-from dora.orchestrator.core.policies.laxity.allocation import Allocation
+from dora.orchestrator.core.policies.laxity.allocation import Allocation, Last
 from dora.orchestrator.core.policies.laxity.reserved import Reservation, reserve
 from dora.orchestrator.core.policies.laxity.schedule import Schedule, schedule_of
 from dora.orchestrator.core.policies.laxity.tuning import TUNING
@@ -34,9 +34,9 @@ def hurried_until(end_s: float, hurried: bool = True) -> Schedule:
     return Schedule(4, 1, 0, 0, 1, **times, hurried=hurried, reserved_fill=0.5, least_end_s={0: end_s})
 
 
-def found(snapshot: Snapshot, schedule: Schedule, roomy: bool = False) -> Reservation:
+def found(snapshot: Snapshot, schedule: Schedule) -> Reservation:
     stays = np.ones(len(snapshot.workers.alive), dtype=bool)
-    return reserve(snapshot, stays, schedule.end_s, schedule.reserved_fill, roomy)
+    return reserve(snapshot, stays, schedule.end_s, schedule.reserved_fill)
 
 
 # 10,000 tokens in 400 s: 40 ms a token, which a worker of 50,000 tokens of KV has; full ones have 59 ms
@@ -113,20 +113,6 @@ def test_nobody_who_is_well_placed_makes_way_for_one_who_comes() -> None:
     assert plan.to == {}
 
 
-@pytest.mark.parametrize(("others", "roomy", "reserved"), [(2, True, 0), (2, False, 1), (6, True, 1), (6, False, 1)])
-def test_what_an_even_spread_makes_fast_enough_needs_no_reserved_worker(
-    others: int, roomy: bool, reserved: int
-) -> None:
-    """40 ms a token are needed. With two others a worker holds 19,000 tokens, 30 ms a token; with six 55,400, 49.
-
-    Only where nobody else is to come: what will be filled up is reckoned with as full.
-    """
-    easy = [(seat, 9_000, 2_000) for seat in range(4) for _ in range(others)]
-    plan = found(snapshot_with(HURRIED + easy), hurried_until(400.0), roomy)
-    assert len(plan.by_seat) == reserved
-    assert plan.hurried.tolist() == [bool(reserved)] * 3 + [False] * len(easy)
-
-
 def test_a_reserved_worker_is_not_kept_emptier_than_is_worth_while() -> None:
     plan = found(snapshot_with(HURRIED), hurried_until(100.0))  # 10 ms a token: no worker is as fast
     assert [worker.kv_tokens for worker in plan.by_seat.values()] == [
@@ -145,7 +131,7 @@ def test_a_reserved_worker_is_not_kept_emptier_than_is_worth_while() -> None:
     ids=["cost unknown", "window wide enough", "no schedule", "nothing hurried"],
 )
 def test_without_hurry_or_cost_there_are_no_reserved_workers(snapshot: Snapshot, schedule: Schedule | None) -> None:
-    _, plan = Allocation(snapshot, schedule, {}).moves(dict.fromkeys(range(4), 0))
+    _, plan = Allocation(snapshot, schedule, Last()).moves(dict.fromkeys(range(4), 0))
     assert not plan.by_seat
     assert not plan.to
     assert (plan.cap == TUNING.fill * KV_TOKENS).all()
@@ -153,7 +139,7 @@ def test_without_hurry_or_cost_there_are_no_reserved_workers(snapshot: Snapshot,
 
 def test_a_reserved_worker_takes_the_hurried_and_gives_the_others_away() -> None:
     snapshot = snapshot_with([(0, 1000, 10_000), (1, 1000, 10_000)] + [(0, 9_000, 2_000)] * 8)
-    moves, plan = Allocation(snapshot, hurried_until(400.0), {}).moves(dict.fromkeys(range(4), 0))
+    moves, plan = Allocation(snapshot, hurried_until(400.0), Last()).moves(dict.fromkeys(range(4), 0))
     (worker,) = plan.by_seat
     assert worker == 0
     assert {move.row for move in moves if move.target == worker} == {1}

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, inf
 
@@ -18,27 +19,26 @@ from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.table import Column
 
 
+@dataclass(slots=True)
+class Last:
+    """What the last plans found, of use to the next one."""
+
+    kept_free: Mapping[int, float] = field(default_factory=dict)  # version -> KV that its reserved workers keep free
+    group_kv_tokens: float = 0.0  # KV of a new group at its end; 0: not known
+    ample: bool = False  # all versions have more workers than they can fill
+
+
 class Allocation:
     """One snapshot's supply and demand."""
 
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        schedule: Schedule | None,
-        kept_free: Mapping[int, float],
-        group_kv_tokens: float = 0.0,
-        ample: bool = False,
-    ) -> None:
-        """``kept_free``: version -> KV that its reserved workers keep free. ``group_kv_tokens``: of a new group; 0: not
-        known. ``ample``: whether KV was so as last planned."""
-        self._snapshot, self._schedule, self._kept_free = snapshot, schedule, kept_free
-        self._group_kv_tokens = group_kv_tokens
+    def __init__(self, snapshot: Snapshot, schedule: Schedule | None, last: Last) -> None:
+        self._snapshot, self._schedule, self._last = snapshot, schedule, last
         self._seats = plannable(snapshot)  # a column: to make one of a list takes longer than to use it
         self._unfinished = np.flatnonzero(snapshot.requests.unfinished)
         self._held = context_tokens(snapshot.requests)[self._unfinished].astype(np.float64)
         targets = snapshot.workers.target[self._seats].tolist()
         self.leader = leading(snapshot.newest, targets, snapshot.window, snapshot.admits)
-        self.ample = ample  # whether all versions have more workers than they can fill, as ``targets`` has found
+        self.ample = last.ample  # as ``targets`` has found
         self._later: dict[float, Column] = {}  # tokens ahead -> KV that each unfinished request will hold by then
 
     def targets(self) -> dict[int, int]:
@@ -59,7 +59,7 @@ class Allocation:
             if self.ample:
                 self._deal(target, need, self._spread(need, target))
             else:
-                need = self._needs(wanted, self._kept_free)
+                need = self._needs(wanted, self._last.kept_free)
                 self._deal(target, need, self._scheduled(need, len(target)))
         cover(snapshot, target)
         return target
@@ -67,25 +67,18 @@ class Allocation:
     def moves(self, targets: Mapping[int, int]) -> tuple[tuple[Move, ...], Reservation]:
         """The moves for these targets, and the reserved workers among those that stay with their version."""
         snapshot, schedule = self._snapshot, self._schedule
-        # whether no version is packed tight for the sake of what is to begin: there is room, or nothing to begin
-        roomy = self.ample or not self._may_begin(self.leader)
         reserved = Reservation.none(snapshot)
         if schedule is not None and schedule.hurried:
             stays = staying(snapshot, targets)
-            reserved = reserve(snapshot, stays, schedule.end_s, schedule.reserved_fill, roomy)
+            reserved = reserve(snapshot, stays, schedule.end_s, schedule.reserved_fill)
         later = np.zeros(len(snapshot.requests.tokens))
         later[self._unfinished] = self._look_ahead(TUNING.level_tokens)
-        # where nobody else wants its workers the due version's are levelled, as the step waits for its responses
-        evened = schedule.newest_due if schedule is not None and roomy else -1
-        board = LevelBoard(snapshot, targets, reserved, later, evened)
+        board = LevelBoard(snapshot, targets, reserved, later)
         board.plan()
         return board.moves(), reserved
 
     def _spread(self, exact: Mapping[int, float], target: Mapping[int, int]) -> dict[int, int]:
-        """Where KV is ample: older versions keep what works for them, the newest gets what it could fill.
-
-        Where there are not as many, each in proportion to what it needs.
-        """
+        """Where KV is ample older versions keep what works for them, and the newest gets what it could fill."""
         snapshot, workers = self._snapshot, self._snapshot.workers
         need = {version: ceil(each) for version, each in exact.items()}
         if self._may_begin(self.leader):
@@ -96,10 +89,7 @@ class Allocation:
         return kept if sum(kept.values()) <= len(target) else _shared(need, len(target))
 
     def _scheduled(self, exact: Mapping[int, float], workers: int) -> dict[int, int]:
-        """Where KV is short: what each version fills, and an older one what its schedule says where that is more.
-
-        No more than it could fill with all that it may begin: of many workers most of a due version's would be empty.
-        """
+        """Where KV is short: what each version fills; an older one what is scheduled, as far as it could fill that."""
         snapshot, schedule, leader = self._snapshot, self._schedule, self.leader
         need = {version: ceil(each) for version, each in exact.items()}
         if schedule is not None:
@@ -160,13 +150,10 @@ class Allocation:
         return need
 
     def _filled_by(self, groups: int) -> float:
-        """Workers whose KV so many groups to come would fill, all as long as they get; inf: not known yet.
-
-        Slots do not count: where they are short, what has begun says so.
-        """
-        if not self._group_kv_tokens or not len(self._seats):
+        """Workers whose KV so many groups to come would fill, all as long as they get; inf: not known yet."""
+        if not self._last.group_kv_tokens or not len(self._seats):
             return inf
-        return groups * self._group_kv_tokens / (TUNING.fill * self._worker[1])
+        return groups * self._last.group_kv_tokens / (TUNING.fill * self._worker[1])
 
     @cached_property
     def _worker(self) -> tuple[float, float]:
@@ -179,8 +166,7 @@ class Allocation:
     def _look_ahead(self, *ahead_tokens: float) -> Column:
         """KV that each unfinished request will hold so many tokens later, by the chance that it still runs.
 
-        Of the first of ``ahead_tokens``; the others are made with it, as chances at several times share half their
-        work, and are kept.
+        Of the first of ``ahead_tokens``; the others are made with it and kept, as they share half their work.
         """
         if ahead_tokens[0] not in self._later:
             runs_on = self._snapshot.requests.runs_on(self._unfinished, np.array(ahead_tokens))

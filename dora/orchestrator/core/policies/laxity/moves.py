@@ -14,16 +14,12 @@ from dora.orchestrator.core.table import Column
 class LevelBoard(Board):
     """KV of each worker as it would be once the moves so far are done: now, and ``TUNING.level_tokens`` later.
 
-    ``later``: by row, KV that each request will hold by then. ``evened``: what hosts this or an older version is
-    levelled at once, and not only when its KV runs out.
+    ``later``: by row, KV that each request will hold by then.
     """
 
-    def __init__(
-        self, snapshot: Snapshot, targets: Mapping[int, int], reserved: Reservation, later: Column, evened: int
-    ) -> None:
+    def __init__(self, snapshot: Snapshot, targets: Mapping[int, int], reserved: Reservation, later: Column) -> None:
         super().__init__(snapshot, targets)
         self._reserved, self._later = reserved, later
-        self._pressed = np.where(self.workers.loaded <= evened, 0.0, TUNING.pressed)
         rows = np.flatnonzero(self.requests.unfinished & (self.requests.worker >= 0))
         self._ahead = np.bincount(self.requests.worker[rows], weights=later[rows], minlength=len(self.held))
         # by seat: KV over what it is to hold, kept up to date, as every move asks for the least of many
@@ -40,7 +36,7 @@ class LevelBoard(Board):
             if requests.movable[row] and self.stays[requests.worker[row]]:
                 self._hurry(row, seat)
         stay = np.flatnonzero(self.stays)
-        for seat in stay[self._level[stay] > self._pressed[stay]].tolist():
+        for seat in stay[self._level[stay] > TUNING.pressed].tolist():
             self._relieve(seat)
 
     def _move_on(self, row: int, level: float = TUNING.fill) -> bool:
@@ -72,7 +68,7 @@ class LevelBoard(Board):
         """
         peers = self.peers(int(self.workers.loaded[seat]))
         largest: list[int] | None = None
-        while len(peers) > 1 and self.held[seat] > 1 and (level := float(self._level[seat])) > self._pressed[seat]:
+        while len(peers) > 1 and self.held[seat] > 1 and (level := float(self._level[seat])) > TUNING.pressed:
             if level - float(self._level[peers].min()) < TUNING.level_gap:
                 return
             if largest is None:

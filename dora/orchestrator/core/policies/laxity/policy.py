@@ -27,18 +27,14 @@ class LaxityPolicy(BasePolicy):
         super().__init__(config)
         self._reservations = Reservations()
         self._forecasts: dict[int, list[float]] = {}  # seat -> KV on ENGINE_GRID, within one dispatch
-        self._crowds: dict[int, bool] = {}  # by version, within one dispatch
         self._no_fit: set[int] = set()  # versions that no prompt fits: nor will one before the next forecast or prompt
         self._arrivals = 0
         self._newest = self._leader = -1  # the latter as last planned
         self._waited = 0  # prompts that had ever come when the newest version began its first
         self._caps: dict[int, tuple[int, float]] = {}  # seat -> version, KV that it is to hold at most: as last planned
 
-    # --------------------------------------------------------------------------------------------------------- dispatch
-
     def dispatch(self, floor: Floor) -> None:
         self._forecasts.clear()
-        self._crowds.clear()
         if floor.newest != self._newest or not any(worker.held for worker in floor.hosts(floor.newest)):
             self._newest, self._waited = floor.newest, floor.backlog.arrivals
         if self._reservations.refresh(floor) or floor.backlog.arrivals != self._arrivals:
@@ -53,9 +49,6 @@ class LaxityPolicy(BasePolicy):
         if free_slots <= 0 or worker.waiting:  # what waits inside the engine goes first
             return 0.0
         peak = max(self._forecast(floor, worker)) / worker.kv_tokens
-        # a worker new to its version would fill its slots with young requests, and could take none of the old ones
-        if worker.held >= worker.slots * (TUNING.young + peak) and self._crowded(floor, worker.hosts):
-            return 0.0
         return min(free_slots / worker.slots, self._most(worker) / worker.kv_tokens - peak)
 
     def fits(self, floor: Floor, row: int, worker: Worker) -> bool:
@@ -72,18 +65,18 @@ class LaxityPolicy(BasePolicy):
 
     def ration(self, floor: Floor, version: int) -> int | None:
         """An even share where KV is ample; where it is short, the first worker that has the version is filled."""
-        return self.even_share(floor, version) if self._reservations.ample else None
+        return self.even_share(floor, version) if self._reservations.last.ample else None
 
     def choose(self, floor: Floor, version: int) -> Entry | None:
         schedule = self._reservations.schedule
-        if schedule is None or (version == floor.newest and self._most_are_late(floor)):
+        if schedule is None:
             return floor.backlog.first()
         entry = None
         if version not in self._no_fit:
             due, limit = schedule.due(version), self._reservations.limit_tokens(floor, version)
             if not due:
-                entry = self._late(floor, version, self._waited) or self._urgent(floor, version, limit)
-                if entry is None and (self._reservations.ample or not self._sparse(floor, version)):
+                entry = self._late(floor, version, self._waited)
+                if entry is None and (self._reservations.last.ample or not self._sparse(floor, version)):
                     entry = self._first(floor, version, limit)
             entry = entry or self._longest(floor, version, limit)
             if entry is None and not due:  # rather than nothing
@@ -94,35 +87,16 @@ class LaxityPolicy(BasePolicy):
                 return floor.backlog.first()  # whatever the forecasts say: there is nothing to wait for
         return entry
 
-    def _most_are_late(self, floor: Floor) -> bool:
-        """Whether most of the prompts that wait could not end in time on full workers, even with the newest version.
-
-        Nor could they a little after the next publish. To let them wait for it would leave KV idle, and the versions
-        in between without work: they begin at once, and workers that empty make up for it.
-        """
-        in_time = floor.backlog.count_within(self._reservations.reach_tokens(floor, floor.newest))
-        return 2 * in_time < len(floor.backlog)
-
     def _late(self, floor: Floor, version: int, arrivals: int) -> Entry | None:
         """Right after a publish, the longest of the first so many prompts where it will be late in any case.
 
-        First come those that waited for it. One that has come since would hold the version's last step up for as much
-        longer: it begins with the next version, if there is anything else to begin.
+        One that has come since would hold the version's last step up for as much longer: it lets others begin first.
         """
         rhythm, reservations = floor.rhythm, self._reservations
         if version != floor.newest or floor.now_s - rhythm.published_s >= TUNING.early_step * rhythm.step_s:
             return None
         entry = floor.backlog.longest_beyond(reservations.reach_tokens(floor, version), arrivals)
         return entry if entry is not None and reservations.reserve(version, entry, late=True) else None
-
-    def _urgent(self, floor: Floor, version: int, limit: float) -> Entry | None:
-        """The longest prompt that may begin, where it could not much later."""
-        reservations = self._reservations
-        soon = TUNING.near_step * floor.rhythm.step_s / reservations.token_s
-        entry = floor.backlog.longest_within(limit)
-        if entry is not None and entry.longest_tokens > limit - soon and reservations.reserve(version, entry):
-            return entry
-        return None
 
     def _first(self, floor: Floor, version: int, limit: float) -> Entry | None:
         """The one that waits longest of those that fit."""
@@ -151,13 +125,6 @@ class LaxityPolicy(BasePolicy):
             limit = far.longest_tokens * TUNING.step_down
         return None
 
-    def _crowded(self, floor: Floor, version: int) -> bool:
-        """Whether a worker of this version has requests to move to an emptier one."""
-        if version not in self._crowds:
-            hosts = floor.hosts(version)
-            self._crowds[version] = any(worker.kv_expected > TUNING.crowded * worker.kv_tokens for worker in hosts)
-        return self._crowds[version]
-
     def _sparse(self, floor: Floor, version: int) -> bool:
         """Whether this version's slots would run out before its KV."""
         slots = held = kv_tokens = kv = 0
@@ -176,8 +143,6 @@ class LaxityPolicy(BasePolicy):
             forecast = self._forecasts[worker.seat] = (held + (worker.kv_expected - context)).tolist()
         return forecast
 
-    # ------------------------------------------------------------------------------------------------------------ plan
-
     def observe(self, floor: Floor) -> None:
         """The schedule as of now: a plan at a publish hands workers on by the step that begins, not by the last."""
         self._reservations.observe(floor)
@@ -185,7 +150,7 @@ class LaxityPolicy(BasePolicy):
     def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
         allocation = self._allocation(snapshot)
         targets = allocation.targets()
-        self._reservations.ample, self._leader = allocation.ample, allocation.leader
+        self._reservations.last.ample, self._leader = allocation.ample, allocation.leader
         return Plan(targets, self._moves(snapshot, allocation, targets))
 
     def successor(self, floor: Floor) -> int | None:
@@ -194,22 +159,16 @@ class LaxityPolicy(BasePolicy):
         A plan would say the same, in a thousand times as long: there workers run dry one by one, hundreds a step.
         """
         leads = self._leader == floor.newest and any(worker.held for worker in floor.hosts(floor.newest))
-        return floor.newest if self._reservations.ample and leads else None
+        return floor.newest if self._reservations.last.ample and leads else None
 
     def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
         return self._moves(snapshot, self._allocation(snapshot), living_targets(snapshot))
 
     def _allocation(self, snapshot: Snapshot) -> Allocation:
-        reservations = self._reservations
+        last = self._reservations.last
         # at a publish without an older version no group is left to know it by
-        reservations.group_kv_tokens = snapshot.group_kv_tokens or reservations.group_kv_tokens
-        return Allocation(
-            snapshot,
-            reservations.schedule,
-            reservations.kept_free,
-            reservations.group_kv_tokens,
-            reservations.ample,
-        )
+        last.group_kv_tokens = snapshot.group_kv_tokens or last.group_kv_tokens
+        return Allocation(snapshot, self._reservations.schedule, last)
 
     def _moves(self, snapshot: Snapshot, allocation: Allocation, targets: dict[int, int]) -> tuple[Move, ...]:
         moves, reserved = allocation.moves(targets)
@@ -218,7 +177,7 @@ class LaxityPolicy(BasePolicy):
         kept_free: dict[int, float] = defaultdict(float)
         for seat, (version, most) in self._caps.items():
             kept_free[version] += TUNING.fill * float(kv_tokens[seat]) - most
-        self._reservations.kept_free = kept_free
+        self._reservations.last.kept_free = kept_free
         return moves
 
     def _most(self, worker: Worker) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.line import Backlog, Entry
 from dora.orchestrator.core.lognormal import running_chance
+from dora.orchestrator.core.policies.laxity.allocation import Last
 from dora.orchestrator.core.policies.laxity.schedule import Schedule, schedule_of
 from dora.orchestrator.core.policies.laxity.tuning import TUNING
 from dora.orchestrator.core.table import Column
@@ -18,11 +19,6 @@ from dora.orchestrator.core.table import Column
 GRID = np.array(  # tokens ahead: close where most is decided, to beyond the longest response of the papers
     [0, 250, 500, 750, 1000, 1500, 2000, 3000, 4000, 5500, 7000, 9000, 11000, 13500, 16000, 19000, 22000, 25500.0]
 )
-
-
-def on_grid(context: Column, remaining: Column, grid: Column) -> Column:
-    """Forecast of these requests: shape (len(grid),)."""
-    return ((context[:, None] + grid) * (remaining[:, None] > grid)).sum(axis=0)
 
 
 def rows_forecast(floor: Floor, rows: Column, grid: Column) -> tuple[Column, float]:
@@ -52,10 +48,7 @@ class Reservations:
         self.token_s = 0.0  # seconds a token takes
         self.believed = False  # lengths are not known, of some of the unfinished requests at least
         self.schedule: Schedule | None = None  # None: how long steps and tokens take is not known yet
-        # as last planned
-        self.kept_free: dict[int, float] = {}  # version -> KV that its reserved workers keep free
-        self.group_kv_tokens = 0.0  # KV of a group at its end, as last seen
-        self.ample = False  # there are far more workers than can be filled
+        self.last = Last()
 
     def refresh(self, floor: Floor) -> bool:
         """Makes the forecast anew where it is old; says whether it did."""
@@ -64,7 +57,7 @@ class Reservations:
         self.observe(floor)
         if self.schedule is None:
             return False
-        self._made_s, self._made_for = floor.now_s, _basis(floor)
+        self._made_s, self._made_for = floor.now_s, (floor.newest, floor.members, floor.groups())
         self._forecast(floor, self.schedule)
         return True
 
@@ -75,17 +68,16 @@ class Reservations:
             self.schedule = schedule_of(floor)
 
     def _stale(self, floor: Floor) -> bool:
-        if self.schedule is None or _basis(floor) != self._made_for:
+        if self.schedule is None or (floor.newest, floor.members, floor.groups()) != self._made_for:
             return True
         rest_s = TUNING.refresh_step * self.schedule.step_s
-        return floor.now_s - self._made_s >= (rest_s if self.ample else min(TUNING.refresh_s, rest_s))
+        return floor.now_s - self._made_s >= (rest_s if self.last.ample else min(TUNING.refresh_s, rest_s))
 
     def limit_tokens(self, floor: Floor, version: int) -> float:
         """The longest response, as predicted, that is to begin now.
 
-        Where lengths are only believed it may turn out much longer, and would hold a worker of the due version nearly
-        alone: it waits for the next version where some are passed over, else for the next publish
-        (``longest_first_tokens``); unless it ends in time however long it becomes.
+        Where lengths are only believed it may turn out much longer. Then it waits for the next version where some are
+        passed over, else for its turn (``longest_first_tokens``), unless it ends in time however long it becomes.
         """
         assert self.schedule is not None
         schedule, reach = self.schedule, self.reach_tokens(floor, version)
@@ -110,7 +102,7 @@ class Reservations:
         ``late``: it will end after the deadline whatever is done; its KV need only fit as far as the version goes.
         """
         lengths = np.asarray(entry.lengths)
-        more = on_grid(np.full(len(lengths), float(entry.prompt.prompt_tokens)), lengths, GRID)
+        more = ((entry.prompt.prompt_tokens + GRID) * (lengths[:, None] > GRID)).sum(axis=0)
         reserved, limit = self._reserved[version] + more, self._limit[version]
         over = (reserved > limit) & (more > 0)
         if late:
@@ -139,7 +131,7 @@ class Reservations:
         spare = np.zeros(len(GRID))  # what versions that can admit no more do not need: the leading one can count on it
         for version in reversed(floor.versions()):
             self._reserved[version] = rows_forecast(floor, rows[versions == version], GRID)[0]
-            kept_free = self.kept_free.get(version, 0.0)
+            kept_free = self.last.kept_free.get(version, 0.0)
             share = schedule.share(version, floor.now_s + self.token_s * GRID)
             present = len(floor.hosts(version))
             needs = (self._reserved[version] + kept_free) / kv_tokens
@@ -151,43 +143,15 @@ class Reservations:
             elif floor.window.admissible(version) < 1:
                 spare += np.maximum(0.0, share - np.ceil(needs))
                 share = np.minimum(share, np.ceil(needs))
-            else:
-                share = np.maximum(share, held_on(needs, present))
             share[0] = max(share[0], present)
-            # where the longest cannot end in time on full workers they need all the KV there is, as early as can be
-            if not schedule.hurried:
-                share = share - unreserved(share)
             self._limit[version] = kv_tokens * share - kept_free
-
-
-def _basis(floor: Floor) -> tuple[int, int, int]:
-    return floor.newest, floor.members, floor.groups()
 
 
 def longest_first_tokens(backlog: Backlog, age: float, window: int) -> float:
     """The longest response, as believed, that a version begins at an age of so many steps of the ``window``.
 
-    A version begins its prompts by falling length: the later one begins, the less time there is for it to turn out
-    longer. Between two moments of its life the share of the waiting prompts that are short enough falls evenly from all
-    to none, but never below one prompt. Among those that wait, not among those drawn: where long ones pile up, later
-    ones count as short, and so begin.
+    The later a prompt begins, the less time there is for it to turn out longer. So between two moments of a version's
+    life the share of the waiting prompts that are short enough falls evenly from all to none, but for one prompt.
     """
     share = 1.0 - (age / window - TUNING.at_once) / (TUNING.begun - TUNING.at_once)
     return backlog.longest_of_shortest(max(1, round(share * len(backlog))))
-
-
-def unreserved(workers: Column) -> Column:
-    """How many of a version's workers, at each point of GRID, are left for what begins later."""
-    ahead: Column = np.minimum(1.0, GRID / TUNING.headroom_tokens)
-    return ahead * np.minimum(TUNING.headroom * workers, TUNING.headroom_workers)
-
-
-def held_on(needs: Column, present: int) -> Column:
-    """Workers that a version which has ``present`` will not have given up by each point of GRID, whatever is scheduled.
-
-    Its longest responses began when the schedule was a little later, and now end a little after it. Until then it can
-    as well fill what they leave free, with what ends before them. ``needs``: workers, in parts, for all it admitted.
-    """
-    held = np.where(TUNING.hold_tokens >= GRID, np.minimum(np.ceil(needs - TUNING.headroom), present), 0.0)
-    until: Column = np.maximum.accumulate(held[::-1])[::-1]
-    return until

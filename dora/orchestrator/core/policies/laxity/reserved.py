@@ -1,14 +1,12 @@
 """Optional, acts only where ``balance.cost`` is set: workers reserved for responses in a hurry, kept below full.
 
-A decode step's time grows with the KV in use, so a response ends sooner on a worker that holds less, where its KV costs
-more of that worker's time. Where the window gives a version less time than its longest responses take on full workers,
-a few are reserved: each holds the most hurried responses together, and no more KV than leaves them the pace that they
-need. All others stay full: scattered, the hurried ones would slow every worker down. A strategy without this module is
-the same in every other way: the schedule then reckons with the pace seen.
+A decode step takes longer the more KV is in use. Where a version's longest responses would be late at the pace of full
+workers, the most hurried ones are gathered on a few, which hold no more KV than leaves them the pace that they need.
+All others stay full: scattered, the hurried ones would slow every worker down.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,33 +18,26 @@ from dora.orchestrator.core.snapshot import RequestColumns, Snapshot
 from dora.orchestrator.core.table import Column
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """One worker's: what a decode step costs, requests at once, and the KV that it is to hold at most."""
-
-    cost: CostModel
-    slots: int
-    kv_tokens: float
-
-
 class Haste:
     """How long a step must be for the longest responses to end within their version's life, and how full workers are.
 
-    A version lives ``life_steps`` steps of ``s`` seconds: a response of ``l`` tokens needs ``life_steps * s / l``
+    A response of ``l`` tokens, whose version lives ``life_steps`` steps of ``s`` seconds, needs ``life_steps * s / l``
     seconds a token at most, and goes to workers filled as far as keeps that pace. The shortest ``s`` is the one in
     which all workers together have the time for a step's ``groups`` groups at these fills:
 
         sum over responses of (context-tokens / KV held) * seconds a step, at their fill  <=  workers * s
-
-    With a window so wide that all end in time on full workers that is the bubble-free bound. The mix must not be empty.
     """
 
-    def __init__(self, mix: LengthMix, engine: Engine, workers: int, groups: int, life_steps: float) -> None:
+    def __init__(
+        self, mix: LengthMix, cost: CostModel, most: tuple[int, float], workers: int, groups: int, life_steps: float
+    ) -> None:
+        """``mix``: not empty. ``most``: requests and KV that a worker is to hold."""
+        slots, kv_tokens = most
         context, fills = mix.context_tokens(), TUNING.fills
-        self._kv = np.linspace(1.0 / fills, 1.0, fills) * min(engine.kv_tokens, engine.slots * context)
+        self._kv = np.linspace(1.0 / fills, 1.0, fills) * min(kv_tokens, slots * context)
         running = np.maximum(1, self._kv / context).astype(np.int64)
         levels = zip(running.tolist(), self._kv.tolist(), strict=True)
-        self._pace_s = np.array([engine.cost.decode_step_s(*level) for level in levels])
+        self._pace_s = np.array([cost.decode_step_s(*level) for level in levels])
         classes = mix.classes()
         self._lengths, self._work = mix.tokens[classes] / mix.responses[classes], groups * mix.work[classes]
         self._share_s = self._pace_s / self._kv / workers  # of all workers' time, for one context-token
@@ -124,16 +115,14 @@ class Reservation:
         return cls(kv_tokens, np.zeros(len(snapshot.requests.tokens), dtype=bool))
 
 
-def reserve(snapshot: Snapshot, stays: Column, end_s: Callable[[int], float], fill: float, roomy: bool) -> Reservation:
+def reserve(snapshot: Snapshot, stays: Column, end_s: Callable[[int], float], fill: float) -> Reservation:
     """The reserved workers of all versions among those that stay with theirs (``stays``, bool by seat).
 
     ``end_s``: of a version, when its last response should have ended. ``fill``: share of its KV that one uses.
-    ``roomy``: versions have their workers to themselves, for all that they have begun. What is fast
-    enough where that is spread over them evenly needs none reserved then: to gather it would make it slower.
     """
-    found, requests, workers, cost = Reservation.none(snapshot), snapshot.requests, snapshot.workers, snapshot.cost
+    found, requests, workers = Reservation.none(snapshot), snapshot.requests, snapshot.workers
     rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
-    if cost is None or not len(rows):
+    if snapshot.cost is None or not len(rows):
         return found
     remaining = requests.remaining_tokens(rows)
     distant = remaining > TUNING.near_share * remaining.max()
@@ -143,64 +132,57 @@ def reserve(snapshot: Snapshot, stays: Column, end_s: Callable[[int], float], fi
         free = np.flatnonzero(stays & (workers.loaded == version))
         if len(free):
             its = versions == version
-            far = _Far.of(requests, rows[its], remaining[its])
-            left_s = end_s(version) - snapshot.now_s
-            kv_tokens, held = float(found.cap[free].mean()), max(1, int(workers.held[free].mean()))
-            if roomy:
-                kv_tokens = min(kv_tokens, TUNING.spread * float(workers.kv_expected[free].mean()))
-            hurried = np.flatnonzero(left_s / far.remaining < cost.decode_step_s(held, kv_tokens))
-            found.hurried[far.rows[hurried]] = True
-            needed_s = far.pace_s(left_s, cost)
-            order = hurried[np.argsort(needed_s[hurried], kind="stable")]  # the most hurried first
-            _open(found, snapshot, cost, far.sorted_by(order), needed_s[order], free, TUNING.least_fill * fill)
+            full_s = snapshot.cost.decode_step_s(max(1, int(workers.held[free].mean())), float(found.cap[free].mean()))
+            left_s, empty_s = end_s(version) - snapshot.now_s, snapshot.cost.matmul_s(1)
+            far = _Far.of(requests, rows[its], remaining[its], left_s, full_s, empty_s)
+            _open(found, snapshot, snapshot.cost, far, free, TUNING.least_fill * fill)
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Far:
-    """The responses of one version that have far to go."""
+    """Responses of one version that would be late on a full worker, the most hurried first."""
 
     rows: Column
     seats: Column  # where each is
-    remaining: Column  # tokens to come
     shares: Column  # KV that a reserved worker is to have room for
     parts: Column  # how full it is to be for each now (``_share_now``)
+    needed_s: Column  # seconds a token then, to end in time
 
     @classmethod
-    def of(cls, requests: RequestColumns, rows: Column, remaining: Column) -> "_Far":
+    def of(
+        cls, requests: RequestColumns, rows: Column, remaining: Column, left_s: float, full_s: float, empty_s: float
+    ) -> "_Far":
+        """``full_s``: a token's time on a full worker; ``empty_s``: on one that holds no KV."""
+        late = np.flatnonzero(left_s / remaining < full_s)
+        rows, remaining = rows[late], remaining[late]
         context = context_tokens(requests)[rows]
+        parts = _share_now(context, remaining)
+        needed_s = empty_s + (left_s / remaining - empty_s) * parts
         shares = context + np.minimum(TUNING.ahead_tokens, remaining)
-        return cls(rows, requests.worker[rows], remaining, shares, _share_now(context, remaining))
-
-    def sorted_by(self, order: Column) -> "_Far":
-        return _Far(*(getattr(self, column.name)[order] for column in fields(self)))
-
-    def pace_s(self, left_s: float, cost: CostModel) -> Column:
-        """Seconds a token on a reserved worker that is as full as it is to be now, so that each ends in ``left_s``."""
-        empty_s = cost.matmul_s(1)  # seconds a step where no KV is in use
-        pace_s: Column = empty_s + (left_s / self.remaining - empty_s) * self.parts
-        return pace_s
+        columns = (rows, requests.worker[rows], shares, parts, needed_s)
+        order = np.argsort(needed_s, kind="stable")
+        return cls(*(column[order] for column in columns))
 
 
-def _open(
-    found: Reservation, snapshot: Snapshot, cost: CostModel, far: _Far, needed_s: Column, free: Column, least: float
-) -> None:
-    """Reserves some of the ``free`` seats for one version's responses, which need these paces: most hurried first."""
+def _open(found: Reservation, snapshot: Snapshot, cost: CostModel, far: _Far, free: Column, least_fill: float) -> None:
+    """Reserves as many of the ``free`` seats as these responses fill."""
+    found.hurried[far.rows] = True
     kv_tokens, opened = float(found.cap[free].mean()), list[Reserved]()
-    each = zip(far.shares.tolist(), needed_s.tolist(), far.parts.tolist(), strict=True)
-    for place, (share, pace_s, part) in enumerate(each):
+    each = zip(far.shares.tolist(), far.needed_s.tolist(), far.parts.tolist(), strict=True)
+    for place, (share, needed_s, part) in enumerate(each):
         if not opened or opened[-1].load + share > opened[-1].kv_tokens:
             if not len(free):
                 break
-            at = _where_most_are(far.seats[place:], far.shares[place:], least * kv_tokens, free)
+            at = _where_most_are(far.seats[place:], far.shares[place:], least_fill * kv_tokens, free)
             seat, free = int(free[at]), np.delete(free, at)
-            opened.append(_reserved(seat, pace_s, cost, snapshot, float(found.cap[seat]), least * part))
+            opened.append(_reserved(seat, needed_s, cost, snapshot, float(found.cap[seat]), least_fill * part))
         opened[-1].load += share
     for worker in opened:
         worker.load = 0.0
         found.by_seat[worker.seat] = worker
         found.cap[worker.seat] = worker.kv_tokens
-    _assign(found, opened, far, needed_s)
+    _assign(found, opened, far)
 
 
 def _where_most_are(seat_of: Column, shares: Column, kv_tokens: float, free: Column) -> int:
@@ -216,9 +198,8 @@ def _where_most_are(seat_of: Column, shares: Column, kv_tokens: float, free: Col
 def _share_now(context: Column, remaining: Column) -> Column:
     """How full a worker is to be for these now, as a share of how full it may be on average until they end; at most 1.
 
-    A step with ``n`` responses of ``c`` tokens takes a + b n c seconds, so a token costs a / n + b c of the worker's
-    time. For a given mean pace that is least where n goes with 1 / sqrt(c), and so the fill, n c, with sqrt(c). Workers
-    come whole, and slots bind on young requests: half of that power (``haste``) is as good.
+    A token costs a / n + b c of the worker's time, where n run with context c: least where n goes with 1 / sqrt(c), so
+    the fill with sqrt(c). Workers come whole, and slots bind on young requests: half of that power is as good.
     """
     start, power = np.maximum(1.0, context), 1.0 + TUNING.haste
     mean = ((start + remaining) ** power - start**power) / (power * remaining)
@@ -236,14 +217,14 @@ def _reserved(seat: int, pace_s: float, cost: CostModel, snapshot: Snapshot, mos
     return Reserved(seat, pace_s, min(cost.kv_tokens_at(held, pace_s), most))
 
 
-def _assign(found: Reservation, opened: Sequence[Reserved], far: _Far, needed_s: Column) -> None:
+def _assign(found: Reservation, opened: Sequence[Reserved], far: _Far) -> None:
     """Each stays where it is if that is fast enough; then the others go to the slowest reserved worker that is.
 
     Were they placed in one order, one that moves would take the place of one that could stay, and so on.
     """
     fastest_s = min((worker.pace_s for worker in opened), default=0.0)
     elsewhere: list[tuple[int, float, float]] = []
-    columns = (far.rows, far.seats, far.shares, np.maximum(needed_s, fastest_s))
+    columns = (far.rows, far.seats, far.shares, np.maximum(far.needed_s, fastest_s))
     for row, seat, share, pace_s in zip(*(column.tolist() for column in columns), strict=True):
         here = found.by_seat.get(seat)
         if here is not None and here.takes(share, pace_s):

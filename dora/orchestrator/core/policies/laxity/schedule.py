@@ -1,16 +1,11 @@
 """How many workers a version is to have at each age, and when the steps to come are expected to end.
 
 A version is ``age`` steps old: 0 when it is published, W when the last step that may train on it is. With E workers,
-the newest and the due version share E / (W - 1) of them (all, at W = 2): the newest grows in even steps from a head to
-all but a tail, the due one shrinks as it grows, the versions between hold still. So every worker changes version
-about once in W - 1 steps, one at a time, and at every moment the shares of the live versions add up to E.
+the newest and the due version share E / (W - 1) of them (all, at W = 2); docs/strategy.md draws it. Where workers are
+few to a version, every second version is passed over, and each other one has twice as many.
 
     W = 3, E = 10, workers by age            newest 2 3 | middle 5 5   | due 3 2     | 0
     W = 3, E = 6, every second version       newest 2 4 | middle 6 6   | due 4 2     | 0
-
-A worker that begins a version is short of KV for minutes, as all its requests are young, so the fewer changes the
-better; and the due version has to give up gradually what it holds. Its last responses empty a worker over most of a
-step: where workers are few to a version, every second version is passed over, and each other one has twice as many.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +15,7 @@ import numpy as np
 
 from dora.orchestrator.core.floor import Floor
 from dora.orchestrator.core.lognormal import expected_remaining
-from dora.orchestrator.core.policies.laxity.reserved import Engine, Haste
+from dora.orchestrator.core.policies.laxity.reserved import Haste
 from dora.orchestrator.core.policies.laxity.tuning import TUNING
 from dora.orchestrator.core.table import Column
 
@@ -46,14 +41,9 @@ class Schedule:
         steps = version + self.window - 1 - self.newest
         return max(self.next_s + (steps - TUNING.margin_step) * self.step_s, self.least_end_s.get(version, 0.0))
 
-    @property
-    def newest_due(self) -> int:
-        """The newest version that is to end with the step of the newest of all."""
-        return self.newest - self.window + 1
-
     def due(self, version: int) -> bool:
         """Whether this version is to end with the step of the newest."""
-        return version <= self.newest_due
+        return version <= self.newest - self.window + 1
 
     def taken_up(self, version: int) -> bool:
         """Whether this version is one of those that workers take up."""
@@ -95,11 +85,8 @@ class Schedule:
 
 
 def stride_of(workers: int, window: int) -> int:
-    """Versions from one that is taken up to the next, for so many workers.
-
-    A divisor of ``window - 1``, so that as one version comes another one is due. One worker alone takes up every
-    version: two could not share it.
-    """
+    """Versions from one that is taken up to the next, for so many workers: a divisor of ``window - 1``, so that as one
+    version comes another one is due. One worker alone takes up every version: two could not share it."""
     if workers >= TUNING.least_workers * (window - 1) or workers < 2 or (window - 1) % TUNING.longest_stride:
         return 1
     return TUNING.longest_stride
@@ -111,10 +98,9 @@ def life_of(workers: int, window: int) -> int:
 
 
 def leading(newest: int, targets: Sequence[int], window: int, admits: Callable[[int], bool]) -> int:
-    """The version that new work goes to first, and that workers without a version get.
+    """The version that new work goes to first, and that workers without a version get. ``targets``: of the workers.
 
-    ``targets``: the version that each worker is to host, negative where that is none. A version that may begin nothing
-    more is followed by the newest at once: a trainer that is behind sees every version.
+    A version that may begin nothing more is followed by the newest at once: a trainer that is behind sees every one.
     """
     hosted = max(targets, default=-1)
     if hosted >= 0 and newest - hosted < stride_of(len(targets), window) and admits(hosted):
@@ -126,18 +112,14 @@ def schedule_of(floor: Floor) -> Schedule:
     """The schedule as of now. Only once the times of a step and of a token are known.
 
     Steps as short as the KV allows, so that stragglers do not set their length; a late publish moves what follows. Nor
-    shorter: steps are, while long prompts are left waiting, and would then leave ever more of them. The more those that
-    wait cost, the nearer to the steps seen: what sets their length, a trainer perhaps, leaves time for long ones. And,
-    where the cost of an engine is known, never so short that the longest responses could not end in time (reserved.py).
+    much shorter than of late: what sets their length, a trainer perhaps, leaves time for long responses. And, where the
+    cost of an engine is known, never so short that the longest responses could not end in time (reserved.py).
     """
     rhythm, window, workers = floor.rhythm, floor.window, floor.groups()
     haste = _haste(floor, workers)
-    left_out = floor.backlog.mean_work / rhythm.group_work - 1.0 if rhythm.group_work else 0.0
-    waits = max(0.0, left_out - TUNING.skew) / TUNING.skew
-    shortest = min(1.0, TUNING.shortest_step + (1.0 - TUNING.shortest_step) * waits)
     step_s = max(
         TUNING.loss * rhythm.kv_step_s(window.groups_per_step, floor.kv_tokens()),
-        shortest * rhythm.step_s,
+        TUNING.shortest_step * rhythm.step_s,
         TUNING.loss * haste.step_s if haste is not None else 0.0,
     )
     hurried, fill, pace_s = False, TUNING.reserved_fill, rhythm.pace_s
@@ -146,9 +128,10 @@ def schedule_of(floor: Floor) -> Schedule:
     longest = _longest_remaining(floor)
     least_end_s = {version: floor.now_s + TUNING.safety * pace_s * tokens for version, tokens in longest.items()}
     due = floor.newest - window.size + 1
-    next_s = _next_s(floor, step_s, longest.get(due, 0.0))
+    tail_s = min(rhythm.tail_s, TUNING.tail_step * step_s)  # training goes on for so long after a step's last group
+    next_s = _next_s(floor, step_s, tail_s, longest.get(due, 0.0))
     if due in least_end_s:
-        next_s = max(next_s, least_end_s[due] + _tail_s(floor, step_s))
+        next_s = max(next_s, least_end_s[due] + tail_s)
     targets = [worker.target for worker in floor.workers() if not worker.draining]
     return Schedule(
         workers=workers,
@@ -165,27 +148,21 @@ def schedule_of(floor: Floor) -> Schedule:
     )
 
 
-def _next_s(floor: Floor, step_s: float, due_tokens: float) -> float:
+def _next_s(floor: Floor, step_s: float, tail_s: float, due_tokens: float) -> float:
     """When the next version is published: as planned; earlier, where the due version ends early; or later.
 
-    Earlier matters to a narrow window: what begins now has so much less time. It can be no shorter than what a trainer
-    took of late for a step that it had in full. A step cannot be full before the groups that it lacks have finished,
-    and they finish at the rate of a step's in a step; then the last of them are trained on.
+    It can be no shorter than what a trainer took of late for a step that it had in full. The groups that a step lacks
+    finish at the rate of a step's in a step; then the last of them are trained on, for ``tail_s``.
     ``due_tokens``: of the due version's longest response, still to come.
     """
     rhythm = floor.rhythm
     if floor.window.step > floor.newest:  # the step is full
         return max(rhythm.filled_s + rhythm.tail_s, floor.now_s + 1.0)
-    lacking_s, tail_s = floor.lacking() * step_s, _tail_s(floor, step_s)
+    lacking_s = floor.lacking() * step_s
     full_s = floor.now_s + max(lacking_s, TUNING.safety * rhythm.pace_s * due_tokens)
     trained_s = rhythm.published_s + min(rhythm.took_s, default=step_s)
     next_s = min(rhythm.published_s + step_s, max(full_s + tail_s, trained_s))
     return max(next_s, floor.now_s + 1.0 + lacking_s + tail_s)
-
-
-def _tail_s(floor: Floor, step_s: float) -> float:
-    """How long training goes on after a step's last group."""
-    return min(floor.rhythm.tail_s, TUNING.tail_step * step_s)
 
 
 def _haste(floor: Floor, workers: int) -> Haste | None:
@@ -193,8 +170,8 @@ def _haste(floor: Floor, workers: int) -> Haste | None:
     worker, mix = next(iter(floor.workers()), None), floor.rhythm.mix
     if floor.cost is None or worker is None or not workers or not len(mix.classes()):
         return None
-    engine = Engine(floor.cost, worker.slots, TUNING.fill * floor.kv_tokens() / workers)
-    return Haste(mix, engine, workers, floor.window.groups_per_step, floor.window.size - TUNING.margin_step)
+    most, life_steps = (worker.slots, TUNING.fill * floor.kv_tokens() / workers), floor.window.size - TUNING.margin_step
+    return Haste(mix, floor.cost, most, workers, floor.window.groups_per_step, life_steps)
 
 
 def _longest_remaining(floor: Floor) -> dict[int, float]:

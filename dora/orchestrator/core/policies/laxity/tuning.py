@@ -5,23 +5,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Shares are of what the name says; ``_step`` are shares of a step's time."""
+    """Shares are of what the name says; those named ``_step`` of a step's time."""
 
     # how full a worker's KV is kept
-    fill: float = 0.97  # what is planned with: the rest absorbs what tokens come between two reports
-    believed_fill: float = (
-        0.955  # where lengths are predicted: forecasts err, and preemption takes back what more gains
-    )
+    fill: float = 0.97  # what is planned with: the rest is for tokens that come between two reports
+    believed_fill: float = 0.955  # where lengths are predicted: forecasts err, and preemption costs more than it gains
     engine_tokens: tuple[float, ...] = (0.0, 300.0, 600.0, 1_000.0)  # ahead: beyond, the next plan can still move some
     # time: a response should end before its deadline though steps and tokens take a little longer than of late
     safety: float = 1.04  # a token takes this much longer
     loss: float = 1.04  # a step takes this much longer than its work on KV that is always full
     margin_step: float = 0.08  # the last responses of a version end this much before its deadline
-    shortest_step: float = 0.8  # of the mean step: steps have been shorter for a run of short prompts alone
+    shortest_step: float = 0.8  # of the mean step: a run of short prompts must not leave the long ones out
     tail_step: float = 0.12  # training after a step's last group: longer, the trainer was behind and will not be again
-    skew: float = (
-        0.25  # prompts that wait cost this much more than those drawn: long ones pile up, and need longer steps
-    )
     # the schedule: of the workers that the newest and the due version share
     head_share: float = 0.3  # the newest's from the start: its long responses begin then
     tail_share: float = 0.3  # the due one's to its end: its long responses end then
@@ -30,10 +25,6 @@ class Tuning:
     # reservations
     refresh_s: float = 5.0  # the forecast is made anew after this,
     refresh_step: float = 0.02  # or this: in between it only grows. Where KV is ample only the latter counts
-    headroom: float = 0.15  # of KV far ahead is left for what begins later: publishes come early or late
-    headroom_workers: float = 0.9  # and never more: a late version holds one worker more, however many it has
-    headroom_tokens: float = 8_000.0  # so far ahead; in proportion before
-    hold_tokens: float = 6_000.0  # so far ahead a version fills the workers that it is late to give up
     # what may begin where lengths are predicted: a response may turn out many times longer
     at_once: float = 1 / 12  # of a version's life: until then prompts of any length begin,
     begun: float = 3 / 4  # and from here on the shortest alone, rather than nothing
@@ -43,15 +34,10 @@ class Tuning:
     unhurried: float = 1.25  # a version with time for so many times the longest is in no hurry: any length begins
     # which prompt begins
     early_step: float = 0.3  # after a publish what cannot end in time goes first for so long: later it delays more
-    near_step: float = 0.25  # what could not begin after this goes first
     dense: float = 0.10  # slots in use exceed KV in use by this share: longer prompts are taken
     tries: int = 8  # prompts looked at for one whose KV fits: each costs a forecast
-    reach: int = (
-        48  # prompts that one is picked from by length: more, and steps would differ too much in what they hold
-    )
+    reach: int = 48  # prompts that one is picked from by length: of more, steps would differ too much in work
     step_down: float = 0.8  # where a prompt does not fit, the next one tried is shorter by this
-    young: float = 0.3  # of slots a worker with idle KV fills by itself; the rest is for what is moved to it
-    crowded: float = 0.8  # share of KV in use above which a worker has requests to give away
     # how many workers a version needs
     horizon_tokens: float = 1_500.0  # it needs room for what its requests will have grown to by then
     ample: float = 2.0  # times what has begun and a step to come fill: from there on nobody is packed tight,
@@ -67,10 +53,7 @@ class Tuning:
     least_fill: float = 0.82  # of what the longest responses need: emptier, a reserved worker costs too much
     near_share: float = 0.03  # of the longest: a response with less to come needs no reserved worker any more
     ahead_tokens: float = 1_500.0  # a reserved worker has room for what its responses will have grown to by then
-    haste: float = (
-        0.25  # its fill grows with this power of its responses' context: haste costs least while these are young
-    )
-    spread: float = 1.3  # times an even share of the KV: what a worker holds that is not reserved, as responses grow
+    haste: float = 0.25  # its fill grows with this power of its responses' context: young ones are cheap to hurry
     sticky: float = 1.05  # a response stays on one that is slower than it needs by less than this: moves cost too
     fills: int = 64  # levels of KV that are looked at
     halvings: int = 20  # of the interval that the shortest step is sought in
