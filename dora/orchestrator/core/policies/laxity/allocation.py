@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import ceil, inf
 
 import numpy as np
@@ -33,11 +32,14 @@ class Allocation:
 
     def __init__(self, snapshot: Snapshot, schedule: Schedule | None, last: Last) -> None:
         self._snapshot, self._schedule, self._last = snapshot, schedule, last
-        self._seats = plannable(snapshot)  # a column: to make one of a list takes longer than to use it
+        seats, workers = plannable(snapshot), snapshot.workers
+        self._slots = float(workers.slots[seats].mean()) if len(seats) else 1.0  # of a worker, on average
+        self._kv_tokens = (
+            TUNING.fill * float(workers.kv_tokens[seats].mean()) if len(seats) else 0.0
+        )  # that it may hold
         self._unfinished = np.flatnonzero(snapshot.requests.unfinished)
         self._held = context_tokens(snapshot.requests)[self._unfinished].astype(np.float64)
-        targets = snapshot.workers.target[self._seats].tolist()
-        self.leader = leading(snapshot.newest, targets, snapshot.window, snapshot.admits)
+        self.leader = leading(snapshot.newest, workers.target[seats].tolist(), snapshot.window, snapshot.admits)
         self.ample = last.ample  # as ``targets`` has found
         self._later: dict[float, Column] = {}  # tokens ahead -> KV that each unfinished request will hold by then
 
@@ -141,27 +143,17 @@ class Allocation:
 
     def _needs(self, wanted: Mapping[int, tuple[int, float]], kept_free: Mapping[int, float]) -> dict[int, float]:
         """Workers that each version needs for its requests and their KV; the leading one at least."""
-        slots, kv_tokens = self._worker
         need: dict[int, float] = {}
         for version, (requests, kv) in wanted.items():
             least = 1 if requests or version == self.leader else 0
             kv += kept_free.get(version, 0.0)
-            need[version] = max(least, kv / (TUNING.fill * kv_tokens), requests / slots)
+            need[version] = max(least, kv / (self._kv_tokens or 1.0), requests / self._slots)
         return need
 
     def _filled_by(self, groups: int) -> float:
         """Workers whose KV so many groups to come would fill, all as long as they get; inf: not known yet."""
-        if not self._last.group_kv_tokens or not len(self._seats):
-            return inf
-        return groups * self._last.group_kv_tokens / (TUNING.fill * self._worker[1])
-
-    @cached_property
-    def _worker(self) -> tuple[float, float]:
-        """Slots and KV of a worker, on average."""
-        workers = self._snapshot.workers
-        if not len(self._seats):
-            return 1.0, 1.0
-        return float(workers.slots[self._seats].mean()), float(workers.kv_tokens[self._seats].mean())
+        kv_tokens = self._last.group_kv_tokens
+        return groups * kv_tokens / self._kv_tokens if kv_tokens and self._kv_tokens else inf
 
     def _look_ahead(self, *ahead_tokens: float) -> Column:
         """KV that each unfinished request will hold so many tokens later, by the chance that it still runs.
@@ -186,8 +178,8 @@ class Allocation:
 
     def _ends(self, version: int) -> bool:
         """Whether this version is in its last step, or can admit no more."""
-        due = version + self._snapshot.window - 1 <= self._snapshot.newest
-        return due or not self._snapshot.admits(version)
+        snapshot = self._snapshot
+        return version + snapshot.window - 1 <= snapshot.newest or not snapshot.admits(version)
 
 
 def _shared(need: dict[int, int], workers: int) -> dict[int, int]:
