@@ -24,12 +24,12 @@ from math import ceil
 from typing import Final
 
 import numpy as np
+from dora.orchestrator.core.policies.descent import AT_ONCE, BEGUN
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from dora.orchestrator.core.policies.descent import AT_ONCE, BEGUN
 from dora.orchestrator.core.window import Window
 from dora.sim.extent import bound_of_s, expected_bound_s
 from dora.sim.presets import preset
