@@ -24,8 +24,8 @@ from dora.memory import collecting_rarely, keep_freed_memory
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core.floor import Floor
-from dora.orchestrator.core.observation import snapshot
+from dora.orchestrator.core.dispatcher import Dispatcher
+from dora.orchestrator.core.observation import view_of
 from dora.orchestrator.core.plan import Trigger
 from dora.orchestrator.core.policies import nearest_window
 from dora.orchestrator.core.window import Window
@@ -122,9 +122,9 @@ def measured(policy: str, predictor: str, workers: int, requests: int, plans: in
     for _ in range(plans):
         state.now_s += state.config.balance.period_s
         began_s = time.perf_counter()
-        machine.policy.observe(Floor(state))
+        machine.policy.observe(Dispatcher(state))
         foreseen_s = time.perf_counter()
-        view = snapshot(state)
+        view = view_of(state)
         views.append(time.perf_counter() - foreseen_s)
         machine.policy.plan(view, Trigger.TIME)
         whole.append(time.perf_counter() - began_s)

@@ -40,7 +40,7 @@ ACKNOWLEDGEMENTS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class KnownWorker:
-    """One DP group as the core saw it. Versions are -1 where there is none."""
+    """One worker as the core saw it. Versions are -1 where there is none."""
 
     worker_id: Annotated[str, "its id"]
     hosts: Annotated[int, "version of which it takes requests, -1: none"]
@@ -170,7 +170,7 @@ def known_of(state: State) -> Known:
         finished=_sizes(state.finished),
         leased=len(state.leased),
         handoffs=len(state.handoffs),
-        workers=tuple(_known_worker(worker) for worker in state.seats if worker is not None),
+        workers=tuple(_known_worker(worker) for worker in state.worker_list if worker is not None),
     )
 
 

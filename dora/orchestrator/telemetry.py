@@ -11,7 +11,7 @@ from dora.trajectory import TrajectoryGroup
 BLACKOUTS_KEPT = 4096
 STEPS_KEPT = 512
 RATE_WINDOW_S = 5.0
-ADVICE_STEPS = 8  # whose times say how many DP groups to add
+ADVICE_STEPS = 8  # whose times say how many workers to add
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Telemetry:
         )
 
     def groups_to_add(self, workers: int) -> int | None:
-        """DP groups that would let generation keep up with training, from the latest steps; None: not known yet.
+        """workers that would let generation keep up with training, from the latest steps; None: not known yet.
 
         A step in which the trainer waits takes as long as generation does, and without the waiting as long as training.
         """

@@ -24,7 +24,7 @@ STALE_MOST = 256  # entries of requests that have stopped, beside as many as run
 
 
 class SimEngine:
-    """A DP group with continuous batching: first come first served, the youngest preempted when KV runs out."""
+    """A worker with continuous batching: first come first served, the youngest preempted when KV runs out."""
 
     def __init__(self, cost: CostModel, slots: int, kv_tokens: int) -> None:
         self.cost, self.slots, self.kv_capacity = cost, slots, kv_tokens

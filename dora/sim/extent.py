@@ -76,7 +76,7 @@ def standstill(world: World, waited_s: float) -> str:
         "waiting for their environment": sum(
             request.phase is Phase.AWAY for engine in engines for request in engine.requests.values()
         ),
-        "DP groups loading weights": sum(worker.loading >= 0 for worker in state.workers.values()),
+        "workers loading weights": sum(worker.loading >= 0 for worker in state.workers.values()),
         "handoffs": len(state.handoffs),
         "batches in training": int(world.trainer.at_work),
     }

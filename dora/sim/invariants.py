@@ -13,7 +13,7 @@ import numpy as np
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core.handoff_table import LIVE, Handoff, Phase
-from dora.orchestrator.core.hosting import SEATED, seated_row
+from dora.orchestrator.core.hosting import HOSTING_COLUMNS, hosting_row
 from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
 from dora.orchestrator.core.table import Table
 from dora.orchestrator.core.worker import Worker
@@ -59,28 +59,32 @@ def check_feasible(state: State) -> None:
 
 def check_hosting(state: State) -> None:
     """C1: who hosts which version, as every decision looks it up, is what the workers themselves have."""
-    hosting, workers = state.hosting, [worker for worker in state.seats if worker is not None]
+    hosting, workers = state.hosting, [worker for worker in state.worker_list if worker is not None]
     for version in {v for worker in workers for v in (worker.loaded, worker.target, worker.loading)} - {-1}:
-        listed = [_seats(hosting.hosts(version)), sorted(hosting.targeting(version)), sorted(hosting.loading(version))]
+        listed = [
+            _indexes(hosting.workers_of(version)),
+            sorted(hosting.targeting(version)),
+            sorted(hosting.loading(version)),
+        ]
         found = [
-            _seats(worker for worker in workers if worker.hosts == version),
-            _seats(worker for worker in workers if worker.target == version),
-            _seats(worker for worker in workers if worker.loading == version),
+            _indexes(worker for worker in workers if worker.hosts == version),
+            _indexes(worker for worker in workers if worker.target == version),
+            _indexes(worker for worker in workers if worker.loading == version),
         ]
         if listed != found:
             raise Violation(f"version {version} is listed at {listed}, while workers say {found}")
     vacating = [worker for worker in workers if worker.vacating]
     if list(hosting.vacating()) != vacating or set(hosting.leaving()) != {worker.loaded for worker in vacating}:
-        raise Violation(f"seats {_seats(hosting.vacating())} are listed as vacated, while {_seats(vacating)} are")
-    kept = hosting.rows(len(state.seats))
-    if kept != list(map(seated_row, state.seats)):
-        raise Violation(f"what a snapshot says of seats is {kept}, of {', '.join(SEATED)}")
-    if outdated := state.loads.outdated(state.seats):
-        raise Violation(f"what a snapshot would say of the loads of seats {outdated} is out of date")
+        raise Violation(f"indexes {_indexes(hosting.vacating())} are listed as vacated, while {_indexes(vacating)} are")
+    kept = hosting.rows(len(state.worker_list))
+    if kept != list(map(hosting_row, state.worker_list)):
+        raise Violation(f"what a snapshot says of indexes is {kept}, of {', '.join(HOSTING_COLUMNS)}")
+    if outdated := state.loads.outdated(state.worker_list):
+        raise Violation(f"what a snapshot would say of the loads of indexes {outdated} is out of date")
 
 
-def _seats(workers: Iterable[Worker]) -> list[int]:
-    return [worker.seat for worker in workers]
+def _indexes(workers: Iterable[Worker]) -> list[int]:
+    return [worker.index for worker in workers]
 
 
 def check_requests(state: State) -> None:
@@ -93,8 +97,8 @@ def check_requests(state: State) -> None:
         if handoff.phase is Phase.STRANDED:
             _place(unplaced, (row,), state)
     for worker in state.workers.values():
-        if state.seats[worker.seat] is not worker:
-            raise Violation(f"{worker.worker_id} is not on its seat {worker.seat}")
+        if state.worker_list[worker.index] is not worker:
+            raise Violation(f"{worker.worker_id} is not on its index {worker.index}")
         _place(unplaced, worker.rows, state)
         check_worker(state, worker, inbound[worker.worker_id])
     for of_version, rows in state.waiting.items():
@@ -112,13 +116,13 @@ def check_worker(state: State, worker: Worker, inbound: Sequence[int] | None = N
     rows = np.fromiter(worker.rows, dtype=np.intp, count=len(worker.rows))
     if inbound is None:
         inbound = [row for row, handoff in state.handoffs.items() if handoff.target == name]
-    status, seat, version = (requests[column][rows] for column in ("status", "worker", "version"))
-    wrong = rows[(status != RUNNING) | (seat != worker.seat + 1) | (version != worker.loaded)]
+    status, index, version = (requests[column][rows] for column in ("status", "worker", "version"))
+    wrong = rows[(status != RUNNING) | (index != worker.index + 1) | (version != worker.loaded)]
     if len(wrong):
         row = int(wrong.min())
         raise Violation(
             f"{state.request_id.get(row, row)} of version {requests['version'][row]} stands on {name} with version "
-            f"{worker.loaded}, as if on seat {requests['worker'][row] - 1} of {worker.seat} (C1)"
+            f"{worker.loaded}, as if on index {requests['worker'][row] - 1} of {worker.index} (C1)"
         )
     if worker.inbound != len(inbound):
         raise Violation(f"{name} counts {worker.inbound} inbound handoffs, not {len(inbound)}")
@@ -187,13 +191,13 @@ def check_load(worker: Worker, told: bool) -> None:
 
 def check_idle(state: State) -> None:
     """Who is idle, and what is to stay, is counted as the workers say. Last: it follows from the others."""
-    workers = [worker for worker in state.seats if worker is not None]
+    workers = [worker for worker in state.worker_list if worker is not None]
     idle = [worker for worker in workers if is_idle(worker)]
-    if sorted(state.worklist.idle) != _seats(idle):
-        raise Violation(f"seats {sorted(state.worklist.idle)} are listed as idle, while {_seats(idle)} are")
+    if sorted(state.worklist.idle) != _indexes(idle):
+        raise Violation(f"indexes {sorted(state.worklist.idle)} are listed as idle, while {_indexes(idle)} are")
     staying = [worker for worker in workers if not worker.draining]
     if state.hosting.staying() != (len(staying), sum(worker.kv_tokens for worker in staying)):
-        raise Violation(f"(workers, KV) to stay are {state.hosting.staying()}, while {_seats(staying)} do")
+        raise Violation(f"(workers, KV) to stay are {state.hosting.staying()}, while {_indexes(staying)} do")
 
 
 def is_idle(worker: Worker) -> bool:

@@ -1,4 +1,4 @@
-"""The two panels of a run's timeline, drawn on matplotlib axes: DP groups above, trainer below."""
+"""The two panels of a run's timeline, drawn on matplotlib axes: workers above, trainer below."""
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from dora.sim.report import Span, StepSpan, Timeline
 
-ROWS_MOST: Final = 48  # DP groups drawn; more would be thinner than a line
+ROWS_MOST: Final = 48  # workers drawn; more would be thinner than a line
 LABELLED_ROWS: Final = 16
 ARROWS_MOST: Final = 60  # more hide the versions and each other
-BUNDLE_SHARE: Final = 1 / 40  # of the width, within which moves from one DP group to another are one arrow
+BUNDLE_SHARE: Final = 1 / 40  # of the width, within which moves from one worker to another are one arrow
 BESIDE_MOST: Final = 8  # arrows of one such stretch
 ARROW_GAP: Final = BUNDLE_SHARE / BESIDE_MOST  # of the width, between them
 LEGEND_MOST: Final = 16  # versions; more would widen the drawing
@@ -34,7 +34,7 @@ LEGEND: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Moves from one DP group to another at about the same time: one arrow. ``at_s``: where it is drawn."""
+    """Moves from one worker to another at about the same time: one arrow. ``at_s``: where it is drawn."""
 
     at_s: float
     source: int
@@ -42,11 +42,11 @@ class Bundle:
     moves: int
 
 
-# ------------------------------------------------------------------------------------------------------ DP groups
+# ------------------------------------------------------------------------------------------------------ workers
 
 
 def draw_groups(axes: Any, timeline: Timeline, rows: Sequence[int], scale: float) -> None:
-    """One row for each DP group of ``rows``. ``scale``: seconds of one unit of the time axis, here and below."""
+    """One row for each worker of ``rows``. ``scale``: seconds of one unit of the time axis, here and below."""
     row_of = {worker: row for row, worker in enumerate(rows)}
     end_s = end_s_of(timeline)
     kv = _kv_by_worker(timeline, row_of)
@@ -64,7 +64,7 @@ def draw_groups(axes: Any, timeline: Timeline, rows: Sequence[int], scale: float
     axes.set_yticks([COUNTS_ROW, *range(0, len(rows), every)], names, fontsize=8.5)
     axes.set_ylim(len(rows) - 0.4, COUNTS_ROW - 0.4)
     axes.tick_params(length=0)
-    axes.set_ylabel("DP groups")
+    axes.set_ylabel("workers")
     _versions_legend(axes, sorted({span.version for span in timeline.spans if span.version >= 0}))
 
 
@@ -106,7 +106,7 @@ def _draw_bundles(axes: Any, bundles: Sequence[Bundle], row_of: dict[int, int], 
 
 
 def _draw_counts(axes: Any, timeline: Timeline, scale: float) -> None:
-    """Above the rows: how many requests moved in each stretch of time, between whichever DP groups."""
+    """Above the rows: how many requests moved in each stretch of time, between whichever workers."""
     stretch_s = end_s_of(timeline) * BUNDLE_SHARE
     for place, moves in sorted(Counter(int(arrow.at_s / stretch_s) for arrow in timeline.arrows).items()):
         at = (place + 0.5) * stretch_s / scale
@@ -192,7 +192,7 @@ def mark_steps(panels: Sequence[Any], steps: Sequence[StepSpan], measured: int, 
 
 
 def rows_of(timeline: Timeline, engines: int) -> list[int]:
-    """The DP groups drawn: all, or ``ROWS_MOST`` evenly picked ones. More than ``engines`` may have lived."""
+    """The workers drawn: all, or ``ROWS_MOST`` evenly picked ones. More than ``engines`` may have lived."""
     workers = sorted({span.worker for span in timeline.spans}) or list(range(engines))
     if len(workers) <= ROWS_MOST:
         return workers
@@ -206,7 +206,7 @@ def end_s_of(timeline: Timeline) -> float:
 
 
 def _kv_by_worker(timeline: Timeline, row_of: dict[int, int]) -> dict[int, tuple[list[float], list[float]]]:
-    """Times and shares of KV use of each drawn DP group, at most ``POINTS_MOST`` in all."""
+    """Times and shares of KV use of each drawn worker, at most ``POINTS_MOST`` in all."""
     series: dict[int, tuple[list[float], list[float]]] = {}
     for at_s, worker, share in timeline.kv:
         if worker in row_of:
@@ -229,7 +229,7 @@ def _stretch(kv: tuple[list[float], list[float]], span: Span) -> tuple[list[floa
 
 
 def bundled(timeline: Timeline, rows: Sequence[int]) -> list[Bundle]:
-    """Moves between drawn DP groups, those of about the same time taken together; the largest bundles only.
+    """Moves between drawn workers, those of about the same time taken together; the largest bundles only.
 
     The bundles of one stretch of time stand side by side around the mean time of their moves.
     """

@@ -1,6 +1,6 @@
 """Partial rollout, for comparison: it breaks C1, so the simulator runs it and no service does.
 
-Responses go on under newer weights, and DP groups take new prompts without end ("DORA", section 5). A response is then
+Responses go on under newer weights, and workers take new prompts without end ("DORA", section 5). A response is then
 sampled by several versions, which the core has no notion of: here everything runs under version 0 for ever, in a window
 that never ends, and staleness means nothing. A change of weights has every running context computed anew: the world
 makes its engines pay that at each publish (``WorkerDriver.renew``).
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Final
 
 from dora.config import WINDOW_MOST, BalanceConfig
-from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.plan import Plan, Trigger
 from dora.orchestrator.core.policies import POLICIES, Strategy
 from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.policies.targets import plannable
-from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.view import View
 from dora.orchestrator.core.worker import Worker
 from dora.sim.scenario import Scenario
 
@@ -27,13 +27,13 @@ ENDLESS_STEPS: Final = 1 << 30  # no run has so many
 class PartialPolicy(BasePolicy):
     """Every worker hosts the one version that there is, and takes what it has slots for."""
 
-    def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
-        return Plan(dict.fromkeys(plannable(snapshot).tolist(), VERSION))
+    def plan(self, view: View, trigger: Trigger) -> Plan:
+        return Plan(dict.fromkeys(plannable(view).tolist(), VERSION))
 
-    def versions(self, floor: Floor) -> tuple[int, ...]:
+    def versions(self, dispatcher: Dispatcher) -> tuple[int, ...]:
         return (VERSION,)
 
-    def fits(self, floor: Floor, row: int, worker: Worker) -> bool:
+    def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
         """Slots alone count: what exceeds the KV waits inside the engine."""
         return True
 

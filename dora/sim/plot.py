@@ -1,6 +1,6 @@
-"""The timeline of a simulated run: DP groups by time, and the trainer's steps under them. Matplotlib loads on use.
+"""The timeline of a simulated run: workers by time, and the trainer's steps under them. Matplotlib loads on use.
 
-Each DP group is a row. Its colour is the version it hosts, the filled height the share of its KV in use; an arrow is
+Each worker is a row. Its colour is the version it hosts, the filled height the share of its KV in use; an arrow is
 requests that moved from one to another at about the same time, the thicker the more, and above the rows stands how many
 moved in all; hatched stretches load weights or host nothing. Below, the trainer computes (dark) or waits, and
 the batch of each step is divided by staleness.
@@ -114,7 +114,7 @@ def _caption(timeline: Timeline, report: Report, rows: Sequence[int]) -> str:
     parts = ["colour: policy version; filled height: KV in use"]
     workers = len({span.worker for span in timeline.spans})
     if workers > len(rows):
-        parts.append(f"{len(rows)} of {workers:,} DP groups shown")
+        parts.append(f"{len(rows)} of {workers:,} workers shown")
     parts.append(_moves(timeline, rows))
     if len(timeline.steps) > report.steps:
         parts.append("pale: warm-up")

@@ -87,7 +87,7 @@ class BrokenReport:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One DP group hosted one version from ``begin_s`` to ``end_s``. ``version`` -1: loading or none."""
+    """One worker hosted one version from ``begin_s`` to ``end_s``. ``version`` -1: loading or none."""
 
     worker: int
     version: int
@@ -97,7 +97,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """One request moved between two DP groups."""
+    """One request moved between two workers."""
 
     at_s: float
     source: int

@@ -27,7 +27,7 @@ from dora.sim.ledger import Violation
 
 WAITING, RUNNING = int(RequestStatus.WAITING), int(RequestStatus.RUNNING)
 LEASED = int(GroupStatus.LEASED)
-# Where a request stands that is on no seat:
+# Where a request stands that is on no index:
 IN_LINE: Final = -1
 STRANDED: Final = -2  # its source is lost, its snapshot on the way
 NOWHERE: Final = -3  # not admitted yet, or ended
@@ -50,12 +50,12 @@ class Named:
 
     rows: set[int] = field(default_factory=set)
     groups: set[int] = field(default_factory=set)
-    seats: set[int] = field(default_factory=set)
+    indexes: set[int] = field(default_factory=set)
 
     def clear(self) -> None:
         self.rows.clear()
         self.groups.clear()
-        self.seats.clear()
+        self.indexes.clear()
 
 
 class Watch:
@@ -64,8 +64,8 @@ class Watch:
     def __init__(self, machine: Callable[[], Machine]) -> None:
         """``machine``: the one that runs now; one that takes over has to stand where the one before it stood."""
         self._machine = machine
-        self._places: dict[int, int] = {}  # request row -> seat, or as above; of those that have not ended
-        self._at: dict[int, int] = {}  # seat -> requests that stand there
+        self._places: dict[int, int] = {}  # request row -> index, or as above; of those that have not ended
+        self._at: dict[int, int] = {}  # index -> requests that stand there
         self._open: dict[int, int] = {}  # deadline -> groups admitted, neither taken by a step nor cancelled
         self._groups: dict[str, Watched] = {}
         self._complete = 0  # groups whose responses are all scored
@@ -106,8 +106,8 @@ class Watch:
             self._stands(state, row, named)
         for group in named.groups:
             self._check_group(state, group)
-        for seat in named.seats:
-            self._holds(state, seat)
+        for index in named.indexes:
+            self._holds(state, index)
         window = state.window
         stands = window.step, window.left, window.newest, self._counted
         if stands != self._stood:
@@ -163,7 +163,7 @@ class Watch:
     def _reported(self, state: State, event: on.Progress, named: Named) -> None:
         worker = state.worker_at(event.worker_id, event.epoch)
         if worker is not None:
-            named.seats.add(worker.seat)
+            named.indexes.add(worker.index)
             self._reports += len(event.tokens) > len(event.finished)  # of all that runs
             if self._reports == REPORTS:
                 self._reports = 0
@@ -194,7 +194,7 @@ class Watch:
         for command_id in over:
             if isinstance(self._sent.pop(command_id), do.LoadVersion):
                 del self._loading[event.worker_id]
-        left = {STRANDED, *(seat for seat, worker in enumerate(state.seats) if worker is None)}
+        left = {STRANDED, *(index for index, worker in enumerate(state.worker_list) if worker is None)}
         named.rows.update(row for row, place in self._places.items() if place in left)
         check_handoffs(state)
 
@@ -203,7 +203,7 @@ class Watch:
     def _names(self, state: State, command: do.WorkerCommand, named: Named) -> None:
         worker = state.workers.get(command.worker_id)
         if worker is not None:
-            named.seats.add(worker.seat)
+            named.indexes.add(worker.index)
         row = state.request_row.get(getattr(command, "request_id", ""))
         if row is not None:
             named.rows.add(row)
@@ -215,7 +215,7 @@ class Watch:
         place, before = self._place(state, row), self._places.get(row, NOWHERE)
         if place != before:
             if before >= 0:
-                worker = state.seats[before]
+                worker = state.worker_list[before]
                 doubled = worker is not None and row in worker.rows
             else:
                 doubled = before == IN_LINE and row in state.waiting.get(int(state.requests["version"][row]), ())
@@ -230,23 +230,23 @@ class Watch:
         at = self._at
         if before >= 0:
             at[before] -= 1
-            named.seats.add(before)
+            named.indexes.add(before)
         if place >= 0:
             at[place] = at.get(place, 0) + 1
-            named.seats.add(place)
+            named.indexes.add(place)
 
     def _place(self, state: State, row: int) -> int:
         """Where the core says that a request stands, if it is there."""
         requests = state.requests
-        status, seat, version = requests["status"][row], int(requests["worker"][row]) - 1, requests["version"][row]
-        if status == RUNNING and seat >= 0:
-            worker = state.seats[seat]
+        status, index, version = requests["status"][row], int(requests["worker"][row]) - 1, requests["version"][row]
+        if status == RUNNING and index >= 0:
+            worker = state.worker_list[index]
             if worker is None or row not in worker.rows:
-                raise Violation(f"{state.request_id[row]} should stand on seat {seat}: nowhere (C2)")
+                raise Violation(f"{state.request_id[row]} should stand on index {index}: nowhere (C2)")
             if version != worker.loaded:
                 named = f"{worker.worker_id} with version {worker.loaded}"
                 raise Violation(f"{state.request_id[row]} of version {version} stands on {named} (C1)")
-            return seat
+            return index
         if status == RUNNING and row in state.handoffs:
             return STRANDED
         if status == WAITING and row in state.waiting.get(int(version), ()):
@@ -255,17 +255,17 @@ class Watch:
             raise Violation(f"{state.request_id[row]}: nowhere (C2)")
         return NOWHERE
 
-    def _holds(self, state: State, seat: int) -> None:
+    def _holds(self, state: State, index: int) -> None:
         """A worker has as many requests as stand there, loads what it was told to load, and is idle or is not."""
-        worker = state.seats[seat] if seat < len(state.seats) else None
+        worker = state.worker_list[index] if index < len(state.worker_list) else None
         held = 0 if worker is None else len(worker.rows)
-        if held != self._at.get(seat, 0):
-            raise Violation(f"seat {seat} holds {held} requests, while {self._at.get(seat, 0)} stand there (C2)")
+        if held != self._at.get(index, 0):
+            raise Violation(f"index {index} holds {held} requests, while {self._at.get(index, 0)} stand there (C2)")
         if worker is not None:
             check_load(worker, worker.worker_id in self._loading)
-            if is_idle(worker) != (seat in state.worklist.idle):
+            if is_idle(worker) != (index in state.worklist.idle):
                 raise Violation(
-                    f"{worker.worker_id} is {'not ' * (seat not in state.worklist.idle)}listed as idle, wrongly"
+                    f"{worker.worker_id} is {'not ' * (index not in state.worklist.idle)}listed as idle, wrongly"
                 )
 
     # ----------------------------------------------------------------------------------------------------------- counts

@@ -73,7 +73,7 @@ class Parcel:
 
 @dataclass(slots=True, eq=False)
 class SimWorker:
-    """One epoch of one DP group."""
+    """One epoch of one worker."""
 
     worker_id: str
     epoch: int

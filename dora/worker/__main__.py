@@ -1,4 +1,4 @@
-"""``python -m dora.worker``: one rollout worker, one DP group. Started by the service, or by hand on any host."""
+"""``python -m dora.worker``: one rollout worker, one worker. Started by the service, or by hand on any host."""
 
 import argparse
 import logging

@@ -13,7 +13,7 @@ from dora.types import Canary, EngineCapability, EngineLoad, RequestSpec, TokenD
 
 
 class RolloutEngine(Protocol):
-    """One DP group's engine."""
+    """One worker's engine."""
 
     @property
     def capability(self) -> EngineCapability: ...

@@ -125,10 +125,10 @@ def version_stamped_at_completion(patch: Patch) -> None:
 def load_under_live_requests(patch: Patch) -> None:
     settle = fleet.settle
 
-    def settle_blindly(state: State, seats: Iterable[int]) -> None:
+    def settle_blindly(state: State, indexes: Iterable[int]) -> None:
         with patch.context() as blind:
             blind.setattr(Worker, "held", property(lambda self: 0))
-            settle(state, seats)
+            settle(state, indexes)
 
     patch.setattr(fleet, "settle", settle_blindly)
 
@@ -178,9 +178,9 @@ def busy_worker_stays_idle(patch: Patch) -> None:
     give = State.give
 
     def unnoted(self: State, row: int, worker: Worker) -> None:
-        idle = worker.seat in self.worklist.idle
+        idle = worker.index in self.worklist.idle
         give(self, row, worker)
-        self.worklist.rests(worker.seat, idle)
+        self.worklist.rests(worker.index, idle)
 
     patch.setattr(State, "give", unnoted)
 
@@ -189,10 +189,10 @@ def given_work_is_not_noted(patch: Patch) -> None:
     give = State.give
 
     def silently(self: State, row: int, worker: Worker) -> None:
-        changed = worker.seat in self.loads._changed
+        changed = worker.index in self.loads._changed
         give(self, row, worker)
         if not changed:
-            self.loads._changed.discard(worker.seat)
+            self.loads._changed.discard(worker.index)
 
     patch.setattr(State, "give", silently)
 
@@ -200,9 +200,9 @@ def given_work_is_not_noted(patch: Patch) -> None:
 def staying_is_counted_again(patch: Patch) -> None:
     unlist = Hosting._unlist
 
-    def unforgetting(self: Hosting, seat: int) -> None:
+    def unforgetting(self: Hosting, index: int) -> None:
         staying, kv_tokens = dict(self._staying), self._staying_kv
-        unlist(self, seat)
+        unlist(self, index)
         self._staying, self._staying_kv = staying, kv_tokens
 
     patch.setattr(Hosting, "_unlist", unforgetting)
@@ -213,7 +213,7 @@ def dead_worker_keeps_its_requests(patch: Patch) -> None:
 
 
 def dead_worker_is_picked_again(patch: Patch) -> None:
-    patch.setattr(State, "unseat", lambda self, worker: None)
+    patch.setattr(State, "remove_worker", lambda self, worker: None)
 
 
 def epoch_is_not_looked_at(patch: Patch) -> None:

@@ -40,7 +40,7 @@ BUGS = [
     Bug("the index of hosts is not told of a drain", "is listed at", plants.drain_is_not_listed, "leave"),
     Bug("the index of hosts is not told of a new target", "is listed at", plants.target_is_not_listed),
     Bug("a worker that got work is still listed as idle", "listed as idle", plants.busy_worker_stays_idle),
-    Bug("a snapshot does not hear of what a worker got", "loads of seats", plants.given_work_is_not_noted),
+    Bug("a snapshot does not hear of what a worker got", "loads of indexes", plants.given_work_is_not_noted),
     Bug("what is to stay is counted again at every change", "to stay are", plants.staying_is_counted_again),
     Bug("requests die with their worker (verl 7910)", "C2", plants.dead_worker_keeps_its_requests),
     Bug(

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from dora.orchestrator.core.floor import Floor
-from dora.orchestrator.core.observation import snapshot
+from dora.orchestrator.core.dispatcher import Dispatcher
+from dora.orchestrator.core.observation import view_of
 from dora.orchestrator.core.plan import Move, Trigger
 from dora.orchestrator.core.policies import POLICIES, policy_of
 from dora.orchestrator.core.state import State
@@ -21,7 +21,7 @@ FAULT_SEEDS = (11, 12, 13)
 def check_moves(state: State, moves: tuple[Move, ...], target_of: Callable[[int], int]) -> None:
     """Each is of a request on a worker, to another one that hosts its version and keeps it."""
     for move in moves:
-        source, target = state.owner(move.row), state.seats[move.target]
+        source, target = state.owner(move.row), state.worker_list[move.target]
         version = int(state.requests["version"][move.row])
         assert source is not None and target is not None and source is not target
         assert target.loaded == version == target_of(move.target)
@@ -30,15 +30,15 @@ def check_moves(state: State, moves: tuple[Move, ...], target_of: Callable[[int]
 def check_fresh_plan(state: State) -> None:
     """A strategy that has seen nothing plans validly on this state."""
     policy = policy_of(state.config.balance, state.window.size)
-    floor = Floor(state)
-    policy.observe(floor)
-    plan = policy.plan(snapshot(state), Trigger.TIME)
-    present = {worker.seat: worker.target for worker in state.workers.values() if not worker.draining}
+    dispatcher = Dispatcher(state)
+    policy.observe(dispatcher)
+    plan = policy.plan(view_of(state), Trigger.TIME)
+    present = {worker.index: worker.target for worker in state.workers.values() if not worker.draining}
     assert plan.targets.keys() == present.keys()
-    changed = {version for seat, version in plan.targets.items() if version != present[seat]}
-    assert changed <= {*floor.versions(), floor.newest}  # between two steps of window 1 none is live
+    changed = {version for index, version in plan.targets.items() if version != present[index]}
+    assert changed <= {*dispatcher.versions(), dispatcher.newest}  # between two steps of window 1 none is live
     check_moves(state, plan.moves, plan.targets.__getitem__)
-    check_moves(state, policy.relieve(snapshot(state)), present.__getitem__)
+    check_moves(state, policy.relieve(view_of(state)), present.__getitem__)
 
 
 def restarted(world: World) -> list[int]:

@@ -4,8 +4,7 @@ import pytest
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core.floor import Floor
-from dora.orchestrator.core.observation import snapshot
+from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.policies import POLICIES, Strategy
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.sim.presets import composed
@@ -84,13 +83,13 @@ def test_what_runs_dry_goes_where_a_plan_would_put_it(monkeypatch: pytest.Monkey
     handed_on: list[bool] = []
 
     class Compared(LaxityPolicy):
-        def successor(self, floor: Floor) -> int | None:
-            version = super().successor(floor)
+        def successor(self, dispatcher: Dispatcher) -> int | None:
+            version = super().successor(dispatcher)
             if version is not None:
-                seen = snapshot(floor._state)
+                seen = view(dispatcher._state)
                 plan, now = self._allocation(seen).targets(), seen.workers.target
-                changes = {seat: target for seat, target in plan.items() if target != now[seat]}
-                handed_on.append(changes == dict.fromkeys(sorted(_dry(floor)), version))
+                changes = {index: target for index, target in plan.items() if target != now[index]}
+                handed_on.append(changes == dict.fromkeys(sorted(_dry(dispatcher)), version))
             return version
 
     monkeypatch.setitem(POLICIES, "compared", Strategy(Compared))
@@ -100,6 +99,8 @@ def test_what_runs_dry_goes_where_a_plan_would_put_it(monkeypatch: pytest.Monkey
     assert all(handed_on)
 
 
-def _dry(floor: Floor) -> set[int]:
-    """Seats that hold nothing and are to host an older version."""
-    return {worker.seat for worker in floor.workers() if not worker.held and 0 <= worker.target < floor.newest}
+def _dry(dispatcher: Dispatcher) -> set[int]:
+    """Indexes that hold nothing and are to host an older version."""
+    return {
+        worker.index for worker in dispatcher.workers() if not worker.held and 0 <= worker.target < dispatcher.newest
+    }

@@ -17,7 +17,7 @@ from dora.errors import InvalidValue
 from dora.orchestrator.core.plan import Plan, Trigger
 from dora.orchestrator.core.policies import POLICIES, Strategy
 from dora.orchestrator.core.policies.base import BasePolicy
-from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.view import View
 from dora.sim import extent
 from dora.sim.extent import check_extent, limit_s
 from dora.sim.partial import strategies
@@ -135,7 +135,7 @@ def test_no_step_of_a_preset_is_near_its_limit() -> None:
 class Idle(BasePolicy):
     """Gives no DP group any version."""
 
-    def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
+    def plan(self, view: View, trigger: Trigger) -> Plan:
         return Plan({})
 
 

@@ -9,13 +9,13 @@ from dora.config import BalanceConfig, validated
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.plan import Plan, Trigger
 from dora.orchestrator.core.policies import POLICIES, Strategy
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.orchestrator.core.policies.laxity.reservations import GRID, Reservations, rows_forecast
 from dora.orchestrator.core.policies.laxity.tuning import TUNING
-from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.view import View
 from dora.sim.presets import composed
 from dora.sim.run import simulate
 from dora.sim.world import World
@@ -96,7 +96,7 @@ def test_believed_lengths_count_with_the_chance_that_they_still_run() -> None:
     rows = np.flatnonzero(requests["status"] > 0)
     requests["log_mean"][rows], requests["log_sd"][rows] = np.log(1_000.0), 1.0
     grid = np.array([0.0, 500.0, 1_000.0, 2_000.0, 8_000.0])
-    held, context = rows_forecast(Floor(machine.state), rows, grid)
+    held, context = rows_forecast(Dispatcher(machine.state), rows, grid)
     assert held[0] == context
     share = held / ((context / len(rows) + grid) * len(rows))
     assert (np.diff(share) < 0).all()
@@ -113,10 +113,10 @@ def test_what_may_turn_out_long_waits_for_the_next_version_that_is_taken_up() ->
     def limit(log_sd: float, max_tokens: int = 50_000) -> float:
         requests["log_mean"][rows], requests["log_sd"][rows] = np.log(10_000.0), log_sd
         requests["max_tokens"][rows] = max_tokens
-        reservations, floor = Reservations(), Floor(machine.state)
-        assert reservations.refresh(floor)
-        assert reservations.limit_tokens(floor, 0) <= reservations.reach_tokens(floor, 0)
-        return reservations.limit_tokens(floor, 0)
+        reservations, dispatcher = Reservations(), Dispatcher(machine.state)
+        assert reservations.refresh(dispatcher)
+        assert reservations.limit_tokens(dispatcher, 0) <= reservations.reach_tokens(dispatcher, 0)
+        return reservations.limit_tokens(dispatcher, 0)
 
     known = limit(0.0)
     assert limit(0.5) == pytest.approx(known / np.exp(TUNING.risk_sd * 0.5))
@@ -142,12 +142,12 @@ def test_few_workers_take_up_fewer_versions_unless_the_trainer_is_behind() -> No
 def test_the_forecast_is_made_anew_as_a_worker_joins_or_is_to_leave() -> None:
     machine = machine_of(8, [1_000] * 4)
     started(machine)
-    reservations, floor = Reservations(), Floor(machine.state)
+    reservations, dispatcher = Reservations(), Dispatcher(machine.state)
 
     def remade(event: on.Event | None) -> bool:
         if event is not None:
             machine.handle(event, 1.0)
-        return reservations.refresh(floor)
+        return reservations.refresh(dispatcher)
 
     events = (None, None, on.WorkerJoined("w4", 1, 64, KV_TOKENS), None, on.DrainAsked("w1"), None)
     assert [remade(event) for event in events] == [True, False, True, False, True, False]
@@ -156,7 +156,7 @@ def test_the_forecast_is_made_anew_as_a_worker_joins_or_is_to_leave() -> None:
 def test_reservations_know_nothing_before_the_first_steps() -> None:
     machine = Machine(validated({"balance": {"policy": "laxity"}}))
     reservations = Reservations()
-    reservations.refresh(Floor(machine.state))
+    reservations.refresh(Dispatcher(machine.state))
     assert reservations.schedule is None
     assert (np.diff(GRID) > 0).all()
 
@@ -166,11 +166,11 @@ def test_a_plan_at_a_publish_goes_by_the_step_that_begins(monkeypatch: pytest.Mo
     planned_by: list[tuple[int, int]] = []
 
     class Watched(LaxityPolicy):
-        def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
+        def plan(self, view: View, trigger: Trigger) -> Plan:
             schedule = self._reservations.schedule
             if trigger is Trigger.UPDATE and schedule is not None:
-                planned_by.append((snapshot.newest, schedule.newest))
-            return super().plan(snapshot, trigger)
+                planned_by.append((view.newest, schedule.newest))
+            return super().plan(view, trigger)
 
     monkeypatch.setitem(POLICIES, "watched", Strategy(Watched))
     simulate(composed({}, "small", "watched", 2), steps=4, warmup=2, seed=0)

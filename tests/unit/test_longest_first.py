@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.line import Backlog
 from dora.orchestrator.core.policies.laxity.reservations import Reservations, longest_first_tokens
 from dora.orchestrator.core.policies.laxity.tuning import TUNING
@@ -74,7 +74,7 @@ def later_on(log_sd: float, max_tokens: int = 50_000, tokens: float = 1_000.0, g
     machine = machine_of(groups, LENGTHS, exhausted=False)
     assert len(started(machine)) == len(LENGTHS)
     requests = machine.state.requests
-    rows = Floor(machine.state).unfinished()
+    rows = Dispatcher(machine.state).unfinished()
     requests["log_mean"][rows], requests["log_sd"][rows] = log(tokens), log_sd
     requests["max_tokens"][rows] = max_tokens
     machine.handle(on.Tick(), NOW_S)
@@ -91,9 +91,9 @@ def begun(machine: Machine, lengths: list[int]) -> list[int]:
 
 def limit_of(machine: Machine) -> tuple[float, float]:
     """The longest that may begin, and the longest that can end in time."""
-    reservations, floor = Reservations(), Floor(machine.state)
-    assert reservations.refresh(floor)
-    return reservations.limit_tokens(floor, 0), reservations.reach_tokens(floor, 0)
+    reservations, dispatcher = Reservations(), Dispatcher(machine.state)
+    assert reservations.refresh(dispatcher)
+    return reservations.limit_tokens(dispatcher, 0), reservations.reach_tokens(dispatcher, 0)
 
 
 def test_what_may_turn_out_long_waits_for_the_next_publish() -> None:
@@ -127,7 +127,7 @@ def test_where_versions_are_passed_over_what_may_turn_out_long_waits_though_noth
     """Four workers at window 3: the next version that is taken up is a step away."""
     machine = machine_of(64, LENGTHS, window=3, exhausted=False)
     started(machine)
-    requests, rows = machine.state.requests, Floor(machine.state).unfinished()
+    requests, rows = machine.state.requests, Dispatcher(machine.state).unfinished()
     requests["log_mean"][rows], requests["log_sd"][rows] = log(10_000.0), 1.0
     machine.handle(on.Tick(), NOW_S)
     limit, reach = limit_of(machine)

@@ -6,7 +6,7 @@ from math import ceil
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.orchestrator.core.partition import Seat, assign, keeping_full, proportional, settled
+from dora.orchestrator.core.partition import Candidate, assign, keeping_full, proportional, settled
 
 WORK = st.dictionaries(st.integers(0, 9), st.floats(0, 1e6, allow_nan=False), max_size=6)
 
@@ -77,19 +77,21 @@ def test_a_version_whose_dp_group_was_lost_goes_before_what_is_full() -> None:
 @given(st.data())
 def test_assignment_keeps_what_it_can(data: st.DataObject) -> None:
     versions = data.draw(st.lists(st.integers(-1, 3), min_size=1, max_size=12))
-    seats = [
-        Seat(worker, loaded, loaded if loaded >= 0 else data.draw(st.integers(-1, 3)), data.draw(st.integers(0, 99)))
+    indexes = [
+        Candidate(
+            worker, loaded, loaded if loaded >= 0 else data.draw(st.integers(-1, 3)), data.draw(st.integers(0, 99))
+        )
         for worker, loaded in enumerate(versions)
     ]
-    wanted = Counter(data.draw(st.lists(st.integers(0, 3), min_size=len(seats), max_size=len(seats))))
-    chosen = assign(seats, wanted)
-    assert Counter(chosen.values()) == wanted and set(chosen) == {seat.worker for seat in seats}
+    wanted = Counter(data.draw(st.lists(st.integers(0, 3), min_size=len(indexes), max_size=len(indexes))))
+    chosen = assign(indexes, wanted)
+    assert Counter(chosen.values()) == wanted and set(chosen) == {index.worker for index in indexes}
     for version, count in wanted.items():
-        had = [seat for seat in seats if seat.loaded == version]
-        kept = [seat for seat in had if chosen[seat.worker] == version]
+        had = [index for index in indexes if index.loaded == version]
+        kept = [index for index in had if chosen[index.worker] == version]
         assert len(kept) == min(count, len(had))  # locality: no group changes version without need
-        gone = [seat.kv_tokens for seat in had if chosen[seat.worker] != version]
-        assert not gone or max(gone) <= min((seat.kv_tokens for seat in kept), default=max(gone))  # the emptiest go
+        gone = [index.kv_tokens for index in had if chosen[index.worker] != version]
+        assert not gone or max(gone) <= min((index.kv_tokens for index in kept), default=max(gone))  # the emptiest go
 
 
 def test_hysteresis() -> None:

@@ -1,4 +1,4 @@
-"""The other papers' strategies on small hand-made snapshots."""
+"""The other papers' strategies on small hand-made views."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from dora.config import BalanceConfig
 from dora.errors import InvalidValue, NotFound
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.cost import CostModel
-from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.plan import Move, Trigger
 from dora.orchestrator.core.policies import POLICIES, check_live, nearest_window, policy_of
 from dora.orchestrator.core.policies.batch import OneStepPolicy, SyncPolicy
@@ -21,8 +21,8 @@ from dora.orchestrator.core.policies.streamrl import dedicated_groups, latency_s
 from dora.orchestrator.core.policies.targets import cover
 from dora.orchestrator.core.policies.throughput import MU, Load, RoutingBoard, load_of, relative_gain
 from dora.orchestrator.core.worker import Worker
-from tests.unit.snapshots import KV_TOKENS, SLOTS, snapshot_of
 from tests.unit.test_machine import Bench
+from tests.unit.views import KV_TOKENS, SLOTS, make_view
 
 COST = CostModel(kv_token_s=1e-7, weights_s=4e-3, request_s=1e-4, step_s=6e-3)  # computing binds from 40 requests on
 
@@ -74,15 +74,15 @@ def test_the_whole_pool_changes_version_when_the_old_batch_has_ended(policy: typ
     plan = policy(BalanceConfig()).plan
     step = 4 if policy is SyncPolicy else 5  # one_step: the batch of step 4 was taken, that of step 5 is next
     workers = [{"loaded": 3}, {"loaded": 3}, {"loaded": 3, "draining": 1}, {"loaded": 3, "alive": 0}]
-    shown = snapshot_of(workers, [(3, 1, 90)], newest=4, step=4)
+    shown = make_view(workers, [(3, 1, 90)], newest=4, step=4)
     assert plan(shown, Trigger.UPDATE).targets == {0: 3, 1: 3}
-    shown = snapshot_of(workers, [], newest=4, step=step)
+    shown = make_view(workers, [], newest=4, step=step)
     assert plan(shown, Trigger.UPDATE).targets == {0: 4, 1: 4}
 
 
 def test_one_step_keeps_the_old_version_until_the_batch_was_taken() -> None:
     """Published, but the trainer has not taken the batch of step 4 yet: that of step 5 is the new version's."""
-    shown = snapshot_of([{"loaded": 3}], [], newest=4, step=4)
+    shown = make_view([{"loaded": 3}], [], newest=4, step=4)
     assert OneStepPolicy(BalanceConfig()).plan(shown, Trigger.UPDATE).targets == {0: 3}
 
 
@@ -92,13 +92,13 @@ def test_one_step_keeps_the_old_version_until_the_batch_was_taken() -> None:
 def test_a_version_that_requests_wait_for_gets_a_dp_group() -> None:
     workers = [{"loaded": 5}, {"loaded": 5}, {"loaded": 4}]
     targets = {0: 5, 1: 5, 2: 5}
-    cover(snapshot_of(workers, [(4, -1, 30), (5, 0, 80)]), targets)
+    cover(make_view(workers, [(4, -1, 30), (5, 0, 80)]), targets)
     assert targets == {0: 5, 1: 5, 2: 4}  # the one that has its weights
     targets = {0: 5, 1: 5, 2: 4}
-    cover(snapshot_of(workers, [(3, -1, 30), (4, -1, 30), (5, 0, 80)]), targets)
+    cover(make_view(workers, [(3, -1, 30), (4, -1, 30), (5, 0, 80)]), targets)
     assert targets == {0: 5, 1: 3, 2: 4}  # the emptiest, and not the last of another version that waits
     targets = {0: 5}
-    cover(snapshot_of(workers[:1], [(3, -1, 30), (4, -1, 30)]), targets)
+    cover(make_view(workers[:1], [(3, -1, 30), (4, -1, 30)]), targets)
     assert targets == {0: 3}  # too few: the earliest deadline first
 
 
@@ -108,7 +108,7 @@ def test_a_version_that_requests_wait_for_gets_a_dp_group() -> None:
 def levelling(requests: int, cost: CostModel | None, kv_tokens: int = 10_000) -> int:
     """How many of so many requests on one DP group move to an empty one."""
     workers = [{"loaded": 0, "kv_tokens": kv_tokens}, {"loaded": 0, "kv_tokens": 10_000}]
-    shown = snapshot_of(workers, [(0, 0, 20)] * requests, cost=cost)
+    shown = make_view(workers, [(0, 0, 20)] * requests, cost=cost)
     return len(plan_moves(shown, {0: 0, 1: 0}, BalanceConfig(level_gap=2)))
 
 
@@ -127,9 +127,9 @@ def test_an_older_version_keeps_what_its_kv_fills_and_gives_up_what_it_does_not(
     policy = DoraPolicy(BalanceConfig())
     supply = {"newest": 1, "admissible": {1: 100}}
     workers = [{"loaded": 0, "kv_tokens": 100} for _ in range(4)]
-    full = snapshot_of(workers, [(0, seat, 80) for seat in range(4)], **supply)
+    full = make_view(workers, [(0, index, 80) for index in range(4)], **supply)
     assert policy.plan(full, Trigger.UPDATE).targets == dict.fromkeys(range(4), 0), "nowhere to go to"
-    emptier = snapshot_of(workers, [(0, seat, 30 + seat) for seat in range(4)], **supply)
+    emptier = make_view(workers, [(0, index, 30 + index) for index in range(4)], **supply)
     plan = policy.plan(emptier, Trigger.UPDATE)
     assert plan.targets == {0: 1, 1: 1, 2: 0, 3: 0}, "126 tokens of 360"
     assert {(move.row, move.target) for move in plan.moves} == {(0, 2), (1, 3)}
@@ -146,16 +146,16 @@ def test_an_older_version_begins_nothing_while_it_shrinks_and_then_only_what_end
     bench.post(on.WorkerLost("w0", 1, "killed"))
     offered = (on.OfferedPrompt(f"q{n}", "task", 5, 1, 60, known_tokens=(n,)) for n in (50, 20, 30))
     bench.post(on.PromptsOffered(tuple(offered)))
-    state, policy, floor = bench.state, bench.machine.policy, Floor(bench.state)
+    state, policy, dispatcher = bench.state, bench.machine.policy, Dispatcher(bench.state)
     state.rhythm.step_s, state.rhythm.pace_s, state.rhythm.tail_s = 30.0, 1.0, 2.0
 
     def chosen(version: int) -> str | None:
-        entry = policy.choose(floor, version)
+        entry = policy.choose(dispatcher, version)
         return entry.prompt.prompt_id if entry is not None else None
 
     assert chosen(1) == "q50", "the newest: as they came"
     assert chosen(0) == "q20", "the step that must take it is full in 28 s, less a margin"
-    full = snapshot_of([{"loaded": 0, "kv_tokens": 100}] * 2, [(0, 0, 80), (0, 1, 80)], newest=1, admissible={1: 9})
+    full = make_view([{"loaded": 0, "kv_tokens": 100}] * 2, [(0, 0, 80), (0, 1, 80)], newest=1, admissible={1: 9})
     assert policy.plan(full, Trigger.UPDATE).targets == {0: 0, 1: 0}
     assert chosen(0) is None and chosen(1) == "q50"
 
@@ -163,8 +163,8 @@ def test_an_older_version_begins_nothing_while_it_shrinks_and_then_only_what_end
 # ------------------------------------------------------------------------------------------------------------ Laminar
 
 
-def idle(seat: int, kv_used: int, requests: int = 1) -> Idle:
-    return Idle(seat, kv_used, kv_max=100, requests=requests, requests_max=8)
+def idle(index: int, kv_used: int, requests: int = 1) -> Idle:
+    return Idle(index, kv_used, kv_max=100, requests=requests, requests_max=8)
 
 
 def test_best_fit_consolidation() -> None:
@@ -178,7 +178,7 @@ def test_best_fit_consolidation() -> None:
 
 def test_a_destination_is_not_released_under_what_it_was_given() -> None:
     """As printed, 55 would go on to 50 although 10 was sent to it, and 50 would hold 115 of 110."""
-    workers = [Idle(seat, kv, 110, 1, 8) for seat, kv in enumerate((10, 50, 55))]
+    workers = [Idle(index, kv, 110, 1, 8) for index, kv in enumerate((10, 50, 55))]
     assert consolidate(workers) == [(0, 2)]
 
 
@@ -186,18 +186,18 @@ def test_idle_workers_are_packed_and_released_to_the_newest_version() -> None:
     policy = LaminarPolicy(BalanceConfig())
     workers = [{"loaded": 1}, {"loaded": 1}, {"loaded": 1}, {"loaded": 2}]
     full = [(1, 0, 400), (1, 0, 200), (1, 1, 500), (1, 2, 995), (2, 3, 300)]
-    first = policy.plan(snapshot_of(workers, full), Trigger.TIME)
+    first = policy.plan(make_view(workers, full), Trigger.TIME)
     assert first.targets == {0: 1, 1: 1, 2: 1, 3: 2} and not first.moves  # nothing has fallen yet
     falls = [(1, 0, 405), (1, 1, 450), (1, 2, 996), (2, 3, 310)]
-    second = policy.plan(snapshot_of(workers, falls), Trigger.TIME)
+    second = policy.plan(make_view(workers, falls), Trigger.TIME)
     assert second.targets == {0: 2, 1: 1, 2: 1, 3: 2} and second.moves == (Move(0, 1),)
-    third = policy.plan(snapshot_of(workers, [(1, 1, 450), (1, 2, 996), (2, 3, 310)]), Trigger.STARVED)
+    third = policy.plan(make_view(workers, [(1, 1, 450), (1, 2, 996), (2, 3, 310)]), Trigger.STARVED)
     assert third.targets[0] == 2  # empty: fetches the newest version, without a look
 
 
 def test_what_is_left_on_a_released_worker_goes_to_the_fullest_host() -> None:
     workers = [{"loaded": 1, "target": 2}, {"loaded": 1}, {"loaded": 1}, {"loaded": 2}]
-    shown = snapshot_of(workers, [(1, 0, 100), (1, 1, 300), (1, 2, 600), (2, 3, 700)])
+    shown = make_view(workers, [(1, 0, 100), (1, 1, 300), (1, 2, 600), (2, 3, 700)])
     assert LaminarPolicy(BalanceConfig()).relieve(shown) == (Move(0, 2),)
 
 
@@ -232,7 +232,7 @@ def test_marginal_gain() -> None:
 def test_routing_goes_to_the_largest_gain_above_the_threshold() -> None:
     heavy = CostModel(kv_token_s=1e-5, weights_s=1e-2, request_s=1e-3, step_s=0.0)
     workers = [{"loaded": 2}, {"loaded": 2}, {"loaded": 2}]
-    board = RoutingBoard(snapshot_of(workers, [(2, 0, 500), (2, 1, 300), (2, -1, 20)], cost=heavy), {})
+    board = RoutingBoard(make_view(workers, [(2, 0, 500), (2, 1, 300), (2, -1, 20)], cost=heavy), {})
     assert board.route(2, [0, 1]) and board.moves() == (Move(2, 1),)
     assert board.load(1) == load(2, 320)
     board.take_off(2)
@@ -246,13 +246,13 @@ def test_an_old_report_does_not_bar_an_empty_dp_group() -> None:
     """Fault seed 71339: the last request left, and no report followed."""
     empty = load_of(Worker("w0", 1, 0, SLOTS, KV_TOKENS, kv_used=KV_TOKENS, waiting=1))
     assert empty.takes(500) and relative_gain(empty, 500, COST) >= MU
-    seen = RoutingBoard(snapshot_of([{"loaded": 1, "waiting": 2}, {"loaded": 1}], [(1, 1, 500)]), {})
-    assert [seen.load(seat) for seat in (0, 1)] == [load(), load(1, 500)] and seen.route(0, [0])
+    seen = RoutingBoard(make_view([{"loaded": 1, "waiting": 2}, {"loaded": 1}], [(1, 1, 500)]), {})
+    assert [seen.load(index) for index in (0, 1)] == [load(), load(1, 500)] and seen.route(0, [0])
 
 
 def staleflow_plan(admissible: dict[int, int], requests: list[tuple[int, int, int]], backlog: int = 1) -> Any:
     workers = [{"loaded": 1}, {"loaded": 1}, {"loaded": 2}]
-    shown = snapshot_of(workers, requests, admissible=admissible, backlog_longest=np.ones(backlog), cost=COST)
+    shown = make_view(workers, requests, admissible=admissible, backlog_longest=np.ones(backlog), cost=COST)
     return StaleFlowPolicy(BalanceConfig()).plan(shown, Trigger.TIME)
 
 
@@ -274,7 +274,7 @@ def test_what_is_moved_to_a_dp_group_that_is_then_cleared_moves_on() -> None:
     """Else the move would be void, and the first DP group could not change version: in a window of 2 for minutes."""
     workers = [{"loaded": 1}, {"loaded": 1}, {"loaded": 1}, {"loaded": 2}]
     running = [(1, 0, 100), (1, 1, 150), (1, 2, 200), (1, 2, 200)]
-    shown = snapshot_of(workers, running, admissible={2: 5}, backlog_longest=np.ones(1), cost=COST)
+    shown = make_view(workers, running, admissible={2: 5}, backlog_longest=np.ones(1), cost=COST)
     plan = StaleFlowPolicy(BalanceConfig()).plan(shown, Trigger.TIME)
     assert plan.targets == {0: 2, 1: 2, 2: 1, 3: 2}
     assert {move.row: move.target for move in plan.moves} == {0: 2, 1: 2} and len(plan.moves) == 2
@@ -287,13 +287,13 @@ def test_a_dp_group_goes_to_the_oldest_version_that_is_short_of_room() -> None:
 
     def targets(**more: Any) -> Any:
         queued = [*[worker | more for worker in workers[:1]], *workers[1:]]
-        shown = snapshot_of(queued, running, admissible={3: 5}, backlog_longest=np.ones(1), cost=COST)
+        shown = make_view(queued, running, admissible={3: 5}, backlog_longest=np.ones(1), cost=COST)
         return StaleFlowPolicy(BalanceConfig()).plan(shown, Trigger.TIME).targets
 
     assert targets() == {0: 1, 1: 1, 2: 2, 3: 3}
     assert targets(waiting=3)[1] == 3  # phi_wait are left to the engine: the newest version gets the DP group
     on_its_way = [*workers, {"loaded": -1, "target": 1}]
-    shown = snapshot_of(on_its_way, running, newest=3, admissible={3: 5}, backlog_longest=np.ones(1), cost=COST)
+    shown = make_view(on_its_way, running, newest=3, admissible={3: 5}, backlog_longest=np.ones(1), cost=COST)
     assert StaleFlowPolicy(BalanceConfig()).plan(shown, Trigger.TIME).targets == {0: 1, 1: 3, 2: 2, 3: 3, 4: 1}
 
 
@@ -301,7 +301,7 @@ def test_what_an_engine_queues_beyond_the_limit_migrates() -> None:
     """Algorithm 5, first case: two above phi_wait, those with the fewest tokens; a host of another version is none."""
     requests = [(1, 0, 10 + row) for row in range(8)] + [(1, 1, 100)]
     workers = [{"loaded": 1, "waiting": 5}, {"loaded": 1}, {"loaded": 2}]
-    board = RoutingBoard(snapshot_of(workers, requests, cost=COST), {})
+    board = RoutingBoard(make_view(workers, requests, cost=COST), {})
     migrate(board)
     assert board.moves() == (Move(0, 1), Move(1, 1))
 
@@ -310,10 +310,10 @@ def test_the_fastest_group_is_redistributed_where_the_slowest_is_far_behind() ->
     """Algorithm 5, second case, within a version."""
     requests = [(1, 0, 20) for _ in range(12)] + [(1, 1, 20)] + [(2, 2, 20)]
     workers = [{"loaded": 1}, {"loaded": 1}, {"loaded": 2}]
-    board = RoutingBoard(snapshot_of(workers, requests, cost=COST), {})
+    board = RoutingBoard(make_view(workers, requests, cost=COST), {})
     migrate(board)
     assert len(board.moves()) == 5 and {move.target for move in board.moves()} == {1}  # 7 and 6: evened out
-    near = RoutingBoard(snapshot_of(workers, requests[:5] + requests[12:], cost=COST), {})
+    near = RoutingBoard(make_view(workers, requests[:5] + requests[12:], cost=COST), {})
     migrate(near)
     assert near.moves() == ()  # a ratio of 5 is not above it
 

@@ -9,24 +9,24 @@ from dora.config import validated
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.cost import CostModel
-from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.policies.laxity.allocation import Allocation, Last
 from dora.orchestrator.core.policies.laxity.reserved import Reservation, reserve
 from dora.orchestrator.core.policies.laxity.schedule import Schedule, schedule_of
 from dora.orchestrator.core.policies.laxity.tuning import TUNING
-from dora.orchestrator.core.snapshot import Snapshot
-from tests.unit.snapshots import snapshot_of
+from dora.orchestrator.core.view import View
+from tests.unit.views import make_view
 
 KV_TOKENS, SLOTS = 100_000, 64
 COST = CostModel(kv_token_s=4e-7, weights_s=5e-3, request_s=5e-5, step_s=15e-3)  # 20 ms when empty, 60 ms when full
 
 
-def snapshot_with(requests: list[tuple[int, int, int]], seats: int = 4, cost: CostModel | None = COST) -> Snapshot:
-    """All of version 0, the only one: (seat, tokens, tokens to come), prompts of 100 tokens."""
-    workers = [{"loaded": 0, "kv_tokens": KV_TOKENS, "slots": SLOTS}] * seats
-    placed = [(0, seat, tokens + 100) for seat, tokens, _ in requests]
+def snapshot_with(requests: list[tuple[int, int, int]], indexes: int = 4, cost: CostModel | None = COST) -> View:
+    """All of version 0, the only one: (index, tokens, tokens to come), prompts of 100 tokens."""
+    workers = [{"loaded": 0, "kv_tokens": KV_TOKENS, "slots": SLOTS}] * indexes
+    placed = [(0, index, tokens + 100) for index, tokens, _ in requests]
     more = {"window": 1, "cost": cost, "admissible": {0: 8}, "backlog_longest": np.array([500.0])}  # may begin more
-    return snapshot_of(workers, placed, remaining_tokens=[left for *_, left in requests], **more)
+    return make_view(workers, placed, remaining_tokens=[left for *_, left in requests], **more)
 
 
 def hurried_until(end_s: float, hurried: bool = True) -> Schedule:
@@ -34,14 +34,14 @@ def hurried_until(end_s: float, hurried: bool = True) -> Schedule:
     return Schedule(4, 1, 0, 0, 1, **times, hurried=hurried, reserved_fill=0.5, least_end_s={0: end_s})
 
 
-def found(snapshot: Snapshot, schedule: Schedule) -> Reservation:
-    stays = np.ones(len(snapshot.workers.alive), dtype=bool)
-    return reserve(snapshot, stays, schedule.end_s, schedule.reserved_fill)
+def found(view: View, schedule: Schedule) -> Reservation:
+    stays = np.ones(len(view.workers.alive), dtype=bool)
+    return reserve(view, stays, schedule.end_s, schedule.reserved_fill)
 
 
 # 10,000 tokens in 400 s: 40 ms a token, which a worker of 50,000 tokens of KV has; full ones have 59 ms
 HURRIED = [(0, 1000, 10_000), (1, 1000, 10_000), (2, 1000, 10_000)]
-EASY = [(seat, 9_000, 2_000) for seat in range(4) for _ in range(8)]
+EASY = [(index, 9_000, 2_000) for index in range(4) for _ in range(8)]
 
 
 def share_of_mean_fill(context: int, remaining: int) -> float:
@@ -53,19 +53,19 @@ def share_of_mean_fill(context: int, remaining: int) -> float:
 def test_hurried_responses_share_one_reserved_worker_that_is_as_fast_as_they_need() -> None:
     plan = found(snapshot_with(HURRIED + EASY), hurried_until(400.0))
     assert plan.hurried.tolist() == [True] * 3 + [False] * len(EASY)
-    ((seat, worker),) = plan.by_seat.items()
+    ((index, worker),) = plan.by_index.items()
     assert worker.pace_s == pytest.approx(0.020 + 0.020 * share_of_mean_fill(1_100, 10_000), rel=1e-4)
-    assert COST.decode_step_s(9, plan.cap[seat]) == pytest.approx(worker.pace_s)
-    assert plan.to == {row: seat for row, (at, *_) in enumerate(HURRIED) if at != seat}
-    others = [place for place in range(4) if place != seat]
+    assert COST.decode_step_s(9, plan.cap[index]) == pytest.approx(worker.pace_s)
+    assert plan.to == {row: index for row, (at, *_) in enumerate(HURRIED) if at != index}
+    others = [place for place in range(4) if place != index]
     assert (plan.cap[others] == TUNING.fill * KV_TOKENS).all()
 
 
 def test_who_keeps_to_a_reserved_worker_ends_in_time_and_hurries_while_young() -> None:
     now_s, paces, step = 0.0, [], 100
     for tokens in range(1_000, 11_000, step):
-        snapshot = replace(snapshot_with([(0, tokens, 11_000 - tokens)]), now_s=now_s)
-        worker = found(snapshot, hurried_until(400.0)).by_seat[0]
+        view = replace(snapshot_with([(0, tokens, 11_000 - tokens)]), now_s=now_s)
+        worker = found(view, hurried_until(400.0)).by_index[0]
         paces.append(worker.pace_s)
         now_s += step * worker.pace_s
     assert now_s == pytest.approx(400.0, rel=0.01)
@@ -76,10 +76,12 @@ def test_who_keeps_to_a_reserved_worker_ends_in_time_and_hurries_while_young() -
 def test_where_kv_costs_no_time_a_reserved_worker_may_be_full() -> None:
     """A fitted cost may have it so: an engine then is as fast as it has few requests."""
     cost = CostModel(kv_token_s=0.0, weights_s=0.0, request_s=1e-3, step_s=15e-3)
-    hurried = [(0, 1000, 10_000)] * 3  # 30 ms a token, between what three requests take, 18, and what most seats do, 45
-    crowded = [(seat, 9_000, 2_000) for seat in (1, 2, 3) for _ in range(30)]
+    hurried = [
+        (0, 1000, 10_000)
+    ] * 3  # 30 ms a token, between what three requests take, 18, and what most indexes do, 45
+    crowded = [(index, 9_000, 2_000) for index in (1, 2, 3) for _ in range(30)]
     plan = found(snapshot_with(hurried + crowded, cost=cost), hurried_until(300.0))
-    assert list(plan.by_seat) == [0] and plan.cap[0] == TUNING.fill * KV_TOKENS
+    assert list(plan.by_index) == [0] and plan.cap[0] == TUNING.fill * KV_TOKENS
 
 
 def test_a_response_near_its_end_needs_no_reserved_worker() -> None:
@@ -91,9 +93,9 @@ def test_more_hurried_responses_than_one_reserved_worker_holds_open_a_second_and
     sooner = [(0, 20_000, 10_000)] * 2  # 43,000 tokens of KV soon: a worker is full with them
     later = [(1, 20_000, 8_500)] * 2
     plan = found(snapshot_with(sooner + later), hurried_until(400.0))
-    assert set(plan.by_seat) == {0, 1}
+    assert set(plan.by_index) == {0, 1}
     assert plan.to == {}  # each is where it should be
-    assert plan.by_seat[0].pace_s < plan.by_seat[1].pace_s
+    assert plan.by_index[0].pace_s < plan.by_index[1].pace_s
     assert plan.cap[0] < plan.cap[1]
 
 
@@ -101,7 +103,7 @@ def test_the_fastest_reserved_worker_is_where_its_own_responses_are_not_where_mo
     """Two in a hurry stand on worker 1, and six less so on 0, which would have to be emptied as the faster."""
     sooner, later = [(1, 20_000, 10_000)] * 2, [(0, 7_000, 8_500)] * 6
     plan = found(snapshot_with(sooner + later), hurried_until(400.0))
-    assert plan.by_seat[1].pace_s < plan.by_seat[0].pace_s
+    assert plan.by_index[1].pace_s < plan.by_index[0].pace_s
     assert not plan.to.keys() & {0, 1}
 
 
@@ -109,19 +111,19 @@ def test_nobody_who_is_well_placed_makes_way_for_one_who_comes() -> None:
     """Both reserved workers that are fast enough for it are full: it waits, where else two more would have moved on."""
     there = [(0, 20_000, 10_000)] * 2 + [(1, 20_000, 9_900)] * 2
     plan = found(snapshot_with([*there, (3, 20_000, 10_400)]), hurried_until(400.0))
-    assert list(plan.by_seat) == [0, 1, 2]
+    assert list(plan.by_index) == [0, 1, 2]
     assert plan.to == {}
 
 
 def test_a_reserved_worker_is_not_kept_emptier_than_is_worth_while() -> None:
     plan = found(snapshot_with(HURRIED), hurried_until(100.0))  # 10 ms a token: no worker is as fast
-    assert [worker.kv_tokens for worker in plan.by_seat.values()] == [
+    assert [worker.kv_tokens for worker in plan.by_index.values()] == [
         pytest.approx(TUNING.least_fill * 0.5 * KV_TOKENS * share_of_mean_fill(1_100, 10_000), rel=1e-4)
     ]
 
 
 @pytest.mark.parametrize(
-    ("snapshot", "schedule"),
+    ("view", "schedule"),
     [
         (snapshot_with(HURRIED, cost=None), hurried_until(400.0)),
         (snapshot_with(HURRIED), hurried_until(400.0, hurried=False)),
@@ -130,17 +132,17 @@ def test_a_reserved_worker_is_not_kept_emptier_than_is_worth_while() -> None:
     ],
     ids=["cost unknown", "window wide enough", "no schedule", "nothing hurried"],
 )
-def test_without_hurry_or_cost_there_are_no_reserved_workers(snapshot: Snapshot, schedule: Schedule | None) -> None:
-    _, plan = Allocation(snapshot, schedule, Last()).moves(dict.fromkeys(range(4), 0))
-    assert not plan.by_seat
+def test_without_hurry_or_cost_there_are_no_reserved_workers(view: View, schedule: Schedule | None) -> None:
+    _, plan = Allocation(view, schedule, Last()).moves(dict.fromkeys(range(4), 0))
+    assert not plan.by_index
     assert not plan.to
     assert (plan.cap == TUNING.fill * KV_TOKENS).all()
 
 
 def test_a_reserved_worker_takes_the_hurried_and_gives_the_others_away() -> None:
-    snapshot = snapshot_with([(0, 1000, 10_000), (1, 1000, 10_000)] + [(0, 9_000, 2_000)] * 8)
-    moves, plan = Allocation(snapshot, hurried_until(400.0), Last()).moves(dict.fromkeys(range(4), 0))
-    (worker,) = plan.by_seat
+    view = snapshot_with([(0, 1000, 10_000), (1, 1000, 10_000)] + [(0, 9_000, 2_000)] * 8)
+    moves, plan = Allocation(view, hurried_until(400.0), Last()).moves(dict.fromkeys(range(4), 0))
+    (worker,) = plan.by_index
     assert worker == 0
     assert {move.row for move in moves if move.target == worker} == {1}
     given = [move.row for move in moves if move.target != worker]
@@ -169,7 +171,7 @@ def machine_of(window: int, longest: int, groups: int = 4) -> Machine:
 
 def outlook(machine: Machine, now_s: float = 0.0) -> Schedule:
     machine.state.now_s = now_s
-    return schedule_of(Floor(machine.state))
+    return schedule_of(Dispatcher(machine.state))
 
 
 def test_there_is_a_hurry_where_the_longest_response_outlasts_the_window_on_a_full_dp_group() -> None:

@@ -20,7 +20,7 @@ from dora.config import BalanceConfig
 from dora.orchestrator.core.plan import Plan, Trigger
 from dora.orchestrator.core.policies import POLICIES, Strategy
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
-from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.view import View
 from dora.orchestrator.core.window import Window
 from dora.sim.meter import Consumed
 from dora.sim.partial import strategies
@@ -166,11 +166,11 @@ class Faulty(LaxityPolicy):
 
     plans = 0
 
-    def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
+    def plan(self, view: View, trigger: Trigger) -> Plan:
         self.plans += 1
         if self.plans > 3:
             raise KeyError("w9")
-        return super().plan(snapshot, trigger)
+        return super().plan(view, trigger)
 
 
 def not_made(_config: BalanceConfig) -> Faulty:

@@ -1,4 +1,4 @@
-"""When generation falls behind training: how many DP groups to add (StreamRL section 4.2, dynamic adjustment)."""
+"""When generation falls behind training: how many workers to add (StreamRL section 4.2, dynamic adjustment)."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ def groups_to_add(
     gain_s: Callable[[int], float] | None = None,
     most: int = 4096,
 ) -> int:
-    """DP groups to add so that generation lags training by less than one more group would gain.
+    """workers to add so that generation lags training by less than one more group would gain.
 
     With ``delta`` the lag, a group is added while ``delta >= gain_s(engines)``, the seconds that one more than
     ``engines`` groups saves (None: ``even_gain_s``); where it saves nothing, as when one response alone takes that

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core import handoff
-from dora.orchestrator.core.floor import Floor
-from dora.orchestrator.core.observation import snapshot
+from dora.orchestrator.core.dispatcher import Dispatcher
+from dora.orchestrator.core.observation import view_of
 from dora.orchestrator.core.plan import Move, Trigger
 from dora.orchestrator.core.policy import Policy
 from dora.orchestrator.core.state import State
@@ -58,28 +58,28 @@ class Balance:
         state = self._state
         state.counters.rebalances += 1
         self._balanced_s = state.now_s
-        self.policy.observe(Floor(state))
-        plan = self.policy.plan(snapshot(state), trigger)
-        for seat, version in plan.targets.items():
-            self._retarget(seat, version)
+        self.policy.observe(Dispatcher(state))
+        plan = self.policy.plan(view_of(state), trigger)
+        for index, version in plan.targets.items():
+            self._retarget(index, version)
         self._moves = deque(plan.moves)  # what the last plan wanted and did not begin is void
         state.worklist.wake()
 
     def hand_over(self, starved: Iterable[int]) -> None:
         """Starved workers get another version: the one that the policy names at once, else what a plan says."""
-        successor = self.policy.successor(Floor(self._state))
+        successor = self.policy.successor(Dispatcher(self._state))
         if successor is None:
             self.rebalance(Trigger.STARVED)
             return
-        for seat in sorted(starved):
-            self._retarget(seat, successor)
+        for index in sorted(starved):
+            self._retarget(index, successor)
 
     def begin_moves(self) -> None:
         """Begins the planned moves that still make sense, as many as may be under way."""
         state = self._state
         while self._moves and len(state.handoffs) < state.config.balance.moves_at_once:
             move = self._moves.popleft()
-            target, source = state.seats[move.target], state.owner(move.row)
+            target, source = state.worker_list[move.target], state.owner(move.row)
             if source is None or target is None or source is target or move.row in state.handoffs:
                 continue
             if target.hosts == state.requests["version"][move.row] and target.held < QUEUE_SLOTS * target.slots:
@@ -89,7 +89,7 @@ class Balance:
         """Looks for moves where workers are to be left; again soon only if the last look found some, or might now."""
         state = self._state
         if self._no_free_slot:  # where something has changed there may be one now
-            touched = map(state.seats.__getitem__, state.worklist.touched)
+            touched = map(state.worker_list.__getitem__, state.worklist.touched)
             self._no_free_slot -= {worker.hosts for worker in touched if worker is not None}
         if self._moves or state.now_s < self._relief_s:
             return
@@ -101,19 +101,19 @@ class Balance:
         if not self._has_free_slot(displaced):
             return
         self._relief_s = state.now_s + RELIEF_REST_S
-        self._moves.extend(self.policy.relieve(snapshot(state)))
+        self._moves.extend(self.policy.relieve(view_of(state)))
         self._no_free_slot = frozenset() if self._moves else displaced
         self.begin_moves()
 
     def _has_free_slot(self, versions: Iterable[int]) -> bool:
         """Whether a worker hosts one of these versions and takes one more request."""
-        hosts = (worker for version in versions for worker in self._state.hosts_of(version))
+        hosts = (worker for version in versions for worker in self._state.workers_of(version))
         return any(worker.held < QUEUE_SLOTS * worker.slots for worker in hosts)
 
-    def _retarget(self, seat: int, version: int) -> None:
-        """The worker on this seat is to host this version from now on."""
-        worker = self._state.seats[seat]
-        assert worker is not None, f"a version for the empty seat {seat}"
+    def _retarget(self, index: int, version: int) -> None:
+        """The worker with this index is to host this version from now on."""
+        worker = self._state.worker_list[index]
+        assert worker is not None, f"a version for index {index}, which no worker has"
         if worker.target != version:
             worker.target = version
             self._state.rehosted(worker)

@@ -26,7 +26,7 @@ Number = TypeVar("Number", float, Column)
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Coefficients of one engine (one DP group)."""
+    """Coefficients of one engine (one worker)."""
 
     kv_token_s: float  # k1: seconds a step for each cached token
     weights_s: float  # k2: seconds a step to read the (dense) weights

@@ -17,7 +17,7 @@ def joined(state: State, event: on.WorkerJoined) -> None:
     """A new epoch of a worker. Raises Conflict while the earlier epoch still lives."""
     if event.worker_id in state.workers:
         raise Conflict("worker_id", event.worker_id, "an id that no living worker has")
-    state.seat_worker(Worker(event.worker_id, event.epoch, state.free_seat(), event.slots, event.kv_tokens))
+    state.add_worker(Worker(event.worker_id, event.epoch, state.free_index(), event.slots, event.kv_tokens))
 
 
 def lost(state: State, event: on.WorkerLost) -> bool:
@@ -35,7 +35,7 @@ def lost(state: State, event: on.WorkerLost) -> bool:
         state.take_away(row)
         if row not in state.handoffs:  # else its snapshot is on the way to another worker
             orphan(state, row)
-    state.unseat(worker)
+    state.remove_worker(worker)
     state.counters.workers_lost += worker.evicted or not worker.stopping
     return True
 
@@ -53,18 +53,18 @@ def drain(state: State, event: on.DrainAsked) -> None:
     state.rehosted(worker)
 
 
-def settle(state: State, seats: Iterable[int]) -> None:
+def settle(state: State, indexes: Iterable[int]) -> None:
     """Loads the target version into workers that are empty and ready for it; lets drained ones leave.
 
     A target whose weights are no longer kept waits for the next plan.
     """
-    for seat in seats:
-        worker = state.seats[seat]
+    for index in indexes:
+        worker = state.worker_list[index]
         if worker is None or worker.held or worker.loading >= 0 or worker.stopping:
             continue
         if worker.draining:
             worker.stopping = True
-            state.hosting.moved(seat, worker)
+            state.hosting.moved(index, worker)
             state.out.append(do.StopWorker(worker.worker_id, worker.epoch))
         elif worker.target >= state.window.oldest_kept and worker.target != worker.loaded:
             load(state, worker)

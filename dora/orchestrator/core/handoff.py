@@ -21,8 +21,8 @@ def begin(state: State, row: int, target: Worker) -> None:
     state.requests["moving"][row] = True
     kv_tokens = _kv_tokens(state, row)
     target.inbound += 1
-    state.loads.changed(target.seat)
-    state.worklist.given(target.seat)
+    state.loads.changed(target.index)
+    state.worklist.given(target.index)
     target.kv_claimed += kv_tokens
     target.kv_inbound += kv_tokens
     reserve = do.ReserveSlot(
@@ -128,10 +128,10 @@ def _close(state: State, handoff: Handoff, signal: Signal) -> None:
     target = state.workers.get(handoff.target)
     if target is not None:
         target.inbound -= 1
-        state.loads.changed(target.seat)
+        state.loads.changed(target.index)
         target.kv_claimed -= int(state.requests["claim_inbound"][row])
         target.kv_inbound -= int(state.requests["claim_inbound"][row])
-        state.worklist.changed(target.seat)
+        state.worklist.changed(target.index)
     state.requests["claim_inbound"][row] = 0
     state.worklist.wake()
     if signal in (Signal.REFUSED, Signal.COPY_REFUSED, Signal.COPY_FAILED, Signal.UNDO):

@@ -23,7 +23,7 @@ def progress(state: State, event: on.Progress) -> None:
         return
     state.uses(worker, event.kv_used_tokens)  # by that its load is stirred, too
     worker.waiting = event.waiting
-    state.worklist.may_have_room(worker.seat)
+    state.worklist.may_have_room(worker.index)
     version, response_tokens, prompt_tokens, claimed = state.requests.columns(
         "version", "tokens", "prompt_tokens", "claim"
     )

@@ -1,17 +1,17 @@
 """Makes the view that plans are made from: copies of the worker columns (few), views of the request columns (many)."""
 
-from dora.orchestrator.core.snapshot import RequestColumns, Snapshot, WorkerColumns
 from dora.orchestrator.core.state import RUNNING, State, unfinished
+from dora.orchestrator.core.view import RequestColumns, View, WorkerColumns
 
 
-def snapshot(state: State) -> Snapshot:
+def view_of(state: State) -> View:
     requests, window = state.requests, state.window
     status = requests["status"]
     live = range(window.oldest_live, window.newest + 1)
     dried_up = state.exhausted and not state.backlog
     groups = max(1, state.groups.used)
     tokens, prompt_tokens = (float(requests[name].sum()) for name in ("expected", "prompt_tokens"))  # free rows are 0
-    return Snapshot(
+    return View(
         now_s=state.now_s,
         step=window.step,
         newest=window.newest,
@@ -40,15 +40,15 @@ def snapshot(state: State) -> Snapshot:
 
 
 def _worker_columns(state: State) -> WorkerColumns:
-    seated, held = state.hosting.seated(len(state.seats)), state.loads.columns(state.seats)
+    hosted, held = state.hosting.columns(len(state.worker_list)), state.loads.columns(state.worker_list)
     return WorkerColumns(
-        alive=seated["alive"].astype(bool),
-        loaded=seated["loaded"],
-        target=seated["target"],
-        draining=seated["draining"].astype(bool),
-        slots=seated["slots"],
+        alive=hosted["alive"].astype(bool),
+        loaded=hosted["loaded"],
+        target=hosted["target"],
+        draining=hosted["draining"].astype(bool),
+        slots=hosted["slots"],
         held=held["held"],
-        kv_tokens=seated["kv_tokens"],
+        kv_tokens=hosted["kv_tokens"],
         kv_claimed=held["kv_claimed"],
         kv_expected=held["kv_expected"],
         kv_used=held["kv_used"],

@@ -1,4 +1,4 @@
-"""How many DP groups each version gets, and which ones (paper 004, section 4.3; design: re-balancing)."""
+"""How many workers each version gets, and which ones (paper 004, section 4.3; design: re-balancing)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from math import ceil
 
 
 def proportional(work: Mapping[int, float], groups: int, newest: int) -> dict[int, int]:
-    """DP groups per version, proportional to its remaining work in tokens, by largest remainders.
+    """workers per version, proportional to its remaining work in tokens, by largest remainders.
 
     Every version with work gets at least one; where there are fewer groups than such versions the earliest deadline
     (the oldest version) goes first. Groups that nobody needs go to ``newest``. The counts sum to ``groups``.
@@ -34,11 +34,11 @@ def proportional(work: Mapping[int, float], groups: int, newest: int) -> dict[in
 def keeping_full(
     shares: Mapping[int, int], present: Mapping[int, int], full: Mapping[int, float], newest: int
 ) -> dict[int, int]:
-    """The counts of ``shares``, but that an older version gives up no DP group that its KV still fills.
+    """The counts of ``shares``, but that an older version gives up no worker that its KV still fills.
 
-    Else its requests would find no room on what is left to it, and finish where they are, on DP groups that their new
-    version waits for. ``present``: DP groups that hold each version now; ``full``: its KV in use, in DP groups' worth.
-    One DP group for each version that has a share goes before that, and the earliest deadline before the later ones.
+    Else its requests would find no room on what is left to it, and finish where they are, on workers that their new
+    version waits for. ``present``: workers that hold each version now; ``full``: its KV in use, in workers' worth.
+    One worker for each version that has a share goes before that, and the earliest deadline before the later ones.
     ``newest`` gets what is left, maybe nothing: the others shrink as their responses end. Counts sum to the same.
     """
     versions = sorted({*shares, *present} - {newest})
@@ -58,8 +58,8 @@ def keeping_full(
 def settled(counts: Mapping[int, int], work: Mapping[int, float], wanted: Mapping[int, int], hysteresis: float) -> bool:
     """Whether the present ``counts`` are near enough to the proportional share to be left alone.
 
-    They are not where a version that should have a DP group has none (or the reverse), nor where some version's count
-    is off its share by more than rounding (half a group) plus ``hysteresis`` of a group.
+    They are not where a version that should have a worker has none (or the reverse), nor where some version's count
+    is off its share by more than rounding (half a worker) plus ``hysteresis`` of a worker.
     """
     total, groups = sum(work.values()), sum(counts.values())
     if counts == wanted:
@@ -72,8 +72,8 @@ def settled(counts: Mapping[int, int], work: Mapping[int, float], wanted: Mappin
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """One DP group as the assignment sees it."""
+class Candidate:
+    """One worker as the assignment sees it."""
 
     worker: int
     loaded: int  # the version in its memory; -1: none
@@ -81,24 +81,24 @@ class Seat:
     kv_tokens: int  # live KV that would have to move if it changed version
 
 
-def assign(seats: Sequence[Seat], counts: Mapping[int, int]) -> dict[int, int]:
-    """Which DP group hosts which version, so that the least KV moves. Returns worker -> version.
+def assign(candidates: Sequence[Candidate], counts: Mapping[int, int]) -> dict[int, int]:
+    """Which worker hosts which version, so that the least KV moves. Returns worker -> version.
 
-    A group keeps its version where it can: first those that already have it in memory, the fullest first; the emptiest
-    change. ``counts`` sum to the number of seats.
+    A worker keeps its version where it can: first those that already have it in memory, the fullest first; the emptiest
+    change. ``counts`` sum to the number of candidates.
     """
-    open_seats = {version: count for version, count in counts.items() if count}
+    vacancies = {version: count for version, count in counts.items() if count}
     chosen: dict[int, int] = {}
-    fullest_first = sorted(seats, key=lambda seat: (-seat.kv_tokens, seat.target != seat.loaded, seat.worker))
+    fullest_first = sorted(candidates, key=lambda c: (-c.kv_tokens, c.target != c.loaded, c.worker))
     for keeps in ("loaded", "target"):
-        for seat in fullest_first:
-            version = getattr(seat, keeps)
-            if seat.worker not in chosen and open_seats.get(version, 0):
-                chosen[seat.worker] = version
-                open_seats[version] -= 1
-    rest = [seat for seat in seats if seat.worker not in chosen]
-    vacant = [version for version in sorted(open_seats) for _ in range(open_seats[version])]
-    # the emptiest groups go to the oldest version that lacks one: it has the earliest deadline
-    for seat, version in zip(sorted(rest, key=lambda seat: (seat.kv_tokens, seat.worker)), vacant, strict=True):
-        chosen[seat.worker] = version
+        for candidate in fullest_first:
+            version = getattr(candidate, keeps)
+            if candidate.worker not in chosen and vacancies.get(version, 0):
+                chosen[candidate.worker] = version
+                vacancies[version] -= 1
+    rest = [candidate for candidate in candidates if candidate.worker not in chosen]
+    vacant = [version for version in sorted(vacancies) for _ in range(vacancies[version])]
+    # the emptiest workers go to the oldest version that lacks one: it has the earliest deadline
+    for candidate, version in zip(sorted(rest, key=lambda c: (c.kv_tokens, c.worker)), vacant, strict=True):
+        chosen[candidate.worker] = version
     return chosen

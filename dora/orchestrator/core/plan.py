@@ -11,7 +11,7 @@ class Trigger(Enum):
     UPDATE = "update"  # a version was published
     PRESSURE = "pressure"  # a worker's KV use is above the threshold, or requests queue up
     TIME = "time"  # the period is over
-    MEMBERSHIP = "membership"  # a worker came or went, or a version's last DP group did
+    MEMBERSHIP = "membership"  # a worker came or went, or a version's last worker did
     STARVED = "drained"  # a worker of an old version has nothing left to do
     OPERATOR = "operator"
 
@@ -26,7 +26,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``targets``: seat -> version it is to host, for every living seat that is not draining; ``moves``: in order."""
+    """``targets``: index -> version it is to host, for every living index that is not draining; ``moves``: in order."""
 
     targets: Mapping[int, int] = field(default_factory=dict)
     moves: tuple[Move, ...] = ()

@@ -14,7 +14,7 @@
 from dora.orchestrator.core import fleet
 from dora.orchestrator.core.admission import draw
 from dora.orchestrator.core.balance import Balance
-from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.lifecycle import retire
 from dora.orchestrator.core.plan import Trigger
 from dora.orchestrator.core.state import State
@@ -26,7 +26,7 @@ class Scheduler:
     def __init__(self, state: State, balance: Balance) -> None:
         self._state, self._balance = state, balance
         self._unhosted: frozenset[int] = frozenset()  # versions found without a worker at the last look
-        self._starved: tuple[frozenset[int], int, int] | None = None  # seats found so then; step and newest version
+        self._starved: tuple[frozenset[int], int, int] | None = None  # indexes found so then; step and newest version
 
     def run(self) -> None:
         """See the module."""
@@ -48,12 +48,12 @@ class Scheduler:
         self._balance.relieve()
         touched = worklist.take_touched()
         fleet.settle(state, touched)
-        self._balance.policy.dispatch(Floor(state))
+        self._balance.policy.dispatch(Dispatcher(state))
         draw(state)
-        for seat in (*touched, *worklist.touched):
-            worker = state.seats[seat]
+        for index in (*touched, *worklist.touched):
+            worker = state.worker_list[index]
             idle = worker is not None and not worker.held and worker.loading < 0 and not worker.draining
-            worklist.rests(seat, idle)
+            worklist.rests(index, idle)
 
     def _look_around(self) -> None:
         window = self._state.window
@@ -68,19 +68,19 @@ class Scheduler:
     def _without_worker(self) -> frozenset[int]:
         """The versions that requests wait for while no worker hosts them or is to host them."""
         state = self._state
-        waited = {version for version, line in state.waiting.items() if line and not state.hosts_of(version)}
+        waited = {version for version, line in state.waiting.items() if line and not state.workers_of(version)}
         if waited:
             waited -= {worker.target for worker in state.workers.values() if not worker.draining}
         return frozenset(waited)
 
     def _without_work(self) -> frozenset[int]:
-        """Seats of idle workers whose version, an old one, has no waiting or admissible work."""
+        """Indexes of idle workers whose version, an old one, has no waiting or admissible work."""
         state, window = self._state, self._state.window
         if not state.worklist.idle:
             return frozenset()
-        seats: set[int] = set()
+        indexes: set[int] = set()
         for version in range(state.retired, window.newest):
             idle = state.hosting.targeting(version) & state.worklist.idle
             if idle and not state.waiting.get(version) and (not state.backlog or window.admissible(version) < 1):
-                seats |= idle
-        return frozenset(seats)
+                indexes |= idle
+        return frozenset(indexes)

@@ -99,7 +99,7 @@ class State:
                 "status": np.int8,
                 "group": np.int64,
                 "version": np.int64,
-                "worker": np.int64,  # seat + 1, so that 0 is none
+                "worker": np.int64,  # index + 1, so that 0 is none
                 "prompt_tokens": np.int64,
                 "tokens": np.int64,
                 "max_tokens": np.int64,
@@ -129,7 +129,7 @@ class State:
         self.retired = 0  # versions below are retired
         # workers and handoffs
         self.workers: dict[str, Worker] = {}
-        self.seats: list[Worker | None] = []
+        self.worker_list: list[Worker | None] = []
         self.handoffs: dict[int, Handoff] = {}  # request row -> live handoff
         self.pending: dict[int, Pending] = {}
         self.hosting = Hosting()
@@ -143,8 +143,8 @@ class State:
     # ------------------------------------------------------------------------------------------------ small readings
 
     def owner(self, row: int) -> Worker | None:
-        seat = int(self.requests["worker"][row]) - 1
-        return self.seats[seat] if seat >= 0 else None
+        index = int(self.requests["worker"][row]) - 1
+        return self.worker_list[index] if index >= 0 else None
 
     def reported(self, worker: Worker, request_ids: Iterable[str]) -> list[tuple[str, int]]:
         """Of the requests in a worker's report those whose tokens are to be taken over, each with its row.
@@ -164,22 +164,22 @@ class State:
         worker = self.workers.get(worker_id)
         return worker if worker is not None and worker.epoch == epoch else None
 
-    def hosts_of(self, version: int) -> Sequence[Worker]:
-        """The workers that take requests of this version, by seat."""
-        return self.hosting.hosts(version)
+    def workers_of(self, version: int) -> Sequence[Worker]:
+        """The workers that take requests of this version, by index."""
+        return self.hosting.workers_of(version)
 
     # --------------------------------------------------------------------------------------------------- small writes
 
     def rehosted(self, worker: Worker) -> None:
         """What this worker hosts, or is to host, has changed."""
-        self.hosting.moved(worker.seat, self.seats[worker.seat])
-        self.worklist.changed(worker.seat)
+        self.hosting.moved(worker.index, self.worker_list[worker.index])
+        self.worklist.changed(worker.index)
 
     def uses(self, worker: Worker, kv_tokens: int) -> None:
         """So much KV is in use on this worker now."""
         worker.kv_used, worker.kv_change = kv_tokens, 0
-        self.loads.changed(worker.seat)
-        self.worklist.fills(worker.seat, kv_tokens > self.config.balance.pressure * worker.kv_tokens)
+        self.loads.changed(worker.index)
+        self.worklist.fills(worker.index, kv_tokens > self.config.balance.pressure * worker.kv_tokens)
 
     def command_id(self) -> int:
         self.commands_sent += 1
@@ -190,25 +190,25 @@ class State:
         self.pending[command.command_id] = Pending(command, handoff)
         self.out.append(command)  # type: ignore[arg-type]  # every subclass is a Command
 
-    def seat_worker(self, worker: Worker) -> None:
-        if worker.seat == len(self.seats):
-            self.seats.append(worker)
+    def add_worker(self, worker: Worker) -> None:
+        if worker.index == len(self.worker_list):
+            self.worker_list.append(worker)
         else:
-            self.seats[worker.seat] = worker
+            self.worker_list[worker.index] = worker
         self.workers[worker.worker_id] = worker
-        self.loads.changed(worker.seat)
+        self.loads.changed(worker.index)
         self.rehosted(worker)
 
-    def unseat(self, worker: Worker) -> None:
+    def remove_worker(self, worker: Worker) -> None:
         """The worker is gone."""
         del self.workers[worker.worker_id]
-        self.seats[worker.seat] = None
-        self.worklist.fills(worker.seat, False)
-        self.loads.changed(worker.seat)
+        self.worker_list[worker.index] = None
+        self.worklist.fills(worker.index, False)
+        self.loads.changed(worker.index)
         self.rehosted(worker)
 
-    def free_seat(self) -> int:
-        return next((seat for seat, worker in enumerate(self.seats) if worker is None), len(self.seats))
+    def free_index(self) -> int:
+        return next((index for index, worker in enumerate(self.worker_list) if worker is None), len(self.worker_list))
 
     def give(self, row: int, worker: Worker) -> None:
         """The worker owns the request from now on."""
@@ -217,12 +217,12 @@ class State:
         claim = prompt_tokens + max(tokens, int(requests["expected"][row]))
         requests["status"][row] = RequestStatus.RUNNING
         requests["placed_s"][row], requests["placed_tokens"][row] = self.now_s, tokens
-        requests["worker"][row] = worker.seat + 1
+        requests["worker"][row] = worker.index + 1
         requests["claim"][row] = claim
         requests["starting"][row] = 0
         worker.rows.add(row)
-        self.worklist.given(worker.seat)
-        self.loads.changed(worker.seat)
+        self.worklist.given(worker.index)
+        self.loads.changed(worker.index)
         worker.kv_claimed += claim
         worker.kv_change += prompt_tokens + tokens
 
@@ -243,8 +243,8 @@ class State:
         worker.kv_claimed -= int(self.requests["claim"][row])
         self.requests["worker"][row] = 0
         self.requests["claim"][row] = self.requests["starting"][row] = 0
-        self.worklist.changed(worker.seat)
-        self.loads.changed(worker.seat)
+        self.worklist.changed(worker.index)
+        self.loads.changed(worker.index)
         return worker
 
 

@@ -58,29 +58,29 @@ class Table(dict[str, Column]):
         self._rows *= 2
 
 
-class SeatColumns:
-    """Named int64 columns of as many seats as were asked about; ``empty`` is the row of one that was not set."""
+class IndexedColumns:
+    """Named int64 columns of as many indexes as were asked about; ``empty`` is the row of one that was not set."""
 
     def __init__(self, names: Sequence[str], empty: Sequence[int]) -> None:
         self._names, self._empty = tuple(names), np.array(empty, dtype=np.int64)
         self._rows: Column = np.zeros((0, len(self._names)), dtype=np.int64)
 
-    def __setitem__(self, seat: int, row: Sequence[int]) -> None:
-        self._reach(seat + 1)
-        self._rows[seat] = row
+    def __setitem__(self, index: int, row: Sequence[int]) -> None:
+        self._reach(index + 1)
+        self._rows[index] = row
 
-    def copies(self, seats: int) -> dict[str, Column]:
-        """All columns for the first so many seats."""
-        self._reach(seats)
-        return {name: self._rows[:seats, place].copy() for place, name in enumerate(self._names)}
+    def copies(self, indexes: int) -> dict[str, Column]:
+        """All columns for the first so many indexes."""
+        self._reach(indexes)
+        return {name: self._rows[:indexes, place].copy() for place, name in enumerate(self._names)}
 
-    def rows(self, seats: int) -> list[tuple[int, ...]]:
-        """The rows of the first so many seats."""
-        self._reach(seats)
-        return [tuple(row) for row in self._rows[:seats].tolist()]
+    def rows(self, indexes: int) -> list[tuple[int, ...]]:
+        """The rows of the first so many indexes."""
+        self._reach(indexes)
+        return [tuple(row) for row in self._rows[:indexes].tolist()]
 
-    def _reach(self, seats: int) -> None:
-        lacking = seats - len(self._rows)
+    def _reach(self, indexes: int) -> None:
+        lacking = indexes - len(self._rows)
         if lacking > 0:
             more = np.tile(self._empty, (max(lacking, len(self._rows)), 1))
             self._rows = np.concatenate([self._rows, more])

@@ -8,11 +8,11 @@ QUEUE_SLOTS: Final = 2  # moves may over-subscribe a worker up to this many time
 
 @dataclass(slots=True)
 class Worker:
-    """One DP group. ``loaded``/``target``/``loading``: versions in memory, wanted, and on their way; -1: none."""
+    """One worker. ``loaded``/``target``/``loading``: versions in memory, wanted, and on their way; -1: none."""
 
     worker_id: str
     epoch: int
-    seat: int
+    index: int
     slots: int
     kv_tokens: int
     loaded: int = -1

@@ -1,7 +1,7 @@
 """What the scheduler has still to look at, so that an event costs the same with a thousand workers as with ten.
 
 Whoever changes the state says here what has happened; the scheduler then looks at what was touched, and at nothing
-else. Workers go by their seats.
+else. Workers go by their indexes.
 """
 
 from collections.abc import Iterable, Set
@@ -24,36 +24,36 @@ class Worklist:
         """A version, worker or request changed hands, or a rest is over: there may be work to move or to give."""
         self._awake = True
 
-    def changed(self, seat: int) -> None:
+    def changed(self, index: int) -> None:
         """This worker hosts, or is to host, another version, or a request has left it."""
         self._awake = True
-        self._touched.add(seat)
+        self._touched.add(index)
 
-    def may_have_room(self, seat: int) -> None:
+    def may_have_room(self, index: int) -> None:
         """Something has left this worker, or its KV is used otherwise, since it was found full."""
-        self._roomy.add(seat)
+        self._roomy.add(index)
 
-    def full(self, seat: int) -> None:
+    def full(self, index: int) -> None:
         """This worker was found without room: it is no candidate until something leaves it."""
-        self._roomy.discard(seat)
+        self._roomy.discard(index)
 
-    def fills(self, seat: int, nearly_full: bool) -> None:
+    def fills(self, index: int, nearly_full: bool) -> None:
         """Whether this worker's KV in use is above the pressure."""
         if nearly_full:
-            self._nearly_full.add(seat)
+            self._nearly_full.add(index)
         else:
-            self._nearly_full.discard(seat)
+            self._nearly_full.discard(index)
 
-    def given(self, seat: int) -> None:
+    def given(self, index: int) -> None:
         """This worker has something to do, or soon will."""
-        self._idle.discard(seat)
+        self._idle.discard(index)
 
-    def rests(self, seat: int, idle: bool) -> None:
+    def rests(self, index: int, idle: bool) -> None:
         """Once all is settled: whether this worker holds nothing, loads nothing and is to stay."""
         if idle:
-            self._idle.add(seat)
+            self._idle.add(index)
         else:
-            self._idle.discard(seat)
+            self._idle.discard(index)
 
     def ration(self, version: int, most: int | None, hosts: Iterable[int]) -> None:
         """Each of the ``hosts`` of this version is to hold at most ``most`` requests for now; None: as many as fit.
@@ -90,14 +90,14 @@ class Worklist:
 
     def take_touched(self) -> list[int]:
         """Those touched, in order, each for the last time; all of them may have room."""
-        seats = sorted(self._touched)
+        indexes = sorted(self._touched)
         self._touched.clear()
-        self._roomy.update(seats)
-        return seats
+        self._roomy.update(indexes)
+        return indexes
 
-    def has_room(self, seat: int) -> bool:
+    def has_room(self, index: int) -> bool:
         """Whether this worker may have room."""
-        return seat in self._roomy
+        return index in self._roomy
 
     @property
     def idle(self) -> Set[int]:

@@ -1,11 +1,11 @@
 """Whole batches under a global change of weights, the classical baselines: synchronous, and one step off-policy."""
 
-from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.line import Entry
 from dora.orchestrator.core.plan import Plan, Trigger
 from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.policies.targets import plannable
-from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.view import View
 from dora.orchestrator.core.worker import Worker
 
 
@@ -20,31 +20,31 @@ class SyncPolicy(BasePolicy):
         """The version that generates the batch of ``step``."""
         return newest
 
-    def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
+    def plan(self, view: View, trigger: Trigger) -> Plan:
         """Global synchronisation: the pool changes version together, once nothing of an older one is unfinished."""
-        requests = snapshot.requests
+        requests = view.requests
         unfinished = requests.version[requests.unfinished]
-        next_version = self.version_of(snapshot.step, snapshot.newest, snapshot.window)
+        next_version = self.version_of(view.step, view.newest, view.window)
         version = int(unfinished.min()) if len(unfinished) else next_version
-        return Plan(dict.fromkeys(plannable(snapshot).tolist(), version))
+        return Plan(dict.fromkeys(plannable(view).tolist(), version))
 
-    def ready(self, floor: Floor) -> bool:
+    def ready(self, dispatcher: Dispatcher) -> bool:
         """A batch begins on the whole pool at once: else the first to have its weights would take all of it."""
-        hosts = [worker for version in floor.versions() for worker in floor.hosts(version)]
-        return len(hosts) >= floor.groups() or any(worker.held for worker in hosts)
+        hosts = [worker for version in dispatcher.versions() for worker in dispatcher.workers_of(version)]
+        return len(hosts) >= dispatcher.groups() or any(worker.held for worker in hosts)
 
-    def dispatch(self, floor: Floor) -> None:
-        if self.ready(floor):
-            super().dispatch(floor)
+    def dispatch(self, dispatcher: Dispatcher) -> None:
+        if self.ready(dispatcher):
+            super().dispatch(dispatcher)
 
-    def fits(self, floor: Floor, row: int, worker: Worker) -> bool:
+    def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
         """Slots alone count: what exceeds the KV waits inside the engine, as in the systems that the papers compare."""
         return True
 
-    def choose(self, floor: Floor, version: int) -> Entry | None:
+    def choose(self, dispatcher: Dispatcher, version: int) -> Entry | None:
         """Only the newest version, only for the step that trains on it fresh."""
-        fresh = version == floor.newest == floor.window.step
-        return floor.backlog.first() if fresh and batch_open(floor) else None
+        fresh = version == dispatcher.newest == dispatcher.window.step
+        return dispatcher.backlog.first() if fresh and batch_open(dispatcher) else None
 
 
 class OneStepPolicy(SyncPolicy):
@@ -62,11 +62,11 @@ class OneStepPolicy(SyncPolicy):
     def version_of(self, step: int, newest: int, window: int) -> int:
         return max(0, step - 1)
 
-    def choose(self, floor: Floor, version: int) -> Entry | None:
-        due = version == self.version_of(floor.window.step, floor.newest, floor.window.size)
-        return floor.backlog.first() if due and batch_open(floor) else None
+    def choose(self, dispatcher: Dispatcher, version: int) -> Entry | None:
+        due = version == self.version_of(dispatcher.window.step, dispatcher.newest, dispatcher.window.size)
+        return dispatcher.backlog.first() if due and batch_open(dispatcher) else None
 
 
-def batch_open(floor: Floor) -> bool:
+def batch_open(dispatcher: Dispatcher) -> bool:
     """Whether the step now being filled lacks groups: fewer are open than it still takes."""
-    return floor.window.open_groups < floor.window.left
+    return dispatcher.window.open_groups < dispatcher.window.left

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from dora.orchestrator.core.plan import Move
-from dora.orchestrator.core.snapshot import RequestColumns, Snapshot
 from dora.orchestrator.core.table import Column
+from dora.orchestrator.core.view import RequestColumns, View
 
 
 def context_tokens(requests: RequestColumns) -> Column:
@@ -15,12 +15,12 @@ def context_tokens(requests: RequestColumns) -> Column:
     return context
 
 
-def staying(snapshot: Snapshot, targets: Mapping[int, int]) -> Column:
-    """By seat (bool): has its version in memory and is to keep it, so that requests may move to it."""
-    workers = snapshot.workers
+def staying(view: View, targets: Mapping[int, int]) -> Column:
+    """By index (bool): has its version in memory and is to keep it, so that requests may move to it."""
+    workers = view.workers
     target = workers.target.copy()
-    seats = np.fromiter(targets, dtype=np.int64, count=len(targets))
-    target[seats] = np.fromiter(targets.values(), dtype=np.int64, count=len(targets))
+    indexes = np.fromiter(targets, dtype=np.int64, count=len(targets))
+    target[indexes] = np.fromiter(targets.values(), dtype=np.int64, count=len(targets))
     stays: Column = workers.alive & ~workers.draining & (workers.loaded == target) & (workers.loaded >= 0)
     return stays
 
@@ -31,30 +31,30 @@ class Board:
     A strategy that counts what a worker holds in another way overrides ``_add`` and ``_remove``.
     """
 
-    def __init__(self, snapshot: Snapshot, targets: Mapping[int, int]) -> None:
-        self.workers, self.requests, self.cost = snapshot.workers, snapshot.requests, snapshot.cost
-        self.stays = staying(snapshot, targets)
+    def __init__(self, view: View, targets: Mapping[int, int]) -> None:
+        self.workers, self.requests, self.cost = view.workers, view.requests, view.cost
+        self.stays = staying(view, targets)
         self.context = context_tokens(self.requests)  # by row
-        self.held = self.workers.held.copy()  # by seat
-        self.kv = self.workers.kv_expected.astype(np.float64)  # by seat, tokens
-        self._to: dict[int, int] = {}  # row -> the seat that it was moved to last; -1: taken off, and on none
-        self._peers: dict[int, Column] = {}  # version -> seats that stay with it
+        self.held = self.workers.held.copy()  # by index
+        self.kv = self.workers.kv_expected.astype(np.float64)  # by index, tokens
+        self._to: dict[int, int] = {}  # row -> the index that it was moved to last; -1: taken off, and on none
+        self._peers: dict[int, Column] = {}  # version -> indexes that stay with it
 
     def moves(self) -> tuple[Move, ...]:
         """What is planned so far: each request moves once, to where it was moved last."""
-        moved = ((row, seat) for row, seat in self._to.items() if seat != self.requests.worker[row])
-        return tuple(Move(row, seat) for row, seat in moved)
+        moved = ((row, index) for row, index in self._to.items() if index != self.requests.worker[row])
+        return tuple(Move(row, index) for row, index in moved)
 
     def peers(self, version: int) -> Column:
-        """Seats that stay with this version."""
+        """Indexes that stay with this version."""
         if version not in self._peers:
             self._peers[version] = np.flatnonzero(self.stays & (self.workers.loaded == version))
         return self._peers[version]
 
-    def release(self, seat: int) -> None:
+    def release(self, index: int) -> None:
         """This worker is to take up another version after all."""
-        self.stays[seat] = False
-        self._peers.pop(int(self.workers.loaded[seat]), None)
+        self.stays[index] = False
+        self._peers.pop(int(self.workers.loaded[index]), None)
 
     def displaced(self) -> Column:
         """Rows that may move and stand on workers that do not stay with their version."""
@@ -62,31 +62,31 @@ class Board:
         return rows[~self.stays[self.requests.worker[rows]]]
 
     def with_room(self, row: int, most_held: Column, most_kv: Column) -> Column:
-        """By seat (bool): stays with the version of this request, which would not raise it above these limits."""
+        """By index (bool): stays with the version of this request, which would not raise it above these limits."""
         with_room: Column = self.stays & (self.workers.loaded == self.requests.version[row]) & (self.held < most_held)
         return with_room & (self.kv + self.context[row] <= most_kv)
 
-    def seat_of(self, row: int) -> int:
+    def index_of(self, row: int) -> int:
         """Where this request is by now; -1: on no worker."""
         return self._to.get(row, int(self.requests.worker[row]))
 
-    def move(self, row: int, seat: int) -> None:
+    def move(self, row: int, index: int) -> None:
         """To this worker, off the one that it is on, if any."""
         self.take_off(row)
-        self._to[row] = seat
-        self._add(row, seat)
+        self._to[row] = index
+        self._add(row, index)
 
     def take_off(self, row: int) -> None:
         """Off its worker, if it is on one."""
-        seat = self.seat_of(row)
+        index = self.index_of(row)
         self._to[row] = -1
-        if seat >= 0:
-            self._remove(row, seat)
+        if index >= 0:
+            self._remove(row, index)
 
-    def _add(self, row: int, seat: int) -> None:
-        self.held[seat] += 1
-        self.kv[seat] += self.context[row]
+    def _add(self, row: int, index: int) -> None:
+        self.held[index] += 1
+        self.kv[index] += self.context[row]
 
-    def _remove(self, row: int, seat: int) -> None:
-        self.held[seat] -= 1
-        self.kv[seat] -= self.context[row]
+    def _remove(self, row: int, index: int) -> None:
+        self.held[index] -= 1
+        self.kv[index] -= self.context[row]

@@ -1,7 +1,7 @@
-"""The paper's strategy: DP groups proportional to remaining work, locality, moves (paper 004, section 4.3).
+"""The paper's strategy: workers proportional to remaining work, locality, moves (paper 004, section 4.3).
 
-Where the paper leaves it open: KV is filled up to the pressure at which a DP group would be relieved; an older version
-keeps the DP groups that its KV still fills, and begins nothing more while that is above its share, so that it shrinks;
+Where the paper leaves it open: KV is filled up to the pressure at which a worker would be relieved; an older version
+keeps the workers that its KV still fills, and begins nothing more while that is above its share, so that it shrinks;
 and it is supplemented with what can end before its deadline only, so that no step waits for what was begun too late.
 """
 
@@ -12,15 +12,15 @@ from typing import Final
 import numpy as np
 
 from dora.config import BalanceConfig
-from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.line import Entry
-from dora.orchestrator.core.partition import Seat, assign, keeping_full, proportional, settled
+from dora.orchestrator.core.partition import Candidate, assign, keeping_full, proportional, settled
 from dora.orchestrator.core.plan import Move, Plan, Trigger
 from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.policies.levelling import plan_moves
 from dora.orchestrator.core.policies.targets import living_targets
-from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.table import Column
+from dora.orchestrator.core.view import View
 from dora.orchestrator.core.worker import Worker
 
 REACH: Final = 64  # prompts looked at for one that ends in time
@@ -32,54 +32,54 @@ class DoraPolicy(BasePolicy):
 
     def __init__(self, config: BalanceConfig) -> None:
         super().__init__(config)
-        self._shrinking: frozenset[int] = frozenset()  # versions with more DP groups than their share
+        self._shrinking: frozenset[int] = frozenset()  # versions with more workers than their share
 
-    def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
-        workers = snapshot.workers
-        seats = np.flatnonzero(workers.alive & ~workers.draining)
-        if not len(seats):
+    def plan(self, view: View, trigger: Trigger) -> Plan:
+        workers = view.workers
+        indexes = np.flatnonzero(workers.alive & ~workers.draining)
+        if not len(indexes):
             return Plan()
-        work = remaining_work(snapshot)
-        shares = proportional(work, len(seats), snapshot.newest)
-        wanted = keeping_full(shares, *self._occupied(snapshot, seats), snapshot.newest)
+        work = remaining_work(view)
+        shares = proportional(work, len(indexes), view.newest)
+        wanted = keeping_full(shares, *self._occupied(view, indexes), view.newest)
         self._shrinking = frozenset(version for version in wanted if wanted[version] > shares.get(version, 0))
-        present, times = np.unique(workers.target[seats], return_counts=True)
+        present, times = np.unique(workers.target[indexes], return_counts=True)
         counts = dict(zip(present.tolist(), times.tolist(), strict=True))
         keep = trigger in (Trigger.TIME, Trigger.PRESSURE) and settled(counts, work, wanted, self.config.hysteresis)
         if keep:
-            targets = dict(zip(seats.tolist(), workers.target[seats].tolist(), strict=True))
+            targets = dict(zip(indexes.tolist(), workers.target[indexes].tolist(), strict=True))
         elif len(wanted) == 1:
-            targets = dict.fromkeys(seats.tolist(), next(iter(wanted)))
+            targets = dict.fromkeys(indexes.tolist(), next(iter(wanted)))
         else:
-            columns = (seats, workers.loaded[seats], workers.target[seats], workers.kv_used[seats])
-            rows = [Seat(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+            columns = (indexes, workers.loaded[indexes], workers.target[indexes], workers.kv_used[indexes])
+            rows = [Candidate(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
             targets = assign(rows, wanted)
-        return Plan(targets, plan_moves(snapshot, targets, self.config))
+        return Plan(targets, plan_moves(view, targets, self.config))
 
-    def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
-        return plan_moves(snapshot, living_targets(snapshot), self.config)
+    def relieve(self, view: View) -> tuple[Move, ...]:
+        return plan_moves(view, living_targets(view), self.config)
 
-    def ration(self, floor: Floor, version: int) -> int | None:
-        return self.even_share(floor, version)
+    def ration(self, dispatcher: Dispatcher, version: int) -> int | None:
+        return self.even_share(dispatcher, version)
 
-    def fits(self, floor: Floor, row: int, worker: Worker) -> bool:
-        """Whether KV in use stays below the pressure. An empty DP group takes anything."""
-        kv_tokens = worker.kv_expected + floor.context_tokens(row)
+    def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
+        """Whether KV in use stays below the pressure. An empty worker takes anything."""
+        kv_tokens = worker.kv_expected + dispatcher.context_tokens(row)
         return not worker.held or kv_tokens <= self.config.pressure * worker.kv_tokens
 
-    def choose(self, floor: Floor, version: int) -> Entry | None:
+    def choose(self, dispatcher: Dispatcher, version: int) -> Entry | None:
         """In order of arrival; for an older version what ends before its deadline, and nothing while it shrinks."""
-        if version == floor.newest or not floor.rhythm.step_s:
-            return floor.backlog.first()
+        if version == dispatcher.newest or not dispatcher.rhythm.step_s:
+            return dispatcher.backlog.first()
         if version in self._shrinking:
             return None
-        most = MARGIN * tokens_left(floor, version)
-        return next((entry for entry in islice(floor.backlog, REACH) if entry.longest_tokens <= most), None)
+        most = MARGIN * tokens_left(dispatcher, version)
+        return next((entry for entry in islice(dispatcher.backlog, REACH) if entry.longest_tokens <= most), None)
 
-    def _occupied(self, snapshot: Snapshot, seats: Column) -> tuple[Mapping[int, int], Mapping[int, float]]:
-        """By version in memory: how many DP groups hold it, and how many its KV fills."""
-        workers = snapshot.workers
-        loaded = seats[workers.loaded[seats] >= 0]
+    def _occupied(self, view: View, indexes: Column) -> tuple[Mapping[int, int], Mapping[int, float]]:
+        """By version in memory: how many workers hold it, and how many its KV fills."""
+        workers = view.workers
+        loaded = indexes[workers.loaded[indexes] >= 0]
         versions, inverse, times = np.unique(workers.loaded[loaded], return_inverse=True, return_counts=True)
         # what an idle engine has reported last says nothing: its KV is free
         kv = np.where(workers.held[loaded] > 0, workers.kv_expected[loaded], 0)
@@ -89,21 +89,21 @@ class DoraPolicy(BasePolicy):
         return dict(zip(names, times.tolist(), strict=True)), dict(zip(names, full.tolist(), strict=True))
 
 
-def tokens_left(floor: Floor, version: int) -> float:
+def tokens_left(dispatcher: Dispatcher, version: int) -> float:
     """Tokens that a response could have until the last step that may take this version is full, as steps go of late."""
-    rhythm = floor.rhythm
-    steps = floor.window.deadline(version) - floor.newest + 1
+    rhythm = dispatcher.rhythm
+    steps = dispatcher.window.deadline(version) - dispatcher.newest + 1
     ends_s = rhythm.published_s + steps * rhythm.step_s - rhythm.tail_s
-    return (ends_s - floor.now_s) / rhythm.pace_s
+    return (ends_s - dispatcher.now_s) / rhythm.pace_s
 
 
-def remaining_work(snapshot: Snapshot) -> dict[int, float]:
+def remaining_work(view: View) -> dict[int, float]:
     """Predicted tokens still to generate, by version; the newest counts what it may still admit."""
-    requests = snapshot.requests
+    requests = view.requests
     rows = np.flatnonzero(requests.unfinished)
     versions, inverse = np.unique(requests.version[rows], return_inverse=True)
     sums = np.bincount(inverse, weights=requests.remaining_tokens(rows) + 1, minlength=len(versions))
     work = {int(version): float(total) for version, total in zip(versions, sums, strict=True)}
-    supply = max(0, snapshot.admissible.get(snapshot.newest, 0)) * snapshot.group_tokens
-    work[snapshot.newest] = work.get(snapshot.newest, 0.0) + supply
+    supply = max(0, view.admissible.get(view.newest, 0)) * view.group_tokens
+    work[view.newest] = work.get(view.newest, 0.0) + supply
     return work

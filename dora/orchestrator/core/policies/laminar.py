@@ -11,12 +11,12 @@ import numpy as np
 
 from dora.config import BalanceConfig
 from dora.orchestrator.core.cost import CostModel
-from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.plan import Move, Plan, Trigger
 from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.policies.board import Board, staying
 from dora.orchestrator.core.policies.targets import cover, present_targets, waiting_versions
-from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.view import View
 from dora.orchestrator.core.worker import Worker
 
 KV_THRESHOLD = 0.99  # C_max, as a share of the KV-cache: the paper's example
@@ -28,7 +28,7 @@ LOOKS = (Trigger.TIME, Trigger.PRESSURE, Trigger.UPDATE, Trigger.OPERATOR)
 class Idle:
     """A worker that runs idle (the paper's replica in its ramp-down), as algorithm 1 sees it. KV in tokens."""
 
-    seat: int
+    index: int
     kv_used: int  # C_used
     kv_max: float  # C_max
     requests: int  # N_reqs
@@ -36,34 +36,34 @@ class Idle:
 
 
 def consolidate(idle: Sequence[Idle]) -> list[tuple[int, int]]:
-    """Algorithm 1 from line 4 on: best-fit packing of one version's idle workers. Returns (source, target) seats.
+    """Algorithm 1 from line 4 on: best-fit packing of one version's idle workers. Returns (source, target) indexes.
 
     The smallest source goes first, to the destination that becomes the fullest; a released one is no destination.
     """
-    ordered = sorted(idle, key=lambda worker: (worker.kv_used, worker.seat))
-    kv = {worker.seat: worker.kv_used for worker in ordered}
-    requests = {worker.seat: worker.requests for worker in ordered}
+    ordered = sorted(idle, key=lambda worker: (worker.kv_used, worker.index))
+    kv = {worker.index: worker.kv_used for worker in ordered}
+    requests = {worker.index: worker.requests for worker in ordered}
     released: set[int] = set()
     filled: set[int] = set()  # destinations; the printed algorithm may release one under what it was just given
     plan: list[tuple[int, int]] = []
     for source in ordered:
-        if source.seat in filled:
+        if source.index in filled:
             continue
         fits = [
             target
             for target in ordered
             if target is not source
-            and target.seat not in released
-            and kv[target.seat] + source.kv_used <= target.kv_max
-            and requests[target.seat] + source.requests <= target.requests_max
+            and target.index not in released
+            and kv[target.index] + source.kv_used <= target.kv_max
+            and requests[target.index] + source.requests <= target.requests_max
         ]
         if fits:
-            best = max(fits, key=lambda target: (kv[target.seat], -target.seat))
-            plan.append((source.seat, best.seat))
-            released.add(source.seat)
-            filled.add(best.seat)
-            kv[best.seat] += source.kv_used
-            requests[best.seat] += source.requests
+            best = max(fits, key=lambda target: (kv[target.index], -target.index))
+            plan.append((source.index, best.index))
+            released.add(source.index)
+            filled.add(best.index)
+            kv[best.index] += source.kv_used
+            requests[best.index] += source.requests
     return plan
 
 
@@ -85,85 +85,85 @@ class LaminarPolicy(BasePolicy):
 
     def __init__(self, config: BalanceConfig) -> None:
         super().__init__(config)
-        self._kv_before: dict[int, int] = {}  # seat -> KV use at the last look
-        self._idle: dict[int, int] = {}  # seat -> version in whose batch its KV use has begun to fall
-        self._taken: dict[int, int] = {}  # seat -> version of which it has taken its whole batch
+        self._kv_before: dict[int, int] = {}  # index -> KV use at the last look
+        self._idle: dict[int, int] = {}  # index -> version in whose batch its KV use has begun to fall
+        self._taken: dict[int, int] = {}  # index -> version of which it has taken its whole batch
 
     # ----------------------------------------------------------------------------------------------------- new work
 
-    def dispatch(self, floor: Floor) -> None:
-        for version in floor.versions():
-            if floor.line(version):
-                self._deal(floor, version, floor.candidates(version), admits=False)
-        if floor.backlog and floor.window.admissible(floor.newest) > 0:
-            begins = [worker for worker in floor.candidates(floor.newest) if self._begins(worker)]
-            self._deal(floor, floor.newest, begins, admits=True)
+    def dispatch(self, dispatcher: Dispatcher) -> None:
+        for version in dispatcher.versions():
+            if dispatcher.line(version):
+                self._deal(dispatcher, version, dispatcher.candidates(version), admits=False)
+        if dispatcher.backlog and dispatcher.window.admissible(dispatcher.newest) > 0:
+            begins = [worker for worker in dispatcher.candidates(dispatcher.newest) if self._begins(worker)]
+            self._deal(dispatcher, dispatcher.newest, begins, admits=True)
 
     def _begins(self, worker: Worker) -> bool:
         """Whether it still takes requests of its batch."""
         if not worker.held:
-            self._taken.pop(worker.seat, None)
-        return self._taken.get(worker.seat) != worker.loaded
+            self._taken.pop(worker.index, None)
+        return self._taken.get(worker.index) != worker.loaded
 
-    def _deal(self, floor: Floor, version: int, workers: Sequence[Worker], *, admits: bool) -> None:
+    def _deal(self, dispatcher: Dispatcher, version: int, workers: Sequence[Worker], *, admits: bool) -> None:
         """Requests in line, then of new groups, to the worker with the most free slots, up to its batch."""
-        heap = [(worker.held - worker.slots, worker.seat, worker) for worker in workers]
+        heap = [(worker.held - worker.slots, worker.index, worker) for worker in workers]
         heapify(heap)
         while heap:
-            free, seat, worker = heap[0]
+            free, index, worker = heap[0]
             if free >= 0:
                 heappop(heap)
-                floor.full(worker)
+                dispatcher.full(worker)
                 continue
-            if not floor.line(version):
-                entry = floor.backlog.first() if admits and floor.window.admissible(version) > 0 else None
+            if not dispatcher.line(version):
+                entry = dispatcher.backlog.first() if admits and dispatcher.window.admissible(version) > 0 else None
                 if entry is None:
                     break
-                floor.admit(entry, version, self.rank)
-            floor.place(floor.line(version).peek(), worker)
-            heapreplace(heap, (free + 1, seat, worker))
+                dispatcher.admit(entry, version, self.rank)
+            dispatcher.place(dispatcher.line(version).peek(), worker)
+            heapreplace(heap, (free + 1, index, worker))
         if admits:
-            self._taken.update((worker.seat, version) for worker in workers if worker.held >= worker.slots)
+            self._taken.update((worker.index, version) for worker in workers if worker.held >= worker.slots)
 
     # ---------------------------------------------------------------------------------------------------- repacking
 
-    def plan(self, snapshot: Snapshot, trigger: Trigger) -> Plan:
-        workers, targets = snapshot.workers, present_targets(snapshot, snapshot.newest)
-        waited = waiting_versions(snapshot)
-        for seat, version in targets.items():
-            if not workers.held[seat] and version not in waited:
-                targets[seat] = snapshot.newest
+    def plan(self, view: View, trigger: Trigger) -> Plan:
+        workers, targets = view.workers, present_targets(view, view.newest)
+        waited = waiting_versions(view)
+        for index, version in targets.items():
+            if not workers.held[index] and version not in waited:
+                targets[index] = view.newest
         moves: list[Move] = []
         if trigger in LOOKS:
-            for source, target in self._repack(snapshot, targets):
-                rows = np.flatnonzero(snapshot.requests.movable & (snapshot.requests.worker == source))
+            for source, target in self._repack(view, targets):
+                rows = np.flatnonzero(view.requests.movable & (view.requests.worker == source))
                 moves += [Move(row, target) for row in rows.tolist()]
-                targets[source] = snapshot.newest
+                targets[source] = view.newest
                 self._taken[source] = int(workers.loaded[source])
-        cover(snapshot, targets)
+        cover(view, targets)
         return Plan(targets, tuple(moves))
 
-    def _repack(self, snapshot: Snapshot, targets: dict[int, int]) -> list[tuple[int, int]]:
+    def _repack(self, view: View, targets: dict[int, int]) -> list[tuple[int, int]]:
         """The idle workers of each version (algorithm 1, line 3), consolidated."""
-        workers, stays = snapshot.workers, staying(snapshot, targets)
+        workers, stays = view.workers, staying(view, targets)
         groups: dict[int, list[Idle]] = {}
         idle: dict[int, int] = {}
-        for seat in targets:
-            version, kv_used = int(workers.loaded[seat]), int(workers.kv_expected[seat])
-            held, kv_max = int(workers.held[seat]), KV_THRESHOLD * int(workers.kv_tokens[seat])
-            falls = kv_used < self._kv_before.get(seat, 0) or self._idle.get(seat) == version
-            if stays[seat] and held and kv_used < kv_max and falls:
-                idle[seat] = version  # "from this time on" (section 5.2), though long responses may let it rise again
-                most = roofline_requests(snapshot.cost, int(workers.slots[seat]))
+        for index in targets:
+            version, kv_used = int(workers.loaded[index]), int(workers.kv_expected[index])
+            held, kv_max = int(workers.held[index]), KV_THRESHOLD * int(workers.kv_tokens[index])
+            falls = kv_used < self._kv_before.get(index, 0) or self._idle.get(index) == version
+            if stays[index] and held and kv_used < kv_max and falls:
+                idle[index] = version  # "from this time on" (section 5.2), though long responses may let it rise again
+                most = roofline_requests(view.cost, int(workers.slots[index]))
                 if held < most:
-                    groups.setdefault(version, []).append(Idle(seat, kv_used, kv_max, held, most))
-            self._kv_before[seat] = kv_used
+                    groups.setdefault(version, []).append(Idle(index, kv_used, kv_max, held, most))
+            self._kv_before[index] = kv_used
         self._idle = idle
         return [pair for version in sorted(groups) for pair in consolidate(groups[version])]
 
-    def relieve(self, snapshot: Snapshot) -> tuple[Move, ...]:
+    def relieve(self, view: View) -> tuple[Move, ...]:
         """What a repacking has left behind, and what stands on leaving workers: to the fullest one that it fits."""
-        board, workers = Board(snapshot, {}), snapshot.workers
+        board, workers = Board(view, {}), view.workers
         for row in board.displaced().tolist():
             fits = board.with_room(row, workers.slots, KV_THRESHOLD * workers.kv_tokens)
             if fits.any():

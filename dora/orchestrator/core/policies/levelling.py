@@ -14,7 +14,7 @@ import numpy as np
 from dora.config import BalanceConfig
 from dora.orchestrator.core.plan import Move
 from dora.orchestrator.core.policies.board import Board
-from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.view import View
 from dora.orchestrator.core.worker import QUEUE_SLOTS
 
 MISSES_MAX = 16  # requests of one version that find no room before the rest is left where it is
@@ -22,9 +22,9 @@ LEVEL_SHARE = 0.05  # workers whose steps take the same time, but for this share
 SHORTEST_MOVE_TOKENS = 2  # a request this near its certain end is not worth a move
 
 
-def plan_moves(snapshot: Snapshot, targets: Mapping[int, int], balance: BalanceConfig) -> tuple[Move, ...]:
+def plan_moves(view: View, targets: Mapping[int, int], balance: BalanceConfig) -> tuple[Move, ...]:
     """At most ``moves_at_once`` moves: first off workers that change or leave, then levelling within each version."""
-    plan = _Levelling(snapshot, targets, balance.pressure)
+    plan = _Levelling(view, targets, balance.pressure)
     if plan.movable:
         plan.displace(balance.moves_at_once)
         plan.level(balance.level_gap, balance.moves_at_once)
@@ -32,15 +32,15 @@ def plan_moves(snapshot: Snapshot, targets: Mapping[int, int], balance: BalanceC
 
 
 class _Levelling(Board):
-    def __init__(self, snapshot: Snapshot, targets: Mapping[int, int], pressure: float) -> None:
-        super().__init__(snapshot, targets)
+    def __init__(self, view: View, targets: Mapping[int, int], pressure: float) -> None:
+        super().__init__(view, targets)
         requests = self.requests
         movable = np.flatnonzero(requests.movable & (requests.worker >= 0))
         self._remaining = np.zeros(len(requests.tokens))  # by row, of those that may move
         self._remaining[movable] = requests.remaining_tokens(movable)
         self._far_from_end = movable[self._remaining[movable] > SHORTEST_MOVE_TOKENS]
         self._room = pressure * self.workers.kv_tokens
-        self._longest: dict[int, list[int]] = {}  # seat -> rows that may move off it, the longest last
+        self._longest: dict[int, list[int]] = {}  # index -> rows that may move off it, the longest last
         self._moved = 0
 
     @property
@@ -58,19 +58,19 @@ class _Levelling(Board):
                 return
             if misses[version] >= MISSES_MAX:
                 continue
-            seat = self._roomiest(row)
-            if seat is None:
+            index = self._roomiest(row)
+            if index is None:
                 misses[version] += 1
             else:
-                self.move(row, seat)
+                self.move(row, index)
 
     def level(self, gap: int, moves_max: int) -> None:
         """From the worker with the most requests to the one with the fewest, while they are ``gap`` apart."""
         for version in np.unique(self.workers.loaded[self.stays]).tolist():
-            seats = self.peers(version)
-            while len(seats) > 1 and self._moved < moves_max:
-                source = int(seats[np.argmax(self.held[seats])])
-                target = int(seats[np.argmin(self.held[seats])])
+            indexes = self.peers(version)
+            while len(indexes) > 1 and self._moved < moves_max:
+                source = int(indexes[np.argmax(self.held[indexes])])
+                target = int(indexes[np.argmin(self.held[indexes])])
                 row = self._longest_on(source) if self.held[source] - self.held[target] >= max(gap, 2) else None
                 if row is None or self.kv[target] + self.context[row] > self._room[target]:
                     break
@@ -78,8 +78,8 @@ class _Levelling(Board):
                     break
                 self.move(row, target)
 
-    def move(self, row: int, seat: int) -> None:
-        super().move(row, seat)
+    def move(self, row: int, index: int) -> None:
+        super().move(row, index)
         self._moved += 1
 
     def _roomiest(self, row: int) -> int | None:
@@ -89,13 +89,13 @@ class _Levelling(Board):
             return None
         return int(np.where(fits, slots - self.held, np.iinfo(np.int64).min).argmax())
 
-    def _longest_on(self, seat: int) -> int | None:
+    def _longest_on(self, index: int) -> int | None:
         """The longest request of a worker that stays, each asked for once; ties: the first row."""
-        rows = self._longest.get(seat)
+        rows = self._longest.get(index)
         if rows is None:
-            on_seat = self._far_from_end[self.requests.worker[self._far_from_end] == seat]
-            order = np.argsort(-self._remaining[on_seat], kind="stable")
-            rows = self._longest[seat] = on_seat[order[::-1]].tolist()
+            on_index = self._far_from_end[self.requests.worker[self._far_from_end] == index]
+            order = np.argsort(-self._remaining[on_index], kind="stable")
+            rows = self._longest[index] = on_index[order[::-1]].tolist()
         return rows.pop() if rows else None
 
     def _gains(self, row: int, source: int, target: int) -> bool:

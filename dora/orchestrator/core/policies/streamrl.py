@@ -1,4 +1,4 @@
-"""StreamRL's strategy (paper 002, section 5.3): long responses on DP groups of their own, the longest first."""
+"""StreamRL's strategy (paper 002, section 5.3): long responses on workers of their own, the longest first."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 
 from dora.config import BalanceConfig
 from dora.orchestrator.core.cost import CostModel
-from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.line import Entry
 from dora.orchestrator.core.policies.batch import OneStepPolicy
 from dora.orchestrator.core.worker import Worker
@@ -19,7 +19,7 @@ LONG_PERCENTILE, REGULAR_PERCENTILE = 90, 50  # of the lengths: how long the two
 
 
 def dedicated_groups(lengths: Sequence[float], groups: int, latency_s: Callable[[int, float], float]) -> int:
-    """Algorithm 2: how many of the DP groups take the long tail of these estimated lengths; the rest take the others.
+    """Algorithm 2: how many of the workers take the long tail of these estimated lengths; the rest take the others.
 
     ``latency_s``: of so many samples of a mean length on one group. As printed, the sum of both latencies is the least.
     0 for a single group, which takes all.
@@ -35,7 +35,7 @@ def dedicated_groups(lengths: Sequence[float], groups: int, latency_s: Callable[
 
 
 def latency_s(samples: int, mean_tokens: float, prompt_tokens: float, worker: Worker, cost: CostModel | None) -> float:
-    """Seconds of one DP group for so many samples (eq. 2): PTL(BS) x mean length x rounds.
+    """Seconds of one worker for so many samples (eq. 2): PTL(BS) x mean length x rounds.
 
     The batch BS is as large as slots and KV allow. Where the cost is unknown a token takes the same time in any batch.
     """
@@ -45,7 +45,7 @@ def latency_s(samples: int, mean_tokens: float, prompt_tokens: float, worker: Wo
 
 
 class StreamRlPolicy(OneStepPolicy):
-    """Batches as in ``stream``; a batch is admitted at once, its longest fifth goes to dedicated DP groups.
+    """Batches as in ``stream``; a batch is admitted at once, its longest fifth goes to dedicated workers.
 
     Within both kinds of groups the longest expected response starts first, on the emptiest. The trainer's dynamic
     batches are what groups delivered as they finish are (in the simulator: ``trainer.streams``). A window of 2 is the
@@ -56,7 +56,7 @@ class StreamRlPolicy(OneStepPolicy):
     def __init__(self, config: BalanceConfig) -> None:
         super().__init__(config)
         self._of: tuple[int, tuple[int, ...]] | None = None  # the batch and the hosts that the next two are of
-        self._dedicated: frozenset[int] = frozenset()  # seats for the long tail
+        self._dedicated: frozenset[int] = frozenset()  # indexes for the long tail
         self._threshold = 0.0  # expected tokens from which on a response belongs to it
         self._long: deque[int] = deque()  # rows in line, the longest first
         self._regular: deque[int] = deque()
@@ -68,65 +68,67 @@ class StreamRlPolicy(OneStepPolicy):
     def rank(self, entry: Entry, expected_tokens: float) -> float:
         return -expected_tokens
 
-    def dispatch(self, floor: Floor) -> None:
-        if not self.ready(floor):
+    def dispatch(self, dispatcher: Dispatcher) -> None:
+        if not self.ready(dispatcher):
             return
-        for version in floor.versions():
-            hosts = list(floor.hosts(version))
+        for version in dispatcher.versions():
+            hosts = list(dispatcher.workers_of(version))
             if hosts:
-                self._serve(floor, version, hosts)
+                self._serve(dispatcher, version, hosts)
 
-    def _serve(self, floor: Floor, version: int, hosts: Sequence[Worker]) -> None:
-        while floor.backlog and floor.window.admissible(version) > 0:
-            entry = self.choose(floor, version)
+    def _serve(self, dispatcher: Dispatcher, version: int, hosts: Sequence[Worker]) -> None:
+        while dispatcher.backlog and dispatcher.window.admissible(version) > 0:
+            entry = self.choose(dispatcher, version)
             if entry is None:
                 break
-            floor.admit(entry, version, self.rank)
-        if not floor.line(version):
+            dispatcher.admit(entry, version, self.rank)
+        if not dispatcher.line(version):
             return
-        self._split(floor, version, hosts)
-        self._sort(floor, version)
-        candidates = floor.candidates(version)
+        self._split(dispatcher, version, hosts)
+        self._sort(dispatcher, version)
+        candidates = dispatcher.candidates(version)
         for rows, long in ((self._long, True), (self._regular, False)):
-            self._start(floor, rows, [worker for worker in candidates if (worker.seat in self._dedicated) == long])
-        self._sorted = (version, floor.line(version).changes)
+            self._start(
+                dispatcher, rows, [worker for worker in candidates if (worker.index in self._dedicated) == long]
+            )
+        self._sorted = (version, dispatcher.line(version).changes)
 
-    def _split(self, floor: Floor, version: int, hosts: Sequence[Worker]) -> None:
+    def _split(self, dispatcher: Dispatcher, version: int, hosts: Sequence[Worker]) -> None:
         """Algorithm 2, once for each batch, and again where a host came or went."""
-        of = (floor.window.step, tuple(worker.seat for worker in hosts))
+        of = (dispatcher.window.step, tuple(worker.index for worker in hosts))
         if of == self._of:
             return
         self._of = of
-        rows = list(floor.line(version))
-        lengths = np.maximum(1, floor.requests["expected"][rows])
-        prompt_tokens = float(floor.requests["prompt_tokens"][rows].mean())
+        rows = list(dispatcher.line(version))
+        lengths = np.maximum(1, dispatcher.requests["expected"][rows])
+        prompt_tokens = float(dispatcher.requests["prompt_tokens"][rows].mean())
 
         def latency(samples: int, mean_tokens: float) -> float:
-            return latency_s(samples, mean_tokens, prompt_tokens, hosts[0], floor.cost)
+            return latency_s(samples, mean_tokens, prompt_tokens, hosts[0], dispatcher.cost)
 
         groups = dedicated_groups(lengths.tolist(), len(hosts), latency)
-        self._dedicated = frozenset(worker.seat for worker in hosts[:groups])
+        self._dedicated = frozenset(worker.index for worker in hosts[:groups])
         self._threshold = float(np.quantile(lengths, 1 - ALPHA)) if groups else float("inf")
         self._sorted = None
 
-    def _sort(self, floor: Floor, version: int) -> None:
+    def _sort(self, dispatcher: Dispatcher, version: int) -> None:
         """Brings the two queues up to date with the line, where it has changed by another hand."""
-        line = floor.line(version)
+        line = dispatcher.line(version)
         if self._sorted == (version, line.changes):
             return
-        expected = floor.requests["expected"]
+        expected = dispatcher.requests["expected"]
         rows = sorted(line, key=lambda row: (-int(expected[row]), row))
         self._long = deque(row for row in rows if expected[row] >= self._threshold)
         self._regular = deque(row for row in rows if expected[row] < self._threshold)
 
-    def _start(self, floor: Floor, rows: deque[int], workers: Sequence[Worker]) -> None:
-        heap = [(-self.room(floor, worker), worker.seat, worker) for worker in workers]
+    def _start(self, dispatcher: Dispatcher, rows: deque[int], workers: Sequence[Worker]) -> None:
+        heap = [(-self.room(dispatcher, worker), worker.index, worker) for worker in workers]
         heapify(heap)
         while heap and rows:
-            room, seat, worker = heap[0]
+            room, index, worker = heap[0]
             if room >= 0:
-                floor.full(worker)
+                dispatcher.full(worker)
                 heappop(heap)
             else:
-                floor.place(rows.popleft(), worker)
-                heapreplace(heap, (-self.room(floor, worker), seat, worker))
+                dispatcher.place(rows.popleft(), worker)
+                heapreplace(heap, (-self.room(dispatcher, worker), index, worker))

@@ -7,7 +7,7 @@ import numpy as np
 
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.policies.board import Board
-from dora.orchestrator.core.snapshot import Snapshot
+from dora.orchestrator.core.view import View
 from dora.orchestrator.core.worker import Worker
 
 MU = 0.3  # a worker gets no trajectory whose gain is below this share of the ideal one
@@ -17,7 +17,7 @@ MU = 0.3  # a worker gets no trajectory whose gain is below this share of the id
 class Load:
     """A worker as the cost model sees it, with all that was sent counted in: the speculative state (section 5.2).
 
-    The paper discards a snapshot until every command it sent has taken effect. The core owns each request from the
+    The paper discards a view until every command it sent has taken effect. The core owns each request from the
     moment it is sent, and a version is hosted only once its load is acknowledged; what lags is what engines report. So
     ``running`` counts what is owned, and ``kv_tokens`` has what was given or is on its way since the last report.
     """
@@ -70,69 +70,69 @@ def relative_gain(load: Load, tokens: int, cost: CostModel | None) -> float:
 class RoutingBoard(Board):
     """Counts as the cost model does: what does not run at once is queued, and holds no KV."""
 
-    def __init__(self, snapshot: Snapshot, targets: dict[int, int]) -> None:
-        super().__init__(snapshot, targets)
+    def __init__(self, view: View, targets: dict[int, int]) -> None:
+        super().__init__(view, targets)
         self.waiting = np.minimum(self.held, self.workers.waiting)
         self.kv[self.held == 0] = 0.0
-        self._on: list[list[int]] = [[] for _ in self.held]  # by seat: rows that may move
+        self._on: list[list[int]] = [[] for _ in self.held]  # by index: rows that may move
         rows = np.flatnonzero(self.requests.movable & (self.requests.worker >= 0))
         for row in rows[np.argsort(self.requests.tokens[rows], kind="stable")].tolist():
             self._on[self.requests.worker[row]].append(row)
         self._fixed = [held - len(rows) for held, rows in zip(self.held.tolist(), self._on, strict=True)]
 
-    def load(self, seat: int) -> Load:
-        held, waiting, workers = int(self.held[seat]), int(self.waiting[seat]), self.workers
+    def load(self, index: int) -> Load:
+        held, waiting, workers = int(self.held[index]), int(self.waiting[index]), self.workers
         return Load(
-            held - waiting, waiting, float(self.kv[seat]), int(workers.slots[seat]), int(workers.kv_tokens[seat])
+            held - waiting, waiting, float(self.kv[index]), int(workers.slots[index]), int(workers.kv_tokens[index])
         )
 
-    def on(self, seat: int) -> list[int]:
+    def on(self, index: int) -> list[int]:
         """Movable requests of a worker, the fewest tokens first: what an engine queues has done the least.
 
-        What was routed here since the snapshot comes last.
+        What was routed here since the view comes last.
         """
-        return list(self._on[seat])
+        return list(self._on[index])
 
-    def route(self, row: int, seats: Iterable[int]) -> bool:
-        """Onto the one of ``seats`` with the largest gain; False, and it stays, where none reaches ``MU``."""
+    def route(self, row: int, indexes: Iterable[int]) -> bool:
+        """Onto the one of ``indexes`` with the largest gain; False, and it stays, where none reaches ``MU``."""
         tokens = int(self.context[row])
-        gains = [(relative_gain(self.load(seat), tokens, self.cost), -seat) for seat in seats]
+        gains = [(relative_gain(self.load(index), tokens, self.cost), -index) for index in indexes]
         gain, place = max(gains, default=(0.0, 0))
         if gain < MU:
             return False
         self.move(row, -place)
         return True
 
-    def clear(self, seat: int) -> bool:
+    def clear(self, index: int) -> bool:
         """Routes all that is on a worker, or was routed there, to others that host its version.
 
         False, and nothing has changed, where something has to stay.
         """
-        if self._fixed[seat]:
+        if self._fixed[index]:
             return False
         counts = self.held.copy(), self.waiting.copy(), self.kv.copy()
         where = [list(rows) for rows in self._on], dict(self._to)
-        others = [peer for peer in self.peers(int(self.workers.loaded[seat])).tolist() if peer != seat]
-        if all(self.route(row, others) for row in self.on(seat)):
+        others = [peer for peer in self.peers(int(self.workers.loaded[index])).tolist() if peer != index]
+        if all(self.route(row, others) for row in self.on(index)):
             return True
         (self.held, self.waiting, self.kv), (self._on, self._to) = counts, where
         return False
 
-    def _add(self, row: int, seat: int) -> None:
+    def _add(self, row: int, index: int) -> None:
         """One more trajectory is routed here (eq. 3)."""
-        runs = self.load(seat).takes(int(self.context[row]))
-        self._on[seat].append(row)
-        self.held[seat] += 1
+        runs = self.load(index).takes(int(self.context[row]))
+        self._on[index].append(row)
+        self.held[index] += 1
         if runs:
-            self.kv[seat] += self.context[row]
+            self.kv[index] += self.context[row]
         else:
-            self.waiting[seat] += 1
+            self.waiting[index] += 1
 
-    def _remove(self, row: int, seat: int) -> None:
+    def _remove(self, row: int, index: int) -> None:
         """One is taken off: a queued one, which holds no KV, where there is any."""
-        self._on[seat].remove(row)
-        self.held[seat] -= 1
-        if self.waiting[seat]:
-            self.waiting[seat] -= 1
+        self._on[index].remove(row)
+        self.held[index] -= 1
+        if self.waiting[index]:
+            self.waiting[index] -= 1
         else:
-            self.kv[seat] = max(0.0, self.kv[seat] - self.context[row])
+            self.kv[index] = max(0.0, self.kv[index] - self.context[row])

@@ -14,8 +14,8 @@ from dora.orchestrator.core.policies.laxity.reserved import Reservation, reserve
 from dora.orchestrator.core.policies.laxity.schedule import Schedule, leading
 from dora.orchestrator.core.policies.laxity.tuning import TUNING
 from dora.orchestrator.core.policies.targets import cover, plannable, present_targets
-from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.table import Column
+from dora.orchestrator.core.view import View
 
 
 @dataclass(slots=True)
@@ -28,34 +28,34 @@ class Last:
 
 
 class Allocation:
-    """One snapshot's supply and demand."""
+    """One view's supply and demand."""
 
-    def __init__(self, snapshot: Snapshot, schedule: Schedule | None, last: Last) -> None:
-        self._snapshot, self._schedule, self._last = snapshot, schedule, last
-        seats, workers = plannable(snapshot), snapshot.workers
-        self._slots = float(workers.slots[seats].mean()) if len(seats) else 1.0  # of a worker, on average
+    def __init__(self, view: View, schedule: Schedule | None, last: Last) -> None:
+        self._snapshot, self._schedule, self._last = view, schedule, last
+        indexes, workers = plannable(view), view.workers
+        self._slots = float(workers.slots[indexes].mean()) if len(indexes) else 1.0  # of a worker, on average
         self._kv_tokens = (
-            TUNING.fill * float(workers.kv_tokens[seats].mean()) if len(seats) else 0.0
+            TUNING.fill * float(workers.kv_tokens[indexes].mean()) if len(indexes) else 0.0
         )  # that it may hold
-        self._unfinished = np.flatnonzero(snapshot.requests.unfinished)
-        self._held = context_tokens(snapshot.requests)[self._unfinished].astype(np.float64)
-        self.leader = leading(snapshot.newest, workers.target[seats].tolist(), snapshot.window, snapshot.admits)
+        self._unfinished = np.flatnonzero(view.requests.unfinished)
+        self._held = context_tokens(view.requests)[self._unfinished].astype(np.float64)
+        self.leader = leading(view.newest, workers.target[indexes].tolist(), view.window, view.admits)
         self.ample = last.ample  # as ``targets`` has found
         self._later: dict[float, Column] = {}  # tokens ahead -> KV that each unfinished request will hold by then
 
     def targets(self) -> dict[int, int]:
-        """Seat -> version. Every version with unfinished requests keeps or gets at least one worker.
+        """Candidate -> version. Every version with unfinished requests keeps or gets at least one worker.
 
         Where KV is ample an older version keeps what works for it. Elsewhere it keeps what its schedule says, or what
         its KV needs where that is more or the version can admit no more; without a schedule all that it has, until its
         last step.
         """
-        snapshot = self._snapshot
-        target = present_targets(snapshot, self.leader)
+        view = self._snapshot
+        target = present_targets(view, self.leader)
         if not self._starved():
             wanted = self._wanted({*target.values(), self.leader})
             need = self._needs(wanted, {})
-            to_come = self._filled_by(snapshot.groups_per_step)
+            to_come = self._filled_by(view.groups_per_step)
             filled = sum(map(ceil, need.values())) + to_come
             self.ample = (TUNING.still_ample if self.ample else TUNING.ample) * filled <= len(target)
             if self.ample:
@@ -63,28 +63,28 @@ class Allocation:
             else:
                 need = self._needs(wanted, self._last.kept_free)
                 self._deal(target, need, self._scheduled(need, len(target)))
-        cover(snapshot, target)
+        cover(view, target)
         return target
 
     def moves(self, targets: Mapping[int, int]) -> tuple[tuple[Move, ...], Reservation]:
         """The moves for these targets, and the reserved workers among those that stay with their version."""
-        snapshot, schedule = self._snapshot, self._schedule
-        reserved = Reservation.none(snapshot)
+        view, schedule = self._snapshot, self._schedule
+        reserved = Reservation.none(view)
         if schedule is not None and schedule.hurried:
-            stays = staying(snapshot, targets)
-            reserved = reserve(snapshot, stays, schedule.end_s, schedule.reserved_fill)
-        later = np.zeros(len(snapshot.requests.tokens))
+            stays = staying(view, targets)
+            reserved = reserve(view, stays, schedule.end_s, schedule.reserved_fill)
+        later = np.zeros(len(view.requests.tokens))
         later[self._unfinished] = self._look_ahead(TUNING.level_tokens)
-        board = LevelBoard(snapshot, targets, reserved, later)
+        board = LevelBoard(view, targets, reserved, later)
         board.plan()
         return board.moves(), reserved
 
     def _spread(self, exact: Mapping[int, float], target: Mapping[int, int]) -> dict[int, int]:
         """Where KV is ample older versions keep what works for them, and the newest gets what it could fill."""
-        snapshot, workers = self._snapshot, self._snapshot.workers
+        view, workers = self._snapshot, self._snapshot.workers
         need = {version: ceil(each) for version, each in exact.items()}
         if self._may_begin(self.leader):
-            need[self.leader] += ceil(TUNING.new_share * self._filled_by(snapshot.admissible[self.leader]))
+            need[self.leader] += ceil(TUNING.new_share * self._filled_by(view.admissible[self.leader]))
         working = np.flatnonzero((workers.held > 0) & (workers.loaded == workers.target))  # not what empties for it
         works = Counter(map(target.get, working.tolist()))
         kept = {v: least if v == self.leader else max(least, works[v]) for v, least in need.items()}
@@ -92,27 +92,27 @@ class Allocation:
 
     def _scheduled(self, exact: Mapping[int, float], workers: int) -> dict[int, int]:
         """Where KV is short: what each version fills; an older one what is scheduled, as far as it could fill that."""
-        snapshot, schedule, leader = self._snapshot, self._schedule, self.leader
+        view, schedule, leader = self._snapshot, self._schedule, self.leader
         need = {version: ceil(each) for version, each in exact.items()}
         if schedule is not None:
             for version in need:
-                if version < leader and need[version] and snapshot.admits(version):
-                    could = exact[version] + self._filled_by(snapshot.admissible[version])
-                    need[version] = max(need[version], ceil(min(could, int(schedule.share(version, snapshot.now_s)))))
+                if version < leader and need[version] and view.admits(version):
+                    could = exact[version] + self._filled_by(view.admissible[version])
+                    need[version] = max(need[version], ceil(min(could, int(schedule.share(version, view.now_s)))))
         return need if self._may_begin(leader) else _shared(need, workers)
 
     def _deal(self, target: dict[int, int], exact: Mapping[int, float], need: Mapping[int, int]) -> None:
         """Hands workers on until each version has as many as it needs, or none has one to give."""
         leader, have = self.leader, dict.fromkeys(need, 0) | Counter(target.values())
         kv_expected = self._snapshot.workers.kv_expected.tolist()
-        # KV and seat, the emptiest last, of versions that have given one up: they had too many, or are robbed as nobody
+        # KV and index, the emptiest last, of versions that have given one up: they had too many, or are robbed as nobody
         # has; so they get none after
         emptiest: dict[int, list[tuple[int, int]]] = {}
 
         def give(source: int, to: int) -> None:
             if source not in emptiest:
-                seats = [(kv_expected[seat], seat) for seat, its in target.items() if its == source]
-                emptiest[source] = sorted(seats, reverse=True)
+                indexes = [(kv_expected[index], index) for index, its in target.items() if its == source]
+                emptiest[source] = sorted(indexes, reverse=True)
             target[emptiest[source].pop()[1]] = to
             have[source] -= 1
             have[to] += 1
@@ -168,9 +168,9 @@ class Allocation:
 
     def _starved(self) -> bool:
         """Whether the leading version has nothing and will get nothing: no prompt is left."""
-        snapshot, requests = self._snapshot, self._snapshot.requests
+        view, requests = self._snapshot, self._snapshot.requests
         has = bool((requests.unfinished & (requests.version == self.leader)).any())
-        return not has and not len(snapshot.backlog_longest) and not snapshot.admits(self.leader)
+        return not has and not len(view.backlog_longest) and not view.admits(self.leader)
 
     def _may_begin(self, version: int) -> bool:
         """Whether a prompt waits that this version may still take."""
@@ -178,8 +178,8 @@ class Allocation:
 
     def _ends(self, version: int) -> bool:
         """Whether this version is in its last step, or can admit no more."""
-        snapshot = self._snapshot
-        return version + snapshot.window - 1 <= snapshot.newest or not snapshot.admits(version)
+        view = self._snapshot
+        return version + view.window - 1 <= view.newest or not view.admits(version)
 
 
 def _shared(need: dict[int, int], workers: int) -> dict[int, int]:

@@ -7,8 +7,8 @@ import numpy as np
 from dora.orchestrator.core.policies.board import Board
 from dora.orchestrator.core.policies.laxity.reserved import Reservation
 from dora.orchestrator.core.policies.laxity.tuning import TUNING
-from dora.orchestrator.core.snapshot import Snapshot
 from dora.orchestrator.core.table import Column
+from dora.orchestrator.core.view import View
 
 
 class LevelBoard(Board):
@@ -17,12 +17,12 @@ class LevelBoard(Board):
     ``later``: by row, KV that each request will hold by then.
     """
 
-    def __init__(self, snapshot: Snapshot, targets: Mapping[int, int], reserved: Reservation, later: Column) -> None:
-        super().__init__(snapshot, targets)
+    def __init__(self, view: View, targets: Mapping[int, int], reserved: Reservation, later: Column) -> None:
+        super().__init__(view, targets)
         self._reserved, self._later = reserved, later
         rows = np.flatnonzero(self.requests.unfinished & (self.requests.worker >= 0))
         self._ahead = np.bincount(self.requests.worker[rows], weights=later[rows], minlength=len(self.held))
-        # by seat: KV over what it is to hold, kept up to date, as every move asks for the least of many
+        # by index: KV over what it is to hold, kept up to date, as every move asks for the least of many
         self._level = np.full(len(self.held), np.inf)
         for_all = TUNING.fill * np.maximum(self.kv, self._ahead)
         np.divide(for_all, reserved.cap, out=self._level, where=reserved.cap > 0)
@@ -32,16 +32,16 @@ class LevelBoard(Board):
         rows, requests = self.displaced(), self.requests
         for row in rows[np.argsort(-requests.remaining_tokens(rows), kind="stable")].tolist():
             self._move_on(row)
-        for row, seat in self._reserved.to.items():
+        for row, index in self._reserved.to.items():
             if requests.movable[row] and self.stays[requests.worker[row]]:
-                self._hurry(row, seat)
+                self._hurry(row, index)
         stay = np.flatnonzero(self.stays)
-        for seat in stay[self._level[stay] > TUNING.pressed].tolist():
-            self._relieve(seat)
+        for index in stay[self._level[stay] > TUNING.pressed].tolist():
+            self._relieve(index)
 
     def _move_on(self, row: int, level: float = TUNING.fill) -> bool:
         """To its reserved worker, else the one of its version with the most free KV, as far as ``level`` allows."""
-        source, peers = self.seat_of(row), self.peers(int(self.requests.version[row]))
+        source, peers = self.index_of(row), self.peers(int(self.requests.version[row]))
         slots = self.workers.slots
         levels = np.where(self.held[peers] < slots[peers], self._level[peers], np.inf)
         levels[peers == source] = np.inf
@@ -55,44 +55,44 @@ class LevelBoard(Board):
         self.move(row, target)
         return True
 
-    def _hurry(self, row: int, seat: int) -> None:
+    def _hurry(self, row: int, index: int) -> None:
         """To its reserved worker, though that may have others to give away first."""
-        room = TUNING.fill * self.workers.kv_tokens[seat] - self._filled(row, seat)
-        if self.held[seat] < self.workers.slots[seat] and room >= 0:
-            self.move(row, seat)
+        room = TUNING.fill * self.workers.kv_tokens[index] - self._filled(row, index)
+        if self.held[index] < self.workers.slots[index] and room >= 0:
+            self.move(row, index)
 
-    def _relieve(self, seat: int) -> None:
+    def _relieve(self, index: int) -> None:
         """Moves the largest requests without hurry off a pressed worker, while others of its version are emptier.
 
         Never the last one: alone it would press any other as much, and be moved on for ever without a token.
         """
-        peers = self.peers(int(self.workers.loaded[seat]))
+        peers = self.peers(int(self.workers.loaded[index]))
         largest: list[int] | None = None
-        while len(peers) > 1 and self.held[seat] > 1 and (level := float(self._level[seat])) > TUNING.pressed:
+        while len(peers) > 1 and self.held[index] > 1 and (level := float(self._level[index])) > TUNING.pressed:
             if level - float(self._level[peers].min()) < TUNING.level_gap:
                 return
             if largest is None:
                 movable = self.requests.movable & ~self._reserved.hurried
-                rows = np.flatnonzero(movable & (self.requests.worker == seat))
+                rows = np.flatnonzero(movable & (self.requests.worker == index))
                 largest = rows[np.argsort(self.context[rows], kind="stable")].tolist()
             if not largest or not self._move_on(largest.pop(), level):
                 return
 
-    def _filled(self, row: int, seat: int) -> float:
+    def _filled(self, row: int, index: int) -> float:
         """KV of a worker with this request too."""
-        return float(max(self.kv[seat] + self.context[row], self._ahead[seat] + self._later[row]))
+        return float(max(self.kv[index] + self.context[row], self._ahead[index] + self._later[row]))
 
-    def _add(self, row: int, seat: int) -> None:
-        super()._add(row, seat)
-        self._ahead[seat] += self._later[row]
-        self._relevel(seat)
+    def _add(self, row: int, index: int) -> None:
+        super()._add(row, index)
+        self._ahead[index] += self._later[row]
+        self._relevel(index)
 
-    def _remove(self, row: int, seat: int) -> None:
-        super()._remove(row, seat)
-        self._ahead[seat] -= self._later[row]
-        self._relevel(seat)
+    def _remove(self, row: int, index: int) -> None:
+        super()._remove(row, index)
+        self._ahead[index] -= self._later[row]
+        self._relevel(index)
 
-    def _relevel(self, seat: int) -> None:
-        cap = self._reserved.cap[seat]
+    def _relevel(self, index: int) -> None:
+        cap = self._reserved.cap[index]
         if cap:
-            self._level[seat] = TUNING.fill * max(float(self.kv[seat]), float(self._ahead[seat])) / cap
+            self._level[index] = TUNING.fill * max(float(self.kv[index]), float(self._ahead[index])) / cap

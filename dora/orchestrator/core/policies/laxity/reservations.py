@@ -8,7 +8,7 @@ from math import exp
 
 import numpy as np
 
-from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.line import Backlog, Entry
 from dora.orchestrator.core.lognormal import running_chance
 from dora.orchestrator.core.policies.laxity.allocation import Last
@@ -21,12 +21,12 @@ GRID = np.array(  # tokens ahead: close where most is decided, to beyond the lon
 )
 
 
-def rows_forecast(floor: Floor, rows: Column, grid: Column) -> tuple[Column, float]:
+def rows_forecast(dispatcher: Dispatcher, rows: Column, grid: Column) -> tuple[Column, float]:
     """Forecast of requests by their rows, and the sum of their contexts now.
 
     Where lengths are only believed, each counts with the chance that it still runs: over many that is what they hold.
     """
-    requests = floor.requests
+    requests = dispatcher.requests
     tokens = requests["tokens"][rows]
     context = (requests["prompt_tokens"][rows] + tokens).astype(np.float64)
     remaining = np.maximum(requests["expected"][rows] - tokens, 1.0)
@@ -50,37 +50,37 @@ class Reservations:
         self.schedule: Schedule | None = None  # None: how long steps and tokens take is not known yet
         self.last = Last()
 
-    def refresh(self, floor: Floor) -> bool:
+    def refresh(self, dispatcher: Dispatcher) -> bool:
         """Makes the forecast anew where it is old; says whether it did."""
-        if not self._stale(floor):
+        if not self._stale(dispatcher):
             return False
-        self.observe(floor)
+        self.observe(dispatcher)
         if self.schedule is None:
             return False
-        self._made_s, self._made_for = floor.now_s, (floor.newest, floor.members, floor.groups())
-        self._forecast(floor, self.schedule)
+        self._made_s, self._made_for = dispatcher.now_s, (dispatcher.newest, dispatcher.members, dispatcher.groups())
+        self._forecast(dispatcher, self.schedule)
         return True
 
-    def observe(self, floor: Floor) -> None:
+    def observe(self, dispatcher: Dispatcher) -> None:
         """Makes the schedule anew where it is old, and nothing else: the forecast takes many times as long."""
-        if floor.rhythm.step_s and floor.rhythm.pace_s and self._stale(floor):
-            self.token_s = TUNING.safety * floor.rhythm.pace_s
-            self.schedule = schedule_of(floor)
+        if dispatcher.rhythm.step_s and dispatcher.rhythm.pace_s and self._stale(dispatcher):
+            self.token_s = TUNING.safety * dispatcher.rhythm.pace_s
+            self.schedule = schedule_of(dispatcher)
 
-    def _stale(self, floor: Floor) -> bool:
-        if self.schedule is None or (floor.newest, floor.members, floor.groups()) != self._made_for:
+    def _stale(self, dispatcher: Dispatcher) -> bool:
+        if self.schedule is None or (dispatcher.newest, dispatcher.members, dispatcher.groups()) != self._made_for:
             return True
         rest_s = TUNING.refresh_step * self.schedule.step_s
-        return floor.now_s - self._made_s >= (rest_s if self.last.ample else min(TUNING.refresh_s, rest_s))
+        return dispatcher.now_s - self._made_s >= (rest_s if self.last.ample else min(TUNING.refresh_s, rest_s))
 
-    def limit_tokens(self, floor: Floor, version: int) -> float:
+    def limit_tokens(self, dispatcher: Dispatcher, version: int) -> float:
         """The longest response, as predicted, that is to begin now.
 
         Where lengths are only believed it may turn out much longer. Then it waits for the next version where some are
         passed over, else for its turn (``longest_first_tokens``), unless it ends in time however long it becomes.
         """
         assert self.schedule is not None
-        schedule, reach = self.schedule, self.reach_tokens(floor, version)
+        schedule, reach = self.schedule, self.reach_tokens(dispatcher, version)
         if not self.believed:
             return reach
         if schedule.stride > 1:
@@ -88,13 +88,15 @@ class Reservations:
             return reach / longer if reach < self._most_tokens else reach
         if reach >= TUNING.unhurried * self._most_tokens:
             return reach
-        limit = longest_first_tokens(floor.backlog, float(schedule.age(version, floor.now_s)), schedule.window)
+        limit = longest_first_tokens(
+            dispatcher.backlog, float(schedule.age(version, dispatcher.now_s)), schedule.window
+        )
         return min(reach, max(limit, reach / exp(TUNING.outmost_sd * self._log_sd)))
 
-    def reach_tokens(self, floor: Floor, version: int) -> float:
+    def reach_tokens(self, dispatcher: Dispatcher, version: int) -> float:
         """The longest response that can begin now and end by its version's deadline."""
         assert self.schedule is not None
-        return (self.schedule.end_s(version) - floor.now_s) / self.token_s
+        return (self.schedule.end_s(version) - dispatcher.now_s) / self.token_s
 
     def reserve(self, version: int, entry: Entry, late: bool = False) -> bool:
         """Counts the group of a prompt in where its KV fits from now to its end, and says whether it did.
@@ -112,35 +114,35 @@ class Reservations:
         self._reserved[version] = reserved
         return True
 
-    def _judge(self, floor: Floor, rows: Column) -> None:
+    def _judge(self, dispatcher: Dispatcher, rows: Column) -> None:
         """How far beyond what is believed of them these may go."""
-        log_mean, log_sd, most = (floor.requests[name][rows] for name in ("log_mean", "log_sd", "max_tokens"))
+        log_mean, log_sd, most = (dispatcher.requests[name][rows] for name in ("log_mean", "log_sd", "max_tokens"))
         self._log_sd = float(log_sd.mean()) if len(rows) else 0.0
         log_most = np.minimum(log_mean + TUNING.outmost_sd * log_sd, np.log(np.maximum(1, most)))
         self._most_tokens = float(np.exp(log_most.max(initial=0.0)))
 
-    def _forecast(self, floor: Floor, schedule: Schedule) -> None:
-        rows = floor.unfinished()
-        self.believed = bool(floor.requests["log_sd"][rows].any())
+    def _forecast(self, dispatcher: Dispatcher, schedule: Schedule) -> None:
+        rows = dispatcher.unfinished()
+        self.believed = bool(dispatcher.requests["log_sd"][rows].any())
         if self.believed:
-            self._judge(floor, rows)
-        versions = floor.requests["version"][rows]
-        kv_tokens = max(1.0, TUNING.fill * floor.kv_tokens() / max(1, schedule.workers))  # of one worker
-        for known in self._reserved.keys() - set(floor.versions()):
+            self._judge(dispatcher, rows)
+        versions = dispatcher.requests["version"][rows]
+        kv_tokens = max(1.0, TUNING.fill * dispatcher.kv_tokens() / max(1, schedule.workers))  # of one worker
+        for known in self._reserved.keys() - set(dispatcher.versions()):
             del self._reserved[known], self._limit[known]
         spare = np.zeros(len(GRID))  # what versions that can admit no more do not need: the leading one can count on it
-        for version in reversed(floor.versions()):
-            self._reserved[version] = rows_forecast(floor, rows[versions == version], GRID)[0]
+        for version in reversed(dispatcher.versions()):
+            self._reserved[version] = rows_forecast(dispatcher, rows[versions == version], GRID)[0]
             kept_free = self.last.kept_free.get(version, 0.0)
-            share = schedule.share(version, floor.now_s + self.token_s * GRID)
-            present = len(floor.hosts(version))
+            share = schedule.share(version, dispatcher.now_s + self.token_s * GRID)
+            present = len(dispatcher.workers_of(version))
             needs = (self._reserved[version] + kept_free) / kv_tokens
             if version == schedule.leader:
                 share = np.maximum(0.0, share + spare)
             elif not schedule.taken_up(version):  # one that the schedule does not know: what it holds, others lack
                 share = np.minimum(np.ceil(needs), present)
                 spare -= share
-            elif floor.window.admissible(version) < 1:
+            elif dispatcher.window.admissible(version) < 1:
                 spare += np.maximum(0.0, share - np.ceil(needs))
                 share = np.minimum(share, np.ceil(needs))
             share[0] = max(share[0], present)

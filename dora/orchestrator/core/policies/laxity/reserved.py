@@ -14,8 +14,8 @@ from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.policies.board import context_tokens
 from dora.orchestrator.core.policies.laxity.tuning import TUNING
 from dora.orchestrator.core.rhythm import LengthMix
-from dora.orchestrator.core.snapshot import RequestColumns, Snapshot
 from dora.orchestrator.core.table import Column
+from dora.orchestrator.core.view import RequestColumns, View
 
 
 class Haste:
@@ -78,7 +78,7 @@ class Haste:
 class Reserved:
     """One reserved worker, with what it is to hold of hurried responses."""
 
-    seat: int
+    index: int
     pace_s: float  # seconds a token that it keeps
     kv_tokens: float  # KV that it may hold for that
     load: float = 0.0
@@ -92,23 +92,23 @@ class Reserved:
 class Reservation:
     """The reserved workers of one plan; none, but for the caps, where nothing is in a hurry."""
 
-    cap: Column  # by seat: KV that it is to hold at most
+    cap: Column  # by index: KV that it is to hold at most
     hurried: Column  # by row, bool: needs a reserved worker
-    by_seat: dict[int, Reserved] = field(default_factory=dict)
-    to: dict[int, int] = field(default_factory=dict)  # row -> seat, of those that are not where they should be
+    by_index: dict[int, Reserved] = field(default_factory=dict)
+    to: dict[int, int] = field(default_factory=dict)  # row -> index, of those that are not where they should be
 
     @classmethod
-    def none(cls, snapshot: Snapshot) -> "Reservation":
-        kv_tokens = TUNING.fill * snapshot.workers.kv_tokens.astype(np.float64)
-        return cls(kv_tokens, np.zeros(len(snapshot.requests.tokens), dtype=bool))
+    def none(cls, view: View) -> "Reservation":
+        kv_tokens = TUNING.fill * view.workers.kv_tokens.astype(np.float64)
+        return cls(kv_tokens, np.zeros(len(view.requests.tokens), dtype=bool))
 
 
-def reserve(snapshot: Snapshot, stays: Column, end_s: Callable[[int], float], fill: float) -> Reservation:
-    """The reserved workers of all versions among those that stay with theirs (``stays``, bool by seat).
+def reserve(view: View, stays: Column, end_s: Callable[[int], float], fill: float) -> Reservation:
+    """The reserved workers of all versions among those that stay with theirs (``stays``, bool by index).
 
     ``end_s``: of a version, when its last response should have ended. ``fill``: share of its KV that one uses.
     """
-    found, requests, workers, cost = Reservation.none(snapshot), snapshot.requests, snapshot.workers, snapshot.cost
+    found, requests, workers, cost = Reservation.none(view), view.requests, view.workers, view.cost
     rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
     if cost is None or not len(rows):
         return found
@@ -120,10 +120,10 @@ def reserve(snapshot: Snapshot, stays: Column, end_s: Callable[[int], float], fi
         free = np.flatnonzero(stays & (workers.loaded == version))
         if len(free):
             full_s = cost.decode_step_s(max(1, int(workers.held[free].mean())), float(found.cap[free].mean()))
-            left_s = end_s(version) - snapshot.now_s
+            left_s = end_s(version) - view.now_s
             late = np.flatnonzero((versions == version) & (left_s / remaining < full_s))
             far = _Far.of(requests, rows[late], remaining[late], left_s, cost.matmul_s(1))
-            _open(found, snapshot, cost, far, free, TUNING.least_fill * fill)
+            _open(found, view, cost, far, free, TUNING.least_fill * fill)
     return found
 
 
@@ -132,7 +132,7 @@ class _Far:
     """Responses of one version that would be late on a full worker, the most hurried first."""
 
     rows: Column
-    seats: Column  # where each is
+    indexes: Column  # where each is
     shares: Column  # KV that a reserved worker is to have room for
     parts: Column  # how full it is to be for each now (``_share_now``)
     needed_s: Column  # seconds a token then, to end in time
@@ -148,8 +148,8 @@ class _Far:
         return cls(*(column[order] for column in (rows, requests.worker[rows], shares, parts, needed_s)))
 
 
-def _open(found: Reservation, snapshot: Snapshot, cost: CostModel, far: _Far, free: Column, least_fill: float) -> None:
-    """Reserves as many of the ``free`` seats as these responses fill, and places them."""
+def _open(found: Reservation, view: View, cost: CostModel, far: _Far, free: Column, least_fill: float) -> None:
+    """Reserves as many of the ``free`` indexes as these responses fill, and places them."""
     found.hurried[far.rows] = True
     kv_tokens, opened = float(found.cap[free].mean()), list[Reserved]()
     each = zip(far.shares.tolist(), far.needed_s.tolist(), far.parts.tolist(), strict=True)
@@ -157,23 +157,23 @@ def _open(found: Reservation, snapshot: Snapshot, cost: CostModel, far: _Far, fr
         if not opened or opened[-1].load + share > opened[-1].kv_tokens:
             if not len(free):
                 break
-            at = _where_most_are(far.seats[place:], far.shares[place:], least_fill * kv_tokens, free)
-            seat, free = int(free[at]), np.delete(free, at)
-            opened.append(_reserved(seat, needed_s, cost, snapshot, float(found.cap[seat]), least_fill * part))
+            at = _where_most_are(far.indexes[place:], far.shares[place:], least_fill * kv_tokens, free)
+            index, free = int(free[at]), np.delete(free, at)
+            opened.append(_reserved(index, needed_s, cost, view, float(found.cap[index]), least_fill * part))
         opened[-1].load += share
     for worker in opened:
         worker.load = 0.0
-        found.by_seat[worker.seat], found.cap[worker.seat] = worker, worker.kv_tokens
+        found.by_index[worker.index], found.cap[worker.index] = worker, worker.kv_tokens
     _assign(found, opened, far)
 
 
-def _where_most_are(seat_of: Column, shares: Column, kv_tokens: float, free: Column) -> int:
-    """The place among the ``free`` seats of the one that holds most of the first responses, as many as fill so much KV.
+def _where_most_are(index_of: Column, shares: Column, kv_tokens: float, free: Column) -> int:
+    """The place among the ``free`` indexes of the one that holds most of the first responses, as many as fill so much KV.
 
     There is least to move. Of all the hurried ones most are on a slow worker: as a fast one it would be emptied first.
     """
     first = 1 + int(np.searchsorted(np.cumsum(shares), kv_tokens))
-    present = np.bincount(seat_of[:first], weights=shares[:first], minlength=int(free.max()) + 1)
+    present = np.bincount(index_of[:first], weights=shares[:first], minlength=int(free.max()) + 1)
     return int(present[free].argmax())
 
 
@@ -189,14 +189,14 @@ def _share_now(context: Column, remaining: Column) -> Column:
     return share
 
 
-def _reserved(seat: int, pace_s: float, cost: CostModel, snapshot: Snapshot, most: float, least: float) -> Reserved:
-    held, least_kv = max(1, int(snapshot.workers.held[seat])), least * float(snapshot.workers.kv_tokens[seat])
+def _reserved(index: int, pace_s: float, cost: CostModel, view: View, most: float, least: float) -> Reserved:
+    held, least_kv = max(1, int(view.workers.held[index])), least * float(view.workers.kv_tokens[index])
     fastest_s = cost.decode_step_s(held, least_kv)
     if pace_s <= fastest_s:
-        return Reserved(seat, fastest_s, least_kv)
+        return Reserved(index, fastest_s, least_kv)
     if not cost.kv_token_s:  # the KV in use costs no time
-        return Reserved(seat, pace_s, most)
-    return Reserved(seat, pace_s, min(cost.kv_tokens_at(held, pace_s), most))
+        return Reserved(index, pace_s, most)
+    return Reserved(index, pace_s, min(cost.kv_tokens_at(held, pace_s), most))
 
 
 def _assign(found: Reservation, opened: Sequence[Reserved], far: _Far) -> None:
@@ -206,9 +206,9 @@ def _assign(found: Reservation, opened: Sequence[Reserved], far: _Far) -> None:
     """
     fastest_s = min((worker.pace_s for worker in opened), default=0.0)
     elsewhere: list[tuple[int, float, float]] = []
-    columns = (far.rows, far.seats, far.shares, np.maximum(far.needed_s, fastest_s))
-    for row, seat, share, pace_s in zip(*(column.tolist() for column in columns), strict=True):
-        here = found.by_seat.get(seat)
+    columns = (far.rows, far.indexes, far.shares, np.maximum(far.needed_s, fastest_s))
+    for row, index, share, pace_s in zip(*(column.tolist() for column in columns), strict=True):
+        here = found.by_index.get(index)
         if here is not None and here.takes(share, pace_s):
             here.load += share
         else:
@@ -218,4 +218,4 @@ def _assign(found: Reservation, opened: Sequence[Reserved], far: _Far) -> None:
         target = max(fit, key=lambda worker: (worker.pace_s, -worker.load), default=None)
         if target is not None:
             target.load += share
-            found.to[row] = target.seat
+            found.to[row] = target.index

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dora.orchestrator.core.floor import Floor
+from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.lognormal import expected_remaining
 from dora.orchestrator.core.policies.laxity.reserved import Haste
 from dora.orchestrator.core.policies.laxity.tuning import TUNING
@@ -108,66 +108,69 @@ def leading(newest: int, targets: Sequence[int], window: int, admits: Callable[[
     return newest
 
 
-def schedule_of(floor: Floor) -> Schedule:
+def schedule_of(dispatcher: Dispatcher) -> Schedule:
     """The schedule as of now. Only once the times of a step and of a token are known.
 
     Steps as short as the KV allows, so that stragglers do not set their length; a late publish moves what follows. Nor
     much shorter than of late: what sets their length, a trainer perhaps, leaves time for long responses. And, where the
     cost of an engine is known, never so short that the longest responses could not end in time (reserved.py).
     """
-    rhythm, window, workers = floor.rhythm, floor.window, floor.groups()
-    haste = _haste(floor, workers)
+    rhythm, window, workers = dispatcher.rhythm, dispatcher.window, dispatcher.groups()
+    haste = _haste(dispatcher, workers)
     step_s = max(
-        TUNING.loss * rhythm.kv_step_s(window.groups_per_step, floor.kv_tokens()),
+        TUNING.loss * rhythm.kv_step_s(window.groups_per_step, dispatcher.kv_tokens()),
         TUNING.shortest_step * rhythm.step_s,
         TUNING.loss * haste.step_s if haste is not None else 0.0,
     )
     hurried, fill, pace_s = False, TUNING.reserved_fill, rhythm.pace_s
     if haste is not None:
-        hurried, fill, pace_s = haste.at(step_s, floor.kv_tokens() / workers)
-    longest = _longest_remaining(floor)
-    least_end_s = {version: floor.now_s + TUNING.safety * pace_s * tokens for version, tokens in longest.items()}
-    due = floor.newest - window.size + 1
+        hurried, fill, pace_s = haste.at(step_s, dispatcher.kv_tokens() / workers)
+    longest = _longest_remaining(dispatcher)
+    least_end_s = {version: dispatcher.now_s + TUNING.safety * pace_s * tokens for version, tokens in longest.items()}
+    due = dispatcher.newest - window.size + 1
     tail_s = min(rhythm.tail_s, TUNING.tail_step * step_s)  # training goes on for so long after a step's last group
-    next_s = _next_s(floor, step_s, tail_s, longest.get(due, 0.0))
+    next_s = _next_s(dispatcher, step_s, tail_s, longest.get(due, 0.0))
     if due in least_end_s:
         next_s = max(next_s, least_end_s[due] + tail_s)
-    targets = [worker.target for worker in floor.workers() if not worker.draining]
-    leader = leading(floor.newest, targets, window.size, lambda version: window.admissible(version) >= 1)
+    targets = [worker.target for worker in dispatcher.workers() if not worker.draining]
+    leader = leading(dispatcher.newest, targets, window.size, lambda version: window.admissible(version) >= 1)
     life, stride = life_of(workers, window.size), stride_of(workers, window.size)
     times = (rhythm.published_s, next_s, step_s)
-    return Schedule(workers, life, floor.newest, leader, stride, *times, hurried, fill, least_end_s)
+    return Schedule(workers, life, dispatcher.newest, leader, stride, *times, hurried, fill, least_end_s)
 
 
-def _next_s(floor: Floor, step_s: float, tail_s: float, due_tokens: float) -> float:
+def _next_s(dispatcher: Dispatcher, step_s: float, tail_s: float, due_tokens: float) -> float:
     """When the next version is published: as planned; earlier, where the due version ends early; or later.
 
     It can be no shorter than what a trainer took of late for a step that it had in full. The groups that a step lacks
     finish at the rate of a step's in a step; then the last of them are trained on, for ``tail_s``.
     ``due_tokens``: of the due version's longest response, still to come.
     """
-    rhythm = floor.rhythm
-    if floor.window.step > floor.newest:  # the step is full
-        return max(rhythm.filled_s + rhythm.tail_s, floor.now_s + 1.0)
-    lacking_s = floor.lacking() * step_s
-    full_s = floor.now_s + max(lacking_s, TUNING.safety * rhythm.pace_s * due_tokens)
+    rhythm = dispatcher.rhythm
+    if dispatcher.window.step > dispatcher.newest:  # the step is full
+        return max(rhythm.filled_s + rhythm.tail_s, dispatcher.now_s + 1.0)
+    lacking_s = dispatcher.lacking() * step_s
+    full_s = dispatcher.now_s + max(lacking_s, TUNING.safety * rhythm.pace_s * due_tokens)
     trained_s = rhythm.published_s + min(rhythm.took_s, default=step_s)
     next_s = min(rhythm.published_s + step_s, max(full_s + tail_s, trained_s))
-    return max(next_s, floor.now_s + 1.0 + lacking_s + tail_s)
+    return max(next_s, dispatcher.now_s + 1.0 + lacking_s + tail_s)
 
 
-def _haste(floor: Floor, workers: int) -> Haste | None:
+def _haste(dispatcher: Dispatcher, workers: int) -> Haste | None:
     """None where the cost of an engine or what prompts ask for is not known."""
-    worker, mix = next(iter(floor.workers()), None), floor.rhythm.mix
-    if floor.cost is None or worker is None or not workers or not len(mix.classes()):
+    worker, mix = next(iter(dispatcher.workers()), None), dispatcher.rhythm.mix
+    if dispatcher.cost is None or worker is None or not workers or not len(mix.classes()):
         return None
-    most, life_steps = (worker.slots, TUNING.fill * floor.kv_tokens() / workers), floor.window.size - TUNING.margin_step
-    return Haste(mix, floor.cost, most, workers, floor.window.groups_per_step, life_steps)
+    most, life_steps = (
+        (worker.slots, TUNING.fill * dispatcher.kv_tokens() / workers),
+        dispatcher.window.size - TUNING.margin_step,
+    )
+    return Haste(mix, dispatcher.cost, most, workers, dispatcher.window.groups_per_step, life_steps)
 
 
-def _longest_remaining(floor: Floor) -> dict[int, float]:
+def _longest_remaining(dispatcher: Dispatcher) -> dict[int, float]:
     """By version: tokens to come of its longest response."""
-    rows, requests = floor.unfinished(), floor.requests
+    rows, requests = dispatcher.unfinished(), dispatcher.requests
     columns = (requests[name][rows] for name in ("expected", "log_mean", "log_sd", "tokens", "max_tokens"))
     versions, tokens = requests["version"][rows], expected_remaining(*columns)
     return {int(version): float(tokens[versions == version].max()) for version in np.unique(versions)}

@@ -1,16 +1,16 @@
-"""Hand-made snapshots for tests of planners."""
+"""Hand-made views for tests of planners."""
 
 from typing import Any
 
 import numpy as np
 
-from dora.orchestrator.core.snapshot import RequestColumns, Snapshot, WorkerColumns
+from dora.orchestrator.core.view import RequestColumns, View, WorkerColumns
 
 KV_TOKENS, SLOTS, PROMPT_TOKENS, MAX_TOKENS = 1000, 64, 10, 30_000
 
 
-def snapshot_of(workers: list[dict[str, int]], requests: list[tuple[int, int, int]] = (), **fields: Any) -> Snapshot:
-    """``workers``: loaded (= target) and what differs; ``requests``: (version, seat, context), prompts of 10 tokens.
+def make_view(workers: list[dict[str, int]], requests: list[tuple[int, int, int]] = (), **fields: Any) -> View:
+    """``workers``: loaded (= target) and what differs; ``requests``: (version, index, context), prompts of 10 tokens.
 
     Lengths are known, and all have ``remaining_tokens`` to come; or believed, with ``belief`` (log mean, log sd).
     """
@@ -19,8 +19,8 @@ def snapshot_of(workers: list[dict[str, int]], requests: list[tuple[int, int, in
     def column(name: str, default: int = 0) -> np.ndarray:
         return np.array([row.get(name, default) for row in rows], dtype=np.int64)
 
-    version, seat, context = np.array(requests, dtype=np.int64).reshape(-1, 3).T
-    on = [np.flatnonzero(seat == place) for place in range(len(rows))]
+    version, index, context = np.array(requests, dtype=np.int64).reshape(-1, 3).T
+    on = [np.flatnonzero(index == place) for place in range(len(rows))]
     kv = np.array([int(context[held].sum()) for held in on], dtype=np.int64)
     columns = WorkerColumns(
         alive=column("alive", 1).astype(bool),
@@ -40,10 +40,10 @@ def snapshot_of(workers: list[dict[str, int]], requests: list[tuple[int, int, in
     log_mean, log_sd = fields.pop("belief", (0.0, 0.0))
     table = RequestColumns(
         unfinished=ones,
-        movable=ones & (seat >= 0),
+        movable=ones & (index >= 0),
         version=version,
         group=np.asarray(fields.pop("group", np.arange(len(version))), dtype=np.int64),
-        worker=seat,
+        worker=index,
         prompt_tokens=np.full(len(version), PROMPT_TOKENS),
         tokens=context - PROMPT_TOKENS,
         expected_tokens=context - PROMPT_TOKENS + np.int64(fields.pop("remaining_tokens", 50)),
@@ -55,4 +55,4 @@ def snapshot_of(workers: list[dict[str, int]], requests: list[tuple[int, int, in
         "now_s": 0.0, "step": newest, "newest": newest, "window": 3, "groups_per_step": 4, "admissible": {},
         "cost": None, "group_tokens": 100.0, "group_kv_tokens": 100.0, "backlog_longest": np.array([])
     }  # fmt: skip
-    return Snapshot(**{**known, **fields}, workers=columns, requests=table)
+    return View(**{**known, **fields}, workers=columns, requests=table)

@@ -18,7 +18,7 @@ from dora.orchestrator.core.worker import Worker
 NO_LINE = Line()
 
 
-class Floor:
+class Dispatcher:
     """The state as a policy sees it in ``dispatch``. Workers, lines and the backlog are to be read only."""
 
     def __init__(self, state: State) -> None:
@@ -43,14 +43,14 @@ class Floor:
         """Admitted requests of this version that no worker holds."""
         return self._state.waiting.get(version, NO_LINE)
 
-    def hosts(self, version: int) -> Sequence[Worker]:
+    def workers_of(self, version: int) -> Sequence[Worker]:
         """All workers that take requests of this version."""
-        return self._state.hosts_of(version)
+        return self._state.workers_of(version)
 
     def candidates(self, version: int) -> list[Worker]:
         """Those of them that may have room: something has left them or their ration grew since they were found full."""
         state = self._state
-        return [worker for worker in state.hosts_of(version) if state.worklist.has_room(worker.seat)]
+        return [worker for worker in state.workers_of(version) if state.worklist.has_room(worker.index)]
 
     def loading(self, version: int) -> int:
         """How many workers are loading this version, and will soon host it."""
@@ -61,7 +61,7 @@ class Floor:
 
         Whoever was found full under a smaller ration is a candidate again.
         """
-        self._state.worklist.ration(version, most, [worker.seat for worker in self.hosts(version)])
+        self._state.worklist.ration(version, most, [worker.index for worker in self.workers_of(version)])
 
     def unfinished(self) -> Column:
         """Rows of the admitted requests that have not ended."""
@@ -69,7 +69,7 @@ class Floor:
 
     def full(self, worker: Worker) -> None:
         """The worker has no room: it is no candidate until something leaves it, or its version's ration grows."""
-        self._state.worklist.full(worker.seat)
+        self._state.worklist.full(worker.index)
 
     def context_tokens(self, row: int) -> int:
         """KV that a waiting request needs at once."""
@@ -87,11 +87,11 @@ class Floor:
         return self._state.workers.values()
 
     def groups(self) -> int:
-        """DP groups that are to stay."""
+        """workers that are to stay."""
         return self._state.hosting.staying()[0]
 
     def kv_tokens(self) -> int:
-        """KV of the DP groups that are to stay."""
+        """KV of the workers that are to stay."""
         return self._state.hosting.staying()[1]
 
     def place(self, row: int, worker: Worker) -> None:

@@ -10,7 +10,7 @@ from dora.orchestrator.core.table import Column
 
 @dataclass(frozen=True, slots=True)
 class WorkerColumns:
-    """One entry a seat; entries where ``alive`` is False are empty seats."""
+    """One entry a worker index; entries where ``alive`` is False are indexes without a worker."""
 
     alive: Column  # bool
     loaded: Column  # int64, version in memory, -1: none
@@ -33,7 +33,7 @@ class RequestColumns:
     movable: Column  # bool: on a worker, in no handoff, not resting from a failed one
     version: Column  # int64
     group: Column  # int64: the same for responses to one prompt
-    worker: Column  # int64 seat, -1: waiting for one
+    worker: Column  # int64 index, -1: waiting for one
     prompt_tokens: Column  # int64
     tokens: Column  # int64, response tokens so far
     expected_tokens: Column  # int64, of the whole response, as predicted before it began
@@ -54,7 +54,7 @@ class RequestColumns:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class View:
     now_s: float
     step: int
     newest: int
