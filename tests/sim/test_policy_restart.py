@@ -70,8 +70,7 @@ def test_a_fresh_strategy_goes_on_in_the_middle_of_a_run(policy: str) -> None:
 def test_a_fresh_strategy_goes_on_under_faults(policy: str, seed: int) -> None:
     """Every promise is checked after every event, and that training goes on."""
     trial = Trial(seed, policy)
-    scenario, config = trial.cluster()
-    world = UnreliableWorld(scenario, seed, config)
+    world = UnreliableWorld(trial.cluster(), seed)
     events = restarted(world)
     conduct(world, trial.faults, trial.steps_after)
     assert events[0] > EVERY

@@ -44,10 +44,10 @@ def test_a_length_that_came_once_is_forgotten() -> None:
 def test_a_wide_window_needs_no_more_than_kv_that_is_always_full() -> None:
     mix = mix_of([2000.0] * 15 + [20_000.0])
     haste = Haste(mix, COST, (SLOTS, KV_TOKENS), workers=4, groups=200, life_steps=100.0)
-    bound_s = 200 * mix.work.sum() / (4 * KV_TOKENS) * haste.full_s
+    full_s = COST.decode_step_s(int(KV_TOKENS / mix.context_tokens()), KV_TOKENS)
+    bound_s = 200 * mix.work.sum() / (4 * KV_TOKENS) * full_s
     assert haste.step_s == pytest.approx(bound_s, rel=1e-4)
-    assert haste.reserved_kv(haste.step_s) == pytest.approx(KV_TOKENS)
-    assert not haste.hurries(haste.step_s)
+    assert not haste.at(haste.step_s, KV_TOKENS)[0]
 
 
 def test_a_narrow_window_keeps_workers_below_full_for_the_longest() -> None:
@@ -56,18 +56,17 @@ def test_a_narrow_window_keeps_workers_below_full_for_the_longest() -> None:
         Haste(mix, COST, (SLOTS, KV_TOKENS), workers=4, groups=64, life_steps=steps) for steps in (20.0, 1.5)
     )
     assert narrow.step_s > wide.step_s
-    kv_tokens = narrow.reserved_kv(narrow.step_s)
-    assert kv_tokens < 0.9 * KV_TOKENS
-    assert narrow.hurries(narrow.step_s)
-    assert 20_000 * narrow.pace_s(kv_tokens) <= 1.5 * narrow.step_s
-    assert narrow.reserved_kv(2 * narrow.step_s) > kv_tokens  # with more time they can do with less
+    hurried, fill, pace_s = narrow.at(narrow.step_s, KV_TOKENS)
+    assert hurried and fill < 0.9
+    assert 20_000 * pace_s <= 1.5 * narrow.step_s
+    assert narrow.at(0.9 * narrow.step_s, KV_TOKENS)[1] < fill  # with less time they can do with less KV
 
 
 def test_slots_that_run_out_before_kv_set_what_a_dp_group_holds() -> None:
     mix = mix_of([1000.0] * 16)
     haste = Haste(mix, COST, (100, KV_TOKENS), workers=4, groups=64, life_steps=10.0)
-    assert haste.reserved_kv(haste.step_s) == pytest.approx(100 * mix.context_tokens())
-    assert not haste.hurries(haste.step_s)
+    hurried, fill, _ = haste.at(haste.step_s, KV_TOKENS)
+    assert not hurried and fill * KV_TOKENS == pytest.approx(100 * mix.context_tokens())
 
 
 @given(
@@ -81,10 +80,10 @@ def test_the_shortest_step_leaves_time_for_the_longest_and_for_all(
 ) -> None:
     mix = mix_of(lengths)
     haste = Haste(mix, COST, (SLOTS, KV_TOKENS), workers, groups, life_steps)
-    kv_tokens = haste.reserved_kv(haste.step_s)
+    _, fill, pace_s = haste.at(haste.step_s, KV_TOKENS)
     longest = mix.tokens[mix.classes()[-1]] / mix.responses[mix.classes()[-1]]
     assert np.isfinite(haste.step_s)
-    assert longest * haste.pace_s(kv_tokens) <= life_steps * haste.step_s * (1 + 1e-6)
-    assert 0 < kv_tokens <= KV_TOKENS
+    assert longest * pace_s <= life_steps * haste.step_s * (1 + 1e-6)
+    assert 0 < fill <= 1
     always_full_s = groups * mix.work.sum() / (workers * KV_TOKENS) * COST.decode_step_s(1, KV_TOKENS)
     assert haste.step_s >= always_full_s * (1 - 1e-6)

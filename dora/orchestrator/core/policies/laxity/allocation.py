@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import ceil, inf
 
 import numpy as np
@@ -32,12 +31,15 @@ class Allocation:
     """One view's supply and demand."""
 
     def __init__(self, view: View, schedule: Schedule | None, last: Last) -> None:
-        self._snapshot, self._schedule, self._last = view, schedule, last
-        self._indexes = plannable(view)  # a column: to make one of a list takes longer than to use it
+        self._view, self._schedule, self._last = view, schedule, last
+        indexes, workers = plannable(view), view.workers
+        self._slots = float(workers.slots[indexes].mean()) if len(indexes) else 1.0  # of a worker, on average
+        self._kv_tokens = (
+            TUNING.fill * float(workers.kv_tokens[indexes].mean()) if len(indexes) else 0.0
+        )  # that it may hold
         self._unfinished = np.flatnonzero(view.requests.unfinished)
         self._held = context_tokens(view.requests)[self._unfinished].astype(np.float64)
-        targets = view.workers.target[self._indexes].tolist()
-        self.leader = leading(view.newest, targets, view.window, view.admits)
+        self.leader = leading(view.newest, workers.target[indexes].tolist(), view.window, view.admits)
         self.ample = last.ample  # as ``targets`` has found
         self._later: dict[float, Column] = {}  # tokens ahead -> KV that each unfinished request will hold by then
 
@@ -48,7 +50,7 @@ class Allocation:
         its KV needs where that is more or the version can admit no more; without a schedule all that it has, until its
         last step.
         """
-        view = self._snapshot
+        view = self._view
         target = present_targets(view, self.leader)
         if not self._starved():
             wanted = self._wanted({*target.values(), self.leader})
@@ -66,7 +68,7 @@ class Allocation:
 
     def moves(self, targets: Mapping[int, int]) -> tuple[tuple[Move, ...], Reservation]:
         """The moves for these targets, and the reserved workers among those that stay with their version."""
-        view, schedule = self._snapshot, self._schedule
+        view, schedule = self._view, self._schedule
         reserved = Reservation.none(view)
         if schedule is not None and schedule.hurried:
             stays = staying(view, targets)
@@ -79,7 +81,7 @@ class Allocation:
 
     def _spread(self, exact: Mapping[int, float], target: Mapping[int, int]) -> dict[int, int]:
         """Where KV is ample older versions keep what works for them, and the newest gets what it could fill."""
-        view, workers = self._snapshot, self._snapshot.workers
+        view, workers = self._view, self._view.workers
         need = {version: ceil(each) for version, each in exact.items()}
         if self._may_begin(self.leader):
             need[self.leader] += ceil(TUNING.new_share * self._filled_by(view.admissible[self.leader]))
@@ -90,7 +92,7 @@ class Allocation:
 
     def _scheduled(self, exact: Mapping[int, float], workers: int) -> dict[int, int]:
         """Where KV is short: what each version fills; an older one what is scheduled, as far as it could fill that."""
-        view, schedule, leader = self._snapshot, self._schedule, self.leader
+        view, schedule, leader = self._view, self._schedule, self.leader
         need = {version: ceil(each) for version, each in exact.items()}
         if schedule is not None:
             for version in need:
@@ -102,7 +104,7 @@ class Allocation:
     def _deal(self, target: dict[int, int], exact: Mapping[int, float], need: Mapping[int, int]) -> None:
         """Hands workers on until each version has as many as it needs, or none has one to give."""
         leader, have = self.leader, dict.fromkeys(need, 0) | Counter(target.values())
-        kv_expected = self._snapshot.workers.kv_expected.tolist()
+        kv_expected = self._view.workers.kv_expected.tolist()
         # KV and index, the emptiest last, of versions that have given one up: they had too many, or lose one as nobody
         # has; so they get none after
         emptiest: dict[int, list[tuple[int, int]]] = {}
@@ -131,7 +133,7 @@ class Allocation:
 
     def _wanted(self, versions: set[int]) -> dict[int, tuple[int, float]]:
         """Version -> its unfinished requests, and their KV: now or at the horizon, whichever is more. In order."""
-        of_version = self._snapshot.requests.version[self._unfinished]
+        of_version = self._view.requests.version[self._unfinished]
         first = int(of_version.min(initial=0))
         places, later = of_version - first, self._look_ahead(TUNING.horizon_tokens, TUNING.level_tokens)
         counts = np.bincount(places).tolist()
@@ -141,27 +143,17 @@ class Allocation:
 
     def _needs(self, wanted: Mapping[int, tuple[int, float]], kept_free: Mapping[int, float]) -> dict[int, float]:
         """Workers that each version needs for its requests and their KV; the leading one at least."""
-        slots, kv_tokens = self._worker
         need: dict[int, float] = {}
         for version, (requests, kv) in wanted.items():
             least = 1 if requests or version == self.leader else 0
             kv += kept_free.get(version, 0.0)
-            need[version] = max(least, kv / (TUNING.fill * kv_tokens), requests / slots)
+            need[version] = max(least, kv / (self._kv_tokens or 1.0), requests / self._slots)
         return need
 
     def _filled_by(self, groups: int) -> float:
         """Workers whose KV so many groups to come would fill, all as long as they get; inf: not known yet."""
-        if not self._last.group_kv_tokens or not len(self._indexes):
-            return inf
-        return groups * self._last.group_kv_tokens / (TUNING.fill * self._worker[1])
-
-    @cached_property
-    def _worker(self) -> tuple[float, float]:
-        """Slots and KV of a worker, on average."""
-        workers = self._snapshot.workers
-        if not len(self._indexes):
-            return 1.0, 1.0
-        return float(workers.slots[self._indexes].mean()), float(workers.kv_tokens[self._indexes].mean())
+        kv_tokens = self._last.group_kv_tokens
+        return groups * kv_tokens / self._kv_tokens if kv_tokens and self._kv_tokens else inf
 
     def _look_ahead(self, *ahead_tokens: float) -> Column:
         """KV that each unfinished request will hold so many tokens later, by the chance that it still runs.
@@ -169,25 +161,25 @@ class Allocation:
         Of the first of ``ahead_tokens``; the others are made with it and kept, as they share half their work.
         """
         if ahead_tokens[0] not in self._later:
-            runs_on = self._snapshot.requests.runs_on(self._unfinished, np.array(ahead_tokens))
+            runs_on = self._view.requests.runs_on(self._unfinished, np.array(ahead_tokens))
             for tokens, runs in zip(ahead_tokens, runs_on.T, strict=True):
                 self._later[tokens] = (self._held + tokens) * runs
         return self._later[ahead_tokens[0]]
 
     def _starved(self) -> bool:
         """Whether the leading version has nothing and will get nothing: no prompt is left."""
-        view, requests = self._snapshot, self._snapshot.requests
+        view, requests = self._view, self._view.requests
         has = bool((requests.unfinished & (requests.version == self.leader)).any())
         return not has and not len(view.backlog_longest) and not view.admits(self.leader)
 
     def _may_begin(self, version: int) -> bool:
         """Whether a prompt waits that this version may still take."""
-        return len(self._snapshot.backlog_longest) > 0 and self._snapshot.admits(version)
+        return len(self._view.backlog_longest) > 0 and self._view.admits(version)
 
     def _ends(self, version: int) -> bool:
         """Whether this version is in its last step, or can admit no more."""
-        due = version + self._snapshot.window - 1 <= self._snapshot.newest
-        return due or not self._snapshot.admits(version)
+        view = self._view
+        return version + view.window - 1 <= view.newest or not view.admits(version)
 
 
 def _shared(need: dict[int, int], workers: int) -> dict[int, int]:

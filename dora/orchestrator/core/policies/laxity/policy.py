@@ -21,7 +21,7 @@ ENGINE_GRID = np.array(TUNING.engine_tokens)
 
 
 class LaxityPolicy(BasePolicy):
-    """See the module. State between calls are caches of what the core shows; every decision follows from that."""
+    """What it keeps between calls are caches of what the core shows: docs/strategy.md lists how each is made again."""
 
     def __init__(self, config: BalanceConfig) -> None:
         super().__init__(config)
@@ -104,15 +104,9 @@ class LaxityPolicy(BasePolicy):
 
     def _first(self, dispatcher: Dispatcher, version: int, limit: float) -> Entry | None:
         """The one that waits longest of those that fit."""
-        tries = 0
-        for entry in dispatcher.backlog:
-            if entry.longest_tokens <= limit:
-                if self._reservations.reserve(version, entry):
-                    return entry
-                tries += 1
-                if tries == TUNING.tries:
-                    break
-        return None
+        short = (entry for entry in dispatcher.backlog if entry.longest_tokens <= limit)
+        tried = islice(short, TUNING.tries)
+        return next((entry for entry in tried if self._reservations.reserve(version, entry)), None)
 
     def _longest(self, dispatcher: Dispatcher, version: int, limit: float) -> Entry | None:
         """The longest that fits of the first TUNING.reach prompts; of all, where none of these does."""
@@ -131,10 +125,9 @@ class LaxityPolicy(BasePolicy):
 
     def _sparse(self, dispatcher: Dispatcher, version: int) -> bool:
         """Whether this version's slots would run out before its KV."""
-        slots = held = kv_tokens = kv = 0
-        for worker in dispatcher.workers_of(version):
-            slots, held = slots + worker.slots, held + worker.held
-            kv_tokens, kv = kv_tokens + worker.kv_tokens, kv + worker.kv_expected
+        hosts = dispatcher.workers_of(version)
+        slots, kv_tokens = sum(worker.slots for worker in hosts), sum(worker.kv_tokens for worker in hosts)
+        held, kv = sum(worker.held for worker in hosts), sum(worker.kv_expected for worker in hosts)
         return bool(slots) and held / slots > kv / kv_tokens + TUNING.dense
 
     def _forecast(self, dispatcher: Dispatcher, worker: Worker) -> list[float]:
@@ -158,10 +151,7 @@ class LaxityPolicy(BasePolicy):
         return Plan(targets, self._moves(view, allocation, targets))
 
     def successor(self, dispatcher: Dispatcher) -> int | None:
-        """Where KV is ample the older versions keep what works for them, and the leading one gets what does not.
-
-        A plan would say the same, in a thousand times as long: there workers run dry one by one, hundreds a step.
-        """
+        """Where KV is ample the newest version: a plan would say the same, in a thousand times as long."""
         leads = self._leader == dispatcher.newest and any(
             worker.held for worker in dispatcher.workers_of(dispatcher.newest)
         )

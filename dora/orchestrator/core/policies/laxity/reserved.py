@@ -42,27 +42,15 @@ class Haste:
         self._lengths, self._work = mix.tokens[classes] / mix.responses[classes], groups * mix.work[classes]
         self._share_s = self._pace_s / self._kv / workers  # of all workers' time, for one context-token
         self._life_steps = life_steps
-        self.full_s = float(self._pace_s[-1])  # seconds a token on a full worker
         self.step_s = self._shortest_s()
 
     def at(self, step_s: float, kv_tokens: float) -> tuple[bool, float, float]:
         """If steps take so long: whether the longest responses would be late on full workers, of so much KV; the share
-        of it that a reserved worker uses, and its seconds a token."""
-        fill = min(TUNING.reserved_fill, self.reserved_kv(step_s) / kv_tokens)
-        pace_s = self.pace_s(fill * kv_tokens)
-        return self.hurries(step_s) and pace_s < TUNING.worth * self.full_s, fill, pace_s
-
-    def reserved_kv(self, step_s: float) -> float:
-        """KV that a worker may hold for the longest responses to end in time if steps take so long."""
-        return float(self._kv[self._levels(step_s)[-1]])
-
-    def hurries(self, step_s: float) -> bool:
-        """Whether the longest responses would be late on full workers if steps take so long."""
-        return bool(self._levels(step_s)[-1] < TUNING.fills - 1)
-
-    def pace_s(self, kv_tokens: float) -> float:
-        """Seconds a token on a worker that holds so much KV."""
-        return float(np.interp(kv_tokens, self._kv, self._pace_s))
+        of it that a reserved worker uses for them to end in time, and its seconds a token."""
+        level = self._levels(step_s)[-1]
+        fill = min(TUNING.reserved_fill, float(self._kv[level]) / kv_tokens)
+        pace_s = float(np.interp(fill * kv_tokens, self._kv, self._pace_s))
+        return bool(level < TUNING.fills - 1) and pace_s < TUNING.worth * float(self._pace_s[-1]), fill, pace_s
 
     def _shortest_s(self) -> float:
         short = float(self._pace_s[0] * self._lengths[-1] / self._life_steps)
@@ -120,9 +108,9 @@ def reserve(view: View, stays: Column, end_s: Callable[[int], float], fill: floa
 
     ``end_s``: of a version, when its last response should have ended. ``fill``: share of its KV that one uses.
     """
-    found, requests, workers = Reservation.none(view), view.requests, view.workers
+    found, requests, workers, cost = Reservation.none(view), view.requests, view.workers, view.cost
     rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
-    if view.cost is None or not len(rows):
+    if cost is None or not len(rows):
         return found
     remaining = requests.remaining_tokens(rows)
     distant = remaining > TUNING.near_share * remaining.max()
@@ -131,11 +119,11 @@ def reserve(view: View, stays: Column, end_s: Callable[[int], float], fill: floa
     for version in np.unique(versions).tolist():
         free = np.flatnonzero(stays & (workers.loaded == version))
         if len(free):
-            its = versions == version
-            full_s = view.cost.decode_step_s(max(1, int(workers.held[free].mean())), float(found.cap[free].mean()))
-            left_s, empty_s = end_s(version) - view.now_s, view.cost.matmul_s(1)
-            far = _Far.of(requests, rows[its], remaining[its], left_s, full_s, empty_s)
-            _open(found, view, view.cost, far, free, TUNING.least_fill * fill)
+            full_s = cost.decode_step_s(max(1, int(workers.held[free].mean())), float(found.cap[free].mean()))
+            left_s = end_s(version) - view.now_s
+            late = np.flatnonzero((versions == version) & (left_s / remaining < full_s))
+            far = _Far.of(requests, rows[late], remaining[late], left_s, cost.matmul_s(1))
+            _open(found, view, cost, far, free, TUNING.least_fill * fill)
     return found
 
 
@@ -150,23 +138,18 @@ class _Far:
     needed_s: Column  # seconds a token then, to end in time
 
     @classmethod
-    def of(
-        cls, requests: RequestColumns, rows: Column, remaining: Column, left_s: float, full_s: float, empty_s: float
-    ) -> "_Far":
-        """``full_s``: a token's time on a full worker; ``empty_s``: on one that holds no KV."""
-        late = np.flatnonzero(left_s / remaining < full_s)
-        rows, remaining = rows[late], remaining[late]
+    def of(cls, requests: RequestColumns, rows: Column, remaining: Column, left_s: float, empty_s: float) -> "_Far":
+        """``empty_s``: a token's time on a worker that holds no KV."""
         context = context_tokens(requests)[rows]
         parts = _share_now(context, remaining)
         needed_s = empty_s + (left_s / remaining - empty_s) * parts
         shares = context + np.minimum(TUNING.ahead_tokens, remaining)
-        columns = (rows, requests.worker[rows], shares, parts, needed_s)
         order = np.argsort(needed_s, kind="stable")
-        return cls(*(column[order] for column in columns))
+        return cls(*(column[order] for column in (rows, requests.worker[rows], shares, parts, needed_s)))
 
 
 def _open(found: Reservation, view: View, cost: CostModel, far: _Far, free: Column, least_fill: float) -> None:
-    """Reserves as many of the ``free`` indexes as these responses fill."""
+    """Reserves as many of the ``free`` indexes as these responses fill, and places them."""
     found.hurried[far.rows] = True
     kv_tokens, opened = float(found.cap[free].mean()), list[Reserved]()
     each = zip(far.shares.tolist(), far.needed_s.tolist(), far.parts.tolist(), strict=True)
@@ -180,8 +163,7 @@ def _open(found: Reservation, view: View, cost: CostModel, far: _Far, free: Colu
         opened[-1].load += share
     for worker in opened:
         worker.load = 0.0
-        found.by_index[worker.index] = worker
-        found.cap[worker.index] = worker.kv_tokens
+        found.by_index[worker.index], found.cap[worker.index] = worker, worker.kv_tokens
     _assign(found, opened, far)
 
 

@@ -133,19 +133,10 @@ def schedule_of(dispatcher: Dispatcher) -> Schedule:
     if due in least_end_s:
         next_s = max(next_s, least_end_s[due] + tail_s)
     targets = [worker.target for worker in dispatcher.workers() if not worker.draining]
-    return Schedule(
-        workers=workers,
-        window=life_of(workers, window.size),
-        newest=dispatcher.newest,
-        leader=leading(dispatcher.newest, targets, window.size, lambda version: window.admissible(version) >= 1),
-        stride=stride_of(workers, window.size),
-        published_s=rhythm.published_s,
-        next_s=next_s,
-        step_s=step_s,
-        hurried=hurried,
-        reserved_fill=fill,
-        least_end_s=least_end_s,
-    )
+    leader = leading(dispatcher.newest, targets, window.size, lambda version: window.admissible(version) >= 1)
+    life, stride = life_of(workers, window.size), stride_of(workers, window.size)
+    times = (rhythm.published_s, next_s, step_s)
+    return Schedule(workers, life, dispatcher.newest, leader, stride, *times, hurried, fill, least_end_s)
 
 
 def _next_s(dispatcher: Dispatcher, step_s: float, tail_s: float, due_tokens: float) -> float:
