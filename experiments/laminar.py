@@ -1,4 +1,4 @@
-"""Laminar's table 2 (paper 001, appendix A.3), by model and scale."""
+"""Laminar's table 2 (appendix A.3), by model and scale."""
 
 from collections.abc import Mapping
 from dataclasses import replace

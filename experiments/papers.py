@@ -8,10 +8,10 @@ rollout is ``partial``.
 from dataclasses import dataclass
 from typing import Final
 
-DORA: Final = "DORA (paper 004), section 5"
-LAMINAR: Final = "Laminar (paper 001), section 8 and appendix A.3"
-STALEFLOW: Final = "StaleFlow (paper 000), section 6 and appendix B"
-STREAMRL: Final = "StreamRL (paper 002), section 7"
+DORA: Final = "DORA, section 5"
+LAMINAR: Final = "Laminar, section 8 and appendix A.3"
+STALEFLOW: Final = "StaleFlow, section 6 and appendix B"
+STREAMRL: Final = "StreamRL, section 7"
 VERL_ASYNC: Final = "verl's documentation, Fully Async Policy Trainer"
 
 

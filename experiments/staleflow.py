@@ -1,4 +1,4 @@
-"""StaleFlow's experiments (paper 000, section 6)."""
+"""StaleFlow's experiments (section 6)."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -27,7 +27,7 @@ from experiments.base import (
 # rollout"). StaleFlow with simple strategies is as fast as that third (section 6.5): it is taken to train as that does.
 #
 # Table 3's own setting is that of 40K. Table 2 has four models: 14B on 64 GPUs and 32B on 128, both distilled from
-# DeepSeek-R1, 32B as it is on 128, and the mixture. 32B as it is, on the same prompts, is what DORA trains (paper 004,
+# DeepSeek-R1, 32B as it is on 128, and the mixture. 32B as it is, on the same prompts, is what DORA trains (its
 # section 5.1: DAPO-Math-17k, a mean of 2.4K at 30K), so its lengths are DORA's, cut at 20K. Of the distilled models the
 # 7B one is reported with 7,747 tokens on average over five sets of maths problems (nvidia/DLER-R1-7B-Research's model
 # card, 2025; the 1.5B one, 10,499): that, taken at a cap of 32K and cut at 20K, is assumed for the larger ones. These

@@ -1,4 +1,4 @@
-"""StreamRL's experiments (paper 002, section 7)."""
+"""StreamRL's experiments (section 7)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -70,7 +70,7 @@ def _laminar_settings(chosen: Sequence[str]) -> Iterator[Setting]:
         yield Setting(name, systems, tuple(Claim("speedup", "laminar", baseline) for baseline in baselines))
 
 
-# "We tune the GPU allocation ratio between rollout and training to optimal values" (paper 000, section 6.1), for every
+# "We tune the GPU allocation ratio between rollout and training to optimal values" (StaleFlow, section 6.1), for every
 # system: accelerators that generate, found by runs of 12 steps after 8, in whole engines (of staleflow-128 two at a
 # time), until more and fewer were slower.
 STALEFLOW_ROLLOUT_GPUS: Final = {  # by preset: of one_step; of staleflow and of partial, at bounds 1, 2 and 3
@@ -91,7 +91,7 @@ def staleflow() -> Iterator[Setting]:
 
 
 def _staleflow_setting(name: str, one_step_gpus: int, own_gpus: Sequence[int], peer_gpus: Sequence[int]) -> Setting:
-    """VeRL-Async bounds staleness by what is in flight, (bound + 1) batches (paper 000, 2.2): being generated, or
+    """VeRL-Async bounds staleness by what is in flight, (bound + 1) batches (StaleFlow, 2.2): being generated, or
     generated and not yet trained on. Slots for as much spread it evenly."""
     systems = {"sync": scenario_for(name, "sync"), "one_step": split(scenario_for(name, "one_step"), one_step_gpus)}
     claims: list[Claim] = []

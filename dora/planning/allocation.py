@@ -1,4 +1,4 @@
-"""How many accelerators generate and how many train: StreamRL's Algorithm 1 (paper 002, section 4.2).
+"""How many accelerators generate and how many train: StreamRL's Algorithm 1 (section 4.2).
 
 What generation takes is in generation.py; training is interpolated between measured points.
 """

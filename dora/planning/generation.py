@@ -20,7 +20,7 @@ from dora.planning.workload import StepWorkload
 
 EFFICIENCY: Final = 1.05  # time of a good policy over the bound
 # Share of a full engine's batch beside which the longest response runs: such responses begin on a full engine and are
-# moved to emptier ones. With 1 no step of two versions on the facts' 128 GPUs could be below 13.5 min; 11.85 was found.
+# moved to emptier ones. With 1 no step of two versions on 128 GPUs could be below 13.5 min; 11.85 was found.
 TAIL_LOAD: Final = 0.5
 NODE_SIZES: Final = (1, 2, 4, 8)  # accelerators of one engine
 _HALVINGS: Final = 20  # to a millionth

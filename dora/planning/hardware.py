@@ -1,4 +1,4 @@
-"""Accelerators by name, and a roofline of what one engine on them costs (StaleFlow eq. 5-11, paper 000 appendix B).
+"""Accelerators by name, and a roofline of what one engine on them costs (StaleFlow eq. 5-11, appendix B).
 
 Each coefficient is bytes over bandwidth or operations over FLOP/s, divided by an efficiency. The efficiencies are
 calibrated on one point, Qwen2.5-32B on four H800 (k1 3.26e-8, k2 6.5 ms, k3 47 us, k4 20 ms, 24K prefilled tokens/s,

@@ -87,7 +87,7 @@ class ModelSpec:
         return self.blocks * self.experts * 3 * self.hidden_dim * self.expert_dim
 
 
-# Layers and heads of StreamRL's Table 2 (paper 002), but for the 7B model: its published configuration has 4 KV heads,
+# Layers and heads of StreamRL's table 2, but for the 7B model: its published configuration has 4 KV heads,
 # the table prints 8. Everything else of the Qwen models is that of their published configurations, as is all of the 14B
 # model, which StaleFlow names without its sizes. LongCat-Flash, as published: 28 blocks of two latent attentions (512 +
 # 64 values; heads of 128 + 64, values of 128), two dense networks and 512 experts each. Of the 12 that a token chooses,

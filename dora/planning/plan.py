@@ -20,7 +20,7 @@ from dora.planning.models import MODELS, ModelSpec
 from dora.planning.training import Trainers
 from dora.planning.workload import StepWorkload
 
-# Training as the DORA paper's fractions imply it (facts: 12.9 min on 40 H800, 7.95 min on 88), for 8,192 responses of
+# Training as the DORA paper's fractions imply it (12.9 min on 40 H800, 7.95 min on 88), for 8,192 responses of
 # 2,400 tokens of a 32B model.
 ANCHOR: Final = TrainingTime(((40, 774.0), (88, 477.0)), even=True)
 ANCHOR_TOKENS: Final = 8192 * 2400.0

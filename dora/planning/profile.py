@@ -1,4 +1,4 @@
-"""Fits an engine's cost model to its step times, and predicts a run with it (StaleFlow appendix B.1, paper 000)."""
+"""Fits an engine's cost model to its step times, and predicts a run with it (StaleFlow appendix B.1)."""
 
 import math
 from collections import deque

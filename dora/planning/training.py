@@ -1,6 +1,6 @@
 """The trainer's side of Algorithm 1: for each number of accelerators the best layout, and how long a step takes on it.
 
-StreamRL (paper 002, section 4.2) takes the best time over all parallel configurations, from a profiler. Here a step's
+StreamRL (section 4.2) takes the best time over all parallel configurations, from a profiler. Here a step's
 time is what was measured on some numbers of accelerators (:class:`~dora.planning.allocation.TrainingTime`); the layouts
 say on which others the trainer fits into memory, and how much longer a step is where they divide the model badly.
 """

@@ -17,7 +17,7 @@ _HALVINGS: Final = 50  # to the last bits of a logarithm
 
 @dataclass(frozen=True, slots=True)
 class StepWorkload:
-    """One step's batch. N and C are the facts' names in the bubble-free bound."""
+    """One step's batch. N tokens and C context-tokens go into the bubble-free bound."""
 
     responses: int
     tokens_at: Callable[[Column], Column]  # length of a response at standard normal scores, not rounded, perhaps uncut

@@ -37,7 +37,7 @@ def expected_bound_s(scenario: Scenario) -> float:
 
 
 def bound_of_s(scenario: Scenario, tokens: float, context_tokens: float) -> float:
-    """Bubble-free time of so much work on this cluster (facts: engine time >= k1 C + k3 N + k4 S)."""
+    """Bubble-free time of so much work on this cluster (engine time >= k1 C + k3 N + k4 S)."""
     cluster = scenario.cluster
     return bound_s(cluster.cost, cluster.slots, cluster.kv_tokens, tokens, context_tokens, cluster.engines)
 

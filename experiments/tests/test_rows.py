@@ -85,7 +85,7 @@ def test_areal_trains_on_the_layouts_of_its_paper_and_the_others_linearly() -> N
 
 
 def test_areals_trainer_stands_while_it_writes_its_weights_to_storage() -> None:
-    """Files of 7.6, 8.2 and 9.1 GB, 10 at most, one a rank: 4 GB take 8 s and half of 10 (paper 001, section 4.1)."""
+    """Files of 7.6, 8.2 and 9.1 GB, 10 at most, one a rank: 4 GB take 8 s and half of 10 (Laminar, section 4.1)."""
     for name, seconds in (("7b-16", 24.8), ("7b-256", 24.8), ("32b-32", 26.6), ("72b-1024", 29.5)):
         assert scenario_for(f"laminar-{name}", "partial").trainer.publish_s == pytest.approx(seconds, abs=0.05)
     stalls = [scenario_for("laminar-72b-64", policy).trainer.publish_s for policy in ("sync", "stream", "laminar")]

@@ -10,7 +10,7 @@ from tests.unit.test_planning import CLUSTER, DORA_STEP, OPTION
 
 
 @pytest.mark.parametrize(("engines", "minutes"), [(6, 15.63), (10, 9.38)])
-def test_the_bound_is_that_of_the_facts(engines: int, minutes: float) -> None:
+def test_the_bound_is_that_of_the_papers_ratios(engines: int, minutes: float) -> None:
     found = bound_s(CLUSTER.cost, CLUSTER.slots, CLUSTER.kv_tokens, 19.66e6, 8.04e10, engines)
     assert found / 60 == pytest.approx(minutes, abs=0.005)
 
@@ -39,7 +39,7 @@ def test_generation_is_the_bound_times_the_efficiency_and_needs_the_window_for_i
     assert found.work_s == pytest.approx(EFFICIENCY * bound, rel=1e-9)
     full = 2 * generation(OPTION, 6, DORA_STEP, window=2, tail_load=1.0).tail_s
     alone = 2 * generation(OPTION, 6, DORA_STEP, window=2, tail_load=0.0).tail_s
-    assert full / 60 == pytest.approx(27, abs=0.3)  # the facts: a 30K response on a full engine, and alone
+    assert full / 60 == pytest.approx(27, abs=0.3)  # a 30K response on a full engine, and alone
     assert alone / 60 == pytest.approx(13.3, abs=0.3)
     assert found.tail_s == pytest.approx(generation(OPTION, 6, DORA_STEP, window=2).tail_s * 2 / 3)
 

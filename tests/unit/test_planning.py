@@ -32,7 +32,7 @@ OPTION = EngineOption(4, CostModel.of(CLUSTER.cost), CLUSTER.slots, CLUSTER.kv_t
 # The workload.
 
 
-def test_the_workload_is_that_of_the_facts() -> None:
+def test_the_workload_is_that_of_the_presets() -> None:
     assert DORA_STEP.n_tokens == pytest.approx(19.66e6, rel=1e-3)
     assert DORA_STEP.c_tokens == pytest.approx(8.04e10, rel=0.01)
     assert lognormal_of_mean(2400, 30_000).mu == pytest.approx(7.0881, abs=1e-4)

@@ -41,7 +41,7 @@ def test_every_preset_is_a_possible_cluster_under_every_policy(name: str, policy
 
 
 @pytest.mark.parametrize(("name", "bound"), [("dora-64", 15.63), ("dora-128", 9.38)])
-def test_the_dora_presets_have_the_bound_of_the_facts(name: str, bound: float) -> None:
+def test_the_dora_presets_have_the_bound_that_was_computed_for_them(name: str, bound: float) -> None:
     assert bound_min(preset(name)) == pytest.approx(bound, rel=0.02)
 
 

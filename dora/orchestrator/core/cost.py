@@ -1,6 +1,6 @@
 """What one engine step costs: the model behind routing decisions, plans and the simulator.
 
-StaleFlow eq. 11-12 (paper 000, appendix B): a decode step of ``n`` running requests with ``kv`` cached tokens takes
+StaleFlow, eq. 11-12 (appendix B): a decode step of ``n`` running requests with ``kv`` cached tokens takes
 
     k1 * kv + max(k2, k3 * n) + k4
 

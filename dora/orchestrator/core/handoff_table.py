@@ -1,4 +1,4 @@
-"""The handoff of one live request between two workers of one version, as a table (design: handoff of one request).
+"""The handoff of one live request between two workers of one version, as a table.
 
     PLANNED ──reserved──▶ COPYING ──frozen──▶ FROZEN ──copied in──▶ COMMITTED ──released──▶ RELEASED
        │                     │                  │  └──source lost──▶ STRANDED ──copied in──▶ RELEASED

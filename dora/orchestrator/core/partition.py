@@ -1,4 +1,4 @@
-"""How many workers each version gets, and which ones (paper 004, section 4.3; design: re-balancing)."""
+"""How many workers each version gets, and which ones (DORA, section 4.3)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """The sliding window of policy versions and the rule that keeps staleness bounded (C3).
 
-Symbols (design: the window and C3). Version ``v`` is the weights after ``v`` steps. ``s`` is the step now being filled,
+Symbols. Version ``v`` is the weights after ``v`` steps. ``s`` is the step now being filled,
 ``B`` the prompt groups a step takes, ``left`` what step ``s`` still takes, ``W`` the window. A group of version ``v``
 has the deadline ``v + W - 1``: trained then at the latest, its staleness is at most ``W - 1``. With ``open(d)`` the
 admitted groups of deadline ``<= d`` that no step has taken,

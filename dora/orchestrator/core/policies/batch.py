@@ -51,7 +51,7 @@ class OneStepPolicy(SyncPolicy):
     """One step off-policy: batch ``v + 1`` is generated under version ``v`` while the trainer trains on batch ``v``.
 
     Weights change globally: all workers keep version ``v`` until its whole batch is generated *and* ``v + 1`` is
-    published, then all load it (paper 001, figure 3b). One batch a version; version 0 also makes the first batch, which
+    published, then all load it (Laminar, figure 3b). One batch a version; version 0 also makes the first batch, which
     is on-policy. Its window is 2.
 
     Streaming generation (figure 3c) is the same strategy, under the name ``stream``: only the trainer differs, which

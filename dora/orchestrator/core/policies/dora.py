@@ -1,4 +1,4 @@
-"""The paper's strategy: workers proportional to remaining work, locality, moves (paper 004, section 4.3).
+"""The paper's strategy: workers proportional to remaining work, locality, moves (DORA, section 4.3).
 
 Where the paper leaves it open: KV is filled up to the pressure at which a worker would be relieved; an older version
 keeps the workers that its KV still fills, and begins nothing more while that is above its share, so that it shrinks;

@@ -1,4 +1,4 @@
-"""Laminar's strategy (paper 001, sections 3 and 5): workers update on their own; long tails are packed together.
+"""Laminar's strategy (sections 3 and 5): workers update on their own; long tails are packed together.
 
 Set ``balance.period_s`` to 5, the paper's period of the check.
 """

@@ -1,4 +1,4 @@
-"""Which requests move where: off workers that change, then from full workers to emptier ones (paper 004, section 4.3).
+"""Which requests move where: off workers that change, then from full workers to emptier ones (DORA, section 4.3).
 
 A request moves when its worker is to change version or leave, or when workers of one version are unevenly loaded. A
 worker takes requests as far as its KV in use stays below the pressure at which it would be relieved again. What finds

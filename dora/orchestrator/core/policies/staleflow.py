@@ -1,4 +1,4 @@
-"""StaleFlow's strategies (paper 000, section 5.3, appendix D): routing, selective synchronisation, migration.
+"""StaleFlow's strategies (section 5.3, appendix D): routing, selective synchronisation, migration.
 
 The paper lets an interrupted trajectory go on under newer weights. Here C1 holds: it goes on under its own version, so
 a worker is synchronised once other hosts of its version can take what it runs, and migration is within a version.

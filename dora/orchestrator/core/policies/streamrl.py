@@ -1,4 +1,4 @@
-"""StreamRL's strategy (paper 002, section 5.3): long responses on workers of their own, the longest first."""
+"""StreamRL's strategy (section 5.3): long responses on workers of their own, the longest first."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Marginal throughput of workers (paper 000, section 5.3, appendix B): where one more trajectory gains the most."""
+"""Marginal throughput of workers (StaleFlow, section 5.3, appendix B): where one more trajectory gains the most."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
