@@ -28,7 +28,7 @@ from dora.limits import (
 )
 from dora.validation import kind_of, validated_as
 
-DEFAULT_POLICY: Final = "laxity"  # docs/simulator.md says why
+DEFAULT_POLICY: Final = "laxity"  # docs/strategy.md explains it
 # What settings were called when an event log was recorded, and what they are called now; and so for their values.
 RENAMED: Final = {"balance.hysteresis": "balance.dora.hysteresis", "balance.level_gap": "balance.dora.level_gap"}
 VALUES_RENAMED: Final = {"balance.predictor": {"given": "oracle"}}
