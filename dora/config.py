@@ -123,7 +123,7 @@ class BalanceConfig(Section):
 
 
 class WorkersConfig(Section):
-    """The rollout workers: one process, one worker, one engine each."""
+    """The rollout workers: one process and one engine each."""
 
     count: int = Field(2, ge=0, le=1024, description="workers that the service starts itself")
     engine: Literal["vllm", "fake"] = Field("vllm", description="fake: no model, for tests of the service")

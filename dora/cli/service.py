@@ -47,7 +47,7 @@ def versions(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None
 
 
 def groups(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
-    """List the workers by the version they host: state, requests, KV use, tokens/s. (A worker is one worker.)"""
+    """List the workers by the version they host: state, requests, KV use, tokens/s. (A worker is one DP group.)"""
     from dora.view.service import by_version, workers_table
 
     answer = ask(address, token, lambda operator: operator.status())
