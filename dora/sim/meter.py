@@ -6,9 +6,9 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.prediction import Recall
 from dora.orchestrator.core.selection import REDUNDANT
-from dora.sim.filtering import FILTERED
 from dora.sim.ledger import Group
 from dora.sim.report import Arrow, Span, StepSpan, Timeline
+from dora.sim.workload import FILTERED
 from dora.sim.world import World
 
 KV_SAMPLE_S = 10.0  # a worker's KV use is put on the timeline at most so often

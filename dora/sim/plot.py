@@ -27,8 +27,7 @@ from dora.sim.panels import (
     mark_steps,
     rows_of,
 )
-from dora.sim.report import Report, Timeline
-from dora.sim.units import step_unit
+from dora.sim.report import Report, Timeline, step_unit
 
 SUFFIXES: Final = (".png", ".svg", ".html")
 STYLE: Final = {

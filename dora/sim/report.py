@@ -1,7 +1,8 @@
 """What a simulated run says: one object of numbers, and the timeline behind a plot."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +125,25 @@ class Timeline:
     arrows: list[Arrow] = field(default_factory=list)
     steps: list[StepSpan] = field(default_factory=list)
     kv: list[tuple[float, int, float]] = field(default_factory=list)  # (at_s, worker, share of KV in use)
+
+
+@dataclass(frozen=True, slots=True)
+class StepUnit:
+    """The unit in which people are shown the time of a step, short and in words."""
+
+    name: str
+    word: str
+    seconds: float
+
+    def of_min(self, minutes: float) -> float:
+        """So many minutes in this unit."""
+        return minutes * 60.0 / self.seconds
+
+
+SECONDS: Final = StepUnit("s", "seconds", 1.0)
+MINUTES: Final = StepUnit("min", "minutes", 60.0)
+
+
+def step_unit(times_min: Iterable[float]) -> StepUnit:
+    """One unit for all these step times: seconds where the shortest is below a minute."""
+    return SECONDS if min(times_min, default=1.0) < 1.0 else MINUTES

@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from dora.sim.traces import FloatColumn, IntColumn
 
 FEATURES = 4
 BLOCK = 512  # prompts drawn at once: takes of any size see the same stream
+FILTERED = "filtered: it teaches nothing"  # the reason of such a cancellation
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,22 @@ def _cut(lengths: IntColumn, turns: Turns, rng: np.random.Generator) -> list[tup
     ]
 
 
+class Filter:
+    """A user's filter, where a service asks ``selection.filter``: it lets a share of the groups go once all their
+    responses are scored, as DAPO does where all rewards are equal.
+
+    Which ones follows from the seed and the prompt's draw. The prompt of such a group comes again in the next epoch.
+    """
+
+    def __init__(self, fraction: float, seed: int) -> None:
+        self._fraction, self._seed = fraction, seed
+
+    def lets_go(self, prompt: SimPrompt) -> bool:
+        if not self._fraction:
+            return False
+        return Random(f"filter {self._seed} {prompt.prompt_id}").random() < self._fraction
+
+
 def moments(workload: Workload, shapes: Sequence[TaskShape] = ()) -> Moments:
     """Of one response before any drift. ``shapes``: of its tasks, where they are at hand (a file is read but once)."""
     shapes = shapes or shapes_of(workload)
@@ -221,11 +239,6 @@ def _moments_of(shape: TaskShape, lengths: Lengths) -> Moments:
     # of 1 .. most turns that are alike on average, half of the others have been answered before a token
     answer_tokens = shape.turns.answer_tokens * (shape.turns.most - 1) / 4
     return Moments(float(weights @ tokens), float(weights @ tokens**2), prompt_tokens, answer_tokens)
-
-
-def longest_prompt_tokens(workload: Workload) -> int:
-    """The longest prompt that any seed can draw."""
-    return max(shape.prompts.longest_tokens for shape in shapes_of(workload))
 
 
 def longest_context_tokens(workload: Workload) -> tuple[int, int]:

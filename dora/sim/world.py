@@ -19,12 +19,11 @@ from dora.orchestrator.core.cost import CostModel
 from dora.planning.engine import SimEngine
 from dora.sim import partial
 from dora.sim.driver import Order, WorkerDriver
-from dora.sim.filtering import FILTERED, Filter
 from dora.sim.ledger import Violation
 from dora.sim.scenario import Scenario
 from dora.sim.trainer import SimTrainer
 from dora.sim.worker import Parcel, SimWorker, resumed
-from dora.sim.workload import SimPrompt, WorkloadStream
+from dora.sim.workload import FILTERED, Filter, SimPrompt, WorkloadStream
 
 TICK_S = 5.0
 

@@ -9,9 +9,8 @@ from rich.console import Group
 from rich.text import Text
 
 from dora.sim.partial import has_versions
-from dora.sim.report import Report
+from dora.sim.report import Report, StepUnit, step_unit
 from dora.sim.scenario import Scenario
-from dora.sim.units import StepUnit, step_unit
 from dora.view.numbers import NONE, number, percent, ratio
 from dora.view.simulation import Division, division, over_bound, staleness, stationarity, step_time
 from dora.view.tables import Column, sheet

@@ -13,7 +13,7 @@ from dora.planning.generation import Generation
 from dora.planning.layout import Layout, Replica
 from dora.planning.plan import Plan, Question
 from dora.planning.training import Trainers
-from dora.sim.units import StepUnit, step_unit
+from dora.sim.report import StepUnit, step_unit
 from dora.view.tables import Column, sheet
 
 SHOWN_EACH_SIDE: Final = 4  # candidates beside the best

@@ -9,9 +9,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from dora.sim.report import Report
+from dora.sim.report import Report, StepUnit, step_unit
 from dora.sim.scenario import Scenario
-from dora.sim.units import StepUnit, step_unit
 from dora.view.numbers import NONE, duration, number, percent, ratio
 
 STEPS_LEAST: Final = 40  # measured: fewer are within a few versions of the run's start

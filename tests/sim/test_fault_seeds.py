@@ -10,10 +10,10 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.core.handoff_table import TABLE, Action, Handoff, Phase, Signal
 from dora.orchestrator.core.policies import POLICIES
 from dora.sim.fault_kinds import KINDS
-from dora.sim.filtering import FILTERED
 from dora.sim.sweep import SweepReport, sweep
 from dora.sim.trial import Trial, conduct
 from dora.sim.unreliable import Habits, UnreliableWorld
+from dora.sim.workload import FILTERED
 from tests.unit.test_machine import Bench
 
 SEEDS = 40  # for each policy

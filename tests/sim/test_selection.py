@@ -10,13 +10,12 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.policies import POLICIES
 from dora.orchestrator.core.selection import REDUNDANT
-from dora.sim.filtering import FILTERED, Filter
 from dora.sim.ledger import Ledger, Lost
 from dora.sim.presets import composed
 from dora.sim.report import Report
 from dora.sim.run import simulate
 from dora.sim.scenario import Scenario
-from dora.sim.workload import SimPrompt, WorkloadStream
+from dora.sim.workload import FILTERED, Filter, SimPrompt, WorkloadStream
 from dora.sim.world import World
 
 STEPS, WARMUP = 6, 2

@@ -15,7 +15,7 @@ from dora.sim.presets import composed
 from dora.sim.run import check_cluster, simulate
 from dora.sim.scenario import Lengths, Scenario, Task, Workload
 from dora.sim.traces import load_trace
-from dora.sim.workload import SimPrompt, WorkloadStream, longest_prompt_tokens, moments
+from dora.sim.workload import SimPrompt, WorkloadStream, longest_context_tokens, moments
 from dora.validation import validated_as
 
 
@@ -101,7 +101,7 @@ def test_each_task_may_have_a_trace_of_its_own(tmp_path: Path) -> None:
     for prompt in drawn(workload, 200):
         found[prompt.task_id].add(prompt.prompt_tokens)
     assert found == {"chat": {5, 6}, "code": {8000, 9000}}
-    assert longest_prompt_tokens(workload) == 9000
+    assert longest_context_tokens(workload)[1] == 9000
 
 
 # --------------------------------------------------------------------------------------------------------- bound and KV

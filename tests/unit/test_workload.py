@@ -14,7 +14,7 @@ import pytest
 from dora.errors import InvalidValue
 from dora.sim.scenario import Lengths, Turns, Workload
 from dora.sim.traces import load_histogram, load_trace
-from dora.sim.workload import SimPrompt, Turn, WorkloadStream, longest_prompt_tokens, moments
+from dora.sim.workload import SimPrompt, Turn, WorkloadStream, longest_context_tokens, moments
 
 
 def drawn(workload: Workload, count: int, seed: int = 0, groups_per_step: int = 512) -> list[SimPrompt]:
@@ -108,7 +108,7 @@ def test_prompt_lengths_are_spread_around_their_mean() -> None:
 @pytest.mark.parametrize(("mean_tokens", "longest"), [(1, 48), (20, 964), (300, 2048), (2048, 2048)])
 def test_no_prompt_is_longer_than_the_longest(mean_tokens: int, longest: int) -> None:
     workload = Workload(prompt_tokens=mean_tokens, prompts=10_000)
-    assert longest_prompt_tokens(workload) == longest
+    assert longest_context_tokens(workload)[1] == longest
     assert max(prompt.prompt_tokens for prompt in drawn(workload, 10_000)) <= longest
 
 
