@@ -166,7 +166,7 @@ def test_a_run_in_which_nothing_goes_on_any_more_is_told_as_that(monkeypatch: py
     ("overrides", "going_on"),
     [
         ([], "responses being generated: "),
-        (["cluster.load_s=1000"], "DP groups loading weights: 2; "),
+        (["cluster.load_s=1000"], "workers loading weights: 2; "),
         (["workload.turns={most=2,environment_mean_s=1000,environment_sigma=0}"], "waiting for their environment: "),
         (["trainer.step_s=1000", "trainer.streams=false"], "batches in training: 1; "),
     ],
