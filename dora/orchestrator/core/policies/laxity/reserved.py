@@ -187,9 +187,8 @@ def _reserved(index: int, pace_s: float, cost: CostModel, view: View, most: floa
     fastest_s = cost.decode_step_s(held, least_kv)
     if pace_s <= fastest_s:
         return Reserved(index, fastest_s, least_kv)
-    if not cost.kv_token_s:  # the KV in use costs no time
-        return Reserved(index, pace_s, most)
-    return Reserved(index, pace_s, min(cost.kv_tokens_at(held, pace_s), most))
+    costs = cost.kv_token_s > 0.0  # else a full one is as fast
+    return Reserved(index, pace_s, min(cost.kv_tokens_at(held, pace_s), most) if costs else most)
 
 
 def _assign(found: Reservation, opened: Sequence[Reserved], far: _Far) -> None:
