@@ -9,7 +9,7 @@ those of a version are one pool; DP groups change version in no time; nothing is
 Each older version has as many DP groups as its KV takes, rounded up; the newest has the rest. A version with room
 begins the longest waiting prompt that it may. Where lengths are *known* that is one whose responses end in time on
 full DP groups (for the newest version any, where none does). Where they are *believed*, as what prompts show of their
-length, it is one of the shorter ones, of fewer the older the version is (``at_once`` and ``begun`` of laxity's `tuning.py`).
+length, it is one of the shorter ones, of fewer the older the version is (``at_once``, ``begun`` of laxity's tuning.py).
 Where they are *unknown* it is the first, as long as anything may begin at that age.
 
 ``--overcommit``: so much of a DP group may an older version be short of. What exceeds its KV takes turns, as if it were
