@@ -165,7 +165,7 @@ def _open(found: Reservation, view: View, cost: CostModel, far: _Far, free: Colu
 
 
 def _where_most_are(index_of: Column, shares: Column, kv_tokens: float, free: Column) -> int:
-    """The place among the ``free`` indexes of the one that holds most of the first responses: there is least to move."""
+    """The place among the ``free`` of the worker that holds most of the first responses: there is least to move."""
     first = 1 + int(np.searchsorted(np.cumsum(shares), kv_tokens))
     present = np.bincount(index_of[:first], weights=shares[:first], minlength=int(free.max()) + 1)
     return int(present[free].argmax())
