@@ -9,7 +9,7 @@ those of a version are one pool; DP groups change version in no time; nothing is
 Each older version has as many DP groups as its KV takes, rounded up; the newest has the rest. A version with room
 begins the longest waiting prompt that it may. Where lengths are *known* that is one whose responses end in time on
 full DP groups (for the newest version any, where none does). Where they are *believed*, as what prompts show of their
-length, it is one of the shorter ones, of fewer the older the version is (``AT_ONCE`` and ``BEGUN`` of `descent.py`).
+length, it is one of the shorter ones, of fewer the older the version is (``at_once``, ``begun`` of laxity's tuning.py).
 Where they are *unknown* it is the first, as long as anything may begin at that age.
 
 ``--overcommit``: so much of a DP group may an older version be short of. What exceeds its KV takes turns, as if it were
@@ -24,13 +24,13 @@ from math import ceil
 from typing import Final
 
 import numpy as np
-from dora.orchestrator.core.policies.descent import AT_ONCE, BEGUN
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from dora.orchestrator.core.cost import CostModel
+from dora.orchestrator.core.policies.laxity.tuning import TUNING
 from dora.orchestrator.core.window import Window
 from dora.sim.extent import bound_of_s, expected_bound_s
 from dora.sim.presets import preset
@@ -161,7 +161,7 @@ class Ideal:
             in_time = np.flatnonzero(self.longest * self.pace_s <= left_s)
             late = version == self.window.newest and not len(in_time)
             return np.arange(len(self.waiting)) if late else in_time  # rather than nothing
-        share = 1.0 - (age / self.window.size - AT_ONCE) / (BEGUN - AT_ONCE)
+        share = 1.0 - (age / self.window.size - TUNING.at_once) / (TUNING.begun - TUNING.at_once)
         if self.lengths == "unknown":
             return np.arange(len(self.waiting) if share > 0.0 or version == self.window.newest else 0)
         count = min(len(self.waiting), max(1, round(share * len(self.waiting))))

@@ -46,9 +46,7 @@ class Allocation:
     def targets(self) -> dict[int, int]:
         """Candidate -> version. Every version with unfinished requests keeps or gets at least one worker.
 
-        Where KV is ample an older version keeps what works for it. Elsewhere it keeps what its schedule says, or what
-        its KV needs where that is more or the version can admit no more; without a schedule all that it has, until its
-        last step.
+        Without a schedule an older version keeps all that it has, until its last step.
         """
         view = self._view
         target = present_targets(view, self.leader)
@@ -156,9 +154,9 @@ class Allocation:
         return groups * kv_tokens / self._kv_tokens if kv_tokens and self._kv_tokens else inf
 
     def _look_ahead(self, *ahead_tokens: float) -> Column:
-        """KV that each unfinished request will hold so many tokens later, by the chance that it still runs.
+        """KV that each unfinished request will hold after the first of these, by the chance that it still runs.
 
-        Of the first of ``ahead_tokens``; the others are made with it and kept, as they share half their work.
+        The others are made with it, as they share half their work, and kept.
         """
         if ahead_tokens[0] not in self._later:
             runs_on = self._view.requests.runs_on(self._unfinished, np.array(ahead_tokens))

@@ -32,9 +32,11 @@ class LevelBoard(Board):
         rows, requests = self.displaced(), self.requests
         for row in rows[np.argsort(-requests.remaining_tokens(rows), kind="stable")].tolist():
             self._move_on(row)
-        for row, index in self._reserved.to.items():
-            if requests.movable[row] and self.stays[requests.worker[row]]:
-                self._hurry(row, index)
+        held, slots, kv_tokens = self.held, self.workers.slots, TUNING.fill * self.workers.kv_tokens
+        for row, index in self._reserved.to.items():  # though that one may have others to give away first
+            fits = held[index] < slots[index] and kv_tokens[index] >= self._filled(row, index)
+            if fits and requests.movable[row] and self.stays[requests.worker[row]]:
+                self.move(row, index)
         stay = np.flatnonzero(self.stays)
         for index in stay[self._level[stay] > TUNING.pressed].tolist():
             self._relieve(index)
@@ -54,12 +56,6 @@ class LevelBoard(Board):
             return False
         self.move(row, target)
         return True
-
-    def _hurry(self, row: int, index: int) -> None:
-        """To its reserved worker, though that may have others to give away first."""
-        room = TUNING.fill * self.workers.kv_tokens[index] - self._filled(row, index)
-        if self.held[index] < self.workers.slots[index] and room >= 0:
-            self.move(row, index)
 
     def _relieve(self, index: int) -> None:
         """Moves the largest requests without hurry off a pressed worker, while others of its version are emptier.

@@ -1,7 +1,7 @@
 """KV that the admitted requests of each version will hold, against the KV that the version is to have by then.
 
-A request of context ``c`` with ``r`` tokens to come holds ``c + h`` after ``h`` tokens where ``r > h``, else nothing.
-Summed over requests on a grid of ``h`` that is a forecast which can be added to as requests come: O(grid) each.
+A request of context ``c`` with ``r`` tokens to come holds ``c + h`` after ``h`` tokens where ``r > h``, else nothing:
+summed over requests on a grid of ``h`` that is a forecast, which a new request is added to.
 """
 
 from math import exp
@@ -16,9 +16,7 @@ from dora.orchestrator.core.policies.laxity.schedule import Schedule, schedule_o
 from dora.orchestrator.core.policies.laxity.tuning import TUNING
 from dora.orchestrator.core.table import Column
 
-GRID = np.array(  # tokens ahead: close where most is decided, to beyond the longest response of the papers
-    [0, 250, 500, 750, 1000, 1500, 2000, 3000, 4000, 5500, 7000, 9000, 11000, 13500, 16000, 19000, 22000, 25500.0]
-)
+GRID = np.array(TUNING.grid_tokens, dtype=np.float64)
 
 
 def rows_forecast(dispatcher: Dispatcher, rows: Column, grid: Column) -> tuple[Column, float]:
@@ -76,8 +74,8 @@ class Reservations:
     def limit_tokens(self, dispatcher: Dispatcher, version: int) -> float:
         """The longest response, as predicted, that is to begin now.
 
-        Where lengths are only believed it may turn out much longer. Then it waits for the next version where some are
-        passed over, else for its turn (``longest_first_tokens``), unless it ends in time however long it becomes.
+        Where lengths are only believed it may turn out much longer: then long ones wait for the next version that is
+        taken up (``longest_first_tokens``), unless they end in time however long they become.
         """
         assert self.schedule is not None
         schedule, reach = self.schedule, self.reach_tokens(dispatcher, version)
@@ -114,18 +112,14 @@ class Reservations:
         self._reserved[version] = reserved
         return True
 
-    def _judge(self, dispatcher: Dispatcher, rows: Column) -> None:
-        """How far beyond what is believed of them these may go."""
-        log_mean, log_sd, most = (dispatcher.requests[name][rows] for name in ("log_mean", "log_sd", "max_tokens"))
-        self._log_sd = float(log_sd.mean()) if len(rows) else 0.0
-        log_most = np.minimum(log_mean + TUNING.outmost_sd * log_sd, np.log(np.maximum(1, most)))
-        self._most_tokens = float(np.exp(log_most.max(initial=0.0)))
-
     def _forecast(self, dispatcher: Dispatcher, schedule: Schedule) -> None:
         rows = dispatcher.unfinished()
         self.believed = bool(dispatcher.requests["log_sd"][rows].any())
         if self.believed:
-            self._judge(dispatcher, rows)
+            log_mean, log_sd, most = (dispatcher.requests[name][rows] for name in ("log_mean", "log_sd", "max_tokens"))
+            self._log_sd = float(log_sd.mean())
+            log_most = np.minimum(log_mean + TUNING.outmost_sd * log_sd, np.log(np.maximum(1, most)))
+            self._most_tokens = float(np.exp(log_most.max()))
         versions = dispatcher.requests["version"][rows]
         kv_tokens = max(1.0, TUNING.fill * dispatcher.kv_tokens() / max(1, schedule.workers))  # of one worker
         for known in self._reserved.keys() - set(dispatcher.versions()):
@@ -152,8 +146,7 @@ class Reservations:
 def longest_first_tokens(backlog: Backlog, age: float, window: int) -> float:
     """The longest response, as believed, that a version begins at an age of so many steps of the ``window``.
 
-    The later a prompt begins, the less time there is for it to turn out longer. So between two moments of a version's
-    life the share of the waiting prompts that are short enough falls evenly from all to none, but for one prompt.
+    Between two moments of its life the share of the waiting prompts that are short enough falls evenly to one prompt.
     """
     share = 1.0 - (age / window - TUNING.at_once) / (TUNING.begun - TUNING.at_once)
     return backlog.longest_of_shortest(max(1, round(share * len(backlog))))

@@ -1,8 +1,7 @@
 """Optional, acts only where ``balance.cost`` is set: workers reserved for responses in a hurry, kept below full.
 
-A decode step takes longer the more KV is in use. Where a version's longest responses would be late at the pace of full
-workers, the most hurried ones are gathered on a few, which hold no more KV than leaves them the pace that they need.
-All others stay full: scattered, the hurried ones would slow every worker down.
+A decode step takes longer the more KV is in use. Responses that would be late at the pace of full workers are gathered
+on a few, which hold no more KV than leaves them the pace that they need: scattered, they would slow every worker down.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +20,9 @@ from dora.orchestrator.core.view import RequestColumns, View
 class Haste:
     """How long a step must be for the longest responses to end within their version's life, and how full workers are.
 
-    A response of ``l`` tokens, whose version lives ``life_steps`` steps of ``s`` seconds, needs ``life_steps * s / l``
-    seconds a token at most, and goes to workers filled as far as keeps that pace. The shortest ``s`` is the one in
-    which all workers together have the time for a step's ``groups`` groups at these fills:
-
-        sum over responses of (context-tokens / KV held) * seconds a step, at their fill  <=  workers * s
+    A response of ``l`` tokens, whose version lives ``life_steps`` steps of ``s`` seconds, goes to workers filled as far
+    as lets a token take ``life_steps * s / l`` seconds. The shortest ``s`` is the one in which there is time for a
+    step's groups: sum of (context-tokens / KV held) * seconds a decode step, at these fills <= workers * s.
     """
 
     def __init__(
@@ -168,10 +165,7 @@ def _open(found: Reservation, view: View, cost: CostModel, far: _Far, free: Colu
 
 
 def _where_most_are(index_of: Column, shares: Column, kv_tokens: float, free: Column) -> int:
-    """The place among the ``free`` indexes of the one with most of the first responses, as many as fill so much KV.
-
-    There is least to move. Of all the hurried ones most are on a slow worker: as a fast one it would be emptied first.
-    """
+    """The place among the ``free`` of the worker that holds most of the first responses: there is least to move."""
     first = 1 + int(np.searchsorted(np.cumsum(shares), kv_tokens))
     present = np.bincount(index_of[:first], weights=shares[:first], minlength=int(free.max()) + 1)
     return int(present[free].argmax())
@@ -180,8 +174,7 @@ def _where_most_are(index_of: Column, shares: Column, kv_tokens: float, free: Co
 def _share_now(context: Column, remaining: Column) -> Column:
     """How full a worker is to be for these now, as a share of how full it may be on average until they end; at most 1.
 
-    A token costs a / n + b c of the worker's time, where n run with context c: least where n goes with 1 / sqrt(c), so
-    the fill with sqrt(c). Workers come whole, and slots bind on young requests: half of that power is as good.
+    Where n run with context c a token costs a / n + b c of the worker's time: least where the fill goes with sqrt(c).
     """
     start, power = np.maximum(1.0, context), 1.0 + TUNING.haste
     mean = ((start + remaining) ** power - start**power) / (power * remaining)
@@ -194,16 +187,12 @@ def _reserved(index: int, pace_s: float, cost: CostModel, view: View, most: floa
     fastest_s = cost.decode_step_s(held, least_kv)
     if pace_s <= fastest_s:
         return Reserved(index, fastest_s, least_kv)
-    if not cost.kv_token_s:  # the KV in use costs no time
-        return Reserved(index, pace_s, most)
-    return Reserved(index, pace_s, min(cost.kv_tokens_at(held, pace_s), most))
+    costs = cost.kv_token_s > 0.0  # else a full one is as fast
+    return Reserved(index, pace_s, min(cost.kv_tokens_at(held, pace_s), most) if costs else most)
 
 
 def _assign(found: Reservation, opened: Sequence[Reserved], far: _Far) -> None:
-    """Each stays where it is if that is fast enough; then the others go to the slowest reserved worker that is.
-
-    Were they placed in one order, one that moves would take the place of one that could stay, and so on.
-    """
+    """Each stays where it is if that is fast enough; only then the others go to the slowest reserved worker that is."""
     fastest_s = min((worker.pace_s for worker in opened), default=0.0)
     elsewhere: list[tuple[int, float, float]] = []
     columns = (far.rows, far.indexes, far.shares, np.maximum(far.needed_s, fastest_s))

@@ -1,10 +1,8 @@
 """How many workers a version is to have at each age, and when the steps to come are expected to end.
 
-A version is ``age`` steps old: 0 when it is published, W when the last step that may train on it is. With E workers,
-the newest and the due version share E / (W - 1) of them (all, at W = 2); docs/strategy.md draws it. Where workers are
-few to a version, every second version is passed over, and each other one has twice as many.
+Of E workers the newest and the due version share E / (W - 1) (all, at W = 2); docs/strategy.md draws it. By age:
 
-    W = 3, E = 10, workers by age            newest 2 3 | middle 5 5   | due 3 2     | 0
+    W = 3, E = 10                            newest 2 3 | middle 5 5   | due 3 2     | 0
     W = 3, E = 6, every second version       newest 2 4 | middle 6 6   | due 4 2     | 0
 """
 
@@ -98,10 +96,7 @@ def life_of(workers: int, window: int) -> int:
 
 
 def leading(newest: int, targets: Sequence[int], window: int, admits: Callable[[int], bool]) -> int:
-    """The version that new work goes to first, and that workers without a version get. ``targets``: of the workers.
-
-    A version that may begin nothing more is followed by the newest at once: a trainer that is behind sees every one.
-    """
+    """The version that new work goes to first, and that workers without a version get. ``targets``: of the workers."""
     hosted = max(targets, default=-1)
     if hosted >= 0 and newest - hosted < stride_of(len(targets), window) and admits(hosted):
         return hosted
@@ -111,9 +106,8 @@ def leading(newest: int, targets: Sequence[int], window: int, admits: Callable[[
 def schedule_of(dispatcher: Dispatcher) -> Schedule:
     """The schedule as of now. Only once the times of a step and of a token are known.
 
-    Steps as short as the KV allows, so that stragglers do not set their length; a late publish moves what follows. Nor
-    much shorter than of late: what sets their length, a trainer perhaps, leaves time for long responses. And, where the
-    cost of an engine is known, never so short that the longest responses could not end in time (reserved.py).
+    Steps are as short as the KV allows, so that stragglers do not set their length; but not much shorter than of late,
+    nor, where the cost of an engine is known, so short that the longest responses could not end in time (reserved.py).
     """
     rhythm, window, workers = dispatcher.rhythm, dispatcher.window, dispatcher.groups()
     haste = _haste(dispatcher, workers)
@@ -142,9 +136,8 @@ def schedule_of(dispatcher: Dispatcher) -> Schedule:
 def _next_s(dispatcher: Dispatcher, step_s: float, tail_s: float, due_tokens: float) -> float:
     """When the next version is published: as planned; earlier, where the due version ends early; or later.
 
-    It can be no shorter than what a trainer took of late for a step that it had in full. The groups that a step lacks
-    finish at the rate of a step's in a step; then the last of them are trained on, for ``tail_s``.
-    ``due_tokens``: of the due version's longest response, still to come.
+    The groups that a step lacks finish at the rate of a step's in a step; then the last are trained on, for ``tail_s``.
+    No step is shorter than one that the trainer had in full. ``due_tokens``: to come of the longest due response.
     """
     rhythm = dispatcher.rhythm
     if dispatcher.window.step > dispatcher.newest:  # the step is full

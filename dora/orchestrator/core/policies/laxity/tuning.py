@@ -23,6 +23,11 @@ class Tuning:
     least_workers: float = 3.5  # a version that has fewer leaves too much of them empty as its last responses end
     longest_stride: int = 2  # versions: a longer one makes responses staler, for next to nothing
     # reservations
+    # fmt: off
+    grid_tokens: tuple[float, ...] = (  # ahead: close where most is decided, and as far as long responses go
+        0, 250, 500, 750, 1000, 1500, 2000, 3000, 4000, 5500, 7000, 9000, 11000, 13500, 16000, 19000, 22000, 25500,
+    )
+    # fmt: on
     refresh_s: float = 5.0  # the forecast is made anew after this,
     refresh_step: float = 0.02  # or this: in between it only grows. Where KV is ample only the latter counts
     # what may begin where lengths are predicted: a response may turn out many times longer
