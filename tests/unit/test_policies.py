@@ -62,8 +62,8 @@ def test_a_service_refuses_what_it_does_not_know_and_lengths_that_no_prompt_brin
         live("lamniar", 2)
     with pytest.raises(InvalidValue, match=r"balance.policy = 'partial'"):
         live("partial", 64)
-    with pytest.raises(InvalidValue, match=r"balance.predictor = 'given'.*statistics or ranker"):
-        check_live(BalanceConfig(predictor="given"), 2)
+    with pytest.raises(InvalidValue, match=r"balance.predictor = 'oracle'.*statistics or ranker"):
+        check_live(BalanceConfig(predictor="oracle"), 2)
 
 
 # -------------------------------------------------------------------------------------------------------- whole batches
@@ -109,7 +109,7 @@ def levelling(requests: int, cost: CostModel | None, kv_tokens: int = 10_000) ->
     """How many of so many requests on one DP group move to an empty one."""
     workers = [{"loaded": 0, "kv_tokens": kv_tokens}, {"loaded": 0, "kv_tokens": 10_000}]
     shown = make_view(workers, [(0, 0, 20)] * requests, cost=cost)
-    return len(plan_moves(shown, {0: 0, 1: 0}, BalanceConfig(level_gap=2)))
+    return len(plan_moves(shown, {0: 0, 1: 0}, BalanceConfig()))
 
 
 def test_levelling_stops_where_it_gains_nothing() -> None:
@@ -136,7 +136,7 @@ def test_an_older_version_keeps_what_its_kv_fills_and_gives_up_what_it_does_not(
 
 
 def test_an_older_version_begins_nothing_while_it_shrinks_and_then_only_what_ends_in_time() -> None:
-    bench = Bench(window=2, groups=2, policy="dora", predictor="given")
+    bench = Bench(window=2, groups=2, policy="dora", predictor="oracle")
     bench.start("w0")
     bench.offer(2)
     bench.post(on.StepRequested(1, 0))
