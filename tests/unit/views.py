@@ -42,7 +42,6 @@ def make_view(workers: list[dict[str, int]], requests: list[tuple[int, int, int]
         unfinished=ones,
         movable=ones & (index >= 0),
         version=version,
-        group=np.asarray(fields.pop("group", np.arange(len(version))), dtype=np.int64),
         worker=index,
         prompt_tokens=np.full(len(version), PROMPT_TOKENS),
         tokens=context - PROMPT_TOKENS,

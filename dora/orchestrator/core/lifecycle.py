@@ -119,7 +119,6 @@ def deliver(state: State) -> None:
         state.groups["status"][group] = LEASED
         state.leased.append(group)
         counters.groups_taken += 1
-        state.rhythm.taken(state.now_s)
         counters.staleness_max = max(counters.staleness_max, step - version)
         state.out.append(do.DeliverGroup(state.group_id[group], step, state.trainer_epoch))
         if filled:

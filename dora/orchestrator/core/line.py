@@ -8,7 +8,6 @@ from math import inf
 
 import numpy as np
 
-from dora.orchestrator.core.cost import context_work
 from dora.orchestrator.core.events import OfferedPrompt
 from dora.orchestrator.core.table import Column
 
@@ -22,11 +21,6 @@ class Entry:
     longest_tokens: float  # longest response
     lengths: tuple[float, ...]  # of each response
 
-    @property
-    def work(self) -> float:
-        """What its responses cost of KV, in context-tokens."""
-        return sum(context_work(tokens, self.prompt.prompt_tokens) for tokens in self.lengths)
-
 
 class Backlog:
     """Drawn prompts in order of arrival, to be looked up by predicted length. Bounded by what DrawPrompts asks for."""
@@ -35,7 +29,6 @@ class Backlog:
         self._entries: dict[int, Entry] = {}  # by number, so in order of arrival
         self._by_length: list[tuple[float, int]] = []
         self._arrivals = 0
-        self._work = 0.0
         self._lengths: Column | None = None  # as last asked for; None: something has changed since
 
     def __len__(self) -> int:
@@ -49,22 +42,15 @@ class Backlog:
         """Prompts that have ever come."""
         return self._arrivals
 
-    @property
-    def mean_work(self) -> float:
-        """``Entry.work``, on average."""
-        return self._work / len(self._entries) if self._entries else 0.0
-
     def add(self, prompt: OfferedPrompt, longest_tokens: float, lengths: tuple[float, ...]) -> Entry:
         self._arrivals += 1
         entry = self._entries[self._arrivals] = Entry(prompt, self._arrivals, longest_tokens, lengths)
-        self._work += entry.work
         self._lengths = None
         insort(self._by_length, (longest_tokens, self._arrivals))
         return entry
 
     def remove(self, entry: Entry) -> None:
         del self._entries[entry.number]
-        self._work -= entry.work
         self._lengths = None
         at = bisect_right(self._by_length, (entry.longest_tokens, entry.number)) - 1
         del self._by_length[at]
@@ -72,7 +58,6 @@ class Backlog:
     def clear(self) -> None:
         self._entries.clear()
         self._by_length.clear()
-        self._work = 0.0
         self._lengths = None
 
     def first(self) -> Entry | None:

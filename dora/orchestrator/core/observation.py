@@ -27,7 +27,6 @@ def view_of(state: State) -> View:
             unfinished=unfinished(requests),
             movable=(status == RUNNING) & ~requests["moving"] & (requests["rests_until_s"] <= state.now_s),
             version=requests["version"],
-            group=requests["group"],
             worker=requests["worker"] - 1,
             prompt_tokens=requests["prompt_tokens"],
             tokens=requests["tokens"],

@@ -23,9 +23,8 @@ class LengthMix:
     """What the group of a drawn prompt is predicted to ask for, by length of its responses: running means."""
 
     def __init__(self) -> None:
-        self._means = np.zeros((4, CLASSES))
-        # views; ``work``: of cost.context_work, ``longest``: groups, by their longest response
-        self.responses, self.tokens, self.work, self.longest = self._means
+        self._means = np.zeros((3, CLASSES))
+        self.responses, self.tokens, self.work = self._means  # views; ``work``: of cost.context_work
         self._prompts = 0
 
     def add(self, lengths: Sequence[float], prompt_tokens: int) -> None:
@@ -36,7 +35,6 @@ class LengthMix:
         asked = np.empty_like(self._means)
         for place, of_each in enumerate((None, tokens, context_work(tokens, prompt_tokens))):
             asked[place] = np.bincount(at, of_each, CLASSES)
-        asked[-1], asked[-1, at.max()] = 0.0, 1.0
         self._means += weight * (asked - self._means)
 
     def classes(self) -> Column:
@@ -61,12 +59,9 @@ class Rhythm:
         self.step_s = 0.0  # mean time between publishes; 0: not known yet
         self.filled_s = 0.0  # when the last step that is full became so
         self.tail_s = 0.0  # mean time from there to the publish; 0: not known yet
-        self.group_s = 0.0  # a trainer's time for one group that waits for it; 0: not known yet
         self.pace_s = 0.0  # seconds a token; 0: not known yet
         self.mix = LengthMix()  # of the prompts drawn
         self._publishes = 0
-        self._taken_s: list[float] = []  # when each group of this step went to the trainer
-        self._group_s: deque[float] = deque(maxlen=LAST_STEPS)  # ``group_s`` by the last steps
 
     def published(self, now_s: float) -> None:
         """A version was published. The first step holds the start of everything and is not counted."""
@@ -77,23 +72,6 @@ class Rhythm:
             self.took_s.append(took_s)
             self.step_s += weight * (took_s - self.step_s)
             self.tail_s += weight * (now_s - self.filled_s - self.tail_s)
-            self._train_time(now_s)
-        self._taken_s.clear()
-
-    def _train_time(self, now_s: float) -> None:
-        """Of one group, by the step that was published now: the most that fits all that was seen.
-
-        From each group on, what the step still lacked was trained on by now, this one included. That took longer where
-        the trainer waited for groups, so the least of these times is the nearest; of the last steps too.
-        """
-        if self._taken_s:
-            lacked = np.arange(len(self._taken_s), 0, -1)
-            self._group_s.append(float(((now_s - np.array(self._taken_s)) / lacked).min()))
-            self.group_s = min(self._group_s)
-
-    def taken(self, now_s: float) -> None:
-        """A group went to the trainer."""
-        self._taken_s.append(now_s)
 
     def filled(self, now_s: float) -> None:
         """The last group of a step went to the trainer."""
@@ -111,7 +89,7 @@ class Rhythm:
 
     @property
     def group_work(self) -> float:
-        """Mean over drawn prompts of what their groups cost (``Entry.work``)."""
+        """Mean over drawn prompts of what their groups cost of KV, in context-tokens."""
         return float(self.mix.work.sum())
 
     def kv_step_s(self, groups: int, kv_tokens: float) -> float:

@@ -32,7 +32,6 @@ class RequestColumns:
     unfinished: Column  # bool
     movable: Column  # bool: on a worker, in no handoff, not resting from a failed one
     version: Column  # int64
-    group: Column  # int64: the same for responses to one prompt
     worker: Column  # int64 index, -1: waiting for one
     prompt_tokens: Column  # int64
     tokens: Column  # int64, response tokens so far
