@@ -16,7 +16,7 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.core.selection import REDUNDANT
 from dora.orchestrator.orders import PublishedVersions, worker_message
 from dora.orchestrator.record_queue import RecordQueue
-from dora.orchestrator.sessions import Sessions
+from dora.orchestrator.streams import Sessions
 from dora.orchestrator.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
 from dora.record import CancelledGroup

@@ -25,9 +25,9 @@ from dora.orchestrator.eventlog import EventLogWriter
 from dora.orchestrator.executor import Executor, Verifier
 from dora.orchestrator.feed import PromptFeed
 from dora.orchestrator.record_queue import RecordQueue
-from dora.orchestrator.reports import WorkerReports
-from dora.orchestrator.sessions import Sessions, WorkerProcesses, WorkerSession
+from dora.orchestrator.streams import Sessions, WorkerProcesses, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
+from dora.orchestrator.worker_reports import WorkerReports
 from dora.record import Recorder
 from dora.rewards import GroupFilter
 from dora.weights.store import WeightStore

@@ -14,7 +14,7 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.executor import Executor
 from dora.orchestrator.record_queue import RecordQueue
-from dora.orchestrator.sessions import Sessions, StepStream, WorkerSession
+from dora.orchestrator.streams import Sessions, StepStream, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
 from dora.record import CANCELLED_FILE, TRAJECTORIES_FILE, Recorder

@@ -20,8 +20,8 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.feed import PromptFeed
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.trainer import TrainerService
-from dora.orchestrator.sessions import LOST_KEPT, WorkerSession
 from dora.orchestrator.setup import check_context
+from dora.orchestrator.streams import LOST_KEPT, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.record import CANCELLED_FILE, Recorder
 from dora.rpc import convert

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from dora.errors import Conflict, DoraError, InvalidValue
 from dora.orchestrator.core import events as on
 from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.sessions import StepStream
+from dora.orchestrator.streams import StepStream
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs

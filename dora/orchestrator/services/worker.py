@@ -10,7 +10,7 @@ from dora.errors import Conflict, InvalidValue
 from dora.orchestrator.book import BookError
 from dora.orchestrator.core import events as on
 from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.sessions import WorkerSession
+from dora.orchestrator.streams import WorkerSession
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs

@@ -8,7 +8,7 @@ from dora.orchestrator.book import Book, BookError
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.sessions import WorkerSession
+from dora.orchestrator.streams import WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
