@@ -10,8 +10,8 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.sim.fault import Fault, pick
 from dora.sim.handoff_faults import kill_in_handoff, migrate, strand
-from dora.sim.session import GAP_LIMIT_S, Trouble
 from dora.sim.unreliable import SILENCE_LIMIT_S, UnreliableWorld
+from dora.sim.wire import GAP_LIMIT_S, Trouble
 from dora.sim.worker import SimWorker
 
 SLOWEST: Final = 20.0

@@ -17,7 +17,7 @@ from dora.sim.driver import Order
 from dora.sim.invariants import check_state, fingerprint
 from dora.sim.ledger import Violation
 from dora.sim.scenario import Scenario
-from dora.sim.session import Session, Wire
+from dora.sim.wire import Session, Wire
 from dora.sim.worker import SimWorker
 from dora.sim.workload import SimPrompt
 from dora.sim.world import TICK_S, World

@@ -17,10 +17,10 @@ from dora.orchestrator.core import fleet
 from dora.orchestrator.core.policies import POLICIES
 from dora.orchestrator.core.window import Window
 from dora.sim.fault_kinds import KINDS, draw_faults, kinds_of
-from dora.sim.session import GAP_LIMIT_S, Trouble, Wire
 from dora.sim.shrinking import ddmin, shrunk
 from dora.sim.sweep import replay, sweep
 from dora.sim.trial import HORIZON_S, Trial
+from dora.sim.wire import GAP_LIMIT_S, Trouble, Wire
 
 TOKEN = "0:dora:all:all:0:2"
 
