@@ -25,7 +25,7 @@ demo: setup ## service, trainer and a live view in one terminal; MODEL=tiny STEP
 	@$(BIN)/dora demo $(strip $(DEMO_ARGS))
 
 test: check ## everything that CI runs: lint, types, import rules, stubs, all tests
-	@$(BIN)/pytest -m "not gpu" -n $(JOBS) --dist loadfile $(ARGS)
+	@$(BIN)/pytest -m "not gpu" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 experiments: setup ## the papers' tables: their tests, then a short form of each; ARGS="tables laminar" for one
 	@$(BIN)/pytest experiments
