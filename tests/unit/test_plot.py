@@ -89,13 +89,13 @@ def test_an_empty_timeline_is_drawn_too(tmp_path: Path, suffix: str) -> None:
     assert (tmp_path / f"run{suffix}").stat().st_size > 5000
 
 
-def test_of_many_dp_groups_and_moves_some_are_shown_and_the_caption_says_so(tmp_path: Path) -> None:
+def test_of_many_workers_and_moves_some_are_shown_and_the_caption_says_so(tmp_path: Path) -> None:
     file = tmp_path / "run.svg"
     timeline = made_up(200, 2)
     timeline.arrows.extend(Arrow(100.0 + index, 0, 100, 0) for index in range(600))
     draw(timeline, replace(REPORT, engines=200), file)
     text = file.read_text()
-    assert f"{ROWS_MOST} of 200 DP groups shown" in text
+    assert f"{ROWS_MOST} of 200 workers shown" in text
     assert re.search(rf"{ARROWS_MOST} arrows at most: \d+ of 630 moves, bundled over 0\.85 minutes", text)
 
 
