@@ -48,7 +48,7 @@ def end_descendants() -> None:
     being started, is found by the next.
     """
     reap()
-    while living := _living_descendants(os.getpid()):
+    while living := descendants():
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process_id in living:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -56,12 +56,13 @@ def end_descendants() -> None:
         reap(wait=True)
 
 
-def _living_descendants(ancestor: int) -> list[int]:
+def descendants(ended_too: bool = False) -> list[int]:
+    """Ids of the processes below this one; ``ended_too``: with those whose exit code nobody has asked for yet."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir(_PROC) if _PROC.is_dir() else ():
-        if entry.isdecimal() and (parent := _living_parent(entry)) is not None:
+        if entry.isdecimal() and (parent := _parent(entry, ended_too)) is not None:
             children.setdefault(parent, []).append(int(entry))
-    found, open_ = [], [ancestor]
+    found, open_ = [], [os.getpid()]
     while open_:
         below = children.get(open_.pop(), [])
         found += below
@@ -69,14 +70,14 @@ def _living_descendants(ancestor: int) -> list[int]:
     return found
 
 
-def _living_parent(process_id: str) -> int | None:
-    """Its parent's id; None for a process that has ended."""
+def _parent(process_id: str, ended_too: bool) -> int | None:
+    """Its parent's id; None for a process that is gone."""
     try:
         stat = (_PROC / process_id / "stat").read_bytes()
     except OSError:
         return None
     state, parent = stat.rpartition(b")")[2].split()[:2]  # before it stands the name, which may contain anything
-    return None if state in (b"Z", b"X") else int(parent)
+    return int(parent) if ended_too or state not in (b"Z", b"X") else None
 
 
 def _prctl(option: int, value: int) -> None:

@@ -10,6 +10,7 @@ anything but the verdict that was asked for, and when stdin ends, since the serv
 """
 
 import contextlib
+import itertools
 import os
 import select
 import signal
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from dora.rewards import frames
-from dora.rewards.descendants import adopt_orphans, die_with, end_descendants, reap
+from dora.rewards.descendants import adopt_orphans, descendants, die_with, end_descendants, reap
 from dora.rewards.frames import ENDED, START_TIMEOUT_S, TICKET
 from dora.rewards.function import Kind
 from dora.rewards.process import serve_calls
@@ -26,6 +27,8 @@ from dora.rewards.running_time import RunningTime
 from dora.rewards.verdict import Message
 
 READ_BYTES: Final = 64 << 10
+CALLS_A_LOOK: Final = 128  # between two counts of the processes there are: a look at all takes some milliseconds
+PROCESSES_MOST: Final = 256  # that a function may have started, and not waited for
 LOG_WRITE_BYTES: Final = 4096  # what a pipe that is ready takes without blocking, says poll(2)
 _OURS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # meant for the service, which drains, then ends stdin
 
@@ -49,19 +52,18 @@ class Prints:
         os.set_blocking(source, False)
 
     def pass_on(self) -> int:
-        """Takes what there is now. Returns how many bytes: 0 where there is nothing, and where nobody prints any more."""
+        """Takes what there is now. Returns how many bytes: 0 where there is nothing, or nobody who prints any more."""
         try:
             printed = os.read(self.source, READ_BYTES)
         except BlockingIOError:
             return 0
         shown = printed[: self._left_bytes]
         for start in range(0, len(shown), LOG_WRITE_BYTES):
-            if not _log(shown[start : start + LOG_WRITE_BYTES]):
-                shown = shown[:start]  # nobody reads the log
-        self._left_bytes -= len(shown)
-        if len(shown) < len(printed) and not self._dropped_bytes:
-            self._left_bytes = 0
+            part = shown[start : start + LOG_WRITE_BYTES]
+            self._dropped_bytes += 0 if _log(part) else len(part)  # where nobody reads the log
+        if shown and len(shown) == self._left_bytes:
             _log(f"\n{self._spec} prints too much: what follows is dropped\n".encode())
+        self._left_bytes -= len(shown)
         self._dropped_bytes += len(printed) - len(shown)
         return len(printed)
 
@@ -92,12 +94,13 @@ class UserProcess:
         """Sends ``frame`` and returns the verdict of that ticket. Raises Ended and ServiceGone."""
         unsent, received, time = memoryview(frame), bytearray(), RunningTime(limit_s)
         self._poll.register(self._service, 0)  # its end is told in any case
+        unsent = unsent[self._send(unsent) :]
         if unsent:
             self._poll.register(self._calls, select.POLLOUT)
         while True:
             left_s = time.next_slice_s()
             ready = self._ready(left_s)
-            if self._calls in ready and unsent:
+            if self._calls in ready:
                 unsent = unsent[self._send(unsent) :]
                 if not unsent:
                     self._poll.unregister(self._calls)
@@ -186,7 +189,7 @@ def main(arguments: list[str]) -> None:
         os.close(theirs)
     prints = Prints(spec, prints_out, int(log_bytes))
     try:
-        _pass_calls(UserProcess(process_id, calls_in, verdicts_out, prints, service_in), service_in, service_out)
+        _pass_calls(UserProcess(process_id, calls_in, verdicts_out, prints, service_in), spec, service_in, service_out)
     except (ServiceGone, BrokenPipeError):
         pass
     finally:
@@ -194,12 +197,14 @@ def main(arguments: list[str]) -> None:
         prints.close()
 
 
-def _pass_calls(user: UserProcess, service_in: int, service_out: int) -> None:
+def _pass_calls(user: UserProcess, spec: str, service_in: int, service_out: int) -> None:
     with open(service_in, "rb", closefd=False) as calls, open(service_out, "wb", closefd=False) as answers:
 
-        def exchange(frame: bytes, ticket: bytes, limit_s: float) -> bool:
+        def exchange(frame: bytes, ticket: bytes, limit_s: float, look: bool = False) -> bool:
             try:
                 message = user.ask(frame, ticket, limit_s)
+                if look and _too_many(spec):
+                    message[ENDED] = True
             except Ended as error:
                 message = {"failure": str(error), TICKET: ticket, ENDED: True}
             answers.write(frames.encode(message))
@@ -207,7 +212,9 @@ def _pass_calls(user: UserProcess, service_in: int, service_out: int) -> None:
             return ENDED not in message
 
         usable = exchange(b"", b"", START_TIMEOUT_S)
-        while usable:
+        for number in itertools.count(1):
+            if not usable:
+                return
             try:
                 user.wait_for_call()
             except Ended:  # the service starts another keeper for its next call
@@ -215,7 +222,15 @@ def _pass_calls(user: UserProcess, service_in: int, service_out: int) -> None:
             call = frames.read(calls)
             if call is None:
                 raise ServiceGone
-            usable = exchange(frames.encode(call), call[TICKET], call["timeout_s"])
+            usable = exchange(frames.encode(call), call[TICKET], call["timeout_s"], number % CALLS_A_LOOK == 0)
+
+
+def _too_many(spec: str) -> bool:
+    """Whether the function leaves processes behind that would become too many for the machine."""
+    count = len(descendants(ended_too=True)) - 1
+    if count > PROCESSES_MOST:
+        _log(f"{spec} has left {count} processes behind: they are ended, and it is started again\n".encode())
+    return count > PROCESSES_MOST
 
 
 def _checked(message: Message, ticket: bytes) -> Message:
@@ -240,8 +255,6 @@ def _leave() -> None:
     error = sys.exc_info()[1]
     if error is not None:
         sys.excepthook(type(error), error, error.__traceback__)
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
     os._exit(0 if error is None else 1)
 
 

@@ -142,6 +142,7 @@ class _Process:
         self._keeper = keeper
         self._calls = keeper.stdin
         self._answers = keeper.stdout
+        self._used_up = False
 
     @classmethod
     async def started(cls, arguments: list[str], log_bytes: int) -> Self:
@@ -150,7 +151,7 @@ class _Process:
         ``arguments``: the kind, the function's name, and the folder of a tokenizer, if any.
         """
         kind, spec, *folder = arguments
-        command = [sys.executable, "-m", "dora.rewards.keeper", kind, spec, str(log_bytes), *folder]
+        command = [sys.executable, "-u", "-m", "dora.rewards.keeper", kind, spec, str(log_bytes), *folder]
         pipe = asyncio.subprocess.PIPE
         try:
             # A session of its own: Ctrl-C is for the service, which drains.
@@ -167,7 +168,7 @@ class _Process:
 
     @property
     def ended(self) -> bool:
-        return self._answers.at_eof()
+        return self._used_up or self._answers.at_eof()
 
     async def ask(self, call: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """One call and its answer. Raises _Failure where the process is of no more use."""
@@ -204,8 +205,9 @@ class _Process:
             raise _Failure(f"ended its keeper (exit code {code})" if code else "ended its process before this call")
         if reply.pop(TICKET, None) != ticket:
             raise _Failure("answered another call than was asked")
-        if ENDED in reply:
-            raise _Failure(one_line(reply.get("failure", "ended")))
+        self._used_up = reply.pop(ENDED, False)
+        if self._used_up and "failure" in reply:
+            raise _Failure(one_line(reply["failure"]))
         return reply
 
     async def _written_and_read(self, frame: bytes) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ they are closed in what it forks and in what it executes, and a fork that comes 
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,13 +21,12 @@ from dora.rewards.verdict import Message, decision, described, verdict
 def serve_calls(spec: str, kind: Kind, tokenizer_folder: Path | None, calls_fd: int, verdicts_fd: int) -> None:
     """Says whether the function could be loaded, then serves calls until the keeper ends."""
     own_id = os.getpid()
-    os.register_at_fork(after_in_child=lambda: _close(calls_fd, verdicts_fd))
+    private = [calls_fd, verdicts_fd]
+    os.register_at_fork(after_in_child=lambda: _close(private))
 
     def send(message: Message) -> None:
         if os.getpid() != own_id:  # forked without Python's knowledge
             os._exit(0)
-        with contextlib.suppress(OSError, ValueError):  # closed by the function
-            sys.stdout.flush()
         _write_all(verdicts_fd, frames.encode(message))
 
     tokenizer = None
@@ -69,10 +67,11 @@ def outcome(function: UserFunction, call: Message, tokenizer: Tokenizer | None) 
     return verdict(result)
 
 
-def _close(*descriptors: int) -> None:
-    for descriptor in descriptors:
+def _close(descriptors: list[int]) -> None:
+    """Closes them, once: a child of the child may use their numbers for files of its own."""
+    while descriptors:
         with contextlib.suppress(OSError):
-            os.close(descriptor)
+            os.close(descriptors.pop())
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

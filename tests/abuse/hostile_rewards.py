@@ -27,12 +27,25 @@ def forks(prompt_text: str, response_text: str, response_token_ids: list[int], v
             process.start()
             process.join()
             return float(verifier["reward"])
+        case "twice":
+            return _of_a_grandchild(verifier["reward"])
         case _:
             raise AssertionError(prompt_text)
     if not child:
         return WRONG
     os.waitpid(child, 0)
     return float(verifier["reward"])
+
+
+def _of_a_grandchild(reward: float) -> float:
+    """What a child of a child writes into a pipe that its parent has opened, under any number that was free."""
+    child = os.fork()
+    if child:
+        return reward if os.waitpid(child, 0)[1] == 0 else WRONG
+    pipes = [os.pipe() for _ in range(8)]
+    if not os.fork():
+        os._exit(sum(os.write(writing, b"x") for _, writing in pipes) - 8)
+    os._exit(os.wait()[1])
 
 
 def _writes_everywhere() -> None:
@@ -71,6 +84,14 @@ def leaves_behind(prompt_text: str, response_text: str, response_token_ids: list
     return 1.0
 
 
+def never_waits(*_: object) -> float:
+    """Leaves two processes that have ended, each time."""
+    for _number in range(2):
+        if not os.fork():
+            os._exit(0)
+    return 1.0
+
+
 def prints(prompt_text: str, *_: object) -> float:
     """10 MB to each output."""
     for _number in range(10):
@@ -81,7 +102,8 @@ def prints(prompt_text: str, *_: object) -> float:
 
 def returns(prompt_text: str, *_: object) -> object:
     """A value that JSON cannot say, by its name."""
-    return VALUES[prompt_text]
+    value = VALUES[prompt_text]
+    return value() if callable(value) else value
 
 
 class Awkward:
@@ -118,9 +140,9 @@ VALUES: dict[str, object] = {
     "awkward component": {"reward": 1.0, "components": {"a": Awkward()}},
     "awkward log": {"reward": 1.0, "log": Awkward()},
     "half a character": {"reward": 1.0, "log": "a\ud800", "components": {"b\ud800": 1.0}},
-    "a million components": {"reward": 1.0, "components": {str(i): 1.0 for i in range(1_000_000)}},
-    "a long component": {"reward": 1.0, "components": {"x" * 10_000_000: 1.0}},
-    "a long log": {"reward": 1.0, "log": "é" * 50_000_000},
+    "a million components": lambda: {"reward": 1.0, "components": {str(i): 1.0 for i in range(1_000_000)}},
+    "a long component": lambda: {"reward": 1.0, "components": {"x" * 10_000_000: 1.0}},
+    "a long log": lambda: {"reward": 1.0, "log": "é" * 50_000_000},
     "the largest": {
         "reward": 1.0,
         "log": "\N{GRINNING FACE}" * 20_000,

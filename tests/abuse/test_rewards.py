@@ -20,6 +20,7 @@ import pytest_asyncio
 import dora
 from dora.errors import InvalidValue
 from dora.rewards import FilterRunner, RewardRunner, frames
+from dora.rewards.keeper import CALLS_A_LOOK
 from dora.rewards.running_time import SLICE_S, RunningTime
 from dora.rewards.verdict import LOG_MAX_BYTES, reward_of, verdict
 from dora.rpc import dora_pb2 as pb
@@ -60,7 +61,7 @@ def alive(tmp_path: Path) -> Iterator[tuple[str, Callable[[], bool]]]:
 # ------------------------------------------------------------------------------------------------- whose verdict it is
 
 
-@pytest.mark.parametrize("how", ["os", "libc", "multiprocessing"])
+@pytest.mark.parametrize("how", ["os", "libc", "multiprocessing", "twice"])
 async def test_what_a_function_forks_answers_no_call(start: Start, how: str) -> None:
     runner = await start("forks")
     calls = (runner.score(how, "", [], json.dumps({"reward": float(number)})) for number in range(8))
@@ -114,6 +115,14 @@ async def test_what_a_function_has_started_ends_with_a_call_that_takes_too_long(
     runner = await start("leaves_behind", timeout_s=3.0)
     assert "took longer" in (await runner.score("hang", "", [], json.dumps({"alive": path}))).log
     assert ended()
+
+
+async def test_what_a_function_leaves_behind_is_bounded(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    runner = await start("never_waits")
+    rewards = [await runner.score("", "", [], "{}") for _ in range(2 * CALLS_A_LOOK + 1)]
+    assert rewards == [Reward(1.0)] * len(rewards)
+    await runner.close()
+    assert f"has left {4 * CALLS_A_LOOK} processes behind" in capfd.readouterr().err
 
 
 SERVICE = """
