@@ -34,11 +34,11 @@ def load_function(spec: str, kind: Kind) -> UserFunction:
         raise ValueError(f"names no function of {module_name}: {function_name}")
     if not callable(function):
         raise ValueError(f"names no function: {spec} is of the type {type(function).__name__}")
-    _check_call(function, function_name, PARAMETERS[kind])
+    _check_call(function, PARAMETERS[kind])
     return function
 
 
-def _check_call(function: UserFunction, name: str, parameters: tuple[str, ...]) -> None:
+def _check_call(function: UserFunction, parameters: tuple[str, ...]) -> None:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ValueError("contains yield, so that a call returns a generator; use return")
     try:
@@ -48,8 +48,7 @@ def _check_call(function: UserFunction, name: str, parameters: tuple[str, ...]) 
     try:
         signature.bind(*parameters)
     except TypeError as error:
-        takes, given = one_line(f"{name}{signature}")[:200], ", ".join(parameters)
-        raise ValueError(f"is {takes}, and is called as {name}({given}): {error}") from error
+        raise ValueError(f"takes {one_line(signature)[:200]} ({error})") from error
 
 
 class Caller:

@@ -27,7 +27,7 @@ from dora.rewards.running_time import RunningTime
 from dora.rewards.verdict import Message
 
 READ_BYTES: Final = 64 << 10
-CALLS_A_LOOK: Final = 128  # between two counts of the processes there are: a look at all takes some milliseconds
+CALLS_A_LOOK: Final = 64  # between two counts of the processes there are: a look at all takes some milliseconds
 PROCESSES_MOST: Final = 256  # that a function may have started, and not waited for
 LOG_WRITE_BYTES: Final = 4096  # what a pipe that is ready takes without blocking, says poll(2)
 _OURS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # meant for the service, which drains, then ends stdin

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final, Self
 from dora.errors import InvalidValue
 from dora.rewards import frames
 from dora.rewards.frames import ENDED, START_TIMEOUT_S, TICKET
-from dora.rewards.function import Kind
+from dora.rewards.function import PARAMETERS, Kind
 from dora.rewards.running_time import RunningTime
 from dora.rewards.verdict import one_line
 
@@ -77,7 +77,9 @@ class FunctionPool:
         if failures:
             await asyncio.gather(*(process.kill() for process in processes))
             if isinstance(failures[0], _Failure):
-                raise InvalidValue(cls.OPTION, spec, f"a function that can be loaded: it {failures[0]}")
+                parameters = ", ".join(PARAMETERS[cls.KIND])
+                allowed = f"a function of ({parameters}) that can be loaded; this one {failures[0]}"
+                raise InvalidValue(cls.OPTION, spec, allowed)
             raise failures[0]
         pool = cls(spec, arguments, timeout_s, queue_max)
         pool._workers = [asyncio.create_task(pool._serve(process)) for process in processes]

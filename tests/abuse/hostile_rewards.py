@@ -4,6 +4,8 @@ import asyncio
 import ctypes
 import multiprocessing
 import os
+import random
+import signal
 import subprocess
 import sys
 import threading
@@ -73,6 +75,14 @@ def closes_everything(prompt_text: str, *_: object) -> float:
     return 1.0
 
 
+def kills_its_parent(prompt_text: str, response_text: str, response_token_ids: list[int], verifier: Verifier) -> float:
+    if prompt_text == "kill":
+        os.open(verifier["alive"], os.O_WRONLY)
+        os.kill(os.getppid(), signal.SIGKILL)
+        threading.Event().wait()
+    return 1.0
+
+
 def leaves_behind(prompt_text: str, response_text: str, response_token_ids: list[int], verifier: Verifier) -> float:
     """Starts a process in a session of its own, whose parent ends at once. It holds the pipe ``verifier["alive"]``."""
     alive = os.open(verifier["alive"], os.O_WRONLY)
@@ -85,8 +95,8 @@ def leaves_behind(prompt_text: str, response_text: str, response_token_ids: list
 
 
 def never_waits(*_: object) -> float:
-    """Leaves two processes that have ended, each time."""
-    for _number in range(2):
+    """Leaves five processes that have ended, each time."""
+    for _number in range(5):
         if not os.fork():
             os._exit(0)
     return 1.0
@@ -149,6 +159,22 @@ VALUES: dict[str, object] = {
         "components": {f"{i:0200}": i for i in range(128)},
     },
 }
+
+
+def returns_anything(prompt_text: str, *_: object) -> object:
+    return anything(random.Random(int(prompt_text)))
+
+
+def anything(chance: random.Random, depth: int = 0) -> Any:
+    """Of all that there is, as likely right as wrong."""
+    leaves = [*list(VALUES.values())[:17], 0, -1.5, 1 << 70, "", "\0", b"", [], {}, object()]
+    kind = chance.randrange(6 if depth < 3 else 1)
+    if kind == 1:
+        return [anything(chance, depth + 1) for _ in range(chance.randrange(4))]
+    if kind >= 2:
+        keys = ["reward", "components", "log", "failure", "ticket", "ended", "é\ud800", 1, None]
+        return {chance.choice(keys): anything(chance, depth + 1) for _ in range(chance.randrange(6))}
+    return chance.choice(leaves)
 
 
 async def asynchronous(
