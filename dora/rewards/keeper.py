@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, cast
 
@@ -173,16 +174,9 @@ def main(arguments: list[str]) -> None:
     process_id = os.fork()
     if not process_id:
         try:
-            for number in _OURS:
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-            os.setsid()
-            die_with(keeper_id)
-            for output in (1, 2):
-                os.dup2(prints_in, output)
-            for ours in (service_in, service_out, calls_in, verdicts_out, prints_out, prints_in, nothing):
-                os.close(ours)
-            tokenizer_folder = Path(folder[0]) if folder else None
-            serve_calls(spec, cast(Kind, kind), tokenizer_folder, calls_out, verdicts_in)
+            ours = (service_in, service_out, calls_in, verdicts_out, prints_out, nothing)
+            _become_user_process(keeper_id, ours, prints_in)
+            serve_calls(spec, cast(Kind, kind), Path(folder[0]) if folder else None, calls_out, verdicts_in)
         finally:
             _leave()
     for theirs in (calls_out, verdicts_in, prints_in, nothing):
@@ -195,6 +189,18 @@ def main(arguments: list[str]) -> None:
     finally:
         end_descendants()
         prints.close()
+
+
+def _become_user_process(keeper_id: int, ours: Iterable[int], prints_in: int) -> None:
+    """Lets go of what is the keeper's: its descriptors, its session, the signals it ignores, its place to print to."""
+    for number in _OURS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.setsid()
+    die_with(keeper_id)
+    for output in (1, 2):
+        os.dup2(prints_in, output)
+    for descriptor in (*ours, prints_in):
+        os.close(descriptor)
 
 
 def _pass_calls(user: UserProcess, spec: str, service_in: int, service_out: int) -> None:
