@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from dora.rewards.pool import FunctionPool
+from dora.rewards.verdict import decision, one_line
 
 log = logging.getLogger("dora.rewards")
 
@@ -42,6 +43,7 @@ class EqualRewards:
 class FilterRunner(FunctionPool):
     """A filter whose function runs in processes of its own."""
 
+    KIND = "filter"
     OPTION = SECTION = "selection.filter"
 
     @property
@@ -51,6 +53,8 @@ class FilterRunner(FunctionPool):
     async def keeps(self, prompt_text: str, rewards: Sequence[float], verifier_json: str) -> bool:
         call = {"prompt_text": prompt_text, "rewards": list(rewards), "verifier_json": verifier_json}
         reply = await self.call(call)
+        if "failure" not in reply:
+            reply = decision(reply.get("keep"))
         if "failure" in reply:
-            log.error("the filter %s %s; the group is kept", self.spec, reply["failure"])
+            log.error("the filter %s %s; the group is kept", self.spec, one_line(reply["failure"]))
         return bool(reply.get("keep", True))

@@ -4,17 +4,24 @@ import asyncio
 import contextlib
 import os
 import re
+import secrets
 import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 from dora.errors import InvalidValue
 from dora.rewards import frames
+from dora.rewards.frames import ENDED, START_TIMEOUT_S, TICKET
+from dora.rewards.function import PARAMETERS, Kind
+from dora.rewards.running_time import RunningTime
+from dora.rewards.verdict import one_line
 
-START_TIMEOUT_S: Final = 60.0
+KEEPER_GRACE_S: Final = 10.0  # beyond a time limit, which the keeper counts; then the keeper itself has failed
+LOG_BYTES: Final = 64 << 10  # of what a user process prints that go into the service's log
+REPLACED_LOG_BYTES: Final = 4 << 10  # and of one that takes the place of another
 _SPEC: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -31,12 +38,13 @@ class FunctionPool:
     of time, or ended, is replaced before its worker takes the next call. Made by ``start``, ended by ``close``.
     """
 
-    OPTION = "--function"  # what an error calls the function's name
-    SECTION = "function"  # and its settings
+    KIND: ClassVar[Kind]
+    OPTION: ClassVar[str]  # what an error calls the function's name
+    SECTION: ClassVar[str]  # and its settings
 
-    def __init__(self, spec: str, command: list[str], timeout_s: float, queue_max: int) -> None:
+    def __init__(self, spec: str, arguments: list[str], timeout_s: float, queue_max: int) -> None:
         self.spec = spec
-        self._command = command
+        self._arguments = arguments
         self._timeout_s = timeout_s
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue(maxsize=queue_max)
         self._workers: list[asyncio.Task[None]] = []
@@ -61,18 +69,19 @@ class FunctionPool:
         for field, value in (("workers", workers), ("timeout_s", timeout_s), ("queue_max", queue_max)):
             if value <= 0:
                 raise InvalidValue(f"{cls.SECTION}.{field}", value, "above 0")
-        command = [sys.executable, "-m", "dora.rewards.process", spec]
-        if tokenizer_folder is not None:
-            command.append(str(tokenizer_folder))
-        started = await asyncio.gather(*(_Process.started(command) for _ in range(workers)), return_exceptions=True)
+        arguments = [cls.KIND, spec, *([str(tokenizer_folder)] if tokenizer_folder is not None else [])]
+        starts = (_Process.started(arguments, LOG_BYTES) for _ in range(workers))
+        started = await asyncio.gather(*starts, return_exceptions=True)
         processes = [process for process in started if isinstance(process, _Process)]
         failures = [error for error in started if isinstance(error, BaseException)]
         if failures:
             await asyncio.gather(*(process.kill() for process in processes))
             if isinstance(failures[0], _Failure):
-                raise InvalidValue(cls.OPTION, spec, f"a function that can be loaded: it {failures[0]}")
+                parameters = ", ".join(PARAMETERS[cls.KIND])
+                allowed = f"a function of ({parameters}) that can be loaded; this one {failures[0]}"
+                raise InvalidValue(cls.OPTION, spec, allowed)
             raise failures[0]
-        pool = cls(spec, command, timeout_s, queue_max)
+        pool = cls(spec, arguments, timeout_s, queue_max)
         pool._workers = [asyncio.create_task(pool._serve(process)) for process in processes]
         return pool
 
@@ -102,8 +111,11 @@ class FunctionPool:
             while True:
                 job = await self._jobs.get()
                 try:
+                    if process is not None and process.ended:  # since its last call, by what that has left behind
+                        await process.kill()
+                        process = None
                     if process is None:
-                        process = await _Process.started(self._command)
+                        process = await _Process.started(self._arguments, REPLACED_LOG_BYTES)
                     reply = await process.ask(job.call, self._timeout_s)
                 except _Failure as failure:
                     reply = {"failure": str(failure)}
@@ -125,52 +137,83 @@ class _Failure(Exception):
 
 
 class _Process:
-    """One reward process, ready for calls."""
+    """One user process, ready for calls, by its keeper (keeper.py)."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None and process.stdout is not None
-        self._process = process
-        self._calls = process.stdin
-        self._replies = process.stdout
+    def __init__(self, keeper: asyncio.subprocess.Process) -> None:
+        assert keeper.stdin is not None and keeper.stdout is not None
+        self._keeper = keeper
+        self._calls = keeper.stdin
+        self._answers = keeper.stdout
+        self._used_up = False
 
     @classmethod
-    async def started(cls, command: list[str]) -> Self:
-        """Starts a process and waits until it has loaded its function; raises _Failure with the reason it did not."""
-        # A session of its own: Ctrl-C is for the service, which drains; and a kill reaches what a plug-in has started.
+    async def started(cls, arguments: list[str], log_bytes: int) -> Self:
+        """Starts a process and waits until it has loaded its function; raises _Failure with the reason it did not.
+
+        ``arguments``: the kind, the function's name, and the folder of a tokenizer, if any.
+        """
+        kind, spec, *folder = arguments
+        command = [sys.executable, "-u", "-m", "dora.rewards.keeper", kind, spec, str(log_bytes), *folder]
         pipe = asyncio.subprocess.PIPE
-        process = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True))
         try:
-            reply = await process._exchange(b"", START_TIMEOUT_S)
+            # A session of its own: Ctrl-C is for the service, which drains.
+            keeper = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
+        except OSError as error:  # no memory, or too many processes or files: the call fails, and the next one tries
+            raise _Failure(f"could not be started ({error.strerror})") from error
+        process = cls(keeper)
+        try:
+            await process._exchange(b"", b"", START_TIMEOUT_S)
         except BaseException:  # cancellation too: nobody else knows the process yet
             await process.kill()
             raise
-        if "failure" in reply:
-            await process.kill()
-            raise _Failure(reply["failure"])
         return process
 
+    @property
+    def ended(self) -> bool:
+        return self._used_up or self._answers.at_eof()
+
     async def ask(self, call: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """One call and its answer. Raises _Failure for a time-out and for a process that ended."""
-        return await self._exchange(frames.encode(call), timeout_s)
+        """One call and its answer. Raises _Failure where the process is of no more use."""
+        ticket = secrets.token_bytes(16)
+        return await self._exchange(frames.encode({**call, TICKET: ticket, "timeout_s": timeout_s}), ticket, timeout_s)
 
     async def kill(self) -> None:
-        """Ends the process and everything it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
+        """Ends the process and everything it has started, which its keeper does once its stdin has ended."""
         self._calls.close()
+        ending = asyncio.create_task(self._keeper.wait())
+        await asyncio.wait({ending}, timeout=KEEPER_GRACE_S)
+        if not ending.done():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._keeper.pid, signal.SIGKILL)
+        await ending
 
-    async def _exchange(self, frame: bytes, timeout_s: float) -> dict[str, Any]:
+    async def _exchange(self, frame: bytes, ticket: bytes, limit_s: float) -> dict[str, Any]:
+        """Writes ``frame`` and reads the answer. The keeper counts the time; here only its own is limited."""
+        exchanging = asyncio.create_task(self._written_and_read(frame))
+        time = RunningTime(limit_s + KEEPER_GRACE_S)
         try:
-            async with asyncio.timeout(timeout_s):
-                with contextlib.suppress(ConnectionError):  # it has ended: the missing answer tells
-                    self._calls.write(frame)
-                    await self._calls.drain()
-                reply = await frames.read_async(self._replies)
-        except TimeoutError as error:
-            raise _Failure(f"took longer than {timeout_s:g} s and was stopped") from error
+            while not exchanging.done():
+                left_s = time.next_slice_s()
+                await asyncio.wait({exchanging}, timeout=left_s)
+                if left_s <= 0.0 and not exchanging.done():
+                    raise _Failure(f"took longer than {limit_s:g} s, and its keeper does not answer")
+            reply = exchanging.result()
         except ValueError as error:
-            raise _Failure(f"wrote into the answers of its process ({error})") from error
+            raise _Failure(f"wrote into the answers of its keeper ({error})") from error
+        finally:
+            exchanging.cancel()
         if reply is None:
-            raise _Failure(f"ended its process (exit code {await self._process.wait()})")
+            code = await self._keeper.wait()
+            raise _Failure(f"ended its keeper (exit code {code})" if code else "ended its process before this call")
+        if reply.pop(TICKET, None) != ticket:
+            raise _Failure("answered another call than was asked")
+        self._used_up = reply.pop(ENDED, False)
+        if self._used_up and "failure" in reply:
+            raise _Failure(one_line(reply["failure"]))
         return reply
+
+    async def _written_and_read(self, frame: bytes) -> dict[str, Any] | None:
+        with contextlib.suppress(ConnectionError):  # it has ended: the missing answer tells
+            self._calls.write(frame)
+            await self._calls.drain()
+        return await frames.read_async(self._answers, frames.ANSWER_MAX_BYTES)

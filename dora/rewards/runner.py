@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 from dora.rewards.pool import FunctionPool
+from dora.rewards.verdict import reward_of
 from dora.types import Reward
 
 
 class RewardRunner(FunctionPool):
     """A verifier whose function runs in processes of its own."""
 
-    OPTION, SECTION = "--reward", "reward"
+    KIND, OPTION, SECTION = "reward", "--reward", "reward"
 
     async def score(
         self, prompt_text: str, response_text: str | None, response_token_ids: Sequence[int], verifier_json: str
@@ -26,6 +27,4 @@ class RewardRunner(FunctionPool):
                 "verifier_json": verifier_json,
             }
         )
-        if "failure" in reply:
-            return Reward(value=0.0, log=f"reward function {self.spec!r} {reply['failure']}", valid=False)
-        return Reward(value=reply["reward"], components=reply["components"], log=reply["log"])
+        return reward_of(self.spec, reply)

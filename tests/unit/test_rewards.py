@@ -12,7 +12,7 @@ import pytest_asyncio
 from dora.errors import InvalidValue
 from dora.models.tiny_vocabulary import VOCABULARY, write_tokenizer
 from dora.rewards import RewardRunner, answer, tiny
-from dora.rewards.process import checked
+from dora.rewards.verdict import verdict as checked
 from dora.types import Reward
 
 FUNCTIONS = "tests.unit.reward_functions"

@@ -1,0 +1,71 @@
+"""User functions: found by name and checked before the service starts, then called with whatever they are."""
+
+import asyncio
+import importlib
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Final, Literal
+
+from dora.rewards.verdict import described, one_line
+
+Kind = Literal["reward", "filter"]
+UserFunction = Callable[..., object]
+
+PARAMETERS: Final[dict[Kind, tuple[str, ...]]] = {
+    "reward": ("prompt_text", "response_text", "response_token_ids", "verifier"),
+    "filter": ("prompt_text", "rewards", "verifier"),
+}
+
+
+def load_function(spec: str, kind: Kind) -> UserFunction:
+    """The function that ``module:function`` names.
+
+    Raises ValueError, with the end of a sentence in one line, where it cannot be imported, called, or called with the
+    ``PARAMETERS`` of its kind.
+    """
+    module_name, _, function_name = spec.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # whatever a module of the user's raises
+        raise ValueError(f"names the module {module_name}, which cannot be imported ({described(error)})") from error
+    missing = object()
+    function = getattr(module, function_name, missing)
+    if function is missing:
+        raise ValueError(f"names no function of {module_name}: {function_name}")
+    if not callable(function):
+        raise ValueError(f"names no function: {spec} is of the type {type(function).__name__}")
+    _check_call(function, PARAMETERS[kind])
+    return function
+
+
+def _check_call(function: UserFunction, parameters: tuple[str, ...]) -> None:
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ValueError("contains yield, so that a call returns a generator; use return")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C without a signature: its first call tells
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        raise ValueError(f"takes {one_line(signature)[:200]} ({error})") from error
+
+
+class Caller:
+    """Calls one function; waits for what an ``async def`` returns, in one event loop for all calls."""
+
+    def __init__(self, function: UserFunction) -> None:
+        self._function = function
+        self._loop: asyncio.Runner | None = None
+
+    def __call__(self, *arguments: object) -> object:
+        result = self._function(*arguments)
+        if not inspect.isawaitable(result):
+            return result
+        if self._loop is None:
+            self._loop = asyncio.Runner()
+        return self._loop.run(_awaited(result))
+
+
+async def _awaited(result: Awaitable[object]) -> object:
+    return await result

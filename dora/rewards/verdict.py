@@ -1,0 +1,129 @@
+"""What user functions return, turned into bounded, finite values: the one place that reads it.
+
+A verdict is a message: {"reward", "components", "log"} of a reward function, {"keep"} of a filter, or {"failure": the
+end of a sentence about the function}. The user process makes it of what the function returned. The service reads it
+by the same checks once more, since user code shares the process that wrote it.
+"""
+
+import math
+import numbers
+import reprlib
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any, Final
+
+from dora.types import Reward
+
+LOG_MAX_BYTES: Final = 32 << 10
+COMPONENTS_MOST: Final = 128
+NAME_MAX_BYTES: Final = 200  # of a component: all and the log take at most 64 KiB, which a trajectory has room for
+FAILURE_MAX_CHARS: Final = 500
+ALLOWED_RESULT: Final = 'a finite number, or a mapping with a finite "reward"'
+
+Message = dict[str, Any]
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 120
+
+
+def verdict(result: object) -> Message:
+    """What a reward function returned, as a message; a failure where it is not ``ALLOWED_RESULT``. Never raises."""
+    return _guarded(_verdict, result)
+
+
+def decision(result: object) -> Message:
+    """What a filter returned, as a message; a failure where it is neither True nor False. Never raises."""
+    return _guarded(_decision, result)
+
+
+def reward_of(spec: str, message: Message) -> Reward:
+    """The reward in a verdict's message; an invalid one, whose log says why, for a failure and for anything else."""
+    if "failure" not in message:
+        message = verdict(message)
+    if "failure" in message:
+        failure = one_line(message["failure"])
+        return Reward(value=0.0, log=f"reward function {spec!r} {failure}", valid=False)
+    return Reward(value=message["reward"], components=message["components"], log=message["log"])
+
+
+def one_line(text: object) -> str:
+    """A text of others for one line of a log: bounded, and without control characters."""
+    words = " ".join(str(text)[: 2 * FAILURE_MAX_CHARS].split())
+    printable = "".join(character if character.isprintable() else "?" for character in words)
+    return printable[:FAILURE_MAX_CHARS]
+
+
+def described(error: BaseException) -> str:
+    """An exception of user code in one line, whatever its ``__str__`` does."""
+    try:
+        return one_line(f"{type(error).__name__}: {error}")
+    except Exception:
+        return type(error).__name__
+
+
+def _guarded(read: Callable[[object], Message], result: object) -> Message:
+    """``read(result)``, where a result of a class of the user's may raise anything while it is looked at."""
+    try:
+        return read(result)
+    except Exception as error:
+        return {"failure": f"returned a value that cannot be read: {described(error)}"}
+
+
+def _verdict(result: object) -> Message:
+    if isinstance(result, Reward):
+        result = {"reward": result.value, "components": result.components, "log": result.log}
+    record = result if isinstance(result, Mapping) else {"reward": result}
+    reward = _finite(record.get("reward"))
+    if reward is None:
+        return {"failure": f"returned {_shortened(result)}; allowed is {ALLOWED_RESULT}"}
+    given = record.get("components")
+    if given is not None and not isinstance(given, Mapping):
+        return {"failure": f"returned components = {_shortened(given)}; allowed is a mapping to finite numbers"}
+    if given is not None and len(given) > COMPONENTS_MOST:
+        return {"failure": f"returned {len(given):,} components; there may be at most {COMPONENTS_MOST}"}
+    components: dict[str, float] = {}
+    for key, value in (given or {}).items():
+        name, number = _cut(key, NAME_MAX_BYTES + 1), _finite(value)
+        if len(name.encode()) > NAME_MAX_BYTES:
+            start = one_line(name)[:20]
+            return {"failure": f"returned component {start}...; a name takes at most {NAME_MAX_BYTES} bytes"}
+        if number is None:
+            shown = f"{one_line(name)} = {_shortened(value)}"
+            return {"failure": f"returned component {shown}; allowed is a finite number"}
+        components[name] = number
+    log = record.get("log")
+    return {"reward": reward, "components": components, "log": "" if log is None else _cut(log, LOG_MAX_BYTES)}
+
+
+def _decision(result: object) -> Message:
+    keep = _scalar(result)
+    if not isinstance(keep, bool):
+        return {"failure": f"returned {_shortened(result)}; allowed is True or False"}
+    return {"keep": keep}
+
+
+def _finite(value: object) -> float | None:
+    """A finite number as a float; None for anything else."""
+    number = _scalar(value)
+    if not isinstance(number, numbers.Real | Decimal):
+        return None
+    try:
+        as_float = float(number)
+    except (OverflowError, ValueError):  # a whole number that no float holds, a signalling NaN
+        return None
+    return as_float if math.isfinite(as_float) else None
+
+
+def _scalar(value: object) -> object:
+    """What a scalar of numpy or torch holds, such as ``np.bool_``, and an array without dimensions; else ``value``."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
+
+
+def _cut(text: object, most_bytes: int) -> str:
+    """``str(text)`` in UTF-8 that any message takes, at most so long."""
+    return str(text)[:most_bytes].encode("utf-8", "replace")[:most_bytes].decode("utf-8", "ignore")
+
+
+def _shortened(value: object) -> str:
+    return one_line(_REPR.repr(value))[:200]

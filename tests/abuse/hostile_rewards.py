@@ -1,0 +1,243 @@
+"""Reward functions that do what they should not, run in user processes by test_rewards.py."""
+
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+
+Verifier = dict[str, Any]
+WRONG = -1.0  # what no right answer is
+
+
+def forks(prompt_text: str, response_text: str, response_token_ids: list[int], verifier: Verifier) -> float:
+    """Both sides of a fork come back, the child at once and with another answer."""
+    match prompt_text:
+        case "os":
+            child = os.fork()
+        case "libc":  # without Python's knowledge
+            child = ctypes.CDLL(None).fork()
+        case "multiprocessing":
+            process = multiprocessing.get_context("fork").Process(target=_writes_everywhere)
+            process.start()
+            process.join()
+            return float(verifier["reward"])
+        case "twice":
+            return _of_a_grandchild(verifier["reward"])
+        case _:
+            raise AssertionError(prompt_text)
+    if not child:
+        return WRONG
+    os.waitpid(child, 0)
+    return float(verifier["reward"])
+
+
+def _of_a_grandchild(reward: float) -> float:
+    """What a child of a child writes into a pipe that its parent has opened, under any number that was free."""
+    child = os.fork()
+    if child:
+        return reward if os.waitpid(child, 0)[1] == 0 else WRONG
+    pipes = [os.pipe() for _ in range(8)]
+    if not os.fork():
+        os._exit(sum(os.write(writing, b"x") for _, writing in pipes) - 8)
+    os._exit(os.wait()[1])
+
+
+def _writes_everywhere() -> None:
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, b"\x00\x00\x00\x00")
+        except OSError:
+            continue
+
+
+def writes_everywhere(prompt_text: str, *_: object) -> float:
+    """Writes into every descriptor it finds, as the prompt says: junk, or the length of a frame that never comes."""
+    content = {"junk": b"junk" * 4, "long": b"\xff\xff\xff\x7f", "half": b"\x10\x00\x00\x00\x81"}.get(prompt_text, b"")
+    for descriptor in range(3, 64) if content else ():
+        try:
+            os.write(descriptor, content)
+        except OSError:
+            continue
+    return 1.0
+
+
+def closes_everything(prompt_text: str, *_: object) -> float:
+    if prompt_text == "close":
+        os.closerange(0, 64)
+    return 1.0
+
+
+def kills_its_parent(prompt_text: str, response_text: str, response_token_ids: list[int], verifier: Verifier) -> float:
+    if prompt_text == "kill":
+        os.open(verifier["alive"], os.O_WRONLY)
+        os.kill(os.getppid(), signal.SIGKILL)
+        threading.Event().wait()
+    return 1.0
+
+
+def leaves_behind(prompt_text: str, response_text: str, response_token_ids: list[int], verifier: Verifier) -> float:
+    """Starts a process in a session of its own, whose parent ends at once. It holds the pipe ``verifier["alive"]``."""
+    alive = os.open(verifier["alive"], os.O_WRONLY)
+    script = "import os, threading; os.fork() and os._exit(0); os.setsid(); threading.Event().wait()"
+    subprocess.run([sys.executable, "-c", script], pass_fds=[alive], check=True)
+    os.close(alive)
+    if prompt_text == "hang":
+        threading.Event().wait()
+    return 1.0
+
+
+def never_waits(*_: object) -> float:
+    """Leaves five processes that have ended, each time."""
+    for _number in range(5):
+        if not os.fork():
+            os._exit(0)
+    return 1.0
+
+
+def prints(prompt_text: str, *_: object) -> float:
+    """10 MB to each output."""
+    for _number in range(10):
+        print("x" * (1 << 20))
+        os.write(2, b"y" * (1 << 20))
+    return 1.0
+
+
+def returns(prompt_text: str, *_: object) -> object:
+    """A value that JSON cannot say, by its name."""
+    value = VALUES[prompt_text]
+    return value() if callable(value) else value
+
+
+class Awkward:
+    """Nothing may be asked of it."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+    __str__ = __float__ = __len__ = item = __repr__
+    ndim = 0
+
+
+class AwkwardError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+VALUES: dict[str, object] = {
+    "np.bool_": np.bool_(True),
+    "np.float32": np.float32(0.5),
+    "np.int64": np.int64(2),
+    "array of no dimension": np.array(0.5),
+    "bool": True,
+    "nan": float("nan"),
+    "infinity": np.float64("inf"),
+    "complex": 1j,
+    "np.complex64": np.complex64(1),
+    "text": "1",
+    "bytes": b"1",
+    "none": None,
+    "array": np.array([1.0]),
+    "10,000 digits": 10**10_000,
+    "awkward": Awkward(),
+    "awkward component": {"reward": 1.0, "components": {"a": Awkward()}},
+    "awkward log": {"reward": 1.0, "log": Awkward()},
+    "half a character": {"reward": 1.0, "log": "a\ud800", "components": {"b\ud800": 1.0}},
+    "a million components": lambda: {"reward": 1.0, "components": {str(i): 1.0 for i in range(1_000_000)}},
+    "a long component": lambda: {"reward": 1.0, "components": {"x" * 10_000_000: 1.0}},
+    "a long log": lambda: {"reward": 1.0, "log": "é" * 50_000_000},
+    "the largest": {
+        "reward": 1.0,
+        "log": "\N{GRINNING FACE}" * 20_000,
+        "components": {f"{i:0200}": i for i in range(128)},
+    },
+}
+
+
+def returns_anything(prompt_text: str, *_: object) -> object:
+    return anything(random.Random(int(prompt_text)))
+
+
+def anything(chance: random.Random, depth: int = 0) -> Any:
+    """Of all that there is, as likely right as wrong."""
+    leaves = [*list(VALUES.values())[:17], 0, -1.5, 1 << 70, "", "\0", b"", [], {}, object()]
+    kind = chance.randrange(6 if depth < 3 else 1)
+    if kind == 1:
+        return [anything(chance, depth + 1) for _ in range(chance.randrange(4))]
+    if kind >= 2:
+        keys = ["reward", "components", "log", "failure", "ticket", "ended", "é\ud800", 1, None]
+        return {chance.choice(keys): anything(chance, depth + 1) for _ in range(chance.randrange(6))}
+    return chance.choice(leaves)
+
+
+async def asynchronous(
+    prompt_text: str, response_text: str, response_token_ids: list[int], verifier: Verifier
+) -> dict[str, Any]:
+    await asyncio.sleep(0)
+    if prompt_text == "raise":
+        raise ZeroDivisionError("no such luck")
+    if prompt_text == "hang":
+        await asyncio.Event().wait()
+    return {"reward": np.float32(verifier["reward"])}
+
+
+async def keeps_asynchronously(prompt_text: str, rewards: list[float], verifier: Verifier) -> Any:
+    return np.bool_(sum(rewards) > 0)
+
+
+def raises_awkwardly(*_: object) -> float:
+    raise AwkwardError
+
+
+def raises_many_lines(*_: object) -> float:
+    raise ValueError("first\nsecond\x1b[31m" + "x" * 1_000_000)
+
+
+def of_the_wrong_arity(prompt_text: str, completion: str) -> float:
+    return 1.0
+
+
+def with_a_required_keyword(
+    prompt_text: str, response_text: str, response_token_ids: list[int], verifier: Verifier, *, tokenizer: object
+) -> float:
+    return 1.0
+
+
+def generates(prompt_text: str, response_text: str, response_token_ids: list[int], verifier: Verifier) -> Any:
+    yield 1.0
+
+
+not_callable = 0.5
+
+
+def verdict_then_ends(prompt_text: str, *_: object) -> float:
+    """Ends its process after the verdict."""
+    threading.Thread(target=_ends_when_idle).start()
+    return 1.0
+
+
+def _ends_when_idle() -> None:
+    os._exit(3)
+
+
+def changes(prompt_text: str, response_text: str, response_token_ids: list[int], verifier: Verifier) -> object:
+    """Forks, leaves a process behind, returns too much, or ends, by the response; else says how long it is."""
+    length = len(response_token_ids)
+    match sum(response_token_ids) % 6:
+        case 0:
+            if not os.fork():
+                return WRONG
+        case 1:
+            return {"reward": 1.0, "components": {str(i): 1.0 for i in range(100_000)}}
+        case 2:
+            return {"reward": float(length), "log": "x" * 100_000_000}
+        case 3:
+            os._exit(9)
+    return float(length)
