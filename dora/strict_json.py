@@ -60,7 +60,9 @@ def check_text(text: str, field: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidValue(field, text[:80], "a text in Unicode, without half of a surrogate pair") from error
+            raise InvalidValue(
+                field, ascii(text[:80]), "a text in Unicode, without half of a surrogate pair"
+            ) from error
 
 
 def _whole(digits: str) -> int:

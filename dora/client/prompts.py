@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -67,16 +67,15 @@ def _of_fields(record: Mapping[str, Any]) -> pb.Prompt:
     forms = [name for name in _FIELDS[:3] if name in record]
     if len(forms) != 1:
         raise InvalidValue("prompt", forms, f"exactly one of {', '.join(_FIELDS[:3])}")
-    verifier = dict(record.get("verifier", {}))
-    if "answer" in record:
-        verifier["answer"] = record["answer"]
-    token_ids: Sequence[int] = record.get("prompt_token_ids", ())
     try:
+        verifier = dict(record.get("verifier", {}))
+        if "answer" in record:
+            verifier["answer"] = record["answer"]
         message = prompt_to_wire(
             Prompt(
                 prompt_id=record.get("prompt_id", uuid.uuid4().hex),
                 task_id=record.get("task_id", ""),
-                token_ids=tuple(token_ids),
+                token_ids=tuple(record.get("prompt_token_ids", ())),
                 text=record.get("prompt", ""),
                 group_size=record.get("group_size", 0),
                 sampling=record.get("sampling", {}),
@@ -85,6 +84,6 @@ def _of_fields(record: Mapping[str, Any]) -> pb.Prompt:
         )
         if "messages" in record:
             message.messages_json = json.dumps(record["messages"])
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidValue("prompt", dict(record), f"fields of the types that JSON has ({error})") from error
     return message

@@ -56,6 +56,10 @@ def _check_config(folder: Path, name: str) -> None:
         raise InvalidValue("--model", name, f"{allowed}; it has {architectures!r}")
     if not isinstance(kind, str) or not kind:
         raise InvalidValue("--model", name, f'a folder whose config.json names its "model_type"; it has {kind!r}')
+    for field in ("vocab_size", "max_position_embeddings"):
+        tokens = config.get(field, 1)
+        if type(tokens) is not int or tokens < 1:
+            raise InvalidValue("--model", name, f'a folder whose config.json has a "{field}" above 0, not {tokens!r}')
 
 
 def _config(folder: Path) -> dict[str, Any]:

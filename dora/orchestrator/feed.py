@@ -94,13 +94,14 @@ class PromptFeed:
         source = self._source
         assert source is not None
         count = min(count, DRAWN_MOST)
-        drawn = await asyncio.to_thread(lambda: list(islice(source, count)))
+        drawn = await asyncio.to_thread(lambda: [self._attempted(prompt) for prompt in islice(source, count)])
         if len(drawn) < count:
             self._source = None
         good: list[Prompt] = []
-        for prompt in drawn:
+        for possible in drawn:
             try:
-                possible = self.check.checked(prompt)
+                if isinstance(possible, InvalidValue):
+                    raise possible
                 if possible.prompt_id in self._live:
                     raise Conflict("prompt_id", possible.prompt_id, "an id that is neither queued nor being generated")
             except DoraError as error:
@@ -115,3 +116,10 @@ class PromptFeed:
             self._live.add(possible.prompt_id)
             good.append(possible)
         return good
+
+    def _attempted(self, prompt: Prompt) -> Prompt | InvalidValue:
+        """The prompt, checked, or why it is refused."""
+        try:
+            return self.check.checked(prompt)
+        except InvalidValue as error:
+            return error

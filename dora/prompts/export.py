@@ -27,7 +27,7 @@ from dora.errors import InvalidValue
 from dora.models.prepared import prepare_once
 
 RECIPE: Final = 1
-KEPT_MOST: Final = 16  # exported tokenizers in a cache; of more, those made first are deleted
+KEPT_MOST: Final = 16  # exported tokenizers in a cache; of more, those not used for longest are deleted
 EXPORT_TIMEOUT_S: Final = 300.0
 TOKENIZER_FILE: Final = "tokenizer.json"
 _REST_FILE: Final = "rest.json"
@@ -56,12 +56,13 @@ def exported(folder: Path, cache: Path) -> Exported:
     try:
         made = prepare_once(cache / "tokenizers" / _digest(folder), {"recipe": RECIPE}, lambda made: _run(folder, made))
         result = _read(made)
+        os.utime(made)  # the ones not used for longest are forgotten
         _forget_oldest(made.parent)
         return result
     except OSError:  # no cache to write in: as well without
-        with tempfile.TemporaryDirectory(prefix="dora-tokenizer-") as made:
-            _run(folder, Path(made))
-            return _read(Path(made))
+        with tempfile.TemporaryDirectory(prefix="dora-tokenizer-") as passing:
+            _run(folder, Path(passing))
+            return _read(Path(passing))
 
 
 def _digest(folder: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Template, TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock
+from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -23,7 +23,7 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012 # as jinja2 declares it
 
-    def parse(self, parser: Parser) -> CallBlock:
+    def parse(self, parser: Parser) -> Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return CallBlock(self.call_method("_rendered"), [], [], body).set_lineno(line)
