@@ -16,6 +16,8 @@ log = logging.getLogger("dora.prompts")
 
 DRAWN_MOST = 4096  # prompts read from the source at once
 REFUSED_MOST = 4096  # in a row: a source may have no end
+QUEUED_BYTES_MOST = 512 << 20  # of what was submitted and waits
+TOKEN_BYTES = 40  # of a token id, as Python holds it in a tuple
 
 
 class PromptFeed:
@@ -26,6 +28,7 @@ class PromptFeed:
         self.check = PromptCheck(config) if check is None else check
         self._source = source
         self._queue: deque[Prompt] = deque()  # at most service.prompts_queued_max
+        self._queued_bytes = 0  # at most QUEUED_BYTES_MOST
         self._arrived = asyncio.Event()
         self._live: set[str] = set()
         self.refused = 0  # prompts of the source that no engine could generate
@@ -48,7 +51,12 @@ class PromptFeed:
             if prompt.prompt_id in self._live or prompt.prompt_id in names:
                 raise Conflict("prompt_id", prompt.prompt_id, "an id that is neither queued nor being generated")
             names.add(prompt.prompt_id)
+        more_bytes = sum(map(_bytes, possible))
+        if self._queued_bytes + more_bytes > QUEUED_BYTES_MOST:
+            allowed = f"at most {QUEUED_BYTES_MOST - self._queued_bytes} now (queue of {QUEUED_BYTES_MOST})"
+            raise LimitExceeded("prompts: bytes in memory", more_bytes, allowed)
         self._live.update(names)
+        self._queued_bytes += more_bytes
         self._queue.extend(possible)
         self._arrived.set()
         return self._config.service.prompts_queued_max - len(self._queue)
@@ -68,6 +76,7 @@ class PromptFeed:
         """
         while not self.closed:
             taken = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
+            self._queued_bytes -= sum(map(_bytes, taken))
             if not taken and self._source is not None:
                 taken = await self._from_source(count)
             if taken:
@@ -123,3 +132,8 @@ class PromptFeed:
             return self.check.checked(prompt)
         except InvalidValue as error:
             return error
+
+
+def _bytes(prompt: Prompt) -> int:
+    """About what a queued prompt takes."""
+    return TOKEN_BYTES * len(prompt.token_ids) + 4 * len(prompt.text) + len(prompt.verifier_json)

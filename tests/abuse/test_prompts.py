@@ -26,12 +26,13 @@ from dora.errors import InvalidValue
 from dora.models import resolve_model
 from dora.models.tiny import make_tiny
 from dora.orchestrator.book import sampling_of
-from dora.orchestrator.feed import PromptFeed
+from dora.orchestrator.feed import QUEUED_BYTES_MOST, PromptFeed
 from dora.orchestrator.prompt_check import PromptCheck
 from dora.prompts import ChatTokenizer, jsonl_source
 from dora.prompts.export import KEPT_MOST, _without_transformers
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import is_loopback, open_channel
+from dora.rpc.errors import LimitExceeded
 from dora.sampling import DOMAINS, check_sampling, effective
 from dora.strict_json import read_json
 from dora.types import Prompt, RequestSpec, SamplingParams
@@ -194,7 +195,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "around", "stored", "config"),
     [
-        (BYTE_LEVEL, False, truncated, {}),
+        (BYTE_LEVEL, False, truncated, {"chat_template": [{"name": "default", "template": TEMPLATES["chatml"]}]}),
         (BYTE_LEVEL, True, padded, {"add_bos_token": True}),
         (METASPACE, True, both, {"extra_special_tokens": ["<start_of_turn>", "[INST]"]}),
         (METASPACE, False, truncated, {"tokenizer_class": "LlamaTokenizerFast", "add_eos_token": True}),
@@ -212,17 +213,19 @@ def test_the_ids_are_those_of_transformers_for_every_template(
 ) -> None:
     tokenizer = make_tokenizer(kind, around=around)
     stored(tokenizer)
-    folder = write_folder(tmp_path / "model", tokenizer, chat_template=TEMPLATES["chatml"], **config)
+    folder = write_folder(tmp_path / "model", tokenizer, **{"chat_template": TEMPLATES["chatml"], **config})
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
     ours, theirs = ChatTokenizer(folder, cache), AutoTokenizer.from_pretrained(folder)
     for text in CORPUS:
         assert list(ours.encode(text)) == theirs(text).input_ids
+    asked: dict[str, Any] = {"add_generation_prompt": True}
+    assert copy.copy(ours).render(CHATS[0]) == theirs.apply_chat_template(CHATS[0], tokenize=False, **asked)
     compared = 0
     for name, template in TEMPLATES.items():
         with_template = copy.copy(ours)
         with_template._exported = replace(ours._exported, chat_template=template)
         for chat in CHATS:
-            asked: dict[str, Any] = {"chat_template": template, "add_generation_prompt": True}
+            asked["chat_template"] = template
             text, token_ids = with_template.encode_chat(chat)
             assert text == theirs.apply_chat_template(chat, tokenize=False, **asked), name
             assert list(token_ids) == theirs.apply_chat_template(chat, **asked)["input_ids"], name
@@ -234,7 +237,6 @@ def test_a_template_may_stand_in_any_of_the_places_that_transformers_reads(tmp_p
     tokenizer = make_tokenizer(BYTE_LEVEL, around=False)
     named = [{"name": "default", "template": "é default {{ eos_token }}"}, {"name": "tool_use", "template": "tool"}]
     folders = {
-        "é default </s>": write_folder(tmp_path / "named", tokenizer, chat_template=named),
         "é file": write_folder(tmp_path / "file", tokenizer, chat_template="config"),
         "é more": write_folder(tmp_path / "more", tokenizer, chat_template=named),
     }
@@ -557,6 +559,17 @@ async def test_a_source_is_held_to_the_same(prompt: Any) -> None:
     feed = PromptFeed(validated({"prompts": "some.jsonl"}), iter([prompt, Prompt("good", "", (1,))]), CHECK)
     taken, _ = await feed.take(8)
     assert [each.prompt_id for each in taken] == ["good"] and feed.refused == 1
+
+
+async def test_the_queue_is_bounded_in_bytes_too() -> None:
+    feed = PromptFeed(validated({"prompts": "none", "service": {"prompts_queued_max": 1 << 20}}), None, CHECK)
+    text = "x" * (4 << 20)
+    fit = QUEUED_BYTES_MOST // (4 * len(text) + 1000)
+    feed.submit([Prompt(f"p{number}", "", (1,), text=text) for number in range(fit)])
+    with pytest.raises(LimitExceeded, match="prompts: bytes in memory"):
+        feed.submit([Prompt(f"q{number}", "", (1,), text=text) for number in range(2)])
+    assert len((await feed.take(1))[0]) == 1
+    assert feed.submit([Prompt("q0", "", (1,), text=text)]) == (1 << 20) - fit
 
 
 def messages_of(seed: int, count: int) -> Iterator[pb.Prompt]:

@@ -20,13 +20,15 @@ class PromptService(stubs.PromptsServicer):
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._reading = asyncio.Lock()  # of one batch at a time: decoded, it may take ten times its message's memory
 
     async def Submit(self, request: pb.SubmitRequest, context: ServicerContext) -> pb.SubmitReply:
         feed = self._runtime.feed
         feed.check_room(len(request.prompts))
-        # In a thread: texts are tokenised. The queue may be full by then.
-        prompts = await asyncio.to_thread(lambda: [feed.check.from_wire(prompt) for prompt in request.prompts])
-        free = feed.queue(prompts)
+        async with self._reading:
+            # In a thread: texts are tokenised. The queue may be full by then.
+            prompts = await asyncio.to_thread(lambda: [feed.check.from_wire(prompt) for prompt in request.prompts])
+            free = feed.queue(prompts)
         return pb.SubmitReply(accepted=len(prompts), queue_free=free)
 
 
