@@ -15,6 +15,8 @@ from pydantic_core import PydanticCustomError
 from dora.errors import InvalidValue
 from dora.limits import (
     GROUPS_MOST,
+    TEMPERATURE_LEAST,
+    TEMPERATURE_MOST,
     Count,
     Fraction,
     GroupSize,
@@ -63,9 +65,11 @@ class RolloutConfig(Section):
 
     group_size: GroupSize = Field(8, description="responses to one prompt")
     max_tokens: int = Field(256, ge=1, le=1 << 22, description="longest response")
-    temperature: float = Field(1.0, ge=0.0, le=10.0, description="of sampling; 0: the likeliest token")
+    temperature: float = Field(
+        1.0, ge=0.0, le=TEMPERATURE_MOST, description="of sampling; 0: the likeliest token, else at least 0.01"
+    )
     top_p: PositiveShare = Field(1.0, description="sample from the likeliest tokens of this total probability")
-    top_k: int = Field(0, ge=0, description="sample from so many likeliest tokens; 0: no limit")
+    top_k: int = Field(0, ge=0, lt=1 << 31, description="sample from so many likeliest tokens; 0: no limit")
     min_p: Share = Field(0.0, description="least probability of a token, as a share of the likeliest's")
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="of the logit of a token that has occurred")
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="the same, for each time it has")
@@ -73,6 +77,12 @@ class RolloutConfig(Section):
     ignore_eos: bool = Field(False, description="go on after the end-of-sequence token, to the longest response")
     seed: int = Field(0, ge=0, lt=1 << 63, description="every response's seed follows from this and its prompt id")
     reference_version: int = Field(0, ge=0, description="the frozen version a KL term refers to")
+
+    @model_validator(mode="after")
+    def _is_sampled_as_it_says(self) -> Self:
+        if 0.0 < self.temperature < TEMPERATURE_LEAST:  # an engine would raise it
+            raise InvalidValue("rollout.temperature", self.temperature, f"0, or a number from {TEMPERATURE_LEAST:g} on")
+        return self
 
 
 class CostConfig(Section):

@@ -13,6 +13,14 @@ GROUPS_MOST: Final = 1 << 20
 GROUP_SIZE_MOST: Final = 4096
 TOKENS_MOST: Final = 1 << 30
 PROMPT_TOKENS_MOST: Final = 2048
+ID_CHARACTERS_MOST: Final = 256  # of the name of a prompt or of a task
+TEXT_BYTES_MOST: Final = 4 << 20  # of a prompt's text or chat
+VERIFIER_BYTES_MOST: Final = 1 << 20  # of what a prompt brings for the reward function
+SAMPLING_BYTES_MOST: Final = 4 << 10  # of a prompt's sampling parameters
+
+# Of the temperatures that vLLM samples at: it raises one between 0 and 0.01 in silence, and refuses one above 2.
+TEMPERATURE_LEAST: Final = 0.01
+TEMPERATURE_MOST: Final = 2.0
 
 Share = Annotated[float, Ge(0.0), Le(1.0)]
 PositiveShare = Annotated[float, Gt(0.0), Le(1.0)]

@@ -151,7 +151,7 @@ def read_cost(file: Path) -> "CostModel":
     from dora.planning.profile import coefficients_of
 
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         tree = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise InvalidValue("--cost", str(file), f"a readable TOML or JSON file ({error})") from error

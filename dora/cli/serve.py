@@ -12,7 +12,7 @@ import typer
 
 from dora.cli.options import SettingsOption
 from dora.cli.output import print_json
-from dora.cli.token import left_token
+from dora.cli.token import left_token, token_folder
 from dora.config import Config, given, load_config
 
 if TYPE_CHECKING:
@@ -90,6 +90,10 @@ async def _serve(config: Config, as_json: bool) -> int:
     _stop_on_signals(stop)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("dora").setLevel(logging.INFO)
+    if token_folder() is None:  # said at once, not when the workers have started
+        _print_progress(
+            "the token cannot be left for commands: no folder for it can be written; set DORA_TOKEN for them"
+        )
     with ExitStack() as until_end:
 
         def ready(handle: "ServiceHandle") -> None:

@@ -1,10 +1,13 @@
 """The token file: a service on this host leaves its secret where the same user's commands find it.
 
-``$XDG_RUNTIME_DIR/dora/<port>.token``, or ``~/.cache/dora/<port>.token`` where there is no runtime folder;
-mode 0600 in a folder of mode 0700.
+``<port>.token``, of mode 0600, in the first of these folders that can be written: ``$XDG_RUNTIME_DIR/dora``,
+``$XDG_CACHE_HOME/dora`` or ``~/.cache/dora``, and ``dora-<user id>`` in the folder for temporary files, which has to be
+this user's and nobody else's.
 """
 
 import os
+import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,10 +15,14 @@ from pathlib import Path
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
+def token_folder() -> Path | None:
+    """Where tokens of this user's services are left; None where no such folder can be written."""
+    return next((folder for folder in _folders() if _usable(folder)), None)
+
+
 def token_file(address: str) -> Path:
     """Where a service of this user at ``address`` (host:port) leaves its token."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "dora" / f"{address.rpartition(':')[2]}.token"
+    return (token_folder() or _folders()[-1]) / _name(address)
 
 
 def find_token(address: str) -> str:
@@ -25,26 +32,68 @@ def find_token(address: str) -> str:
     """
     if address.rpartition(":")[0] not in LOOPBACK_HOSTS:
         return ""
-    try:
-        return token_file(address).read_text().strip()
-    except OSError:
-        return ""
+    for folder in _folders():
+        with suppress(OSError, UnicodeDecodeError):
+            if not _shared(folder) or _private(folder):
+                return (folder / _name(address)).read_text(encoding="utf-8").strip()
+    return ""
 
 
 @contextmanager
-def left_token(address: str, token: str) -> Iterator[Path]:
-    """Leaves ``token`` for the duration of the block; afterwards removes it, unless another service replaced it."""
-    file = token_file(address)
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    unfinished = file.with_suffix(f".{os.getpid()}")
-    unfinished.unlink(missing_ok=True)
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as sink:
-        sink.write(token + "\n")
-    unfinished.replace(file)
+def left_token(address: str, token: str) -> Iterator[Path | None]:
+    """Leaves ``token`` for the duration of the block; afterwards removes it, unless another service replaced it.
+
+    Yields None where it cannot be left: commands then have to be given it.
+    """
+    file: Path | None = token_file(address)
+    assert file is not None
+    try:
+        _write(file, token)
+    except OSError:
+        file = None
     try:
         yield file
     finally:
         with suppress(OSError):
-            if file.read_text().strip() == token:
+            if file is not None and file.read_text(encoding="utf-8").strip() == token:
                 file.unlink()
+
+
+def _write(file: Path, token: str) -> None:
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    unfinished.unlink(missing_ok=True)
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as sink:
+        sink.write(token + "\n")
+    unfinished.replace(file)
+
+
+def _name(address: str) -> str:
+    return f"{address.rpartition(':')[2]}.token"
+
+
+def _folders() -> list[Path]:
+    """The folders that a token may lie in, the best first."""
+    bases = [Path(base) for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME") if (base := os.environ.get(name))]
+    with suppress(RuntimeError):  # a user without a home
+        bases.append(Path.home() / ".cache")
+    return [*(base / "dora" for base in bases), Path(tempfile.gettempdir()) / f"dora-{os.getuid()}"]
+
+
+def _usable(folder: Path) -> bool:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK) and (not _shared(folder) or _private(folder))
+
+
+def _shared(folder: Path) -> bool:
+    """Whether others may have made what is at this place."""
+    return folder.parent == Path(tempfile.gettempdir())
+
+
+def _private(folder: Path) -> bool:
+    """Whether it is a folder of this user that nobody else may look into."""
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077

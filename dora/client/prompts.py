@@ -1,13 +1,22 @@
 """The client of those who bring prompts."""
 
-from collections.abc import Iterable
+import json
+import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Final
 
 from dora.client.connection import Client
+from dora.errors import InvalidValue, one_of
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import prompt_to_wire
 from dora.rpc.dora_pb2_grpc import PromptsStub
 from dora.types import Prompt
+
+_FIELDS: Final = (
+    *("prompt", "prompt_token_ids", "messages"),
+    *("prompt_id", "task_id", "answer", "verifier", "group_size", "sampling"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +30,60 @@ class Submitted:
 class Prompts(Client):
     """Queues prompts at a service."""
 
-    async def submit(self, prompts: Iterable[Prompt]) -> Submitted:
+    async def submit(self, prompts: Iterable[Prompt | str | Mapping[str, Any]]) -> Submitted:
         """Queues all of them or none.
+
+        A prompt is a Prompt, a text, or a mapping with the fields of a line of a prompts file: one of ``prompt`` (a
+        text), ``messages`` (a chat) and ``prompt_token_ids``; then ``prompt_id`` (by default a new one), ``task_id``,
+        ``answer``, ``verifier``, ``group_size`` and ``sampling``. The service tokenises texts and chats.
 
         Raises InvalidValue for a prompt that is refused (too long, say), Conflict for a duplicate id, LimitExceeded
         where the queue is full or the batch exceeds the message limit, Unauthenticated, ServiceUnavailable.
         """
-        request = pb.SubmitRequest(prompts=[prompt_to_wire(prompt) for prompt in prompts])
+        if isinstance(prompts, str | Mapping):
+            raise InvalidValue("prompts", prompts, "a list of prompts, also where it is one")
+        request = pb.SubmitRequest(prompts=[_to_wire(prompt) for prompt in prompts])
         reply = await self._connection.call(self._connection.stub(PromptsStub).Submit, request)
         return Submitted(reply.accepted, reply.queue_free)
+
+
+def _to_wire(prompt: Prompt | str | Mapping[str, Any]) -> pb.Prompt:
+    if isinstance(prompt, str):
+        prompt = {"prompt": prompt}
+    if isinstance(prompt, Mapping):
+        return _of_fields(prompt)
+    if not isinstance(prompt, Prompt):
+        raise InvalidValue("prompt", prompt, "a dora.types.Prompt, a text or a mapping")
+    try:
+        return prompt_to_wire(prompt)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidValue("prompt", prompt, f"a Prompt of the declared types ({error})") from error
+
+
+def _of_fields(record: Mapping[str, Any]) -> pb.Prompt:
+    """The message of a mapping with the fields of a prompts file. What they hold is the service's to check."""
+    for unknown in sorted(set(record) - set(_FIELDS), key=str):
+        raise InvalidValue(f"prompt: {unknown}", record[unknown], one_of(str(unknown), _FIELDS))
+    forms = [name for name in _FIELDS[:3] if name in record]
+    if len(forms) != 1:
+        raise InvalidValue("prompt", forms, f"exactly one of {', '.join(_FIELDS[:3])}")
+    try:
+        verifier = dict(record.get("verifier", {}))
+        if "answer" in record:
+            verifier["answer"] = record["answer"]
+        message = prompt_to_wire(
+            Prompt(
+                prompt_id=record.get("prompt_id", uuid.uuid4().hex),
+                task_id=record.get("task_id", ""),
+                token_ids=tuple(record.get("prompt_token_ids", ())),
+                text=record.get("prompt", ""),
+                group_size=record.get("group_size", 0),
+                sampling=record.get("sampling", {}),
+                verifier_json=json.dumps(verifier),
+            )
+        )
+        if "messages" in record:
+            message.messages_json = json.dumps(record["messages"])
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidValue("prompt", dict(record), f"fields of the types that JSON has ({error})") from error
+    return message

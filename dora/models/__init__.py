@@ -2,7 +2,9 @@
 
 import json
 import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
 from dora.errors import InvalidValue, one_of
 from dora.models import tiny
@@ -17,7 +19,10 @@ _TINY_KINDS: dict[str, tiny.TinyKind] = {"tiny": "dense", "tiny-moe": "moe"}
 def default_cache() -> Path:
     """Where prepared models are kept: ``$XDG_CACHE_HOME/dora``, by default ``~/.cache/dora``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "dora"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "dora"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / f"dora-{os.getuid()}"
 
 
 def resolve_model(name: str, cache: Path | None = None) -> Path:
@@ -38,16 +43,43 @@ def resolve_model(name: str, cache: Path | None = None) -> Path:
     for what, pattern in (("weights", "*.safetensors"), ("a tokenizer", "tokenizer.json")):
         if not any(folder.glob(pattern)):
             raise InvalidValue("--model", name, f"a folder with {what} ({pattern})")
+    _check_config(folder, name)
     return folder
+
+
+def _check_config(folder: Path, name: str) -> None:
+    """Raises InvalidValue where no engine could tell what model this is: it would say so half a minute later."""
+    config = _config(folder)
+    architectures, kind = config.get("architectures"), config.get("model_type")
+    if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
+        allowed = 'a folder whose config.json names its "architectures", e.g. ["Qwen3ForCausalLM"]'
+        raise InvalidValue("--model", name, f"{allowed}; it has {architectures!r}")
+    if not isinstance(kind, str) or not kind:
+        raise InvalidValue("--model", name, f'a folder whose config.json names its "model_type"; it has {kind!r}')
+    for field in ("vocab_size", "max_position_embeddings"):
+        tokens = config.get(field, 1)
+        if type(tokens) is not int or tokens < 1:
+            raise InvalidValue("--model", name, f'a folder whose config.json has a "{field}" above 0, not {tokens!r}')
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """The object in config.json. Raises InvalidValue where there is none."""
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidValue("--model", str(folder), f"a folder whose config.json is JSON in UTF-8 ({error})") from error
+    if not isinstance(config, dict):
+        raise InvalidValue("--model", str(folder), "a folder whose config.json is a JSON object")
+    return config
 
 
 def context_tokens(folder: Path) -> int | None:
     """The longest context that the model in a Hugging Face folder was made for; None where it does not say."""
-    tokens = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
-    return tokens if isinstance(tokens, int) else None
+    tokens = _config(folder).get("max_position_embeddings")
+    return tokens if type(tokens) is int else None
 
 
 def experts(folder: Path) -> tuple[int, int] | None:
     """``experts_of`` the config.json of a Hugging Face folder."""
-    file = folder / "config.json"
-    return experts_of(json.loads(file.read_text()), str(file))
+    return experts_of(_config(folder), str(folder / "config.json"))

@@ -18,6 +18,9 @@ def main(arguments: list[str]) -> int:
     except InvalidValue as error:
         print(error.allowed, file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"a cache folder that can be written, as --set cache=FOLDER names it ({error})", file=sys.stderr)
+        return 2
     print(folder)
     return 0
 

@@ -28,7 +28,7 @@ def prepare_once(folder: Path, recipe: Mapping[str, str | int], make: Callable[[
         made = unfinished / "made"  # a folder of its own: mkdtemp's is private to the user, this one follows the umask
         made.mkdir()
         make(made)
-        (made / RECIPE_FILE).write_text(json.dumps(dict(recipe), indent=2) + "\n")
+        (made / RECIPE_FILE).write_text(json.dumps(dict(recipe), indent=2) + "\n", encoding="utf-8")
         try:
             made.rename(folder)
         except OSError:
@@ -42,7 +42,7 @@ def prepare_once(folder: Path, recipe: Mapping[str, str | int], make: Callable[[
 
 def _existing(folder: Path, recipe: Mapping[str, str | int]) -> Path:
     file = folder / RECIPE_FILE
-    found = json.loads(file.read_text()) if file.is_file() else None
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
     if found != dict(recipe):
         raise Conflict("folder", str(folder), f"a folder not yet there, or one with {RECIPE_FILE} = {dict(recipe)}")
     return folder

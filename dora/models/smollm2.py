@@ -61,7 +61,7 @@ def _convert(source: Path, folder: Path, dtype: Dtype) -> None:
     config = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config" and not k.startswith("_")}
     config["architectures"] = [type(model).__name__]
     config["dtype"] = dtype
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     model.generation_config.save_pretrained(folder)
     save_file(to_checkpoint(model.state_dict(), config), folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(folder)

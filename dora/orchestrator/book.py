@@ -13,6 +13,7 @@ import numpy as np
 
 from dora.config import RolloutConfig
 from dora.errors import DoraError
+from dora.sampling import effective
 from dora.trajectory import Trajectory, TrajectoryGroup
 from dora.types import Arrival, FinishReason, Prompt, RequestSpec, Reward, SamplingParams, Segment, TokenDelta
 
@@ -195,4 +196,4 @@ def sampling_of(rollout: RolloutConfig, prompt: Prompt) -> SamplingParams:
         "ignore_eos": rollout.ignore_eos,
         **prompt.sampling,
     }
-    return SamplingParams(**chosen)  # type: ignore[arg-type]
+    return effective(SamplingParams(**chosen))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from itertools import islice
 
 from dora.config import Config
 from dora.errors import Conflict, DoraError, InvalidValue
-from dora.orchestrator.prompt_check import checked
+from dora.orchestrator.prompt_check import PromptCheck
 from dora.rpc.errors import LimitExceeded
 from dora.types import Prompt
 
@@ -16,15 +16,19 @@ log = logging.getLogger("dora.prompts")
 
 DRAWN_MOST = 4096  # prompts read from the source at once
 REFUSED_MOST = 4096  # in a row: a source may have no end
+QUEUED_BYTES_MOST = 512 << 20  # of what was submitted and waits
+TOKEN_BYTES = 40  # of a token id, as Python holds it in a tuple
 
 
 class PromptFeed:
     """``live`` prompt ids are queued, drawn or in an open group: an id may come again once its group is committed."""
 
-    def __init__(self, config: Config, source: Iterator[Prompt] | None) -> None:
+    def __init__(self, config: Config, source: Iterator[Prompt] | None, check: PromptCheck | None = None) -> None:
         self._config = config
+        self.check = PromptCheck(config) if check is None else check
         self._source = source
         self._queue: deque[Prompt] = deque()  # at most service.prompts_queued_max
+        self._queued_bytes = 0  # at most QUEUED_BYTES_MOST
         self._arrived = asyncio.Event()
         self._live: set[str] = set()
         self.refused = 0  # prompts of the source that no engine could generate
@@ -36,20 +40,34 @@ class PromptFeed:
 
     def submit(self, prompts: Sequence[Prompt]) -> int:
         """Queues all or none; returns the free places. Raises for a full queue, a live id, an impossible prompt."""
-        limit = self._config.service.prompts_queued_max
-        if self.closed:
-            raise Conflict("prompts", len(prompts), "none, as the prompts have ended or the service drains")
-        if len(self._queue) + len(prompts) > limit:
-            raise LimitExceeded("prompts", len(prompts), f"at most {limit - len(self._queue)} now (queue of {limit})")
-        possible = [checked(prompt, self._config) for prompt in prompts]
-        names = [prompt.prompt_id for prompt in possible]
-        for position, name in enumerate(names):
-            if name in self._live or name in names[:position]:
-                raise Conflict("prompt_id", name, "an id that is neither queued nor being generated")
+        self.check_room(len(prompts))
+        return self.queue([self.check.checked(prompt) for prompt in prompts])
+
+    def queue(self, possible: Sequence[Prompt]) -> int:
+        """Queues all or none of what has passed ``check``; returns the free places. Raises as ``submit``."""
+        self.check_room(len(possible))
+        names: set[str] = set()
+        for prompt in possible:
+            if prompt.prompt_id in self._live or prompt.prompt_id in names:
+                raise Conflict("prompt_id", prompt.prompt_id, "an id that is neither queued nor being generated")
+            names.add(prompt.prompt_id)
+        more_bytes = sum(map(_bytes, possible))
+        if self._queued_bytes + more_bytes > QUEUED_BYTES_MOST:
+            allowed = f"at most {QUEUED_BYTES_MOST - self._queued_bytes} now (queue of {QUEUED_BYTES_MOST})"
+            raise LimitExceeded("prompts: bytes in memory", more_bytes, allowed)
         self._live.update(names)
+        self._queued_bytes += more_bytes
         self._queue.extend(possible)
         self._arrived.set()
-        return limit - len(self._queue)
+        return self._config.service.prompts_queued_max - len(self._queue)
+
+    def check_room(self, count: int) -> None:
+        """Raises Conflict where no prompts are taken in any more, LimitExceeded where ``count`` find no place."""
+        limit = self._config.service.prompts_queued_max
+        if self.closed:
+            raise Conflict("prompts", count, "none, as the prompts have ended or the service drains")
+        if len(self._queue) + count > limit:
+            raise LimitExceeded("prompts", count, f"at most {limit - len(self._queue)} now (queue of {limit})")
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]:
         """1 to ``count`` prompts, waiting for the first; True with none left: there will be no more.
@@ -58,6 +76,7 @@ class PromptFeed:
         """
         while not self.closed:
             taken = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
+            self._queued_bytes -= sum(map(_bytes, taken))
             if not taken and self._source is not None:
                 taken = await self._from_source(count)
             if taken:
@@ -84,15 +103,16 @@ class PromptFeed:
         source = self._source
         assert source is not None
         count = min(count, DRAWN_MOST)
-        drawn = await asyncio.to_thread(lambda: list(islice(source, count)))
+        drawn = await asyncio.to_thread(lambda: [self._attempted(prompt) for prompt in islice(source, count)])
         if len(drawn) < count:
             self._source = None
         good: list[Prompt] = []
-        for prompt in drawn:
+        for possible in drawn:
             try:
-                if prompt.prompt_id in self._live:
-                    raise Conflict("prompt_id", prompt.prompt_id, "an id that is neither queued nor being generated")
-                good.append(checked(prompt, self._config))
+                if isinstance(possible, InvalidValue):
+                    raise possible
+                if possible.prompt_id in self._live:
+                    raise Conflict("prompt_id", possible.prompt_id, "an id that is neither queued nor being generated")
             except DoraError as error:
                 log.error("prompt refused: %s", error)
                 self.refused += 1
@@ -102,5 +122,18 @@ class PromptFeed:
                     raise InvalidValue("prompts", self._config.prompts, allowed) from error
                 continue
             self._refused_in_a_row = 0
-            self._live.add(prompt.prompt_id)
+            self._live.add(possible.prompt_id)
+            good.append(possible)
         return good
+
+    def _attempted(self, prompt: Prompt) -> Prompt | InvalidValue:
+        """The prompt, checked, or why it is refused."""
+        try:
+            return self.check.checked(prompt)
+        except InvalidValue as error:
+            return error
+
+
+def _bytes(prompt: Prompt) -> int:
+    """About what a queued prompt takes."""
+    return TOKEN_BYTES * len(prompt.token_ids) + 4 * len(prompt.text) + len(prompt.verifier_json)

@@ -21,10 +21,11 @@ from dora.orchestrator.core.policies import check_live
 from dora.orchestrator.feed import PromptFeed
 from dora.orchestrator.launcher import Launcher, WorkerStartError, worker_argv, worker_environment
 from dora.orchestrator.plugins import load_strategies
+from dora.orchestrator.prompt_check import PromptCheck
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.scoring import filtering, verifying
 from dora.orchestrator.services.server import serving
-from dora.orchestrator.setup import check_context, event_log_of, prepared_model, recorder_of, run_folder_of
+from dora.orchestrator.setup import cache_of, check_context, event_log_of, prepared_model, recorder_of, run_folder_of
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.weights.store import WeightStore
 
@@ -69,16 +70,16 @@ async def serve(
         run_folder = stack.enter_context(run_folder_of(config))
         store = await asyncio.to_thread(WeightStore, run_folder / "weights", model)
         recorder = await recorder_of(config, store, stack)
-        source = await asyncio.to_thread(
-            lambda: resolve_prompts(config.prompts, ChatTokenizer(model), config.rollout.seed)
-        )
+        tokenizer = await asyncio.to_thread(ChatTokenizer, model, cache_of(config))
+        source = await asyncio.to_thread(resolve_prompts, config.prompts, tokenizer, config.rollout.seed)
+        check = PromptCheck(config, tokenizer=tokenizer, vocab_size=store.reference.vocab_size)
         verifier = await stack.enter_async_context(verifying(config, source, model))
         group_filter = await stack.enter_async_context(filtering(config))
         snapshots = run_folder / "kv"
         snapshots.mkdir(exist_ok=True)
         runtime = Runtime(
             config,
-            feed=PromptFeed(config, iter(source)),
+            feed=PromptFeed(config, iter(source), check),
             verifier=verifier,
             group_filter=group_filter,
             store=store,

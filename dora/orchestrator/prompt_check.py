@@ -1,67 +1,125 @@
-"""What a prompt must be like, so that some engine can generate its responses and a message can deliver them."""
+"""What a prompt must be like, so that some engine can generate its responses and a message can deliver them.
 
+One boundary for every prompt, wherever it comes from: a submitted message, a line of a file, a source. What passes has
+the types that ``dora.types.Prompt`` declares, within bounds; sizes are looked at before anything is decoded.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dora.config import Config
-from dora.errors import InvalidValue, one_of
-from dora.limits import GROUP_SIZE_MOST
+from dora.errors import InvalidValue
+from dora.limits import GROUP_SIZE_MOST, SAMPLING_BYTES_MOST, TEXT_BYTES_MOST
 from dora.orchestrator.book import sampling_of
-from dora.rpc.convert import trajectory_bytes_most
+from dora.prompts.check import check_name, check_size, check_verifier, checked_messages
+from dora.prompts.tokenizer import ChatTokenizer
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.convert import TOKEN_ID_BYTES, token_ids_from_wire, trajectory_bytes_most
+from dora.sampling import check_sampling, checked_overrides
+from dora.strict_json import read_json
 from dora.types import Prompt, SamplingParams
 
-_SAMPLING_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 10.0),
-    "top_p": (1e-9, 1.0),
-    "top_k": (0, (1 << 31) - 1),
-    "min_p": (0.0, 1.0),
-    "seed": (0, (1 << 63) - 1),
-    "max_tokens": (1, 1 << 22),
-    "min_tokens": (0, 1 << 22),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (1e-9, 2.0),
-    "ignore_eos": (0, 1),
-}
-_WHOLE = frozenset({"top_k", "seed", "max_tokens", "min_tokens", "ignore_eos"})
 
+class PromptCheck:
+    """The boundary of one service: its configuration, its model's vocabulary and its tokenizer.
 
-def checked(prompt: Prompt, config: Config) -> Prompt:
-    """The prompt with its group size filled in. Raises InvalidValue where no engine could generate it."""
-    if not prompt.prompt_id:
-        raise InvalidValue("prompt_id", "", "a non-empty id")
-    if not prompt.token_ids:
-        raise InvalidValue(f"prompt {prompt.prompt_id}: token_ids", "(none)", "at least one token")
-    group_size = prompt.group_size or config.rollout.group_size
-    if not 1 <= group_size <= GROUP_SIZE_MOST:
-        raise InvalidValue(f"prompt {prompt.prompt_id}: group_size", group_size, f"1 to {GROUP_SIZE_MOST}")
-    sampling = _checked_sampling(prompt, config)
-    limit = config.workers.max_model_len_tokens
-    if len(prompt.token_ids) + sampling.max_tokens > limit:
-        raise InvalidValue(
-            f"prompt {prompt.prompt_id}: tokens",
-            len(prompt.token_ids),
-            f"at most {limit - sampling.max_tokens}: workers.max_model_len_tokens {limit} "
-            f"less max_tokens {sampling.max_tokens}",
+    ``vocab_size`` 0: not known, so that any token id from 0 on passes; ``tokenizer`` None: only token ids are taken in.
+    """
+
+    def __init__(self, config: Config, *, tokenizer: ChatTokenizer | None = None, vocab_size: int = 0) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+
+    def from_wire(self, message: pb.Prompt) -> Prompt:
+        """A submitted prompt, checked. A text or a chat is put through the model's tokenizer here.
+
+        Raises InvalidValue, with the field and the reason.
+        """
+        check_name(message.prompt_id, "prompt_id")
+        place = f"prompt {message.prompt_id}"
+        sampling_json = message.sampling_json or "{}"
+        overrides = read_json(sampling_json, f"{place}: sampling_json", SAMPLING_BYTES_MOST)
+        text, token_ids = self._tokens(message, place)
+        return self.checked(
+            Prompt(
+                prompt_id=message.prompt_id,
+                task_id=message.task_id,
+                token_ids=token_ids,
+                text=text,
+                group_size=message.group_size,
+                sampling=overrides,
+                verifier_json=message.verifier_json or "{}",
+            )
         )
-    most = trajectory_bytes_most(len(prompt.token_ids), sampling.max_tokens)
-    limit_bytes = config.service.max_message_bytes
-    if most > limit_bytes:  # it could be generated, and never be delivered
-        allowed = f"such that a trajectory fits into service.max_message_bytes {limit_bytes}: it may take {most}"
-        raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.max_tokens", sampling.max_tokens, allowed)
-    return replace(prompt, group_size=group_size)
 
+    def checked(self, prompt: Prompt) -> Prompt:
+        """The prompt with its group size filled in and of the declared types.
 
-def _checked_sampling(prompt: Prompt, config: Config) -> SamplingParams:
-    for name, value in prompt.sampling.items():
-        if name not in _SAMPLING_RANGES:
-            raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.{name}", value, one_of(name, _SAMPLING_RANGES))
-        low, high = _SAMPLING_RANGES[name]
-        whole = name in _WHOLE
-        if not isinstance(value, int if whole else (int, float)) or not low <= value <= high:
-            allowed = f"{low:g} to {high:g}" + ", whole" * whole
-            raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.{name}", value, allowed)
-    sampling = sampling_of(config.rollout, prompt)
-    if sampling.min_tokens > sampling.max_tokens:
-        allowed = f"at most max_tokens = {sampling.max_tokens}"
-        raise InvalidValue(f"prompt {prompt.prompt_id}: sampling.min_tokens", sampling.min_tokens, allowed)
-    return sampling
+        Raises InvalidValue where it is malformed, or where no engine could generate it.
+        """
+        if not isinstance(prompt, Prompt):
+            raise InvalidValue("prompt", prompt, "a dora.Prompt")
+        check_name(prompt.prompt_id, "prompt_id")
+        place = f"prompt {prompt.prompt_id}"
+        if prompt.task_id != "":
+            check_name(prompt.task_id, f"{place}: task_id")
+        check_size(prompt.text, f"{place}: text", TEXT_BYTES_MOST)
+        check_verifier(prompt.verifier_json, place)
+        group_size = prompt.group_size or self._config.rollout.group_size
+        if type(group_size) is not int or not 1 <= group_size <= GROUP_SIZE_MOST:
+            raise InvalidValue(f"{place}: group_size", group_size, f"a whole number from 1 to {GROUP_SIZE_MOST}")
+        overrides = checked_overrides(prompt.sampling, f"{place}: sampling")
+        sampling = sampling_of(self._config.rollout, replace(prompt, sampling=overrides))
+        check_sampling(sampling, f"{place}: sampling")
+        self._check_length(prompt.token_ids, sampling, place)
+        token_ids = self._checked_ids(prompt.token_ids, place)
+        return replace(prompt, token_ids=token_ids, group_size=group_size, sampling=overrides)
+
+    def _tokens(self, message: pb.Prompt, place: str) -> tuple[str, tuple[int, ...]]:
+        """The text and the token ids of a message: as they are given, or of its text or chat."""
+        forms = [name for name in ("token_ids", "messages_json") if getattr(message, name)]
+        if len(forms) == 2:
+            raise InvalidValue(f"{place}: token_ids, messages_json", "both", "one of token_ids, messages_json or text")
+        if forms == ["token_ids"]:
+            limit = self._config.workers.max_model_len_tokens
+            if len(message.token_ids) // TOKEN_ID_BYTES >= limit:  # before they are decoded, to nine times the memory
+                raise InvalidValue(
+                    f"{place}: tokens",
+                    len(message.token_ids) // TOKEN_ID_BYTES,
+                    f"below workers.max_model_len_tokens {limit}",
+                )
+            return message.text, token_ids_from_wire(message.token_ids, f"{place}: token_ids")
+        if not message.text and not message.messages_json:
+            raise InvalidValue(f"{place}: token_ids", "(none)", "at least one token, or text or messages_json instead")
+        if self._tokenizer is None:
+            raise InvalidValue(f"{place}: token_ids", "(none)", "at least one token: this service has no tokenizer")
+        if message.messages_json:
+            messages = read_json(message.messages_json, f"{place}: messages_json", TEXT_BYTES_MOST)
+            return self._tokenizer.encode_chat(checked_messages(messages, f"{place}: messages_json"))
+        check_size(message.text, f"{place}: text", TEXT_BYTES_MOST)
+        return message.text, self._tokenizer.encode(message.text)
+
+    def _check_length(self, token_ids: Sequence[int], sampling: SamplingParams, place: str) -> None:
+        length, limit = len(token_ids), self._config.workers.max_model_len_tokens
+        if not length:
+            raise InvalidValue(f"{place}: token_ids", "(none)", "at least one token")
+        if length + sampling.max_tokens > limit:
+            raise InvalidValue(
+                f"{place}: tokens",
+                length,
+                f"at most {limit - sampling.max_tokens}: workers.max_model_len_tokens {limit} "
+                f"less max_tokens {sampling.max_tokens}",
+            )
+        most, limit_bytes = trajectory_bytes_most(length, sampling.max_tokens), self._config.service.max_message_bytes
+        if most > limit_bytes:  # it could be generated, and never be delivered
+            allowed = f"such that a trajectory fits into service.max_message_bytes {limit_bytes}: it may take {most}"
+            raise InvalidValue(f"{place}: sampling.max_tokens", sampling.max_tokens, allowed)
+
+    def _checked_ids(self, token_ids: Sequence[int], place: str) -> tuple[int, ...]:
+        """Plain integers within the vocabulary. Raises InvalidValue for the first that is not."""
+        end = self._vocab_size or 1 << 31
+        if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= end:  # quick for a long prompt
+            wrong = next(each for each in token_ids if type(each) is not int or not 0 <= each < end)
+            raise InvalidValue(f"{place}: token_ids", wrong, f"whole numbers from 0 to {end - 1}")
+        return tuple(token_ids)

@@ -18,9 +18,14 @@ from dora.record import TRAJECTORIES_FILE, Recorder
 from dora.weights.store import WeightStore
 
 
+def cache_of(config: Config) -> Path:
+    """Where prepared models are kept, and what is read of tokenizers."""
+    return Path(config.cache) if config.cache else default_cache()
+
+
 async def prepared_model(config: Config, progress: Callable[[str], None]) -> Path:
     """The model's folder. A named model is made by a process of its own: the service itself loads no torch."""
-    cache = Path(config.cache) if config.cache else default_cache()
+    cache = cache_of(config)
     if not (Path(config.model) / "config.json").is_file():
         argv = [sys.executable, "-m", "dora.models", config.model, str(cache)]
         process = await asyncio.create_subprocess_exec(

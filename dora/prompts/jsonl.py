@@ -1,9 +1,9 @@
 """Prompts from a JSON Lines file, read, checked and tokenised once, before anything starts.
 
-One object a line. Exactly one of
+One object a line, in UTF-8; a byte-order mark, Windows' line ends and blank lines are passed over. Exactly one of
     prompt            text, tokenised as it stands, without a chat template
     prompt_token_ids  list of token ids
-    messages          list of {"role", "content"}, put through the model's chat template
+    messages          list of {"role", "content", ...}, put through the model's chat template
 and, each optional,
     prompt_id         unique in the file; by default "<file>:<line>"
     task_id           by default the file's name without ending
@@ -16,32 +16,35 @@ and, each optional,
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from dora.errors import Conflict, InvalidValue
+from dora.prompts.check import check_name, check_verifier, checked_messages
 from dora.prompts.source import PromptSource, check_length
 from dora.prompts.tokenizer import ChatTokenizer
-from dora.types import Prompt, SamplingParams
+from dora.sampling import checked_overrides
+from dora.strict_json import read_json
+from dora.types import Prompt
 
 REWARD = "dora.rewards.answer:score"
 _FORMS = ("prompt", "prompt_token_ids", "messages")
 _FIELDS = (*_FORMS, "prompt_id", "task_id", "answer", "verifier", "group_size", "sampling")
-_SAMPLING_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+LINE_BYTES_MOST: Final = 8 << 20
 
 
 def jsonl_source(path: Path, tokenizer: ChatTokenizer, limit_tokens: int | None = None) -> PromptSource:
-    """The prompts of a file, in its order. Blank lines are skipped.
+    """The prompts of a file, in its order.
 
     Raises InvalidValue with the file and the line number for the first malformed line, Conflict for an id that
     appeared before.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValue("--prompts", str(path), f"a readable UTF-8 file ({error})") from error
     prompts: list[Prompt] = []
     lines_by_id: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # a text in JSON may hold any other line separator
         if not line.strip():
             continue
         prompt = check_length(_prompt(line, _Place(path, number), tokenizer), limit_tokens)
@@ -62,28 +65,37 @@ class _Place:
     path: Path
     number: int
 
+    def of(self, field: str) -> str:
+        return f"{self.path}:{self.number}: {field}"
+
     def invalid(self, field: str, value: object, allowed: str) -> InvalidValue:
-        return InvalidValue(f"{self.path}:{self.number}: {field}", value, allowed)
+        return InvalidValue(self.of(field), value, allowed)
 
 
 def _prompt(line: str, place: _Place, tokenizer: ChatTokenizer) -> Prompt:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise place.invalid("line", line[:80], f"one JSON object ({error})") from error
+        record = read_json(line, place.of("line"), LINE_BYTES_MOST)
+    except InvalidValue as error:
+        raise place.invalid("line", error.value, f"one JSON object: {error.allowed}") from error
     if not isinstance(record, dict):
         raise place.invalid("line", line[:80], "one JSON object")
     for unknown in sorted(set(record) - set(_FIELDS)):
         raise place.invalid(unknown, record[unknown], f"only the fields {', '.join(_FIELDS)}")
     text, token_ids = _tokens(record, place, tokenizer)
+    prompt_id = _field(record, "prompt_id", str, f"{place.path.stem}:{place.number}", place)
+    task_id = _field(record, "task_id", str, place.path.stem, place)
+    verifier_json = _verifier_json(record, place)
+    check_name(prompt_id, place.of("prompt_id"))
+    check_name(task_id, place.of("task_id"))
+    check_verifier(verifier_json, f"{place.path}:{place.number}")
     return Prompt(
-        prompt_id=_field(record, "prompt_id", str, f"{place.path.stem}:{place.number}", place),
-        task_id=_field(record, "task_id", str, place.path.stem, place),
+        prompt_id=prompt_id,
+        task_id=task_id,
         token_ids=token_ids,
         text=text,
         group_size=_group_size(record, place),
-        sampling=_sampling(record, place),
-        verifier_json=_verifier_json(record, place),
+        sampling=checked_overrides(_field(record, "sampling", dict, {}, place), place.of("sampling")),
+        verifier_json=verifier_json,
     )
 
 
@@ -95,24 +107,18 @@ def _tokens(record: dict[str, Any], place: _Place, tokenizer: ChatTokenizer) -> 
         text = _field(record, "prompt", str, "", place)
         return text, tokenizer.encode(text)
     if forms == ["messages"]:
-        return tokenizer.encode_chat(_messages(record["messages"], place))
+        messages = checked_messages(record["messages"], place.of("messages"))
+        try:
+            return tokenizer.encode_chat(messages)
+        except InvalidValue as error:
+            raise place.invalid(error.field, error.value, error.allowed) from error
     token_ids = record["prompt_token_ids"]
     if not isinstance(token_ids, list):
         raise place.invalid("prompt_token_ids", token_ids, "a list of token ids")
     for token_id in token_ids:
-        if type(token_id) is not int or not 0 <= token_id < tokenizer.vocab_size:
-            raise place.invalid("prompt_token_ids", token_id, f"integers from 0 to {tokenizer.vocab_size - 1}")
+        if type(token_id) is not int or not 0 <= token_id <= tokenizer.largest_id:
+            raise place.invalid("prompt_token_ids", token_id, f"integers from 0 to {tokenizer.largest_id}")
     return tokenizer.decode(token_ids), tuple(token_ids)
-
-
-def _messages(value: Any, place: _Place) -> list[dict[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise place.invalid("messages", value, "a list of {role, content} objects, at least one")
-    for message in value:
-        ok = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        if not ok:
-            raise place.invalid("messages", message, "objects with the texts role and content")
-    return value
 
 
 def _group_size(record: dict[str, Any], place: _Place) -> int:
@@ -120,21 +126,6 @@ def _group_size(record: dict[str, Any], place: _Place) -> int:
     if value < 0:
         raise place.invalid("group_size", value, "an integer from 0 on (0: the service's default)")
     return value
-
-
-def _sampling(record: dict[str, Any], place: _Place) -> dict[str, Any]:
-    """Names and types only; the service checks the ranges when it merges them with its own."""
-    sampling = _field(record, "sampling", dict, {}, place)
-    for name, value in sampling.items():
-        if name not in _SAMPLING_DEFAULTS:
-            raise place.invalid(f"sampling.{name}", value, f"one of {', '.join(_SAMPLING_DEFAULTS)}")
-        default = _SAMPLING_DEFAULTS[name]
-        if isinstance(default, tuple):
-            raise place.invalid(f"sampling.{name}", value, "a field of the service's configuration, not of a prompt")
-        fits = type(value) is type(default) or (type(default) is float and type(value) is int)
-        if not fits:
-            raise place.invalid(f"sampling.{name}", value, f"a value like {default!r}")
-    return sampling
 
 
 def _verifier_json(record: dict[str, Any], place: _Place) -> str:

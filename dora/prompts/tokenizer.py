@@ -1,42 +1,41 @@
-"""Text to token ids with a model folder's own tokenizer and chat template, without transformers or torch."""
+"""Text to token ids with a model folder's own tokenizer and chat template; transformers and torch stay outside.
 
-import json
-from collections.abc import Mapping, Sequence
+Whatever the folder stores about lengths (truncation, padding) does not touch prompts.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
 
 from dora.errors import InvalidValue
-
-Messages = Sequence[Mapping[str, str]]
+from dora.models import default_cache
+from dora.prompts.export import exported
+from dora.prompts.template import Messages, compiled_template, rendered
 
 
 class ChatTokenizer:
     """The tokenizer of one Hugging Face folder. Same ids as transformers gives for the same folder.
 
-    Raises InvalidValue where ``folder`` has no tokenizer.json or no usable chat template (when one is needed).
+    ``cache``: where what transformers made of the folder is kept; None: ``default_cache()``. Raises InvalidValue where
+    ``folder`` has no tokenizer.json, or no tokenizer that can be loaded.
     """
 
-    def __init__(self, folder: Path) -> None:
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise InvalidValue("tokenizer", str(folder), "a folder with tokenizer.json")
+    def __init__(self, folder: Path, cache: Path | None = None) -> None:
         self.folder = folder
-        self._tokenizer = Tokenizer.from_file(str(file))
-        config_file = folder / "tokenizer_config.json"
-        config = json.loads(config_file.read_text()) if config_file.is_file() else {}
-        self._special_tokens = _special_tokens(config)
-        self._template_text = _template_text(folder, config)
-        self._template: Template | None = None
+        self._exported = exported(folder, default_cache() if cache is None else cache)
+        self._tokenizer = self._exported.tokenizer
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids that have a token, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def largest_id(self) -> int:
+        """The largest token id that has a token: some vocabularies have gaps."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Plain text, with whatever special tokens this tokenizer puts around a text."""
@@ -48,51 +47,29 @@ class ChatTokenizer:
         return text, tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def render(self, messages: Messages) -> str:
-        """The chat template's text. Raises InvalidValue where the template is missing or refuses the messages."""
-        if self._template is None:
-            self._template = self._compiled()
+        """The chat template's text. Raises InvalidValue where the template is missing or refuses the messages.
+
+        A template that shows the date shows that of this moment, as in transformers.
+        """
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
-        except TemplateError as error:
+            text = rendered(self._template, messages, self._exported.special_tokens)
+            text.encode()
+        except InvalidValue:
+            raise
+        except Exception as error:  # a template is a program: it may refuse, or fail in any way
             raise InvalidValue("messages", messages, f"what the chat template takes ({error})") from error
+        return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-    def _compiled(self) -> Template:
-        if self._template_text is None:
+    @cached_property
+    def _template(self) -> Template:
+        text = self._exported.chat_template
+        if not isinstance(text, str):
             raise InvalidValue("messages", str(self.folder), "a model whose tokenizer has a chat template")
-        # The environment that model authors write for: these options and helpers are transformers'. The current time,
-        # which it also offers, is left out: a prompt must be the same after a restart.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-        environment.globals["raise_exception"] = _raise_template_error
         try:
-            return environment.from_string(self._template_text)
+            return compiled_template(text)
         except TemplateError as error:
             raise InvalidValue("chat_template", str(self.folder), f"a valid Jinja template ({error})") from error
-
-
-def _raise_template_error(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    tokens: dict[str, str] = {}
-    for key, value in config.items():
-        if key.endswith("_token"):
-            content = value.get("content") if isinstance(value, dict) else value
-            if isinstance(content, str):
-                tokens[key] = content
-    return tokens
-
-
-def _template_text(folder: Path, config: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text()
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    return template

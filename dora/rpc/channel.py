@@ -1,6 +1,7 @@
 """Channels, server options and the token: what both ends of every connection agree on."""
 
 import hmac
+import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final
 
@@ -27,10 +28,14 @@ Options = list[tuple[str, int]]
 Metadata = tuple[tuple[str, str], ...]
 
 
-def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """Of a client: message limits, keepalive that notices a dead host in 30 s, quick reconnects."""
+def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES, proxied: bool = True) -> Options:
+    """Of a client: message limits, keepalive that notices a dead host in 30 s, quick reconnects.
+
+    ``proxied``: the environment's ``http_proxy`` holds, as gRPC has it by default.
+    """
     return [
         *_limits(max_message_bytes),
+        ("grpc.enable_http_proxy", int(proxied)),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -51,15 +56,29 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
-def open_channel(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+def open_channel(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES, *, proxied: bool = True) -> grpc.aio.Channel:
     """A channel to ``address`` (host:port). It connects with its first call. Needs a running event loop.
 
-    Raises InvalidValue where the address has no port.
+    This host is never reached through a proxy, whatever the environment says: the proxy's own loopback is another.
+    ``proxied`` False: no other host either. Raises InvalidValue where the address has no port.
     """
     host, separator, port = address.rpartition(":")
     if not (separator and host and port.isdigit() and 0 < int(port) < 1 << 16):
         raise InvalidValue("address", address, "host:port with a port of 1 to 65535, e.g. 127.0.0.1:7070")
-    return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+    options = channel_options(max_message_bytes, proxied and not is_loopback(host))
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address means this host itself; so does the wildcard address, when one connects to it."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None) or address
+    return mapped.is_loopback or mapped.is_unspecified
 
 
 def bearer(token: str) -> Metadata:

@@ -5,7 +5,7 @@ message's field.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Final, cast, get_args
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from dora.errors import InvalidValue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import BATCH_BYTES, MAX_MESSAGE_BYTES, check_message_bytes
-from dora.trajectory import EnvironmentEvent, Trajectory, TrajectoryGroup
+from dora.trajectory import EnvironmentEvent, Trajectory, TrajectoryGroup, frozen_array
 from dora.types import (
     Arrival,
     Canary,
@@ -31,6 +31,7 @@ from dora.types import (
 _INT32: Final = np.dtype("<i4")
 _FLOAT32: Final = np.dtype("<f4")
 _UINT8: Final = np.dtype("u1")
+TOKEN_ID_BYTES: Final = _INT32.itemsize
 _FIELD_BYTES: Final = 8  # that say how long a nested message is
 _ENVELOPE_BYTES: Final = 64  # of a batch, around the groups in it
 _HISTORY_BYTES: Final = 128 << 10  # of a trajectory, beside its tokens: half for the verifier's log, half for its moves
@@ -165,7 +166,7 @@ def request_from_wire(message: pb.StartRequest) -> RequestSpec:
     return RequestSpec(
         request_id=message.request_id,
         version=message.version,
-        prompt_token_ids=_token_ids(message.prompt_token_ids, "prompt_token_ids"),
+        prompt_token_ids=token_ids_from_wire(message.prompt_token_ids, "prompt_token_ids"),
         sampling=sampling_from_wire(message.sampling),
         output_token_ids=outputs,
         logprobs=logprobs,
@@ -204,7 +205,7 @@ def canary_to_wire(canary: Canary) -> pb.Canary:
 
 def canary_from_wire(message: pb.Canary) -> Canary | None:
     """None for an empty message: the publisher sent no canary. Raises InvalidValue where the numbers do not fit."""
-    token_ids = _token_ids(message.token_ids, "canary.token_ids")
+    token_ids = token_ids_from_wire(message.token_ids, "canary.token_ids")
     logprobs = _array(message.logprobs, _FLOAT32, "canary.logprobs")
     if not token_ids and not len(logprobs):
         return None
@@ -217,24 +218,11 @@ def prompt_to_wire(prompt: Prompt) -> pb.Prompt:
     return pb.Prompt(
         prompt_id=prompt.prompt_id,
         task_id=prompt.task_id,
-        token_ids=_bytes(prompt.token_ids, _INT32),
+        token_ids=frozen_array(prompt.token_ids, _INT32, "token_ids").tobytes(),
         text=prompt.text,
         group_size=prompt.group_size,
         sampling_json=json.dumps(dict(prompt.sampling)),
         verifier_json=prompt.verifier_json,
-    )
-
-
-def prompt_from_wire(message: pb.Prompt) -> Prompt:
-    """Raises InvalidValue for JSON that is none; whether the values make sense is the service's to say."""
-    return Prompt(
-        prompt_id=message.prompt_id,
-        task_id=message.task_id,
-        token_ids=_token_ids(message.token_ids, "token_ids"),
-        text=message.text,
-        group_size=message.group_size,
-        sampling=_overrides(message.sampling_json),
-        verifier_json=message.verifier_json or "{}",
     )
 
 
@@ -268,16 +256,6 @@ def _named(source: object, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
 
 
-def _overrides(sampling_json: str) -> Mapping[str, float | int | bool]:
-    try:
-        overrides = json.loads(sampling_json or "{}")
-    except json.JSONDecodeError as error:
-        raise InvalidValue("sampling_json", sampling_json[:80], f"a JSON object ({error})") from error
-    if not isinstance(overrides, dict):
-        raise InvalidValue("sampling_json", sampling_json[:80], "a JSON object")
-    return overrides
-
-
 def _bytes(values: Sequence[float] | npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:
     return np.asarray(values, dtype).tobytes()
 
@@ -290,12 +268,13 @@ def _array(content: bytes, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
     return np.frombuffer(content, dtype)
 
 
-def _token_ids(content: bytes, name: str) -> tuple[int, ...]:
+def token_ids_from_wire(content: bytes, name: str) -> tuple[int, ...]:
+    """Raises InvalidValue where the bytes are no whole number of int32."""
     return tuple(_array(content, _INT32, name).tolist())
 
 
 def _tokens_and_logprobs(tokens: bytes, logprobs: bytes, name: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    token_ids, values = _token_ids(tokens, name), _array(logprobs, _FLOAT32, "logprobs")
+    token_ids, values = token_ids_from_wire(tokens, name), _array(logprobs, _FLOAT32, "logprobs")
     if len(values) != len(token_ids):
         raise InvalidValue("logprobs", len(values), f"one per token, that is {len(token_ids)}")
     return token_ids, tuple(values.tolist())

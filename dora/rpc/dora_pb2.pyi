@@ -281,7 +281,7 @@ class SubmitRequest(_message.Message):
     def __init__(self, prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("prompt_id", "task_id", "token_ids", "text", "group_size", "sampling_json", "verifier_json")
+    __slots__ = ("prompt_id", "task_id", "token_ids", "text", "group_size", "sampling_json", "verifier_json", "messages_json")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +289,7 @@ class Prompt(_message.Message):
     GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_JSON_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_JSON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     task_id: str
     token_ids: bytes
@@ -296,7 +297,8 @@ class Prompt(_message.Message):
     group_size: int
     sampling_json: str
     verifier_json: str
-    def __init__(self, prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., text: _Optional[str] = ..., group_size: _Optional[int] = ..., sampling_json: _Optional[str] = ..., verifier_json: _Optional[str] = ...) -> None: ...
+    messages_json: str
+    def __init__(self, prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., text: _Optional[str] = ..., group_size: _Optional[int] = ..., sampling_json: _Optional[str] = ..., verifier_json: _Optional[str] = ..., messages_json: _Optional[str] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
     __slots__ = ("accepted", "queue_free")

@@ -24,7 +24,7 @@ else:  # generic in the type stubs only
 FIELD_KEY: Final = "dora-error-field"
 VALUE_KEY: Final = "dora-error-value"
 ALLOWED_KEY: Final = "dora-error-allowed"
-_TEXT_CHARACTERS = 512  # of each part: HTTP/2 headers are limited to 8 KiB in all, and percent-encoding grows them
+_TEXT_BYTES = 512  # of each part: HTTP/2 headers are limited to 8 KiB in all, and percent-encoding grows them
 
 
 class Unauthenticated(InvalidValue):
@@ -189,4 +189,8 @@ def _encoded(text: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= _TEXT_CHARACTERS else text[: _TEXT_CHARACTERS - 4] + " ..."
+    """In bytes, because percent-encoding makes three of each; halves of surrogate pairs are written out."""
+    content = text.encode(errors="backslashreplace")
+    if len(content) <= _TEXT_BYTES:
+        return content.decode()
+    return content[: _TEXT_BYTES - 4].decode(errors="ignore") + " ..."

@@ -146,7 +146,7 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[TensorHeader, tuple[int, 
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidValue("model", str(file), f"a readable file ({error.strerror})") from error
     except ValueError as error:

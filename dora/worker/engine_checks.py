@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from typing import Final
 
 from dora.errors import CanaryMismatch, Conflict, InvalidValue
-from dora.types import Canary, EngineCapability, RequestSpec, SamplingParams
-
-_SEED_MAX: Final = 2**63 - 1
+from dora.sampling import check_sampling
+from dora.types import Canary, EngineCapability, RequestSpec
 
 
 def check_request(request: RequestSpec, capability: EngineCapability) -> None:
@@ -27,25 +25,6 @@ def check_request(request: RequestSpec, capability: EngineCapability) -> None:
     check_sampling(request.sampling)
     if outputs >= request.sampling.max_tokens:
         raise InvalidValue("output_token_ids", f"{outputs} tokens", f"below max_tokens = {request.sampling.max_tokens}")
-
-
-def check_sampling(sampling: SamplingParams) -> None:
-    """Raises InvalidValue for the first sampling parameter outside its domain."""
-    checks = (
-        ("temperature", 0 <= sampling.temperature < math.inf, "0 (greedy) or above"),
-        ("top_p", 0 < sampling.top_p <= 1, "above 0, at most 1"),
-        ("top_k", sampling.top_k >= 0, "0 (no limit) or above"),
-        ("min_p", 0 <= sampling.min_p <= 1, "0 to 1"),
-        ("seed", 0 <= sampling.seed <= _SEED_MAX, f"0 to {_SEED_MAX}"),
-        ("max_tokens", sampling.max_tokens >= 1, "1 or above"),
-        ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens, f"0 to max_tokens = {sampling.max_tokens}"),
-        ("presence_penalty", -2 <= sampling.presence_penalty <= 2, "-2 to 2"),
-        ("frequency_penalty", -2 <= sampling.frequency_penalty <= 2, "-2 to 2"),
-        ("repetition_penalty", 0 < sampling.repetition_penalty <= 2, "above 0, at most 2"),
-    )
-    for name, valid, allowed in checks:
-        if not valid:
-            raise InvalidValue(f"sampling.{name}", getattr(sampling, name), allowed)
 
 
 def check_version(request_version: int, loaded: int | None) -> None:

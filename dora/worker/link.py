@@ -85,7 +85,7 @@ class Link:
             self._loop.close()
 
     async def _talk(self) -> None:
-        async with open_channel(self._address) as channel:
+        async with open_channel(self._address, proxied=False) as channel:
             call = stubs.WorkerStub(channel).Connect(self._messages(), metadata=bearer(self._token))
             try:
                 async for command in call:

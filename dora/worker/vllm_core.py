@@ -117,5 +117,5 @@ def _backend(core: EngineCore, layers: Sequence[str]) -> str:
 
 
 def _model_config(folder: Path) -> dict[str, Any]:
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return {name: value for name, value in config.items() if name not in _INCIDENTAL}

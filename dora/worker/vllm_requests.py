@@ -11,6 +11,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from dora.engine_patches.exact_resume import OUTPUTS_KEY
 from dora.errors import InvalidValue
+from dora.sampling import DOMAINS
 from dora.types import RequestSpec
 
 
@@ -18,7 +19,7 @@ def stop_tokens(model: Path) -> tuple[int, ...]:
     """The token ids that end a response of this model: of generation_config.json, else of config.json."""
     for name in ("generation_config.json", "config.json"):
         file = model / name
-        found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
         if found is not None:
             return (found,) if isinstance(found, int) else tuple(found)
     return ()
@@ -48,6 +49,10 @@ def to_vllm(request: RequestSpec, engine_id: str, stops: Sequence[int]) -> Engin
         )
     except ValueError as error:
         raise InvalidValue("sampling", wanted, str(error)) from error
+    for name in DOMAINS:  # what is recorded is what was asked for, so it has to be what is sampled
+        if name != "ignore_eos" and getattr(sampling, name) != getattr(wanted, name):
+            allowed = f"what the engine samples with: it would take {getattr(sampling, name)}"
+            raise InvalidValue(f"sampling.{name}", getattr(wanted, name), allowed)
     # A salt for each version: KV of one version is never found by a request of another.
     return _core_request(engine_id, request.prompt_token_ids, sampling, f"version-{request.version}")
 

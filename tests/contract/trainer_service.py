@@ -9,10 +9,12 @@ from typing import Any
 import grpc
 import numpy as np
 
+from dora.config import validated
 from dora.errors import Conflict, InvalidValue
+from dora.orchestrator.prompt_check import PromptCheck
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import server_interceptors, server_options
-from dora.rpc.convert import canary_from_wire, prompt_from_wire, trajectory_batches
+from dora.rpc.convert import canary_from_wire, trajectory_batches
 from dora.rpc.dora_pb2_grpc import (
     PromptsServicer,
     TrainerServicer,
@@ -166,7 +168,7 @@ class ScriptedService(TrainerServicer, PromptsServicer):
         return pb.CommitStepReply(next_step=self.next_step, groups_trained=self.next_step * self.groups_per_step)
 
     async def Submit(self, request: pb.SubmitRequest, context: Any) -> pb.SubmitReply:
-        prompts = [prompt_from_wire(prompt) for prompt in request.prompts]
+        prompts = [PromptCheck(validated({})).from_wire(prompt) for prompt in request.prompts]
         for prompt in prompts:
             if prompt.prompt_id in self.prompts:
                 raise Conflict("prompt_id", prompt.prompt_id, "an id that was not submitted before")

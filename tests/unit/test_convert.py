@@ -8,7 +8,9 @@ import grpc
 import numpy as np
 import pytest
 
+from dora.config import validated
 from dora.errors import CanaryMismatch, Conflict, DoraError, InvalidValue, NotFound
+from dora.orchestrator.prompt_check import PromptCheck
 from dora.rewards.process import LOG_MAX_CHARS
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import TokenInterceptor, bearer, open_channel
@@ -20,7 +22,6 @@ from dora.rpc.convert import (
     delta_to_wire,
     group_from_wire,
     hello_to_wire,
-    prompt_from_wire,
     prompt_to_wire,
     request_from_wire,
     request_to_wire,
@@ -102,7 +103,7 @@ def test_requests_deltas_prompts_canaries_and_capabilities_round_trip() -> None:
         delta = TokenDelta("r", 3, 7, (4, 5, 6), LOGPROBS, reason)  # type: ignore[arg-type]
         assert delta_from_wire(over_the_wire(delta_to_wire(delta))) == delta
     prompt = Prompt("p", "t", (1, 2), "text", 4, {"temperature": 0.5, "ignore_eos": True}, '{"answer": 3}')
-    assert prompt_from_wire(over_the_wire(prompt_to_wire(prompt))) == prompt
+    assert PromptCheck(validated({})).from_wire(over_the_wire(prompt_to_wire(prompt))) == prompt
     canary = Canary((1, 2, 3, 4), LOGPROBS)
     assert canary_from_wire(over_the_wire(canary_to_wire(canary))) == canary
     assert canary_from_wire(pb.Canary()) is None
@@ -118,8 +119,6 @@ def test_requests_deltas_prompts_canaries_and_capabilities_round_trip() -> None:
         (pb.TokenDelta(finish_reason="bored"), delta_from_wire, "finish_reason = 'bored'"),
         (pb.StartRequest(output_token_ids=b"\0" * 4), request_from_wire, "logprobs = 0"),
         (pb.Canary(token_ids=b"\0" * 8, logprobs=b"\0" * 8), canary_from_wire, "canary.logprobs = 2 .*one fewer"),
-        (pb.Prompt(sampling_json="[1]"), prompt_from_wire, "sampling_json"),
-        (pb.Prompt(sampling_json="{"), prompt_from_wire, "sampling_json"),
         (pb.Trajectory(response_token_ids=b"\0" * 8), trajectory_from_wire, "len.logprobs. = 0"),
     ],
 )

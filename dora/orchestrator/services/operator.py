@@ -8,7 +8,6 @@ from dora.errors import InvalidValue, one_of
 from dora.orchestrator.core import events as on
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import status
-from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext
@@ -21,10 +20,15 @@ class PromptService(stubs.PromptsServicer):
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._reading = asyncio.Lock()  # of one batch at a time: decoded, it may take ten times its message's memory
 
     async def Submit(self, request: pb.SubmitRequest, context: ServicerContext) -> pb.SubmitReply:
-        prompts = [convert.prompt_from_wire(prompt) for prompt in request.prompts]
-        free = self._runtime.feed.submit(prompts)
+        feed = self._runtime.feed
+        feed.check_room(len(request.prompts))
+        async with self._reading:
+            # In a thread: texts are tokenised. The queue may be full by then.
+            prompts = await asyncio.to_thread(lambda: [feed.check.from_wire(prompt) for prompt in request.prompts])
+            free = feed.queue(prompts)
         return pb.SubmitReply(accepted=len(prompts), queue_free=free)
 
 

@@ -1,0 +1,52 @@
+"""What the parts of a prompt must be like, wherever it comes from: of the declared types, and bounded."""
+
+import json
+from typing import Any
+
+from dora.errors import InvalidValue
+from dora.limits import ID_CHARACTERS_MOST, VERIFIER_BYTES_MOST
+from dora.strict_json import check_text, read_json
+
+
+def checked_messages(value: Any, field: str) -> list[dict[str, Any]]:
+    """A list of at least one message, each an object with a ``role`` and a ``content``.
+
+    The content is a text, a list of parts, or null where there are tool calls; further fields are the template's to
+    read. Raises InvalidValue, naming ``field``.
+    """
+    if not isinstance(value, list) or not value:
+        raise InvalidValue(field, value, "a list of {role, content} objects, at least one")
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise InvalidValue(field, message, "objects with role and content, of which role is a text")
+        content = message["content"]
+        if not isinstance(content, str | list) and not (content is None and "tool_calls" in message):
+            raise InvalidValue(
+                field, message, "objects whose content is a text, a list of parts, or null for tool calls"
+            )
+    return value
+
+
+def check_name(name: Any, field: str) -> None:
+    """Raises InvalidValue for what is no name of a prompt or of a task."""
+    if not isinstance(name, str) or not 1 <= len(name) <= ID_CHARACTERS_MOST:
+        raise InvalidValue(field, name, f"a non-empty id of at most {ID_CHARACTERS_MOST} characters")
+    check_text(name, field)
+
+
+def check_size(text: Any, field: str, bytes_most: int) -> None:
+    """Raises InvalidValue for what is no text, or longer in UTF-8 than allowed."""
+    if not isinstance(text, str):
+        raise InvalidValue(field, text, "a text")
+    if len(text) > bytes_most:
+        raise InvalidValue(f"{field}: characters", len(text), f"at most {bytes_most:,}")
+    check_text(text, field)
+
+
+def check_verifier(verifier_json: Any, place: str) -> None:
+    """Raises InvalidValue where a reward function could not be given this: it takes an object, read from JSON."""
+    if not isinstance(verifier_json, str):
+        raise InvalidValue(f"{place}: verifier_json", verifier_json, "a text with a JSON object")
+    verifier = {} if verifier_json == "{}" else read_json(verifier_json, f"{place}: verifier_json", VERIFIER_BYTES_MOST)
+    if not isinstance(verifier, dict):
+        raise InvalidValue(f"{place}: verifier_json", json.dumps(verifier)[:80], "a JSON object")

@@ -1,0 +1,152 @@
+"""A tokenizer as transformers makes it of a model folder, in a form that needs no transformers any more.
+
+What a folder's files mean is for transformers to say: it picks a class by config.json and tokenizer_config.json, may
+build the tokenizer anew, and adds tokens and templates of further files. So it reads the folder itself, once, in a
+process of its own and without torch; the service uses what that leaves, which is cached by the files' content.
+
+    python -m dora.prompts.export FOLDER MADE
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from blake3 import blake3
+from tokenizers import Tokenizer
+
+from dora.errors import InvalidValue
+from dora.models.prepared import prepare_once
+
+RECIPE: Final = 1
+KEPT_MOST: Final = 16  # exported tokenizers in a cache; of more, those not used for longest are deleted
+EXPORT_TIMEOUT_S: Final = 300.0
+TOKENIZER_FILE: Final = "tokenizer.json"
+_REST_FILE: Final = "rest.json"
+_READ: Final = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})  # suffixes of what transformers may read
+_PACKAGES: Final = ("transformers", "tokenizers")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exported:
+    """What is needed to tokenise texts and chats."""
+
+    tokenizer: Tokenizer
+    special_tokens: Mapping[str, str]  # as a chat template sees them: "bos_token" and so on
+    chat_template: str | None  # None: the model has none for a chat without tools
+
+
+def exported(folder: Path, cache: Path) -> Exported:
+    """The tokenizer of a model folder as transformers has it; without transformers, as tokenizer.json has it.
+
+    Raises InvalidValue where the folder has no tokenizer, or one that cannot be loaded.
+    """
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise InvalidValue("tokenizer", str(folder), "a folder with tokenizer.json")
+    if importlib.util.find_spec("transformers") is None:
+        return _without_transformers(folder)
+    try:
+        made = prepare_once(cache / "tokenizers" / _digest(folder), {"recipe": RECIPE}, lambda made: _run(folder, made))
+        result = _read(made)
+        os.utime(made)  # the ones not used for longest are forgotten
+        _forget_oldest(made.parent)
+        return result
+    except OSError:  # no cache to write in: as well without
+        with tempfile.TemporaryDirectory(prefix="dora-tokenizer-") as passing:
+            _run(folder, Path(passing))
+            return _read(Path(passing))
+
+
+def _digest(folder: Path) -> str:
+    """Of everything that the result depends on."""
+    packages = {package: version(package) for package in _PACKAGES}
+    digest = blake3(json.dumps([str(folder.resolve()), packages, RECIPE]).encode())
+    for file in sorted([*folder.iterdir(), *folder.glob("*/*.jinja")]):
+        if file.suffix in _READ and file.is_file():
+            content = file.read_bytes()
+            digest.update(f"{file.relative_to(folder)}/{len(content)}/".encode())
+            digest.update(content)
+    return digest.hexdigest(length=16)
+
+
+def _run(folder: Path, made: Path) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONUTF8": "1"}
+    argv = [sys.executable, "-m", "dora.prompts.export", str(folder.resolve()), str(made)]
+    try:
+        done = subprocess.run(
+            argv, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=EXPORT_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        allowed = f"a tokenizer that transformers loads within {EXPORT_TIMEOUT_S:g} s"
+        raise InvalidValue("tokenizer", str(folder), allowed) from error
+    if done.returncode:
+        lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+        reason = lines[-1] if lines else f"exit code {done.returncode}"
+        raise InvalidValue("tokenizer", str(folder), f"a tokenizer that transformers loads ({reason})")
+
+
+def _read(made: Path) -> Exported:
+    rest = json.loads((made / _REST_FILE).read_text(encoding="utf-8"))
+    tokenizer = Tokenizer.from_file(str(made / TOKENIZER_FILE))
+    tokenizer.encode_special_tokens = rest["encode_special_tokens"]
+    return Exported(tokenizer, rest["special_tokens"], rest["chat_template"])
+
+
+def _forget_oldest(folder: Path) -> None:
+    made = sorted((each.stat().st_mtime, each) for each in folder.iterdir() if not each.name.startswith("."))
+    for _, each in made[:-KEPT_MOST]:
+        shutil.rmtree(each, ignore_errors=True)
+
+
+def _without_transformers(folder: Path) -> Exported:
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        file = folder / "tokenizer_config.json"
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        file = folder / "chat_template.jinja"
+        template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    except Exception as error:  # the tokenizers library raises nothing else
+        raise InvalidValue("tokenizer", str(folder), f"a folder with a readable tokenizer ({error})") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if isinstance(template, list):  # several named templates
+        template = {each["name"]: each["template"] for each in template}.get("default")
+    tokens = {key: value for key, value in config.items() if key.endswith("_token")}
+    contents = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
+    return Exported(tokenizer, {key: each for key, each in contents.items() if isinstance(each, str)}, template)
+
+
+def export(folder: Path, made: Path) -> None:
+    """Leaves in ``made`` what transformers makes of ``folder``. Whatever transformers raises is raised."""
+    sys.modules["torch"] = None  # type: ignore[assignment] # to transformers it is not installed: seconds less
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    loader = AutoTokenizer if (folder / "config.json").is_file() else PreTrainedTokenizerFast
+    loaded = loader.from_pretrained(folder, trust_remote_code=False)
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{type(loaded).__name__} has no tokenizer of the library tokenizers")
+    rest: dict[str, Any] = {
+        "special_tokens": dict(loaded.special_tokens_map),
+        "encode_special_tokens": bool(backend.encode_special_tokens),
+        "chat_template": None,
+    }
+    templates = loaded.chat_template
+    rest["chat_template"] = templates.get("default") if isinstance(templates, dict) else templates
+    # Prompts are neither cut nor filled up, whatever is stored: so it is in transformers unless one asks for it.
+    backend.no_truncation()
+    backend.no_padding()
+    backend.save(str(made / TOKENIZER_FILE))
+    (made / _REST_FILE).write_text(json.dumps(rest), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    export(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,67 @@
+"""The environment that chat templates are written for, as transformers has it, without importing it.
+
+Source: ``transformers/utils/chat_template_utils.py``, ``_cached_compile_jinja_template``, ``render_jinja_template``.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import Template, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what an assistant wrote, for masks in training; what is in it is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 # as jinja2 declares it
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_rendered"), [], [], body).set_lineno(line)
+
+    def _rendered(self, caller: Macro) -> str:
+        return caller()
+
+
+def compiled_template(text: str) -> Template:
+    """The template, ready to be rendered. Raises jinja2.TemplateError where it is none."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_template_error
+    environment.globals["strftime_now"] = _time_now
+    return environment.from_string(text)
+
+
+def rendered(template: Template, messages: Messages, special_tokens: Mapping[str, str]) -> str:
+    """A chat that waits for the assistant's answer. Raises whatever the template raises."""
+    return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **special_tokens)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own would escape what means something in HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_template_error(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _time_now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,84 @@
+"""What the parameters of sampling may be, said once: for prompts, for the configuration and for engines.
+
+The bounds are those within which vLLM samples as it was asked (``vllm/sampling_params.py``, ``SamplingParams``): it
+refuses what lies beyond most of them, raises a temperature between 0 and 0.01 to 0.01 in silence, and drops top_p,
+top_k and min_p at temperature 0. What is recorded must be what was sampled, so the first is refused here, and
+``effective`` does the second before anything is recorded.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
+
+from dora.errors import InvalidValue, one_of
+from dora.limits import TEMPERATURE_LEAST, TEMPERATURE_MOST
+from dora.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """The values of one parameter: of ``kind``, from ``least`` to ``most``, none between 0 and ``positive_least``."""
+
+    kind: type[int] | type[float] | type[bool]
+    least: float = 0.0
+    most: float = 1.0
+    positive_least: float = 0.0
+
+    def of(self, value: Any, field: str) -> int | float | bool:
+        """``value`` as ``kind``: a whole number may stand for any number, and true or false for none.
+
+        Raises InvalidValue.
+        """
+        kinds = (int, float) if self.kind is float else (self.kind,)
+        # Compared as they are: a whole number may be too large to be made a float.
+        fits = type(value) in kinds and self.least <= value <= self.most and not 0 < value < self.positive_least
+        if not fits:
+            raise InvalidValue(field, value, self.allowed())
+        return self.kind(value)
+
+    def allowed(self) -> str:
+        if self.kind is bool:
+            return "true or false"
+        if self.positive_least:
+            return f"0, or a number from {self.positive_least:g} to {self.most:g}"
+        least, most = (f"{bound:g}" if self.kind is float else str(bound) for bound in (self.least, self.most))
+        return f"a {'whole ' if self.kind is int else ''}number from {least} to {most}"
+
+
+DOMAINS: Final[Mapping[str, Domain]] = {
+    "temperature": Domain(float, 0.0, TEMPERATURE_MOST, TEMPERATURE_LEAST),
+    "top_p": Domain(float, 1e-9, 1.0),
+    "top_k": Domain(int, 0, (1 << 31) - 1),
+    "min_p": Domain(float, 0.0, 1.0),
+    "seed": Domain(int, 0, (1 << 63) - 1),
+    "max_tokens": Domain(int, 1, 1 << 22),
+    "min_tokens": Domain(int, 0, 1 << 22),
+    "presence_penalty": Domain(float, -2.0, 2.0),
+    "frequency_penalty": Domain(float, -2.0, 2.0),
+    "repetition_penalty": Domain(float, 1e-9, 2.0),
+    "ignore_eos": Domain(bool),
+}
+
+
+def checked_overrides(overrides: Any, field: str) -> dict[str, int | float | bool]:
+    """A prompt's own parameters, of the right types. Raises InvalidValue for the first that is unknown or wrong."""
+    if not isinstance(overrides, Mapping):
+        raise InvalidValue(field, overrides, "an object of sampling parameters")
+    for name in overrides:
+        if name not in DOMAINS:
+            raise InvalidValue(f"{field}.{name}", overrides[name], one_of(str(name), DOMAINS))
+    return {name: DOMAINS[name].of(value, f"{field}.{name}") for name, value in overrides.items()}
+
+
+def check_sampling(sampling: SamplingParams, field: str = "sampling") -> None:
+    """Raises InvalidValue for the first parameter that an engine would refuse or alter."""
+    for each in fields(sampling):
+        if each.name in DOMAINS:
+            DOMAINS[each.name].of(getattr(sampling, each.name), f"{field}.{each.name}")
+    if sampling.min_tokens > sampling.max_tokens:
+        raise InvalidValue(f"{field}.min_tokens", sampling.min_tokens, f"at most max_tokens = {sampling.max_tokens}")
+
+
+def effective(sampling: SamplingParams) -> SamplingParams:
+    """What an engine samples with: at temperature 0 it takes the likeliest token, whatever the truncation."""
+    return replace(sampling, top_p=1.0, top_k=0, min_p=0.0) if sampling.temperature == 0.0 else sampling

@@ -1,0 +1,75 @@
+"""JSON from outside: read within bounds, or refused with a reason.
+
+Python's own reader takes more than JSON (NaN, a number of any length) and fails on some of it with errors of other
+kinds (RecursionError, ValueError); what it reads may still be too deep for whoever writes it again.
+"""
+
+import json
+from typing import Any, Final, NoReturn
+
+from dora.errors import InvalidValue
+
+DEPTH_MOST: Final = 64  # objects and lists within each other
+DIGITS_MOST: Final = 308  # of a whole number: as many as the largest number with a point has
+
+
+def read_json(text: str, field: str, bytes_most: int) -> Any:
+    """The value of one JSON text of at most ``bytes_most`` bytes in UTF-8.
+
+    Raises InvalidValue, naming ``field``, for anything else: a text that is too long, too deep or no JSON, NaN and
+    Infinity, a whole number of more than 308 digits, half a surrogate pair, which no UTF-8 text can hold.
+    """
+    if len(text) > bytes_most:
+        raise InvalidValue(f"{field}: characters", len(text), f"at most {bytes_most:,}")
+    try:
+        value = json.loads(text, parse_int=_whole, parse_constant=_no_number)
+    except RecursionError as error:
+        raise InvalidValue(field, text[:80], _DEPTH) from error
+    except ValueError as error:
+        raise InvalidValue(field, text[:80], f"JSON ({error})") from error
+    _check(value, field, text)
+    return value
+
+
+_DEPTH: Final = f"JSON of at most {DEPTH_MOST} objects and lists within each other"
+
+
+def _check(value: Any, field: str, text: str) -> None:
+    """Level by level, so that no depth is too much for the check itself."""
+    level = [value]
+    for _ in range(DEPTH_MOST + 1):
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                for key in each:
+                    check_text(key, field)
+                below.extend(each.values())
+            elif isinstance(each, list):
+                below.extend(each)
+            elif isinstance(each, str):
+                check_text(each, field)
+        if not below:
+            return
+        level = below
+    raise InvalidValue(field, text[:80], _DEPTH)
+
+
+def check_text(text: str, field: str) -> None:
+    """Raises InvalidValue where UTF-8 cannot hold the text."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidValue(
+                field, ascii(text[:80]), "a text in Unicode, without half of a surrogate pair"
+            ) from error
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > DIGITS_MOST:
+        raise ValueError(f"a whole number has {len(digits):,} digits, and at most {DIGITS_MOST} are read")
+    return int(digits)
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number in JSON")
