@@ -13,6 +13,8 @@ GROUPS_MOST: Final = 1 << 20
 GROUP_SIZE_MOST: Final = 4096
 TOKENS_MOST: Final = 1 << 30
 PROMPT_TOKENS_MOST: Final = 2048
+COUNT_MOST: Final = 1 << 20
+KV_TOKENS_MOST: Final = 1 << 40
 
 Share = Annotated[float, Ge(0.0), Le(1.0)]
 PositiveShare = Annotated[float, Gt(0.0), Le(1.0)]
@@ -25,7 +27,7 @@ Period = Annotated[float, Ge(1e-3), Le(1e5)]  # seconds between two of the same
 Latency = Annotated[float, Ge(0.0), Le(60.0)]  # seconds of one message
 StepSeconds = Annotated[float, Ge(0.0), Le(1e4)]  # of one part of an engine's step
 
-Count = Annotated[int, Ge(1), Le(1 << 20)]  # of accelerators, slots, parts of a batch
+Count = Annotated[int, Ge(1), Le(COUNT_MOST)]  # of accelerators, slots, parts of a batch
 Groups = Annotated[int, Ge(1), Le(GROUPS_MOST)]  # prompt groups of a step
 GroupSize = Annotated[int, Ge(1), Le(GROUP_SIZE_MOST)]
 Versions = Annotated[int, Ge(1), Le(WINDOW_MOST)]  # that may be live
@@ -33,7 +35,7 @@ Turns = Annotated[int, Ge(1), Le(4096)]  # of one trajectory
 Tokens = Annotated[int, Ge(1), Le(TOKENS_MOST)]  # of one response: its square has to fit into 64 bits
 AddedTokens = Annotated[int, Ge(0), Le(TOKENS_MOST)]  # to one context
 PromptTokens = Annotated[int, Ge(1), Le(PROMPT_TOKENS_MOST)]  # where lognormal prompts are cut
-KvTokens = Annotated[int, Ge(1), Le(1 << 40)]  # of one engine: the sum over all has to fit into 64 bits
+KvTokens = Annotated[int, Ge(1), Le(KV_TOKENS_MOST)]  # of one engine: the sum over all has to fit into 64 bits
 
 Bytes = Annotated[float, Ge(0.0), Le(1e18)]
 PositiveBytes = Annotated[float, Ge(1.0), Le(1e18)]  # also: in a second

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from dora.ownership import hold_new, is_abandoned
+
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -33,18 +35,20 @@ def find_token(address: str) -> str:
 
 @contextmanager
 def left_token(address: str, token: str) -> Iterator[Path]:
-    """Leaves ``token`` for the duration of the block; afterwards removes it, unless another service replaced it."""
+    """Leaves ``token`` for the duration of the block; afterwards removes it, unless another service replaced it.
+
+    Tokens that services have left which were killed are removed.
+    """
     file = token_file(address)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    unfinished = file.with_suffix(f".{os.getpid()}")
-    unfinished.unlink(missing_ok=True)
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as sink:
-        sink.write(token + "\n")
-    unfinished.replace(file)
+    for other in file.parent.glob("*.token"):
+        if is_abandoned(other):
+            other.unlink(missing_ok=True)
+    held = hold_new(file, token + "\n")
     try:
         yield file
     finally:
         with suppress(OSError):
             if file.read_text().strip() == token:
                 file.unlink()
+        os.close(held)

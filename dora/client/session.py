@@ -56,6 +56,7 @@ class Session:
         self._connect_s = connect_s
         self._groups_per_step = 0
         self._attachment: Attachment | None = None
+        self._begun = False  # steps were asked for since: the attachment's next step may be over
         self._stub: TrainerStub | None = None
 
     async def __aenter__(self) -> Self:
@@ -88,7 +89,7 @@ class Session:
         """
         if groups < 0:
             raise InvalidValue("groups", groups, "1 or more, or 0 for what the service has")
-        self._groups_per_step = groups
+        self._groups_per_step, self._begun = groups, False
         patience = Patience(self._connect_s)
         while True:
             try:
@@ -97,10 +98,14 @@ class Session:
                 await patience.wait(error)
 
     async def attached(self, groups: int = 0) -> Attachment:
-        """Attaches, unless it is attached with this number of groups already. Raises as :meth:`attach`."""
-        if self._attachment is None or groups not in (0, self._groups_per_step):
-            return await self.attach(groups)
-        return self._attachment
+        """What to begin with the steps from: attaches, unless it has just been done with this number of groups.
+
+        Raises as :meth:`attach`.
+        """
+        if self._attachment is None or self._begun or groups not in (0, self._groups_per_step):
+            await self.attach(groups or self._groups_per_step)
+        self._begun = True
+        return self.attachment
 
     async def attach_again(self, error: ServiceUnavailable) -> Attachment:
         """Attaches after the connection broke with ``error``; raises it after ``reconnect_s`` without progress."""

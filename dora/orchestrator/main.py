@@ -24,7 +24,15 @@ from dora.orchestrator.plugins import load_strategies
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.scoring import filtering, verifying
 from dora.orchestrator.services.server import serving
-from dora.orchestrator.setup import check_context, event_log_of, prepared_model, recorder_of, run_folder_of
+from dora.orchestrator.setup import (
+    SNAPSHOTS_FOLDER,
+    WEIGHTS_FOLDER,
+    check_context,
+    event_log_of,
+    prepared_model,
+    recorder_of,
+    run_folder_of,
+)
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.weights.store import WeightStore
 
@@ -67,14 +75,14 @@ async def serve(
         stack.enter_context(collecting_rarely())
         keep_freed_memory()
         run_folder = stack.enter_context(run_folder_of(config))
-        store = await asyncio.to_thread(WeightStore, run_folder / "weights", model)
+        store = await asyncio.to_thread(WeightStore, run_folder / WEIGHTS_FOLDER, model)
         recorder = await recorder_of(config, store, stack)
         source = await asyncio.to_thread(
             lambda: resolve_prompts(config.prompts, ChatTokenizer(model), config.rollout.seed)
         )
         verifier = await stack.enter_async_context(verifying(config, source, model))
         group_filter = await stack.enter_async_context(filtering(config))
-        snapshots = run_folder / "kv"
+        snapshots = run_folder / SNAPSHOTS_FOLDER
         snapshots.mkdir(exist_ok=True)
         runtime = Runtime(
             config,

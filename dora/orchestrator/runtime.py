@@ -64,7 +64,12 @@ class Runtime:
         self.recorder = RecordQueue(recorder, self.spawn)
         self.sessions = Sessions(self._worker_lost, processes)
         self.reports = WorkerReports(
-            machine=self.machine, book=self.book, store=store, telemetry=self.telemetry, post=self.post
+            machine=self.machine,
+            book=self.book,
+            store=store,
+            transport=transport,
+            telemetry=self.telemetry,
+            post=self.post,
         )
         self.executor = Executor(
             book=self.book,

@@ -175,7 +175,9 @@ def _check_metadata(file_name: str, metadata: Any) -> None:
 def _entry(file_name: str, name: str, entry: Any) -> tuple[TensorHeader, int, int]:
     """One tensor and where its bytes begin and end."""
     if not name.isprintable() or len(name) > _NAME_CHARACTERS_MAX:
-        raise InvalidValue(f"{file_name}: tensor", name, f"a printable name of at most {_NAME_CHARACTERS_MAX} characters")
+        raise InvalidValue(
+            f"{file_name}: tensor", name, f"a printable name of at most {_NAME_CHARACTERS_MAX} characters"
+        )
     place = f"{file_name}: {name}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise InvalidValue(place, entry, "an object with dtype, shape and data_offsets")

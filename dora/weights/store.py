@@ -110,7 +110,9 @@ class WeightStore:
             if not 0 < file_bytes <= room_bytes:
                 raise InvalidValue("file_bytes", file_bytes, f"1 to {room_bytes}, by the model's own size")
             if len(sizes) >= self._files_max:
-                raise InvalidValue("file_name", file_name, f"one of at most {self._files_max} files, as the model's tensors")
+                raise InvalidValue(
+                    "file_name", file_name, f"one of at most {self._files_max} files, as the model's tensors"
+                )
             upload = Upload(file, file_bytes, self._upload_ended)
             self._uploading[file] = file_bytes
         return upload
