@@ -1,10 +1,13 @@
 """One trainer's session with one service: its connection, and what the service told when the trainer attached."""
 
 import asyncio
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+import grpc
 
 from dora.client.connection import Connection, Patience
 from dora.errors import Conflict, InvalidValue
@@ -58,13 +61,16 @@ class Session:
         self._attachment: Attachment | None = None
         self._begun = False  # steps were asked for since: the attachment's next step may be over
         self._stub: TrainerStub | None = None
+        self._staying: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._stub = self.connection.stub(TrainerStub)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        self._attachment = self._stub = None
+        if self._staying is not None:
+            self._staying.cancel()
+        self._attachment = self._stub = self._staying = None
         await self.connection.close()
 
     @property
@@ -123,7 +129,17 @@ class Session:
         if self._attachment.max_message_bytes:
             limit_bytes = min(self.connection.max_message_bytes, self._attachment.max_message_bytes)
             self.connection.max_message_bytes = limit_bytes
+        if self._staying is not None:
+            self._staying.cancel()
+        self._staying = asyncio.create_task(self._stay(self.stub, reply.trainer_epoch))
         return self._attachment
+
+    async def _stay(self, stub: TrainerStub, epoch: int) -> None:
+        """Holds a call open, by whose end the service knows that this trainer has left. Nothing else depends on it."""
+        call = stub.Stay(pb.StayRequest(trainer_epoch=epoch), metadata=self.connection.metadata)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for _ in call:
+                pass
 
 
 def attachment_of(reply: pb.AttachReply) -> Attachment:

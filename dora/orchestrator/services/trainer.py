@@ -68,9 +68,8 @@ class TrainerService(stubs.TrainerServicer):
                 runtime.sessions.stream.close(superseded=True)
                 runtime.sessions.stream = None
             await asyncio.to_thread(runtime.store.discard, self._epoch - 1)
-        runtime.trainer_name = name or "trainer"
-        runtime.trainer_seen_s = time.monotonic()
-        log.info("trainer %s attached (epoch %d)", runtime.trainer_name, self._epoch)
+        runtime.trainer.attached(name or "trainer")
+        log.info("trainer %s attached (epoch %d)", runtime.trainer.name, self._epoch)
         window = runtime.machine.state.window
         return pb.AttachReply(
             trainer_epoch=self._epoch,
@@ -88,6 +87,12 @@ class TrainerService(stubs.TrainerServicer):
                 for tensor in runtime.store.reference.tensors
             ],
         )
+
+    async def Stay(self, request: pb.StayRequest, context: ServicerContext) -> AsyncIterator[pb.StayReply]:
+        self._check_epoch(request.trainer_epoch)
+        with self._runtime.trainer.staying() as superseded:
+            yield pb.StayReply()
+            await superseded.wait()
 
     async def StreamStep(
         self, request: pb.StreamStepRequest, context: ServicerContext
@@ -109,7 +114,7 @@ class TrainerService(stubs.TrainerServicer):
                 ):
                     yield message
         finally:
-            runtime.trainer_seen_s = time.monotonic()
+            runtime.trainer.seen()
             if runtime.sessions.stream is stream:
                 runtime.sessions.stream = None
         if stream.superseded:
@@ -184,7 +189,7 @@ class TrainerService(stubs.TrainerServicer):
             runtime.telemetry.step(request.step, runtime.book.leased(), metrics, time.time(), stepped_s, waited_s)
             runtime.post(on.StepCommitted(request.trainer_epoch, request.step))
             self._last_commit = (request.step, digest)
-        runtime.trainer_seen_s = time.monotonic()
+        runtime.trainer.seen()
         log.info("step %d is trained; version %d is published", request.step, request.version)
         return self._committed()
 
