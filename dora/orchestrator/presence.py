@@ -28,9 +28,6 @@ class TrainerPresence:
     def seen(self) -> None:
         self._seen_s = time.monotonic()
 
-    def heard_lately(self) -> bool:
-        return time.monotonic() - self._seen_s < ABSENT_S
-
     @contextmanager
     def staying(self) -> Iterator[asyncio.Event]:
         """While the trainer holds its call open. Yields what is set when another trainer takes over."""
@@ -43,11 +40,17 @@ class TrainerPresence:
         finally:
             if self._stays is superseded:
                 self._stays, self._left = None, True
+                self.seen()
 
-    def shown(self, holds: bool) -> str:
-        """The trainer's name for operators, empty where it is not there. ``holds``: it has a stream, or leased groups.
+    def is_there(self, holds: bool) -> bool:
+        """``holds``: it has a stream or leased groups, which say nothing of one whose call has ended."""
+        return self._stays is not None or (not self._left and (holds or self._heard_lately()))
 
-        Leased groups say nothing of a trainer that has held a call open until it left.
-        """
-        there = self._stays is not None or (not self._left and (holds or self.heard_lately()))
-        return self.name if there else ""
+    def is_awaited(self, holds: bool) -> bool:
+        """Whether it is at work, was so a moment ago, or may be back in a moment: its connection may have broken."""
+        if holds and not self._left:
+            self.seen()
+        return self._heard_lately()
+
+    def _heard_lately(self) -> bool:
+        return time.monotonic() - self._seen_s < ABSENT_S

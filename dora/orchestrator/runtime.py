@@ -122,13 +122,11 @@ class Runtime:
 
     def trainer_present(self) -> bool:
         """Whether a trainer streams, trains on leased groups, or did so a moment ago."""
-        if self._trainer_holds():
-            self.trainer.seen()
-        return self.trainer.heard_lately()
+        return self.trainer.is_awaited(self._trainer_holds())
 
     def trainer_shown(self) -> str:
         """The name of the trainer that is attached; empty where there is none, or it has left."""
-        return self.trainer.shown(self._trainer_holds())
+        return self.trainer.name if self.trainer.is_there(self._trainer_holds()) else ""
 
     def _trainer_holds(self) -> bool:
         return self.sessions.stream is not None or bool(self.machine.state.leased)
