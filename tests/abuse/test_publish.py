@@ -33,6 +33,7 @@ from dora.weights.files import WeightFile, examine_file, hash_file, write_weight
 from dora.weights.finite import FiniteCheck
 from dora.weights.reference import TensorHeader, read_layout
 from dora.weights.store import WeightStore
+from tests.abuse.generated import hostile
 from tests.service import check_promises, configured, running, train, until
 from tests.unit.test_runtime import Shell, ended
 
@@ -483,3 +484,50 @@ def test_an_announced_file_is_what_it_was_announced_as(store: WeightStore, tenso
     os.truncate(file, found.file_bytes - 1)
     with pytest.raises(InvalidValue, match="bytes"):
         store.publish(1, 1, [found], None)
+
+
+async def test_generated_messages_of_a_trainer_end_nothing(shell: Shell) -> None:
+    """Whatever comes on any of its calls is answered, or refused with a reason that can travel."""
+    chance = random.Random(7)
+    await filled(shell)
+    refused = answered = 0
+
+    async def chunks() -> AsyncIterator[pb.WeightChunk]:
+        for _ in range(chance.randint(0, 3)):
+            yield hostile(pb.WeightChunk, chance, known)
+
+    async def of_stream(stream: Any) -> None:
+        async for _ in stream:
+            break
+        await stream.aclose()
+
+    known: dict[str, Any] = {
+        "step": (0, 0, 1),
+        "version": (1, 1, 0),
+        "file_name": ("a.safetensors",),
+        "name": ("a.safetensors",),
+        "file_bytes": (4,),
+        "groups_per_step": (0, 1),
+        "client_name": ("mine",),
+        "blake3": (bytes(32),),
+    }
+    calls = (
+        lambda: shell.trainer.Attach(hostile(pb.AttachRequest, chance, known), None),
+        lambda: shell.trainer.CommitStep(hostile(pb.CommitStepRequest, chance, known), None),
+        lambda: shell.trainer.UploadWeights(chunks(), None),
+        lambda: of_stream(shell.trainer.StreamStep(hostile(pb.StreamStepRequest, chance, known), None)),
+        lambda: of_stream(shell.trainer.Stay(hostile(pb.StayRequest, chance, known), None)),
+    )
+    for _ in range(3000):
+        known["trainer_epoch"] = (shell.trainer._epoch,)
+        try:
+            async with asyncio.timeout(30):
+                await chance.choice(calls)()
+            answered += 1
+        except InvalidValue as error:
+            str(error).encode()
+            refused += 1
+        assert not shell.runtime.failed.done()
+    assert answered > 300 and refused > 300
+    assert held_bytes(shell) <= shell.store.reference.content_bytes + (2 << 20)
+    assert shell.store.versions() == (0,) and not list((shell.store.root / "versions").glob(".*"))

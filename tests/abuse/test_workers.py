@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import dora
 from dora.client import Operator
 from dora.errors import Conflict, InvalidValue
 from dora.orchestrator.main import ServiceHandle
+from dora.orchestrator.worker_checks import checked_hello
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
@@ -22,6 +24,7 @@ from dora.trajectory import TrajectoryGroup
 from dora.types import TokenDelta
 from dora.worker.fake_engine import FakeEngine
 from dora.worker.loop import EngineLoop
+from tests.abuse.generated import hostile
 from tests.service import check_promises, configured, running
 from tests.unit.test_runtime import Shell, ended
 
@@ -246,3 +249,44 @@ async def test_a_worker_cannot_answer_for_another(shell: Shell, tiny_dense: Path
     number = command.command.command_id
     shell.runtime.reports.outcome(other, pb.WorkerOutcome(command_id=number, ok=True, canary=canary))
     assert shell.store.canary(0) is None and number in shell.state.pending
+
+
+async def test_generated_messages_of_a_worker_end_nothing(shell: Shell) -> None:
+    """Each is taken over or refused with a reason. What is taken over is what an engine could have sampled."""
+    chance = random.Random(11)
+    config = shell.runtime.config
+    requests = await shell.admit(4, group_size=2)
+    taken = 0
+    for _ in range(20_000):
+        known = {
+            "request_id": (*requests, "nobody"),
+            "version": (0, 0, 0, 1),
+            "first_token": (0, 0, 1, 2),
+            "token_ids": (b"\3\0\0\0", b"\3\0\0\0", bytes(8)),
+            "logprobs": (b"\0\0\x80\xbf", b"\0\0\x80\xbf", b"\0\0\x80\xbf" * 2),
+            "finish_reason": ("", "", "", "length"),
+            "kv_used_tokens": (0, 64),
+            "generated_tokens": (0, 5),
+            "reprefilled_tokens": (0, 5),
+            "command_id": range(1, 40),
+            "error_kind": ("", "refused", "invalid"),
+            "locator": ("", f"1-{'0' * 32}.kv"),
+        }
+        message = hostile(pb.WorkerMessage, chance, known)
+        try:
+            if message.HasField("hello"):
+                checked_hello(message.hello, config, VOCABULARY)
+            elif message.HasField("report"):
+                shell.runtime.reports.report(shell.session, message.report)
+            else:
+                shell.runtime.reports.outcome(shell.session, message.outcome)
+            taken += 1
+        except InvalidValue as refused:
+            str(refused).encode()  # it has to travel
+        assert not shell.runtime.failed.done(), message
+    assert 1000 < taken < 19_000
+    for _, entries in shell.runtime.book.groups():
+        for entry in entries:
+            assert len(entry.tokens) == len(entry.logprobs) <= MAX_TOKENS + 16
+            assert all(0 <= token_id < VOCABULARY for token_id in entry.tokens)
+            assert all(math.isfinite(each) and each <= 0 for each in entry.logprobs)
