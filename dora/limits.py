@@ -17,6 +17,8 @@ ID_CHARACTERS_MOST: Final = 256  # of the name of a prompt or of a task
 TEXT_BYTES_MOST: Final = 4 << 20  # of a prompt's text or chat
 VERIFIER_BYTES_MOST: Final = 1 << 20  # of what a prompt brings for the reward function
 SAMPLING_BYTES_MOST: Final = 4 << 10  # of a prompt's sampling parameters
+COUNT_MOST: Final = 1 << 20
+KV_TOKENS_MOST: Final = 1 << 40
 
 # Of the temperatures that vLLM samples at: it raises one between 0 and 0.01 in silence, and refuses one above 2.
 TEMPERATURE_LEAST: Final = 0.01
@@ -33,7 +35,7 @@ Period = Annotated[float, Ge(1e-3), Le(1e5)]  # seconds between two of the same
 Latency = Annotated[float, Ge(0.0), Le(60.0)]  # seconds of one message
 StepSeconds = Annotated[float, Ge(0.0), Le(1e4)]  # of one part of an engine's step
 
-Count = Annotated[int, Ge(1), Le(1 << 20)]  # of accelerators, slots, parts of a batch
+Count = Annotated[int, Ge(1), Le(COUNT_MOST)]  # of accelerators, slots, parts of a batch
 Groups = Annotated[int, Ge(1), Le(GROUPS_MOST)]  # prompt groups of a step
 GroupSize = Annotated[int, Ge(1), Le(GROUP_SIZE_MOST)]
 Versions = Annotated[int, Ge(1), Le(WINDOW_MOST)]  # that may be live
@@ -41,7 +43,7 @@ Turns = Annotated[int, Ge(1), Le(4096)]  # of one trajectory
 Tokens = Annotated[int, Ge(1), Le(TOKENS_MOST)]  # of one response: its square has to fit into 64 bits
 AddedTokens = Annotated[int, Ge(0), Le(TOKENS_MOST)]  # to one context
 PromptTokens = Annotated[int, Ge(1), Le(PROMPT_TOKENS_MOST)]  # where lognormal prompts are cut
-KvTokens = Annotated[int, Ge(1), Le(1 << 40)]  # of one engine: the sum over all has to fit into 64 bits
+KvTokens = Annotated[int, Ge(1), Le(KV_TOKENS_MOST)]  # of one engine: the sum over all has to fit into 64 bits
 
 Bytes = Annotated[float, Ge(0.0), Le(1e18)]
 PositiveBytes = Annotated[float, Ge(1.0), Le(1e18)]  # also: in a second

@@ -1,9 +1,10 @@
 """Where text goes: results to stdout, everything else to stderr; one JSON document on stdout with ``--json``."""
 
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,7 +32,23 @@ def stderr() -> Console:
 
 def print_json(tree: object) -> None:
     """Prints ``tree`` as the command's one JSON document."""
-    sys.stdout.write(json.dumps(tree, indent=2) + "\n")
+    sys.stdout.write(json_text(tree, indent=2) + "\n")
+
+
+def json_text(tree: object, indent: int | None = None) -> str:
+    """``tree`` as JSON, which has no NaN and no infinity: null stands for them."""
+    try:
+        return json.dumps(tree, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(tree), indent=indent, allow_nan=False)
+
+
+def _finite(tree: object) -> object:
+    if isinstance(tree, float):
+        return tree if math.isfinite(tree) else None
+    if isinstance(tree, Mapping):
+        return {name: _finite(part) for name, part in tree.items()}
+    return [_finite(part) for part in tree] if isinstance(tree, list | tuple) else tree
 
 
 def print_result(tree: object, shown: RenderableType, as_json: bool) -> None:

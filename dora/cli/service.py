@@ -1,7 +1,6 @@
 """The commands that ask a running service: status, versions, groups, trajectories, migrate, drain, rebalance, watch."""
 
 import asyncio
-import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from enum import StrEnum
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from dora.cli.options import DEFAULT_ADDRESS, AddressOption, JsonOption, TokenOption
-from dora.cli.output import plain, print_reply, print_result, stdout
+from dora.cli.output import json_text, plain, print_reply, print_result, stdout
 from dora.cli.token import find_token
 
 if TYPE_CHECKING:
@@ -162,7 +161,7 @@ async def _first(statuses: "AsyncIterator[Status]", updates: int) -> "AsyncItera
 
 async def _print_lines(statuses: "AsyncIterator[Status]") -> None:
     async for status in statuses:
-        sys.stdout.write(json.dumps(plain(status)) + "\n")
+        sys.stdout.write(json_text(plain(status)) + "\n")
         sys.stdout.flush()
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from dora.ownership import hold_new, is_abandoned
+
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -43,29 +45,24 @@ def find_token(address: str) -> str:
 def left_token(address: str, token: str) -> Iterator[Path | None]:
     """Leaves ``token`` for the duration of the block; afterwards removes it, unless another service replaced it.
 
-    Yields None where it cannot be left: commands then have to be given it.
+    Yields None where it cannot be left: commands then have to be given it. Tokens of services that were killed are
+    removed.
     """
-    file: Path | None = token_file(address)
-    assert file is not None
+    file = token_file(address)
+    held = None
+    with suppress(OSError):
+        for other in file.parent.glob("*.token"):
+            if is_abandoned(other):
+                other.unlink(missing_ok=True)
+        held = hold_new(file, token + "\n")
     try:
-        _write(file, token)
-    except OSError:
-        file = None
-    try:
-        yield file
+        yield file if held is not None else None
     finally:
-        with suppress(OSError):
-            if file is not None and file.read_text(encoding="utf-8").strip() == token:
-                file.unlink()
-
-
-def _write(file: Path, token: str) -> None:
-    unfinished = file.with_suffix(f".{os.getpid()}")
-    unfinished.unlink(missing_ok=True)
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as sink:
-        sink.write(token + "\n")
-    unfinished.replace(file)
+        if held is not None:
+            with suppress(OSError):
+                if file.read_text(encoding="utf-8").strip() == token:
+                    file.unlink()
+            os.close(held)
 
 
 def _name(address: str) -> str:

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Union
 
 from dora.client.connection import Connection
+from dora.client.modules import is_module, is_sharded, plain_name, renamed, state_of, unwrapped
 from dora.errors import InvalidValue
 from dora.models.checkpoint_names import to_checkpoint
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import WEIGHT_CHUNK_BYTES
 from dora.types import Canary
 from dora.weights.canary import compute_canary
-from dora.weights.files import WeightFile, check_file_name, hash_file, header_of, published_header, write_weights
-from dora.weights.reference import WEIGHTS_FILE, TensorHeader, check_tensors, read_header, weight_files
+from dora.weights.files import WeightFile, check_file_name, examine_file, header_of, published_header, write_weights
+from dora.weights.reference import WEIGHTS_FILE, TensorHeader, check_tensors, weight_files
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,14 +40,14 @@ def place_weights(
 ) -> tuple[WeightFile, ...]:
     """Brings ``weights`` into ``folder`` as safetensors files and returns their identities.
 
-    A module's tensors get their checkpoint names; floating point tensors are written in the dtype that ``expected``
-    gives them. Files are copied, or only linked where ``link``. Raises InvalidValue for the first tensor that does
-    not fit ``expected`` (where that is not empty), before anything is written.
+    A module's tensors get their checkpoint names, whatever wraps it; floating point tensors are written in the dtype
+    that ``expected`` gives them. Files are copied, or only linked where ``link``. Raises InvalidValue for the first
+    tensor that does not fit ``expected`` (where that is not empty) or is not finite; nothing is left written then.
     """
     if isinstance(weights, str | Path) or _are_paths(weights):
         return _place_files(weight_paths(weights), expected, folder, link)
-    tensors = _checkpoint(weights)
     wanted = {header.name: header for header in expected}
+    tensors = _checkpoint(weights, wanted)
     headers = {name: published_header(header_of(name, tensor), wanted.get(name)) for name, tensor in tensors.items()}
     if wanted:
         check_tensors(headers, expected)
@@ -70,15 +71,15 @@ def weight_paths(weights: object) -> tuple[Path, ...]:
 
 
 def canary_of(weights: Weights, expected: Sequence[TensorHeader]) -> Canary | None:
-    """The canary of a module, as published; None for weights that cannot be run (tensors by name, files)."""
-    if not _is_module(weights):
+    """The canary of a module, as published; None for what cannot be run: tensors by name, files, FSDP1's shards."""
+    if not is_module(weights) or is_sharded(weights):
         return None
-    module: Any = weights
+    module = unwrapped(weights)
     dtypes = {header.name: header.dtype for header in expected}
     config = _config(module)
     published = {}
     for name, parameter in module.named_parameters():
-        for checkpoint_name in to_checkpoint({name: parameter}, config):
+        for checkpoint_name in to_checkpoint({plain_name(name): parameter}, config):
             published[name] = dtypes.get(checkpoint_name, "")
     return compute_canary(module, published)
 
@@ -103,12 +104,11 @@ async def _chunks(file: Path, header: pb.WeightFileHeader, chunk_bytes: int) -> 
             yield pb.WeightChunk(content=content)
 
 
-def _checkpoint(weights: object) -> Mapping[str, Any]:
-    if _is_module(weights):
-        module: Any = weights
-        return to_checkpoint(module.state_dict(), _config(module))
+def _checkpoint(weights: object, wanted: Mapping[str, TensorHeader]) -> Mapping[str, Any]:
+    if is_module(weights):
+        return to_checkpoint(state_of(weights), _config(unwrapped(weights)))
     if isinstance(weights, Mapping) and weights:
-        return weights
+        return renamed(weights, wanted)
     raise InvalidValue(
         "weights",
         type(weights).__name__,
@@ -120,12 +120,14 @@ def _place_files(
     paths: Sequence[Path], expected: Sequence[TensorHeader], folder: Path, link: bool
 ) -> tuple[WeightFile, ...]:
     found: dict[str, TensorHeader] = {}
+    examined = []
     for path in paths:
-        found |= read_header(path)
+        identity, tensors = examine_file(path)
+        examined.append(identity)
+        found |= tensors
     if expected:
         check_tensors(found, expected)
     folder.mkdir(parents=True, exist_ok=True)
-    placed = []
     for path in paths:
         target = folder / path.name
         target.unlink(missing_ok=True)
@@ -133,17 +135,11 @@ def _place_files(
             target.symlink_to(path.resolve())
         else:
             shutil.copyfile(path, target)
-        placed.append(hash_file(target))
-    return tuple(placed)
+    return tuple(examined)
 
 
 def _are_paths(weights: object) -> bool:
     return isinstance(weights, Sequence) and all(isinstance(each, Path) for each in weights)
-
-
-def _is_module(weights: object) -> bool:
-    # By its shape rather than its type: torch is loaded by those who use it.
-    return callable(getattr(weights, "state_dict", None)) and callable(getattr(weights, "named_parameters", None))
 
 
 def _config(module: Any) -> dict[str, Any]:

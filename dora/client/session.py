@@ -1,10 +1,13 @@
 """One trainer's session with one service: its connection, and what the service told when the trainer attached."""
 
 import asyncio
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+import grpc
 
 from dora.client.connection import Connection, Patience
 from dora.errors import Conflict, InvalidValue
@@ -56,14 +59,18 @@ class Session:
         self._connect_s = connect_s
         self._groups_per_step = 0
         self._attachment: Attachment | None = None
+        self._begun = False  # steps were asked for since: the attachment's next step may be over
         self._stub: TrainerStub | None = None
+        self._staying: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._stub = self.connection.stub(TrainerStub)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        self._attachment = self._stub = None
+        if self._staying is not None:
+            self._staying.cancel()
+        self._attachment = self._stub = self._staying = None
         await self.connection.close()
 
     @property
@@ -88,7 +95,7 @@ class Session:
         """
         if groups < 0:
             raise InvalidValue("groups", groups, "1 or more, or 0 for what the service has")
-        self._groups_per_step = groups
+        self._groups_per_step, self._begun = groups, False
         patience = Patience(self._connect_s)
         while True:
             try:
@@ -97,10 +104,14 @@ class Session:
                 await patience.wait(error)
 
     async def attached(self, groups: int = 0) -> Attachment:
-        """Attaches, unless it is attached with this number of groups already. Raises as :meth:`attach`."""
-        if self._attachment is None or groups not in (0, self._groups_per_step):
-            return await self.attach(groups)
-        return self._attachment
+        """What to begin with the steps from: attaches, unless it has just been done with this number of groups.
+
+        Raises as :meth:`attach`.
+        """
+        if self._attachment is None or self._begun or groups not in (0, self._groups_per_step):
+            await self.attach(groups or self._groups_per_step)
+        self._begun = True
+        return self.attachment
 
     async def attach_again(self, error: ServiceUnavailable) -> Attachment:
         """Attaches after the connection broke with ``error``; raises it after ``reconnect_s`` without progress."""
@@ -118,7 +129,17 @@ class Session:
         if self._attachment.max_message_bytes:
             limit_bytes = min(self.connection.max_message_bytes, self._attachment.max_message_bytes)
             self.connection.max_message_bytes = limit_bytes
+        if self._staying is not None:
+            self._staying.cancel()
+        self._staying = asyncio.create_task(self._stay(self.stub, reply.trainer_epoch))
         return self._attachment
+
+    async def _stay(self, stub: TrainerStub, epoch: int) -> None:
+        """Holds a call open, by whose end the service knows that this trainer has left. Nothing else depends on it."""
+        call = stub.Stay(pb.StayRequest(trainer_epoch=epoch), metadata=self.connection.metadata)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for _ in call:
+                pass
 
 
 def attachment_of(reply: pb.AttachReply) -> Attachment:

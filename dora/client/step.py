@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from dora.client.publication import Weights, canary_of, place_weights, upload
 from dora.client.session import Attachment, Session
-from dora.errors import Conflict
+from dora.errors import Conflict, InvalidValue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import canary_to_wire, group_from_wire
 from dora.rpc.errors import ServiceUnavailable
@@ -87,16 +87,19 @@ class Step:
     ) -> Commit:
         """Acknowledges the step's groups and publishes ``weights`` as version ``number + 1``.
 
-        ``weights`` is a torch module, tensors by checkpoint name (torch or numpy), or safetensors file(s) or folder;
-        they must not change before it returns. The canary of a module is computed, of the others it may be given.
+        ``weights`` is a torch module (also one that torch.compile, DDP or FSDP1 wraps), tensors by checkpoint name
+        (torch or numpy), or safetensors file(s) or folder; they must not change before it returns. The canary of a
+        module is computed, of the others it may be given.
         ``metrics`` are shown to operators. Repeating it is safe: a step is committed once.
 
         Raises Conflict before all groups were taken or where another trainer took over, InvalidValue for weights
-        that do not fit the model, ServiceUnavailable when reconnecting failed.
+        that do not fit the model or are not finite, or for a metric that is no number, ServiceUnavailable when
+        reconnecting failed.
         """
         if self._commit is not None:
             return self._commit
         self._check_taken()
+        numbers = _numbers(metrics or {})
         if canary is None:
             canary = await asyncio.to_thread(canary_of, weights, self._session.attachment.tensors)
         sent = False
@@ -104,7 +107,7 @@ class Step:
             attachment = self._session.attachment
             try:
                 files = await self._publish(attachment, weights)
-                request = self._commit_request(attachment, files, canary, metrics or {})
+                request = self._commit_request(attachment, files, canary, numbers)
                 sent = True
                 reply = await self._session.connection.call(self._session.stub.CommitStep, request)
                 self._commit = Commit(self.number + 1, reply.groups_trained)
@@ -191,7 +194,7 @@ class Step:
             version=self.number + 1,
             files=[pb.WeightFile(name=file.name, file_bytes=file.file_bytes, blake3=file.blake3) for file in files],
             canary=canary_to_wire(canary) if canary is not None else None,
-            metrics=dict(metrics),
+            metrics=metrics,
             waited_s=self._waited_s,
         )
 
@@ -205,3 +208,14 @@ class Step:
         if attachment.next_step != self.number:
             allowed = f"{attachment.next_step}, the service's next: another trainer committed in the meantime"
             raise Conflict("step", self.number, allowed)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as plain numbers; a tensor or array of one element is one. Raises InvalidValue for another value."""
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise InvalidValue(f"metrics: {name}", value, "a number") from error
+    return numbers

@@ -21,7 +21,8 @@ class Trainer(Session):
         """The steps from the first uncommitted one on, until the prompts are exhausted.
 
         A step must be committed before the next is asked for, else Conflict is raised. The last one may be short
-        (``step.end_of_prompts``); one that would hold no group at all is not yielded.
+        (``step.end_of_prompts``); one that would hold no group at all is not yielded. May be called again after a loop
+        was left: a step that was not committed begins anew, with the groups it had.
         """
         number = (await self.attached(groups)).next_step
         while True:

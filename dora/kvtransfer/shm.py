@@ -62,6 +62,10 @@ class ShmTransport:
             raise SnapshotRefused("total bytes = 0") from error
         return decode(memoryview(mapped))
 
+    def check(self, locator: str, owner: str) -> None:
+        if not _LOCATOR.fullmatch(locator) or locator.partition("-")[0] != owner:
+            raise InvalidValue("locator", locator, f"{owner}, a dash, 32 hexadecimal digits and .kv")
+
     def release(self, locator: str) -> None:
         self._file(locator).unlink(missing_ok=True)
 

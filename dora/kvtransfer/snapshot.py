@@ -62,6 +62,9 @@ class KvTransport(Protocol):
         Its arrays are read-only and may share the transport's memory, which lives as long as they do.
         """
 
+    def check(self, locator: str, owner: str) -> None:
+        """Raises InvalidValue for a locator that ``put`` of this writer cannot have handed out."""
+
     def release(self, locator: str) -> None:
         """Frees a snapshot. Unknown locators are ignored, so that a release may be repeated."""
 

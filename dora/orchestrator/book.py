@@ -12,14 +12,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dora.config import RolloutConfig
-from dora.errors import DoraError
+from dora.errors import InvalidValue
 from dora.sampling import effective
 from dora.trajectory import Trajectory, TrajectoryGroup
 from dora.types import Arrival, FinishReason, Prompt, RequestSpec, Reward, SamplingParams, Segment, TokenDelta
 
 
-class BookError(DoraError):
+class BookError(InvalidValue):
     """A report that does not continue what the book holds: a bug in a worker, which must be replaced."""
+
+    REFUSED = "does not continue what the book holds"
 
 
 @dataclass(slots=True)
@@ -53,17 +55,25 @@ class Entry:
             tuple(self.logprobs),
         )
 
+    def check(self, delta: TokenDelta) -> None:
+        """Raises BookError for a gap, another version, or tokens that are held and are others."""
+        held = len(self.tokens)
+        if delta.version != self.version:
+            raise BookError(f"{self.request_id}: version", delta.version, str(self.version))
+        if delta.first_token > held:
+            raise BookError(f"{self.request_id}: first token", delta.first_token, f"{held} or before")
+        if delta.first_token < held:
+            repeated = delta.token_ids[: held - delta.first_token]
+            if list(repeated) != self.tokens[delta.first_token : delta.first_token + len(repeated)]:
+                raise BookError(f"{self.request_id}: tokens from {delta.first_token} on", repeated, "those held")
+
     def append(self, worker_id: str, delta: TokenDelta, at: float) -> Arrival | None:
         """Takes new tokens over. Returns how the request came to this worker if these are its first tokens there.
 
-        Tokens already held (repeated after a re-prefill) are skipped; a gap raises BookError.
+        Tokens already held (repeated after a re-prefill) are skipped. Raises BookError as :meth:`check`.
         """
+        self.check(delta)
         skip = len(self.tokens) - delta.first_token
-        if skip < 0 or delta.version != self.version:
-            raise BookError(
-                f"{self.request_id}: {worker_id} reports token {delta.first_token} of version {delta.version}; "
-                f"the book holds {len(self.tokens)} tokens of version {self.version}"
-            )
         arrival = self.arrivals.pop(worker_id, None)
         fresh = delta.token_ids[skip:]
         if fresh:

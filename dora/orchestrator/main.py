@@ -25,7 +25,16 @@ from dora.orchestrator.prompt_check import PromptCheck
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.scoring import filtering, verifying
 from dora.orchestrator.services.server import serving
-from dora.orchestrator.setup import cache_of, check_context, event_log_of, prepared_model, recorder_of, run_folder_of
+from dora.orchestrator.setup import (
+    SNAPSHOTS_FOLDER,
+    WEIGHTS_FOLDER,
+    cache_of,
+    check_context,
+    event_log_of,
+    prepared_model,
+    recorder_of,
+    run_folder_of,
+)
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.weights.store import WeightStore
 
@@ -68,14 +77,14 @@ async def serve(
         stack.enter_context(collecting_rarely())
         keep_freed_memory()
         run_folder = stack.enter_context(run_folder_of(config))
-        store = await asyncio.to_thread(WeightStore, run_folder / "weights", model)
+        store = await asyncio.to_thread(WeightStore, run_folder / WEIGHTS_FOLDER, model)
         recorder = await recorder_of(config, store, stack)
         tokenizer = await asyncio.to_thread(ChatTokenizer, model, cache_of(config))
         source = await asyncio.to_thread(resolve_prompts, config.prompts, tokenizer, config.rollout.seed)
         check = PromptCheck(config, tokenizer=tokenizer, vocab_size=store.reference.vocab_size)
         verifier = await stack.enter_async_context(verifying(config, source, model))
         group_filter = await stack.enter_async_context(filtering(config))
-        snapshots = run_folder / "kv"
+        snapshots = run_folder / SNAPSHOTS_FOLDER
         snapshots.mkdir(exist_ok=True)
         runtime = Runtime(
             config,

@@ -24,6 +24,7 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.eventlog import EventLogWriter
 from dora.orchestrator.executor import Executor, Verifier
 from dora.orchestrator.feed import PromptFeed
+from dora.orchestrator.presence import TrainerPresence
 from dora.orchestrator.record_queue import RecordQueue
 from dora.orchestrator.streams import Sessions, WorkerProcesses, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
@@ -33,8 +34,6 @@ from dora.rewards import GroupFilter
 from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
-
-TRAINER_ABSENT_S = 2.0  # a trainer that holds no stream and no lease for so long has gone
 
 
 class Runtime:
@@ -64,7 +63,12 @@ class Runtime:
         self.recorder = RecordQueue(recorder, self.spawn)
         self.sessions = Sessions(self._worker_lost, processes)
         self.reports = WorkerReports(
-            machine=self.machine, book=self.book, store=store, telemetry=self.telemetry, post=self.post
+            machine=self.machine,
+            book=self.book,
+            store=store,
+            transport=transport,
+            telemetry=self.telemetry,
+            post=self.post,
         )
         self.executor = Executor(
             book=self.book,
@@ -79,8 +83,7 @@ class Runtime:
             post=self.post,
             spawn=self.spawn,
         )
-        self.trainer_name = ""
-        self.trainer_seen_s = -TRAINER_ABSENT_S
+        self.trainer = TrainerPresence()
         self.started_at = time.time()
         self._tasks: set[asyncio.Task[None]] = set()
         self._posting = False
@@ -119,9 +122,14 @@ class Runtime:
 
     def trainer_present(self) -> bool:
         """Whether a trainer streams, trains on leased groups, or did so a moment ago."""
-        if self.sessions.stream is not None or self.machine.state.leased:
-            self.trainer_seen_s = time.monotonic()
-        return time.monotonic() - self.trainer_seen_s < TRAINER_ABSENT_S
+        return self.trainer.is_awaited(self._trainer_holds())
+
+    def trainer_shown(self) -> str:
+        """The name of the trainer that is attached; empty where there is none, or it has left."""
+        return self.trainer.name if self.trainer.is_there(self._trainer_holds()) else ""
+
+    def _trainer_holds(self) -> bool:
+        return self.sessions.stream is not None or bool(self.machine.state.leased)
 
     async def ticks(self) -> None:
         """Time for the core, and an end for workers that have gone silent."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import sys
@@ -9,13 +10,23 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
 
 from dora.config import Config
 from dora.errors import InvalidValue
 from dora.models import context_tokens, default_cache, resolve_model
 from dora.orchestrator.eventlog import EventLogWriter
+from dora.ownership import hold, hold_new, is_abandoned
 from dora.record import TRAJECTORIES_FILE, Recorder
 from dora.weights.store import WeightStore
+
+log = logging.getLogger("dora.service")
+
+WEIGHTS_FOLDER: Final = "weights"  # of a run folder
+SNAPSHOTS_FOLDER: Final = "kv"
+LOCK_FILE: Final = "dora.lock"  # of a run folder that was named; held while its service lives
+MADE_LOCK_FILE: Final = "made.lock"  # of one that a service has made for itself
+MADE_PREFIX: Final = "dora-"
 
 
 def cache_of(config: Config) -> Path:
@@ -54,21 +65,50 @@ def check_context(config: Config, model: Path) -> None:
 
 @contextlib.contextmanager
 def run_folder_of(config: Config) -> Iterator[Path]:
-    """Shared memory of this service: weights, KV snapshots, logs. Removed at the end if we made it."""
+    """Shared memory of this service: weights, KV snapshots, logs. Removed at the end if we made it.
+
+    What services left that were killed is removed first: their folders in shared memory, and in a folder that was
+    named the versions and snapshots (the logs stay). Raises InvalidValue where a living service has the folder.
+    """
     if config.service.run_folder:
-        folder = Path(config.service.run_folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidValue("service.run_folder", str(folder), f"a folder to write in ({error.strerror})") from error
-        yield folder
+        with _taken_over(Path(config.service.run_folder)) as folder:
+            yield folder
         return
     shared = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="dora-", dir=shared if os.access(shared, os.W_OK) else None))
+    parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    for left in parent.glob(f"{MADE_PREFIX}*"):
+        if is_abandoned(left / MADE_LOCK_FILE):
+            log.warning("%s is removed: its service was killed", left)
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=MADE_PREFIX, dir=parent))
+    held = hold_new(folder / MADE_LOCK_FILE)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+@contextlib.contextmanager
+def _taken_over(folder: Path) -> Iterator[Path]:
+    """A folder that the user named: a service before this one may have ended there in any way, but not live there."""
+    field, lock = "service.run_folder", folder / LOCK_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        ours = lock.exists() or (folder / WEIGHTS_FOLDER / "proof").is_file()
+        held = hold(lock)
+    except OSError as error:
+        raise InvalidValue(field, str(folder), f"a folder to write in ({error.strerror})") from error
+    if held is None:
+        raise InvalidValue(field, str(folder), "a folder that no running service has")
+    try:
+        for left in (folder / WEIGHTS_FOLDER, folder / SNAPSHOTS_FOLDER):
+            if left.exists() and not ours:
+                raise InvalidValue(field, str(folder), f"a folder for services alone: no service has made {left}")
+            shutil.rmtree(left, ignore_errors=True)
+        yield folder
+    finally:
+        os.close(held)
 
 
 async def recorder_of(config: Config, store: WeightStore, stack: contextlib.AsyncExitStack) -> Recorder | None:

@@ -54,6 +54,7 @@ class Telemetry:
         self.trajectories_finished = 0
         self.rewards_failed = 0
         self.groups_filtered = 0
+        self.messages_refused = 0
         self.blackouts_ms: deque[float] = deque(maxlen=BLACKOUTS_KEPT)
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._stepped_s = 0.0
@@ -118,6 +119,7 @@ class Telemetry:
             "trajectories_finished": self.trajectories_finished,
             "rewards_failed": self.rewards_failed,
             "groups_filtered": self.groups_filtered,
+            "messages_refused": self.messages_refused,
             "blackout_ms_p50": float(np.percentile(blackouts, 50)),
             "blackout_ms_p99": float(np.percentile(blackouts, 99)),
         }

@@ -3,7 +3,10 @@
 import logging
 import time
 from collections.abc import Callable
+from typing import Final
 
+from dora.kvtransfer.snapshot import KvTransport
+from dora.orchestrator import worker_checks as checks
 from dora.orchestrator.book import Book, BookError
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
@@ -12,10 +15,13 @@ from dora.orchestrator.streams import WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.types import TokenDelta
+from dora.types import Canary, TokenDelta
+from dora.weights.canary import check_canary
 from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
+
+ERROR_CHARACTERS_MOST: Final = 2000  # of what a worker says about a command
 
 
 class WorkerReports:
@@ -27,64 +33,95 @@ class WorkerReports:
         machine: Machine,
         book: Book,
         store: WeightStore,
+        transport: KvTransport,
         telemetry: Telemetry,
         post: Callable[[on.Event], None],
     ) -> None:
         self._machine = machine
         self._book = book
         self._store = store
+        self._transport = transport
         self._telemetry = telemetry
         self._post = post
 
     def report(self, session: WorkerSession, report: pb.WorkerReport) -> None:
         """Takes over the tokens of requests that this worker owns; the rest belongs to an older handoff.
 
-        Raises BookError or InvalidValue for a delta that is wrong; what came before it counts.
+        Raises InvalidValue (BookError) for a report that is wrong anywhere: nothing of it is taken over.
         """
         now, at = time.monotonic(), time.time()
+        deltas = checks.checked_deltas(report, session.capability.kv_tokens, self._vocab_size(session))
+        owned = set(self._machine.owned(session.worker_id, session.epoch, {delta.request_id for delta in deltas}))
+        deltas = [delta for delta in deltas if delta.request_id in owned]
+        for delta in deltas:
+            if delta.version != report.version:
+                raise BookError(f"{delta.request_id}: version", delta.version, f"{report.version}, the report's own")
+        # C1: the core counts such a token, and evicts the worker; nothing else of the report is taken over either
+        mixed = [delta for delta in deltas if delta.version != self._book[delta.request_id].version]
+        if not mixed:
+            checks.check_against_book(self._book, deltas)
         session.heard_s = now
         session.rate.observe(now, report.generated_tokens)
-        self._telemetry.tokens_reprefilled += report.reprefilled_tokens - session.reprefilled_tokens
+        self._telemetry.tokens_reprefilled += max(0, report.reprefilled_tokens - session.reprefilled_tokens)
         session.reprefilled_tokens = report.reprefilled_tokens
-        taken = on.Progress(
-            session.worker_id, session.epoch, report.version, {}, {}, report.waiting, report.kv_used_tokens
+        for delta in () if mixed else deltas:
+            self._append(session.worker_id, delta, at)
+        taken = mixed or deltas
+        self._post(
+            on.Progress(
+                session.worker_id,
+                session.epoch,
+                report.version,
+                {delta.request_id: len(self._book[delta.request_id].tokens) for delta in taken},
+                {} if mixed else {delta.request_id: delta.finish_reason for delta in deltas if delta.finish_reason},
+                report.waiting,
+                report.kv_used_tokens,
+            )
         )
-        try:
-            for message in report.deltas:
-                delta = convert.delta_from_wire(message)
-                if not self._machine.owns(session.worker_id, session.epoch, delta.request_id):
-                    continue
-                if delta.version != report.version:
-                    raise BookError(f"tokens of version {delta.version} in a report of version {report.version}")
-                if delta.version == self._book[delta.request_id].version:  # else C1: the core counts it, and evicts
-                    self._append(session.worker_id, delta, at)
-                taken.tokens[delta.request_id] = len(self._book[delta.request_id].tokens)
-                if delta.finish_reason is not None:
-                    taken.finished[delta.request_id] = delta.finish_reason
-        finally:  # what is in the book must be in the core
-            self._post(taken)
 
     def outcome(self, session: WorkerSession, outcome: pb.WorkerOutcome) -> None:
-        """Tells the core how a command to this worker went."""
+        """Tells the core how a command to this worker went. Raises InvalidValue for an outcome that is wrong."""
+        pending = self._machine.state.pending.get(outcome.command_id)
+        if pending is None or (pending.command.worker_id, pending.command.epoch) != (session.worker_id, session.epoch):
+            command = None  # of an epoch that is over
+        else:
+            command = pending.command
+        canary = self._checked(session, outcome, command)
         session.heard_s = time.monotonic()
+        error = outcome.error[:ERROR_CHARACTERS_MOST]
         if not outcome.ok:  # an unknown request is one that finished a moment before: expected
             level = logging.DEBUG if outcome.error_kind == "unknown_request" else logging.WARNING
-            log.log(level, "%s: command %d: %s", session.worker_id, outcome.command_id, outcome.error)
-        pending = self._machine.state.pending.get(outcome.command_id)
-        if outcome.ok and pending is not None and isinstance(pending.command, do.LoadVersion):
-            self._keep_canary(pending.command.version, outcome.canary)
+            log.log(level, "%s: command %d: %s", session.worker_id, outcome.command_id, error)
+        if outcome.ok and isinstance(command, do.LoadVersion) and canary is not None:
+            self._keep_canary(command.version, canary)
         self._post(
             on.CommandDone(
                 session.worker_id,
                 session.epoch,
                 outcome.command_id,
                 outcome.ok,
-                outcome.error,
+                error,
                 outcome.error_kind,
                 outcome.locator,
                 outcome.tokens,
             )
         )
+
+    def _checked(
+        self, session: WorkerSession, outcome: pb.WorkerOutcome, command: do.WorkerCommand | None
+    ) -> Canary | None:
+        """The canary in an outcome. Raises InvalidValue for what the engine of this worker cannot have answered."""
+        checks.checked_error(outcome)
+        if outcome.locator or (outcome.ok and isinstance(command, do.CopyOut)):
+            self._transport.check(outcome.locator, str(session.epoch))
+        canary = convert.canary_from_wire(outcome.canary)
+        if canary is not None:
+            check_canary(canary, self._vocab_size(session))
+        return canary
+
+    def _vocab_size(self, session: WorkerSession) -> int:
+        """The model's; the engine's, where the model's config does not say."""
+        return self._store.reference.vocab_size or session.capability.vocab_size
 
     def _append(self, worker_id: str, delta: TokenDelta, at: float) -> None:
         entry = self._book[delta.request_id]
@@ -94,8 +131,7 @@ class WorkerReports:
             self._telemetry.blackouts_ms.append((at - last_at) * 1000)
         self._telemetry.tokens(len(entry.tokens) - before, at)
 
-    def _keep_canary(self, version: int, found: pb.Canary) -> None:
+    def _keep_canary(self, version: int, canary: Canary) -> None:
         """A version that came without a canary is held to what its first worker made of it."""
-        canary = convert.canary_from_wire(found)
-        if canary is not None and self._store.canary(version) is None:
+        if self._store.canary(version) is None:
             self._store.keep_canary(version, canary)

@@ -47,9 +47,11 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES, proxied: bool = 
 
 
 def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """Of the service: the same limits, clients' keepalive pings allowed, and a busy port is an error."""
+    """Of the service: the same limits and keepalive, clients' pings allowed, and a busy port is an error."""
     return [
         *_limits(max_message_bytes),
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),

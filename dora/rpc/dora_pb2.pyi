@@ -52,6 +52,16 @@ class TensorHeader(_message.Message):
     optional: bool
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., optional: _Optional[bool] = ...) -> None: ...
 
+class StayRequest(_message.Message):
+    __slots__ = ("trainer_epoch",)
+    TRAINER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    trainer_epoch: int
+    def __init__(self, trainer_epoch: _Optional[int] = ...) -> None: ...
+
+class StayReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StreamStepRequest(_message.Message):
     __slots__ = ("trainer_epoch", "step")
     TRAINER_EPOCH_FIELD_NUMBER: _ClassVar[int]

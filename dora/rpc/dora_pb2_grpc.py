@@ -42,6 +42,11 @@ class TrainerStub:
                 request_serializer=dora_dot_rpc_dot_dora__pb2.AttachRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.AttachReply.FromString,
                 _registered_method=True)
+        self.Stay = channel.unary_stream(
+                '/dora.v1.Trainer/Stay',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.StayRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.StayReply.FromString,
+                _registered_method=True)
         self.StreamStep = channel.unary_stream(
                 '/dora.v1.Trainer/StreamStep',
                 request_serializer=dora_dot_rpc_dot_dora__pb2.StreamStepRequest.SerializeToString,
@@ -73,6 +78,13 @@ class TrainerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Stay(self, request, context):
+        """Open for as long as the trainer is there: once it ends, operators see that the trainer has left. May be left out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StreamStep(self, request, context):
         """Streams whole prompt groups as they finish, in messages of about 0.5 MB, until the step holds groups_per_step.
         Each group is leased to this trainer until the step commits. Asking again for the same step repeats its groups.
@@ -82,7 +94,8 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UploadWeights(self, request_iterator, context):
-        """Uploads one file of the next version's weights, for a trainer that does not share the service's host.
+        """Uploads one file of the next version's weights, for a trainer that does not share the service's host. Only of the
+        version that the open step's commit publishes, and no more bytes than the model's own and its files' headers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,6 +115,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.AttachRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.AttachReply.SerializeToString,
+            ),
+            'Stay': grpc.unary_stream_rpc_method_handler(
+                    servicer.Stay,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.StayRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.StayReply.SerializeToString,
             ),
             'StreamStep': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamStep,
@@ -149,6 +167,33 @@ class Trainer:
             '/dora.v1.Trainer/Attach',
             dora_dot_rpc_dot_dora__pb2.AttachRequest.SerializeToString,
             dora_dot_rpc_dot_dora__pb2.AttachReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stay(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dora.v1.Trainer/Stay',
+            dora_dot_rpc_dot_dora__pb2.StayRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.StayReply.FromString,
             options,
             channel_credentials,
             insecure,

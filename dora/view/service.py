@@ -32,6 +32,7 @@ COUNTERS: Final = {
     "groups_trained": "groups that the trainer has committed",
     "handoffs_now": "handoffs in flight",
     "loads_failed": "weights that a worker could not load",
+    "messages_refused": "wrong reports of workers: nothing of such a one was believed, and its worker was replaced",
     "migrations_failed": "handoffs that were undone; the request stayed where it was",
     "migrations_kv": "requests that moved with their KV-cache",
     "migrations_overtaken": "handoffs that the response's end made needless",

@@ -6,6 +6,7 @@ that were not re-packed) is caught before it samples a single token.
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 from dora.errors import InvalidValue
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 CANARY_TOKENS: Final = 48
 _CHOICES: Final = 8  # sequences that are tried for one without a tie
+LOGPROB_MOST: Final = 1e-4  # rounding may leave a certain token just above zero
 _TIE: Final = 1e-4  # router logits so close are one: rounding decides which expert is taken
 _LOSSY: Final = {"BF16": "bfloat16", "F16": "float16"}
 
@@ -39,7 +41,7 @@ def check_canary(canary: Canary, vocab_size: int) -> None:
     if len(canary.logprobs) != len(canary.token_ids) - 1:
         raise InvalidValue("canary.logprobs", len(canary.logprobs), f"{len(canary.token_ids) - 1}, one a transition")
     for logprob in canary.logprobs:
-        if not (math.isfinite(logprob) and logprob <= 1e-4):  # rounding may leave a certain token just above zero
+        if not (math.isfinite(logprob) and logprob <= LOGPROB_MOST):
             raise InvalidValue("canary.logprobs", logprob, "finite and not above 0: are the weights finite?")
 
 
@@ -63,8 +65,10 @@ def compute_canary(module: "torch.nn.Module", dtypes: Mapping[str, str] | None =
     tokens = min(CANARY_TOKENS, int(getattr(config, "max_position_embeddings", CANARY_TOKENS)))
     training = [(part, part.training) for part in module.modules()]
     module.eval()  # dropout would make it random
+    compiled = any("_orig_mod" in part._modules for part in module.modules())
+    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()  # once: not worth compiling for
     try:
-        with torch.no_grad():
+        with torch.no_grad(), eager:
             rounded = _rounded(module, dtypes or {})
             found: list[tuple[int, Canary]] = []
             for choice in range(_CHOICES):

@@ -5,6 +5,7 @@ Source: the safetensors format specification.
 """
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,10 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
 }
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
-_HEADER_BYTES_MAX: Final = 100_000_000  # the format's own limit
+HEADER_BYTES_MAX: Final = 100_000_000  # the format's own limit
+_NAME_CHARACTERS_MAX: Final = 1000
+_DIMENSIONS_MAX: Final = 64
+_ELEMENTS_MAX: Final = 1 << 63
 _TIED_HEAD: Final = "lm_head.weight"
 
 
@@ -73,7 +77,10 @@ def read_reference(folder: Path) -> Reference:
 def weight_files(folder: Path) -> tuple[str, ...]:
     """Names of the safetensors files that a loader reads from ``folder``: of its index, else the one, else all."""
     if (folder / INDEX_FILE).is_file():
-        return tuple(sorted(set(_json(folder / INDEX_FILE).get("weight_map", {}).values())))
+        weight_map = _json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise InvalidValue(f"{INDEX_FILE}: weight_map", weight_map, "an object of file names")
+        return tuple(sorted(set(weight_map.values())))
     if (folder / WEIGHTS_FILE).is_file():
         return (WEIGHTS_FILE,)
     files = tuple(sorted(file.name for file in folder.glob("*.safetensors")))
@@ -84,31 +91,36 @@ def weight_files(folder: Path) -> tuple[str, ...]:
 
 def read_header(file: Path) -> dict[str, TensorHeader]:
     """The tensors of one safetensors file, by name. Raises InvalidValue for anything but a whole, sound file."""
+    return {tensor.name: tensor for tensor in read_layout(file)[1]}
+
+
+def read_layout(file: Path, header_bytes_max: int = HEADER_BYTES_MAX) -> tuple[int, tuple[TensorHeader, ...]]:
+    """Where the tensors of a safetensors file begin, in bytes, and the tensors in their order there, without a gap.
+
+    Raises InvalidValue for whatever the safetensors library would refuse, which is anything but a whole, sound file,
+    and for a header over ``header_bytes_max``.
+    """
     try:
         with file.open("rb") as stream:
+            file_bytes = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
-            if length > _HEADER_BYTES_MAX:
-                raise InvalidValue(f"{file.name}: header bytes", length, f"at most {_HEADER_BYTES_MAX}")
-            header = json.loads(stream.read(length))
-            total_bytes = file.stat().st_size - 8 - length
+            most_bytes = min(header_bytes_max, max(0, file_bytes - 8))
+            if length > most_bytes:
+                raise InvalidValue(f"{file.name}: header bytes", length, f"at most {most_bytes}, in this file")
+            text = stream.read(length)
     except OSError as error:
         raise InvalidValue("weights file", str(file), f"a readable file ({error.strerror})") from error
-    except ValueError as error:
-        raise InvalidValue("weights file", str(file), f"in safetensors format ({error})") from error
-    tensors = {}
-    ranges = []
-    for name, entry in header.items():
-        if name != "__metadata__":
-            tensors[name], offsets = _entry(file, name, entry)
-            ranges.append(offsets)
+    header = _header(file.name, text)
+    _check_metadata(file.name, header.pop("__metadata__", {}))
+    placed = sorted((_entry(file.name, name, entry) for name, entry in header.items()), key=lambda each: each[1:])
     end = 0
-    for start, stop in sorted(ranges):
+    for tensor, start, stop in placed:
         if start != end:
-            raise InvalidValue(f"{file.name}: data_offsets", start, f"contiguous: {end}")
+            raise InvalidValue(f"{file.name}: {tensor.name}: data_offsets", [start, stop], f"contiguous, from {end} on")
         end = stop
-    if end != total_bytes:
-        raise InvalidValue(f"{file.name}: bytes of tensors", total_bytes, f"as its header says, {end}")
-    return tensors
+    if end != file_bytes - 8 - length:
+        raise InvalidValue(f"{file.name}: bytes of tensors", file_bytes - 8 - length, f"as its header says, {end}")
+    return 8 + length, tuple(tensor for tensor, _, _ in placed)
 
 
 def check_tensors(found: Mapping[str, TensorHeader], expected: Iterable[TensorHeader]) -> None:
@@ -130,18 +142,60 @@ def check_tensors(found: Mapping[str, TensorHeader], expected: Iterable[TensorHe
             raise InvalidValue(f"weights: {name}: dtype", found[name].dtype, wanted[name].dtype)
 
 
-def _entry(file: Path, name: str, entry: Any) -> tuple[TensorHeader, tuple[int, int]]:
+def _header(file_name: str, text: bytes) -> dict[str, Any]:
+    """The JSON object at the head of a safetensors file."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise ValueError(f"the key {name!r} stands there twice")
+            found[name] = value
+        return found
+
     try:
-        dtype, (start, stop) = str(entry["dtype"]), entry["data_offsets"]
-        shape = tuple(int(extent) for extent in entry["shape"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise InvalidValue(f"{file.name}: {name}", str(entry)[:80], "dtype, shape and data_offsets") from error
-    if dtype not in DTYPE_BYTES:
-        raise InvalidValue(f"{file.name}: {name}: dtype", dtype, f"one of {', '.join(DTYPE_BYTES)}")
-    tensor = TensorHeader(name, dtype, shape)
-    if min(shape, default=0) < 0 or stop - start != tensor.content_bytes:
-        raise InvalidValue(f"{file.name}: {name}: data_offsets", [start, stop], f"{tensor.content_bytes} bytes")
-    return tensor, (start, stop)
+        header = json.loads(text.decode(), object_pairs_hook=once, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise InvalidValue(f"{file_name}: header", text[:80], f"in safetensors format ({reason})") from error
+    if not isinstance(header, dict) or not text.startswith(b"{"):
+        raise InvalidValue(f"{file_name}: header", text[:80], "in safetensors format (a JSON object)")
+    return header
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _check_metadata(file_name: str, metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise InvalidValue(f"{file_name}: __metadata__", metadata, "an object of texts")
+
+
+def _entry(file_name: str, name: str, entry: Any) -> tuple[TensorHeader, int, int]:
+    """One tensor and where its bytes begin and end."""
+    if not name.isprintable() or len(name) > _NAME_CHARACTERS_MAX:
+        raise InvalidValue(
+            f"{file_name}: tensor", name, f"a printable name of at most {_NAME_CHARACTERS_MAX} characters"
+        )
+    place = f"{file_name}: {name}"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise InvalidValue(place, entry, "an object with dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise InvalidValue(f"{place}: dtype", dtype, f"one of {', '.join(DTYPE_BYTES)}")
+    if not _are_counts(shape) or len(shape) > _DIMENSIONS_MAX:
+        raise InvalidValue(f"{place}: shape", shape, f"at most {_DIMENSIONS_MAX} whole numbers, 0 or above")
+    if not _are_counts(offsets) or len(offsets) != 2:
+        raise InvalidValue(f"{place}: data_offsets", offsets, "two whole numbers, 0 or above")
+    tensor = TensorHeader(name, dtype, tuple(shape))
+    if offsets[1] - offsets[0] != tensor.content_bytes:
+        raise InvalidValue(f"{place}: data_offsets", offsets, f"{tensor.content_bytes} bytes, as dtype and shape say")
+    return tensor, offsets[0], offsets[1]
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < _ELEMENTS_MAX for value in values)
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -149,7 +203,7 @@ def _json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidValue("model", str(file), f"a readable file ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidValue("model", str(file), f"a JSON file ({error})") from error
     if not isinstance(content, dict):
         raise InvalidValue("model", str(file), "a JSON object")

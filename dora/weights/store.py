@@ -1,17 +1,18 @@
 """The weight store: every live version on the service's host, in a folder that should lie in memory (tmpfs).
 
     FOLDER/proof                            random bytes: a trainer that can read them shares this host
-    FOLDER/incoming/<epoch>-<version>/      files being written by a trainer, or uploaded
+    FOLDER/incoming/<epoch>-<version>/      files being written by a trainer, or uploaded; one being uploaded is hidden
     FOLDER/versions/<version>/              published: a loadable Hugging Face folder, complete or absent
 
-Synchronous and not for concurrent calls about one version; the shell calls it in a thread.
+Synchronous and not for concurrent calls about one version, but for uploads; the shell calls it in a thread.
 """
 
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -19,20 +20,20 @@ from typing import Any, Final
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.types import Canary
 from dora.weights.canary import check_canary
-from dora.weights.files import WeightFile, check_file_name, hash_file
+from dora.weights.files import SUFFIX, WeightFile, check_file_name, examine_file
 from dora.weights.reference import (
     INDEX_FILE,
     WEIGHTS_FILE,
     Reference,
     TensorHeader,
     check_tensors,
-    read_header,
     read_reference,
 )
 
 MANIFEST_FILE: Final = "dora-manifest.json"
 CANARY_FILE: Final = "dora-canary.json"
-_HEADER_ROOM_BYTES: Final = 64 << 20  # what safetensors headers may add to the tensors' own bytes
+_METADATA_BYTES: Final = 1 << 20  # what all safetensors headers of a version may hold beside the tensors' entries
+_ENTRY_BYTES: Final = 1 << 10  # of one tensor in a header
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5")
 
 
@@ -51,8 +52,10 @@ class WeightStore:
         self._versions = folder / "versions"
         for made in (self._incoming, self._versions):
             made.mkdir(parents=True, exist_ok=True)
-        for unfinished in self._versions.glob(".*"):
+        for unfinished in (*self._versions.glob(".*"), *self._incoming.iterdir()):
             shutil.rmtree(unfinished)
+        self._uploading: dict[Path, int] = {}  # files on their way in, with their announced bytes
+        self._uploads = threading.Lock()
         self.proof_bytes = secrets.token_bytes(32)
         self.proof.write_bytes(self.proof_bytes)
         if not (self._versions / "0").is_dir():
@@ -89,17 +92,34 @@ class WeightStore:
         return folder
 
     def upload(self, epoch: int, version: int, file_name: str, file_bytes: int) -> "Upload":
-        """Opens one incoming file; an earlier one of the same name is replaced.
+        """Opens one incoming file; once it is whole, an earlier one of the same name is replaced.
 
-        Raises InvalidValue for a name that is not plain, or where the files would outgrow the model.
+        Raises InvalidValue for a name that is not plain, or where the files, those on their way included, would
+        outgrow the model; Conflict where a file of this name is on its way.
         """
         check_file_name(file_name)
-        folder = self.begin(epoch, version)
-        limit_bytes = self.reference.content_bytes + _HEADER_ROOM_BYTES
-        held_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.name != file_name)
-        if not 0 < file_bytes <= limit_bytes - held_bytes:
-            raise InvalidValue("file_bytes", file_bytes, f"1 to {limit_bytes - held_bytes}: the model's own size")
-        return Upload(folder / file_name, file_bytes)
+        with self._uploads:
+            folder = self.begin(epoch, version)
+            file = folder / file_name
+            if file in self._uploading:
+                raise Conflict("file_name", file_name, "a file that is not being uploaded already")
+            sizes = {held: held.stat().st_size for held in folder.glob(f"[!.]*{SUFFIX}")}
+            sizes |= {held: size for held, size in self._uploading.items() if held.parent == folder}
+            sizes.pop(file, None)
+            room_bytes = self.reference.content_bytes + self._header_bytes_max - sum(sizes.values())
+            if not 0 < file_bytes <= room_bytes:
+                raise InvalidValue("file_bytes", file_bytes, f"1 to {room_bytes}, by the model's own size")
+            if len(sizes) >= self._files_max:
+                raise InvalidValue(
+                    "file_name", file_name, f"one of at most {self._files_max} files, as the model's tensors"
+                )
+            upload = Upload(file, file_bytes, self._upload_ended)
+            self._uploading[file] = file_bytes
+        return upload
+
+    def _upload_ended(self, file: Path) -> None:
+        with self._uploads:
+            del self._uploading[file]
 
     def publish(self, epoch: int, version: int, files: Sequence[WeightFile], canary: Canary | None) -> Path:
         """Verifies the incoming files and makes them ``version``, in one rename; returns its folder.
@@ -115,7 +135,7 @@ class WeightStore:
         if target.is_dir():
             if _read_manifest(target) != manifest:
                 raise Conflict("version", version, "a version that holds no other files: each is published once")
-            shutil.rmtree(self._incoming_folder(epoch, version), ignore_errors=True)
+            self._forget_incoming(version)
             return target
         incoming = self._incoming_folder(epoch, version)
         tensors = self._verified(incoming, files)
@@ -126,7 +146,7 @@ class WeightStore:
             os.rename(incoming / file.name, unfinished / file.name)
         self._complete(unfinished, tensors, manifest, canary)
         os.rename(unfinished, target)
-        shutil.rmtree(incoming)
+        self._forget_incoming(version)
         return target
 
     def retire(self, version: int) -> None:
@@ -141,7 +161,23 @@ class WeightStore:
         """Frees what the trainers up to ``epoch`` had begun to write: they are fenced."""
         for entry in self._incoming.iterdir():
             if int(entry.name.partition("-")[0]) <= epoch:
-                shutil.rmtree(entry)
+                shutil.rmtree(entry, ignore_errors=True)  # its writer may still be at it
+
+    def _forget_incoming(self, version: int) -> None:
+        """Frees what was written for a version that is published, by whichever trainer, and for those before."""
+        for entry in self._incoming.iterdir():
+            if int(entry.name.partition("-")[2]) <= version:
+                shutil.rmtree(entry, ignore_errors=True)
+
+    @property
+    def _header_bytes_max(self) -> int:
+        """Of all files of a version: what their headers may take."""
+        return _METADATA_BYTES + _ENTRY_BYTES * len(self.reference.tensors)
+
+    @property
+    def _files_max(self) -> int:
+        """Each file has to hold a tensor."""
+        return len(self.reference.tensors)
 
     def _incoming_folder(self, epoch: int, version: int) -> Path:
         return self._incoming / f"{epoch:d}-{version:d}"
@@ -149,6 +185,8 @@ class WeightStore:
     def _check_announced(self, files: Sequence[WeightFile]) -> None:
         if not files:
             raise InvalidValue("files", [], "at least one safetensors file")
+        if len(files) > self._files_max:
+            raise InvalidValue("files", f"{len(files)} files", f"at most {self._files_max}, as the model's tensors")
         names = [check_file_name(file.name) for file in files]
         if len(set(names)) < len(names):
             raise InvalidValue("files", sorted(names), "every name once")
@@ -161,12 +199,7 @@ class WeightStore:
             path = incoming / file.name
             if path.is_symlink() or not path.is_file():
                 raise InvalidValue("files", file.name, "written or uploaded before the commit")
-            if path.stat().st_size != file.file_bytes:
-                raise InvalidValue(f"{file.name}: bytes", path.stat().st_size, f"as announced, {file.file_bytes}")
-            found = hash_file(path)
-            if found.blake3 != file.blake3:
-                raise InvalidValue(f"{file.name}: blake3", found.blake3.hex(), f"as announced, {file.blake3.hex()}")
-            tensors[file.name] = read_header(path)
+            _, tensors[file.name] = examine_file(path, file, self._header_bytes_max)
             for name in sorted(tensors[file.name].keys() & merged.keys()):
                 raise InvalidValue(f"{file.name}: tensor", name, "in one file only")
             merged |= tensors[file.name]
@@ -210,12 +243,15 @@ class WeightStore:
 
 
 class Upload:
-    """One file on its way in. As a context manager it leaves a whole file or none."""
+    """One file on its way in, under a hidden name. As a context manager it leaves a whole file or none."""
 
-    def __init__(self, file: Path, file_bytes: int) -> None:
+    def __init__(self, file: Path, file_bytes: int, ended: Callable[[Path], None]) -> None:
+        """``ended`` is told of the file at the end."""
         self._file = file
+        self._unfinished = file.with_name(f".{file.name}")
         self._expected_bytes = file_bytes
-        self._stream = file.open("wb")
+        self._ended = ended
+        self._stream = self._unfinished.open("wb")
 
     def append(self, content: bytes) -> None:
         """Raises InvalidValue for more bytes than were announced."""
@@ -224,11 +260,15 @@ class Upload:
         self._stream.write(content)
 
     def finish(self) -> int:
-        """The file's bytes. Raises InvalidValue where fewer came than were announced."""
+        """The file's bytes. Raises InvalidValue where fewer came than were announced, or its trainer was fenced."""
         received_bytes = self._stream.tell()
         if received_bytes != self._expected_bytes:
             raise InvalidValue("file_bytes", received_bytes, f"the size in the upload's header, {self._expected_bytes}")
         self._stream.close()
+        try:
+            os.rename(self._unfinished, self._file)
+        except FileNotFoundError as error:
+            raise Conflict("upload", self._file.name, "of the trainer that attached last, before its commit") from error
         return received_bytes
 
     def __enter__(self) -> "Upload":
@@ -237,10 +277,9 @@ class Upload:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        complete = self._stream.closed
         self._stream.close()
-        if not complete:
-            self._file.unlink()
+        self._unfinished.unlink(missing_ok=True)
+        self._ended(self._file)
 
 
 def _manifest(files: Sequence[WeightFile]) -> list[dict[str, Any]]:

@@ -203,20 +203,20 @@ async def test_a_refused_upload_says_why_however_long_it_is(service: Running) ->
     async with trainer_of(service) as trainer:
         epoch = (await trainer.attach(GROUPS)).epoch
 
-        async def messages(name: str, announced_bytes: int) -> AsyncIterator[pb.WeightChunk]:
+        async def messages(name: str, announced_bytes: int, chunks: int) -> AsyncIterator[pb.WeightChunk]:
             header = {"trainer_epoch": epoch, "version": 1, "file_name": name, "file_bytes": announced_bytes}
             yield pb.WeightChunk(header=pb.WeightFileHeader(**header))
-            for _ in range(64):
+            for _ in range(chunks):
                 yield pb.WeightChunk(content=bytes(1 << 19))
 
-        for name, announced_bytes, complaint in (
-            ("../model.safetensors", 32 << 20, "file name"),
-            ("model.safetensors", 1 << 40, "file_bytes = 1099511627776"),
-            ("model.safetensors", 1 << 20, "more than 1048576"),
-            ("model.safetensors", 33 << 20, "file_bytes = 33554432"),
+        for name, announced_bytes, chunks, complaint in (
+            ("../model.safetensors", 32 << 20, 64, "file name"),
+            ("model.safetensors", 1 << 40, 64, "file_bytes = 1099511627776"),
+            ("model.safetensors", 1 << 20, 64, "more than 1048576"),
+            ("model.safetensors", 1 << 20, 1, "file_bytes = 524288"),
         ):
             with pytest.raises(InvalidValue, match=complaint):
-                await trainer.connection.upload(trainer.stub.UploadWeights, messages(name, announced_bytes))
+                await trainer.connection.upload(trainer.stub.UploadWeights, messages(name, announced_bytes, chunks))
 
 
 # ----------------------------------------------------------------------------------- the scripted service
@@ -314,12 +314,12 @@ async def test_an_upload_cut_off_by_a_restart_is_a_broken_connection(service: Ru
         epoch = (await trainer.attach(GROUPS)).epoch
 
         async def messages() -> AsyncIterator[pb.WeightChunk]:
-            header = pb.WeightFileHeader(trainer_epoch=epoch, version=1, file_name="a.safetensors", file_bytes=32 << 20)
+            header = pb.WeightFileHeader(trainer_epoch=epoch, version=1, file_name="a.safetensors", file_bytes=1 << 20)
             yield pb.WeightChunk(header=header)
             for index in range(64):
                 if index == 8:
                     await service.restart()
-                yield pb.WeightChunk(content=bytes(1 << 19))
+                yield pb.WeightChunk(content=bytes(1 << 14))
 
         with pytest.raises(ServiceUnavailable):
             await trainer.connection.upload(trainer.stub.UploadWeights, messages())

@@ -24,7 +24,7 @@ def of_service(runtime: Runtime, model: str) -> pb.Status:
         filling_step=window.step,
         filling_left=window.left,
         newest_version=window.newest,
-        trainer=runtime.trainer_name,
+        trainer=runtime.trainer_shown(),
         versions=[_version(state, v) for v in range(window.oldest_live, window.newest + 1)],
         workers=[_worker(runtime, worker) for worker in sorted(state.workers.values(), key=lambda w: w.worker_id)]
         + [

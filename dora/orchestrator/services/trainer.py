@@ -6,9 +6,9 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from dora.errors import Conflict, DoraError, InvalidValue
 from dora.orchestrator.core import events as on
@@ -21,6 +21,12 @@ from dora.rpc.errors import ServicerContext
 from dora.weights.files import WeightFile
 
 log = logging.getLogger("dora.service")
+
+UPLOAD_SILENCE_S: Final = 60.0  # an upload of which nothing has come for so long is given up
+METRICS_MOST: Final = 128  # of one commit
+METRIC_NAME_MOST: Final = 128  # characters
+CLIENT_NAME_MOST: Final = 128  # characters
+_BLAKE3_BYTES: Final = 32
 
 Reply = TypeVar("Reply")
 
@@ -52,6 +58,9 @@ class TrainerService(stubs.TrainerServicer):
 
     async def _attach(self, request: pb.AttachRequest) -> pb.AttachReply:
         runtime = self._runtime
+        name = request.client_name
+        if not name.isprintable() or len(name) > CLIENT_NAME_MOST:
+            raise InvalidValue("client_name", name, f"printable, of at most {CLIENT_NAME_MOST} characters")
         async with self._changing:
             runtime.post(on.TrainerAttached(self._epoch + 1, request.groups_per_step))
             self._epoch += 1
@@ -59,9 +68,8 @@ class TrainerService(stubs.TrainerServicer):
                 runtime.sessions.stream.close(superseded=True)
                 runtime.sessions.stream = None
             await asyncio.to_thread(runtime.store.discard, self._epoch - 1)
-        runtime.trainer_name = request.client_name or "trainer"
-        runtime.trainer_seen_s = time.monotonic()
-        log.info("trainer %s attached (epoch %d)", runtime.trainer_name, self._epoch)
+        runtime.trainer.attached(name or "trainer")
+        log.info("trainer %s attached (epoch %d)", runtime.trainer.name, self._epoch)
         window = runtime.machine.state.window
         return pb.AttachReply(
             trainer_epoch=self._epoch,
@@ -79,6 +87,12 @@ class TrainerService(stubs.TrainerServicer):
                 for tensor in runtime.store.reference.tensors
             ],
         )
+
+    async def Stay(self, request: pb.StayRequest, context: ServicerContext) -> AsyncIterator[pb.StayReply]:
+        self._check_epoch(request.trainer_epoch)
+        with self._runtime.trainer.staying() as superseded:
+            yield pb.StayReply()
+            await superseded.wait()
 
     async def StreamStep(
         self, request: pb.StreamStepRequest, context: ServicerContext
@@ -100,7 +114,7 @@ class TrainerService(stubs.TrainerServicer):
                 ):
                     yield message
         finally:
-            runtime.trainer_seen_s = time.monotonic()
+            runtime.trainer.seen()
             if runtime.sessions.stream is stream:
                 runtime.sessions.stream = None
         if stream.superseded:
@@ -115,15 +129,33 @@ class TrainerService(stubs.TrainerServicer):
         if first is None or not first.HasField("header"):
             raise InvalidValue("header", None, "in the first message of an upload")
         header, store = first.header, self._runtime.store
-        self._check_epoch(header.trainer_epoch)
+        self._check_upload(header.trainer_epoch, header.version)
         opened = functools.partial(
             store.upload, header.trainer_epoch, header.version, header.file_name, header.file_bytes
         )
+        chunks = aiter(request_iterator)
         with await asyncio.to_thread(opened) as upload:
-            await asyncio.to_thread(upload.append, first.content)
-            async for chunk in request_iterator:
+            chunk: pb.WeightChunk | None = first
+            while chunk is not None:
                 await asyncio.to_thread(upload.append, chunk.content)
+                chunk = await self._next_chunk(chunks)
+                self._check_upload(header.trainer_epoch, header.version)
             return pb.UploadReply(file_bytes=await asyncio.to_thread(upload.finish))
+
+    async def _next_chunk(self, chunks: AsyncIterator[pb.WeightChunk]) -> pb.WeightChunk | None:
+        """None at the end. Raises InvalidValue where the trainer has gone silent."""
+        try:
+            async with asyncio.timeout(UPLOAD_SILENCE_S):
+                return await anext(chunks, None)
+        except TimeoutError as error:
+            raise InvalidValue("upload", f"silent for {UPLOAD_SILENCE_S:g} s", "sent without such a pause") from error
+
+    def _check_upload(self, trainer_epoch: int, version: int) -> None:
+        """Only the version that the open step commits may come: no other one is ever read."""
+        self._check_epoch(trainer_epoch)
+        expected = self._runtime.machine.state.window.newest + 1
+        if version != expected:
+            raise Conflict("version", version, f"{expected}, which the open step's commit publishes")
 
     async def _commit(self, request: pb.CommitStepRequest) -> pb.CommitStepReply:
         runtime = self._runtime
@@ -134,25 +166,30 @@ class TrainerService(stubs.TrainerServicer):
             runtime.machine.check_commit(request.trainer_epoch, request.step)
             if request.version != request.step + 1:
                 raise Conflict("version", request.version, f"{request.step + 1}, that is step + 1")
+            metrics = checked_metrics(request.metrics)
             waited_s = request.waited_s if request.HasField("waited_s") else None
             if waited_s is not None and not 0.0 <= waited_s < math.inf:
                 raise InvalidValue("waited_s", waited_s, "a finite number of seconds, 0 or above")
             canary = convert.canary_from_wire(request.canary)
+            longest = runtime.config.workers.max_model_len_tokens
+            if canary is not None and not 2 <= len(canary.token_ids) <= longest:
+                allowed = f"2 to {longest} tokens, which the workers' engines can score"
+                raise InvalidValue("canary.token_ids", f"{len(canary.token_ids)} tokens", allowed)
             folder = await asyncio.to_thread(
                 functools.partial(
                     runtime.store.publish,
                     request.trainer_epoch,
                     request.version,
-                    [WeightFile(file.name, file.file_bytes, file.blake3) for file in request.files],
+                    _announced(request),
                     canary,
                 )
             )
             runtime.recorder.published(request.version, folder)
-            metrics, stepped_s = dict(request.metrics), time.monotonic()
+            stepped_s = time.monotonic()
             runtime.telemetry.step(request.step, runtime.book.leased(), metrics, time.time(), stepped_s, waited_s)
             runtime.post(on.StepCommitted(request.trainer_epoch, request.step))
             self._last_commit = (request.step, digest)
-        runtime.trainer_seen_s = time.monotonic()
+        runtime.trainer.seen()
         log.info("step %d is trained; version %d is published", request.step, request.version)
         return self._committed()
 
@@ -165,6 +202,24 @@ class TrainerService(stubs.TrainerServicer):
     def _check_epoch(self, trainer_epoch: int) -> None:
         if trainer_epoch != self._epoch:
             raise Conflict("trainer_epoch", trainer_epoch, f"{self._epoch}: another trainer has attached since")
+
+
+def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What operators are shown of a step. Raises InvalidValue for more of it than the status could carry."""
+    if len(metrics) > METRICS_MOST:
+        raise InvalidValue("metrics", f"{len(metrics)} metrics", f"at most {METRICS_MOST}")
+    for name in metrics:
+        if not (name.isprintable() and 0 < len(name) <= METRIC_NAME_MOST):
+            allowed = f"a printable name of 1 to {METRIC_NAME_MOST} characters"
+            raise InvalidValue("metrics: name", name, allowed)
+    return dict(metrics)
+
+
+def _announced(request: pb.CommitStepRequest) -> list[WeightFile]:
+    for file in request.files:
+        if len(file.blake3) != _BLAKE3_BYTES:
+            raise InvalidValue(f"{file.name[:80]}: blake3", f"{len(file.blake3)} bytes", f"{_BLAKE3_BYTES} bytes")
+    return [WeightFile(file.name, file.file_bytes, file.blake3) for file in request.files]
 
 
 def _commit_digest(request: pb.CommitStepRequest) -> bytes:

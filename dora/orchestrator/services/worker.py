@@ -2,38 +2,37 @@
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Final
 
 from dora.errors import Conflict, InvalidValue
-from dora.orchestrator.book import BookError
 from dora.orchestrator.core import events as on
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.streams import WorkerSession
-from dora.rpc import convert
+from dora.orchestrator.worker_checks import checked_hello
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext
 
 log = logging.getLogger("dora.service")
 
-WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+HELLO_S: Final = 60.0  # a stream on which no worker has said hello by then is closed
+WORKERS_MOST: Final = 4096  # connected at once
 
 
 class WorkerService(stubs.WorkerServicer):
-    """All workers' engines must be alike: the first one's fingerprint holds for the others."""
+    """All workers' engines must be alike: the fingerprint of those that are connected holds for a new one."""
 
     def __init__(self, runtime: Runtime, snapshot_folder: Path) -> None:
         self._runtime = runtime
         self._snapshot_folder = snapshot_folder
-        self._fingerprint = ""
 
     async def Connect(
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: ServicerContext
     ) -> AsyncIterator[pb.WorkerCommand]:
         runtime = self._runtime
-        session = self._open(await anext(aiter(request_iterator), None))
+        session = self._open(await self._first(request_iterator))
         reading = asyncio.create_task(self._read(session, request_iterator))
         reading.add_done_callback(lambda _: session.give_up())
         try:
@@ -55,27 +54,31 @@ class WorkerService(stubs.WorkerServicer):
             reading.cancel()
             runtime.sessions.lose(session, "its connection broke")
 
+    async def _first(self, messages: AsyncIterator[pb.WorkerMessage]) -> pb.WorkerMessage | None:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                return await anext(aiter(messages), None)
+        except TimeoutError as error:
+            raise InvalidValue("hello", None, f"sent within {HELLO_S:g} s") from error
+
     def _open(self, message: pb.WorkerMessage | None) -> WorkerSession:
         """A session for a worker that says hello. Raises InvalidValue or Conflict for one that cannot serve here."""
         if message is None or not message.HasField("hello"):
             raise InvalidValue("hello", None, "the first message of a worker")
         hello, runtime = message.hello, self._runtime
-        capability = convert.capability_from_wire(hello)
-        if not WORKER_ID.fullmatch(hello.worker_id):
-            raise InvalidValue("worker_id", hello.worker_id, "1 to 64 letters, digits, '.', '_' or '-'")
-        if hello.worker_id in runtime.sessions.workers:
+        capability = checked_hello(hello, runtime.config, runtime.store.reference.vocab_size)
+        workers = runtime.sessions.workers
+        if hello.worker_id in workers:
             raise Conflict("worker_id", hello.worker_id, "an id that no connected worker has")
-        if capability.slots < 1 or capability.kv_tokens < 1:
-            raise InvalidValue("slots, kv_tokens", (capability.slots, capability.kv_tokens), "at least 1 each")
-        if self._fingerprint not in ("", capability.fingerprint):
-            raise Conflict("fingerprint", capability.fingerprint, f"{self._fingerprint}, as the other workers' engines")
-        if capability.max_model_len_tokens < runtime.config.workers.max_model_len_tokens:
-            limit = runtime.config.workers.max_model_len_tokens
-            raise InvalidValue("max_model_len_tokens", capability.max_model_len_tokens, f"at least {limit}")
-        self._fingerprint = capability.fingerprint
+        if len(workers) >= WORKERS_MOST:
+            raise Conflict("worker_id", hello.worker_id, f"one of at most {WORKERS_MOST} workers")
+        if any(other.capability.fingerprint != capability.fingerprint for other in workers.values()):
+            allowed = "that of the other workers: of the same model, engine, KV layout and dtype"  # it is not told
+            raise Conflict("fingerprint", capability.fingerprint, allowed)
         return runtime.sessions.open(hello.worker_id, hello.pid, hello.host, capability)
 
     async def _read(self, session: WorkerSession, messages: AsyncIterator[pb.WorkerMessage]) -> None:
+        """Raises InvalidValue, of which the worker is told, for a message that is wrong; the worker is replaced."""
         async for message in messages:
             try:
                 if message.HasField("report"):
@@ -84,6 +87,7 @@ class WorkerService(stubs.WorkerServicer):
                     self._runtime.reports.outcome(session, message.outcome)
                 else:
                     raise InvalidValue("kind", message.WhichOneof("kind"), "report or outcome")
-            except (BookError, InvalidValue) as error:
+            except InvalidValue as error:
+                self._runtime.telemetry.messages_refused += 1
                 self._runtime.sessions.replace(session, str(error))
-                return
+                raise

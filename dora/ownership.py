@@ -1,0 +1,67 @@
+"""Whether the service that left something on this host still lives: it holds a file locked, and a dead one does not.
+
+The lock is the kernel's (``flock``): it ends with the process, however that ends, and needs no process id.
+"""
+
+import fcntl
+import os
+from enum import Enum
+from pathlib import Path
+
+
+class Lock(Enum):
+    """What came of trying to lock a file."""
+
+    HELD = "by us"
+    TAKEN = "by another process"
+    UNKNOWN = "this file system has no locks"
+
+
+def hold_new(file: Path, content: str = "") -> int:
+    """Puts a file there, readable by its owner only, that is held from its first moment on; an earlier one is replaced.
+
+    Returns the descriptor that holds it until it is closed. A file system without locks holds nothing.
+    """
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    unfinished.unlink(missing_ok=True)
+    descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(descriptor, content.encode())
+        _lock(descriptor)
+        unfinished.replace(file)
+    except BaseException:
+        os.close(descriptor)
+        unfinished.unlink(missing_ok=True)
+        raise
+    return descriptor
+
+
+def hold(file: Path) -> int | None:
+    """The descriptor that holds a file, which is made where it is absent; None where another process holds it."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    if _lock(descriptor) is Lock.TAKEN:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def is_abandoned(file: Path) -> bool:
+    """Whether there is such a file, of this user, that nobody holds."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return os.fstat(descriptor).st_uid == os.getuid() and _lock(descriptor) is Lock.HELD
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> Lock:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return Lock.TAKEN
+    except OSError:
+        return Lock.UNKNOWN
+    return Lock.HELD

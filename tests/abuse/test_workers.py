@@ -1,0 +1,292 @@
+"""A worker that lies, is broken or is none: it is refused with a reason, and nothing of it reaches a trainer."""
+
+import asyncio
+import math
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dora
+from dora.client import Operator
+from dora.errors import Conflict, InvalidValue
+from dora.orchestrator.main import ServiceHandle
+from dora.orchestrator.worker_checks import checked_hello
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+from dora.rpc import dora_pb2_grpc as stubs
+from dora.rpc.channel import bearer, open_channel
+from dora.rpc.errors import from_rpc_error
+from dora.trajectory import TrajectoryGroup
+from dora.types import TokenDelta
+from dora.worker.fake_engine import FakeEngine
+from dora.worker.loop import EngineLoop
+from tests.abuse.generated import hostile
+from tests.service import check_promises, configured, running
+from tests.unit.test_runtime import Shell, ended
+
+GROUPS = 4
+VOCABULARY = 64
+MAX_TOKENS = 48
+
+Tamper = Callable[[pb.WorkerMessage], None]
+
+
+class Orders:
+    """What waits for the engine's loop, and what it said."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[pb.WorkerCommand] = deque()
+        self.said: list[pb.WorkerMessage] = []
+
+    def take(self, _timeout_s: float) -> pb.WorkerCommand | None:
+        return self.waiting.popleft() if self.waiting else None
+
+    def send(self, message: pb.WorkerMessage) -> None:
+        self.said.append(message)
+
+
+async def said_to(handle: ServiceHandle, name: str, model: Path, tamper: Tamper) -> Exception:
+    """Runs a worker of which ``tamper`` may change each message; how the service ended its stream."""
+    engine = FakeEngine(slots=8, kv_tokens=4096, max_model_len_tokens=256, model=model)
+    orders = Orders()
+    outbox: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
+    lied = False
+
+    def say(message: pb.WorkerMessage) -> None:
+        nonlocal lied
+        honest = message.SerializeToString()
+        tamper(message)
+        if not lied:  # gRPC may lose the reason where the other side is still sending
+            outbox.put_nowait(message)
+        lied = lied or message.SerializeToString() != honest
+
+    async def messages() -> AsyncIterator[pb.WorkerMessage]:
+        while True:
+            yield await outbox.get()
+
+    async with open_channel(handle.address) as channel:
+        say(pb.WorkerMessage(hello=convert.hello_to_wire(name, 1, "host", engine.capability)))
+        commands = aiter(stubs.WorkerStub(channel).Connect(messages(), metadata=bearer(handle.token)))
+        try:
+            loop = EngineLoop(engine, orders, (await anext(commands)).welcome, clock=iter(range(1 << 40)).__next__)
+            while True:
+                reading = asyncio.ensure_future(anext(commands))
+                while not reading.done():
+                    if not lied:
+                        loop.turn()
+                        for message in orders.said:
+                            say(message)
+                        orders.said.clear()
+                    if lied or not engine.has_work():
+                        await asyncio.wait({reading})
+                    else:
+                        await asyncio.sleep(0)
+                orders.waiting.append(reading.result())
+        except stubs.grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
+
+
+def of_tokens(change: Callable[[pb.TokenDelta], None]) -> Tamper:
+    """Changes the tokens of each request that a report has."""
+
+    def tamper(message: pb.WorkerMessage) -> None:
+        for delta in message.report.deltas:
+            change(delta)
+
+    return tamper
+
+
+def with_delta(**changes: Any) -> Tamper:
+    def change(delta: pb.TokenDelta) -> None:
+        made = convert.delta_from_wire(delta)
+        fields = {
+            name: getattr(made, name) for name in ("request_id", "version", "first_token", "token_ids", "logprobs")
+        }
+        delta.CopyFrom(convert.delta_to_wire(TokenDelta(**{**fields, **changes})))
+
+    return of_tokens(change)
+
+
+def of(kind: str, **changes: Any) -> Tamper:
+    """Sets fields of every message of this kind."""
+
+    def tamper(message: pb.WorkerMessage) -> None:
+        if message.WhichOneof("kind") == kind:
+            for name, value in changes.items():
+                setattr(getattr(message, kind), name, value)
+
+    return tamper
+
+
+def canary_of_nan(message: pb.WorkerMessage) -> None:
+    if message.outcome.canary.logprobs:
+        logprobs = [math.nan] * (len(message.outcome.canary.logprobs) // 4)
+        message.outcome.canary.logprobs = convert._bytes(logprobs, convert._FLOAT32)
+
+
+LIES: dict[str, tuple[Tamper, str]] = {
+    "NaN logprobs": (with_delta(logprobs=(math.nan,), token_ids=(3,)), "logprobs = nan"),
+    "infinite logprobs": (with_delta(logprobs=(-math.inf,), token_ids=(3,)), "logprobs = -inf"),
+    "positive logprobs": (with_delta(logprobs=(0.5,), token_ids=(3,)), r"logprobs = 0\.5"),
+    "foreign token": (with_delta(token_ids=(VOCABULARY,), logprobs=(-1.0,)), "token_ids = 64"),
+    "negative token": (with_delta(token_ids=(-1,), logprobs=(-1.0,)), "token_ids = -1"),
+    "too many tokens": (with_delta(token_ids=(3,) * 100_000, logprobs=(-1.0,) * 100_000), "at most max_tokens, 48"),
+    "a gap": (with_delta(first_token=1 << 31), "first token = 2147483648"),
+    "no logprobs": (of_tokens(lambda delta: delta.ClearField("logprobs")), "one per token"),
+    "an end of nothing": (
+        with_delta(token_ids=(), logprobs=(), finish_reason="stop"),
+        "at least one where it has ended",
+    ),
+    "an unknown end": (of_tokens(lambda delta: setattr(delta, "finish_reason", "bored")), "finish_reason = 'bored'"),
+    "KV beyond its own": (of("report", kv_used_tokens=(1 << 64) - 1), "kv_used_tokens"),
+    "counters": (of("report", generated_tokens=(1 << 64) - 1), "generated_tokens"),
+    "a path for a locator": (of("outcome", locator="../../etc/passwd"), "locator"),
+    "another's locator": (of("outcome", locator=f"0-{'0' * 32}.kv"), "locator"),
+    "an unknown kind of error": (of("outcome", error_kind="bored"), "error_kind = 'bored'"),
+    "a canary of NaN": (canary_of_nan, "are the weights finite"),
+    "nothing": (lambda message: message.ClearField("outcome"), "kind = None"),
+}
+HELLOS: dict[str, tuple[Tamper, str]] = {
+    "no slots": (of("hello", slots=0), "slots = 0"),
+    "slots": (of("hello", slots=(1 << 32) - 1), "slots = 4294967295"),
+    "no KV": (of("hello", kv_tokens=0), "kv_tokens = 0"),
+    "KV": (of("hello", kv_tokens=(1 << 64) - 1), "kv_tokens = 18446744073709551615"),
+    "blocks": (of("hello", block_tokens=0), "block_tokens = 0"),
+    "context": (of("hello", max_model_len_tokens=255), "max_model_len_tokens = 255"),
+    "long context": (of("hello", max_model_len_tokens=(1 << 32) - 1), "max_model_len_tokens"),
+    "vocabulary": (of("hello", vocab_size=1 << 31), "vocab_size = 2147483648"),
+    "name": (of("hello", worker_id="../w"), "worker_id"),
+    "long name": (of("hello", worker_id="w" * 65), "worker_id"),
+    "host": (of("hello", host="h" * 100_000), "host"),
+    "no fingerprint": (of("hello", fingerprint=""), "fingerprint"),
+    "no hello": (lambda message: message.ClearField("hello"), "hello = None"),
+}
+
+
+async def take_steps(trainer: dora.Trainer, weights: Path, enough: asyncio.Event) -> list[list[TrajectoryGroup]]:
+    steps = []
+    async for step in trainer.steps(groups=GROUPS):
+        steps.append([group async for group in step])
+        await step.commit(weights=weights)
+        if enough.is_set():
+            break
+    return steps
+
+
+async def test_what_a_worker_sampled_is_checked_before_it_is_believed(tiny_dense: Path) -> None:
+    """Every lie is refused with its reason while a trainer goes on, whose groups are whole and what engines sample."""
+    config = configured(tiny_dense, workers__engine="fake", workers__count=1, workers__report_period_ms=1)
+    enough = asyncio.Event()
+    async with (
+        running(config) as handle,
+        Operator(handle.address, handle.token) as operator,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        training = asyncio.create_task(take_steps(trainer, tiny_dense, enough))
+        for number, (name, (tamper, reason)) in enumerate(LIES.items()):
+            error = await said_to(handle, f"liar{number}", tiny_dense, tamper)
+            with pytest.raises(InvalidValue, match=reason):
+                raise error
+            assert not training.done(), name
+        for number, (tamper, reason) in enumerate(HELLOS.values()):
+            with pytest.raises(InvalidValue, match=reason):
+                raise await said_to(handle, f"stranger{number}", tiny_dense, tamper)
+        stranger = await said_to(handle, "stranger", tiny_dense, of("hello", fingerprint="f" * 64))
+        true = FakeEngine(slots=8, kv_tokens=4096, max_model_len_tokens=256, model=tiny_dense).capability.fingerprint
+        assert isinstance(stranger, Conflict) and true not in str(stranger), "what it asks for is not told"
+        enough.set()
+        steps = await training
+        counters = (await operator.status()).counters
+    assert counters["messages_refused"] == counters["workers_lost"] == len(LIES)
+    assert counters["groups_lost"] == counters["c1_violations"] == 0
+    check_promises(steps, window=2, groups=GROUPS)
+    for trajectory in (each for step in steps for group in step for each in group.trajectories):
+        assert 1 <= trajectory.length_tokens <= MAX_TOKENS
+        assert trajectory.response_token_ids.min() >= 0 and trajectory.response_token_ids.max() < VOCABULARY
+        assert all(math.isfinite(each) and each <= 0 for each in trajectory.logprobs)
+        assert {segment.worker_id for segment in trajectory.worker_history} <= {"w0", *(f"liar{i}" for i in range(99))}
+
+
+@pytest.fixture
+async def shell(tmp_path: Path, tiny_dense: Path) -> AsyncIterator[Shell]:
+    made = Shell(tmp_path, tiny_dense, None)
+    yield made
+    await made.runtime.close()
+
+
+async def test_tokens_after_an_end_and_tokens_that_were_others_are_refused(shell: Shell) -> None:
+    first, second = await shell.admit(2)
+    more = TokenDelta(first, 0, 2, (5,), (-0.5,))
+    with pytest.raises(InvalidValue, match="its end was reported"):
+        shell.report(ended(first), more)
+    assert not shell.runtime.book[first].tokens
+    shell.report(TokenDelta(second, 0, 0, (3, 4), (-0.5, -0.5)))
+    with pytest.raises(InvalidValue, match="those held"):
+        shell.report(TokenDelta(second, 0, 0, (3, 9, 7), (-0.5, -0.5, -0.5)))
+    shell.report(TokenDelta(second, 0, 1, (4, 7), (-0.5, -0.5)))
+    assert shell.runtime.book[second].tokens == [3, 4, 7]
+
+
+async def test_a_report_that_mixes_versions_ends_nothing(shell: Shell) -> None:
+    """The core hears of the violation; the book takes nothing of the report, else the two would not agree."""
+    first, second = await shell.admit(2)
+    shell.runtime.book[first].version = 3  # as if it had been admitted under another version
+    shell.report(ended(second), ended(first))
+    assert not shell.runtime.book[second].tokens and not shell.runtime.failed.done()
+
+
+async def test_a_worker_cannot_answer_for_another(shell: Shell, tiny_dense: Path) -> None:
+    """Else it could set the canary that all others are held to."""
+    (command,) = [pending for pending in shell.state.pending.values() if pending.command.worker_id == "w0"]
+    other = shell.runtime.sessions.open("w1", 1, "host", shell.session.capability)
+    canary = pb.Canary(
+        token_ids=convert._bytes((1, 2), convert._INT32), logprobs=convert._bytes((-1.0,), convert._FLOAT32)
+    )
+    number = command.command.command_id
+    shell.runtime.reports.outcome(other, pb.WorkerOutcome(command_id=number, ok=True, canary=canary))
+    assert shell.store.canary(0) is None and number in shell.state.pending
+
+
+async def test_generated_messages_of_a_worker_end_nothing(shell: Shell) -> None:
+    """Each is taken over or refused with a reason. What is taken over is what an engine could have sampled."""
+    chance = random.Random(11)
+    config = shell.runtime.config
+    requests = await shell.admit(4, group_size=2)
+    taken = 0
+    for _ in range(20_000):
+        known = {
+            "request_id": (*requests, "nobody"),
+            "version": (0, 0, 0, 1),
+            "first_token": (0, 0, 1, 2),
+            "token_ids": (b"\3\0\0\0", b"\3\0\0\0", bytes(8)),
+            "logprobs": (b"\0\0\x80\xbf", b"\0\0\x80\xbf", b"\0\0\x80\xbf" * 2),
+            "finish_reason": ("", "", "", "length"),
+            "kv_used_tokens": (0, 64),
+            "generated_tokens": (0, 5),
+            "reprefilled_tokens": (0, 5),
+            "command_id": range(1, 40),
+            "error_kind": ("", "refused", "invalid"),
+            "locator": ("", f"1-{'0' * 32}.kv"),
+        }
+        message = hostile(pb.WorkerMessage, chance, known)
+        try:
+            if message.HasField("hello"):
+                checked_hello(message.hello, config, VOCABULARY)
+            elif message.HasField("report"):
+                shell.runtime.reports.report(shell.session, message.report)
+            else:
+                shell.runtime.reports.outcome(shell.session, message.outcome)
+            taken += 1
+        except InvalidValue as refused:
+            str(refused).encode()  # it has to travel
+        assert not shell.runtime.failed.done(), message
+    assert 1000 < taken < 19_000
+    for _, entries in shell.runtime.book.groups():
+        for entry in entries:
+            assert len(entry.tokens) == len(entry.logprobs) <= MAX_TOKENS + 16
+            assert all(0 <= token_id < VOCABULARY for token_id in entry.tokens)
+            assert all(math.isfinite(each) and each <= 0 for each in entry.logprobs)
