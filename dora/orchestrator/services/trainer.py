@@ -125,7 +125,8 @@ class TrainerService(stubs.TrainerServicer):
     async def UploadWeights(
         self, request_iterator: AsyncIterator[pb.WeightChunk], context: ServicerContext
     ) -> pb.UploadReply:
-        first = await anext(aiter(request_iterator), None)
+        chunks = aiter(request_iterator)
+        first = await self._next_chunk(chunks)
         if first is None or not first.HasField("header"):
             raise InvalidValue("header", None, "in the first message of an upload")
         header, store = first.header, self._runtime.store
@@ -133,7 +134,6 @@ class TrainerService(stubs.TrainerServicer):
         opened = functools.partial(
             store.upload, header.trainer_epoch, header.version, header.file_name, header.file_bytes
         )
-        chunks = aiter(request_iterator)
         with await asyncio.to_thread(opened) as upload:
             chunk: pb.WeightChunk | None = first
             while chunk is not None:
