@@ -11,7 +11,7 @@ import pytest
 from dora.config import validated
 from dora.errors import CanaryMismatch, Conflict, DoraError, InvalidValue, NotFound
 from dora.orchestrator.prompt_check import PromptCheck
-from dora.rewards.process import LOG_MAX_CHARS
+from dora.rewards.verdict import LOG_MAX_BYTES
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import TokenInterceptor, bearer, open_channel
 from dora.rpc.convert import (
@@ -165,7 +165,7 @@ def test_a_group_too_large_for_a_message_comes_in_parts() -> None:
 def test_no_trajectory_takes_more_than_what_prompts_are_admitted_by() -> None:
     trajectory = replace(
         make_trajectory(0, 0, 0),
-        verifier_log="\N{GREEK SMALL LETTER ALPHA}" * LOG_MAX_CHARS,
+        verifier_log="\N{GREEK SMALL LETTER ALPHA}" * (LOG_MAX_BYTES // 2),
         worker_history=1000 * make_trajectory(0, 0, 0).worker_history,
     )
     most = trajectory_bytes_most(len(trajectory.prompt_token_ids), trajectory.length_tokens)
