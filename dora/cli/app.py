@@ -1,6 +1,7 @@
 """The ``dora`` application: one entry a command, in the order of ``dora --help``."""
 
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
@@ -30,7 +31,25 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        version.version()
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print DORA's version and exit.")
+    ] = False,
+) -> None:
+    """A rollout service for reinforcement-learning post-training of language models."""
+
+
 for _name, (_function, _example) in COMMANDS.items():
     app.command(_name, epilog=f"Example: {_example}")(_function)
 

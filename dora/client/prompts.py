@@ -53,7 +53,7 @@ def _to_wire(prompt: Prompt | str | Mapping[str, Any]) -> pb.Prompt:
     if isinstance(prompt, Mapping):
         return _of_fields(prompt)
     if not isinstance(prompt, Prompt):
-        raise InvalidValue("prompt", prompt, "a dora.types.Prompt, a text or a mapping")
+        raise InvalidValue("prompt", prompt, "a dora.Prompt, a text or a mapping")
     try:
         return prompt_to_wire(prompt)
     except (TypeError, ValueError, OverflowError) as error:

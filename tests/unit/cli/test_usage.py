@@ -313,3 +313,14 @@ def test_serve_on_a_busy_port_is_a_bad_value(address: str, tiny_dense: Path) -> 
     failed = dora("serve", "--model", str(tiny_dense), "--prompts", "tiny", "--workers", "0", "--listen", address)
     assert failed.exit_code == ExitCode.USAGE
     assert "--listen" in failed.stderr and address in failed.stderr
+
+
+@pytest.mark.parametrize("arguments", [("-h",), ("groups", "-h"), ("simulate", "-h"), ("simulate", "sweep", "-h")])
+def test_a_short_h_is_the_help_everywhere(arguments: tuple[str, ...]) -> None:
+    result = dora(*arguments)
+    assert result.exit_code == ExitCode.OK
+    assert "Usage:" in result.stdout
+
+
+def test_the_version_is_an_option_too() -> None:
+    assert dora("--version").stdout == dora("version").stdout
