@@ -147,7 +147,7 @@ class WorkersConfig(Section):
     silence_timeout_s: Timeout = Field(60.0, description="a worker silent for so long is lost")
     start_timeout_s: Timeout = Field(300.0, description="a worker that has not answered by then has failed")
     restarts: int = Field(
-        16, ge=0, description="times a dead worker is started again before the service gives up on it"
+        16, ge=0, description="deaths of one worker within ten minutes after which it is not started again"
     )
 
 

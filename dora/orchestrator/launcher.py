@@ -2,19 +2,24 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dora.config import WorkersConfig
 from dora.errors import DoraError
 
+log = logging.getLogger("dora.service")
+
 RESTART_PAUSE_S = 0.5  # doubled at each early death, up to
 RESTART_PAUSE_MAX_S = 15.0
 HEALTHY_S = 30.0  # a process that lived so long has earned a quick restart
+DEATHS_WITHIN_S = 600.0  # deaths count for so long: ``workers.restarts`` is a rate, not a whole life's sum
 LOG_TAIL_BYTES = 2000
 STOP_GRACE_S = 10.0
 
@@ -30,7 +35,16 @@ class _Worker:
     worker_id: str
     process: asyncio.subprocess.Process | None = None
     leaving: bool = False
+    excluded: bool = False  # it died too often: it is not started again
     restarts: int = 0
+    died_s: deque[float] = field(default_factory=deque)  # within the last DEATHS_WITHIN_S
+
+    def dies(self, now_s: float) -> int:
+        """Counts a death. Returns how many there were lately."""
+        self.died_s.append(now_s)
+        while now_s - self.died_s[0] > DEATHS_WITHIN_S:
+            self.died_s.popleft()
+        return len(self.died_s)
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal to the process, where one runs."""
@@ -39,7 +53,11 @@ class _Worker:
 
 
 class Launcher:
-    """``command(worker_id)`` is the argv after the interpreter; ``environment`` is added to this process's."""
+    """``command(worker_id)`` is the argv after the interpreter; ``environment`` is added to this process's.
+
+    A worker that dies more often than ``workers.restarts`` times in ten minutes is not started again. The service goes
+    on with the others; ``failed`` is set once none is left.
+    """
 
     def __init__(
         self,
@@ -91,11 +109,11 @@ class Launcher:
     async def _keep(self, worker: _Worker) -> None:
         loop = asyncio.get_running_loop()
         pause_s = RESTART_PAUSE_S
-        log = self._log_folder / f"{worker.worker_id}.log"
+        log_file = self._log_folder / f"{worker.worker_id}.log"
         while not worker.leaving:
             began_s = loop.time()
             try:
-                with log.open("ab") as sink:
+                with log_file.open("ab") as sink:
                     worker.process = await asyncio.create_subprocess_exec(
                         sys.executable,
                         *self._command(worker.worker_id),
@@ -109,10 +127,9 @@ class Launcher:
             code = await worker.process.wait()
             if worker.leaving:
                 return
-            if worker.restarts >= self._config.restarts:
-                self._fail(
-                    f"worker {worker.worker_id} ended {worker.restarts + 1} times, last with {code}: {_tail(log)}"
-                )
+            deaths = worker.dies(loop.time())
+            if deaths > self._config.restarts:
+                self._exclude(worker, f"ended {deaths} times lately, last with {code}: {_tail(log_file)}")
                 return
             worker.restarts += 1
             pause_s = RESTART_PAUSE_S if loop.time() - began_s > HEALTHY_S else min(2 * pause_s, RESTART_PAUSE_MAX_S)
@@ -125,6 +142,13 @@ class Launcher:
             if worker.restarts >= 2:
                 return f"worker {worker.worker_id} ends at start: {_tail(self._log_folder / f'{worker.worker_id}.log')}"
         return None
+
+    def _exclude(self, worker: _Worker, reason: str) -> None:
+        """The worker is not started again; the others go on."""
+        worker.excluded = True
+        log.error("worker %s is not started again: it %s", worker.worker_id, reason)
+        if all(each.excluded or each.leaving for each in self._workers.values()):
+            self._fail(f"no worker is left: {worker.worker_id} {reason}")
 
     def _fail(self, reason: str) -> None:
         if not self.failed.done():

@@ -1,0 +1,45 @@
+"""A worker that dies again and again is left out; the service goes on with the others."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from dora.config import WorkersConfig
+from dora.orchestrator import launcher as launching
+from dora.orchestrator.launcher import DEATHS_WITHIN_S, Launcher, WorkerStartError, _Worker
+
+DIES = ["-c", "raise SystemExit('no memory')"]
+LIVES = ["-c", "import signal; signal.pause()"]
+
+
+def launcher_of(commands: dict[str, list[str]], folder: Path, restarts: int) -> Launcher:
+    config = WorkersConfig(count=len(commands), restarts=restarts)
+    return Launcher(config, commands.__getitem__, {}, folder / "logs")
+
+
+async def test_the_others_go_on_without_a_worker_that_dies_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launching, "RESTART_PAUSE_S", 0.0)
+    launcher = launcher_of({"w0": DIES, "w1": LIVES}, tmp_path, restarts=2)
+    launcher.start()
+    await asyncio.wait_for(launcher._tasks[0], 60)
+    assert not launcher.failed.done()
+    assert "w0 is not started again: it ended 3 times" in caplog.text and "no memory" in caplog.text
+    await launcher.close()
+
+
+async def test_the_service_ends_when_no_worker_is_left(tmp_path: Path) -> None:
+    launcher = launcher_of({"w0": DIES, "w1": DIES}, tmp_path, restarts=0)
+    launcher.start()
+    with pytest.raises(WorkerStartError, match=r"no worker is left: w. ended 1 times lately, last with 1: no memory"):
+        await asyncio.wait_for(launcher.failed, 60)
+    await launcher.close()
+
+
+def test_deaths_count_for_a_while_and_not_for_a_whole_life() -> None:
+    worker = _Worker("w0")
+    assert [worker.dies(at_s) for at_s in (0.0, 1.0, DEATHS_WITHIN_S)] == [1, 2, 3]
+    assert worker.dies(DEATHS_WITHIN_S + 0.5) == 3, "the first was ten minutes ago"
+    assert worker.dies(3 * DEATHS_WITHIN_S) == 1
