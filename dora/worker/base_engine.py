@@ -1,5 +1,6 @@
 """What engines of every kind do alike: hold requests by name, refuse what does not fit, prove loaded weights."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,7 +15,7 @@ from dora.worker.engine_checks import check_reproduced, check_request, check_ver
 Live = TypeVar("Live")
 
 
-class BaseEngine(Generic[Live]):
+class BaseEngine(Generic[Live], ABC):
     """The common half of a ``RolloutEngine``; ``Live`` is what the engine keeps of one request.
 
     A kind of engine adds ``_replace_weights``, ``_score`` and ``_enter`` to the methods of the protocol.
@@ -60,17 +61,17 @@ class BaseEngine(Generic[Live]):
         check_snapshot(snapshot, self._layout, self._version)
         self._enter(snapshot.request, snapshot)
 
+    @abstractmethod
     def _replace_weights(self, version: int, folder: Path) -> None:
         """Loads ``folder``. Raises InvalidValue for tensors that do not fit, before any weight is touched."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _score(self, token_ids: Sequence[int]) -> Sequence[float]:
         """The logprobs of a token sequence, from its second token on. Only while no request is held."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None) -> Any:
         """Takes over a request that was checked, with its KV where a snapshot has it."""
-        raise NotImplementedError
 
     def _find(self, request_id: str) -> Live:
         live = self._live.get(request_id)
