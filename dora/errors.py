@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from traceback import extract_tb
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Self
 
 SHOWN_MOST: Final = 200  # characters of a value that is refused
 NAMED_MOST: Final = 20  # names that an error lists, where a command lists them too; of more it names some:
@@ -16,20 +16,41 @@ class DoraError(Exception):
     """Base of every expected failure. Bugs raise other exceptions and crash."""
 
 
-class InvalidValue(DoraError):
-    """A value outside its domain: ``field`` was ``value``. ``allowed`` ends the sentence "it must be ...", or asks.
+class Missing:
+    """The type of MISSING, which stands for the value of what has to be there and is not."""
 
-    The message reads, for example: slots = 0 is not valid: it must be at least 1.
+    def __repr__(self) -> str:
+        return "(none)"
+
+
+MISSING: Final = Missing()
+
+
+class InvalidValue(DoraError):
+    """A refusal: what was given (``field``, ``value``), why not (``why``), and what is allowed (``allowed``).
+
+    ``why`` goes on after the value, and by default is the class's ``REFUSED``; a Conflict always gives its own.
+    ``allowed`` ends the sentence "it must be ...", or asks. The message reads, for example:
+
+        slots = 0 is not valid: it must be at least 1
+        request = 'g0.0' is in a handoff already: it must be a request that is running and in no handoff
+        header is missing: it must be in the first message of an upload
     """
 
     REFUSED: ClassVar = "is not valid"
 
-    def __init__(self, field: str, value: object, allowed: str) -> None:
+    def __init__(self, field: str, value: object, allowed: str, why: str = "") -> None:
         self.field = field
         self.value = value
         self.allowed = allowed
+        self.why = why or ("is missing" if value is MISSING else self.REFUSED)
+        given = field if value is MISSING else f"{field} = {_shown(value)}"
         must = "" if allowed.startswith(ASKED) else "it must be "
-        super().__init__(f"{field} = {_shown(value)} {self.REFUSED}: {must}{allowed}")
+        super().__init__(f"{given} {self.why}: {must}{allowed}")
+
+    def within(self, place: str) -> Self:
+        """The same refusal of the field in ``place``, a file's line for example."""
+        return type(self)(f"{place}: {self.field}", self.value, self.allowed, self.why)
 
 
 def _shown(value: object) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Final, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from dora.errors import InvalidValue, one_of
+from dora.errors import MISSING, InvalidValue, one_of
 from dora.types import Arrival, FinishReason, SamplingParams, Segment
 
 Int32Array = npt.NDArray[np.int32]
@@ -104,7 +104,7 @@ class Trajectory:
         """The inverse of :meth:`to_json_dict`. Raises InvalidValue for a missing, unknown or misshapen field."""
         names = {each.name for each in fields(cls)}
         for name in sorted(names - record.keys()):
-            raise InvalidValue(f"trajectory record: {name}", None, "present in every record")
+            raise InvalidValue(f"trajectory record: {name}", MISSING, "in every record")
         for name in sorted(record.keys() - names):
             raise InvalidValue(f"trajectory record: {name}", record[name], one_of(name, names))
         values = dict(record)
@@ -117,7 +117,7 @@ class Trajectory:
             values["worker_history"] = tuple(_segment_from_json(segment) for segment in values["worker_history"])
             values["events"] = tuple(EnvironmentEvent(**event) for event in values["events"])
         except (TypeError, KeyError, AttributeError) as error:
-            raise InvalidValue("trajectory record", record.get("trajectory_id"), f"well-formed ({error})") from error
+            raise InvalidValue("trajectory record", record["trajectory_id"], f"well-formed ({error})") from error
         return cls(**values)
 
 

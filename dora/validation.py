@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from dora.errors import InvalidValue, nearest, one_of
+from dora.errors import MISSING, InvalidValue, nearest, one_of
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -17,13 +17,6 @@ BOUNDS: Final = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "bel
 REACHED: Final = {"gt": 1, "lt": -1}  # what is added to such a bound to name the nearest whole number within it
 WRITTEN_OUT: Final = 1e7  # numbers with a point are written as 1e+07 from here on
 WHOLE: Final = "configuration"  # what is wrong where no single field is
-
-
-class Missing:
-    """The value of a field that has to be there and is not."""
-
-    def __repr__(self) -> str:
-        return "nothing"
 
 
 def validated_as(model: type[Model], tree: Mapping[str, Any], section: str = "") -> Model:
@@ -37,7 +30,7 @@ def validated_as(model: type[Model], tree: Mapping[str, Any], section: str = "")
         found = error.errors(include_url=False)
         first = next((each for each in found if each["type"] != "missing"), found[0])  # may say why a field is missing
         path = tuple(str(part) for part in first["loc"])
-        value = Missing() if first["type"] == "missing" else first["input"]
+        value = MISSING if first["type"] == "missing" else first["input"]
         if first["type"] == "extra_forbidden":
             allowed = _known(model, path)
         else:

@@ -101,7 +101,7 @@ def failure(fitted: "Fit", checked: "Validation", tolerance: float, unwritten: P
     """What was off, and what can be done about it."""
     allowed = f"{1 - tolerance:.2f} to {1 + tolerance:.2f}"
     lines = [
-        f"dora: predicted/{what} throughput = {ratio:.3f} is not allowed: {allowed} (--tolerance)"
+        f"dora: predicted/{what} throughput = {ratio:.3f} is off: it must be {allowed} (--tolerance)"
         for what, ratio in checked.held.items()
         if abs(ratio - 1.0) > tolerance
     ]

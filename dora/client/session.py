@@ -77,14 +77,15 @@ class Session:
     def stub(self) -> TrainerStub:
         """Raises Conflict outside ``async with``."""
         if self._stub is None:
-            raise Conflict("trainer", "not open", "used within: async with dora.Trainer(...) as trainer")
+            used = "used within: async with dora.Trainer(...) as trainer"
+            raise Conflict("trainer", self._name, used, why="is not open")
         return self._stub
 
     @property
     def attachment(self) -> Attachment:
         """What the service told when the trainer attached last. Raises Conflict before."""
         if self._attachment is None:
-            raise Conflict("trainer", "not attached", "attached first, by attach() or steps()")
+            raise Conflict("trainer", self._name, "attached first, by attach() or steps()", why="is not attached")
         return self._attachment
 
     async def attach(self, groups: int = 0) -> Attachment:

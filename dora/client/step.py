@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from dora.client.publication import Weights, canary_of, place_weights, upload
 from dora.client.session import Attachment, Session
@@ -18,6 +18,8 @@ from dora.rpc.errors import ServiceUnavailable
 from dora.trajectory import TrajectoryGroup
 from dora.types import Canary
 from dora.weights.files import WeightFile
+
+_BEGUN_ANEW: Final = "left, and begun anew by steps()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,8 @@ class Step:
             raise ServiceUnavailable(f"the stream ended after {len(self._repeated)} of {groups_per_step} groups")
         if self._repeated != self._seen:
             gone = sorted(self._seen - self._repeated)
-            raise Conflict("step", self.number, f"left: the service has put other groups in place of {gone}")
+            why = f"is not as it was: the service has put other groups in place of {gone}"
+            raise Conflict("step", self.number, _BEGUN_ANEW, why)
         self._complete = True
 
     async def _lease_again(self, attachment: Attachment) -> None:
@@ -164,7 +167,8 @@ class Step:
         self._check_current(attachment)
         self._stream, self._complete = None, False
         if await self.has_groups():
-            raise Conflict("step", self.number, "left: the service has put other groups into it since it was trained")
+            why = "is not as it was: the service has put other groups into it since it was trained"
+            raise Conflict("step", self.number, _BEGUN_ANEW, why)
 
     async def _publish(self, attachment: Attachment, weights: Weights) -> tuple[WeightFile, ...]:
         version = self.number + 1
@@ -201,13 +205,13 @@ class Step:
     def _check_taken(self) -> None:
         groups_per_step = self._session.attachment.groups_per_step
         if not self._complete or self._pending:
-            allowed = f"iterated to its end before commit; {self.groups_taken} of {groups_per_step} groups were taken"
-            raise Conflict("step", self.number, allowed)
+            why = f"is not complete: {self.groups_taken} of {groups_per_step} groups were taken"
+            raise Conflict("step", self.number, "iterated to its end before it is committed", why)
 
     def _check_current(self, attachment: Attachment) -> None:
         if attachment.next_step != self.number:
-            allowed = f"{attachment.next_step}, the service's next: another trainer committed in the meantime"
-            raise Conflict("step", self.number, allowed)
+            why = "is over: another trainer committed in the meantime"
+            raise Conflict("step", self.number, f"{attachment.next_step}, the service's next", why)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

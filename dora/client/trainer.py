@@ -33,5 +33,5 @@ class Trainer(Session):
             if step.end_of_prompts:
                 return
             if not step.committed:
-                raise Conflict("step", number, "committed before the next one is asked for")
+                raise Conflict("step", number, "committed before the next one is asked for", why="is not committed")
             number += 1

@@ -39,11 +39,12 @@ def _gguf_file() -> Path:
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError as error:
-        raise NotFound("--model", "smollm2", f"the package {PACKAGE}; install it or name a folder") from error
+        allowed = "a model whose package is installed, or a folder"
+        raise NotFound("--model", "smollm2", allowed, why=f"needs the package {PACKAGE}") from error
     for file in files:
         if file.suffix == ".gguf":
             return Path(str(file.locate()))
-    raise NotFound("--model", "smollm2", f"a .gguf file in the package {PACKAGE}")
+    raise NotFound("--model", "smollm2", f"a .gguf file in the package {PACKAGE}", why="is not in its package")
 
 
 def _convert(source: Path, folder: Path, dtype: Dtype) -> None:

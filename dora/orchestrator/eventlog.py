@@ -17,7 +17,8 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from io import BufferedReader
 from itertools import count
@@ -28,7 +29,7 @@ from zlib import crc32
 import msgpack
 
 from dora.config import Config, upgraded, validated
-from dora.errors import InvalidValue
+from dora.errors import MISSING, InvalidValue
 from dora.orchestrator.core import events as on
 
 log = logging.getLogger("dora.service")
@@ -105,7 +106,7 @@ def _dataclass(kind: type, values: dict[str, Any], where: str) -> Any:
         raise InvalidValue(where, unknown[0], allowed)
     missing = [name for name in _required(kind) if name not in values]
     if missing:
-        raise InvalidValue(f"{where}.{missing[0]}", None, "a value: the field has no default")
+        raise InvalidValue(f"{where}.{missing[0]}", MISSING, "given: the field has no default")
     return kind(**{name: _typed(hints[name], value, f"{where}.{name}") for name, value in values.items()})
 
 
@@ -116,7 +117,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 @cache
 def _required(kind: Any) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
+    return tuple(f.name for f in fields(kind) if f.default is NO_DEFAULT and f.default_factory is NO_DEFAULT)
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -208,7 +209,7 @@ class EventLog:
             self.started_at, self.now_s = float(tree["started_at"]), float(tree["now_s"])
             self.config = validated(upgraded(json.loads(tree["config"])))
         except InvalidValue as error:
-            raise InvalidValue(f"{path}: {error.field}", error.value, error.allowed) from error
+            raise error.within(str(path)) from error
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidValue(where, repr(error), "a header with config, started_at and now_s") from error
 
@@ -277,6 +278,6 @@ def _record(number: int, body: bytes, where: str) -> Record:
         now_s, kind, values = msgpack.unpackb(body, strict_map_key=False, unicode_errors=_TEXT_ERRORS)
         return Record(number, _typed(float, now_s, "now_s"), event_from_fields(kind, values))
     except InvalidValue as error:
-        raise InvalidValue(f"{where}: {error.field}", error.value, error.allowed) from error
+        raise error.within(where) from error
     except (ValueError, TypeError) as error:
         raise InvalidValue(where, repr(error), "[now_s, kind, fields] in msgpack") from error

@@ -49,7 +49,9 @@ class PromptFeed:
         names: set[str] = set()
         for prompt in possible:
             if prompt.prompt_id in self._live or prompt.prompt_id in names:
-                raise Conflict("prompt_id", prompt.prompt_id, "an id that is neither queued nor being generated")
+                raise Conflict(
+                    "prompt_id", prompt.prompt_id, "an id that is neither queued nor being generated", why="is in use"
+                )
             names.add(prompt.prompt_id)
         more_bytes = sum(map(_bytes, possible))
         if self._queued_bytes + more_bytes > QUEUED_BYTES_MOST:
@@ -65,7 +67,7 @@ class PromptFeed:
         """Raises Conflict where no prompts are taken in any more, LimitExceeded where ``count`` find no place."""
         limit = self._config.service.prompts_queued_max
         if self.closed:
-            raise Conflict("prompts", count, "none, as the prompts have ended or the service drains")
+            raise Conflict("prompts", count, "0, as the prompts have ended or the service drains", why="came too late")
         if len(self._queue) + count > limit:
             raise LimitExceeded("prompts", count, f"at most {limit - len(self._queue)} now (queue of {limit})")
 
@@ -112,7 +114,12 @@ class PromptFeed:
                 if isinstance(possible, InvalidValue):
                     raise possible
                 if possible.prompt_id in self._live:
-                    raise Conflict("prompt_id", possible.prompt_id, "an id that is neither queued nor being generated")
+                    raise Conflict(
+                        "prompt_id",
+                        possible.prompt_id,
+                        "an id that is neither queued nor being generated",
+                        why="is in use",
+                    )
             except DoraError as error:
                 log.error("prompt refused: %s", error)
                 self.refused += 1

@@ -50,7 +50,8 @@ def jsonl_source(path: Path, tokenizer: ChatTokenizer, limit_tokens: int | None 
         prompt = check_length(_prompt(line, _Place(path, number), tokenizer), limit_tokens)
         if prompt.prompt_id in lines_by_id:
             first = lines_by_id[prompt.prompt_id]
-            raise Conflict(f"{path}:{number}: prompt_id", prompt.prompt_id, f"an id not used before (see line {first})")
+            why = f"is used in line {first} already"
+            raise Conflict(f"{path}:{number}: prompt_id", prompt.prompt_id, "an id not used before", why)
         lines_by_id[prompt.prompt_id] = number
         prompts.append(prompt)
     if not prompts:

@@ -67,7 +67,8 @@ def _entry_maker(task: str, seed: int) -> Callable[[int], dict[str, Any]]:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise NotFound("--prompts", "reasoning-gym", "the package reasoning-gym; install it") from error
+        allowed = "a source whose package is installed"
+        raise NotFound("--prompts", "reasoning-gym", allowed, why="needs the package reasoning-gym") from error
     if task not in DATASETS or task == "composite":  # composite is a mix of its own; ours replaces it
         known = ", ".join(sorted(set(DATASETS) - {"composite"}))
         raise InvalidValue("--prompts", f"reasoning-gym:{task}", f"one of {known}")

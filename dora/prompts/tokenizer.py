@@ -68,7 +68,9 @@ class ChatTokenizer:
     def _template(self) -> Template:
         text = self._exported.chat_template
         if not isinstance(text, str):
-            raise InvalidValue("messages", str(self.folder), "a model whose tokenizer has a chat template")
+            raise InvalidValue(
+                "model", str(self.folder), "a model whose tokenizer has a chat template", why="takes no messages"
+            )
         try:
             return compiled_template(text)
         except TemplateError as error:

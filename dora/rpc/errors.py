@@ -1,6 +1,6 @@
 """DoraError <-> gRPC status with trailing metadata, in one table. See the header of dora.proto.
 
-The message names the field, the value and what is allowed; the metadata repeats the three for programs,
+The message says what was given, why not, and what is allowed; the metadata has field, value and allowed for programs,
 percent-encoded as URLs are, because metadata is ASCII.
 """
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 
 from dora.client import Attachment, Step, Trainer
-from dora.errors import Conflict, DoraError, InvalidValue
+from dora.errors import MISSING, Conflict, DoraError, InvalidValue
 from dora.trainers.learner import Learner, LearnerConfig, StepMetrics, multiplies_bfloat16
 
 
@@ -130,7 +130,7 @@ def _weights_folder(config: GrpoConfig, attachment: Attachment) -> Path:
         folder = Path(attachment.model)
     else:
         allowed = f"the folder of version {attachment.next_step}, on this host"
-        raise Conflict("--model", config.model, allowed)
+        raise Conflict("--model", MISSING, allowed)
     if not (folder / "config.json").is_file():
         raise InvalidValue("--model", str(folder), "a Hugging Face model folder on this host")
     return folder

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dora.errors import InvalidValue
+from dora.errors import MISSING, InvalidValue
 
 # Bytes of one element, by the name that safetensors gives a dtype.
 DTYPE_BYTES: Final[Mapping[str, int]] = {
@@ -135,7 +135,7 @@ def check_tensors(found: Mapping[str, TensorHeader], expected: Iterable[TensorHe
             if wanted[name].optional:
                 continue
             shape = list(wanted[name].shape)
-            raise InvalidValue(f"weights: {name}", None, f"present, shape {shape}, dtype {wanted[name].dtype}")
+            raise InvalidValue(f"weights: {name}", MISSING, f"present, shape {shape}, dtype {wanted[name].dtype}")
         if found[name].shape != wanted[name].shape:
             raise InvalidValue(f"weights: {name}: shape", list(found[name].shape), str(list(wanted[name].shape)))
         if found[name].dtype != wanted[name].dtype:

@@ -70,7 +70,7 @@ class WeightStore:
         folder = self._versions / str(version)
         if not folder.is_dir():
             held = ", ".join(map(str, self.versions()))
-            raise NotFound("version", version, f"a version that is held: {held or 'none'}")
+            raise NotFound("version", version, f"one of those held: {held or '(none)'}", why="is not held")
         return folder
 
     def canary(self, version: int) -> Canary | None:
@@ -102,7 +102,7 @@ class WeightStore:
             folder = self.begin(epoch, version)
             file = folder / file_name
             if file in self._uploading:
-                raise Conflict("file_name", file_name, "a file that is not being uploaded already")
+                raise Conflict("file_name", file_name, "a file that is not in upload", why="is being uploaded already")
             sizes = {held: held.stat().st_size for held in folder.glob(f"[!.]*{SUFFIX}")}
             sizes |= {held: size for held, size in self._uploading.items() if held.parent == folder}
             sizes.pop(file, None)
@@ -134,7 +134,7 @@ class WeightStore:
         target = self._versions / str(version)
         if target.is_dir():
             if _read_manifest(target) != manifest:
-                raise Conflict("version", version, "a version that holds no other files: each is published once")
+                raise Conflict("version", version, "a new version", why="is published already, with other files")
             self._forget_incoming(version)
             return target
         incoming = self._incoming_folder(epoch, version)
@@ -268,7 +268,8 @@ class Upload:
         try:
             os.rename(self._unfinished, self._file)
         except FileNotFoundError as error:
-            raise Conflict("upload", self._file.name, "of the trainer that attached last, before its commit") from error
+            allowed = "of the trainer that attached last, before its commit"
+            raise Conflict("upload", self._file.name, allowed, why="came too late") from error
         return received_bytes
 
     def __enter__(self) -> "Upload":

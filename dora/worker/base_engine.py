@@ -39,7 +39,7 @@ class BaseEngine(Generic[Live], ABC):
 
     def load_weights(self, version: int, folder: Path, canary: Canary | None) -> Canary:
         if self._live:
-            raise Conflict("requests held", len(self._live), "0 while weights are replaced")
+            raise Conflict("requests held", len(self._live), "0 while weights are replaced", why="is too much")
         self._version = None
         if canary is not None:
             self._check_canary(canary)
@@ -76,12 +76,12 @@ class BaseEngine(Generic[Live], ABC):
     def _find(self, request_id: str) -> Live:
         live = self._live.get(request_id)
         if live is None:
-            raise NotFound("request_id", request_id, "a request that this engine holds")
+            raise NotFound("request_id", request_id, "a request that this engine holds", why="is not here")
         return live
 
     def _check_new(self, request: RequestSpec) -> None:
         if request.request_id in self._live:
-            raise Conflict("request_id", request.request_id, "an id that this engine does not hold")
+            raise Conflict("request_id", request.request_id, "an id that this engine does not hold", why="is here")
         check_request(request, self._capability)
 
     def _check_canary(self, canary: Canary) -> None:

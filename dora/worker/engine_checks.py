@@ -30,7 +30,7 @@ def check_request(request: RequestSpec, capability: EngineCapability) -> None:
 def check_version(request_version: int, loaded: int | None) -> None:
     """Raises Conflict unless a request is of the version that is loaded."""
     if request_version != loaded:
-        raise Conflict("request.version", request_version, f"{loaded}, the version loaded")
+        raise Conflict("request.version", request_version, f"{loaded}, the version loaded", why="is not loaded")
 
 
 def check_reproduced(version: int, found: Canary, expected: Canary, tolerance: float) -> None:

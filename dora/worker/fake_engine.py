@@ -115,7 +115,7 @@ class FakeEngine(BaseEngine[_Live]):
     def export(self, request_id: str) -> KvSnapshot | None:
         live = self._find(request_id)
         if request_id not in self._held:
-            raise Conflict("request_id", request_id, "a frozen request")
+            raise Conflict("request_id", request_id, "a frozen request", why="is not frozen")
         if live.snapshot is not None:
             return live.snapshot
         if not live.kv:

@@ -120,13 +120,13 @@ class EngineLoop:
 
     def _reserve_slot(self, order: pb.ReserveSlot, outcome: pb.WorkerOutcome) -> None:
         if order.version != self._engine.version:
-            raise Conflict("version", order.version, f"{self._engine.version}, the one loaded")
+            raise Conflict("version", order.version, f"{self._engine.version}, the one loaded", why="is not loaded")
         load, capability = self._engine.load(), self._engine.capability
         held, limit = load.running + load.waiting + len(self._reserved), QUEUE_SLOTS * capability.slots
         if held >= limit:
-            raise Conflict("requests held", held, f"below {limit}")
+            raise Conflict("requests held", held, f"below {limit}", why="is too much for another")
         if order.kv_tokens > capability.kv_tokens:
-            raise Conflict("kv_tokens", order.kv_tokens, f"at most {capability.kv_tokens}")
+            raise Conflict("kv_tokens", order.kv_tokens, f"at most {capability.kv_tokens}", why="is too much")
         self._reserved.add(order.request_id)
 
     def _cancel_reservation(self, order: pb.CancelReservation, outcome: pb.WorkerOutcome) -> None:

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from dora.errors import Conflict, InvalidValue
+from dora.errors import MISSING, Conflict, InvalidValue
 from dora.planning.samples import DecodeSample, Measurement, MixedRequest, PrefillSample
 from dora.types import RequestSpec, SamplingParams
 from dora.worker.engine import RolloutEngine
@@ -113,9 +113,9 @@ def measure(
     capability = engine.capability
     check_grid(grid, capability.slots, capability.kv_tokens, capability.max_model_len_tokens)
     if held := engine.load().running + engine.load().waiting:
-        raise Conflict("requests held", held, "0 while an engine is timed")
+        raise Conflict("requests held", held, "0 while an engine is timed", why="is too much")
     if engine.version is None:
-        raise InvalidValue("engine.version", None, "weights loaded")
+        raise InvalidValue("engine.version", MISSING, "that of loaded weights")
     mixed = mixed_workload(grid, seed)
     bench = _Bench(engine, clock, np.random.default_rng([seed, place]))
     begin_s = wall_clock()

@@ -76,7 +76,7 @@ def start(model: Path, settings: EngineSettings) -> EngineCore:
         vllm_config = arguments.create_engine_config()
         core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     except ValueError as error:
-        raise InvalidValue("engine settings", settings, str(error)) from error
+        raise InvalidValue("engine settings", settings, f"what vLLM takes ({error})") from error
     registry.verify(core)
     return core
 

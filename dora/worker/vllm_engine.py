@@ -104,7 +104,7 @@ class VllmEngine(BaseEngine[_Live]):
     def export(self, request_id: str) -> KvSnapshot | None:
         live = self._find(request_id)
         if live.engine_id not in self._scheduler.held:
-            raise Conflict("request_id", request_id, "a frozen request")
+            raise Conflict("request_id", request_id, "a frozen request", why="is not frozen")
         waiting: KvSnapshot | None = self._scheduler.connector.offered(live.engine_id)
         if waiting is not None:  # taken in and not yet scheduled: it moves on as it came
             return waiting

@@ -48,7 +48,7 @@ def to_vllm(request: RequestSpec, engine_id: str, stops: Sequence[int]) -> Engin
             extra_args={OUTPUTS_KEY: list(request.output_token_ids)} if request.output_token_ids else None,
         )
     except ValueError as error:
-        raise InvalidValue("sampling", wanted, str(error)) from error
+        raise InvalidValue("sampling", wanted, f"what vLLM takes ({error})") from error
     for name in DOMAINS:  # what is recorded is what was asked for, so it has to be what is sampled
         if name != "ignore_eos" and getattr(sampling, name) != getattr(wanted, name):
             allowed = f"what the engine samples with: it would take {getattr(sampling, name)}"

@@ -254,7 +254,7 @@ async def test_uploads_together_are_no_larger_than_the_model(shell: Shell) -> No
     with shell.store.upload(1, 1, "a.safetensors", model_bytes):  # on its way, not a byte there
         with pytest.raises(InvalidValue, match="by the model's own size"):
             await shell.trainer.UploadWeights(upload_of("b.safetensors", 2 << 20, b"b"), None)
-        with pytest.raises(Conflict, match="not being uploaded already"):
+        with pytest.raises(Conflict, match="is being uploaded already"):
             await shell.trainer.UploadWeights(upload_of("a.safetensors", 4, b"abcd"), None)
     files = len(shell.store.reference.tensors)
     for number in range(files):

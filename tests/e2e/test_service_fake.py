@@ -218,7 +218,7 @@ async def test_a_bad_commit_is_refused_and_a_good_one_follows(tiny_dense: Path) 
             with pytest.raises(InvalidValue, match="stranger"):
                 await step.commit(weights={**tensors, "stranger": tensors[first]})
             request = pb.CommitStepRequest(trainer_epoch=trainer.attachment.epoch, step=step.number, version=7)
-            with pytest.raises(Conflict, match="version = 7 does not fit the present state: it must be 1"):
+            with pytest.raises(Conflict, match="version = 7 is not next: it must be 1"):
                 await trainer.connection.call(trainer.stub.CommitStep, request)
             assert (await operator.status()).newest_version == 0
             await step.commit(weights=tensors)

@@ -52,7 +52,7 @@ def test_tensors_are_cast_to_what_is_expected(kind: str, tmp_path: Path) -> None
         ({"a": np.zeros((3, 2), np.float32)}, r"weights: a: shape = \[3, 2\] .*\[2, 3\]"),
         ({"a": np.zeros((2, 3), np.int32)}, "weights: a: dtype = 'I32' .*F32"),
         ({"a": np.zeros((2, 3), np.complex64)}, "weights: a: dtype = 'complex64'"),
-        ({"b": np.zeros((2, 3), np.float32)}, "weights: a = None"),
+        ({"b": np.zeros((2, 3), np.float32)}, "weights: a is missing: it must be present"),
         ({"a": [1, 2]}, "weights: a = 'list'"),
         ({}, "weights = 'dict'"),
     ],

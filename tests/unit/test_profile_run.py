@@ -162,7 +162,7 @@ def test_an_engine_is_kept_at_work_until_told(weights: Path) -> None:
 def test_engines_that_cannot_be_measured_are_refused(weights: Path) -> None:
     grid = Grid(batches=(1, 4), contexts=(16, 64))
     unloaded = TimedEngine(COST)
-    with pytest.raises(InvalidValue, match="weights loaded"):
+    with pytest.raises(InvalidValue, match="loaded weights"):
         measure(unloaded, grid, seed=0, clock=unloaded.clock)
     with pytest.raises(InvalidValue, match="max_model_len_tokens"):
         default_grid(8, 8192, 64)
@@ -236,7 +236,7 @@ def test_a_fit_that_fails_its_check_is_not_written_and_says_why(
     assert out.read_text() == "# of an earlier run\n"
     shown = capsys.readouterr()
     assert json.loads(shown.out)["passed"] is False
-    for words in ("throughput = 1.400 is not allowed: 0.85 to 1.15", "--rounds", "cost.toml is not written"):
+    for words in ("throughput = 1.400 is off: it must be 0.85 to 1.15", "--rounds", "cost.toml is not written"):
         assert words in shown.err
 
 
@@ -255,7 +255,7 @@ def test_the_clock_is_held_where_the_machine_was_quiet(
             with pytest.raises(typer.Exit):
                 conclude("tiny", seen, 0.15, None, force=False, as_json=False)
             shown = capsys.readouterr()
-            assert "predicted/wall throughput = 1.175 is not allowed" in shown.err
+            assert "predicted/wall throughput = 1.175 is off" in shown.err
             assert "predicted/measured throughput" not in shown.err
         else:
             conclude("tiny", seen, 0.15, None, force=False, as_json=False)

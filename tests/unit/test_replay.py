@@ -149,7 +149,7 @@ def test_known_is_what_was_known_before(tmp_path: Path) -> None:
 
 def test_what_was_refused_is_refused_again_and_the_replay_goes_on(tmp_path: Path) -> None:
     *_, refused, ticked = decisions_of(small(tmp_path / "log", on.Tick()))
-    assert refused.refusal == "step = 5 does not fit the present state: it must be 0, the first that is not committed"
+    assert refused.refusal == "step = 5 is not the open step: it must be 0, the first that is not committed"
     assert refused.commands == () and refused.chose
     assert ticked.event == on.Tick() and not ticked.refusal
 
@@ -216,7 +216,7 @@ def test_the_command_shows_what_was_known_and_what_was_chosen(tmp_path: Path) ->
     assert lines[at + 3].startswith("  chose  AdmitGroup group_id=g0 prompt_id=p0 version=0")
     assert lines[at + 4].startswith("         StartRequest worker_id=w0")
     assert "         w0  v0  0/4 requests, KV 0% (0% claimed), no weights yet" in lines
-    assert "  refused  step = 5 does not fit the present state: it must be 0, the first that is not committed" in lines
+    assert "  refused  step = 5 is not the open step: it must be 0, the first that is not committed" in lines
     assert any("events" in line and "5" in line for line in lines)
 
 

@@ -251,8 +251,8 @@ def test_what_no_task_can_have_is_refused_with_field_value_and_what_is_allowed(
             {"tasks": [A]},
             ".0.share = 0.5 is not valid: it must be such that the shares of all 1 are 1 together, not 0.5",
         ),
-        ({"tasks": [A, {"share": 0.5}]}, ".1.name = nothing is not valid: it must be a text"),
-        ({"tasks": [A, {"name": "b"}]}, ".1.share = nothing is not valid: it must be a number above 0"),
+        ({"tasks": [A, {"share": 0.5}]}, ".1.name is missing: it must be a text"),
+        ({"tasks": [A, {"name": "b"}]}, ".1.share is missing: it must be a number above 0"),
         ({"tasks": [A, 3]}, ".1 = 3 is not valid: it must be a section with name, share, scale"),
         (
             {"tasks": A},

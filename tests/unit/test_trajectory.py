@@ -85,7 +85,7 @@ def test_misshapen_values_are_refused(changes: dict[str, object], message: str) 
 
 def test_records_with_missing_or_unknown_keys_are_refused() -> None:
     record = make_trajectory(0, 0, 0).to_json_dict()
-    with pytest.raises(InvalidValue, match="reward = None"):
+    with pytest.raises(InvalidValue, match="reward is missing: it must be in every record"):
         Trajectory.from_json_dict({key: value for key, value in record.items() if key != "reward"})
     with pytest.raises(InvalidValue, match="surplus"):
         Trajectory.from_json_dict({**record, "surplus": 1})

@@ -69,7 +69,7 @@ def test_a_scenario_says_what_is_allowed(override: str, message: str) -> None:
         ("balance.cost=3", "balance.cost = 3 is not valid: it must be a section with kv_token_s, weights_s"),
         (
             "balance.cost.kv_token_s=0",
-            "balance.cost.weights_s = nothing is not valid: it must be a number from 0 to 10000",
+            "balance.cost.weights_s is missing: it must be a number from 0 to 10000",
         ),
         ("balance.cost.kv_tokens=0", "balance.cost.kv_tokens = 0 is not valid: did you mean kv_token_s? One of"),
     ],

@@ -13,7 +13,7 @@ from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption, SettingsOption, given_options, refuse_given
 from dora.cli.output import print_json, print_whole, progress_bar, stderr, stdout
 from dora.config import DEFAULT_POLICY
-from dora.errors import InvalidValue, one_of
+from dora.errors import MISSING, InvalidValue, one_of
 
 if TYPE_CHECKING:
     from dora.sim.report import BrokenReport, Report, Timeline
@@ -136,7 +136,9 @@ def simulate(
         from dora.sim.presets import LISTED_BY
 
         raise InvalidValue(
-            "--preset", preset, f"a --file, a --set, or a preset as `{LISTED_BY}` lists them: dora-64, ..."
+            "--preset",
+            MISSING,
+            f"given, or replaced by a --file, a --set, or a preset as `{LISTED_BY}` lists them, such as dora-64",
         )
     if compare:
         if policy or plot:

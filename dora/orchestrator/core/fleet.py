@@ -16,7 +16,7 @@ LOAD_ATTEMPTS = 3
 def joined(state: State, event: on.WorkerJoined) -> None:
     """A new epoch of a worker. Raises Conflict while the earlier epoch still lives."""
     if event.worker_id in state.workers:
-        raise Conflict("worker_id", event.worker_id, "an id that no living worker has")
+        raise Conflict("worker_id", event.worker_id, "an id that no living worker has", why="is taken")
     state.add_worker(Worker(event.worker_id, event.epoch, state.free_index(), event.slots, event.kv_tokens))
 
 
@@ -46,9 +46,10 @@ def drain(state: State, event: on.DrainAsked) -> None:
     if worker is None:
         raise NotFound("worker_id", event.worker_id, f"one of {', '.join(sorted(state.workers)) or '(none)'}")
     if worker.draining:
-        raise Conflict("worker_id", event.worker_id, "a worker that is not draining already")
+        raise Conflict("worker_id", event.worker_id, "a worker that is not draining", why="is draining already")
     if not any(not other.draining for other in state.workers.values() if other is not worker):
-        raise Conflict("worker_id", event.worker_id, "not the last working one: its requests would have nowhere to go")
+        allowed = "one of several, so that its requests have somewhere to go"
+        raise Conflict("worker_id", event.worker_id, allowed, why="is the last working one")
     worker.draining = True
     state.rehosted(worker)
 

@@ -42,16 +42,24 @@ def asked(state: State, event: on.MigrateAsked) -> None:
     row = state.request_row.get(event.request_id)
     target = state.workers.get(event.target_worker)
     if row is None:
-        raise NotFound("request", event.request_id, "an admitted request that is not finished")
+        raise NotFound(
+            "request", event.request_id, "an admitted request that is not finished", why="is not in progress"
+        )
     if target is None:
         raise NotFound("--to", event.target_worker, f"one of {', '.join(sorted(state.workers))}")
     version = int(state.requests["version"][row])
-    if state.requests["status"][row] != RUNNING or row in state.handoffs:
-        raise Conflict("request", event.request_id, "a request that is running and in no handoff")
+    movable = "a request that is running and in no handoff"
+    if row in state.handoffs:
+        raise Conflict("request", event.request_id, movable, why="is in a handoff already")
+    if state.requests["status"][row] != RUNNING:
+        raise Conflict("request", event.request_id, movable, why="is not running")
     if state.owner(row) is target:
-        raise Conflict("--to", event.target_worker, "another worker than the one it is on")
+        raise Conflict("--to", event.target_worker, "another worker", why=f"is where {event.request_id} is")
     if target.hosts != version:
-        raise Conflict("--to", event.target_worker, f"a worker that hosts version {version}, as the request needs (C1)")
+        why = "hosts no version" if target.hosts is None else f"hosts version {target.hosts}"
+        raise Conflict(
+            "--to", event.target_worker, f"a worker that hosts version {version}, as the request needs (C1)", why
+        )
     begin(state, row, target)
 
 

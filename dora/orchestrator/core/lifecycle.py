@@ -75,13 +75,15 @@ def scored(state: State, event: on.RequestScored) -> None:
 def attached(state: State, event: on.TrainerAttached) -> None:
     window = state.window
     if event.trainer_epoch <= state.trainer_epoch:
-        raise Conflict("trainer_epoch", event.trainer_epoch, f"above {state.trainer_epoch}")
+        raise Conflict("trainer_epoch", event.trainer_epoch, f"above {state.trainer_epoch}", why="is not new")
     if not event.groups_per_step and not window.groups_per_step:
         raise InvalidValue("groups_per_step", 0, "at least 1, here or as window.groups_per_step")
     if event.groups_per_step > GROUPS_MOST:
         raise InvalidValue("groups_per_step", event.groups_per_step, f"at most {GROUPS_MOST}")
     if event.groups_per_step and window.groups_per_step not in (0, event.groups_per_step):
-        raise Conflict("groups_per_step", event.groups_per_step, f"{window.groups_per_step}, as already set")
+        raise Conflict(
+            "groups_per_step", event.groups_per_step, f"{window.groups_per_step}", why="is not what was set before"
+        )
     if not window.groups_per_step:
         window.set_groups_per_step(event.groups_per_step)
     state.trainer_epoch = event.trainer_epoch
@@ -90,10 +92,10 @@ def attached(state: State, event: on.TrainerAttached) -> None:
 
 
 def step_requested(state: State, event: on.StepRequested) -> None:
-    _check_epoch(state, event.trainer_epoch)
+    check_epoch(event.trainer_epoch, state.trainer_epoch)
     window = state.window
     if event.step != window.newest:
-        raise Conflict("step", event.step, f"{window.newest}, the first that is not committed")
+        raise _not_the_open(event.step, state)
     for group in state.leased:
         state.out.append(do.DeliverGroup(state.group_id[group], event.step, state.trainer_epoch, again=True))
     if window.step > event.step:
@@ -180,16 +182,21 @@ def commit(state: State, event: on.StepCommitted) -> None:
 
 def check_commit(state: State, trainer_epoch: int, step: int) -> None:
     """Raises Conflict where ``step`` cannot be committed now."""
-    _check_epoch(state, trainer_epoch)
+    check_epoch(trainer_epoch, state.trainer_epoch)
     if step != state.window.newest:
-        raise Conflict("step", step, f"{state.window.newest}, the first that is not committed")
+        raise _not_the_open(step, state)
     if state.window.step <= step:
-        raise Conflict("step", step, f"a step that was filled; this one still takes {state.window.left} groups")
+        raise Conflict("step", step, "a step that is full", why=f"still takes {state.window.left} groups")
 
 
-def _check_epoch(state: State, trainer_epoch: int) -> None:
-    if trainer_epoch != state.trainer_epoch:
-        raise Conflict("trainer_epoch", trainer_epoch, f"{state.trainer_epoch}: another trainer has attached since")
+def _not_the_open(step: int, state: State) -> Conflict:
+    return Conflict("step", step, f"{state.window.newest}, the first that is not committed", why="is not the open step")
+
+
+def check_epoch(given: int, present: int) -> None:
+    """Raises Conflict where a call comes from another trainer than the one that attached last."""
+    if given != present:
+        raise Conflict("trainer_epoch", given, str(present), why="is over, as another trainer has attached since")
 
 
 # ------------------------------------------------------------------------------------------------------------- cancel
@@ -199,9 +206,11 @@ def cancel(state: State, event: on.GroupCancelled) -> None:
     """Ends an open group and gives its place back. Raises NotFound, or Conflict once a step has taken it."""
     group = state.group_row.get(event.group_id)
     if group is None:
-        raise NotFound("group_id", event.group_id, "an admitted group that was not committed yet")
+        raise NotFound(
+            "group_id", event.group_id, "an admitted group that was not committed yet", why="is not in progress"
+        )
     if state.groups["status"][group] == LEASED:
-        raise Conflict("group_id", event.group_id, "a group that no step has taken")
+        raise Conflict("group_id", event.group_id, "a group that no step has taken", why="is taken by a step")
     version = int(state.groups["version"][group])
     for row in state.members[group]:
         handoff.signal_row(state, row, Signal.UNDO)

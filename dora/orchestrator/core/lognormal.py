@@ -183,6 +183,6 @@ def _longest_scores(group_size: int, q: float) -> tuple[float, float, float]:
     if group_size < 1:
         raise InvalidValue("group_size", group_size, "at least 1")
     if not 0.0 < q < 1.0:
-        raise InvalidValue("q", q, "0 < q < 1")
+        raise InvalidValue("q", q, "above 0 and below 1")
     median = _NORMAL.inv_cdf(0.5 ** (1.0 / group_size))
     return median, _NORMAL.inv_cdf(q ** (1.0 / group_size)) - median, _NORMAL.inv_cdf(q)

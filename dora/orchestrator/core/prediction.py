@@ -270,7 +270,7 @@ class Recall:
     def longest(self, share: float = 0.2) -> float:
         """Recall of the longest ``share`` (0 < share <= 1); NaN before the first pair."""
         if not 0.0 < share <= 1.0:
-            raise InvalidValue("share", share, "0 < share <= 1")
+            raise InvalidValue("share", share, "above 0 and at most 1")
         held = min(self._seen, self._pairs.shape[1])
         if not held:
             return math.nan

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from dora.errors import Conflict, DoraError, InvalidValue
+from dora.errors import MISSING, Conflict, DoraError, InvalidValue
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.lifecycle import check_epoch
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.streams import StepStream
 from dora.rpc import convert
@@ -89,7 +90,7 @@ class TrainerService(stubs.TrainerServicer):
         )
 
     async def Stay(self, request: pb.StayRequest, context: ServicerContext) -> AsyncIterator[pb.StayReply]:
-        self._check_epoch(request.trainer_epoch)
+        check_epoch(request.trainer_epoch, self._epoch)
         with self._runtime.trainer.staying() as superseded:
             yield pb.StayReply()
             await superseded.wait()
@@ -118,7 +119,7 @@ class TrainerService(stubs.TrainerServicer):
             if runtime.sessions.stream is stream:
                 runtime.sessions.stream = None
         if stream.superseded:
-            raise Conflict("trainer_epoch", request.trainer_epoch, "the stream that was opened last")
+            raise Conflict("step", request.step, "read from the stream that was opened last", why="is streamed anew")
         if stream.exhausted:
             yield pb.TrajectoryBatch(step=request.step, end_of_prompts=True)
 
@@ -128,7 +129,7 @@ class TrainerService(stubs.TrainerServicer):
         chunks = aiter(request_iterator)
         first = await self._next_chunk(chunks)
         if first is None or not first.HasField("header"):
-            raise InvalidValue("header", None, "in the first message of an upload")
+            raise InvalidValue("header", MISSING, "in the first message of an upload")
         header, store = first.header, self._runtime.store
         self._check_upload(header.trainer_epoch, header.version)
         opened = functools.partial(
@@ -152,10 +153,10 @@ class TrainerService(stubs.TrainerServicer):
 
     def _check_upload(self, trainer_epoch: int, version: int) -> None:
         """Only the version that the open step commits may come: no other one is ever read."""
-        self._check_epoch(trainer_epoch)
+        check_epoch(trainer_epoch, self._epoch)
         expected = self._runtime.machine.state.window.newest + 1
         if version != expected:
-            raise Conflict("version", version, f"{expected}, which the open step's commit publishes")
+            raise Conflict("version", version, f"{expected}, which the open step's commit publishes", why="is not next")
 
     async def _commit(self, request: pb.CommitStepRequest) -> pb.CommitStepReply:
         runtime = self._runtime
@@ -165,7 +166,7 @@ class TrainerService(stubs.TrainerServicer):
                 return self._committed()  # the reply was lost, the commit was not
             runtime.machine.check_commit(request.trainer_epoch, request.step)
             if request.version != request.step + 1:
-                raise Conflict("version", request.version, f"{request.step + 1}, that is step + 1")
+                raise Conflict("version", request.version, f"{request.step + 1}, that is step + 1", why="is not next")
             metrics = checked_metrics(request.metrics)
             waited_s = request.waited_s if request.HasField("waited_s") else None
             if waited_s is not None and not 0.0 <= waited_s < math.inf:
@@ -198,10 +199,6 @@ class TrainerService(stubs.TrainerServicer):
         return pb.CommitStepReply(
             next_step=machine.state.window.newest, groups_trained=machine.state.counters.groups_trained
         )
-
-    def _check_epoch(self, trainer_epoch: int) -> None:
-        if trainer_epoch != self._epoch:
-            raise Conflict("trainer_epoch", trainer_epoch, f"{self._epoch}: another trainer has attached since")
 
 
 def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

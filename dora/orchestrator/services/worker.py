@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
-from dora.errors import Conflict, InvalidValue
+from dora.errors import MISSING, Conflict, InvalidValue
 from dora.orchestrator.core import events as on
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.streams import WorkerSession
@@ -59,22 +59,22 @@ class WorkerService(stubs.WorkerServicer):
             async with asyncio.timeout(HELLO_S):
                 return await anext(aiter(messages), None)
         except TimeoutError as error:
-            raise InvalidValue("hello", None, f"sent within {HELLO_S:g} s") from error
+            raise InvalidValue("hello", MISSING, f"sent within {HELLO_S:g} s") from error
 
     def _open(self, message: pb.WorkerMessage | None) -> WorkerSession:
         """A session for a worker that says hello. Raises InvalidValue or Conflict for one that cannot serve here."""
         if message is None or not message.HasField("hello"):
-            raise InvalidValue("hello", None, "the first message of a worker")
+            raise InvalidValue("hello", MISSING, "the first message of a worker")
         hello, runtime = message.hello, self._runtime
         capability = checked_hello(hello, runtime.config, runtime.store.reference.vocab_size)
         workers = runtime.sessions.workers
         if hello.worker_id in workers:
-            raise Conflict("worker_id", hello.worker_id, "an id that no connected worker has")
+            raise Conflict("worker_id", hello.worker_id, "an id that no connected worker has", why="is taken")
         if len(workers) >= WORKERS_MOST:
-            raise Conflict("worker_id", hello.worker_id, f"one of at most {WORKERS_MOST} workers")
+            raise Conflict("worker_id", hello.worker_id, f"one of at most {WORKERS_MOST}", why="is one too many")
         if any(other.capability.fingerprint != capability.fingerprint for other in workers.values()):
             allowed = "that of the other workers: of the same model, engine, KV layout and dtype"  # it is not told
-            raise Conflict("fingerprint", capability.fingerprint, allowed)
+            raise Conflict("fingerprint", capability.fingerprint, allowed, why="is another")
         return runtime.sessions.open(hello.worker_id, hello.pid, hello.host, capability)
 
     async def _read(self, session: WorkerSession, messages: AsyncIterator[pb.WorkerMessage]) -> None:

@@ -41,7 +41,7 @@ def register(name: str, strategy: Strategy | Callable[[BalanceConfig], Policy]) 
             raise InvalidValue(f"policy {name}", strategy, "a Strategy, or what makes a Policy of a BalanceConfig")
         strategy = Strategy(strategy)
     if POLICIES.setdefault(name, strategy) != strategy:
-        raise Conflict("policy", name, "a name that no other strategy has")
+        raise Conflict("policy", name, "a name that no other strategy has", why="is taken")
 
 
 def policy_of(config: BalanceConfig, window: int | None = None) -> Policy:
