@@ -1,6 +1,7 @@
 """The ``dora`` application: one entry a command, in the order of ``dora --help``."""
 
 from collections.abc import Callable
+from inspect import cleandoc
 from typing import Annotated
 
 import typer
@@ -21,6 +22,11 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "verify": (verify.verify, verify.EXAMPLE),
     "prepare": (prepare.prepare, prepare.EXAMPLE),
     "version": (version.version, version.EXAMPLE),
+}
+
+SIMULATE_COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "sweep": (sweep.sweep, sweep.EXAMPLE),
+    "presets": (presets.presets, presets.EXAMPLE),
 }
 
 app = typer.Typer(
@@ -50,9 +56,13 @@ def options(
     """A rollout service for reinforcement-learning post-training of language models."""
 
 
-for _name, (_function, _example) in COMMANDS.items():
-    app.command(_name, epilog=f"Example: {_example}")(_function)
+def help_of(function: Callable[..., None]) -> str:
+    """What a command's help says: its docstring, whose paragraphs are lines of their own for the terminal to break."""
+    paragraphs = cleandoc(function.__doc__ or "").replace("``", "`").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
-run.app.command("sweep", epilog=f"Example: {sweep.EXAMPLE}")(sweep.sweep)
-run.app.command("presets", epilog=f"Example: {presets.EXAMPLE}")(presets.presets)
-app.add_typer(run.app, name="simulate", cls=DoraGroup, help=run.simulate.__doc__)
+
+for _app, _commands in ((app, COMMANDS), (run.app, SIMULATE_COMMANDS)):
+    for _name, (_function, _example) in _commands.items():
+        _app.command(_name, help=help_of(_function), epilog=f"Example: {_example}")(_function)
+app.add_typer(run.app, name="simulate", cls=DoraGroup, help=help_of(run.simulate))

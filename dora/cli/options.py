@@ -21,7 +21,7 @@ TokenOption = Annotated[
         help="The service's secret; by default that which a service of yours on this host left.",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document for programs.")]
+JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document for programs.")]
 SettingsOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one field; may be repeated.")
 ]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +17,7 @@ if TYPE_CHECKING:
     from dora.rpc.dora_pb2 import OperatorReply
 
 PATIENCE_S: Final = 1.0
-WIDEST_CHARACTERS = 400
-PIPED_WIDTH_CHARACTERS = 160  # a pipe has no width of its own; tables must not be cut for it
+PIPED_WIDTH_CHARACTERS = 400  # a pipe has no width of its own, unless COLUMNS says one: every column has room
 
 
 def stdout() -> Console:
@@ -57,13 +57,6 @@ def print_result(tree: object, shown: RenderableType, as_json: bool) -> None:
         print_json(tree)
     else:
         stdout().print(shown)
-
-
-def print_whole(console: Console, table: RenderableType) -> None:
-    """Prints a wide table. In a narrow terminal lines wrap: a number that is cut short would say something else."""
-    options = console.options.update(max_width=WIDEST_CHARACTERS)
-    console.width = max(console.width, console.measure(table, options=options).maximum)
-    console.print(table)
 
 
 def print_reply(reply: "OperatorReply", as_json: bool) -> None:
@@ -122,4 +115,5 @@ def _plain_field(message: "Message", field: Any) -> object:
 
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PIPED_WIDTH_CHARACTERS)
+    known = stream.isatty() or "COLUMNS" in os.environ
+    return Console(stderr=stderr, highlight=False, width=None if known else PIPED_WIDTH_CHARACTERS)

@@ -52,7 +52,7 @@ def profile(
         float, typer.Option(help="Largest relative error that the predicted throughput may have.")
     ] = 0.15,
     out: Annotated[Path | None, typer.Option(help="File for the coefficients: FILE.toml or FILE.json.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write the file even if the check fails.")] = False,
+    force: Annotated[bool, typer.Option("--force", metavar="", help="Write the file even if the check fails.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time an engine's steps, fit the cost model to them, and check it against a mixed workload.

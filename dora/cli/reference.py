@@ -31,7 +31,7 @@ from dora.view import comparison, plan, service
 from dora.view.decisions import ReplayTree
 from dora.view.profile import ProfileReport
 from dora.view.simulation import LINES, Division
-from dora.view.tables import Column
+from dora.view.tables import Column, in_a_line
 
 INTRODUCTION: Final = """\
 # Reference
@@ -114,7 +114,7 @@ def _commands() -> Rows:
 
 def _columns(columns: Iterable[Column[Any]]) -> Rows:
     for column in columns:
-        heading = column.heading.replace("\n", " ").format(unit="min or s", limit="limit")
+        heading = in_a_line(column.heading).format(unit="min or s", limit="limit")
         yield heading or "(first)", column.meaning
 
 

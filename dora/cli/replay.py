@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dora.orchestrator.eventlog import EventLog
     from dora.orchestrator.replay import Decision, Replay
 
-EXAMPLE = "dora replay events.log --from 100 --to 200 --only StepCommitted,LoadVersion"
+EXAMPLE = "dora replay events.log --from 100 --to 200 --only StepCommitted"
 
 
 def replay(
@@ -30,7 +30,10 @@ def replay(
         ),
     ] = None,
     decisions: Annotated[
-        bool, typer.Option("--decisions", help="Show only events at which the core decided or refused something.")
+        bool,
+        typer.Option(
+            "--decisions", metavar="", help="Show only events at which the core decided or refused something."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -65,11 +68,16 @@ def replay(
 
 
 def _print_text(log: "EventLog", run: "Replay", decisions: Iterator["Decision"]) -> None:
-    from dora.view.decisions import block, summary_table
+    from dora.view.decisions import CONTINUED, block, summary_table
+    from dora.view.tables import WIDEST, Note
 
     console = stdout()
     for decision in decisions:
-        console.print(block(decision, decision.now_s - log.now_s), soft_wrap=True)
+        text = block(decision, decision.now_s - log.now_s)
+        if console.is_terminal:
+            console.print(Note(text, indent=CONTINUED, widest=WIDEST))
+        else:
+            console.print(text, soft_wrap=True)
     console.print(summary_table(f"{log.path}", run.summary()))
 
 

@@ -18,7 +18,7 @@ from dora.config import Config, given, load_config
 if TYPE_CHECKING:
     from dora.orchestrator.main import ServiceHandle
 
-EXAMPLE = "dora serve --window 2 --workers 2 --model smollm2 --set rollout.max_tokens=128"
+EXAMPLE = "dora serve --window 2 --workers 2 --model smollm2 --record out/record"
 
 ATTACH = """\
 dora is serving {model} on {address}: window {window}, {workers} workers. Ctrl-C drains and stops.
@@ -49,8 +49,12 @@ def serve(
         str | None,
         typer.Option(envvar="DORA_TOKEN", show_envvar=True, help="Secret of all clients; default: a new one."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Configuration, or how to attach, as JSON.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", metavar="", help="Print the resolved configuration and end.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Configuration, or how to attach, as JSON.")
+    ] = False,
 ) -> None:
     """Start the rollout service: orchestrator and workers, until Ctrl-C or SIGTERM.
 

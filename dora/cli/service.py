@@ -54,8 +54,11 @@ def groups(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, 
 
 
 def trajectories(
-    state: Annotated[TrajectoryState | None, typer.Option(help="Only those in this state.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="At most so many.")] = 100,
+    state: Annotated[
+        TrajectoryState | None,
+        typer.Option(metavar="STATE", help="Only those waiting, running, moving, finished or leased."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="At most so many.")] = 100,
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
     as_json: JsonOption = False,
@@ -95,9 +98,13 @@ def rebalance(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = Non
 
 
 def watch(
-    period_ms: Annotated[int, typer.Option(min=50, max=60_000, help="Time between two updates.")] = 500,
-    updates: Annotated[int, typer.Option(min=0, help="End after so many updates; 0: when the service ends.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document a line, one an update.")] = False,
+    period_ms: Annotated[int, typer.Option(min=50, max=60_000, metavar="MS", help="Time between two updates.")] = 500,
+    updates: Annotated[
+        int, typer.Option(min=0, metavar="N", help="End after so many updates; 0: when the service ends.")
+    ] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print one JSON document a line, one an update.")
+    ] = False,
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
 ) -> None:

@@ -1,17 +1,17 @@
 """``dora verify``"""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption
 from dora.cli.output import print_result
-from dora.view.tables import facts_table
+from dora.view.tables import Facts
 
 if TYPE_CHECKING:
     from dora.verify import VerifyReport
@@ -40,12 +40,12 @@ def verify(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _table(folder: Path, report: "VerifyReport") -> Table:
+def _table(folder: Path, report: "VerifyReport") -> Facts:
     verdict = Text("verified", "bold green") if report.ok else Text(f"{report.violations_total} violations", "bold red")
-    table = facts_table(Text.assemble(f"{folder}: ", verdict))
+    table = Facts(Text.assemble(f"{folder}: ", verdict))
     table.add_row("trajectories", f"{report.trajectories:,}")
     table.add_row("tokens recomputed", f"{report.tokens:,}")
-    table.add_row("versions", ", ".join(f"v{version}" for version in report.versions) or "none")
+    table.add_row("versions", _versions(report.versions))
     table.add_row("largest difference", f"{report.max_abs_diff:.2g} (at most {report.atol:g})")
     table.add_row("mean difference", f"{report.mean_abs_diff:.2g}")
     if report.router_ties:
@@ -53,5 +53,16 @@ def _table(folder: Path, report: "VerifyReport") -> Table:
     for sentence in report.violations[:SHOWN_VIOLATIONS]:
         table.add_row(Text("violation", "red"), sentence)
     if report.violations_total > SHOWN_VIOLATIONS:
-        table.caption = f"{report.violations_total - SHOWN_VIOLATIONS} more violations (--json lists up to 1000)"
+        table.notes.append(f"{report.violations_total - SHOWN_VIOLATIONS:,} more violations (--json lists up to 1000)")
     return table
+
+
+def _versions(versions: Sequence[int]) -> str:
+    """Runs of versions by their ends: ``v0 to v3, v5``."""
+    runs: list[list[int]] = []
+    for version in versions:
+        if runs and version == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], version]
+        else:
+            runs.append([version])
+    return ", ".join(" to ".join(f"v{version}" for version in run) for run in runs) or "none"

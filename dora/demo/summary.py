@@ -9,10 +9,12 @@ from rich.text import Text
 
 from dora.demo.folder import OutFolder
 from dora.view.numbers import duration
+from dora.view.tables import Note
 
 
 def print_summary(console: Console, report: Mapping[str, Any], folder: OutFolder) -> None:
     """Prints the table, every failure in a sentence, and where the files are."""
+    console.print(Note(_title(report), "bold"))
     console.print(summary_table(report))
     for sentence in report["failures"]:
         console.print(Text.assemble(("FAILED ", "bold red"), sentence))
@@ -23,14 +25,9 @@ def print_summary(console: Console, report: Mapping[str, Any], folder: OutFolder
 
 def summary_table(report: Mapping[str, Any]) -> Table:
     """Promises first, then what the run was like."""
-    ok = not report["failures"]
-    verdict = Text("every promise held", "bold green") if ok else Text("a promise was broken", "bold red")
-    title = Text.assemble(
-        f"{report['steps']} steps of {report['model']} in {duration(report['seconds_total'])}: ", verdict
-    )
-    table = Table(title=title, title_justify="left", header_style="bold")
-    table.add_column("promise or measure")
-    table.add_column("wanted", justify="right")
+    table = Table(header_style="bold")
+    table.add_column("promise or measure", no_wrap=True)
+    table.add_column("wanted", justify="right", no_wrap=True)
     table.add_column("measured", justify="right")
     for name in ("groups_lost", "groups_duplicated", "c1_violations"):
         _promise(table, name, "0", report[name], kept=report[name] == 0)
@@ -44,6 +41,14 @@ def summary_table(report: Mapping[str, Any]) -> Table:
         table.add_row(name, "", "-" if report[name] is None else f"{report[name]:,.1f}")
     table.add_row("mean reward", "", _rewards(report["mean_reward_by_step"]))
     return table
+
+
+def _title(report: Mapping[str, Any]) -> Text:
+    ok = not report["failures"]
+    verdict = Text("every promise held", "bold green") if ok else Text("a promise was broken", "bold red")
+    return Text.assemble(
+        f"{report['steps']} steps of {report['model']} in {duration(report['seconds_total'])}: ", verdict
+    )
 
 
 def _promise(table: Table, name: str, wanted: str, measured: int, *, kept: bool) -> None:

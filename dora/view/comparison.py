@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from textwrap import fill
 from typing import Annotated, Final, NamedTuple
 
 from rich.console import Group
@@ -13,9 +12,8 @@ from dora.sim.report import Report, StepUnit, step_unit
 from dora.sim.scenario import Scenario
 from dora.view.numbers import NONE, number, percent, ratio
 from dora.view.simulation import Division, division, over_bound, staleness, stationarity, step_time
-from dora.view.tables import Column, sheet
+from dora.view.tables import SHEET, Column, Note, Sheet
 
-WIDTH: Final = 100  # characters, of the notes; the table is narrower unless its numbers are very long
 ROUNDING_MIN: Final = 1e-9
 LEGEND: Final = (
     "W: window. GPUs: one number where training and rollout take turns. bound: of the bubble-free step. times sync's "
@@ -52,14 +50,16 @@ COLUMNS: Final[Sequence[Column[Shown]]] = (
         "W",
         "window; none for `partial`, which knows no versions",
         lambda it: str(it.row.report.window) if has_versions(it.row.report.policy) else NONE,
+        rank=1,
     ),
     Column(
         "GPUs\ntrain:\nrollout",
         "accelerators that train and that generate; one number: colocated",
         lambda it: f"{it.row.train_gpus}" if it.row.colocated else f"{it.row.train_gpus}:{it.row.rollout_gpus}",
+        rank=2,
     ),
     Column("{unit} a\nstep", "mean time of a step", lambda it: step_time(it.row.report.step_time_min, it.unit)),
-    Column("bound", "bubble-free bound of a step", lambda it: step_time(it.row.report.bound_min, it.unit)),
+    Column("bound", "bubble-free bound of a step", lambda it: step_time(it.row.report.bound_min, it.unit), rank=4),
     Column(
         "over\nbound",
         "how far the step is above it; none where colocated, as the bound has no training in it",
@@ -72,13 +72,14 @@ COLUMNS: Final[Sequence[Column[Shown]]] = (
         "share of a step in which the trainer waits",
         lambda it: percent(it.row.report.rollout_only_fraction),
     ),
-    Column("times\nless", "sync's waiting time over this one's", lambda it: number(it.row.rollout_speedup, 1)),
+    Column("times\nless", "sync's waiting time over this one's", lambda it: number(it.row.rollout_speedup, 1), rank=5),
     Column(
         "work\ndone/\nused",
         "engine work generated, over that of the batches trained on; 1: stationary",
         lambda it: number(it.row.report.work_done_over_consumed, 3),
+        rank=6,
     ),
-    Column("stale:\nmean,\nmax", "staleness of the groups trained on", lambda it: staleness(it.row.report, 1)),
+    Column("stale:\nmean,\nmax", "staleness of the groups trained on", lambda it: staleness(it.row.report, 1), rank=3),
     Column("errors", "promises broken, groups lost or duplicated: always 0", lambda it: _errors(it.row.report)),
 )
 
@@ -94,15 +95,18 @@ def comparison_table(rows: Sequence[Compared]) -> Group:
     first = rows[0].report
     unit = step_unit(row.report.step_time_min for row in rows)
     fastest = min(row.report.step_time_min for row in rows)
-    table = sheet(column.heading.format(unit=unit.name) for column in COLUMNS)
-    for row in rows:
-        cells = (column.cell(Shown(row, unit)) for column in COLUMNS)
-        table.add_row(*cells, style="bold" if row.report.step_time_min == fastest else "")
     title = f"{first.preset}: {first.steps} steps, seed {first.seed}, {first.predictor} lengths"
-    doubts = fill(stationarity([row.report for row in rows]), WIDTH, subsequent_indent="  ")
-    doubt = [Text(f"\n{doubts}", "yellow")] if doubts else []
-    legend = fill(LEGEND, WIDTH, subsequent_indent="  ")
-    return Group(Text(title, "bold"), table, *doubt, Text(f"\n{legend}", "dim"))
+    table = Sheet(
+        COLUMNS,
+        [Shown(row, unit) for row in rows],
+        title,
+        looks=(SHEET,),
+        headings=[column.heading.format(unit=unit.name) for column in COLUMNS],
+        style=lambda it: "bold" if it.row.report.step_time_min == fastest else "",
+    )
+    doubts = stationarity([row.report for row in rows])
+    doubt = [Text(), Note(doubts, "yellow", indent=2)] if doubts else []
+    return Group(table, *doubt, Text(), Note(LEGEND, "dim", indent=2))
 
 
 def _compared(report: Report, split: Division, sync: Report | None) -> Compared:

@@ -5,17 +5,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, TypedDict
 
-from rich.table import Table
 from rich.text import Text
 
 from dora.orchestrator.core.commands import Command
 from dora.orchestrator.core.events import Event
 from dora.orchestrator.replay import Decision, Known, KnownWorker, Summary, line_of
-from dora.view.tables import facts_table, version_cell
+from dora.view.tables import Facts, version_cell
 
 WORKERS_SHOWN = 8  # more than these are shown by version
 COMMANDS_SHOWN = 8  # of one kind in one decision; --json has them all
 INDENT = " " * 9
+CONTINUED = 11  # the indent of a line that goes on with the one before it
 
 
 class DecisionTree(TypedDict):
@@ -68,9 +68,9 @@ def tree(decision: Decision, time_s: float) -> DecisionTree:
     }
 
 
-def summary_table(title: str, summary: Summary) -> Table:
+def summary_table(title: str, summary: Summary) -> Facts:
     """What the replay came to."""
-    table = facts_table(title)
+    table = Facts(title)
     table.add_row("events", _counted(summary.events))
     table.add_row("commands", _counted(summary.commands))
     table.add_row("refused", f"{summary.refused:,}")

@@ -1,18 +1,23 @@
 """The live view of a service: pure functions from a status to something rich can draw."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
 from dora.rpc.dora_pb2 import Status, WorkerStatus
-from dora.view.numbers import duration, number
-from dora.view.service import HOSTED, KV_USE, PACE, STATE, WAITING, by_version, filling, state_style
-from dora.view.tables import Column, table_of
+from dora.view.numbers import duration, measured, number
+from dora.view.service import HOSTED, KV_USE, PACE, STATE, WAITING, by_version, filling, metrics, state_style
+from dora.view.tables import PLAIN, Column, Note, Sheet
 
 BAR_CELLS = 24
+SLOTS_CELLS = 10  # of a worker's bar
 SPARKS = " ▁▂▃▄▅▆▇█"
+WORKERS_SHOWN = 16  # of more there is a row for each version and state
+METRICS_SHOWN = 8  # `dora status` shows all
 SHOWN_COUNTERS = (
     "groups_admitted", "groups_trained", "migrations_kv", "migrations_reprefill", "tokens_reprefilled",
     "blackout_ms_p50", "staleness_max", "workers_lost", "c1_violations",
@@ -21,7 +26,7 @@ WORKER_COLUMNS: Sequence[Column[WorkerStatus]] = (
     Column("worker", "its id", lambda worker: worker.worker_id, words=True),
     STATE,
     HOSTED,
-    Column("running", "requests that it decodes, of its slots", lambda worker: _slots(worker), words=True),
+    Column("running", "requests that it decodes, of its slots", lambda worker: _slots(worker)),
     WAITING,
     KV_USE,
     PACE,
@@ -29,13 +34,40 @@ WORKER_COLUMNS: Sequence[Column[WorkerStatus]] = (
 
 
 def service_view(status: Status, title: str, steps_asked: int = 0) -> RenderableType:
-    """Progress, workers, versions, reward and counters in one panel. ``steps_asked`` 0: no end in sight."""
-    workers = table_of(None, WORKER_COLUMNS, by_version(status.workers), box=None, padding=(0, 2, 0, 0))
+    """Progress, workers, reward, the trainer's metrics and counters. ``steps_asked`` 0: no end in sight."""
+    workers = Sheet(WORKER_COLUMNS, _shown(status.workers), looks=(PLAIN,), tell=False)
+    below = [Note(_rewards(status)), *_metrics(status), _counters(status)]
     return Panel(
-        Group(_progress(status, steps_asked), Text(), workers, Text(), _rewards(status), _counters(status)),
+        Group(Note(_progress(status, steps_asked)), Text(), workers, Text(), *below),
         title=title,
         title_align="left",
         border_style="dim",
+    )
+
+
+def _shown(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:
+    """The workers, the newest version first; of many, those of one version and state in one row."""
+    if len(workers) <= WORKERS_SHOWN:
+        return by_version(workers)
+    alike: dict[tuple[int, int, str], list[WorkerStatus]] = defaultdict(list)
+    for worker in workers:
+        alike[-worker.version, -worker.target_version, worker.state].append(worker)
+    return [_together(members) for _, members in sorted(alike.items())]
+
+
+def _together(workers: Sequence[WorkerStatus]) -> WorkerStatus:
+    """Workers of one version and state as if they were one."""
+    first = workers[0]
+    return WorkerStatus(
+        worker_id=first.worker_id if len(workers) == 1 else f"{len(workers):,} workers",
+        state=first.state,
+        version=first.version,
+        target_version=first.target_version,
+        running=sum(worker.running for worker in workers),
+        waiting=sum(worker.waiting for worker in workers),
+        slots=sum(worker.slots for worker in workers),
+        kv_use=sum(worker.kv_use for worker in workers) / len(workers),
+        tokens_per_s=sum(worker.tokens_per_s for worker in workers),
     )
 
 
@@ -54,8 +86,8 @@ def spark_line(values: list[float]) -> str:
 
 
 def _slots(worker: WorkerStatus) -> Text:
-    filled = bar(worker.running / max(worker.slots, 1), BAR_CELLS, state_style(worker))
-    return filled.append(f"  {worker.running}/{worker.slots}")
+    filled = bar(worker.running / max(worker.slots, 1), SLOTS_CELLS, state_style(worker))
+    return filled.append(f"  {worker.running:,}/{worker.slots:,}")
 
 
 def _progress(status: Status, steps_asked: int) -> Text:
@@ -71,10 +103,20 @@ def _progress(status: Status, steps_asked: int) -> Text:
 def _rewards(status: Status) -> Text:
     finished = sum(version.groups_finished for version in status.versions)
     rewards = [step.mean_reward for step in status.steps][-40:]
-    latest = f"{spark_line(rewards)} {rewards[-1]:.3f}" if rewards else "no step committed yet"
+    latest = f"{spark_line(rewards)} {measured(rewards[-1])}" if rewards else "no step committed yet"
     return Text.assemble(("reward ", "bold"), latest, ("   groups finished, not taken ", "bold"), str(finished))
 
 
-def _counters(status: Status) -> Text:
+def _metrics(status: Status) -> list[RenderableType]:
+    """What the trainer sent with its last commit; nothing where it sends nothing."""
+    sent = metrics(status.steps[-1].metrics) if status.steps else []
+    if not sent:
+        return []
+    more = [f"and {len(sent) - METRICS_SHOWN} more"] if len(sent) > METRICS_SHOWN else []
+    told = [f"{name} {value}" for name, value in sent[:METRICS_SHOWN]]
+    return [Note(Text.assemble((f"step {status.steps[-1].step} ", "bold"), "   ".join([*told, *more])))]
+
+
+def _counters(status: Status) -> RenderableType:
     parts = [(name, status.counters[name]) for name in SHOWN_COUNTERS if name in status.counters]
-    return Text("   ").join(Text.assemble((f"{name} ", "dim"), number(value)) for name, value in parts)
+    return Columns([Text.assemble((f"{name} ", "dim"), number(value)) for name, value in parts], padding=(0, 3))

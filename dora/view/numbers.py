@@ -15,6 +15,13 @@ def number(value: float | None, digits: int | None = None) -> str:
     return f"{value:,.{digits}f}"
 
 
+def measured(value: float) -> str:
+    """Four digits that count, however small the value; a NaN is shown as one: it is what an operator has to see."""
+    if isfinite(value) and value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:.4g}"
+
+
 def percent(value: float | None, digits: int = 0) -> str:
     """``0.125`` with 1 digit as ``12.5%``."""
     return NONE if value is None or not isfinite(value) else f"{value:.{digits}%}"

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from textwrap import fill
 from typing import Annotated, Any, Final
 
 from rich.console import Group
@@ -14,10 +13,9 @@ from dora.planning.layout import Layout, Replica
 from dora.planning.plan import Plan, Question
 from dora.planning.training import Trainers
 from dora.sim.report import StepUnit, step_unit
-from dora.view.tables import Column, sheet
+from dora.view.tables import SHEET, Column, Note, Sheet
 
 SHOWN_EACH_SIDE: Final = 4  # candidates beside the best
-WIDTH: Final = 100  # characters, of the notes; the table is narrower unless its numbers are very long
 LEGEND: Final = "T, P, D: tensor, pipeline and data parallel ranks; GB: of an accelerator that trains"
 
 
@@ -119,7 +117,7 @@ COLUMNS: Final[Sequence[Column[_Shown]]] = (
         "share the experts; r: activations recomputed",
         lambda row: f"{row.split.train_gpus} = {_ranks(row.layout)}",
     ),
-    Column("unused", "accelerators of the budget that the split leaves", lambda row: str(row.unused)),
+    Column("unused", "accelerators of the budget that the split leaves", lambda row: f"{row.unused:,}", rank=3),
     Column("generation\n{unit}", "`generation_s`", lambda row: row.time(row.split.generation.seconds)),
     Column(
         "training\n{unit}",
@@ -132,11 +130,13 @@ COLUMNS: Final[Sequence[Column[_Shown]]] = (
         "what makes the step as long as it is: `rollout` (its work), its `tail`, `train`, or the `link` between "
         "datacentres",
         lambda row: _waits_for(row.split),
+        rank=1,
     ),
     Column(
         "GB\nof {limit}",
         "memory of the trainer's fullest accelerator, of what it may hold",
         lambda row: f"{row.layout.memory_bytes / 1e9:.1f}",
+        rank=2,
     ),
 )
 
@@ -189,7 +189,6 @@ def plan_table(question: Question, answer: Plan) -> Group:
     unit = step_unit(split.step_s / 60.0 for split in near)
     budget = question.gpus or question.rollout_gpus + question.train_gpus
     limit = f"{answer.trainers.limit_bytes / 1e9:.0f}"
-    table = sheet((column.heading.format(unit=unit.name, limit=limit) for column in COLUMNS), words=0)
     rows = [
         _Shown(
             split,
@@ -201,14 +200,20 @@ def plan_table(question: Question, answer: Plan) -> Group:
         )
         for split in near
     ]
-    for row in rows:
-        table.add_row(*(column.cell(row) for column in COLUMNS), style="bold green" if row.best else None)
     title = f"{question.model.name} on {question.rollout_hardware.name}, window {question.window}"
     if question.train_hardware is not question.rollout_hardware:
         title += f", training on {question.train_hardware.name}"
     extrapolated = not all(row.measured for row in rows)
     notes = [_legend([row.layout for row in rows]), _in_words(answer), *_notes(question, answer, extrapolated)]
-    return Group(Text(title, "bold"), table, Text("\n" + "\n".join(fill(note, WIDTH) for note in notes), "dim"))
+    table = Sheet(
+        COLUMNS,
+        rows,
+        title,
+        looks=(SHEET,),
+        headings=[column.heading.format(unit=unit.name, limit=limit) for column in COLUMNS],
+        style=lambda row: "bold green" if row.best else "",
+    )
+    return Group(table, Text(), *(Note(note, "dim") for note in notes))
 
 
 def _workers(generation: Generation) -> str:

@@ -3,14 +3,13 @@
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from rich.table import Table
 from rich.text import Text
 
 from dora.config import CostConfig
 from dora.orchestrator.core.cost import CostModel
 from dora.planning.profile import Fit, Validation
 from dora.planning.samples import DecodeSample, Experts, Measurement, PrefillSample
-from dora.view.tables import facts_table
+from dora.view.tables import Facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +71,11 @@ def profile_tree(
     return asdict(report) | {"cost": fitted.coefficients.model_dump()}
 
 
-def profile_table(model: str, measurement: Measurement, fitted: Fit, checked: Validation, tolerance: float) -> Table:
+def profile_table(model: str, measurement: Measurement, fitted: Fit, checked: Validation, tolerance: float) -> Facts:
     """The coefficients, then the mixed workload that they were checked against."""
     beside = f", {measurement.engines} engines beside each other" if measurement.engines > 1 else ""
     title = f"cost of {model}, {measurement.slots} slots{beside}"
-    table = facts_table(title)
+    table = Facts(title)
     cost = fitted.coefficients
     table.add_row("k1, a cached token", f"{cost.kv_token_s * 1e6:.4g} us")
     weights = f"{cost.weights_s * 1e3:.4g} ms, up to {fitted.kink:g} requests" if cost.weights_s else "not seen"
@@ -94,7 +93,7 @@ def profile_table(model: str, measurement: Measurement, fitted: Fit, checked: Va
     return table
 
 
-def _add_check(table: Table, measurement: Measurement, checked: Validation, tolerance: float) -> None:
+def _add_check(table: Facts, measurement: Measurement, checked: Validation, tolerance: float) -> None:
     """The mixed workload: what was measured of it in two ways, what was predicted, and which of the two is held."""
     fastest = measurement.engines == 1 and measurement.clock == "wall"
     counted = "by its fastest steps" if fastest else "by its usual steps"

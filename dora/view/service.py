@@ -1,14 +1,14 @@
 """A running service as tables: pure functions from its answers."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from rich.table import Table
 from rich.text import Text
 
-from dora.rpc.dora_pb2 import Status, TrajectoryStatus, VersionStatus, WorkerStatus
-from dora.view.numbers import NONE, duration, number
-from dora.view.tables import Column, facts_table, table_of, version_cell
+from dora.rpc.dora_pb2 import Status, StepMetrics, TrajectoryStatus, VersionStatus, WorkerStatus
+from dora.view.numbers import NONE, duration, measured, number
+from dora.view.tables import Column, Facts, Sheet, version_cell
 
 STATE_STYLES: Final = {
     "ready": "green",
@@ -64,12 +64,13 @@ HOSTED: Final[Column[WorkerStatus]] = Column(
     words=True,
 )
 WAITING: Final[Column[WorkerStatus]] = Column(
-    "waiting", "requests queued in its engine", lambda worker: str(worker.waiting)
+    "waiting", "requests queued in its engine", lambda worker: f"{worker.waiting:,}", rank=2
 )
 KV_USE: Final[Column[WorkerStatus]] = Column(
-    "KV use",
+    "KV\nuse",
     "share of its KV-cache in use; above `balance.pressure` the worker is relieved",
     lambda worker: f"{worker.kv_use:.0%}",
+    rank=1,
 )
 PACE: Final[Column[WorkerStatus]] = Column(
     "tokens/s", "tokens generated, over the last five seconds", lambda worker: number(worker.tokens_per_s, 0)
@@ -78,13 +79,12 @@ WORKER_COLUMNS: Final[Sequence[Column[WorkerStatus]]] = (
     Column("worker", "its id, as `migrate --to` and `drain` take it", lambda worker: worker.worker_id, words=True),
     STATE,
     HOSTED,
-    Column("running", "requests that it decodes", lambda worker: str(worker.running)),
+    Column("running", "requests that it decodes", lambda worker: f"{worker.running:,}"),
     WAITING,
-    Column("slots", "requests that it can decode at once", lambda worker: str(worker.slots)),
+    Column("slots", "requests that it can decode at once", lambda worker: f"{worker.slots:,}", rank=3),
     KV_USE,
     PACE,
-    Column("pid", "the worker's process", lambda worker: str(worker.pid)),
-    Column("reason", "why it was lost", lambda worker: worker.reason, words=True),
+    Column("pid", "the worker's process", lambda worker: str(worker.pid or NONE), rank=4),
 )
 VERSION_COLUMNS: Final[Sequence[Column[VersionStatus]]] = (
     Column(
@@ -94,15 +94,15 @@ VERSION_COLUMNS: Final[Sequence[Column[VersionStatus]]] = (
         words=True,
     ),
     Column(
-        "deadline step",
+        "deadline\nstep",
         "the last step that may train on it: version + window - 1",
-        lambda row: str(row.deadline_step),
+        lambda row: f"{row.deadline_step:,}",
     ),
-    Column("workers", "workers that host it or are about to", lambda row: str(row.workers)),
-    Column("open", "prompt groups admitted and not yet taken by a step", lambda row: str(row.groups_open)),
-    Column("finished", "of these, complete and waiting for a step", lambda row: str(row.groups_finished)),
-    Column("running", "its requests on a worker", lambda row: str(row.requests_running)),
-    Column("waiting", "its requests on no worker", lambda row: str(row.requests_waiting)),
+    Column("workers", "workers that host it or are about to", lambda row: f"{row.workers:,}"),
+    Column("open", "prompt groups admitted and not yet taken by a step", lambda row: f"{row.groups_open:,}"),
+    Column("finished", "of these, complete and waiting for a step", lambda row: f"{row.groups_finished:,}", rank=1),
+    Column("running", "its requests on a worker", lambda row: f"{row.requests_running:,}", rank=2),
+    Column("waiting", "its requests on no worker", lambda row: f"{row.requests_waiting:,}", rank=3),
 )
 TRAJECTORY_COLUMNS: Final[Sequence[Column[TrajectoryStatus]]] = (
     Column("trajectory", "the request's id, as `migrate` takes it", lambda row: row.trajectory_id, words=True),
@@ -113,50 +113,96 @@ TRAJECTORY_COLUMNS: Final[Sequence[Column[TrajectoryStatus]]] = (
         words=True,
     ),
     Column("version", "the version that samples it", lambda row: version_cell(row.version), words=True),
-    Column("deadline step", "the last step that may train on it", lambda row: str(row.deadline_step)),
+    Column("deadline\nstep", "the last step that may train on it", lambda row: f"{row.deadline_step:,}", rank=2),
     Column("worker", "where it runs", lambda row: row.worker or NONE, words=True),
-    Column("tokens", "tokens it has, of those it may have", lambda row: f"{row.tokens}/{row.max_tokens}"),
-    Column("age", "time since its group was admitted", lambda row: duration(row.age_s)),
-    Column("moves", "handoffs so far", lambda row: str(row.moves)),
-    Column("prompt", "the prompt's id", lambda row: row.prompt_id, words=True),
+    Column("tokens", "tokens it has, of those it may have", lambda row: f"{row.tokens:,}/{row.max_tokens:,}"),
+    Column("age", "time since its group was admitted", lambda row: duration(row.age_s), rank=1),
+    Column("moves", "handoffs so far", lambda row: f"{row.moves:,}", rank=3),
+    Column("prompt", "the prompt's id", lambda row: row.prompt_id, words=True, rank=4),
 )
+WORKERS_NAMED: Final = 8  # more of them are counted
+FIRST_METRICS: Final = ("loss", "reward")  # how the names begin that are shown first
 
 
-def status_table(status: Status) -> Table:
-    """The service in one screen: where the window stands, then every counter."""
-    table = facts_table("service")
+def status_table(status: Status) -> Facts:
+    """The service in one screen: where the window stands, the last step, then every counter."""
+    table = Facts("service")
     table.add_row("model", status.model)
     table.add_row("uptime", duration(status.uptime_s))
     table.add_row("state", "draining" if status.draining else "serving")
     table.add_row("trainer", status.trainer or "none attached")
     table.add_row("window", f"{status.window_versions} versions, newest v{status.newest_version}")
     table.add_row("filling step", filling(status))
-    table.add_row("workers", ", ".join(f"{worker.worker_id} {worker.state}" for worker in status.workers) or "none")
+    table.add_row("workers", _workers_line(status.workers))
     table.add_row("generation", pace(status))
     table.add_row("prompts queued", f"{status.prompts_queued:,}")
+    if status.steps:
+        table.add_section()
+        for name, value in step_rows(status.steps[-1]):
+            table.add_row(name, value)
     table.add_section()
     for name in sorted(status.counters):
         table.add_row(name, number(status.counters[name]))
     return table
 
 
-def versions_table(status: Status) -> Table:
+def versions_table(status: Status) -> Sheet[VersionStatus]:
     """The live policy versions, newest first."""
     rows = sorted(status.versions, key=lambda row: row.version, reverse=True)
-    return table_of("live versions", VERSION_COLUMNS, rows)
+    return Sheet(VERSION_COLUMNS, rows, "live versions")
 
 
-def workers_table(status: Status) -> Table:
-    """The workers, by the version they host."""
-    return table_of("workers", WORKER_COLUMNS, by_version(status.workers))
+def workers_table(status: Status) -> Sheet[WorkerStatus]:
+    """The workers, by the version they host; below them why some are lost."""
+    return Sheet(WORKER_COLUMNS, by_version(status.workers), "workers", notes=_reasons(status.workers))
 
 
-def trajectories_table(trajectories: Sequence[TrajectoryStatus], total: int) -> Table:
+def trajectories_table(trajectories: Sequence[TrajectoryStatus], total: int) -> Sheet[TrajectoryStatus]:
     """Requests that are not committed yet."""
-    table = table_of("trajectories", TRAJECTORY_COLUMNS, trajectories)
-    if len(trajectories) < total:
-        table.caption = f"{len(trajectories)} of {total} (--limit shows more)"
-    return table
+    notes = [f"{len(trajectories):,} of {total:,} (--limit shows more)"] if len(trajectories) < total else []
+    return Sheet(TRAJECTORY_COLUMNS, trajectories, "trajectories", notes=notes)
+
+
+def step_rows(step: StepMetrics) -> Iterator[tuple[str, str]]:
+    """The last committed step: what the service counted of it, then the metrics that the trainer sent."""
+    took = duration(step.took_s) if step.HasField("took_s") else ""
+    waited = f"the trainer waited {duration(step.waited_s)} of it" if step.HasField("waited_s") and took else ""
+    yield "last step", ", ".join(part for part in (str(step.step), took and f"took {took}", waited) if part)
+    yield "  mean reward", measured(step.mean_reward)
+    yield "  staleness", f"mean {step.staleness_mean:.2f}, largest {step.staleness_max}"
+    yield "  tokens", f"{step.tokens:,}"
+    yield from ((f"  {name}", value) for name, value in metrics(step.metrics))
+
+
+def metrics(sent: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The metrics of a commit with their values as text; losses and rewards first, then by name."""
+
+    def place(name: str) -> tuple[int, str]:
+        first = (at for at, word in enumerate(FIRST_METRICS) if name.lower().startswith(word))
+        return next(first, len(FIRST_METRICS)), name
+
+    return [(name, measured(sent[name])) for name in sorted(sent, key=place)]
+
+
+def _workers_line(workers: Sequence[WorkerStatus]) -> str:
+    if len(workers) <= WORKERS_NAMED:
+        return ", ".join(f"{worker.worker_id} {worker.state}" for worker in workers) or "none"
+    states = Counter(worker.state for worker in workers)
+    return f"{len(workers):,}: " + ", ".join(f"{count:,} {state}" for state, count in states.most_common())
+
+
+def _reasons(workers: Iterable[WorkerStatus]) -> list[str]:
+    """A sentence for each reason that workers are lost for."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for worker in workers:
+        if worker.reason:
+            names[worker.reason].append(worker.worker_id)
+    return [f"{_listed(found)}: {reason}" for reason, found in names.items()]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - WORKERS_NAMED
+    return ", ".join(names[:WORKERS_NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def by_version(workers: Iterable[WorkerStatus]) -> list[WorkerStatus]:

@@ -6,12 +6,12 @@ from math import isfinite
 from typing import Annotated, Any, Final, NamedTuple
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from dora.sim.report import Report, StepUnit, step_unit
 from dora.sim.scenario import Scenario
 from dora.view.numbers import NONE, duration, number, percent, ratio
+from dora.view.tables import FRAMED, WIDEST, Column, Note, Sheet
 
 STEPS_LEAST: Final = 40  # measured: fewer are within a few versions of the run's start
 WORK_OFF_MOST: Final = 0.01
@@ -106,19 +106,19 @@ def division(scenario: Scenario) -> Division:
 def report_table(report: Report, scenario: Scenario) -> Group:
     """One run, line by line; what a selection of groups did only where the scenario has one."""
     unit = step_unit([report.step_time_min])
-    table = Table()
-    table.add_column("")
-    table.add_column("simulated", justify="right")
     selects = report.filter_fraction or report.redundant_fraction
-    for line in LINES:
-        if selects or OF_SELECTION.isdisjoint(line.fields):
-            table.add_row(line.name.format(unit=unit.word), line.cell(report, unit))
+    columns: Sequence[Column[Line]] = (
+        Column("", "", lambda line: line.name.format(unit=unit.word), words=True),
+        Column("simulated", "", lambda line: line.cell(report, unit)),
+    )
+    lines = [line for line in LINES if selects or OF_SELECTION.isdisjoint(line.fields)]
     title = (
         f"{report.preset}, {report.policy}, window {report.window}: {report.steps} steps, seed {report.seed}, "
         f"{report.predictor} lengths, {_split(scenario)}"
     )
     doubts = stationarity([report])
-    return Group(Text(title, "bold"), table, *([Text(doubts, "yellow")] if doubts else ()))
+    table = Sheet(columns, lines, title, looks=(FRAMED,))
+    return Group(table, *([Note(doubts, "yellow", widest=WIDEST)] if doubts else ()))
 
 
 def stationarity(reports: Sequence[Report]) -> str:

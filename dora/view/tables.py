@@ -1,53 +1,232 @@
-"""Tables for people, made of columns that say what they mean; ``docs/reference.md`` has the same words."""
+"""Tables for people, made of columns that say what they mean; ``docs/reference.md`` has the same words.
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+A table takes the room that there is. In a narrow terminal it first does without its frame, then without the columns
+that declare it; long words are abbreviated. No word is broken and no number is cut.
+"""
 
-from rich.box import SIMPLE_HEAD
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Generic, Literal, TypeVar
+
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD, Box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 Row = TypeVar("Row")
-VERSION_STYLES = tuple(f"bold white on {name}" for name in ("blue", "dark_orange3", "green4", "purple4", "deep_pink4"))
+VERSION_STYLES: Final = tuple(
+    f"bold white on {name}" for name in ("blue", "dark_orange3", "green4", "purple4", "deep_pink4")
+)
+NOTE_WIDTH: Final = 100  # characters: longer lines are hard to read
+WIDEST: Final = 1 << 16  # of a note that only the terminal limits
+WORD_WIDTH: Final = 24  # a column of words is abbreviated to this before another column is left out for it
+WORD_LEAST: Final = 6
+ELLIPSIS: Final = "…"
 
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[Row]):
-    """One column: its heading, what it means, and its cell of a row. Words stand at the left, numbers at the right."""
+    """One column: its heading, what it means, and its cell of a row. Words stand at the left, numbers at the right.
+
+    ``rank`` 0: always shown. Where there is no room for all columns, those of the highest rank are left out first.
+    """
 
     heading: str
     meaning: str
     cell: Callable[[Row], str | Text]
     words: bool = False
+    rank: int = 0
 
 
-def table_of(title: str | None, columns: Sequence[Column[Row]], rows: Iterable[Row], **style: Any) -> Table:
-    """The rows under their headings; ``style`` as rich's Table takes it."""
-    table = Table(title=title, title_justify="left", header_style="bold", **style)
-    for column in columns:
-        table.add_column(column.heading, justify="left" if column.words else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(column.cell(row) for column in columns))
-    return table
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a table is drawn. ``gap``: characters between two columns; ``edge``: at both sides together."""
+
+    box: Box | None
+    padding: tuple[int, int, int, int]
+    gap: int
+    edge: int
+
+    def table(self) -> Table:
+        """An empty one."""
+        framed = self.edge > 0
+        return Table(box=self.box, padding=self.padding, show_edge=framed, pad_edge=framed, header_style="bold")
 
 
-def facts_table(title: str | Text) -> Table:
-    """For rows of a name and a value, added by the caller; long values are folded."""
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column("what", style="bold")
-    table.add_column("value", overflow="fold")
-    return table
+FRAMED: Final = Look(HEAVY_HEAD, (0, 1, 0, 1), gap=3, edge=4)
+SHEET: Final = Look(SIMPLE_HEAD, (0, 1, 0, 0), gap=2, edge=0)
+PLAIN: Final = Look(None, (0, 2, 0, 0), gap=2, edge=0)
 
 
-def sheet(headings: Iterable[str], *, words: int = 1) -> Table:
-    """For many numbers side by side: no frame, no cell cut. The first ``words`` columns stand at the left."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if place < words else "right", no_wrap=True, vertical="bottom")
-    return table
+@dataclass(slots=True)
+class Sheet(Generic[Row]):
+    """Rows under their headings, as wide as the place that they are printed in.
+
+    ``looks``: the first one in which all columns have room is taken, else the last. ``headings``: instead of the
+    columns' own. ``notes``: sentences below; with ``tell`` another one says which columns were left out.
+    """
+
+    columns: Sequence[Column[Row]]
+    rows: Sequence[Row]
+    title: str | Text = ""
+    looks: Sequence[Look] = (FRAMED, SHEET)
+    headings: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    style: Callable[[Row], str] = lambda row: ""
+    tell: bool = True
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = options.max_width
+        headings = self.headings or [column.heading for column in self.columns]
+        cells = [[column.cell(row) for column in self.columns] for row in self.rows]
+        widths = [max(_width(part) for part in parts) for parts in zip(headings, *cells, strict=True)]
+        look, shown = self._fitted(widths, room)
+        least = [_width(headings[at]) if self.columns[at].words else widths[at] for at in shown]
+        most = _word_width([widths[at] for at in shown], least, look, room)
+        table = look.table()
+        for at in shown:
+            justify: Literal["left", "right"] = "left" if self.columns[at].words else "right"
+            table.add_column(headings[at], justify=justify, no_wrap=True, vertical="bottom")
+        limits = [
+            max(most, _width(heading)) if column.words else 0
+            for column, heading in zip(self.columns, headings, strict=True)
+        ]
+        for row, parts in zip(self.rows, cells, strict=True):
+            found = (abbreviated(parts[at], limits[at]) if limits[at] else parts[at] for at in shown)
+            table.add_row(*found, style=self.style(row))
+        if self.title:
+            yield Note(self.title, "bold")
+        yield table
+        left_out = [in_a_line(heading) for at, heading in enumerate(headings) if at not in shown]
+        if left_out and self.tell:
+            yield Note(f"A wider terminal also shows: {', '.join(left_out)}.", "dim")
+        for note in self.notes:
+            yield Note(note, "dim")
+
+    def _fitted(self, widths: Sequence[int], room: int) -> tuple[Look, list[int]]:
+        """The look, and which columns are shown."""
+        every = list(range(len(widths)))
+        for look in self.looks:
+            if _total([widths[at] for at in every], look) <= room:
+                return look, every
+        look, shown = self.looks[-1], every
+        least = [min(width, WORD_WIDTH) if self.columns[at].words else width for at, width in enumerate(widths)]
+        for at in sorted(every, key=lambda at: (-self.columns[at].rank, -at)):
+            if _total([least[each] for each in shown], look) <= room or not self.columns[at].rank:
+                break
+            shown = [each for each in shown if each != at]
+        return look, shown
+
+
+@dataclass(slots=True)
+class Facts:
+    """Rows of a name and a value, added by the caller; long values go on in the next line, at a word."""
+
+    title: str | Text = ""
+    notes: list[str] = field(default_factory=list)
+    _rows: list[tuple[str | Text, str | Text] | None] = field(default_factory=list)  # None: a line between sections
+
+    def add_row(self, name: str | Text, value: str | Text) -> None:
+        self._rows.append((name, value))
+
+    def add_section(self) -> None:
+        self._rows.append(None)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = options.max_width - FRAMED.gap - FRAMED.edge
+        table = Table(show_header=False)
+        names = [row[0] for row in self._rows if row is not None]
+        name_width = min(max(map(_width, names), default=0), max(room // 2, WORD_LEAST))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column()
+        for row in self._rows:
+            if row is None:
+                table.add_section()
+            else:
+                name, value = row
+                table.add_row(abbreviated(name, name_width), short_words(value, max(room - name_width, WORD_LEAST)))
+        if self.title:
+            yield Note(self.title, "bold")
+        yield table
+        for note in self.notes:
+            yield Note(note, "dim")
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A text below or above a table: lines of at most ``NOTE_WIDTH``, broken at words; ``indent`` from the second."""
+
+    text: str | Text
+    style: str = ""
+    indent: int = 0
+    widest: int = NOTE_WIDTH
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(self.widest, options.max_width)
+        text = self.text.copy() if isinstance(self.text, Text) else Text(self.text)
+        text.stylize_before(self.style)
+        for line in text.split("\n", allow_blank=True):
+            yield from _lines(short_words(line, width - self.indent), console, width, self.indent)
+
+
+def _lines(text: Text, console: Console, width: int, indent: int) -> Iterator[Text]:
+    """``text``, one line, as lines of ``width``; those after the first are indented."""
+    first, *rest = text.wrap(console, width)
+    yield first
+    if rest:
+        remaining = text[len(first.plain) :]
+        remaining = remaining[len(remaining.plain) - len(remaining.plain.lstrip()) :]
+        for line in remaining.wrap(console, width - indent):
+            yield Text.assemble(" " * indent, line)
+
+
+def abbreviated(cell: str | Text, width: int) -> Text:
+    """A cell of at most ``width`` characters, without the middle of a longer one."""
+    text = cell if isinstance(cell, Text) else Text(cell)
+    if text.cell_len <= width:
+        return text
+    kept = max(width - cell_len(ELLIPSIS), 2)
+    while kept > 2 and text[: kept - kept // 2].cell_len + text[len(text) - kept // 2 :].cell_len + 1 > width:
+        kept -= 1  # characters that are two cells wide
+    return Text.assemble(text[: kept - kept // 2], ELLIPSIS, text[len(text) - kept // 2 :])
+
+
+def short_words(cell: str | Text, width: int) -> Text:
+    """The same text, with the words abbreviated that are longer than a line of ``width``: nothing else could be."""
+    text = cell if isinstance(cell, Text) else Text(cell)
+    if all(cell_len(word) <= width for word in text.plain.split()):
+        return text
+    parts, at = [], 0
+    for word in text.plain.split():
+        begin = text.plain.index(word, at)
+        parts += [text[at:begin], abbreviated(text[begin : begin + len(word)], width)]
+        at = begin + len(word)
+    return Text.assemble(*parts, text[at:])
+
+
+def in_a_line(heading: str) -> str:
+    """A heading that is written in several lines."""
+    return heading.replace("/\n", "/").replace("\n", " ")
 
 
 def version_cell(version: int, suffix: str = "") -> Text:
     """A version as a coloured cell; neighbouring versions never share a colour."""
     return Text.assemble((f" v{version} ", VERSION_STYLES[version % len(VERSION_STYLES)]), suffix)
+
+
+def _width(cell: str | Text) -> int:
+    plain = cell.plain if isinstance(cell, Text) else cell
+    return max((cell_len(line) for line in plain.split("\n")), default=0)
+
+
+def _total(widths: Sequence[int], look: Look) -> int:
+    return sum(widths) + look.gap * (len(widths) - 1) + look.edge
+
+
+def _word_width(widths: Sequence[int], least: Sequence[int], look: Look, room: int) -> int:
+    """The most characters that a column of words may have. ``least``: what each column needs at least."""
+    for most in range(max(widths, default=0), WORD_LEAST, -1):
+        if _total([max(min(width, most), needed) for width, needed in zip(widths, least, strict=True)], look) <= room:
+            return most
+    return WORD_LEAST

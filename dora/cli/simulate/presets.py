@@ -1,18 +1,17 @@
 """``dora simulate presets``"""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from dora.cli.options import JsonOption
-from dora.cli.output import print_json, print_whole, stdout
+from dora.cli.output import print_result
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from dora.sim.scenario import Scenario
+    from dora.view.tables import Sheet
 
 EXAMPLE = "dora simulate presets"
-HEADINGS = ("GPUs\ntrain:rollout", "GPUs\na worker", "window", "groups\na step", "group\nsize", "longest\nresponse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +34,7 @@ def presets(as_json: JsonOption = False) -> None:
     from dora.sim.presets import NAMES, scenario_for
 
     rows = [_row(scenario_for(name, DEFAULT_POLICY)) for name in NAMES]
-    if as_json:
-        print_json([asdict(row) for row in rows])
-    else:
-        print_whole(stdout(), _table(rows))
+    print_result([asdict(row) for row in rows], _table(rows), as_json)
 
 
 def _row(scenario: "Scenario") -> PresetRow:
@@ -55,11 +51,16 @@ def _row(scenario: "Scenario") -> PresetRow:
     )
 
 
-def _table(rows: list[PresetRow]) -> "Table":
-    from dora.view.tables import sheet
+def _table(rows: list[PresetRow]) -> "Sheet[PresetRow]":
+    from dora.view.tables import SHEET, Column, Sheet
 
-    table = sheet(("preset", *HEADINGS))
-    for row in rows:
-        numbers = (row.gpus_per_engine, row.window, row.groups_per_step, row.group_size, row.cap_tokens)
-        table.add_row(row.preset, f"{row.train_gpus}:{row.rollout_gpus}", *(f"{number:,}" for number in numbers))
-    return table
+    columns: Sequence[Column[PresetRow]] = (
+        Column("preset", "", lambda row: row.preset, words=True),
+        Column("GPUs\ntrain:rollout", "", lambda row: f"{row.train_gpus}:{row.rollout_gpus}"),
+        Column("GPUs\na worker", "", lambda row: f"{row.gpus_per_engine:,}", rank=1),
+        Column("window", "", lambda row: f"{row.window:,}"),
+        Column("groups\na step", "", lambda row: f"{row.groups_per_step:,}"),
+        Column("group\nsize", "", lambda row: f"{row.group_size:,}"),
+        Column("longest\nresponse", "", lambda row: f"{row.cap_tokens:,}"),
+    )
+    return Sheet(columns, rows, looks=(SHEET,))

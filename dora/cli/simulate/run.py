@@ -11,7 +11,7 @@ import typer
 
 from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption, SettingsOption, given_options, refuse_given
-from dora.cli.output import print_json, print_whole, progress_bar, stderr, stdout
+from dora.cli.output import print_json, progress_bar, stderr, stdout
 from dora.config import DEFAULT_POLICY
 from dora.errors import MISSING, InvalidValue, one_of
 
@@ -42,7 +42,7 @@ File = Annotated[Path | None, typer.Option(help="A scenario (TOML); its fields o
 Split = Annotated[
     SplitChoice, typer.Option(help="plan: training and rollout have the accelerators that `dora plan` gives them.")
 ]
-Compare = Annotated[bool, typer.Option("--compare", help="All policies, side by side.")]
+Compare = Annotated[bool, typer.Option("--compare", metavar="", help="All policies, side by side.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Timeline of the run: .png, .svg or .html.")]
 
 
@@ -229,7 +229,7 @@ def _compare(scenarios: list["Scenario"], asked: Asked) -> None:
         )
         print_json(_finite(tree))
     else:
-        print_whole(stdout(), comparison_table(rows))
+        stdout().print(comparison_table(rows))
     _exit_if_broken(reports)
 
 

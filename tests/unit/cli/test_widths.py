@@ -1,0 +1,300 @@
+"""Every table and every help in a terminal of 80 columns: no word is broken, no number cut, no line longer."""
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+from typer.testing import CliRunner
+
+from dora.cli.app import COMMANDS, SIMULATE_COMMANDS, app
+from dora.cli.verify import _table as verify_table
+from dora.config import CostConfig
+from dora.demo.folder import OutFolder
+from dora.demo.summary import print_summary, summary_table
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.replay import Decision, Known, KnownWorker, Summary
+from dora.planning.profile import Fit, Validation
+from dora.planning.samples import Experts, Measurement
+from dora.rpc import dora_pb2 as pb
+from dora.sim.partial import strategies
+from dora.sim.presets import NAMES, scenario_for
+from dora.verify import VerifyReport
+from dora.view.comparison import comparison, comparison_table
+from dora.view.decisions import CONTINUED, block
+from dora.view.decisions import summary_table as replay_table
+from dora.view.live import service_view
+from dora.view.profile import profile_table
+from dora.view.service import status_table, trajectories_table, versions_table, workers_table
+from dora.view.simulation import report_table
+from dora.view.tables import WIDEST, Column, Note, Sheet, abbreviated, short_words
+from tests.unit.cli.service import STATUS
+from tests.unit.test_plot import REPORT
+
+WIDTH = 80
+FRAME = re.compile(r"[─-╿]")  # box drawing
+LONG = "rollout-worker-17.cluster-of-the-second-floor.example.org-000017"  # 64 characters, the most that an id may have
+LARGE = (1 << 63) - 1
+ALSO_SHOWS = " A wider terminal also shows: work done/used "
+
+
+def words_in_order(text: str) -> list[str]:
+    return FRAME.sub(" ", text).split()
+
+
+def printed(renderable: Any, width: int) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=width, highlight=False).print(renderable)
+    return stream.getvalue()
+
+
+def words(text: str) -> set[str]:
+    return {word.strip(".,") for word in words_in_order(text)}
+
+
+def broken_words(narrow: str, wide: str) -> set[str]:
+    """Words of ``narrow`` that ``wide`` has not, and that are not abbreviated."""
+    return {word for word in words(narrow) - words(wide) if "…" not in word}
+
+
+def check(renderable: Any, width: int = WIDTH) -> str:
+    """The text at ``width``: no line is longer, no word is broken, none but words are abbreviated."""
+    text = printed(renderable, width)
+    too_long = [line for line in text.splitlines() if cell_len(line) > width]
+    assert not too_long, text
+    assert not broken_words(text, printed(renderable, 4000) + ALSO_SHOWS), text
+    assert not [word for word in words(text) if re.fullmatch(r"[\d.,%:/-]*…[\d.,%:/-]*", word)], text
+    return text
+
+
+# ------------------------------------------------------------------------------------------------------- the services
+
+
+def extreme(**changes: Any) -> pb.Status:
+    """1,024 workers with long names, large numbers, and as many metrics as a commit may have."""
+    status = pb.Status()
+    status.CopyFrom(STATUS)
+    status.model = "/home/somebody/a folder with models/" + "very-long-name-" * 8
+    status.trainer = "trainer " * 16
+    status.newest_version = status.filling_step = LARGE
+    status.groups_per_step = status.filling_left = (1 << 32) - 1
+    del status.workers[:]
+    for number in range(1024):
+        status.workers.add(
+            worker_id=f"{LONG[:-4]}{number:04}", epoch=number, state=("ready", "vacating", "lost")[number % 3],
+            version=LARGE - number % 2, target_version=LARGE, running=4096, waiting=1_000_000, slots=4096, kv_use=1.0,
+            tokens_per_s=123_456_789.0, pid=4_194_304, reason="it is silent for 61 s " * 9 if number % 3 == 2 else "",
+        )  # fmt: skip
+    for name in list(status.counters):
+        status.counters[name] = 1e15
+    big = (1 << 32) - 1
+    status.versions.add(
+        version=LARGE,
+        deadline_step=LARGE,
+        newest=True,
+        workers=1024,
+        groups_open=big,
+        groups_finished=big,
+        requests_running=big,
+        requests_waiting=big,
+    )
+    metrics = {f"{'m' * 124}{number:03}": 1e-12 * number for number in range(120)} | {"loss": float("nan")}
+    status.steps.add(step=LARGE, mean_reward=-1e300, tokens=LARGE, took_s=1e6, waited_s=1e6, metrics=metrics)
+    return status
+
+
+def trajectories(count: int) -> list[pb.TrajectoryStatus]:
+    long = {"version": LARGE, "deadline_step": LARGE, "worker": LONG, "moves": 1 << 31, "age_s": 1e7}
+    return [
+        pb.TrajectoryStatus(
+            trajectory_id=f"g{10**9}.{number}", prompt_id="reasoning-gym:0:" + "x" * 200, state="running",
+            tokens=1 << 22, max_tokens=1 << 22, **long,
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+STATUSES = {"realistic": STATUS, "extreme": extreme()}
+
+
+@pytest.mark.parametrize("name", STATUSES)
+@pytest.mark.parametrize("table", [status_table, workers_table, versions_table])
+def test_tables_of_a_service_fit(name: str, table: Callable[[pb.Status], Any]) -> None:
+    check(table(STATUSES[name]))
+
+
+@pytest.mark.parametrize("width", [WIDTH, 120])
+def test_the_live_view_fits(width: int) -> None:
+    for status in STATUSES.values():
+        for steps_asked in (0, 60):
+            check(service_view(status, "dora 127.0.0.1:7070", steps_asked), width)
+
+
+def test_the_trajectories_fit() -> None:
+    rows = [pb.TrajectoryStatus(trajectory_id="g3.0", prompt_id="p3", state="moving", worker="w0", max_tokens=256)]
+    text = check(trajectories_table(rows, 256))
+    assert all(heading in text for heading in ("deadline", "age", "moves")) and "1 of 256" in text
+    text = check(trajectories_table(trajectories(1000), 100_000))
+    assert "A wider terminal also shows: " in text and "g1000000000.999" in text
+
+
+def test_the_least_important_columns_go_first_and_a_wide_terminal_shows_all() -> None:
+    table = workers_table(STATUS)
+    assert "pid" in printed(table, 120) and "A wider terminal" not in printed(table, 120)
+    headings = [" ".join(printed(table, width).split()).partition("A wider")[0] for width in (90, 76, 70, 60, 52)]
+    shown = [{name for name in ("pid", "slots", "waiting", "use", "tokens/s") if name in text} for text in headings]
+    assert shown[0] == {"pid", "slots", "waiting", "use", "tokens/s"}
+    assert all(after <= before for before, after in pairwise(shown))
+    assert shown[-1] < shown[0] and "tokens/s" in shown[-1]
+
+
+def test_the_reasons_of_lost_workers_stand_below_the_table_once_each() -> None:
+    text = printed(workers_table(extreme()), WIDTH)
+    assert text.count("it is silent") == printed(Note("it is silent for 61 s " * 9), WIDTH).count("it is silent")
+    assert "and 333 more:" in text
+
+
+def test_of_many_workers_the_live_view_counts_those_alike() -> None:
+    text = printed(service_view(extreme(), "dora"), 120)
+    assert len(text.splitlines()) < 40
+    assert "171 workers" in text and "700,416/700,416" in text
+
+
+def test_the_last_steps_metrics_are_shown_the_loss_first() -> None:
+    status = pb.Status()
+    status.CopyFrom(STATUS)
+    status.steps.add(step=3, metrics={"entropy": 2.5, "kl": float("nan"), "loss": 0.000012, "tokens": 123456.0})
+    shown = printed(status_table(status), WIDTH)
+    assert re.search(r"last step +│ 3 .*loss +│ 1.2e-05 .*entropy +│ 2.5 .*kl +│ nan .*tokens +│ 123,456", shown, re.S)
+    live = " ".join(words_in_order(printed(service_view(status, "dora"), WIDTH)))
+    assert "step 3 loss 1.2e-05 entropy 2.5 kl nan tokens 123,456" in live
+    assert "loss" not in printed(service_view(STATUS, "dora"), WIDTH)  # a trainer that sends none
+
+
+# ------------------------------------------------------------------------------------------------------------ reports
+
+
+@pytest.mark.parametrize("preset", NAMES)
+def test_a_comparison_and_a_run_fit(preset: str) -> None:
+    scenarios = [scenario_for(preset, policy) for policy in strategies()]
+    measured = {"step_time_min": 99.99, "bound_min": 88.88, "tokens_per_s": 999_999.0, "work_done_over_consumed": 1.125}
+    found = [
+        replace(REPORT, preset=preset, policy=each.balance.policy, window=each.window.size, **measured)  # type: ignore[arg-type]
+        for each in scenarios
+    ]
+    text = check(comparison_table(comparison(found, scenarios)))
+    assert "99.99" in text and "work done/used" in text  # left out, and named
+    check(comparison_table(comparison(found, scenarios)), 100)
+    large = replace(REPORT, preset=preset, tokens_per_s=1e15, migrations_kv=LARGE, preemptions=LARGE, bound_min=1e9)
+    for report in (REPORT, large):
+        check(report_table(report, scenarios[0]))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "--gpus", "64"),
+        ("plan", "--gpus", "8192", "--model", "longcat-flash", "--hardware", "npu-60gb", "--cap-tokens", "64000"),
+        ("plan", "--rollout-gpus", "64", "--train-gpus", "64", "--link-gbps", "80", "--window", "1"),
+        ("simulate", "presets"),
+    ],
+)
+def test_what_commands_print_fits(arguments: tuple[str, ...]) -> None:
+    narrow, wide = (CliRunner(env={"COLUMNS": str(width)}).invoke(app, arguments).stdout for width in (WIDTH, 4000))
+    assert narrow and max(map(cell_len, narrow.splitlines())) <= WIDTH, narrow
+    assert not broken_words(narrow, wide + ALSO_SHOWS), narrow
+
+
+def test_a_profile_fits() -> None:
+    cost = CostConfig(kv_token_s=1e-9, weights_s=1.23456, request_s=2e-3, step_s=3e-3, prefill_token_s=1e-6)
+    for clock in ("wall", "cpu"):
+        measured = Measurement(4096, (), (), (), 1.0, (1.0,), 9.0, Experts(128, 8), clock, engines=64)  # type: ignore[arg-type]
+        fitted, checked = Fit(cost, 0.123, 0.456, 12345.6, 0.789), Validation(1 << 40, 1.0, 2.0, 1.0)
+        check(profile_table("/models/" + "long-name-" * 12, measured, fitted, checked, 0.15))
+
+
+def test_a_verification_fits() -> None:
+    sentence = f"trajectory {'g' * 100}.0, token 5: recorded logprob -1.000000, version 3 gives -2.000000, off. " * 2
+    report = VerifyReport(10**9, 10**12, tuple(range(500)), 1e-5, 1e-6, 10**6, 1e-3, (sentence,) * 30, 10**6)
+    text = check(verify_table(Path("/records/" + "long-folder-name/" * 8), report))
+    assert "v0 to v499" in text and "999,980 more violations" in text
+
+
+def test_a_replay_fits() -> None:
+    workers = tuple(
+        KnownWorker(f"{LONG}{n}", LARGE, LARGE, LARGE, False, 4096, 4096, 9, 1 << 40, 1 << 39, 1 << 40)
+        for n in range(3)
+    )
+    by_version = dict.fromkeys(range(16), 10**9)
+    known = Known(LARGE, 512, LARGE, (512,) * 16, by_version, 10**6, by_version, by_version, 10**6, 64, workers)
+    commands = tuple(do.RemoveRequest(LONG, 5, f"g{n}.0", 9) for n in range(20))  # type: ignore[call-arg]
+    decision = Decision(LARGE, 1e6, on.MigrateAsked("g" * 100 + ".0", LONG), known, commands, refusal="it is not " * 30)
+    for text in (decision, replace(decision, refusal="")):
+        check(Note(block(text, 1e6), indent=CONTINUED, widest=WIDEST))
+    counted = {f"Event{n}": 10**12 for n in range(30)}
+    check(replay_table(f"/logs/{'x' * 100}", Summary(counted, counted, 10**9, counted, LARGE, LARGE, "event 5 " * 40)))
+
+
+def test_a_summary_of_the_demo_fits() -> None:
+    promises = dict.fromkeys(
+        ("groups_lost", "groups_duplicated", "c1_violations", "staleness_max", "groups_admitted", "groups_trained",
+         "versions_live_max", "migrations_kv", "migrations_reprefill", "tokens_reprefilled", "workers_lost"), 10**12,
+    )  # fmt: skip
+    run = {"steps": 10, "model": "/models/" + "n" * 100, "seconds_total": 1e6, "window": 2, "failures": ["one"]}
+    blackouts = {"blackout_ms_p50": None, "blackout_ms_p99": 1e9, "tokens_per_s": 1e9}
+    stream = io.StringIO()
+    report = {**promises, **run, **blackouts, "mean_reward_by_step": [0.123, None] * 5}
+    print_summary(Console(file=stream, width=WIDTH, highlight=False), report, OutFolder(Path("out/demo")))
+    assert max(map(cell_len, stream.getvalue().splitlines())) <= WIDTH
+    check(summary_table(report))
+
+
+# --------------------------------------------------------------------------------------------------------- every help
+
+
+HELPS = [(), ("simulate",), *((name,) for name in COMMANDS), *(("simulate", name) for name in SIMULATE_COMMANDS)]
+
+
+@pytest.mark.parametrize("command", HELPS, ids=" ".join)
+def test_every_help_fits_and_its_example_is_one_line(command: tuple[str, ...]) -> None:
+    narrow, wide = (
+        CliRunner(env={"COLUMNS": str(width)}).invoke(app, [*command, "--help"]).stdout for width in (WIDTH, 4000)
+    )
+    assert max(map(cell_len, narrow.splitlines())) <= WIDTH
+    assert not broken_words(narrow, wide), narrow
+    examples = [line.strip() for line in narrow.splitlines() if "Example: " in line]
+    assert len(examples) == 1 and examples[0].startswith(f"Example: {' '.join(('dora', *command))}")
+    assert f"{examples[0]}\n" in re.sub(" +\n", "\n", wide), "the example goes on in another line"
+
+
+# -------------------------------------------------------------------------------------------------------------- parts
+
+
+def test_a_long_word_loses_its_middle_and_says_so() -> None:
+    assert abbreviated("g12.3", 5).plain == "g12.3"
+    assert abbreviated("worker-0017", 7).plain == "wor…017"
+    assert cell_len(abbreviated("漢字" * 20, 9).plain) <= 9
+    assert short_words("in /a/very/long/path it lies", 8).plain == "in /a/v…ath it lies"
+    assert {span.style for span in abbreviated(Text.assemble(("lost-and-found", "red")), 6).spans} == {"red"}
+
+
+def test_a_note_is_broken_at_words_and_indented() -> None:
+    text = printed(Note("one two three four five six", indent=2), 10)
+    assert [line.rstrip() for line in text.splitlines()] == ["one two", "  three", "  four", "  five six"]
+    assert printed(Note("a\n\nb"), 10).splitlines() == ["a", "", "b"]
+
+
+def test_a_column_without_room_is_left_out_by_its_rank() -> None:
+    ranks = (("a", 0), ("b", 2), ("c", 1))
+    columns: list[Column[int]] = [Column(name, "", lambda row: "1" * 10, rank=rank) for name, rank in ranks]
+    table = Sheet(columns, [1])
+    assert [printed(table, width).count("1" * 10) for width in (40, 30, 24, 12)] == [3, 2, 2, 1]
+    assert "also shows: b, c." in " ".join(printed(table, 12).split())
