@@ -28,6 +28,7 @@ class Window:
         self.step = 0
         self.left = groups_per_step
         self.newest = 0
+        self.closed = False  # nothing is admitted, whatever there is place for
         self._open: dict[int, int] = {}  # deadline -> open groups, where there are any
 
     def set_groups_per_step(self, groups: int) -> None:
@@ -90,12 +91,12 @@ class Window:
     def admissible(self, version: int) -> int:
         """How many more groups of ``version`` may be admitted now."""
         deadline = version + self.size - 1
-        if deadline < self.step or version > self.newest or not self.groups_per_step:
+        if self.closed or deadline < self.step or version > self.newest or not self.groups_per_step:
             return 0
         return self.least_slack(deadline, self.step + self.size - 1)
 
     def admit(self, version: int) -> None:
-        """Counts one admitted group. Raises IllegalTransition where the state would become infeasible."""
+        """Counts one admitted group. Raises IllegalTransition where it is closed, or would become infeasible."""
         if self.admissible(version) < 1:
             raise IllegalTransition(f"a group of version {version} does not fit: {self.told()}")
         self._count(version, 1)
@@ -112,7 +113,8 @@ class Window:
 
     def told(self) -> str:
         """Where the window stands, for messages."""
-        return f"step {self.step} takes {self.left} more; open groups by deadline {self._open}"
+        closed = "closed; " if self.closed else ""
+        return f"{closed}step {self.step} takes {self.left} more; open groups by deadline {self._open}"
 
     def take(self, version: int) -> bool:
         """Step ``s`` takes an open group. True where that filled the step: the window then stands at step ``s + 1``.
