@@ -175,7 +175,7 @@ def _stale(world: UnreliableWorld, fault: Fault) -> None:
         *((on.StepCommitted(epoch, newest),) if state.window.step <= newest else ()),
         on.StepCommitted(epoch - 1, newest),
         on.TrainerAttached(epoch, trainer.pace.groups_per_step),
-        on.TrainerAttached(epoch + 1, trainer.pace.groups_per_step + 1),
+        *((on.TrainerAttached(epoch + 1, trainer.pace.groups_per_step + 1),) if newest else ()),
         on.PromptsOffered((on.OfferedPrompt("p", "task", 5, 1, 60),) * 999),
         on.GroupCancelled("g-none", "asked for"),
         on.MigrateAsked("g-none.0", name),

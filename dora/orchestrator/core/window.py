@@ -38,6 +38,18 @@ class Window:
         self.groups_per_step = groups
         self.left = groups
 
+    def resize(self, groups: int, taken: int) -> None:
+        """Sets B anew, before any step was trained; ``taken`` groups are in the first. Raises IllegalTransition
+        afterwards, or where the open groups would not fit."""
+        if self.newest or taken > groups or self.open_groups > self.places(groups, taken):
+            raise IllegalTransition(f"groups_per_step cannot become {groups} with {taken} taken: {self.told()}")
+        self.groups_per_step = groups
+        self.step, self.left = (1, groups) if taken == groups else (0, groups - taken)
+
+    def places(self, groups: int, taken: int) -> int:
+        """How many groups of version 0 could be open with so many groups a step, ``taken`` of them by the first."""
+        return groups * self.size - taken
+
     @property
     def oldest_live(self) -> int:
         """The oldest version whose deadline is not before the step now being filled."""
@@ -91,7 +103,9 @@ class Window:
     def admissible(self, version: int) -> int:
         """How many more groups of ``version`` may be admitted now."""
         deadline = version + self.size - 1
-        if self.closed or deadline < self.step or version > self.newest or not self.groups_per_step:
+        if deadline < self.step or version > self.newest or not self.groups_per_step:
+            return 0
+        if self.closed:
             return 0
         return self.least_slack(deadline, self.step + self.size - 1)
 
