@@ -16,6 +16,7 @@ from dora.sim.worker import SimWorker
 
 SLOWEST: Final = 20.0
 SUBJECTS: Final = 1 << 16
+FULL_MOST_S: Final = 30.0
 # Which commands fail, and how a worker says so (dora/worker/loop.py).
 REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
     (do.CopyOut, "refused"),
@@ -141,6 +142,10 @@ def _restart(world: UnreliableWorld, fault: Fault) -> None:
     world.restart()
 
 
+def _storage(world: UnreliableWorld, fault: Fault) -> None:
+    world.fill_storage(fault.amount * FULL_MOST_S)
+
+
 def _end(world: UnreliableWorld, fault: Fault) -> None:
     world.end_prompts(int(fault.amount * 40.0) if fault.subject % 2 else None)
 
@@ -170,7 +175,7 @@ def _stale(world: UnreliableWorld, fault: Fault) -> None:
         *((on.StepCommitted(epoch, newest),) if state.window.step <= newest else ()),
         on.StepCommitted(epoch - 1, newest),
         on.TrainerAttached(epoch, trainer.pace.groups_per_step),
-        on.TrainerAttached(epoch + 1, trainer.pace.groups_per_step + 1),
+        *((on.TrainerAttached(epoch + 1, trainer.pace.groups_per_step + 1),) if newest else ()),
         on.PromptsOffered((on.OfferedPrompt("p", "task", 5, 1, 60),) * 999),
         on.GroupCancelled("g-none", "asked for"),
         on.MigrateAsked("g-none.0", name),
@@ -210,4 +215,5 @@ KINDS: Final[dict[str, Kind]] = {
     "end": Kind("prompts run out, or the service drains", _end, 0.2),
     # last, as seeds of all the others stay what they are
     "strand": Kind("a source dies in a handoff, and then something happens to what is left of it", strand),
+    "storage": Kind("storage is full for a while: nothing may be admitted", _storage, 0.5),
 }

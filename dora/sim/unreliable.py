@@ -62,6 +62,7 @@ class UnreliableWorld(World):
         self.prompts_left: int | None = None  # None: without end
         self.ending = False  # admission has ended, or will with the prompts
         self.dies_committing = False  # the trainer is lost with its next commit
+        self.storage_faults = 0  # under way now
         self._names = 0
         super().__init__(scenario, seed)
         self._names = scenario.cluster.engines
@@ -93,9 +94,11 @@ class UnreliableWorld(World):
             self.dies_committing = False
             self.lose_trainer()
 
-    def check(self, _event: on.Event, _commands: list[do.Command]) -> None:
-        """The core's whole state, after every event."""
+    def check(self, event: on.Event, commands: list[do.Command]) -> None:
+        """The core's whole state, after every event; and what it answers while storage is full."""
         check_state(self.machine.state)
+        if self.storage_faults and any(isinstance(command, do.AdmitGroup) for command in commands):
+            raise Violation(f"{event} admits a group while storage is full")
 
     def _show_traps(self, commands: Iterable[do.Command]) -> None:
         for command in commands:
@@ -250,6 +253,17 @@ class UnreliableWorld(World):
         if self.trainer.alive:
             self.trainer.die()
             self.after(self.random.random() * RESTART_MOST_S, self.trainer.attach)
+
+    def fill_storage(self, for_s: float) -> None:
+        """Nothing can be stored for a while; a fault that strikes meanwhile prolongs it."""
+        self.storage_faults += 1
+        self.post(on.StorageChanged("record: no room"))
+        self.after(for_s, self._empty_storage)
+
+    def _empty_storage(self) -> None:
+        self.storage_faults -= 1
+        if not self.storage_faults:
+            self.post(on.StorageChanged(""))
 
     def end_prompts(self, left: int | None) -> None:
         """The source has only so many prompts left; None: the service admits nothing more, now."""

@@ -41,6 +41,12 @@ def offered(state: State, event: on.PromptsOffered) -> None:
     state.exhausted = event.exhausted
 
 
+def storage_changed(state: State, event: on.StorageChanged) -> None:
+    """Closes admission while something cannot be stored, and opens it again."""
+    state.window.closed = bool(event.fault)
+    state.worklist.wake()
+
+
 def siblings(estimate: Estimate, prompt: on.OfferedPrompt) -> tuple[float, ...]:
     """Predicted lengths of a prompt's responses: known, or spread evenly over the belief's quantiles."""
     if estimate.known_tokens:

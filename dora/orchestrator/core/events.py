@@ -137,6 +137,16 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class StorageChanged:
+    """Where the service can write has changed. ``fault`` says where it cannot, and why; empty: it can everywhere.
+
+    While there is a fault nothing is admitted. What was admitted goes on.
+    """
+
+    fault: str
+
+
+@dataclass(frozen=True, slots=True)
 class MigrateAsked:
     request_id: str
     target_worker: str
@@ -167,6 +177,7 @@ Event = (
     | StepRequested
     | StepCommitted
     | Tick
+    | StorageChanged
     | MigrateAsked
     | DrainAsked
     | RebalanceAsked

@@ -80,15 +80,38 @@ def attached(state: State, event: on.TrainerAttached) -> None:
         raise InvalidValue("groups_per_step", 0, "at least 1, here or as window.groups_per_step")
     if event.groups_per_step > GROUPS_MOST:
         raise InvalidValue("groups_per_step", event.groups_per_step, f"at most {GROUPS_MOST}")
-    if event.groups_per_step and window.groups_per_step not in (0, event.groups_per_step):
+    another = event.groups_per_step and window.groups_per_step not in (0, event.groups_per_step)
+    if another and (window.newest or state.config.window.groups_per_step):
+        how = "configured" if state.config.window.groups_per_step else "set by the steps that were trained"
         raise Conflict(
-            "groups_per_step", event.groups_per_step, f"{window.groups_per_step}", why="is not what was set before"
+            "groups_per_step", event.groups_per_step, f"{window.groups_per_step}", why=f"is not what was {how}"
         )
-    if not window.groups_per_step:
+    if another:
+        _resize(state, event.groups_per_step)
+    elif not window.groups_per_step:
         window.set_groups_per_step(event.groups_per_step)
     state.trainer_epoch = event.trainer_epoch
     state.stream_step = None
     state.worklist.wake()
+
+
+def _resize(state: State, groups: int) -> None:
+    """No step was trained yet, and a trainer wants steps of another size. What does not fit into those is cancelled:
+    of the groups that the first step took, and of the open ones, the last."""
+    window = state.window
+    reason = f"a trainer has set groups_per_step to {groups}, from {window.groups_per_step}, before any step was trained"
+    state.stream_step = None  # of a trainer that is fenced
+    for group in state.leased[groups:]:
+        _drop(state, group, reason)
+    del state.leased[groups:]
+    taken = len(state.leased)
+    is_open = [group for group in state.group_id if state.groups["status"][group] != LEASED]
+    finished = state.groups["status"] == GROUP_FINISHED
+    is_open.sort(key=lambda group: (not finished[group], int(state.group_id[group].removeprefix("g"))))
+    for group in is_open[window.places(groups, taken) :]:
+        cancel(state, on.GroupCancelled(state.group_id[group], reason))
+    window.resize(groups, taken)
+    state.short_step = -1
 
 
 def step_requested(state: State, event: on.StepRequested) -> None:
@@ -224,11 +247,15 @@ def cancel(state: State, event: on.GroupCancelled) -> None:
     if state.groups["status"][group] == GROUP_FINISHED:
         state.finished[version].remove(group)
     state.window.give_back(version)
-    state.out.append(do.DropGroup(event.group_id, event.reason))
-    state.counters.groups_cancelled += 1
-    _free(state, group)
+    _drop(state, group, event.reason)
     state.worklist.wake()
     deliver(state)
+
+
+def _drop(state: State, group: int, reason: str) -> None:
+    state.out.append(do.DropGroup(state.group_id[group], reason))
+    state.counters.groups_cancelled += 1
+    _free(state, group)
 
 
 def _free(state: State, group: int) -> None:

@@ -131,6 +131,7 @@ _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.StepRequested: lifecycle.step_requested,
     on.StepCommitted: lifecycle.commit,
     on.Tick: _tick,
+    on.StorageChanged: admission.storage_changed,
     on.MigrateAsked: handoff.asked,
     on.DrainAsked: fleet.drain,
     on.RebalanceAsked: lambda _state, _event: None,  # balance.TRIGGERS has it

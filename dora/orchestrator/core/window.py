@@ -28,6 +28,7 @@ class Window:
         self.step = 0
         self.left = groups_per_step
         self.newest = 0
+        self.closed = False  # nothing is admitted, whatever there is place for
         self._open: dict[int, int] = {}  # deadline -> open groups, where there are any
 
     def set_groups_per_step(self, groups: int) -> None:
@@ -36,6 +37,18 @@ class Window:
             raise IllegalTransition(f"groups_per_step is {self.groups_per_step} and cannot become {groups}")
         self.groups_per_step = groups
         self.left = groups
+
+    def resize(self, groups: int, taken: int) -> None:
+        """Sets B anew, before any step was trained; ``taken`` groups are in the first. Raises IllegalTransition
+        afterwards, or where the open groups would not fit."""
+        if self.newest or taken > groups or self.open_groups > self.places(groups, taken):
+            raise IllegalTransition(f"groups_per_step cannot become {groups} with {taken} taken: {self.told()}")
+        self.groups_per_step = groups
+        self.step, self.left = (1, groups) if taken == groups else (0, groups - taken)
+
+    def places(self, groups: int, taken: int) -> int:
+        """How many groups of version 0 could be open with so many groups a step, ``taken`` of them by the first."""
+        return groups * self.size - taken
 
     @property
     def oldest_live(self) -> int:
@@ -92,10 +105,12 @@ class Window:
         deadline = version + self.size - 1
         if deadline < self.step or version > self.newest or not self.groups_per_step:
             return 0
+        if self.closed:
+            return 0
         return self.least_slack(deadline, self.step + self.size - 1)
 
     def admit(self, version: int) -> None:
-        """Counts one admitted group. Raises IllegalTransition where the state would become infeasible."""
+        """Counts one admitted group. Raises IllegalTransition where it is closed, or would become infeasible."""
         if self.admissible(version) < 1:
             raise IllegalTransition(f"a group of version {version} does not fit: {self.told()}")
         self._count(version, 1)
@@ -112,7 +127,8 @@ class Window:
 
     def told(self) -> str:
         """Where the window stands, for messages."""
-        return f"step {self.step} takes {self.left} more; open groups by deadline {self._open}"
+        closed = "closed; " if self.closed else ""
+        return f"{closed}step {self.step} takes {self.left} more; open groups by deadline {self._open}"
 
     def take(self, version: int) -> bool:
         """Step ``s`` takes an open group. True where that filled the step: the window then stands at step ``s + 1``.
