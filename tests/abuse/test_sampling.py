@@ -1,0 +1,45 @@
+"""What is recorded of sampling is what was sampled: the rest is refused."""
+
+import pytest
+
+from dora.config import RolloutConfig, load_config, validated
+from dora.errors import InvalidValue
+from dora.orchestrator.book import sampling_of
+from dora.orchestrator.prompt_check import PromptCheck
+from dora.sampling import DOMAINS, check_sampling, effective
+from dora.types import Prompt, RequestSpec, SamplingParams
+
+CHECK = PromptCheck(validated({"prompts": "none"}), vocab_size=64)
+
+
+@pytest.mark.parametrize("temperature", [0.001, 0.005, 0.0099, 1e-9, 2.01, 9.0])
+def test_a_temperature_that_the_engine_would_not_sample_at_is_refused(temperature: float) -> None:
+    with pytest.raises(InvalidValue, match="temperature"):
+        CHECK.checked(Prompt("p", "", (1,), sampling={"temperature": temperature}))
+    with pytest.raises(InvalidValue, match="temperature"):
+        load_config(None, [f"rollout.temperature={temperature}"])
+    with pytest.raises(InvalidValue, match="temperature"):
+        check_sampling(SamplingParams(temperature=temperature))
+
+
+def test_at_temperature_0_the_record_has_no_truncation_as_the_engine_has_none() -> None:
+    rollout = RolloutConfig(temperature=0.0, top_p=0.5, top_k=3, min_p=0.25)
+    sampling = sampling_of(rollout, Prompt("p", "", (1,)))
+    assert (sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 0, 0.0)
+    assert sampling_of(rollout, Prompt("p", "", (1,), sampling={"temperature": 1.0})).top_k == 3
+
+
+def test_vllm_takes_every_parameter_as_it_is_given() -> None:
+    """At the edges of every domain: what vLLM would alter or refuse, the boundary refuses."""
+    from dora.worker.vllm_requests import to_vllm  # here: it takes seconds
+
+    for name, domain in DOMAINS.items():
+        for value in (domain.least, domain.most, 0.01, 0.011):
+            chosen = {name: domain.kind(value), **({"max_tokens": 1 << 22} if name == "min_tokens" else {})}
+            sampling = effective(SamplingParams(**chosen))
+            try:
+                check_sampling(sampling)
+            except InvalidValue:
+                continue
+            taken = to_vllm(RequestSpec("r", 0, (1,), sampling), "e", ()).sampling_params
+            assert all(getattr(taken, each) == getattr(sampling, each) for each in DOMAINS if each != "ignore_eos")
