@@ -99,7 +99,7 @@ def _resize(state: State, groups: int) -> None:
     """No step was trained yet, and a trainer wants steps of another size. What does not fit into those is cancelled:
     of the groups that the first step took, and of the open ones, the last."""
     window = state.window
-    reason = f"a trainer has set groups_per_step to {groups}, from {window.groups_per_step}, before any step was trained"
+    reason = f"a trainer set groups_per_step to {groups}, from {window.groups_per_step}, before any step was trained"
     state.stream_step = None  # of a trainer that is fenced
     for group in state.leased[groups:]:
         _drop(state, group, reason)
