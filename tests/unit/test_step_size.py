@@ -61,7 +61,7 @@ def test_a_configured_size_stays() -> None:
         )
     )
     bench.state = bench.machine.state
-    with pytest.raises(Conflict, match="4, as configured"):
+    with pytest.raises(Conflict, match="configured: it must be 4"):
         bench.post(on.TrainerAttached(1, 3))
     bench.post(on.TrainerAttached(1, 0))
 
