@@ -145,6 +145,9 @@ class WorkersConfig(Section):
     threads: int = Field(1, ge=1, le=256, description="CPU threads of one worker")
     report_period_ms: int = Field(20, ge=1, le=10000, description="tokens are reported at least this often")
     silence_timeout_s: Timeout = Field(60.0, description="a worker silent for so long is lost")
+    load_timeout_s: Timeout = Field(
+        60.0, description="a worker that takes longer to load a version is replaced; its silence does not count then"
+    )
     start_timeout_s: Timeout = Field(300.0, description="a worker that has not answered by then has failed")
     restarts: int = Field(
         16, ge=0, description="deaths of one worker within ten minutes after which it is not started again"

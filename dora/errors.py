@@ -68,6 +68,22 @@ class Conflict(InvalidValue):
     REFUSED = "does not fit the present state"
 
 
+class VersionRejected(Conflict):
+    """No worker could load a version that a trainer has published: it must be published anew before all else.
+
+    ``worker_ids``: those that refused it; ``canary_difference``: the largest of a logprob, 0 where none was compared.
+    """
+
+    REFUSED = "was rejected by the workers"
+
+    def __init__(self, version: int, reason: str, worker_ids: Sequence[str], canary_difference: float) -> None:
+        self.version = version
+        self.reason = reason
+        self.worker_ids = tuple(worker_ids)
+        self.canary_difference = canary_difference
+        super().__init__("version", version, f"published anew ({', '.join(worker_ids)}: {reason})")
+
+
 class NotFound(InvalidValue):
     """No such worker, request, group, version or file."""
 
@@ -79,7 +95,14 @@ class SnapshotRefused(DoraError):
 
 
 class CanaryMismatch(DoraError):
-    """Freshly loaded weights do not reproduce the published canary logprobs."""
+    """Freshly loaded weights do not reproduce the published canary logprobs, or give none.
+
+    ``difference``: the largest of a logprob, infinite where one is not finite.
+    """
+
+    def __init__(self, message: str, difference: float) -> None:
+        self.difference = difference
+        super().__init__(message)
 
 
 class IllegalTransition(DoraError):

@@ -86,6 +86,13 @@ class Recorder:
         os.rename(unfinished, kept)
         return kept
 
+    def drop_version(self, version: int) -> None:
+        """Removes a version that no worker could load: nothing was sampled under it. An unknown one is ignored."""
+        kept, gone = self._versions / str(version), self._versions / f".{version}"
+        if kept.is_dir():
+            os.rename(kept, gone)  # a reader sees the whole folder or none
+            shutil.rmtree(gone)
+
     def close(self) -> None:
         self._stream.close()
         self._cancelled.close()

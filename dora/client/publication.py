@@ -84,6 +84,10 @@ def canary_of(weights: Weights, expected: Sequence[TensorHeader]) -> Canary | No
     return compute_canary(module, published)
 
 
+def files_to_wire(files: Sequence[WeightFile]) -> list[pb.WeightFile]:
+    return [pb.WeightFile(name=file.name, file_bytes=file.file_bytes, blake3=file.blake3) for file in files]
+
+
 async def upload(
     connection: Connection, method: Any, epoch: int, version: int, folder: Path, files: Sequence[WeightFile]
 ) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -10,11 +11,13 @@ from typing import Self
 import grpc
 
 from dora.client.connection import Connection, Patience
+from dora.client.publication import Weights, place_weights, upload
 from dora.errors import Conflict, InvalidValue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import MAX_MESSAGE_BYTES
 from dora.rpc.dora_pb2_grpc import TrainerStub
 from dora.rpc.errors import ServiceUnavailable
+from dora.weights.files import WeightFile
 from dora.weights.reference import TensorHeader
 
 _ATTACH_TIMEOUT_S = 30.0
@@ -122,6 +125,24 @@ class Session:
                 return await self._attach()
             except ServiceUnavailable as repeated:
                 error = repeated
+
+    async def bring(self, weights: Weights, version: int) -> tuple[WeightFile, ...]:
+        """Writes ``weights`` where the service looks for those of ``version``, or uploads them. Returns the files.
+
+        Raises InvalidValue for weights that do not fit the model or are not finite, and what the service raises.
+        """
+        attachment = self.attachment
+        if attachment.store_folder is not None:
+            folder = attachment.store_folder / "incoming" / f"{attachment.epoch}-{version}"
+            return await asyncio.to_thread(place_weights, weights, attachment.tensors, folder)
+        scratch = await asyncio.to_thread(tempfile.TemporaryDirectory, prefix="dora-weights-")
+        try:
+            folder = Path(scratch.name)
+            files = await asyncio.to_thread(place_weights, weights, attachment.tensors, folder, link=True)
+            await upload(self.connection, self.stub.UploadWeights, attachment.epoch, version, folder, files)
+        finally:
+            await asyncio.to_thread(scratch.cleanup)
+        return files
 
     async def _attach(self) -> Attachment:
         request = pb.AttachRequest(groups_per_step=self._groups_per_step, client_name=self._name)

@@ -1,17 +1,15 @@
 """One training step at the trainer: its groups as they finish, then one commit."""
 
 import asyncio
-import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Self
 
-from dora.client.publication import Weights, canary_of, place_weights, upload
+from dora.client.publication import Weights, canary_of, files_to_wire
 from dora.client.session import Attachment, Session
-from dora.errors import Conflict, InvalidValue
+from dora.errors import Conflict, InvalidValue, VersionRejected
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import canary_to_wire, group_from_wire
 from dora.rpc.errors import ServiceUnavailable
@@ -67,7 +65,11 @@ class Step:
         return self
 
     async def __anext__(self) -> TrajectoryGroup:
-        """Raises Conflict where another trainer has taken over, ServiceUnavailable when reconnecting failed."""
+        """Raises Conflict where another trainer has taken over, ServiceUnavailable when reconnecting failed.
+
+        Raises VersionRejected if the workers have rejected a version. Once that is published anew
+        (``Trainer.republish``) iterate on: the groups that were not taken yet follow.
+        """
         if not await self.has_groups():
             raise StopAsyncIteration
         return self._pending.popleft()
@@ -96,7 +98,8 @@ class Step:
 
         Raises Conflict before all groups were taken or where another trainer took over, InvalidValue for weights
         that do not fit the model or are not finite, or for a metric that is no number, ServiceUnavailable when
-        reconnecting failed.
+        reconnecting failed. Raises VersionRejected if the workers have rejected an earlier version: commit again once
+        that is published anew (``Trainer.republish``).
         """
         if self._commit is not None:
             return self._commit
@@ -108,7 +111,7 @@ class Step:
         while True:
             attachment = self._session.attachment
             try:
-                files = await self._publish(attachment, weights)
+                files = await self._session.bring(weights, self.number + 1)
                 request = self._commit_request(attachment, files, canary, numbers)
                 sent = True
                 reply = await self._session.connection.call(self._session.stub.CommitStep, request)
@@ -135,6 +138,9 @@ class Step:
             if batch is None:
                 self._finish()
                 return
+        except VersionRejected:
+            self._stream = None  # asked again once the version is published anew
+            raise
         except ServiceUnavailable as error:
             self._stream = None
             self._check_current(await self._session.attach_again(error))
@@ -170,21 +176,6 @@ class Step:
             why = "is not as it was: the service has put other groups into it since it was trained"
             raise Conflict("step", self.number, _BEGUN_ANEW, why)
 
-    async def _publish(self, attachment: Attachment, weights: Weights) -> tuple[WeightFile, ...]:
-        version = self.number + 1
-        if attachment.store_folder is not None:
-            folder = attachment.store_folder / "incoming" / f"{attachment.epoch}-{version}"
-            return await asyncio.to_thread(place_weights, weights, attachment.tensors, folder)
-        scratch = await asyncio.to_thread(tempfile.TemporaryDirectory, prefix="dora-weights-")
-        try:
-            folder = Path(scratch.name)
-            files = await asyncio.to_thread(place_weights, weights, attachment.tensors, folder, link=True)
-            method = self._session.stub.UploadWeights
-            await upload(self._session.connection, method, attachment.epoch, version, folder, files)
-        finally:
-            await asyncio.to_thread(scratch.cleanup)
-        return files
-
     def _commit_request(
         self,
         attachment: Attachment,
@@ -196,7 +187,7 @@ class Step:
             trainer_epoch=attachment.epoch,
             step=self.number,
             version=self.number + 1,
-            files=[pb.WeightFile(name=file.name, file_bytes=file.file_bytes, blake3=file.blake3) for file in files],
+            files=files_to_wire(files),
             canary=canary_to_wire(canary) if canary is not None else None,
             metrics=metrics,
             waited_s=self._waited_s,

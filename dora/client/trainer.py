@@ -7,11 +7,18 @@ async with dora.Trainer("127.0.0.1:7070", token=...) as trainer:
         await step.commit(weights=model)    # acknowledges the batch and publishes the next version
 """
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
+from dora.client.publication import Weights, canary_of, files_to_wire
 from dora.client.session import Session
 from dora.client.step import Step
-from dora.errors import Conflict
+from dora.errors import Conflict, VersionRejected
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.convert import canary_to_wire
+from dora.rpc.errors import ServiceUnavailable
+from dora.types import Canary
 
 
 class Trainer(Session):
@@ -23,15 +30,41 @@ class Trainer(Session):
         A step must be committed before the next is asked for, else Conflict is raised. The last one may be short
         (``step.end_of_prompts``); one that would hold no group at all is not yielded. May be called again after a loop
         was left: a step that was not committed begins anew, with the groups it had.
+
+        VersionRejected is raised by the step, whose iteration or commit goes on after :meth:`republish`.
         """
         number = (await self.attached(groups)).next_step
         while True:
             step = Step(self, number)
-            if not await step.has_groups():
-                return
+            with contextlib.suppress(VersionRejected):  # the step raises it again: here it would end the loop
+                if not await step.has_groups():
+                    return
             yield step
             if step.end_of_prompts:
                 return
             if not step.committed:
                 raise Conflict("step", number, "committed before the next one is asked for", why="is not committed")
             number += 1
+
+    async def republish(self, weights: Weights, *, version: int, canary: Canary | None = None) -> None:
+        """Publishes a rejected version anew: ``version`` of the VersionRejected that a step or its commit has raised.
+
+        ``weights`` and ``canary`` are as in ``Step.commit``; they may be newer than the version was. Repeating it is
+        safe. Raises Conflict where ``version`` is not rejected or another trainer has taken over, InvalidValue for
+        weights that do not fit the model or are not finite, ServiceUnavailable when reconnecting failed.
+        """
+        if canary is None:
+            canary = await asyncio.to_thread(canary_of, weights, self.attachment.tensors)
+        while True:
+            try:
+                request = pb.RepublishVersionRequest(
+                    version=version,
+                    files=files_to_wire(await self.bring(weights, version)),
+                    canary=canary_to_wire(canary) if canary is not None else None,
+                    trainer_epoch=self.attachment.epoch,
+                )
+                await self.connection.call(self.stub.RepublishVersion, request)
+                break
+            except ServiceUnavailable as error:
+                await self.attach_again(error)
+        self.patience.progress()

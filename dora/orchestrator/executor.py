@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol
 
+from dora.errors import VersionRejected
 from dora.kvtransfer.snapshot import KvTransport
 from dora.orchestrator.book import Book, Entry
 from dora.orchestrator.core import commands as do
@@ -88,6 +89,7 @@ class Executor:
             do.DeliverGroup: self._deliver_group,
             do.CloseStep: self._close_step,
             do.RetireVersion: self._retire_version,
+            do.RejectVersion: self._reject_version,
             do.ReleaseSnapshot: self._release_snapshot,
             do.EvictWorker: self._evict_worker,
             do.StopWorker: self._stop_worker,
@@ -189,6 +191,14 @@ class Executor:
 
     def _retire_version(self, command: do.RetireVersion) -> None:
         self._recorder.afterwards(lambda: self._store.retire(command.version))
+
+    def _reject_version(self, command: do.RejectVersion) -> None:
+        error = VersionRejected(command.version, command.reason, command.worker_ids, command.canary_difference)
+        log.error("%s", error)
+        self._recorder.withdrawn(command.version)
+        if self._sessions.stream is not None:
+            self._sessions.stream.close(error=error)
+            self._sessions.stream = None
 
     # -------------------------------------------------------------------------------------------------------- workers
 

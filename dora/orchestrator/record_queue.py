@@ -32,6 +32,10 @@ class RecordQueue:
         if self._recorder is not None:
             self._queue(functools.partial(self._recorder.keep_version, version, folder))
 
+    def withdrawn(self, version: int) -> None:
+        if self._recorder is not None:
+            self._queue(functools.partial(self._recorder.drop_version, version))
+
     def afterwards(self, action: Callable[[], None]) -> None:
         """Runs ``action`` after the writes asked for so far; at once where there is no record."""
         if self._recorder is not None:

@@ -62,6 +62,7 @@ class Known:
     step: Annotated[int, "the step that is being filled"]
     left: Annotated[int, "groups that this step still takes"]
     newest: Annotated[int, "newest version"]
+    rejected: Annotated[tuple[int, ...], "versions that workers refuse, until they are published anew"]
     slack: Annotated[
         tuple[int, ...], "groups to spare up to the deadline step, the next step, ...: never negative (C3)"
     ]
@@ -163,6 +164,7 @@ def known_of(state: State) -> Known:
         step=window.step,
         left=window.left,
         newest=window.newest,
+        rejected=tuple(sorted(window.rejected)),
         slack=tuple(window.slack()),
         admissible={v: window.admissible(v) for v in range(window.oldest_live, window.newest + 1)},
         backlog=len(state.backlog),

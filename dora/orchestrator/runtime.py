@@ -135,7 +135,9 @@ class Runtime:
         """Time for the core, and an end for workers that have gone silent."""
         while True:
             await asyncio.sleep(self.config.service.tick_s)
-            self.sessions.replace_silent(self.config.workers.silence_timeout_s)
+            workers = self.machine.state.workers.values()
+            loading = {worker.worker_id for worker in workers if worker.loading >= 0}
+            self.sessions.replace_silent(self.config.workers.silence_timeout_s, loading)
             self.post(on.Tick())
             self.sweep_snapshots()
 

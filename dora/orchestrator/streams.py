@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container
 from typing import Protocol
 
+from dora.errors import DoraError
 from dora.orchestrator.telemetry import Rate
 from dora.rpc import dora_pb2 as pb
 from dora.trajectory import TrajectoryGroup
@@ -65,12 +66,14 @@ class StepStream:
         self._queue: asyncio.Queue[TrajectoryGroup | None] = asyncio.Queue()  # bounded by the step itself
         self.exhausted = False
         self.superseded = False
+        self.error: DoraError | None = None
 
     def put(self, group: TrajectoryGroup) -> None:
         self._queue.put_nowait(group)
 
-    def close(self, *, exhausted: bool = False, superseded: bool = False) -> None:
-        self.exhausted, self.superseded = exhausted, superseded
+    def close(self, *, exhausted: bool = False, superseded: bool = False, error: DoraError | None = None) -> None:
+        """``error``: what the trainer is told at the end, behind what was delivered."""
+        self.exhausted, self.superseded, self.error = exhausted, superseded, error
         self._queue.put_nowait(None)
 
     async def batches(self) -> AsyncIterator[list[TrajectoryGroup]]:
@@ -152,11 +155,12 @@ class Sessions:
         if self.processes is not None:
             self.processes.kill(session.worker_id)
 
-    def replace_silent(self, limit_s: float) -> None:
-        """Replaces each worker that has said nothing for longer than ``limit_s``."""
+    def replace_silent(self, limit_s: float, loading: Container[str] = ()) -> None:
+        """Replaces each worker that has said nothing for longer than ``limit_s``; but not those that are ``loading``,
+        which say nothing meanwhile: the core limits that time itself."""
         for session in list(self.workers.values()):
             silent_s = time.monotonic() - session.heard_s
-            if silent_s > limit_s:
+            if silent_s > limit_s and session.worker_id not in loading:
                 self.replace(session, f"silent for {silent_s:.0f} s")
 
     def let_go(self, worker_id: str, epoch: int) -> None:

@@ -17,7 +17,7 @@ from dora.types import EngineCapability, TokenDelta
 from dora.weights.canary import LOGPROB_MOST
 
 WORKER_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-ERROR_KINDS: Final = ("", "refused", "not_movable", "unknown_request", "invalid")
+ERROR_KINDS: Final = ("", "refused", "not_movable", "unknown_request", "invalid", "weights")
 _TEXT_MOST: Final = 256  # characters of a host's name, a fingerprint, a dtype
 _TOTAL_MOST: Final = 1 << 53  # of counters over a worker's life: beyond it a double is not exact
 
@@ -94,3 +94,5 @@ def check_against_book(book: Book, deltas: list[TokenDelta]) -> None:
 def checked_error(outcome: pb.WorkerOutcome) -> None:
     if outcome.error_kind not in ERROR_KINDS:
         raise InvalidValue("error_kind", outcome.error_kind, f"one of {', '.join(filter(None, ERROR_KINDS))}")
+    if not outcome.canary_difference >= 0.0:  # a comparison with NaN is false
+        raise InvalidValue("canary_difference", outcome.canary_difference, "0 or above")

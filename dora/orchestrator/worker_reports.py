@@ -93,7 +93,7 @@ class WorkerReports:
             level = logging.DEBUG if outcome.error_kind == "unknown_request" else logging.WARNING
             log.log(level, "%s: command %d: %s", session.worker_id, outcome.command_id, error)
         if outcome.ok and isinstance(command, do.LoadVersion) and canary is not None:
-            self._keep_canary(command.version, canary)
+            self._keep_canary(session.worker_id, command.version, canary)
         self._post(
             on.CommandDone(
                 session.worker_id,
@@ -104,6 +104,7 @@ class WorkerReports:
                 outcome.error_kind,
                 outcome.locator,
                 outcome.tokens,
+                outcome.canary_difference,
             )
         )
 
@@ -131,7 +132,7 @@ class WorkerReports:
             self._telemetry.blackouts_ms.append((at - last_at) * 1000)
         self._telemetry.tokens(len(entry.tokens) - before, at)
 
-    def _keep_canary(self, version: int, canary: Canary) -> None:
+    def _keep_canary(self, worker_id: str, version: int, canary: Canary) -> None:
         """A version that came without a canary is held to what its first worker made of it."""
-        if self._store.canary(version) is None:
+        if self._machine.counts_load(worker_id, version) and self._store.canary(version) is None:
             self._store.keep_canary(version, canary)

@@ -284,6 +284,24 @@ class CommitStepReply(_message.Message):
     groups_trained: int
     def __init__(self, next_step: _Optional[int] = ..., groups_trained: _Optional[int] = ...) -> None: ...
 
+class RepublishVersionRequest(_message.Message):
+    __slots__ = ("trainer_epoch", "version", "files", "canary")
+    TRAINER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
+    trainer_epoch: int
+    version: int
+    files: _containers.RepeatedCompositeFieldContainer[WeightFile]
+    canary: Canary
+    def __init__(self, trainer_epoch: _Optional[int] = ..., version: _Optional[int] = ..., files: _Optional[_Iterable[_Union[WeightFile, _Mapping]]] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ...) -> None: ...
+
+class RepublishVersionReply(_message.Message):
+    __slots__ = ("next_step",)
+    NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
+    next_step: int
+    def __init__(self, next_step: _Optional[int] = ...) -> None: ...
+
 class SubmitRequest(_message.Message):
     __slots__ = ("prompts",)
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
@@ -370,7 +388,7 @@ class Status(_message.Message):
     def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ...) -> None: ...
 
 class VersionStatus(_message.Message):
-    __slots__ = ("version", "deadline_step", "newest", "workers", "groups_open", "groups_finished", "requests_running", "requests_waiting")
+    __slots__ = ("version", "deadline_step", "newest", "workers", "groups_open", "groups_finished", "requests_running", "requests_waiting", "state", "reason")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_STEP_FIELD_NUMBER: _ClassVar[int]
     NEWEST_FIELD_NUMBER: _ClassVar[int]
@@ -379,6 +397,8 @@ class VersionStatus(_message.Message):
     GROUPS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     version: int
     deadline_step: int
     newest: bool
@@ -387,7 +407,9 @@ class VersionStatus(_message.Message):
     groups_finished: int
     requests_running: int
     requests_waiting: int
-    def __init__(self, version: _Optional[int] = ..., deadline_step: _Optional[int] = ..., newest: _Optional[bool] = ..., workers: _Optional[int] = ..., groups_open: _Optional[int] = ..., groups_finished: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ...) -> None: ...
+    state: str
+    reason: str
+    def __init__(self, version: _Optional[int] = ..., deadline_step: _Optional[int] = ..., newest: _Optional[bool] = ..., workers: _Optional[int] = ..., groups_open: _Optional[int] = ..., groups_finished: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "epoch", "state", "version", "target_version", "running", "waiting", "slots", "kv_use", "tokens_per_s", "pid", "host", "reason")
@@ -589,7 +611,7 @@ class TokenDelta(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ...) -> None: ...
 
 class WorkerOutcome(_message.Message):
-    __slots__ = ("command_id", "ok", "error", "error_kind", "locator", "snapshot_bytes", "tokens", "at", "canary")
+    __slots__ = ("command_id", "ok", "error", "error_kind", "locator", "snapshot_bytes", "tokens", "at", "canary", "canary_difference")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     OK_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -599,6 +621,7 @@ class WorkerOutcome(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     AT_FIELD_NUMBER: _ClassVar[int]
     CANARY_FIELD_NUMBER: _ClassVar[int]
+    CANARY_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     ok: bool
     error: str
@@ -608,7 +631,8 @@ class WorkerOutcome(_message.Message):
     tokens: int
     at: float
     canary: Canary
-    def __init__(self, command_id: _Optional[int] = ..., ok: _Optional[bool] = ..., error: _Optional[str] = ..., error_kind: _Optional[str] = ..., locator: _Optional[str] = ..., snapshot_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., at: _Optional[float] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ...) -> None: ...
+    canary_difference: float
+    def __init__(self, command_id: _Optional[int] = ..., ok: _Optional[bool] = ..., error: _Optional[str] = ..., error_kind: _Optional[str] = ..., locator: _Optional[str] = ..., snapshot_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., at: _Optional[float] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ..., canary_difference: _Optional[float] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
     __slots__ = ("command_id", "welcome", "load_version", "start_request", "remove_request", "reserve_slot", "cancel_reservation", "copy_out", "copy_in", "thaw", "shutdown")

@@ -62,6 +62,11 @@ class TrainerStub:
                 request_serializer=dora_dot_rpc_dot_dora__pb2.CommitStepRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.CommitStepReply.FromString,
                 _registered_method=True)
+        self.RepublishVersion = channel.unary_unary(
+                '/dora.v1.Trainer/RepublishVersion',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.RepublishVersionRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.RepublishVersionReply.FromString,
+                _registered_method=True)
 
 
 class TrainerServicer:
@@ -95,7 +100,8 @@ class TrainerServicer:
 
     def UploadWeights(self, request_iterator, context):
         """Uploads one file of the next version's weights, for a trainer that does not share the service's host. Only of the
-        version that the open step's commit publishes, and no more bytes than the model's own and its files' headers.
+        version that the open step's commit publishes, or of a rejected one, and no more bytes than the model's own and its
+        files' headers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,6 +109,19 @@ class TrainerServicer:
 
     def CommitStep(self, request, context):
         """Acknowledges the step's groups and publishes version step + 1. Safe to repeat after a lost reply.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RepublishVersion(self, request, context):
+        """Publishes a rejected version anew. A version is rejected if no worker has loaded it well, and two workers, or all that
+        there are, refuse its weights: they do not reproduce the canary, or do not fit the model. From then on StreamStep (also
+        the stream that is open) and CommitStep end with FAILED_PRECONDITION and the trailing metadata
+        dora-rejected-version, dora-rejected-reason, dora-rejected-workers (ids with commas between),
+        dora-rejected-canary-difference (the largest of a logprob; 0: none was compared)
+        until that version is published anew; then the same calls go on, and StreamStep repeats the step's groups. Weights are
+        brought as for a commit, under the rejected version's number. Safe to repeat after a lost reply.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,6 +154,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.CommitStep,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.CommitStepRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.CommitStepReply.SerializeToString,
+            ),
+            'RepublishVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.RepublishVersion,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.RepublishVersionRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.RepublishVersionReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -275,6 +299,33 @@ class Trainer:
             '/dora.v1.Trainer/CommitStep',
             dora_dot_rpc_dot_dora__pb2.CommitStepRequest.SerializeToString,
             dora_dot_rpc_dot_dora__pb2.CommitStepReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RepublishVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dora.v1.Trainer/RepublishVersion',
+            dora_dot_rpc_dot_dora__pb2.RepublishVersionRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.RepublishVersionReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 
 import grpc
 
-from dora.errors import Conflict, DoraError, InvalidValue, NotFound
+from dora.errors import Conflict, DoraError, InvalidValue, NotFound, VersionRejected
 
 if TYPE_CHECKING:
     ServicerContext = grpc.aio.ServicerContext[Any, Any]
@@ -24,6 +24,7 @@ else:  # generic in the type stubs only
 FIELD_KEY: Final = "dora-error-field"
 VALUE_KEY: Final = "dora-error-value"
 ALLOWED_KEY: Final = "dora-error-allowed"
+_REJECTED: Final = "dora-rejected-"  # of a VersionRejected, which has these keys too: version, reason, ...
 _TEXT_BYTES = 512  # of each part: HTTP/2 headers are limited to 8 KiB in all, and percent-encoding grows them
 
 
@@ -81,6 +82,14 @@ async def abort(context: ServicerContext, error: DoraError) -> NoReturn:
             (VALUE_KEY, _encoded(str(error.value))),
             (ALLOWED_KEY, _encoded(error.allowed)),
         )
+    if isinstance(error, VersionRejected):
+        parts = {
+            "version": error.version,
+            "reason": error.reason,
+            "workers": ",".join(error.worker_ids),
+            "canary-difference": error.canary_difference,
+        }
+        metadata += tuple((_REJECTED + key, _encoded(str(part))) for key, part in parts.items())
     await context.abort(status_of(error), _shortened(str(error)), metadata)
     raise AssertionError("abort() raises")
 
@@ -95,6 +104,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> DoraError:
         return CallFailed(f"{error.code().name}: {details}")
     trailing = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())
     parts = {str(key): str(value) for key, value in trailing}
+    if _REJECTED + "version" in parts:
+        version, reason, workers, difference = (
+            unquote(parts.get(_REJECTED + key, "")) for key in ("version", "reason", "workers", "canary-difference")
+        )
+        return VersionRejected(int(version), reason, tuple(filter(None, workers.split(","))), float(difference or 0))
     if FIELD_KEY not in parts:  # gRPC's own refusal, e.g. of a message over the limit
         found = kind("message", "", details)
     else:

@@ -30,6 +30,7 @@ class WorkerDriver(Agenda, ABC):
         self.ledger = Ledger(window_steps(scenario), batch, spare_groups(scenario.redundant_fraction, batch))
         self.workers: dict[str, SimWorker] = {}  # in session, by id
         self.snapshots: dict[str, KvSnapshot] = {}
+        self.bad_weights: set[int] = set()  # versions that no worker can reproduce, as they are published now
         self._links = Links(scenario.cluster.link_bytes_per_s, scenario.cluster.link_latency_s)
 
     @abstractmethod

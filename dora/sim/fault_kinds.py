@@ -12,7 +12,7 @@ from dora.sim.fault import Fault, pick
 from dora.sim.handoff_faults import kill_in_handoff, migrate, strand
 from dora.sim.unreliable import SILENCE_LIMIT_S, UnreliableWorld
 from dora.sim.wire import GAP_LIMIT_S, Trouble
-from dora.sim.worker import SimWorker
+from dora.sim.worker import STUCK, SimWorker
 
 SLOWEST: Final = 20.0
 SUBJECTS: Final = 1 << 16
@@ -138,6 +138,31 @@ def _trainer(world: UnreliableWorld, fault: Fault) -> None:
             world.ask(on.StepCommitted(trainer.epoch, world.machine.state.window.newest - 1), refused=True)
 
 
+def _publish(world: UnreliableWorld, fault: Fault) -> None:
+    """Weights that no worker can reproduce: with the next commits, or, after one, again and again.
+
+    Or a worker refuses good ones; a load never ends; somebody asks for what a rejection forbids, or publishes anew what
+    nobody has rejected.
+    """
+    state, times, newest = world.machine.state, 1 + int(fault.amount * 2.99), world.machine.state.window.newest
+    worker, epoch = pick(world.running(), fault.subject // 64), world.trainer.epoch
+    match fault.subject % 8:
+        case 0 | 1:
+            world.bad_commits += times
+        case 2 | 3:
+            world.bad_commits, world.bad_again = world.bad_commits + 1, world.bad_again + times
+        case 4 | 5 if worker is not None:
+            worker.refusals[do.LoadVersion] = ["weights"] * times
+        case 6 if worker is not None:
+            worker.refusals[do.LoadVersion] = [STUCK]
+        case 7 if state.rejected:
+            world.ask(on.StepRequested(epoch, newest), refused=True)
+            world.ask(on.StepCommitted(epoch, newest), refused=True)
+            world.ask(on.VersionRepublished(epoch - 1, min(state.rejected)), refused=True)
+        case 7:
+            world.ask(on.VersionRepublished(epoch, newest), refused=True)
+
+
 def _restart(world: UnreliableWorld, fault: Fault) -> None:
     world.restart()
 
@@ -216,4 +241,5 @@ KINDS: Final[dict[str, Kind]] = {
     # last, as seeds of all the others stay what they are
     "strand": Kind("a source dies in a handoff, and then something happens to what is left of it", strand),
     "storage": Kind("storage is full for a while: nothing may be admitted", _storage, 0.5),
+    "publish": Kind("the trainer publishes what no worker can reproduce, and then publishes it anew", _publish),
 }

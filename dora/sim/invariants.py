@@ -27,6 +27,7 @@ LEASED = int(GroupStatus.LEASED)
 def check_state(state: State) -> None:
     """Raises Violation where the state breaks a promise, or contradicts itself."""
     check_window(state)
+    check_rejection(state)
     check_hosting(state)
     check_requests(state)
     check_groups(state)
@@ -55,6 +56,28 @@ def check_feasible(state: State) -> None:
         raise Violation(f"newest version {window.newest} at step {window.step}")
     if state.retired > window.oldest_kept:
         raise Violation(f"the weights below version {state.retired} were let go, {window.oldest_kept} is kept (C1)")
+
+
+def check_rejection(state: State) -> None:
+    """C1: a version that is rejected or in doubt is on no worker, and only who is to try it is to host it."""
+    window, doubts = state.window, state.doubts
+    named = {"rejected": window.rejected == state.rejected.keys()}
+    named["withheld"] = window.withheld == state.rejected.keys() | doubts.keys()
+    named["proven"] = not state.proven & window.withheld and min(state.proven, default=state.retired) >= state.retired
+    named["streamed"] = not state.rejected or state.stream_step is None
+    if not all(named.values()):
+        raise Violation(f"versions {sorted(state.rejected)} are rejected, {sorted(doubts)} in doubt: {named}")
+    seconds = [doubt.second for doubt in doubts.values() if doubt.second]
+    if len(set(seconds)) < len(seconds):
+        raise Violation(f"{seconds} are to try the versions {sorted(doubts)}, one each")
+    if not window.withheld:
+        return
+    for worker in state.workers.values():
+        name, second = worker.worker_id, doubts[worker.target].second if worker.target in doubts else ""
+        if worker.loaded in window.withheld:
+            raise Violation(f"{name} has version {worker.loaded}, which is rejected or in doubt (C1)")
+        if worker.target in window.withheld and name != second and not worker.draining:
+            raise Violation(f"{name} is to host version {worker.target}, which is rejected or in doubt (C1)")
 
 
 def check_hosting(state: State) -> None:

@@ -94,6 +94,7 @@ class Ledger:
     cancel_reasons: Counter[str] = field(default_factory=Counter)
     redundant: Counter[int] = field(default_factory=Counter)  # version -> groups dropped as redundant
     cancelled_tokens: int = 0  # that the service had taken over of cancelled groups
+    rejected: set[int] = field(default_factory=set)  # versions that are to be published anew
 
     def duplicated(self) -> int:
         """Groups that left the books more often than they entered them."""
@@ -106,6 +107,8 @@ class Ledger:
         prompt = self.offered.pop(command.prompt_id, None)
         if prompt is None:
             raise Violation(f"{command.group_id} takes the prompt {command.prompt_id}, which is not on offer (C2)")
+        if command.version in self.rejected:
+            raise Violation(f"{command.group_id} is admitted under version {command.version}, which is rejected (C1)")
         self.groups[command.group_id] = Group(prompt, command.version, command.request_ids, len(command.request_ids))
         self.admitted += 1
         for index, request_id in enumerate(command.request_ids):
@@ -122,6 +125,8 @@ class Ledger:
         response, tokens = self.responses[request_id], event.tokens[request_id]
         if event.version != response.version:
             raise Violation(f"{request_id} of version {response.version} was sampled under {event.version} (C1)")
+        if response.version in self.rejected:
+            raise Violation(f"{request_id} has tokens of version {response.version}, which is rejected (C1)")
         if tokens < response.tokens:
             raise Violation(f"{request_id} goes back from {response.tokens} to {tokens} tokens (C2)")
         if response.finished:
@@ -163,8 +168,21 @@ class Ledger:
         if unfinished:
             raise Violation(f"version {version} is let go, and {unfinished[0]} is unfinished (C1)")
 
+    def reject(self, command: do.RejectVersion) -> None:
+        """Workers refuse a version: nothing may have been sampled under it, and nothing is until it comes anew."""
+        version = command.version
+        sampled = [name for name, each in self.responses.items() if each.version == version and each.tokens]
+        if version in self.rejected or sampled or not command.worker_ids:
+            raise Violation(f"version {version} is rejected; tokens of it: {', '.join(sampled) or 'none'} (C1)")
+        self.rejected.add(version)
+
+    def republished(self, version: int) -> None:
+        self.rejected.remove(version)
+
     def deliver(self, command: do.DeliverGroup) -> None:
         group = self.groups.get(command.group_id)
+        if self.rejected:
+            raise Violation(f"{command.group_id} is delivered while {sorted(self.rejected)} are rejected")
         if group is None:
             raise Duplicated(f"{command.group_id} is delivered, but was trained, cancelled or never admitted (C2)")
         if not all(self.responses[request_id].finished for request_id in group.request_ids):

@@ -1,12 +1,14 @@
 """The simulated trainer: collects a step, trains it in micro-batches as they fill, commits, begins the next."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import events as on
 from dora.sim.ledger import Group, Ledger
 from dora.sim.scenario import Scenario, TrainerPace
+
+REJECTION_NOTED_S: Final = 0.01  # until the trainer has read how its stream ended
 
 
 class Surroundings(Protocol):
@@ -63,8 +65,11 @@ class SimTrainer:
         self._let_gpus_go()
 
     def request(self) -> None:
-        """Opens the stream of the first step that is not committed."""
+        """Opens the stream of the first step that is not committed; first publishes anew what workers have rejected."""
         self._streams += 1
+        if self.world.machine.state.rejected:
+            self.world.after(self.pace.publish_s + self.rest_s(), self._republish, self._streams)
+            return
         self.ended = False
         self.step = self.world.machine.state.window.newest
         self._groups = self._trained = 0
@@ -72,6 +77,18 @@ class SimTrainer:
         self.busy = []
         self.world.ledger.stream_began()
         self.world.post(on.StepRequested(self.epoch, self.step))
+
+    def rejected(self) -> None:
+        """Workers have rejected a version: the stream has ended with that, and what was computed is begun anew."""
+        self._streams += 1
+        if self.alive:
+            self._let_gpus_go()
+            self.world.after(REJECTION_NOTED_S, self._go_on, self._streams)
+
+    def _republish(self, stream: int) -> None:
+        if stream == self._streams:  # else it was lost meanwhile, or is at it already
+            self.world.post(on.VersionRepublished(self.epoch, min(self.world.machine.state.rejected)))
+            self.request()
 
     def received(self) -> None:
         self._groups += 1

@@ -15,6 +15,7 @@ from dora.sim.invariants import check_empty
 from dora.sim.ledger import Failure, Lost, Stalled, Violation, failure_of
 from dora.sim.scenario import COST, Cluster, Lengths, Scenario, TrainerPace, Turns, Workload
 from dora.sim.unreliable import UnreliableWorld
+from dora.sim.world import TICK_S
 
 WORKERS_MOST: Final = 4
 HORIZON_S: Final = 60  # faults strike before
@@ -161,7 +162,13 @@ def conduct(world: UnreliableWorld, faults: Sequence[Fault], steps_after: int) -
     _patiently(world, lambda: world.trainer.ended)
     rest_s = world.now_s + QUIET_S
     world.run_until(lambda: world.now_s >= rest_s)
+    limit_s = rest_s + world.config.workers.load_timeout_s + TICK_S  # a load that never ends is ended by then
+    world.run_until(lambda: world.now_s >= limit_s or not _loads(world))
     check_books(world)
+
+
+def _loads(world: UnreliableWorld) -> bool:
+    return any(worker.loading >= 0 for worker in world.machine.state.workers.values())
 
 
 def check_books(world: UnreliableWorld) -> None:

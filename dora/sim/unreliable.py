@@ -63,6 +63,9 @@ class UnreliableWorld(World):
         self.ending = False  # admission has ended, or will with the prompts
         self.dies_committing = False  # the trainer is lost with its next commit
         self.storage_faults = 0  # under way now
+        self.bad_commits = 0  # so many of the next commits publish what no worker can reproduce,
+        self.bad_again = 0  # and so many of the next times that something is published anew
+        self.loads: dict[int, int] = {}  # command -> version that a worker was told to load
         self._names = 0
         super().__init__(scenario, seed)
         self._names = scenario.cluster.engines
@@ -85,6 +88,10 @@ class UnreliableWorld(World):
                 del self.snapshots[locator]
 
     def handled(self, event: on.Event, commands: list[do.Command]) -> None:
+        if isinstance(event, on.StepCommitted):
+            self.bad_commits -= self._published(event.step + 1, self.bad_commits > 0)
+        elif isinstance(event, on.VersionRepublished):
+            self.bad_again -= self._published(event.version, self.bad_again > 0)
         super().handled(event, commands)
         self.log.append((self.now_s, event, commands))
         self.check(event, commands)
@@ -94,11 +101,24 @@ class UnreliableWorld(World):
             self.dies_committing = False
             self.lose_trainer()
 
+    def _published(self, version: int, bad: bool) -> bool:
+        """Weights were stored, which workers can reproduce or cannot. Returns ``bad``."""
+        if bad:
+            self.bad_weights.add(version)
+        else:
+            self.bad_weights.discard(version)
+        return bad
+
     def check(self, event: on.Event, commands: list[do.Command]) -> None:
-        """The core's whole state, after every event; and what it answers while storage is full."""
+        """The core's whole state, after every event; what it answers while storage is full; and that no worker ends for
+        what its trainer has published."""
         check_state(self.machine.state)
         if self.storage_faults and any(isinstance(command, do.AdmitGroup) for command in commands):
             raise Violation(f"{event} admits a group while storage is full")
+        if isinstance(event, on.CommandDone) and event.error_kind == "weights":
+            version = self.loads.get(event.command_id)
+            if version in self.bad_weights and any(isinstance(command, do.EvictWorker) for command in commands):
+                raise Violation(f"{event.worker_id} is replaced, as it cannot load version {version}: nobody can")
 
     def _show_traps(self, commands: Iterable[do.Command]) -> None:
         for command in commands:
@@ -118,6 +138,8 @@ class UnreliableWorld(World):
         return found
 
     def send(self, worker: SimWorker, order: Order) -> None:
+        if isinstance(order[0], do.LoadVersion):
+            self.loads[order[0].command_id] = order[0].version
         self.session(worker).to_worker.send(order)
 
     def to_core(self, worker: SimWorker, event: on.Event) -> None:

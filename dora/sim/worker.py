@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.planning.engine import SimEngine, SimRequest
 from dora.sim.ledger import Ledger, Response, Violation
+
+STUCK: Final = "stuck"  # a fault: the load never ends
+FOREVER_S: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ class Surroundings(Protocol):
 
     ledger: Ledger
     snapshots: dict[str, KvSnapshot]
+    bad_weights: set[int]
 
     def copy_s(self, source: str, target: str, tokens: int) -> float: ...
     def load_s(self) -> float: ...
@@ -123,6 +127,9 @@ class SimWorker:
         if self.engine.requests:
             raise Violation(f"{self.worker_id} loads {command.version} under {len(self.engine.requests)} requests (C1)")
         self.version = -1
+        if bad == STUCK:
+            return Later(FOREVER_S, lambda: self._failed(command, "it hung", "refused"))
+        bad = "weights" if command.version in world.bad_weights else bad
         if bad:
             failed = self._failed(command, "the weights did not load", bad)
             return Later(world.load_s(), lambda: failed)

@@ -9,9 +9,9 @@ Everything is a function of the scenario and the seed: ties in time are broken b
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
-from dora.config import Config, SelectionConfig
+from dora.config import Config, SelectionConfig, WorkersConfig
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
@@ -26,6 +26,7 @@ from dora.sim.worker import Parcel, SimWorker, resumed
 from dora.sim.workload import FILTERED, Filter, SimPrompt, WorkloadStream
 
 TICK_S = 5.0
+LOAD_TIMES: Final = 10.0  # a load that takes so many times what it should is given up
 
 Observer = Callable[[float, on.Event, list[do.Command]], None]  # now_s, the event, what the core answered
 
@@ -36,7 +37,11 @@ def core_config(scenario: Scenario) -> Config:
     # without end it is beyond what a service may ask for
     window = scenario.window.model_copy(update={"size": partial.window_steps(scenario)})
     selection = SelectionConfig(redundant_fraction=scenario.redundant_fraction)
-    return Config(selection=selection).model_copy(update={"balance": balance, "window": window})
+    workers = WorkersConfig()
+    limit_s = max(workers.load_timeout_s, LOAD_TIMES * scenario.cluster.load_s)
+    workers = workers.model_copy(update={"load_timeout_s": limit_s})
+    settings = {"balance": balance, "window": window, "workers": workers}
+    return Config(selection=selection).model_copy(update=settings)
 
 
 class World(WorkerDriver):
@@ -71,6 +76,7 @@ class World(WorkerDriver):
             do.CloseStep: self._close,
             do.ForgetGroup: self.ledger.forget,
             do.RetireVersion: self._retire,
+            do.RejectVersion: self._reject,
             do.ReleaseSnapshot: self._release,
             do.EvictWorker: self.evict,
             do.StopWorker: self.stop,
@@ -105,6 +111,8 @@ class World(WorkerDriver):
         if isinstance(event, on.Progress):
             self._take_over(event)
         commands = self.machine.handle(event, self.now_s)
+        if isinstance(event, on.VersionRepublished):
+            self.ledger.republished(event.version)
         for command in commands:
             if isinstance(command, do.WorkerCommand):
                 self.to_worker(command)
@@ -174,6 +182,8 @@ class World(WorkerDriver):
             request = resumed(response, command.request_id)
         elif isinstance(command, do.LoadVersion) and command.version < self.retired:
             raise Violation(f"{worker.worker_id} is to load version {command.version}, whose weights were let go")
+        if getattr(command, "version", -1) in self.ledger.rejected:
+            raise Violation(f"{command} is of a version that is rejected (C1)")
         self.send(worker, (command, request))
 
     def send(self, worker: SimWorker, order: Order) -> None:
@@ -258,6 +268,10 @@ class World(WorkerDriver):
     def _retire(self, command: do.RetireVersion) -> None:
         self.ledger.check_retired(command.version)
         self.retired = command.version + 1
+
+    def _reject(self, command: do.RejectVersion) -> None:
+        self.ledger.reject(command)
+        self.trainer.rejected()
 
     def _release(self, command: do.ReleaseSnapshot) -> None:
         if self.snapshots.pop(command.locator, None) is None:

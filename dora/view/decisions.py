@@ -96,6 +96,8 @@ def _known_line(known: Known) -> str:
         f"admissible {_by_version(known.admissible)}",
         f"backlog {known.backlog}",
     ]
+    if known.rejected:
+        parts.append(f"rejected {' '.join(f'v{version}' for version in known.rejected)}")
     for name, count in (("waiting", known.waiting), ("finished", known.finished)):
         if count:
             parts.append(f"{name} {_by_version(count)}")

@@ -10,7 +10,9 @@ from rich.text import Text
 
 from dora.rpc.dora_pb2 import Status, WorkerStatus
 from dora.view.numbers import duration, measured, number
-from dora.view.service import HOSTED, KV_USE, PACE, STATE, WAITING, by_version, filling, metrics, state_style
+from dora.view.service import (
+    HOSTED, KV_USE, PACE, STATE, WAITING, by_version, filling, metrics, refusals, state_style
+)  # fmt: skip
 from dora.view.tables import PLAIN, Column, Note, Sheet
 
 BAR_CELLS = 24
@@ -36,9 +38,10 @@ WORKER_COLUMNS: Sequence[Column[WorkerStatus]] = (
 def service_view(status: Status, title: str, steps_asked: int = 0) -> RenderableType:
     """Progress, workers, reward, the trainer's metrics and counters. ``steps_asked`` 0: no end in sight."""
     workers = Sheet(WORKER_COLUMNS, _shown(status.workers), looks=(PLAIN,), tell=False)
+    head = [_progress(status, steps_asked), *refusals(status)]
     below = [Note(_rewards(status)), *_metrics(status), _counters(status)]
     return Panel(
-        Group(Note(_progress(status, steps_asked)), Text(), workers, Text(), *below),
+        Group(*(Note(line) for line in head), Text(), workers, Text(), *below),
         title=title,
         title_align="left",
         border_style="dim",

@@ -24,7 +24,7 @@ def news(before: Status, after: Status) -> list[str]:
         for step in after.steps
         if step.step not in told and (not told or step.step > max(told))
     ]
-    lines += _worker_news(before, after)
+    lines += _version_news(before, after) + _worker_news(before, after)
     for name, what in COUNTED_EVENTS.items():
         more = int(after.counters[name] - before.counters[name])
         if more > 0:
@@ -58,6 +58,18 @@ class Narrator:
         if lines:
             self._spoke_at_s = now_s
         return lines
+
+
+def _version_news(before: Status, after: Status) -> list[str]:
+    earlier = {row.version: row.state for row in before.versions}
+    lines = []
+    for row in after.versions:
+        was = earlier.get(row.version)
+        if row.state == "rejected" and was != "rejected":
+            lines.append(f"v{row.version} rejected ({row.reason}): its trainer has to publish it anew")
+        elif was == "rejected" and row.state != "rejected":
+            lines.append(f"v{row.version} published anew")
+    return lines
 
 
 def _worker_news(before: Status, after: Status) -> list[str]:

@@ -18,6 +18,8 @@ STATE_STYLES: Final = {
     "lost": "bold red",
 }
 
+VERSION_STYLES: Final = {"in doubt": "yellow", "rejected": "bold red"}
+
 COUNTERS: Final = {
     "blackout_ms_p50": "median time for which a request that moved got no token, in milliseconds",
     "blackout_ms_p99": "99th percentile of the same",
@@ -46,6 +48,7 @@ COUNTERS: Final = {
     "tokens_per_s": "their rate between the first token and the last",
     "tokens_reprefilled": "tokens whose KV was computed a second time",
     "trajectories_finished": "responses complete",
+    "versions_rejected": "versions that no worker could load and two refused; their trainer publishes them anew",
     "versions_live_max": "most versions in the window at once",
     "workers_lost": "workers whose connection broke",
 }  # what a service counts, since it started
@@ -103,6 +106,13 @@ VERSION_COLUMNS: Final[Sequence[Column[VersionStatus]]] = (
     Column("finished", "of these, complete and waiting for a step", lambda row: f"{row.groups_finished:,}", rank=1),
     Column("running", "its requests on a worker", lambda row: f"{row.requests_running:,}", rank=2),
     Column("waiting", "its requests on no worker", lambda row: f"{row.requests_waiting:,}", rank=3),
+    Column(
+        "state",
+        "`published`; `in doubt`: a worker refuses its weights and none has loaded them yet; `rejected`: its trainer "
+        "has to publish it anew",
+        lambda row: Text(row.state, style=VERSION_STYLES.get(row.state, "")),
+        words=True,
+    ),
 )
 TRAJECTORY_COLUMNS: Final[Sequence[Column[TrajectoryStatus]]] = (
     Column("trajectory", "the request's id, as `migrate` takes it", lambda row: row.trajectory_id, words=True),
@@ -133,6 +143,8 @@ def status_table(status: Status) -> Facts:
     table.add_row("trainer", status.trainer or "none attached")
     table.add_row("window", f"{status.window_versions} versions, newest v{status.newest_version}")
     table.add_row("filling step", filling(status))
+    for line in refusals(status):
+        table.add_row("weights", line)
     table.add_row("workers", _workers_line(status.workers))
     table.add_row("generation", pace(status))
     table.add_row("prompts queued", f"{status.prompts_queued:,}")
@@ -147,9 +159,9 @@ def status_table(status: Status) -> Facts:
 
 
 def versions_table(status: Status) -> Sheet[VersionStatus]:
-    """The live policy versions, newest first."""
+    """The live policy versions, newest first; below them why some are refused by workers."""
     rows = sorted(status.versions, key=lambda row: row.version, reverse=True)
-    return Sheet(VERSION_COLUMNS, rows, "live versions")
+    return Sheet(VERSION_COLUMNS, rows, "live versions", notes=[line.plain for line in refusals(status)])
 
 
 def workers_table(status: Status) -> Sheet[WorkerStatus]:
@@ -221,6 +233,15 @@ def hosted_version(worker: WorkerStatus) -> Text:
     if worker.target_version >= 0 and worker.target_version != worker.version:
         cell = Text.assemble(cell, " to ", version_cell(worker.target_version))
     return cell
+
+
+def refusals(status: Status) -> list[Text]:
+    """One line for each version whose weights workers refuse."""
+    return [
+        Text(f"v{row.version} {row.state} ({row.reason})", style=VERSION_STYLES[row.state])
+        for row in status.versions
+        if row.state in VERSION_STYLES
+    ]
 
 
 def filling(status: Status) -> str:

@@ -121,18 +121,21 @@ class WeightStore:
         with self._uploads:
             del self._uploading[file]
 
-    def publish(self, epoch: int, version: int, files: Sequence[WeightFile], canary: Canary | None) -> Path:
+    def publish(
+        self, epoch: int, version: int, files: Sequence[WeightFile], canary: Canary | None, *, anew: bool = False
+    ) -> Path:
         """Verifies the incoming files and makes them ``version``, in one rename; returns its folder.
 
-        Repeating it with the same files changes nothing. Raises Conflict where ``version`` is held with other files,
-        InvalidValue for a missing, damaged or incomplete file, or the first tensor that does not fit the model.
+        Repeating it with the same files changes nothing. ``anew``: they take the place of what is held of it; whoever
+        looks sees one or the other whole, or none for a moment. Raises Conflict where ``version`` is held with other
+        files, InvalidValue for a missing, damaged or incomplete file, or the first tensor that does not fit the model.
         """
         self._check_announced(files)
         if canary is not None:
             check_canary(canary, self.reference.vocab_size)
         manifest = _manifest(files)
         target = self._versions / str(version)
-        if target.is_dir():
+        if target.is_dir() and not anew:
             if _read_manifest(target) != manifest:
                 raise Conflict("version", version, "a new version", why="is published already, with other files")
             self._forget_incoming(version)
@@ -145,7 +148,11 @@ class WeightStore:
         for file in files:
             os.rename(incoming / file.name, unfinished / file.name)
         self._complete(unfinished, tensors, manifest, canary)
+        replaced = self._versions / f".{version}.replaced"
+        if target.is_dir():
+            os.rename(target, replaced)
         os.rename(unfinished, target)
+        shutil.rmtree(replaced, ignore_errors=True)
         self._forget_incoming(version)
         return target
 

@@ -10,7 +10,7 @@ from dora.kvtransfer.layout import check_snapshot
 from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
 from dora.types import Canary, EngineCapability, RequestSpec
 from dora.weights.canary import CANARY_TOKENS, canary_token_ids, check_canary
-from dora.worker.engine_checks import check_reproduced, check_request, check_version
+from dora.worker.engine_checks import check_finite, check_reproduced, check_request, check_version
 
 Live = TypeVar("Live")
 
@@ -46,6 +46,7 @@ class BaseEngine(Generic[Live], ABC):
         self._replace_weights(version, folder)
         token_ids = self._own_canary_tokens() if canary is None else canary.token_ids
         found = Canary(tuple(token_ids), tuple(self._score(token_ids)))
+        check_finite(version, found)
         if canary is not None:
             check_reproduced(version, found, canary, self._canary_tolerance)
         self._version = version

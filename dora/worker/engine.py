@@ -28,7 +28,7 @@ class RolloutEngine(Protocol):
         Returns the canary as this engine reproduces it (for ``canary=None``: of a built-in prompt).
         Raises Conflict while requests are still held, which changes nothing; InvalidValue for missing, unknown or
         misshapen tensors, before any weight is touched; CanaryMismatch where logprobs differ from ``canary`` by more
-        than the tolerance. After the latter two ``version`` is None until a load succeeds.
+        than the tolerance, or are not finite. After the latter two ``version`` is None until a load succeeds.
         """
 
     def add(self, request: RequestSpec) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dora.errors import CanaryMismatch, Conflict, InvalidValue
 from dora.sampling import check_sampling
 from dora.types import Canary, EngineCapability, RequestSpec
+from dora.weights.canary import LOGPROB_MOST
 
 
 def check_request(request: RequestSpec, capability: EngineCapability) -> None:
@@ -38,8 +39,16 @@ def check_reproduced(version: int, found: Canary, expected: Canary, tolerance: f
     difference = max_difference(found.logprobs, expected.logprobs)
     if not difference <= tolerance:
         raise CanaryMismatch(
-            f"version {version}: logprobs differ from the canary by {difference:.3g}, allowed is {tolerance:g}"
+            f"version {version}: logprobs differ from the canary by {difference:.3g}, allowed is {tolerance:g}",
+            difference,
         )
+
+
+def check_finite(version: int, found: Canary) -> None:
+    """Raises CanaryMismatch where loaded weights give logprobs that are none, whether a canary was published or not."""
+    wrong = next((each for each in found.logprobs if not -math.inf < each <= LOGPROB_MOST), None)
+    if wrong is not None:
+        raise CanaryMismatch(f"version {version}: a logprob of the canary is {wrong:g}", math.inf)
 
 
 def max_difference(found: Sequence[float], expected: Sequence[float]) -> float:

@@ -99,7 +99,9 @@ class EngineLoop:
         try:
             _OBEY[kind](self, getattr(command, kind), outcome)
         except DoraError as error:
-            outcome.ok, outcome.error, outcome.error_kind = False, str(error), _error_kind(error)
+            outcome.ok, outcome.error, outcome.error_kind = False, str(error), _error_kind(kind, error)
+            if isinstance(error, CanaryMismatch):
+                outcome.canary_difference = error.difference
             log.warning("%s: %s", kind, error)
         if self._deltas or kind == "load_version":
             self._report()
@@ -173,11 +175,19 @@ _OBEY: dict[str, Callable[..., None]] = {
 }
 
 
-def _error_kind(error: DoraError) -> str:
+def _error_kind(command: str | None, error: DoraError) -> str:
+    """What the orchestrator makes of it. ``weights``: not this worker is at fault, but what was published."""
+    if command == "load_version" and isinstance(error, (InvalidValue, CanaryMismatch)):
+        return "refused" if isinstance(error, (Conflict, NotFound)) or _unreadable(error) else "weights"
     if isinstance(error, NotMovable):
         return "not_movable"
     if isinstance(error, NotFound):
         return "unknown_request"
-    if isinstance(error, (Conflict, SnapshotRefused, CanaryMismatch)):
+    if isinstance(error, (Conflict, SnapshotRefused)):
         return "refused"
     return "invalid" if isinstance(error, InvalidValue) else "refused"
+
+
+def _unreadable(error: DoraError) -> bool:
+    """Whether a file could not be read, which says nothing of what is in it."""
+    return isinstance(error.__cause__, OSError)

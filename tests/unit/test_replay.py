@@ -136,7 +136,7 @@ def test_it_is_the_same_in_every_process(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_known_is_what_was_known_before(tmp_path: Path) -> None:
     joined, _, attached, offered, refused = decisions_of(small(tmp_path / "log"))
-    assert joined.known == Known(0, 0, 0, (0, 0), {0: 0}, 0, {}, {}, 0, 0, ())
+    assert joined.known == Known(0, 0, 0, (), (0, 0), {0: 0}, 0, {}, {}, 0, 0, ())
     w0 = KnownWorker(
         "w0", 0, 0, 0, False, slots=4, held=0, queued=0, kv_tokens=1000, kv_used_tokens=0, kv_claimed_tokens=0
     )

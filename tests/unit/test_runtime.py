@@ -75,10 +75,10 @@ class GatedStore(WeightStore):
 
     gate: threading.Event | None = None
 
-    def publish(self, *arguments: Any) -> Path:
+    def publish(self, *arguments: Any, **options: Any) -> Path:
         if self.gate is not None:
             assert self.gate.wait(30)
-        return super().publish(*arguments)
+        return super().publish(*arguments, **options)
 
 
 class Shell:

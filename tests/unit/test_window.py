@@ -9,7 +9,8 @@ from dora.orchestrator.core.window import Window
 
 SIZES = st.integers(1, 5)
 GROUPS = st.integers(1, 6)
-CHOICES = st.lists(st.tuples(st.sampled_from(["admit", "take", "cancel", "publish"]), st.integers(0, 4)), max_size=200)
+WISHES = ["admit", "take", "cancel", "publish", "admit", "take", "cancel", "publish", "withhold", "reject", "release"]
+CHOICES = st.lists(st.tuples(st.sampled_from(WISHES), st.integers(0, 4)), max_size=200)
 
 
 def apply(window: Window, open_versions: list[int], what: str, pick: int) -> int | None:
@@ -21,14 +22,24 @@ def apply(window: Window, open_versions: list[int], what: str, pick: int) -> int
             window.admit(version)
             open_versions.append(version)
         elif what == "publish":
+            rejected = bool(window.rejected)
             window.publish()
+            assert not rejected, "published past a rejected version"
+        elif what in ("withhold", "reject", "release"):
+            counts = dict(window.open_by_deadline)
+            getattr(window, what)(version)
+            assert before == (window.step, window.left, window.newest, window.slack()) and counts == dict(
+                window.open_by_deadline
+            ), "who may go on changes, and no count"
         elif open_versions:
             version = open_versions[pick % len(open_versions)]
             step = window.step
             if what == "cancel":
                 window.give_back(version)
             else:
+                rejected = bool(window.rejected)
                 window.take(version)
+                assert not rejected, "taken past a rejected version"
             open_versions.remove(version)
             return step - version if what == "take" else None
     except IllegalTransition:
@@ -54,20 +65,29 @@ def test_always_feasible_and_never_stale(size: int, groups: int, choices: list[t
         assert window.slack() == slack_by_definition(window, open_versions)
         assert min(window.slack()) >= 0
         for version in range(window.oldest_live, window.newest + 1):
-            assert window.admissible(version) == min(window.slack()[window.deadline(version) - window.step :])
+            most = min(window.slack()[window.deadline(version) - window.step :])
+            assert window.admissible(version) == (0 if version in window.withheld else most)
         assert staleness is None or 0 <= staleness <= size - 1
         assert window.open_groups == len(open_versions)
         assert all(window.deadline(version) >= window.step for version in open_versions)
         assert window.newest in (window.step - 1, window.step)
+        assert window.rejected <= window.withheld <= set(range(1, window.newest + 1))
+        assert all(version >= window.oldest_kept for version in window.rejected)
+        assert window.newest_sound == max(set(range(window.newest + 1)) - window.withheld)
 
 
 @given(SIZES, GROUPS, CHOICES)
 @settings(max_examples=200)
 def test_never_stuck(size: int, groups: int, choices: list[tuple[str, int]]) -> None:
-    """From any reachable state, taking the earliest deadline and admitting the newest version fills step after step."""
+    """From any reachable state, taking the earliest deadline and admitting the newest version fills step after step.
+
+    What is withheld or rejected has to be released first: a version proves good, or is published anew.
+    """
     window, open_versions = Window(size, groups), []
     for what, pick in choices:
         apply(window, open_versions, what, pick)
+    for version in list(window.withheld):
+        window.release(version)
     goal = window.step + 3
     for _ in range(20 * groups * (size + 3)):
         if window.step >= goal:
@@ -135,3 +155,35 @@ def test_groups_per_step_is_set_once() -> None:
     assert window.admissible(0) == 8
     with pytest.raises(IllegalTransition):
         window.set_groups_per_step(5)
+
+
+@given(SIZES, GROUPS, CHOICES, st.integers(1, 4))
+@settings(max_examples=200)
+def test_a_rejection_is_as_if_it_had_not_been(
+    size: int, groups: int, choices: list[tuple[str, int]], again: int
+) -> None:
+    """Once it is published anew the window is as before: the same counts, the same things allowed."""
+    window, open_versions = Window(size, groups), []
+    for what, pick in choices:
+        apply(window, open_versions, what, pick)
+    for version in list(window.withheld):
+        window.release(version)
+    version = window.newest
+    if not version:
+        return
+    state = vars(window).copy()
+    allowed = {v: (window.admissible(v), window.takeable(v)) for v in range(version + 1)}
+    for _ in range(again):
+        window.reject(version)
+        assert not any(window.takeable(v) for v in range(version + 1)) and not window.admissible(version)
+        assert {v: window.admissible(v) for v in range(version)} == {v: allowed[v][0] for v in range(version)}
+        window.release(version)
+    assert vars(window) == state
+    assert {v: (window.admissible(v), window.takeable(v)) for v in range(version + 1)} == allowed
+
+
+def test_only_what_a_trainer_published_is_withheld() -> None:
+    window = Window(2, 1)
+    for version in (0, 1):
+        with pytest.raises(IllegalTransition, match="cannot be withheld"):
+            window.reject(version)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core import handoff
+from dora.orchestrator.core import handoff, rejection
 from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.observation import view_of
 from dora.orchestrator.core.plan import Move, Trigger
@@ -23,6 +23,7 @@ TRIGGERS: Final[dict[type, Trigger]] = {
     on.WorkerJoined: Trigger.MEMBERSHIP,
     on.WorkerLost: Trigger.MEMBERSHIP,
     on.StepCommitted: Trigger.UPDATE,
+    on.VersionRepublished: Trigger.UPDATE,
     on.DrainAsked: Trigger.OPERATOR,
     on.RebalanceAsked: Trigger.OPERATOR,
 }
@@ -40,6 +41,8 @@ class Balance:
 
     def trigger(self, event: Any) -> Trigger | None:
         """Why this event re-balances; None: it does not."""
+        if self._state.replan:
+            return Trigger.UPDATE
         if isinstance(event, on.Tick):
             return self._trigger_of_time()
         return TRIGGERS.get(type(event))
@@ -58,6 +61,7 @@ class Balance:
         state = self._state
         state.counters.rebalances += 1
         self._balanced_s = state.now_s
+        state.replan = False
         self.policy.observe(Dispatcher(state))
         plan = self.policy.plan(view_of(state), trigger)
         for index, version in plan.targets.items():
@@ -111,9 +115,14 @@ class Balance:
         return any(worker.held < QUEUE_SLOTS * worker.slots for worker in hosts)
 
     def _retarget(self, index: int, version: int) -> None:
-        """The worker with this index is to host this version from now on."""
+        """The worker with this index is to host this version from now on; if that is withheld, the newest that is not.
+
+        A worker that is to try a version in doubt stays with that.
+        """
         worker = self._state.worker_list[index]
         assert worker is not None, f"a version for index {index}, which no worker has"
-        if worker.target != version:
+        if version in self._state.window.withheld:
+            version = self._state.window.newest_sound
+        if worker.target != version and not rejection.tries(self._state, worker):
             worker.target = version
             self._state.rehosted(worker)

@@ -74,6 +74,20 @@ class RetireVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class RejectVersion:
+    """No worker has loaded this version well and these have refused its weights: its trainer must publish it anew.
+
+    The trainer's stream ends with that. ``canary_difference``: the largest of a logprob; 0 where none was compared.
+    Outcome: VersionRepublished.
+    """
+
+    version: int
+    worker_ids: tuple[str, ...]
+    reason: str
+    canary_difference: float
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseSnapshot:
     """A handoff is over: delete its KV snapshot."""
 
@@ -82,7 +96,7 @@ class ReleaseSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class EvictWorker:
-    """The worker cannot be trusted any more (wrong version, failed loads): end it. Outcome: WorkerLost."""
+    """The worker cannot be trusted any more (wrong version, failed or endless loads): end it. Outcome: WorkerLost."""
 
     worker_id: str
     epoch: int
@@ -174,6 +188,7 @@ Command = (
     | CloseStep
     | ForgetGroup
     | RetireVersion
+    | RejectVersion
     | ReleaseSnapshot
     | EvictWorker
     | StopWorker

@@ -25,7 +25,7 @@ class Dispatcher:
         self._state = state
         self.now_s = state.now_s
         self.window = state.window
-        self.newest = state.window.newest
+        self.newest = state.window.newest_sound
         self.members = len(state.workers)
         self.rhythm = state.rhythm
         self.requests = state.requests
@@ -36,7 +36,7 @@ class Dispatcher:
         return self._state.backlog
 
     def versions(self) -> range:
-        """Live versions, the newest first."""
+        """Live versions, the newest first. One that is withheld has no worker, and admits nothing."""
         return range(self.newest, self.window.oldest_live - 1, -1)
 
     def line(self, version: int) -> Line:

@@ -96,9 +96,10 @@ class CommandDone:
     command_id: int
     ok: bool = True
     error: str = ""
-    error_kind: str = ""  # refused | not_movable | unknown_request | invalid
+    error_kind: str = ""  # refused | not_movable | unknown_request | invalid | weights
     locator: str = ""  # CopyOut: where the snapshot lies
     tokens: int = 0  # CopyOut: response tokens in the snapshot
+    canary_difference: float = 0.0  # LoadVersion: largest of a logprob, where the canary was not reproduced
 
 
 # ------------------------------------------------------------------------------------------------------------ trainer
@@ -126,6 +127,14 @@ class StepCommitted:
 
     trainer_epoch: int
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRepublished:
+    """Other weights of a rejected version lie in the store, in the place of those that workers refused."""
+
+    trainer_epoch: int
+    version: int
 
 
 # --------------------------------------------------------------------------------------------------- time and operator
@@ -176,6 +185,7 @@ Event = (
     | TrainerAttached
     | StepRequested
     | StepCommitted
+    | VersionRepublished
     | Tick
     | StorageChanged
     | MigrateAsked

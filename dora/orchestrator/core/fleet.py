@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dora.errors import Conflict, NotFound
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core import handoff
+from dora.orchestrator.core import handoff, rejection
 from dora.orchestrator.core.placement import orphan
 from dora.orchestrator.core.state import Pending, State
 from dora.orchestrator.core.worker import Worker
@@ -67,12 +67,17 @@ def settle(state: State, indexes: Iterable[int]) -> None:
             worker.stopping = True
             state.hosting.moved(index, worker)
             state.out.append(do.StopWorker(worker.worker_id, worker.epoch))
-        elif worker.target >= state.window.oldest_kept and worker.target != worker.loaded:
+        elif (
+            worker.target >= state.window.oldest_kept
+            and worker.target != worker.loaded
+            and rejection.may_load(state, worker)
+        ):
             load(state, worker)
 
 
 def load(state: State, worker: Worker) -> None:
     worker.loaded, worker.loading = -1, worker.target
+    worker.load_began_s = state.now_s
     state.uses(worker, 0)
     state.rehosted(worker)
     state.send(do.LoadVersion(worker.worker_id, worker.epoch, state.command_id(), worker.target))
@@ -81,15 +86,32 @@ def load(state: State, worker: Worker) -> None:
 def load_done(state: State, pending: Pending, event: on.CommandDone) -> None:
     worker = state.workers[pending.command.worker_id]
     version, worker.loading = worker.loading, -1
+    void, worker.load_is_void = worker.load_is_void, False
     state.rehosted(worker)
+    if void or version in state.rejected:
+        return  # what it says is of weights that are this version's no more
     if event.ok:
         worker.loaded, worker.load_failures = version, 0
+        rejection.proves(state, version)
         return
     state.counters.loads_failed += 1
+    if event.error_kind == "weights" and rejection.is_unproven(state, version):
+        rejection.refused(state, worker, version, event)
+        return
     worker.load_failures += 1
     if worker.load_failures >= LOAD_ATTEMPTS:
         reason = f"version {version} failed to load {LOAD_ATTEMPTS} times: {event.error}"
         evict(state, worker, reason)
+
+
+def overdue(state: State) -> None:
+    """Replaces workers that take too long to load: a version whose load never ends would be kept for ever, and every
+    later one with it."""
+    limit_s = state.config.workers.load_timeout_s
+    for worker in state.workers.values():
+        if worker.loading >= 0 and not worker.stopping and state.now_s - worker.load_began_s >= limit_s:
+            state.counters.loads_failed += 1
+            evict(state, worker, f"version {worker.loading} was not loaded in {limit_s:g} s")
 
 
 def evict(state: State, worker: Worker, reason: str) -> None:

@@ -9,7 +9,7 @@ from dora.errors import Conflict, InvalidValue, NotFound
 from dora.limits import GROUPS_MOST
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core import fleet, handoff
+from dora.orchestrator.core import fleet, handoff, rejection
 from dora.orchestrator.core.handoff_table import Signal
 from dora.orchestrator.core.state import FINISHED, GROUP_FINISHED, LEASED, RUNNING, SCORED, WAITING, State
 
@@ -116,6 +116,7 @@ def _resize(state: State, groups: int) -> None:
 
 def step_requested(state: State, event: on.StepRequested) -> None:
     check_epoch(event.trainer_epoch, state.trainer_epoch)
+    rejection.check_none(state)
     window = state.window
     if event.step != window.newest:
         raise _not_the_open(event.step, state)
@@ -188,6 +189,7 @@ def retire(state: State) -> None:
             if not queues.get(state.retired, True):  # empty, as it should be: nothing is to grow with the versions
                 del queues[state.retired]
         state.worklist.retire(state.retired)
+        state.proven.discard(state.retired)
         state.retired += 1
 
 
@@ -203,9 +205,24 @@ def commit(state: State, event: on.StepCommitted) -> None:
     state.rhythm.published(state.now_s)
 
 
-def check_commit(state: State, trainer_epoch: int, step: int) -> None:
-    """Raises Conflict where ``step`` cannot be committed now."""
+def republished(state: State, event: on.VersionRepublished) -> None:
+    """A rejected version has other weights now: workers may load it, and its groups go on."""
+    check_republish(state, event.trainer_epoch, event.version)
+    rejection.republished(state, event.version)
+
+
+def check_republish(state: State, trainer_epoch: int, version: int) -> None:
+    """Raises Conflict unless ``version`` is rejected."""
     check_epoch(trainer_epoch, state.trainer_epoch)
+    if version not in state.rejected:
+        allowed = f"a rejected version: {', '.join(map(str, sorted(state.rejected))) or 'there is none'}"
+        raise Conflict("version", version, allowed, why="is not rejected")
+
+
+def check_commit(state: State, trainer_epoch: int, step: int) -> None:
+    """Raises Conflict where ``step`` cannot be committed now: VersionRejected where a version must come anew first."""
+    check_epoch(trainer_epoch, state.trainer_epoch)
+    rejection.check_none(state)
     if step != state.window.newest:
         raise _not_the_open(step, state)
     if state.window.step <= step:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from dora.config import Config
-from dora.orchestrator.core import admission, fleet, handoff, lifecycle, selection
+from dora.orchestrator.core import admission, fleet, handoff, lifecycle, rejection, selection
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.balance import Balance
@@ -36,6 +36,8 @@ class Machine:
         assert not state.out
         try:
             counts = _HANDLERS[type(event)](state, event) is not False
+            if state.doubts:
+                rejection.judge(state)
             trigger = self._balance.trigger(event) if counts else None
             if trigger is not None:
                 self._balance.rebalance(trigger)
@@ -78,6 +80,14 @@ class Machine:
         """Raises Conflict where StepCommitted would be refused; asked before the weights are stored."""
         lifecycle.check_commit(self._state, trainer_epoch, step)
 
+    def check_republish(self, trainer_epoch: int, version: int) -> None:
+        """Raises Conflict where VersionRepublished would be refused; asked before the weights are stored."""
+        lifecycle.check_republish(self._state, trainer_epoch, version)
+
+    def counts_load(self, worker_id: str, version: int) -> bool:
+        """Whether what this worker makes of ``version``, which it loads, is of the weights that are published now."""
+        return version not in self._state.rejected and not self._state.workers[worker_id].load_is_void
+
 
 def _offered(state: State, event: on.PromptsOffered) -> None:
     admission.offered(state, event)
@@ -86,6 +96,7 @@ def _offered(state: State, event: on.PromptsOffered) -> None:
 
 def _tick(state: State, _event: on.Tick) -> None:
     handoff.overdue(state)
+    fleet.overdue(state)
     state.worklist.wake()  # what rested may go on
 
 
@@ -130,6 +141,7 @@ _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.TrainerAttached: lifecycle.attached,
     on.StepRequested: lifecycle.step_requested,
     on.StepCommitted: lifecycle.commit,
+    on.VersionRepublished: lifecycle.republished,
     on.Tick: _tick,
     on.StorageChanged: admission.storage_changed,
     on.MigrateAsked: handoff.asked,

@@ -1,20 +1,24 @@
 """Makes the view that plans are made from: copies of the worker columns (few), views of the request columns (many)."""
 
+import numpy as np
+
 from dora.orchestrator.core.state import RUNNING, State, unfinished
+from dora.orchestrator.core.table import Column, Table
 from dora.orchestrator.core.view import RequestColumns, View, WorkerColumns
+from dora.orchestrator.core.window import Window
 
 
 def view_of(state: State) -> View:
     requests, window = state.requests, state.window
     status = requests["status"]
-    live = range(window.oldest_live, window.newest + 1)
+    live = range(window.oldest_live, window.newest_sound + 1)
     dried_up = state.exhausted and not state.backlog
     groups = max(1, state.groups.used)
     tokens, prompt_tokens = (float(requests[name].sum()) for name in ("expected", "prompt_tokens"))  # free rows are 0
     return View(
         now_s=state.now_s,
         step=window.step,
-        newest=window.newest,
+        newest=window.newest_sound,
         window=window.size,
         groups_per_step=window.groups_per_step,
         admissible={v: 0 if dried_up else window.admissible(v) for v in live},
@@ -24,7 +28,7 @@ def view_of(state: State) -> View:
         backlog_longest=state.backlog.lengths(),
         workers=_worker_columns(state),
         requests=RequestColumns(
-            unfinished=unfinished(requests),
+            unfinished=_seen(requests, window),
             movable=(status == RUNNING) & ~requests["moving"] & (requests["rests_until_s"] <= state.now_s),
             version=requests["version"],
             worker=requests["worker"] - 1,
@@ -38,12 +42,21 @@ def view_of(state: State) -> View:
     )
 
 
+def _seen(requests: Table, window: Window) -> Column:
+    """Unfinished requests, without those of a withheld version: no worker can take them now."""
+    mask = unfinished(requests)
+    return mask & ~np.isin(requests["version"], list(window.withheld)) if window.withheld else mask
+
+
 def _worker_columns(state: State) -> WorkerColumns:
     hosted, held = state.hosting.columns(len(state.worker_list)), state.loads.columns(state.worker_list)
+    target, withheld = hosted["target"], state.window.withheld
+    if withheld:
+        target[np.isin(target, list(withheld))] = -1
     return WorkerColumns(
         alive=hosted["alive"].astype(bool),
         loaded=hosted["loaded"],
-        target=hosted["target"],
+        target=target,
         draining=hosted["draining"].astype(bool),
         slots=hosted["slots"],
         held=held["held"],

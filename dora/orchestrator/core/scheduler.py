@@ -58,7 +58,7 @@ class Scheduler:
     def _look_around(self) -> None:
         window = self._state.window
         unhosted, starved = self._without_worker(), self._without_work()
-        situation = (starved, window.step, window.newest)
+        situation = (starved, window.step, window.newest_sound)
         if unhosted - self._unhosted:
             self._balance.rebalance(Trigger.MEMBERSHIP)
         elif starved and situation != self._starved:
@@ -66,10 +66,11 @@ class Scheduler:
         self._unhosted, self._starved = unhosted, situation
 
     def _without_worker(self) -> frozenset[int]:
-        """The versions that requests wait for while no worker hosts them or is to host them."""
+        """The versions that requests wait for while no worker hosts them or is to host them; none that is withheld."""
         state = self._state
         waited = {version for version, line in state.waiting.items() if line and not state.workers_of(version)}
         if waited:
+            waited -= state.window.withheld
             waited -= {worker.target for worker in state.workers.values() if not worker.draining}
         return frozenset(waited)
 
@@ -79,7 +80,7 @@ class Scheduler:
         if not state.worklist.idle:
             return frozenset()
         indexes: set[int] = set()
-        for version in range(state.retired, window.newest):
+        for version in range(state.retired, window.newest_sound):
             idle = state.hosting.targeting(version) & state.worklist.idle
             if idle and not state.waiting.get(version) and (not state.backlog or window.admissible(version) < 1):
                 indexes |= idle

@@ -2,13 +2,13 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 
 from dora.config import Config
-from dora.orchestrator.core.commands import Command, WorkerCommand
+from dora.orchestrator.core.commands import Command, RejectVersion, WorkerCommand
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.handoff_table import Handoff
 from dora.orchestrator.core.hosting import Hosting
@@ -52,6 +52,23 @@ class Pending:
     handoff: Handoff | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a worker said of a version's weights, in which of its lives."""
+
+    epoch: int
+    reason: str
+    canary_difference: float  # largest of a logprob; 0 where none was compared
+
+
+@dataclass(slots=True)
+class Doubt:
+    """A version that nobody has loaded well and somebody has refused."""
+
+    refusals: dict[str, Refusal] = field(default_factory=dict)  # by worker id
+    second: str = ""  # the one worker that may try it now; empty: none can
+
+
 @dataclass(slots=True)
 class Counters:
     """Since the start; shown to operators."""
@@ -68,6 +85,7 @@ class Counters:
     requests_orphaned: int = 0
     workers_lost: int = 0
     loads_failed: int = 0
+    versions_rejected: int = 0
     staleness_max: int = 0
     versions_live_max: int = 0
     rebalances: int = 0
@@ -127,6 +145,11 @@ class State:
         self.leased: list[int] = []  # group rows taken by the step not yet committed
         self.short_step = -1  # the step that ended short, as prompts had run out
         self.retired = 0  # versions below are retired
+        # what workers make of versions (rejection.py)
+        self.proven: set[int] = set()  # kept versions that some worker has loaded well
+        self.doubts: dict[int, Doubt] = {}  # version -> who has refused it so far
+        self.rejected: dict[int, RejectVersion] = {}  # version -> why, until it is published anew
+        self.replan = False  # which versions may be loaded has changed: the next plan is due at once
         # workers and handoffs
         self.workers: dict[str, Worker] = {}
         self.worker_list: list[Worker | None] = []

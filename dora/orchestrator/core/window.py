@@ -9,9 +9,12 @@ admitted groups of deadline ``<= d`` that no step has taken,
 
 Earliest-deadline-first feasibility: the groups due by ``d`` fit into the places that steps ``s .. d`` still have.
 Admission and taking keep it true, so every group is taken by its deadline (proof: docs/invariants.md).
+
+A version may be *withheld*: it admits nothing more for now. While one is *rejected*, which is withheld too, no step
+takes a group and no version is published: the window stands still. Neither changes a count.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from dora.errors import IllegalTransition
 
@@ -30,6 +33,8 @@ class Window:
         self.newest = 0
         self.closed = False  # nothing is admitted, whatever there is place for
         self._open: dict[int, int] = {}  # deadline -> open groups, where there are any
+        self._withheld: set[int] = set()  # versions that admit nothing for now
+        self._rejected: set[int] = set()  # of these, those that are to be published anew
 
     def set_groups_per_step(self, groups: int) -> None:
         """Sets B, once, before anything is admitted. Raises IllegalTransition afterwards."""
@@ -59,6 +64,24 @@ class Window:
     def oldest_kept(self) -> int:
         """The oldest version whose weights may be needed: the newest always, as a worker may join before the next."""
         return min(self.oldest_live, self.newest)
+
+    @property
+    def newest_sound(self) -> int:
+        """The newest version that is not withheld. Version 0 never is."""
+        version = self.newest
+        while version in self._withheld:
+            version -= 1
+        return version
+
+    @property
+    def withheld(self) -> Set[int]:
+        """Versions that admit nothing for now."""
+        return self._withheld
+
+    @property
+    def rejected(self) -> Set[int]:
+        """Versions that are to be published anew, before anything else is taken or published."""
+        return self._rejected
 
     @property
     def open_groups(self) -> int:
@@ -103,7 +126,7 @@ class Window:
     def admissible(self, version: int) -> int:
         """How many more groups of ``version`` may be admitted now."""
         deadline = version + self.size - 1
-        if deadline < self.step or version > self.newest or not self.groups_per_step:
+        if deadline < self.step or version > self.newest or not self.groups_per_step or version in self._withheld:
             return 0
         if self.closed:
             return 0
@@ -118,10 +141,11 @@ class Window:
     def takeable(self, version: int) -> bool:
         """Whether step ``s`` may take a group of ``version`` and still keep every earlier deadline.
 
-        Never while the step before is uncommitted: one step at a time is with the trainer.
+        Never while the step before is uncommitted: one step at a time is with the trainer. Nor while a version is
+        rejected.
         """
         deadline = self.deadline(version)
-        if self.left <= 0 or self.newest != self.step or deadline < self.step:
+        if self.left <= 0 or self.newest != self.step or deadline < self.step or self._rejected:
             return False
         return deadline == self.step or self.least_slack(self.step, deadline - 1) > 0
 
@@ -148,7 +172,7 @@ class Window:
 
     def close_short(self) -> None:
         """Prompts ran out: step ``s`` ends with what it has. Raises IllegalTransition while a group is open."""
-        if self.open_groups or self.left == self.groups_per_step:
+        if self.open_groups or self.left == self.groups_per_step or self._rejected:
             raise IllegalTransition(f"step {self.step} cannot end short: {self.told()}")
         self.step += 1
         self.left = self.groups_per_step
@@ -162,12 +186,31 @@ class Window:
     def publish(self) -> int:
         """The step of the newest version was trained: the next version begins. Returns it.
 
-        Raises IllegalTransition unless that step has taken all its groups.
+        Raises IllegalTransition unless that step has taken all its groups, and while a version is rejected.
         """
         if self.newest >= self.step:
             raise IllegalTransition(f"version {self.newest + 1} before step {self.newest} was filled")
+        if self._rejected:
+            raise IllegalTransition(f"version {self.newest + 1} while {sorted(self._rejected)} are rejected")
         self.newest += 1
         return self.newest
+
+    def withhold(self, version: int) -> None:
+        """The version admits nothing until it is released. Raises IllegalTransition for one that a trainer has not
+        published, or whose weights are let go."""
+        if not max(1, self.oldest_kept) <= version <= self.newest:
+            raise IllegalTransition(f"version {version} cannot be withheld: {self.told()}")
+        self._withheld.add(version)
+
+    def reject(self, version: int) -> None:
+        """The version is to be published anew; until then the window stands still. Raises as ``withhold``."""
+        self.withhold(version)
+        self._rejected.add(version)
+
+    def release(self, version: int) -> None:
+        """The version is as any other again: its weights have proven good, or it was published anew."""
+        self._withheld.discard(version)
+        self._rejected.discard(version)
 
     def _holds(self, version: int) -> bool:
         """Whether a group of ``version`` is open, and in time."""

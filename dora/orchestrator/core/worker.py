@@ -21,6 +21,8 @@ class Worker:
     draining: bool = False
     stopping: bool = False  # it was told to end, or its end was asked for
     evicted: bool = False  # the latter
+    load_began_s: float = 0.0
+    load_is_void: bool = False  # what it loads was published anew since it was told: it loads again
     load_failures: int = 0
     rows: set[int] = field(default_factory=set)  # requests it owns
     inbound: int = 0  # handoffs on their way to it

@@ -71,7 +71,25 @@ def _version(state: State, version: int) -> pb.VersionStatus:
         groups_finished=int(np.count_nonzero(of_version & finished)),
         requests_running=int(np.count_nonzero(mine & (requests["status"] == RequestStatus.RUNNING))),
         requests_waiting=int(np.count_nonzero(mine & (requests["status"] == RequestStatus.WAITING))),
+        state=_version_state(state, version),
+        reason=_reason(state, version),
     )
+
+
+def _version_state(state: State, version: int) -> str:
+    if version in state.rejected:
+        return "rejected"
+    return "in doubt" if version in state.doubts else "published"
+
+
+def _reason(state: State, version: int) -> str:
+    """Why a version is in doubt or rejected, and who says so."""
+    if version in state.rejected:
+        rejected = state.rejected[version]
+        return f"{', '.join(rejected.worker_ids)}: {rejected.reason}"
+    if version in state.doubts:
+        return "; ".join(f"{name}: {refusal.reason}" for name, refusal in state.doubts[version].refusals.items())
+    return ""
 
 
 def _worker(runtime: Runtime, worker: Worker) -> pb.WorkerStatus:

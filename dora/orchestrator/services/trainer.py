@@ -43,12 +43,18 @@ class TrainerService(stubs.TrainerServicer):
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()  # under way: a task lives while it is held
         self._last_commit: tuple[int, bytes] | None = None
+        self._last_republish: tuple[int, bytes] | None = None
 
     async def Attach(self, request: pb.AttachRequest, context: ServicerContext) -> pb.AttachReply:
         return await self._whole(self._attach(request))
 
     async def CommitStep(self, request: pb.CommitStepRequest, context: ServicerContext) -> pb.CommitStepReply:
         return await self._whole(self._commit(request))
+
+    async def RepublishVersion(
+        self, request: pb.RepublishVersionRequest, context: ServicerContext
+    ) -> pb.RepublishVersionReply:
+        return await self._whole(self._republish(request))
 
     async def _whole(self, change: Coroutine[Any, Any, Reply]) -> Reply:
         """Goes on where the caller hangs up. A version stored and never committed would bar its step for ever."""
@@ -118,6 +124,8 @@ class TrainerService(stubs.TrainerServicer):
             runtime.trainer.seen()
             if runtime.sessions.stream is stream:
                 runtime.sessions.stream = None
+        if stream.error is not None:
+            raise stream.error
         if stream.superseded:
             raise Conflict("step", request.step, "read from the stream that was opened last", why="is streamed anew")
         if stream.exhausted:
@@ -152,10 +160,14 @@ class TrainerService(stubs.TrainerServicer):
             raise InvalidValue("upload", f"silent for {UPLOAD_SILENCE_S:g} s", "sent without such a pause") from error
 
     def _check_upload(self, trainer_epoch: int, version: int) -> None:
-        """Only the version that the open step commits may come: no other one is ever read."""
+        """Only the version that the open step commits may come, or a rejected one: no other one is ever read.
+
+        Or that which was published anew last: the reply may be lost, and the trainer at it again.
+        """
         check_epoch(trainer_epoch, self._epoch)
-        expected = self._runtime.machine.state.window.newest + 1
-        if version != expected:
+        state, anew = self._runtime.machine.state, self._last_republish
+        expected = state.window.newest + 1
+        if version not in (expected, *state.rejected, *(anew[:1] if anew is not None else ())):
             raise Conflict("version", version, f"{expected}, which the open step's commit publishes", why="is not next")
 
     async def _commit(self, request: pb.CommitStepRequest) -> pb.CommitStepReply:
@@ -171,20 +183,12 @@ class TrainerService(stubs.TrainerServicer):
             waited_s = request.waited_s if request.HasField("waited_s") else None
             if waited_s is not None and not 0.0 <= waited_s < math.inf:
                 raise InvalidValue("waited_s", waited_s, "a finite number of seconds, 0 or above")
-            canary = convert.canary_from_wire(request.canary)
-            longest = runtime.config.workers.max_model_len_tokens
-            if canary is not None and not 2 <= len(canary.token_ids) <= longest:
-                allowed = f"2 to {longest} tokens, which the workers' engines can score"
-                raise InvalidValue("canary.token_ids", f"{len(canary.token_ids)} tokens", allowed)
-            folder = await asyncio.to_thread(
-                functools.partial(
-                    runtime.store.publish,
-                    request.trainer_epoch,
-                    request.version,
-                    _announced(request),
-                    canary,
-                )
-            )
+            folder = await self._store(request, anew=False)
+            try:
+                runtime.machine.check_commit(request.trainer_epoch, request.step)
+            except Conflict:  # a version was rejected meanwhile: the next commit may bring others
+                await asyncio.to_thread(runtime.store.retire, request.version)
+                raise
             runtime.recorder.published(request.version, folder)
             stepped_s = time.monotonic()
             runtime.telemetry.step(request.step, runtime.book.leased(), metrics, time.time(), stepped_s, waited_s)
@@ -193,6 +197,31 @@ class TrainerService(stubs.TrainerServicer):
         runtime.trainer.seen()
         log.info("step %d is trained; version %d is published", request.step, request.version)
         return self._committed()
+
+    async def _republish(self, request: pb.RepublishVersionRequest) -> pb.RepublishVersionReply:
+        runtime, version = self._runtime, request.version
+        async with self._changing:
+            digest = _republish_digest(request)
+            if version in runtime.machine.state.rejected or self._last_republish != (version, digest):
+                runtime.machine.check_republish(request.trainer_epoch, version)
+                await runtime.recorder.written()  # it may still be copying what is to be replaced
+                folder = await self._store(request, anew=True)
+                runtime.recorder.published(version, folder)
+                runtime.post(on.VersionRepublished(request.trainer_epoch, version))
+                self._last_republish = (version, digest)
+                log.info("version %d is published anew", version)
+        runtime.trainer.seen()
+        return pb.RepublishVersionReply(next_step=runtime.machine.state.window.newest)
+
+    async def _store(self, request: pb.CommitStepRequest | pb.RepublishVersionRequest, *, anew: bool) -> Path:
+        """Checks what was announced and brought of a version, and puts it into the store. Returns its folder."""
+        canary = convert.canary_from_wire(request.canary)
+        longest = self._runtime.config.workers.max_model_len_tokens
+        if canary is not None and not 2 <= len(canary.token_ids) <= longest:
+            allowed = f"2 to {longest} tokens, which the workers' engines can score"
+            raise InvalidValue("canary.token_ids", f"{len(canary.token_ids)} tokens", allowed)
+        announced = (request.trainer_epoch, request.version, _announced(request), canary)
+        return await asyncio.to_thread(functools.partial(self._runtime.store.publish, *announced, anew=anew))
 
     def _committed(self) -> pb.CommitStepReply:
         machine = self._runtime.machine
@@ -212,7 +241,7 @@ def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     return dict(metrics)
 
 
-def _announced(request: pb.CommitStepRequest) -> list[WeightFile]:
+def _announced(request: pb.CommitStepRequest | pb.RepublishVersionRequest) -> list[WeightFile]:
     for file in request.files:
         if len(file.blake3) != _BLAKE3_BYTES:
             raise InvalidValue(f"{file.name[:80]}: blake3", f"{len(file.blake3)} bytes", f"{_BLAKE3_BYTES} bytes")
@@ -221,7 +250,16 @@ def _announced(request: pb.CommitStepRequest) -> list[WeightFile]:
 
 def _commit_digest(request: pb.CommitStepRequest) -> bytes:
     """What makes a repeated commit the same: the step, the version and the files' hashes."""
-    digest = hashlib.blake2b(f"{request.step}/{request.version}".encode())
+    return _digest(f"{request.step}/{request.version}", request)
+
+
+def _republish_digest(request: pb.RepublishVersionRequest) -> bytes:
+    """What makes a repeated request the same: the version, the files' hashes, the canary."""
+    return _digest(f"{request.version}/{request.canary.token_ids.hex()}/{request.canary.logprobs.hex()}", request)
+
+
+def _digest(head: str, request: pb.CommitStepRequest | pb.RepublishVersionRequest) -> bytes:
+    digest = hashlib.blake2b(head.encode())
     for file in request.files:
         digest.update(file.name.encode() + file.blake3)
     return digest.digest()

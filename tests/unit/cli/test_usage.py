@@ -101,7 +101,7 @@ def test_every_expected_error_has_its_exit_code() -> None:
         LimitExceeded(*triple): 4,
         Unauthenticated(*triple): 5,
         CallFailed("bug"): 1,
-        CanaryMismatch("differs"): 1,
+        CanaryMismatch("differs", 0.5): 1,
     }
     assert {error: int(exit_code_of(error)) for error in codes} == codes
 

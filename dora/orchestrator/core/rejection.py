@@ -1,0 +1,125 @@
+"""A bad publication is undone: what its first workers cannot reproduce is rejected, and published anew.
+
+    published ──one loads it well──▶ proven: whoever refuses it from now on is at fault itself (fleet.py)
+        └──one refuses its weights──▶ in doubt: one other worker tries it, nobody else
+                                        ├──it loads it well──▶ proven
+                                        └──it refuses too──▶ rejected ──published anew──▶ published
+
+Two distinct workers reject a version, or all that work, if these have refused it in their present lives. Whoever has
+refused it loads what the next plan gives it: the newest version that is not withheld, or another that has work.
+Version 0 is the model itself: nobody could publish it anew, so who refuses it is at fault.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from dora.errors import VersionRejected
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.state import Doubt, Refusal, State
+from dora.orchestrator.core.worker import Worker
+
+WITNESSES: Final = 2  # distinct workers whose refusal rejects a version
+
+
+def is_unproven(state: State, version: int) -> bool:
+    """Whether a refusal speaks against the version, not against the worker."""
+    return version > 0 and version not in state.proven
+
+
+def may_load(state: State, worker: Worker) -> bool:
+    """Whether the worker may load its target now: of one in doubt, only the worker that is to try it."""
+    return worker.target not in state.window.withheld or tries(state, worker)
+
+
+def tries(state: State, worker: Worker) -> bool:
+    """Whether this worker is the one that is to try a version in doubt."""
+    return any(doubt.second == worker.worker_id for doubt in state.doubts.values())
+
+
+def check_none(state: State) -> None:
+    """Raises VersionRejected for the oldest version that is to be published anew."""
+    if state.rejected:
+        told = state.rejected[min(state.rejected)]
+        raise VersionRejected(told.version, told.reason, told.worker_ids, told.canary_difference)
+
+
+def proves(state: State, version: int) -> None:
+    """A worker has loaded the version well."""
+    state.proven.add(version)
+    if state.doubts.pop(version, None) is not None:
+        _release(state, version)
+
+
+def refused(state: State, worker: Worker, version: int, event: on.CommandDone) -> None:
+    """A worker says that the weights of an unproven version are wrong; ``judge`` then sees what follows."""
+    doubt = state.doubts.setdefault(version, Doubt())
+    doubt.refusals[worker.worker_id] = Refusal(worker.epoch, event.error, event.canary_difference)
+    state.window.withhold(version)
+    state.replan = True
+
+
+def judge(state: State) -> None:
+    """Rejects what has been refused by enough workers, and sees to it that another one tries the rest."""
+    for version in sorted(state.doubts):
+        doubt = state.doubts[version]
+        working = sorted((w for w in state.workers.values() if not w.draining), key=lambda w: w.index)
+        if version < state.window.oldest_kept:  # later versions have carried the window past it
+            del state.doubts[version]
+            _release(state, version)
+        elif len(doubt.refusals) >= WITNESSES or (working and all(_has_refused(doubt, w) for w in working)):
+            _reject(state, version, doubt)
+        else:
+            _ask_another(state, version, doubt, working)
+
+
+def republished(state: State, version: int) -> None:
+    """Other weights are in place: the version is as if published now. What is still being loaded of it counts for
+    nothing."""
+    del state.rejected[version]
+    for worker in state.workers.values():
+        worker.load_is_void |= worker.loading == version
+    _release(state, version)
+
+
+def _release(state: State, version: int) -> None:
+    state.window.release(version)
+    state.replan = True
+
+
+def _reject(state: State, version: int, doubt: Doubt) -> None:
+    refusals = list(doubt.refusals.values())
+    difference = max(refusal.canary_difference for refusal in refusals)
+    told = do.RejectVersion(version, tuple(sorted(doubt.refusals)), refusals[0].reason, difference)
+    del state.doubts[version]
+    state.rejected[version] = told
+    state.window.reject(version)
+    state.stream_step = None
+    state.counters.versions_rejected += 1
+    state.replan = True
+    state.out.append(told)
+
+
+def _ask_another(state: State, version: int, doubt: Doubt, working: Sequence[Worker]) -> None:
+    """Chooses who tries the version next, if nobody does: who is at it already, else who has the least to leave."""
+    if any(worker.worker_id == doubt.second and not _has_refused(doubt, worker) for worker in working):
+        return
+    taken = {other.second for other in state.doubts.values() if other is not doubt}
+    able = [worker for worker in working if not _has_refused(doubt, worker) and worker.worker_id not in taken]
+    doubt.second = ""
+    if able:
+        second = min(
+            able,
+            key=lambda w: (
+                w.worker_id in doubt.refusals, w.loading != version, w.target != version, w.held, w.index
+            ),
+        )  # fmt: skip
+        doubt.second, second.target = second.worker_id, version
+        state.rehosted(second)
+        state.replan = True
+
+
+def _has_refused(doubt: Doubt, worker: Worker) -> bool:
+    """In its present life."""
+    refusal = doubt.refusals.get(worker.worker_id)
+    return refusal is not None and refusal.epoch == worker.epoch
