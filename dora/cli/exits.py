@@ -12,6 +12,7 @@ from typing import Any, TextIO, cast
 import typer
 from typer.core import TyperGroup
 
+from dora.cli.completion import bash_words
 from dora.errors import Conflict, DoraError, InvalidValue, NotFound
 
 
@@ -104,7 +105,7 @@ class DoraGroup(TyperGroup):
     """The root command: every DoraError of a command becomes one line and an exit code; so does a stdout that fails."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        with checked_output():
+        with checked_output(), bash_words():
             return super().main(*arguments, **options)
 
     def invoke(self, ctx: Any) -> Any:

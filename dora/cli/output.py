@@ -112,7 +112,8 @@ def progress_bar(
     try:
         yield tell
     finally:
-        bar.stop()
+        if bar.live.is_started:  # else it prints an empty line
+            bar.stop()
 
 
 def plain(message: "Message") -> dict[str, object]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dora.cli import completion
 from dora.cli.exits import say
 from dora.cli.options import SettingsOption
 from dora.cli.output import print_json
@@ -44,9 +45,18 @@ def serve(
     settings: SettingsOption = None,
     window: Annotated[int | None, typer.Option(help="Policy versions that may be live (window.size).")] = None,
     workers: Annotated[int | None, typer.Option(help="Rollout workers to start (workers.count).")] = None,
-    model: Annotated[str | None, typer.Option(help="smollm2, tiny, tiny-moe, or a Hugging Face folder.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="reasoning-gym:TASK,..., a JSONL file, tiny, or none.")] = None,
-    reward: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help="Verifier (reward.function).")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or a Hugging Face folder."),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(autocompletion=completion.prompts, help="reasoning-gym:TASK,..., a JSONL file, tiny, or none."),
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", autocompletion=completion.rewards, help="Verifier (reward.function)."),
+    ] = None,
     record: Annotated[str | None, typer.Option(metavar="DIR", help="Record trajectories and versions here.")] = None,
     listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address (service.listen).")] = None,
     token: Annotated[
