@@ -1,5 +1,7 @@
-"""Files that a command writes at its end: what can be refused is refused before the work, not after it."""
+"""Files and folders that a command writes later: what can be refused is refused before the work, not after it."""
 
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from dora.errors import InvalidValue
@@ -9,3 +11,16 @@ def check_folder(option: str, path: Path) -> None:
     """Raises InvalidValue where the folder that ``path`` is to be written to does not exist."""
     if not path.parent.is_dir():
         raise InvalidValue(option, str(path), f"a file in a folder that exists, and {path.parent} does not")
+
+
+def try_folder(folder: Path) -> None:
+    """Makes ``folder`` where it is absent and writes in it, then undoes both. Raises the OSError that this meets."""
+    absent = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    finally:
+        for each in absent:
+            with suppress(OSError):  # not made, or something of another process is in it by now
+                each.rmdir()

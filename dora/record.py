@@ -38,6 +38,11 @@ class CancelledGroup:
     cancelled_at: float  # seconds since the Unix epoch
 
 
+def unwritable(folder: Path, error: OSError) -> InvalidValue:
+    """What refuses a folder that no record can be written to."""
+    return InvalidValue("record", str(folder), f"a folder that can be written ({error.strerror})")
+
+
 class Recorder:
     """Appends to a record, or goes on with one that an earlier process left, even in the middle of a line."""
 
@@ -52,7 +57,7 @@ class Recorder:
             self._stream = self._file.open("a+b")
             self._cancelled = (folder / CANCELLED_FILE).open("a+b")
         except OSError as error:
-            raise InvalidValue("record", str(folder), f"a folder that can be written ({error.strerror})") from error
+            raise unwritable(folder, error) from error
         self._written = self._read_ids()  # an id of some 50 bytes for a line of some thousands
         for _ in _whole_lines(self._cancelled):
             pass

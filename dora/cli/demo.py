@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dora.cli import completion
 from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption, SettingsOption
 from dora.cli.output import print_json, stderr, stdout
@@ -22,7 +23,10 @@ EXAMPLE = "dora demo --model tiny --steps 60"
 
 def demo(
     model: Annotated[
-        str, typer.Option(help="smollm2, tiny, tiny-moe, or the path of a Hugging Face folder.")
+        str,
+        typer.Option(
+            autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or the path of a Hugging Face folder."
+        ),
     ] = "smollm2",
     steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
     groups: Annotated[int | None, typer.Option(help="Prompt groups a step.")] = None,

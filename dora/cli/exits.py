@@ -1,15 +1,18 @@
 """Exit codes, and how an expected failure ends a command: one line on stderr, never a traceback."""
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from textwrap import fill
 from typing import Any, TextIO, cast
 
 import typer
 from typer.core import TyperGroup
 
+from dora.cli.completion import bash_words
 from dora.errors import Conflict, DoraError, InvalidValue, NotFound
 
 
@@ -88,18 +91,28 @@ def checked_output() -> Iterator[None]:
         sys.stdout = stream
 
 
+def say(text: str) -> None:
+    """One line on stderr; on a terminal as many as it needs, broken at words."""
+    line = " ".join(text.split())
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        line = fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
 class DoraGroup(TyperGroup):
     """The root command: every DoraError of a command becomes one line and an exit code; so does a stdout that fails."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        with checked_output():
+        with checked_output(), bash_words():
             return super().main(*arguments, **options)
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except DoraError as error:
-            sys.stderr.write(f"dora: {' '.join(str(error).split())}\n")
+            say(f"dora: {error}")
             raise typer.Exit(exit_code_of(error)) from error
         except KeyboardInterrupt:
             sys.stderr.write("dora: interrupted\n")

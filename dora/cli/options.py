@@ -5,9 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from dora.cli import completion
 from dora.errors import InvalidValue
-
-DEFAULT_ADDRESS = "127.0.0.1:7070"
 
 AddressOption = Annotated[
     str, typer.Option("--address", "-a", metavar="HOST:PORT", envvar="DORA_ADDRESS", help="Where the service listens.")
@@ -23,7 +22,13 @@ TokenOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document for programs.")]
 SettingsOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one field; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        autocompletion=completion.service_settings,
+        help="Override one field; may be repeated.",
+    ),
 ]
 
 

@@ -5,11 +5,13 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from rich.console import Console, RenderableType
+
+from dora.view.numbers import duration
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -17,7 +19,14 @@ if TYPE_CHECKING:
     from dora.rpc.dora_pb2 import OperatorReply
 
 PATIENCE_S: Final = 1.0
+LINES_S: Final = 10.0  # between two lines of progress where there is no terminal
 PIPED_WIDTH_CHARACTERS = 400  # a pipe has no width of its own, unless COLUMNS says one: every column has room
+
+
+class Tell(Protocol):
+    """Takes the share done, 0 to 1, and how far that is in words."""
+
+    def __call__(self, share: float, how_far: str = "", /) -> None: ...
 
 
 def stdout() -> Console:
@@ -68,30 +77,43 @@ def print_reply(reply: "OperatorReply", as_json: bool) -> None:
 
 
 @contextmanager
-def progress_bar(console: Console, title: str, patience_s: float = PATIENCE_S) -> Iterator[Callable[[float], None]]:
-    """Yields what is to be told the share done, 0 to 1.
+def progress_bar(
+    console: Console, title: str, patience_s: float = PATIENCE_S, lines_s: float | None = None
+) -> Iterator["Tell"]:
+    """Yields what is to be told the share done, 0 to 1, and, if there is more to say, how far that is.
 
-    The bar shows only on a terminal and only once ``patience_s`` have passed; it disappears at the end.
+    On a terminal a bar shows once ``patience_s`` have passed; it disappears at the end. Elsewhere a line is printed
+    every ``lines_s`` seconds, where they are given.
     """
-    if not console.is_terminal:
-        yield lambda share: None
+    if not console.is_terminal and lines_s is None:
+        yield lambda share, how_far="": None
         return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task(title, total=1.0)
-    shown_after_s = time.monotonic() + patience_s
+    shown_after_s = time.monotonic() + (patience_s if console.is_terminal else lines_s or 0.0)
 
-    def tell(share: float) -> None:
-        if not bar.live.is_started and time.monotonic() >= shown_after_s:
+    def tell(share: float, how_far: str = "") -> None:
+        nonlocal shown_after_s
+        bar.update(task, completed=share, description=f"{title}: {how_far}" if how_far else title)
+        if time.monotonic() < shown_after_s:
+            return
+        if console.is_terminal:
             bar.start()
-        bar.update(task, completed=share)
+        elif lines_s is not None:
+            shown_after_s += lines_s
+            left_s = bar.tasks[task].time_remaining
+            left = f", {duration(left_s)} left" if left_s is not None else ""
+            said = f"dora: {title}: {share:.0%}{f' ({how_far})' if how_far else ''}{left}"
+            console.print(said, markup=False, soft_wrap=True)
 
     try:
         yield tell
     finally:
-        bar.stop()
+        if bar.live.is_started:  # else it prints an empty line
+            bar.stop()
 
 
 def plain(message: "Message") -> dict[str, object]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dora.cli import completion
 from dora.cli.options import JsonOption, given_options, refuse_given
 from dora.cli.output import print_result
 from dora.errors import InvalidValue
@@ -21,15 +22,27 @@ EXAMPLE = "dora plan --model qwen2.5-32b --hardware h800 --gpus 64"
 ADJUSTMENT = ("--generation-s", "--training-s", "--engines")
 TWO_DATACENTRES = ("--rollout-gpus", "--train-gpus", "--rollout-hardware", "--link-gbps")
 
-Model = Annotated[str, typer.Option(help="qwen2.5-7b, -14b, -32b, -72b, qwen3-30b-a3b or longcat-flash.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        autocompletion=completion.planned_models, help="qwen2.5-7b, -14b, -32b, -72b, qwen3-30b-a3b or longcat-flash."
+    ),
+]
 HardwareName = Annotated[
-    str, typer.Option(help="Accelerator: h800, h20 or npu-60gb; two datacentres: that of training.")
+    str,
+    typer.Option(
+        autocompletion=completion.hardware,
+        help="Accelerator: h800, h20 or npu-60gb; two datacentres: that of training.",
+    ),
 ]
 Gpus = Annotated[int, typer.Option(min=0, help="All accelerators of one datacentre.")]
 RolloutGpus = Annotated[int, typer.Option(min=0, help="Two datacentres: the budget for rollout.")]
 TrainGpus = Annotated[int, typer.Option(min=0, help="Two datacentres: the budget for training.")]
 RolloutHardware = Annotated[
-    str, typer.Option(help="Two datacentres: the accelerator of rollout; by default --hardware.")
+    str,
+    typer.Option(
+        autocompletion=completion.hardware, help="Two datacentres: the accelerator of rollout; by default --hardware."
+    ),
 ]
 LinkGbps = Annotated[float, typer.Option(min=0.0, help="Two datacentres: Gbit/s between them.")]
 TrainSAt = Annotated[

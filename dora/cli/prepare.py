@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from dora.cli import completion
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stdout
 
@@ -12,7 +13,12 @@ EXAMPLE = "dora prepare smollm2"
 
 
 def prepare(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="smollm2, tiny, tiny-moe, or a Hugging Face folder.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or a Hugging Face folder."
+        ),
+    ],
     cache: Annotated[Path | None, typer.Option(help="Folder for prepared models; by default the user's cache.")] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import tomli_w
 import typer
 
+from dora.cli import completion
 from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stderr, stdout
@@ -27,7 +28,9 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def profile(
-    model: Annotated[str, typer.Option(help="smollm2, tiny, tiny-moe, or a Hugging Face folder.")] = "smollm2",
+    model: Annotated[
+        str, typer.Option(autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or a Hugging Face folder.")
+    ] = "smollm2",
     slots: Annotated[int, typer.Option(help="Requests that the engine decodes at once.")] = 8,
     kv_tokens: Annotated[int, typer.Option(help="The engine's KV-cache, in tokens.")] = 16384,
     max_model_len: Annotated[

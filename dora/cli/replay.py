@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dora.cli import completion
 from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stderr, stdout
@@ -26,7 +27,9 @@ def replay(
     only: Annotated[
         str | None,
         typer.Option(
-            metavar="KIND,...", help="Show only events of these kinds, and events that led to commands of these kinds."
+            metavar="KIND,...",
+            autocompletion=completion.event_kinds,
+            help="Show only events of these kinds, and events that led to commands of these kinds.",
         ),
     ] = None,
     decisions: Annotated[

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dora.cli import completion
+from dora.cli.exits import say
 from dora.cli.options import SettingsOption
 from dora.cli.output import print_json
 from dora.cli.token import left_token, token_folder
@@ -20,14 +22,17 @@ if TYPE_CHECKING:
 
 EXAMPLE = "dora serve --window 2 --workers 2 --model smollm2 --record out/record"
 
+TOKEN_NOT_LEFT = "the token cannot be left for commands: no folder for it can be written; set DORA_TOKEN for them"
 ATTACH = """\
-dora is serving {model} on {address}: window {window}, {workers} workers. Ctrl-C drains and stops.
+dora is serving {model} on {address}: window {window}, {workers} workers.
+Ctrl-C drains and stops.
 
   export DORA_TOKEN={token}
   dora watch --address {address}
 
   import os, dora
-  async with dora.Trainer("{address}", token=os.environ["DORA_TOKEN"]) as trainer:
+  token = os.environ["DORA_TOKEN"]
+  async with dora.Trainer("{address}", token=token) as trainer:
       async for step in trainer.steps(groups={groups}):
           async for group in step:
               ...
@@ -40,9 +45,18 @@ def serve(
     settings: SettingsOption = None,
     window: Annotated[int | None, typer.Option(help="Policy versions that may be live (window.size).")] = None,
     workers: Annotated[int | None, typer.Option(help="Rollout workers to start (workers.count).")] = None,
-    model: Annotated[str | None, typer.Option(help="smollm2, tiny, tiny-moe, or a Hugging Face folder.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="reasoning-gym:TASK,..., a JSONL file, tiny, or none.")] = None,
-    reward: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help="Verifier (reward.function).")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or a Hugging Face folder."),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(autocompletion=completion.prompts, help="reasoning-gym:TASK,..., a JSONL file, tiny, or none."),
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", autocompletion=completion.rewards, help="Verifier (reward.function)."),
+    ] = None,
     record: Annotated[str | None, typer.Option(metavar="DIR", help="Record trajectories and versions here.")] = None,
     listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address (service.listen).")] = None,
     token: Annotated[
@@ -50,7 +64,8 @@ def serve(
         typer.Option(envvar="DORA_TOKEN", show_envvar=True, help="Secret of all clients; default: a new one."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", metavar="", help="Print the resolved configuration and end.")
+        bool,
+        typer.Option("--dry-run", metavar="", help="Check all that a start checks, print the configuration, end."),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", metavar="", help="Configuration, or how to attach, as JSON.")
@@ -75,16 +90,23 @@ def serve(
     config = load_config(config_file, [*(settings or ()), *short])
     if not dry_run:
         raise typer.Exit(asyncio.run(_serve(config, as_json)))
-    from dora.orchestrator.core.policies import check_live
-    from dora.orchestrator.plugins import load_strategies
     from dora.view.settings import shown, toml_of
 
-    load_strategies()
-    check_live(config.balance, config.window.size)  # as a start would
+    _rehearse(config)
     if as_json:
         print_json(shown(config))
     else:
         sys.stdout.write(toml_of(config))
+
+
+def _rehearse(config: Config) -> None:
+    """Refuses what a start would refuse; says on stderr what was checked."""
+    from dora.orchestrator.rehearsal import rehearse
+
+    asyncio.run(rehearse(config, lambda what, found: _print_progress(f"checked {what}: {found}")))
+    if token_folder() is None:
+        _print_progress(TOKEN_NOT_LEFT)
+    _print_progress("a start with this configuration is not refused")
 
 
 async def _serve(config: Config, as_json: bool) -> int:
@@ -95,9 +117,7 @@ async def _serve(config: Config, as_json: bool) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("dora").setLevel(logging.INFO)
     if token_folder() is None:  # said at once, not when the workers have started
-        _print_progress(
-            "the token cannot be left for commands: no folder for it can be written; set DORA_TOKEN for them"
-        )
+        _print_progress(TOKEN_NOT_LEFT)
     with ExitStack() as until_end:
 
         def ready(handle: "ServiceHandle") -> None:
@@ -145,5 +165,4 @@ def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> Non
 
 
 def _print_progress(line: str) -> None:
-    sys.stderr.write(f"dora: {line}\n")
-    sys.stderr.flush()
+    say(f"dora: {line}")

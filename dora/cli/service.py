@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from dora.cli.options import DEFAULT_ADDRESS, AddressOption, JsonOption, TokenOption
+from dora.cli import completion
+from dora.cli.options import AddressOption, JsonOption, TokenOption
 from dora.cli.output import json_text, plain, print_reply, print_result, stdout
-from dora.cli.token import find_token
+from dora.cli.token import DEFAULT_ADDRESS, find_token
 
 if TYPE_CHECKING:
     from dora.client import Operator
@@ -72,8 +73,18 @@ def trajectories(
 
 
 def migrate(
-    request: Annotated[str, typer.Argument(metavar="REQUEST", help="A trajectory id of `dora trajectories`.")],
-    worker: Annotated[str, typer.Option("--to", metavar="WORKER", help="A worker that hosts the same version.")],
+    request: Annotated[
+        str,
+        typer.Argument(
+            metavar="REQUEST", autocompletion=completion.requests, help="A trajectory id of `dora trajectories`."
+        ),
+    ],
+    worker: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="WORKER", autocompletion=completion.workers, help="A worker that hosts the same version."
+        ),
+    ],
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
     as_json: JsonOption = False,
@@ -83,7 +94,10 @@ def migrate(
 
 
 def drain(
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="A worker id of `dora groups`.")],
+    worker: Annotated[
+        str,
+        typer.Argument(metavar="WORKER", autocompletion=completion.workers, help="A worker id of `dora groups`."),
+    ],
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
     as_json: JsonOption = False,

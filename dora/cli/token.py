@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dora.ownership import hold_new, is_abandoned
 
+DEFAULT_ADDRESS = "127.0.0.1:7070"
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 

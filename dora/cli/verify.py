@@ -10,7 +10,7 @@ from rich.text import Text
 
 from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption
-from dora.cli.output import print_result
+from dora.cli.output import LINES_S, print_result, progress_bar, stderr
 from dora.view.tables import Facts
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ def verify(
     """Recompute every recorded logprob with Hugging Face transformers, and check what the record promises."""
     from dora.verify import verify as verify_record
 
-    report = verify_record(folder, atol=atol, limit=limit, window_versions=window)
+    with progress_bar(stderr(), "verifying", lines_s=LINES_S) as tell:
+        report = verify_record(folder, atol=atol, limit=limit, window_versions=window, progress=tell)
     print_result({"ok": report.ok, **asdict(report)}, _table(folder, report), as_json)
     if not report.ok:
         raise typer.Exit(ExitCode.FAILED)

@@ -9,11 +9,12 @@ from typing import Any
 from dora.errors import InvalidValue, one_of
 from dora.models import tiny
 from dora.models.experts import experts_of
-from dora.models.smollm2 import prepare_smollm2
+from dora.models.smollm2 import gguf_file, prepare_smollm2, smollm2_folder
 
-__all__ = ["context_tokens", "default_cache", "experts", "resolve_model"]
+__all__ = ["context_tokens", "default_cache", "experts", "made_model", "resolve_model", "unwritable_cache"]
 
 _TINY_KINDS: dict[str, tiny.TinyKind] = {"tiny": "dense", "tiny-moe": "moe"}
+NAMES = ("smollm2", *_TINY_KINDS)  # models that installed packages are enough for
 
 
 def default_cache() -> Path:
@@ -36,15 +37,37 @@ def resolve_model(name: str, cache: Path | None = None) -> Path:
     if name == "smollm2":
         return prepare_smollm2(cache)
     if name in _TINY_KINDS:
-        return tiny.make_tiny(_TINY_KINDS[name], cache / f"{name}-r{tiny.RECIPE}")
+        return tiny.make_tiny(_TINY_KINDS[name], _made_folder(name, cache))
     folder = Path(name).expanduser()
     if not (folder / "config.json").is_file():
-        raise InvalidValue("--model", name, f"{one_of(name, ('smollm2', *_TINY_KINDS))}, or a folder with config.json")
+        raise InvalidValue("--model", name, f"{one_of(name, NAMES)}, or a folder with config.json")
     for what, pattern in (("weights", "*.safetensors"), ("a tokenizer", "tokenizer.json")):
         if not any(folder.glob(pattern)):
             raise InvalidValue("--model", name, f"a folder with {what} ({pattern})")
     _check_config(folder, name)
     return folder
+
+
+def made_model(name: str, cache: Path | None = None) -> Path | None:
+    """``resolve_model``, but nothing is made: None for a model with a name of its own that has yet to be.
+
+    Raises NotFound where the package that it would be made from is missing.
+    """
+    cache = default_cache() if cache is None else cache
+    if name in NAMES and not _made_folder(name, cache).exists():
+        if name == "smollm2":
+            gguf_file()
+        return None
+    return resolve_model(name, cache)
+
+
+def unwritable_cache(error: OSError) -> str:
+    """What is allowed instead of a cache folder that cannot be written."""
+    return f"a cache folder that can be written, as --set cache=FOLDER names it ({error})"
+
+
+def _made_folder(name: str, cache: Path) -> Path:
+    return smollm2_folder(cache) if name == "smollm2" else cache / f"{name}-r{tiny.RECIPE}"
 
 
 def _check_config(folder: Path, name: str) -> None:

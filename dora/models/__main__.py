@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from dora.errors import InvalidValue
-from dora.models import resolve_model
+from dora.models import resolve_model, unwritable_cache
 
 
 def main(arguments: list[str]) -> int:
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
         print(error.allowed, file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"a cache folder that can be written, as --set cache=FOLDER names it ({error})", file=sys.stderr)
+        print(unwritable_cache(error), file=sys.stderr)
         return 2
     print(folder)
     return 0

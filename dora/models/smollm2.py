@@ -23,7 +23,7 @@ def prepare_smollm2(cache: Path, dtype: Dtype = "float32") -> Path:
     It holds config.json, generation_config.json, model.safetensors (540 MB in float32, 270 MB in bfloat16) and the
     tokenizer with its chat template. Says on stderr what it does. Raises NotFound where the package is missing.
     """
-    source = _gguf_file()
+    source = gguf_file()
     recipe: dict[str, str | int] = {
         "model": "SmolLM2-135M-Instruct",
         "recipe": RECIPE,
@@ -31,10 +31,15 @@ def prepare_smollm2(cache: Path, dtype: Dtype = "float32") -> Path:
         "package_version": importlib.metadata.version(PACKAGE),
         "dtype": dtype,
     }
-    return prepare_once(cache / f"smollm2-{dtype}-r{RECIPE}", recipe, lambda made: _convert(source, made, dtype))
+    return prepare_once(smollm2_folder(cache, dtype), recipe, lambda made: _convert(source, made, dtype))
 
 
-def _gguf_file() -> Path:
+def smollm2_folder(cache: Path, dtype: Dtype = "float32") -> Path:
+    """Where ``prepare_smollm2`` puts it."""
+    return cache / f"smollm2-{dtype}-r{RECIPE}"
+
+
+def gguf_file() -> Path:
     """The package's model file. The package itself is not imported: it wants an application that is not needed."""
     try:
         files = importlib.metadata.files(PACKAGE) or []

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, Literal, Self, get_args, get_origin, get_type_hints
@@ -123,6 +123,17 @@ def _required(kind: Any) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
+def new_log(path: Path) -> FileIO:
+    """A new file for a log. Raises InvalidValue where none can be made there."""
+    field = "service.event_log"
+    try:
+        return path.open("xb", buffering=0)
+    except FileExistsError as error:  # it may be of the service that has just crashed; ids begin anew with each
+        raise InvalidValue(field, str(path), "a file that does not exist yet") from error
+    except OSError as error:
+        raise InvalidValue(field, str(path), f"a file that can be made ({error.strerror})") from error
+
+
 class EventLogWriter:
     """Appends events to a new log. A write that fails, as on a full disk, ends the log and not the service.
 
@@ -133,13 +144,7 @@ class EventLogWriter:
 
     def __init__(self, path: Path, config: Config, *, now_s: float) -> None:
         """``now_s`` is what the events' clock shows now. Raises InvalidValue where no new file can be made there."""
-        field = "service.event_log"
-        try:
-            self._file = path.open("xb", buffering=0)
-        except FileExistsError as error:  # it may be of the service that has just crashed; ids begin anew with each
-            raise InvalidValue(field, str(path), "a file that does not exist yet") from error
-        except OSError as error:
-            raise InvalidValue(field, str(path), f"a file that can be made ({error.strerror})") from error
+        self._file = new_log(path)
         tree = config.model_dump_json(exclude={"service": {"token"}})
         header = {"config": tree, "started_at": time.time(), "now_s": now_s}
         self._path = path

@@ -30,6 +30,7 @@ from dora.orchestrator.setup import (
     WEIGHTS_FOLDER,
     cache_of,
     check_context,
+    check_engine,
     event_log_of,
     prepared_model,
     recorder_of,
@@ -70,6 +71,7 @@ async def serve(
     """
     load_strategies()
     check_live(config.balance, config.window.size)
+    check_engine(config)
     progress(f"preparing the model {config.model}")
     model = await prepared_model(config, progress)
     check_context(config, model)

@@ -11,7 +11,7 @@ from dora.rewards import EQUAL_REWARDS, EqualRewards, FilterRunner, GroupFilter,
 
 
 @contextlib.asynccontextmanager
-async def verifying(config: Config, source: PromptSource, model: Path) -> AsyncIterator[RewardRunner]:
+async def verifying(config: Config, source: PromptSource, model: Path | None) -> AsyncIterator[RewardRunner]:
     """The verifier: the configured one, or the prompt source's own. Raises InvalidValue where there is none."""
     function = config.reward.function or source.reward
     if not function:

@@ -9,21 +9,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from dora.config import Config
 from dora.errors import InvalidValue
-from dora.models import context_tokens, default_cache, resolve_model
-from dora.orchestrator.eventlog import EventLogWriter
+from dora.models import context_tokens, default_cache, made_model, resolve_model
+from dora.orchestrator.eventlog import EventLogWriter, new_log
+from dora.outfile import try_folder
 from dora.ownership import hold, hold_new, is_abandoned
-from dora.record import TRAJECTORIES_FILE, Recorder
+from dora.record import TRAJECTORIES_FILE, Recorder, unwritable
 from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
 
 WEIGHTS_FOLDER: Final = "weights"  # of a run folder
 SNAPSHOTS_FOLDER: Final = "kv"
+RUN_FOLDER: Final = "service.run_folder"
 LOCK_FILE: Final = "dora.lock"  # of a run folder that was named; held while its service lives
 MADE_LOCK_FILE: Final = "made.lock"  # of one that a service has made for itself
 MADE_PREFIX: Final = "dora-"
@@ -37,7 +40,7 @@ def cache_of(config: Config) -> Path:
 async def prepared_model(config: Config, progress: Callable[[str], None]) -> Path:
     """The model's folder. A named model is made by a process of its own: the service itself loads no torch."""
     cache = cache_of(config)
-    if not (Path(config.model) / "config.json").is_file():
+    if (made := made_model(config.model, cache)) is None:
         argv = [sys.executable, "-m", "dora.models", config.model, str(cache)]
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -52,7 +55,7 @@ async def prepared_model(config: Config, progress: Callable[[str], None]) -> Pat
             progress(last)
         if await process.wait():
             raise InvalidValue("--model", config.model, f"a model that can be prepared ({last})")
-    return resolve_model(config.model, cache)
+    return made or resolve_model(config.model, cache)
 
 
 def check_context(config: Config, model: Path) -> None:
@@ -61,6 +64,13 @@ def check_context(config: Config, model: Path) -> None:
     asked = config.workers.max_model_len_tokens
     if config.workers.count and config.workers.engine == "vllm" and most is not None and asked > most:
         raise InvalidValue("workers.max_model_len_tokens", asked, f"at most {most}, which is what {config.model} takes")
+
+
+def check_engine(config: Config) -> None:
+    """Raises InvalidValue where the workers' engine is not installed: each of them would say so in its log, and end."""
+    if config.workers.count and config.workers.engine == "vllm" and find_spec("vllm") is None:
+        allowed = "an engine that is installed: pip install 'dora-rollout[cpu]', or [cuda], brings vLLM; or fake"
+        raise InvalidValue("workers.engine", config.workers.engine, allowed)
 
 
 @contextlib.contextmanager
@@ -92,35 +102,82 @@ def run_folder_of(config: Config) -> Iterator[Path]:
 @contextlib.contextmanager
 def _taken_over(folder: Path) -> Iterator[Path]:
     """A folder that the user named: a service before this one may have ended there in any way, but not live there."""
-    field, lock = "service.run_folder", folder / LOCK_FILE
+    lock = folder / LOCK_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        ours = lock.exists() or (folder / WEIGHTS_FOLDER / "proof").is_file()
+        ours = _is_ours(folder)
         held = hold(lock)
     except OSError as error:
-        raise InvalidValue(field, str(folder), f"a folder to write in ({error.strerror})") from error
+        raise _unusable(folder, error) from error
     if held is None:
-        raise InvalidValue(field, str(folder), "a folder that no running service has")
+        raise _in_use(folder)
     try:
+        _check_left(folder, ours)
         for left in (folder / WEIGHTS_FOLDER, folder / SNAPSHOTS_FOLDER):
-            if left.exists() and not ours:
-                raise InvalidValue(field, str(folder), f"a folder for services alone: no service has made {left}")
             shutil.rmtree(left, ignore_errors=True)
         yield folder
     finally:
         os.close(held)
 
 
+def check_run_folder(config: Config) -> None:
+    """Raises InvalidValue where ``run_folder_of`` would; nothing is taken over, and nothing is left."""
+    folder = Path(config.service.run_folder)
+    if not config.service.run_folder:
+        return
+    try:
+        try_folder(folder)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    if (folder / LOCK_FILE).exists() and not is_abandoned(folder / LOCK_FILE):
+        raise _in_use(folder)
+    _check_left(folder, _is_ours(folder))
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a service has been in it."""
+    return (folder / LOCK_FILE).exists() or (folder / WEIGHTS_FOLDER / "proof").is_file()
+
+
+def _check_left(folder: Path, ours: bool) -> None:
+    for left in (folder / WEIGHTS_FOLDER, folder / SNAPSHOTS_FOLDER):
+        if left.exists() and not ours:
+            allowed = f"a folder for services alone: no service has made {left}"
+            raise InvalidValue(RUN_FOLDER, str(folder), allowed)
+
+
+def _unusable(folder: Path, error: OSError) -> InvalidValue:
+    return InvalidValue(RUN_FOLDER, str(folder), f"a folder to write in ({error.strerror})")
+
+
+def _in_use(folder: Path) -> InvalidValue:
+    return InvalidValue(RUN_FOLDER, str(folder), "a folder that no running service has")
+
+
 async def recorder_of(config: Config, store: WeightStore, stack: contextlib.AsyncExitStack) -> Recorder | None:
     if not config.record:
         return None
-    folder = Path(config.record)
-    if (folder / TRAJECTORIES_FILE).exists():  # ids begin anew with each service
-        raise InvalidValue("record", config.record, "a folder without an earlier record")
+    folder = _new_record(config)
     recorder = await asyncio.to_thread(Recorder, folder)
     stack.callback(recorder.close)
     await asyncio.to_thread(recorder.keep_version, 0, store.folder(0))
     return recorder
+
+
+def check_record(config: Config) -> None:
+    """Raises InvalidValue where ``recorder_of`` would; nothing is left."""
+    if config.record:
+        try:
+            try_folder(_new_record(config))
+        except OSError as error:
+            raise unwritable(Path(config.record), error) from error
+
+
+def _new_record(config: Config) -> Path:
+    folder = Path(config.record)
+    if (folder / TRAJECTORIES_FILE).exists():  # ids begin anew with each service
+        raise InvalidValue("record", config.record, "a folder without an earlier record")
+    return folder
 
 
 def event_log_of(config: Config, stack: contextlib.AsyncExitStack) -> EventLogWriter | None:
@@ -128,3 +185,11 @@ def event_log_of(config: Config, stack: contextlib.AsyncExitStack) -> EventLogWr
     if not config.service.event_log:
         return None
     return stack.enter_context(EventLogWriter(Path(config.service.event_log), config, now_s=time.monotonic()))
+
+
+def check_event_log(config: Config) -> None:
+    """Raises InvalidValue where ``event_log_of`` would; nothing is left."""
+    if config.service.event_log:
+        file = Path(config.service.event_log)
+        new_log(file).close()
+        file.unlink()

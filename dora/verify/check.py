@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -17,6 +17,8 @@ from dora.weights.reference import read_header, weight_files
 
 ATOL_FP32: Final = 1e-3  # 5e-5 was measured between vLLM and transformers
 ATOL_BF16: Final = 0.2
+Progress = Callable[[float, str], None]  # told the share done, 0 to 1, and how far that is
+
 VIOLATIONS_MAX: Final = 1000  # sentences kept; the rest are counted
 
 
@@ -45,13 +47,15 @@ def verify(
     atol: float | None = None,
     limit: int | None = None,
     window_versions: int | None = None,
+    progress: Progress = lambda share, how_far: None,
 ) -> VerifyReport:
     """Verifies the record in ``folder``.
 
     ``atol`` is the largest absolute difference of a logprob that is accepted; by default 0.001 for fp32 weights and
     0.2 for bf16. In a mixture of experts a logprob may be that of either choice where two experts are tied to within
     rounding (dora/models/routers.py). ``limit`` recomputes the logprobs of only so many trajectories, spread evenly
-    over the record; its lines are checked in any case. Raises InvalidValue where ``folder`` is no record.
+    over the record; its lines are checked in any case. ``progress`` is told how far it is after each trajectory. Raises
+    InvalidValue where ``folder`` is no record.
     """
     if limit is not None and limit < 1:
         raise InvalidValue("limit", limit, "1 or more")
@@ -64,15 +68,18 @@ def verify(
         if trajectory.length_tokens:
             by_version[trajectory.behaviour_version].append(trajectory)
     differences, router_ties = [np.zeros(0)], 0
+    pace = _Pace([trajectory for members in by_version.values() for trajectory in members], progress)
     loosest = atol if atol is not None else ATOL_FP32
     for version, members in sorted(by_version.items()):
         weights = folder / VERSIONS_FOLDER / str(version)
         if not weights.is_dir():
             sentences.add(f"version {version} sampled {len(members)} trajectories and is not in the record.")
+            pace.passed(members)
             continue
         accepted = atol if atol is not None else _tolerance(weights)
         loosest = max(loosest, accepted)
-        for apart, ties in _differences(weights, members, accepted, sentences):
+        for trajectory, apart, ties in _differences(weights, members, accepted, sentences):
+            pace.passed([trajectory])
             differences.append(apart)
             router_ties += ties
     found = np.concatenate(differences)
@@ -99,6 +106,25 @@ def read_trajectories(file: Path) -> list[Trajectory]:
     except OSError as error:
         raise InvalidValue("record", str(file), f"a readable file ({error.strerror})") from error
     return trajectories
+
+
+class _Pace:
+    """How much of the work is done: it goes by tokens, since a long trajectory takes longer than a short one."""
+
+    def __init__(self, trajectories: Sequence[Trajectory], progress: Progress) -> None:
+        self._count = len(trajectories)
+        self._tokens = sum(map(_length, trajectories))
+        self._done = self._done_tokens = 0
+        self._progress = progress
+
+    def passed(self, trajectories: Sequence[Trajectory]) -> None:
+        self._done += len(trajectories)
+        self._done_tokens += sum(map(_length, trajectories))
+        self._progress(self._done_tokens / self._tokens, f"{self._done:,} of {self._count:,} trajectories")
+
+
+def _length(trajectory: Trajectory) -> int:
+    return len(trajectory.prompt_token_ids) + trajectory.length_tokens
 
 
 class _Sentences:
@@ -135,8 +161,8 @@ def _tolerance(weights: Path) -> float:
 
 def _differences(
     weights: Path, trajectories: Sequence[Trajectory], atol: float, sentences: _Sentences
-) -> Iterator[tuple[Float64Array, int]]:
-    """By trajectory: differences by token, and how many tied choices of experts were made the other way."""
+) -> Iterator[tuple[Trajectory, Float64Array, int]]:
+    """Each with its differences by token, and how many tied choices of experts were made the other way."""
     from dora.verify.recompute import difference, load_model, recomputed_logprobs  # loads torch
     from dora.verify.ties import with_choices_turned
 
@@ -153,4 +179,4 @@ def _differences(
                 f" {trajectory.logprobs[worst]:.6f}, version {trajectory.behaviour_version} gives"
                 f" {logprobs[worst]:.6f}, more than {atol:g} apart."
             )
-        yield apart, ties
+        yield trajectory, apart, ties

@@ -16,7 +16,9 @@ _ROWS_MAX = 16
 def load_model(folder: Path) -> Any:
     """The causal language model of a version's folder, in fp32, whatever its file holds, ready for inference."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # the command has its own
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
 
 

@@ -1,6 +1,8 @@
 """Verification finds what is wrong with a record, and nothing in a sound one."""
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from dora.cli.app import app
 from dora.errors import InvalidValue
 from dora.models.tiny import make_tiny
 from dora.record import Recorder
@@ -83,6 +87,32 @@ def test_a_sound_record_passes(record: Path, trajectories: list[Trajectory]) -> 
     assert report.tokens == sum(each.length_tokens for each in trajectories)
     assert 0 < report.max_abs_diff < 5e-5 and 0 < report.mean_abs_diff <= report.max_abs_diff
     assert verify(record, limit=2).tokens < report.tokens
+
+
+def test_progress_goes_by_tokens_and_ends_at_one(record: Path, trajectories: list[Trajectory]) -> None:
+    told: list[tuple[float, str]] = []
+    verify(record, progress=lambda share, how_far: told.append((share, how_far)))
+    assert [how_far for _, how_far in told] == [f"{count} of 6 trajectories" for count in range(1, 7)]
+    shares = [share for share, _ in told]
+    assert shares == sorted(shares) and shares[-1] == 1.0
+    assert shares[0] == pytest.approx(16 / 66)  # the longest of its version comes first
+    told.clear()
+    shutil.rmtree(record / "versions" / "1")
+    verify(record, limit=4, progress=lambda share, how_far: told.append((share, how_far)))
+    assert told[-1] == (1.0, "4 of 4 trajectories")
+
+
+def test_the_command_tells_its_progress_in_lines_on_stderr_alone(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dora.cli.verify.LINES_S", 0.0)
+    shown = CliRunner().invoke(app, ["verify", str(record), "--json"])
+    assert json.loads(shown.stdout)["ok"]
+    lines = shown.stderr.splitlines()
+    assert len(lines) == 6
+    for number, line in enumerate(lines, start=1):
+        assert re.match(rf"dora: verifying: \d+% \({number} of 6 trajectories\)(, .* left)?$", line)
+    assert lines[-1].startswith("dora: verifying: 100%")
+    monkeypatch.setattr("dora.cli.verify.LINES_S", 1e9)
+    assert CliRunner().invoke(app, ["verify", str(record)]).stderr == ""
 
 
 def test_one_corrupted_logprob_is_found(record: Path) -> None:

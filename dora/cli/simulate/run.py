@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
+from dora.cli import completion
 from dora.cli.exits import ExitCode
-from dora.cli.options import JsonOption, SettingsOption, given_options, refuse_given
+from dora.cli.options import JsonOption, given_options, refuse_given
 from dora.cli.output import print_json, progress_bar, stderr, stdout
 from dora.config import DEFAULT_POLICY
 from dora.errors import MISSING, InvalidValue, one_of
@@ -29,15 +30,37 @@ class SplitChoice(StrEnum):
     PLAN = "plan"
 
 
-Preset = Annotated[str, typer.Option(help="A cluster with its workload, such as dora-64: see `dora simulate presets`.")]
+Preset = Annotated[
+    str,
+    typer.Option(
+        autocompletion=completion.presets,
+        help="A cluster with its workload, such as dora-64: see `dora simulate presets`.",
+    ),
+]
 Policy = Annotated[
-    str, typer.Option(help=f"Strategy; by default the scenario's, which is {DEFAULT_POLICY} in presets.")
+    str,
+    typer.Option(
+        autocompletion=completion.policies,
+        help=f"Strategy; by default the scenario's, which is {DEFAULT_POLICY} in presets.",
+    ),
 ]
 Window = Annotated[int | None, typer.Option(help="Policy versions that may be live.")]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps to measure.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Training steps to run before those.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of prompts and lengths.")]
-Predictor = Annotated[str | None, typer.Option(help="Of response lengths: oracle, statistics or ranker.")]
+Predictor = Annotated[
+    str | None,
+    typer.Option(autocompletion=completion.predictors, help="Of response lengths: oracle, statistics or ranker."),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        autocompletion=completion.scenario_settings,
+        help="Override one field; may be repeated.",
+    ),
+]
 File = Annotated[Path | None, typer.Option(help="A scenario (TOML); its fields override those of a preset.")]
 Split = Annotated[
     SplitChoice, typer.Option(help="plan: training and rollout have the accelerators that `dora plan` gives them.")
@@ -107,7 +130,7 @@ def simulate(
     warmup: Warmup = 2,
     seed: Seed = 0,
     predictor: Predictor = None,
-    settings: SettingsOption = None,
+    settings: Settings = None,
     file: File = None,
     split: Split = SplitChoice.PRESET,
     compare: Compare = False,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dora.cli import completion
 from dora.cli.exits import ExitCode
 from dora.cli.options import JsonOption, given_options, refuse_given
 from dora.cli.output import print_json, progress_bar, stderr, stdout
@@ -21,8 +22,13 @@ def sweep(
     context: typer.Context,
     seeds: Annotated[int, typer.Option(min=1, help="Small clusters to try, one a seed.")] = 1000,
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
-    faults: Annotated[str, typer.Option(help="all, or kinds separated by commas: kill,hang,...")] = "all",
-    policy: Annotated[list[str] | None, typer.Option(help="all, or one strategy; may be repeated.")] = None,
+    faults: Annotated[
+        str, typer.Option(autocompletion=completion.faults, help="all, or kinds separated by commas: kill,hang,...")
+    ] = "all",
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(autocompletion=completion.swept_policies, help="all, or one strategy; may be repeated."),
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes that share the seeds; by default one a core.")
     ] = None,

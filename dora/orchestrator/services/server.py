@@ -28,13 +28,27 @@ async def serving(config: Config, runtime: Runtime, model: Path, snapshots: Path
     stubs.add_PromptsServicer_to_server(PromptService(runtime), server)
     stubs.add_OperatorServicer_to_server(OperatorService(runtime, model), server)
     stubs.add_WorkerServicer_to_server(WorkerService(runtime, snapshots), server)
-    host, _, port = config.service.listen.rpartition(":")
-    try:
-        bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise InvalidValue("--listen", config.service.listen, "a free address of this host") from error
+    address = _bound(server, config)
     await server.start()
     try:
-        yield f"{host}:{bound}"
+        yield address
     finally:
         await server.stop(grace=STREAM_END_S)
+
+
+async def check_address(config: Config) -> None:
+    """Raises InvalidValue where ``serving`` would find that it cannot listen at its address."""
+    server = grpc.aio.server(options=server_options(config.service.max_message_bytes))
+    try:
+        _bound(server, config)
+    finally:
+        await server.stop(grace=None)
+
+
+def _bound(server: grpc.aio.Server, config: Config) -> str:
+    """The address at which the server will listen."""
+    host, _, port = config.service.listen.rpartition(":")
+    try:
+        return f"{host}:{server.add_insecure_port(f'{host}:{port}')}"
+    except RuntimeError as error:
+        raise InvalidValue("--listen", config.service.listen, "a free address of this host") from error

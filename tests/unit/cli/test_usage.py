@@ -148,24 +148,35 @@ def test_the_failure_of_another_file_is_not_the_outputs() -> None:
 # -------------------------------------------------------------------------------------------------------------- serve
 
 
-def test_a_dry_run_prints_a_file_that_loads_back_to_the_same_configuration(tmp_path: Path) -> None:
-    given = ("--window", "3", "--workers", "1", "--model", "123", "--set", "rollout.temperature=0.5")
-    shown = dora("serve", *given, "--reward", "module:function", "--record", 'a "quoted" \\ folder', "--dry-run")
+ANYWHERE = ("--listen", "127.0.0.1:0")
+
+
+def test_a_dry_run_prints_a_file_that_loads_back_to_the_same_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_dense: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "123").symlink_to(tiny_dense)  # a text that looks like a number
+    given = ("--window", "3", "--workers", "1", "--model", "123", "--set", "rollout.temperature=0.5", *ANYWHERE)
+    given += ("--set", "workers.max_model_len_tokens=512", "--prompts", "tiny")
+    reward = "dora.rewards.answer:score"
+    shown = dora("serve", *given, "--reward", reward, "--record", 'a "quoted" \\ folder', "--dry-run")
     assert shown.exit_code == ExitCode.OK
     file = tmp_path / "dora.toml"
     file.write_text(shown.stdout)
     config = load_config(file)
     assert (config.window.size, config.workers.count, config.model) == (3, 1, "123")
-    assert (config.rollout.temperature, config.reward.function) == (0.5, "module:function")
+    assert (config.rollout.temperature, config.reward.function) == (0.5, reward)
     assert config.record == 'a "quoted" \\ folder'
     assert toml_of(config) == shown.stdout
 
 
-def test_short_options_override_set_and_set_overrides_the_file(tmp_path: Path) -> None:
+def test_short_options_override_set_and_set_overrides_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = tmp_path / "dora.toml"
     file.write_text('model = "tiny"\n[window]\nsize = 5\n[workers]\ncount = 5\n')
     settings = ("--set", "window.size=4", "--set", "workers.count=4")
-    shown = dora("serve", "--config", str(file), *settings, "--window", "3", "--dry-run", "--json")
+    shown = dora("serve", "--config", str(file), *settings, "--window", "3", *ANYWHERE, "--dry-run", "--json")
+    assert shown.exit_code == ExitCode.OK, shown.stderr
     tree = json.loads(shown.stdout)
     assert (tree["model"], tree["window"]["size"], tree["workers"]["count"]) == ("tiny", 3, 4)
 
@@ -209,10 +220,13 @@ def test_a_number_of_more_digits_than_can_be_read_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
-def test_a_dry_run_does_not_print_the_secret(form: tuple[str, ...]) -> None:
-    shown = dora("serve", "--token", "hush-hush", "--dry-run", *form)
-    assert shown.exit_code == ExitCode.OK
-    assert "hush-hush" not in shown.stdout
+def test_a_dry_run_does_not_print_the_secret(
+    form: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shown = dora("serve", "--model", "tiny", "--token", "hush-hush", *ANYWHERE, "--dry-run", *form)
+    assert shown.exit_code == ExitCode.OK, shown.stderr
+    assert "hush-hush" not in shown.output
     assert load_config(None, ["service.token=hush-hush"]).service.token == "hush-hush"
 
 

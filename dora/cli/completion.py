@@ -1,0 +1,303 @@
+"""What the shell may complete: settings, models, prompts, functions, and what a running service has.
+
+``dora --install-completion`` installs it. A completion is quick and silent: nothing heavy is imported, and a service
+that does not answer at once completes nothing.
+"""
+
+import ast
+import asyncio
+import os
+import re
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from importlib.util import find_spec
+from io import StringIO
+from itertools import islice
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin
+
+import typer
+
+from dora.cli.token import DEFAULT_ADDRESS, find_token
+from dora.errors import DoraError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from dora.client import Operator
+
+SERVICE_TIMEOUT_S: Final = 0.7
+REQUESTS_MOST: Final = 200
+MEANING_MOST: Final = 60  # characters
+FILES_MOST: Final = 200  # of a folder, that are looked at
+FILE_BYTES_MOST: Final = 1 << 20
+REWARDS: Final = ("dora.rewards.answer:score", "dora.rewards.reasoning_gym:score", "dora.rewards.tiny:score")
+REWARD_PARAMETERS: Final = 4
+TASKS: Final = "reasoning-gym:"
+TASK_NAME: Final = re.compile(r'^DATASET_NAME = "(\w+)"', re.MULTILINE)
+
+Found = list[str | tuple[str, str]]  # a value, or a value with what it means
+
+
+def service_settings(incomplete: str) -> Found:
+    """``section.field=value`` of a service's configuration."""
+    from dora.config import Config
+
+    return _settings(Config, incomplete)
+
+
+def scenario_settings(incomplete: str) -> Found:
+    """``section.field=value`` of a scenario."""
+    from dora.sim.scenario import Scenario
+
+    return _settings(Scenario, incomplete)
+
+
+def models(incomplete: str) -> Found:
+    """The models with names of their own, and folders."""
+    from dora.models import NAMES
+
+    return [*NAMES, *(f"{folder}/" for folder in _beside(incomplete) if folder.is_dir())]
+
+
+def planned_models(incomplete: str) -> Found:
+    """The models that ``dora plan`` knows."""
+    from dora.planning.models import MODELS
+
+    return list(MODELS)
+
+
+def hardware(incomplete: str) -> Found:
+    """The accelerators that ``dora plan`` knows."""
+    from dora.planning.hardware import HARDWARE
+
+    return list(HARDWARE)
+
+
+def presets(incomplete: str) -> Found:
+    """What ``dora simulate --preset`` takes."""
+    from dora.sim.presets import NAMES
+
+    return list(NAMES)
+
+
+def policies(incomplete: str) -> Found:
+    """The strategies of the simulator; a service has all but ``partial``."""
+    from dora.orchestrator.plugins import load_strategies
+    from dora.sim.partial import strategies
+
+    with suppress(DoraError):  # what another package brings does not load
+        load_strategies()
+    return list(strategies())
+
+
+def live_policies(incomplete: str) -> Found:
+    """The strategies of a service."""
+    from dora.orchestrator.core.policies import POLICIES
+    from dora.orchestrator.plugins import load_strategies
+
+    with suppress(DoraError):
+        load_strategies()
+    return list(POLICIES)
+
+
+def swept_policies(incomplete: str) -> Found:
+    """What ``dora simulate sweep --policy`` takes."""
+    return ["all", *live_policies(incomplete)]
+
+
+def predictors(incomplete: str) -> Found:
+    """The predictors of response lengths."""
+    from dora.config import BalanceConfig
+
+    return list(get_args(BalanceConfig.model_fields["predictor"].annotation))
+
+
+def faults(incomplete: str) -> Found:
+    """The kinds of faults, each after those that stand there already."""
+    from dora.sim.fault_kinds import KINDS
+
+    before = incomplete[: incomplete.rfind(",") + 1]
+    return [*([] if before else ["all"]), *((f"{before}{name}", kind.meaning) for name, kind in KINDS.items())]
+
+
+def event_kinds(incomplete: str) -> Found:
+    """The kinds of events and commands, each after those that stand there already."""
+    from dora.orchestrator.replay import KINDS
+
+    before = incomplete[: incomplete.rfind(",") + 1]
+    return [f"{before}{kind}" for kind in KINDS]
+
+
+def prompts(incomplete: str) -> Found:
+    """The sources of prompts: names, tasks, and files beside what is there."""
+    if incomplete.startswith(TASKS[0]) and TASKS.startswith(incomplete[: len(TASKS)]):
+        before = incomplete[: incomplete.rfind(",") + 1] or TASKS
+        return [f"{before}{task}" for task in _tasks()]
+    files = [file for file in _beside(incomplete) if file.is_dir() or file.suffix == ".jsonl"]
+    return ["tiny", "none", TASKS, *(f"{file}/" if file.is_dir() else str(file) for file in files)]
+
+
+def rewards(incomplete: str) -> Found:
+    """The built-in verifiers, and the functions of this folder's modules that take as many parameters as one does."""
+    modules = [file for file in islice(sorted(Path().glob("*.py")), FILES_MOST) if file.stem.isidentifier()]
+    return [*REWARDS, *(f"{file.stem}:{name}" for file in modules for name in _functions(file))]
+
+
+def workers(context: typer.Context, incomplete: str) -> Found:
+    """The workers of the service that the command is for."""
+
+    async def ask(operator: "Operator") -> Found:
+        status = await operator.status()
+        return [(worker.worker_id, f"{worker.state}, v{worker.version}") for worker in status.workers]
+
+    return _asked(context, ask)
+
+
+def requests(context: typer.Context, incomplete: str) -> Found:
+    """The running requests of the service that the command is for."""
+
+    async def ask(operator: "Operator") -> Found:
+        listed = await operator.trajectories("running", REQUESTS_MOST)
+        return [(row.trajectory_id, f"v{row.version} on {row.worker}") for row in listed.trajectories]
+
+    return _asked(context, ask)
+
+
+# What the values of a setting are completed from, beside what its type says.
+VALUES: Final[dict[str, Callable[[str], Found]]] = {
+    "model": models,
+    "prompts": prompts,
+    "reward.function": rewards,
+    "balance.policy": live_policies,
+}
+
+
+def _settings(model: "type[BaseModel]", incomplete: str) -> Found:
+    """Names up to ``=``; the values too once a name is there, or only one is left."""
+    fields = dict(_fields(model, ""))
+    name, given, begun = incomplete.partition("=")
+    named = [field for field in fields if field == name or (not given and field.startswith(name))]
+    if len(named) != 1:
+        return [(f"{field}=", _meaning(fields[field])) for field in named]
+    field = named[0]
+    whole = [] if given else [(f"{field}=", _meaning(fields[field]))]
+    values = _values(field, fields[field], begun)
+    pairs = (each if isinstance(each, tuple) else (each, "") for each in values)
+    return [*whole, *((f"{field}={value}", meaning) for value, meaning in pairs)]
+
+
+def _meaning(field: Any) -> str:
+    """The first words of what a setting means: shells show them in one line."""
+    return shorten((field.description or "").partition(";")[0], MEANING_MOST, placeholder="...")
+
+
+def _fields(model: "type[BaseModel]", place: str) -> Iterator[tuple[str, Any]]:
+    from dora.validation import kind_of, section_of
+
+    for name, field in model.model_fields.items():
+        section = section_of(field)
+        if section is None:
+            yield f"{place}{name}", field
+        elif get_origin(kind_of(field)) is not tuple:  # no elements of a list: their number is not known
+            yield from _fields(section, f"{place}{name}.")
+
+
+def _values(name: str, field: Any, incomplete: str) -> Found:
+    from dora.validation import kind_of
+
+    kind = kind_of(field)
+    if name in VALUES:
+        return VALUES[name](incomplete)
+    if get_origin(kind) is Literal:
+        return [str(choice) for choice in get_args(kind)]
+    if kind is bool:
+        return ["true", "false"]
+    return [(str(field.default), "the default")] if isinstance(field.default, int | float) else []
+
+
+def _tasks() -> list[str]:
+    """The tasks of reasoning-gym, read from its files: to import it takes seconds."""
+    package = find_spec("reasoning_gym")
+    folders = package.submodule_search_locations if package is not None else None
+    found: set[str] = set()
+    for folder in folders or ():
+        for file in Path(folder).rglob("*.py"):
+            with suppress(OSError, UnicodeDecodeError):
+                found.update(TASK_NAME.findall(file.read_text(encoding="utf-8")))
+    return sorted(found - {"composite"})
+
+
+def _functions(file: Path) -> Iterator[str]:
+    """Functions of a module that a call with a reward's parameters fits. The module is not run."""
+    with suppress(OSError, ValueError, SyntaxError, RecursionError):
+        if file.stat().st_size > FILE_BYTES_MOST:
+            return
+        for node in ast.parse(file.read_bytes()).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+                takes = len(node.args.posonlyargs) + len(node.args.args)
+                if node.args.vararg or takes - len(node.args.defaults) <= REWARD_PARAMETERS <= takes:
+                    yield node.name
+
+
+def _beside(incomplete: str) -> Iterable[Path]:
+    """What is in the folder that a path being typed is in."""
+    folder = Path(incomplete[: incomplete.rfind("/") + 1])
+    with suppress(OSError):
+        return islice(sorted(each for each in folder.iterdir() if not each.name.startswith(".")), FILES_MOST)
+    return ()
+
+
+def _asked(context: typer.Context, ask: "Callable[[Operator], Awaitable[Found]]") -> Found:
+    """What a service answers; nothing where there is none, or it takes too long."""
+    from dora.client import Operator
+
+    address = str(context.params.get("address") or os.environ.get("DORA_ADDRESS") or DEFAULT_ADDRESS)
+    token = str(context.params.get("token") or os.environ.get("DORA_TOKEN") or find_token(address))
+
+    async def run() -> Found:
+        async with asyncio.timeout(SERVICE_TIMEOUT_S), Operator(address, token=token) as operator:
+            return await ask(operator)
+
+    with suppress(DoraError, TimeoutError):
+        return asyncio.run(run())
+    return []
+
+
+@contextmanager
+def bash_words() -> Iterator[None]:
+    """For the duration of a completion in bash: a word is one again where bash splits it.
+
+    bash splits at ``=`` and ``:``, and what it is answered takes the place of the last part alone.
+    """
+    if os.environ.get("_DORA_COMPLETE") != "complete_bash" or not os.environ.get("COMP_CWORD", "").isdecimal():
+        yield
+        return
+    words, at = os.environ["COMP_WORDS"].split("\n"), int(os.environ["COMP_CWORD"])
+    before, current, cut = _joined(words[: at + 1])
+    os.environ["COMP_WORDS"] = "\n".join((*before, current))
+    os.environ["COMP_CWORD"] = str(len(before))
+    answered = StringIO()
+    try:
+        with redirect_stdout(answered):
+            yield
+    finally:
+        sys.stdout.write("".join(line[cut:] for line in answered.getvalue().splitlines(keepends=True)))
+
+
+def _joined(parts: Sequence[str]) -> tuple[list[str], str, int]:
+    """The words before the last one, the last one, and how much of that stands before its last part."""
+    words: list[str] = []
+    cut, glued = 0, False
+    for part in parts:
+        separates = bool(part) and not part.strip("=:")
+        if words and (separates or glued):
+            cut = len(words[-1]) + (len(part) if separates else 0)
+            words[-1] += part
+        else:
+            cut = 0
+            words.append(part)
+        glued = separates
+    return words[:-1], words[-1] if words else "", cut

@@ -1,0 +1,163 @@
+"""What shells complete: asked as they ask, by the environment that typer's scripts set."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dora.cli.app import app
+from dora.cli.completion import _joined
+from dora.config import Config, load_config
+from dora.orchestrator.core.policies import POLICIES
+from tests.unit.cli.service import TOKEN, free_port
+
+
+def completed(line: str, **environment: str) -> list[str]:
+    """The values that zsh is offered for ``line``."""
+    asked = {"_DORA_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": line, **environment}
+    answer = CliRunner(env=asked).invoke(app, [], prog_name="dora")
+    assert answer.exit_code == 0 and answer.stderr == "", answer.stderr
+    return [
+        value.replace(r"\\:", ":") for value in re.findall(r'^(?:_arg.*\(\()?"([^"]+)"', answer.stdout, re.MULTILINE)
+    ]
+
+
+def completed_in_bash(*words: str) -> list[str]:
+    """The same as bash asks it, which splits words at ``=`` and ``:``."""
+    asked = {"_DORA_COMPLETE": "complete_bash", "COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1)}
+    return CliRunner(env=asked).invoke(app, [], prog_name="dora").stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("dora sta", ["status"]),
+        ("dora simulate pre", ["presets"]),
+        ("dora serve --model t", ["tiny", "tiny-moe"]),
+        ("dora demo --model s", ["smollm2"]),
+        ("dora prepare tiny-", ["tiny-moe"]),
+        ("dora profile --model ti", ["tiny", "tiny-moe"]),
+        ("dora profile --clock c", ["cpu"]),
+        ("dora serve --set window.s", ["window.size=", "window.size=2"]),
+        ("dora serve --set window.", ["window.size=", "window.groups_per_step="]),
+        ("dora serve --set balance.dora.l", ["balance.dora.level_gap=", "balance.dora.level_gap=2"]),
+        ("dora serve --set workers.engine=", ["workers.engine=vllm", "workers.engine=fake"]),
+        ("dora serve --set rollout.ignore_eos=t", ["rollout.ignore_eos=true"]),
+        ("dora serve --set balance.policy=la", ["balance.policy=laxity", "balance.policy=laminar"]),
+        ("dora serve --set model=ti", ["model=tiny", "model=tiny-moe"]),
+        ("dora serve --set nothing.like=it", []),
+        ("dora demo --set workers.dt", ["workers.dtype=", "workers.dtype=float32", "workers.dtype=bfloat16"]),
+        ("dora simulate --set cluster.train_g", ["cluster.train_gpus="]),
+        ("dora simulate --preset dora", ["dora-64", "dora-128"]),
+        ("dora simulate --policy pa", ["partial"]),
+        ("dora simulate --predictor r", ["ranker"]),
+        ("dora simulate sweep --policy al", ["all"]),
+        ("dora simulate sweep --faults kill,reo", ["kill,reorder"]),
+        ("dora replay log --only StepC", ["StepCommitted"]),
+        ("dora replay log --only LoadVersion,StepC", ["LoadVersion,StepCommitted"]),
+        ("dora plan --model qwen2.5-3", ["qwen2.5-32b"]),
+        ("dora plan --hardware h", ["h800", "h20"]),
+        ("dora trajectories --state r", ["running"]),
+    ],
+)
+def test_values_are_completed(line: str, values: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = completed(line)
+    assert found[: len(values)] == values and (values or not found)
+
+
+def test_every_setting_is_completed_and_every_value_offered_is_allowed() -> None:
+    names = completed("dora serve --set ")
+    assert {"model=", "window.size=", "service.listen=", "selection.filter="} <= set(names)
+    assert all(name.endswith("=") for name in names) and len(names) > 50
+    for name in names:
+        for value in completed(f"dora serve --set {name}"):
+            if not value.startswith(("prompts=", "reward.function=", "model=", "balance.cost."))  # given together:
+                load_config(None, ["workers.max_model_len_tokens=4096", value])
+    assert [f"balance.policy={policy}" for policy in POLICIES] == completed("dora serve --set balance.policy=")
+    assert set(Config.model_fields) >= {name.partition(".")[0].rstrip("=") for name in names}
+
+
+def test_prompts_are_names_tasks_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sets").mkdir()
+    for name in ("mine.jsonl", "notes.txt", "sets/a.jsonl", "sets/.hidden.jsonl"):
+        (tmp_path / name).write_text("")
+    assert completed("dora serve --prompts ") == ["tiny", "none", "reasoning-gym:", "mine.jsonl", "sets/"]
+    assert completed("dora serve --prompts sets/") == ["sets/a.jsonl"]
+    assert completed("dora serve --prompts reasoning-gym:chain") == ["reasoning-gym:chain_sum"]
+    two = completed("dora serve --prompts reasoning-gym:chain_sum:2,leg")
+    assert two == ["reasoning-gym:chain_sum:2,leg_counting"]
+    assert len(completed("dora serve --prompts rea")) > 90
+
+
+def test_the_tasks_are_those_of_the_package() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    offered = {value.partition(":")[2] for value in completed("dora serve --prompts reasoning-gym:")}
+    assert offered == set(DATASETS) - {"composite"}
+
+
+def test_rewards_are_functions_that_fit_and_no_module_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "raise SystemExit('run')\n"
+        "def score(prompt, response, ids, verifier, scale=1.0): ...\n"
+        "async def judge(*given): ...\n"
+        "def helper(text): ...\n"
+        "def _score(a, b, c, d): ...\n"
+    )
+    (tmp_path / "broken.py").write_text("def (:\n")
+    (tmp_path / "odd.py").write_bytes(b"\xff\x00")
+    assert completed("dora serve --reward m") == ["mine:score", "mine:judge"]
+    assert completed("dora serve --reward dora.rewards.t") == ["dora.rewards.tiny:score"]
+    assert completed_in_bash("dora", "serve", "--reward", "mine", ":", "j") == ["judge"]
+
+
+def test_workers_and_requests_are_those_of_the_service(address: str) -> None:
+    at = f"--address {address} --token {TOKEN}"
+    assert completed(f"dora drain {at} ") == ["w0", "w1", "w2"]
+    assert completed(f"dora migrate {at} g3.0 --to w") == ["w0", "w1", "w2"]
+    assert completed(f"dora migrate {at} ") == ["g3.0"]
+    assert completed("dora drain ", DORA_ADDRESS=address, DORA_TOKEN=TOKEN) == ["w0", "w1", "w2"]
+
+
+def test_a_service_that_does_not_answer_completes_nothing_and_says_nothing(address: str) -> None:
+    assert completed(f"dora drain --address 127.0.0.1:{free_port()} ") == []
+    assert completed(f"dora drain --address {address} --token wrong ") == []
+    assert completed("dora drain --address nowhere ") == []
+    began_s = time.monotonic()
+    assert completed("dora migrate --address 192.0.2.1:7070 ") == []  # an address that swallows what is sent to it
+    assert time.monotonic() - began_s < 10.0
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        (("dora", "serve", "--set", "balance.policy", "=", "la"), ["laxity", "laminar"]),
+        (("dora", "serve", "--set", "workers.engine", "="), ["vllm", "fake"]),
+        (("dora", "serve", "--set", "window.si"), ["window.size=", "window.size=2"]),
+        (("dora", "serve", "--prompts", "reasoning-gym", ":", "chain"), ["chain_sum"]),
+        (("dora", "serve", "--prompts", "reasoning-gym", ":", "chain_sum", ":", "2,leg"), ["2,leg_counting"]),
+        (("dora", "serve", "--listen", "127.0.0.1", ":", "0", "--model", "tiny-"), ["tiny-moe"]),
+        (("dora", "sta"), ["status"]),
+    ],
+)
+def test_bash_is_answered_with_the_part_that_it_asks_for(words: tuple[str, ...], values: list[str]) -> None:
+    assert completed_in_bash(*words) == values
+
+
+def test_words_that_bash_split_are_joined() -> None:
+    assert _joined(["dora", "--set", "a", "=", "b", ":", "c"]) == (["dora", "--set"], "a=b:c", 4)
+    assert _joined(["dora", "--set", "a", "="]) == (["dora", "--set"], "a=", 2)
+    assert _joined(["dora", "a", "=", "b", "c"]) == (["dora", "a=b"], "c", 0)
+    assert _joined(["dora", ""]) == (["dora"], "", 0)
+
+
+def test_the_script_that_shells_load_is_shown() -> None:
+    shown = CliRunner(env={"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}).invoke(app, ["--help"])
+    assert "--install-completion" in shown.stdout and "--show-completion" in shown.stdout
+    script = CliRunner(env={"_DORA_COMPLETE": "source_bash"}).invoke(app, [], prog_name="dora").stdout
+    assert "_DORA_COMPLETE=complete_bash" in script and "complete -o default -F _dora_completion dora" in script
