@@ -50,6 +50,10 @@ class Step:
         self._commit: Commit | None = None
         self._waited_s = 0.0
 
+    def __repr__(self) -> str:
+        state = "committed" if self.committed else f"{self.groups_taken} groups taken"
+        return f"<Step {self.number}: {state}>"
+
     @property
     def version(self) -> int:
         """The newest policy version: the one that this step improves on."""
@@ -149,7 +153,7 @@ class Step:
             self._repeated.add(message.group_id)
             if message.group_id not in self._seen:
                 self._seen.add(message.group_id)
-                self._pending.append(group_from_wire(*parts))
+                self._pending.append(group_from_wire(*parts, decoder=self._session.decode))
 
     def _finish(self) -> None:
         groups_per_step = self._session.attachment.groups_per_step
