@@ -74,6 +74,10 @@ class Step:
         """Raises Conflict where another trainer has taken over, ServiceUnavailable when reconnecting failed."""
         if not await self.has_groups():
             raise StopAsyncIteration
+        return self.take()
+
+    def take(self) -> TrajectoryGroup:
+        """The next group that has come: only after :meth:`has_groups`."""
         return self._pending.popleft()
 
     async def has_groups(self) -> bool:
@@ -139,6 +143,9 @@ class Step:
             if batch is None:
                 self._finish()
                 return
+        except asyncio.CancelledError:  # gRPC ends a stream whose reading is cancelled: go on with another one
+            self._stream = None
+            raise
         except ServiceUnavailable as error:
             self._stream = None
             self._check_current(await self._session.attach_again(error))
