@@ -1,17 +1,20 @@
 """DORA: a rollout service for reinforcement-learning post-training of language models.
 
 ``import dora`` is light: it loads neither torch nor vLLM. The trainer client is reached as ``dora.Trainer``,
-the prompt client as ``dora.Prompts``, what it submits as ``dora.Prompt``.
+the prompt client as ``dora.Prompts``, what it submits as ``dora.Prompt``; ``dora.sync`` has both clients for code that
+is not asynchronous.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dora import sync
     from dora.client import Prompts, Trainer
     from dora.types import Prompt
 
 __version__ = "0.1.0"
-__all__ = ["Prompt", "Prompts", "Trainer", "__version__"]
+__all__ = ["Prompt", "Prompts", "Trainer", "__version__", "sync"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +26,6 @@ def __getattr__(name: str) -> Any:
         from dora.types import Prompt
 
         return Prompt
+    if name == "sync":
+        return import_module("dora.sync")
     raise AttributeError(f"module 'dora' has no attribute {name!r}")

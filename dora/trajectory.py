@@ -1,19 +1,19 @@
 """One finished response, and the prompt group it belongs to: what a trainer receives and what the record holds.
 
-Arrays are numpy and read-only. Per response token there is one log probability and one mask byte; nothing is ever
-re-tokenised, so ``response_token_ids`` are exactly the ids that were sampled.
+Arrays are numpy, writable, and nobody else's: ``torch.from_numpy`` takes them as they are. Per response token there is
+one log probability and one mask byte; nothing is ever re-tokenised, so ``response_token_ids`` are exactly the ids that
+were sampled.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
 from typing import Any, Final, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from dora.errors import MISSING, InvalidValue, one_of
+from dora.errors import MISSING, Conflict, InvalidValue, one_of
 from dora.types import Arrival, FinishReason, SamplingParams, Segment
 
 Int32Array = npt.NDArray[np.int32]
@@ -22,6 +22,9 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Uint8Array = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
+Decoder = Callable[[Sequence[int], bool], str]  # token ids, and whether special tokens are shown
+
+STD_LEAST: Final = 1e-6  # of a group's rewards; if they differ by less, they are the same reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class EnvironmentEvent:
     at: float  # seconds since the Unix epoch
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Trajectory:
     """One complete response. ``n`` below is ``length_tokens``; times are seconds since the Unix epoch."""
 
@@ -64,11 +67,12 @@ class Trajectory:
     worker_history: tuple[Segment, ...]
     length_tokens: int
     events: tuple[EnvironmentEvent, ...] = field(default=())
+    decoder: Decoder | None = field(default=None)  # where it came from a client: no part of the record
 
     def __post_init__(self) -> None:
-        """Takes any integer or float sequences, keeps read-only arrays. Raises InvalidValue where lengths differ."""
+        """Takes any integer or float sequences, keeps arrays of its own. Raises InvalidValue where lengths differ."""
         for name, dtype in _ARRAYS.items():
-            object.__setattr__(self, name, frozen_array(getattr(self, name), dtype, name))
+            object.__setattr__(self, name, own_array(getattr(self, name), dtype, name))
         tokens = len(self.response_token_ids)
         for name in ("logprobs", "loss_mask"):
             if len(getattr(self, name)) != tokens:
@@ -84,11 +88,31 @@ class Trajectory:
         if self.finish_reason not in get_args(FinishReason):
             raise InvalidValue(f"trajectory {self.trajectory_id}: finish_reason", self.finish_reason, "stop or length")
 
+    def __repr__(self) -> str:
+        reward = f"reward {self.reward:g}" if self.reward_valid else "no valid reward"
+        ended = f"{self.length_tokens} tokens, {self.finish_reason}"
+        return f"<Trajectory {self.trajectory_id}: {ended}, {reward}, version {self.behaviour_version}>"
+
+    @property
+    def text(self) -> str:
+        """The response in the model's tokenizer, special tokens left out: what the reward function was given.
+
+        Raises Conflict where no tokenizer is at hand, as :meth:`dora.client.session.Session.decode` says.
+        """
+        return self.decoded(self.response_token_ids)
+
+    def decoded(self, token_ids: Int32Array, special_tokens: bool = False) -> str:
+        """``token_ids`` as text, special tokens shown or left out. Raises as :attr:`text`."""
+        if self.decoder is None:
+            allowed = "one that a trainer received; any other is decoded by a tokenizer of your own"
+            raise Conflict("trajectory", self.trajectory_id, allowed, why="has no tokenizer")
+        return self.decoder(token_ids.tolist(), special_tokens)
+
     def to_json_dict(self) -> dict[str, Any]:
         """The trajectory record: plain JSON values, keys as the fields. float32 values survive exactly, NaN is null."""
         record: dict[str, Any] = {}
-        for each in fields(self):
-            record[each.name] = getattr(self, each.name)
+        for name in _recorded():
+            record[name] = getattr(self, name)
         for name in _ARRAYS:
             record[name] = record[name].tolist()
         record["sampling"] = asdict(self.sampling)
@@ -102,7 +126,7 @@ class Trajectory:
     @classmethod
     def from_json_dict(cls, record: Mapping[str, Any]) -> "Trajectory":
         """The inverse of :meth:`to_json_dict`. Raises InvalidValue for a missing, unknown or misshapen field."""
-        names = {each.name for each in fields(cls)}
+        names = set(_recorded())
         for name in sorted(names - record.keys()):
             raise InvalidValue(f"trajectory record: {name}", MISSING, "in every record")
         for name in sorted(record.keys() - names):
@@ -129,9 +153,17 @@ _ARRAYS: Final[Mapping[str, npt.DTypeLike]] = {
 }
 
 
-@dataclass(frozen=True)
+def _recorded() -> tuple[str, ...]:
+    """The fields of a trajectory's record."""
+    return tuple(each.name for each in fields(Trajectory) if each.name != "decoder")
+
+
+@dataclass(frozen=True, repr=False)
 class TrajectoryGroup:
-    """All responses to one prompt, by ``sample_index``. Arrays have shape (group,) or (group, longest response)."""
+    """All responses to one prompt, by ``sample_index``. Arrays have shape (group,) or (group, longest response).
+
+    Each access makes a new array: what is done to one changes neither the group nor what is asked of it later.
+    """
 
     group_id: str
     trajectories: tuple[Trajectory, ...]
@@ -144,40 +176,74 @@ class TrajectoryGroup:
     def __len__(self) -> int:
         return len(self.trajectories)
 
+    def __repr__(self) -> str:
+        if not self.trajectories:
+            return f"<TrajectoryGroup {self.group_id}: no responses>"
+        valid, lengths = self.rewards[self.rewards_valid], self.lengths
+        rewards = f"mean reward {valid.mean():.3g} of {len(valid)} valid" if len(valid) else "no valid reward"
+        size = f"{len(self)} responses of {lengths.min()} to {lengths.max()} tokens"
+        version = self.trajectories[0].behaviour_version
+        return f"<TrajectoryGroup {self.group_id}: {size}, {rewards}, version {version}>"
+
     @property
     def prompt_id(self) -> str:
         return self.trajectories[0].prompt_id
 
-    @cached_property
+    @property
     def prompt_token_ids(self) -> Int32Array:
         """The prompt, the same for every response."""
-        return self.trajectories[0].prompt_token_ids
+        return self.trajectories[0].prompt_token_ids.copy()
 
-    @cached_property
+    @property
+    def prompt_text(self) -> str:
+        """The prompt as the model read it, special tokens and all. Raises as :attr:`Trajectory.text`."""
+        return self.trajectories[0].decoded(self.trajectories[0].prompt_token_ids, special_tokens=True)
+
+    @property
     def rewards(self) -> Float64Array:
         """(group,); NaN or meaningless where ``rewards_valid`` is False."""
         return np.array([trajectory.reward for trajectory in self.trajectories], np.float64)
 
-    @cached_property
+    @property
     def rewards_valid(self) -> BoolArray:
         """(group,): whether the reward may be trained on: declared valid by the verifier, and a finite number."""
         declared = np.array([trajectory.reward_valid for trajectory in self.trajectories], np.bool_)
         return declared & np.isfinite(self.rewards)
 
-    @cached_property
+    @property
     def versions(self) -> Int64Array:
         """(group,): behaviour versions."""
         return np.array([trajectory.behaviour_version for trajectory in self.trajectories], np.int64)
 
-    @cached_property
+    @property
     def staleness(self) -> Int64Array:
         """(group,): trained step less behaviour version."""
         return np.array([trajectory.staleness for trajectory in self.trajectories], np.int64)
 
-    @cached_property
+    @property
     def lengths(self) -> Int64Array:
         """(group,): response tokens."""
         return np.array([trajectory.length_tokens for trajectory in self.trajectories], np.int64)
+
+    def advantages(self, *, normalize: bool = True) -> Float32Array:
+        """(group,): how much better each response is than its group. What GRPO multiplies each of its tokens by.
+
+            A_i = (r_i - mean(r)) / std(r)
+
+        Mean and population standard deviation are over the *valid* rewards. A response whose reward is not valid has
+        advantage 0, so its tokens have no gradient. All are 0 where fewer than two rewards are valid, or where the
+        valid ones are equal: such a group teaches nothing. ``normalize=False`` leaves the division out.
+
+        Source: *DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models*, section 4.1.2;
+        without the division, *Understanding R1-Zero-Like Training: A Critical Perspective*, section 3.
+        """
+        rewards, valid = self.rewards, self.rewards_valid
+        advantages = np.zeros(len(self), np.float32)
+        chosen = rewards[valid]
+        deviation = chosen.std() if len(chosen) >= 2 else 0.0
+        if deviation > STD_LEAST:
+            advantages[valid] = (chosen - chosen.mean()) / (deviation if normalize else 1.0)
+        return advantages
 
     def tokens(self, pad: int = 0) -> Int32Array:
         """(group, longest): response token ids, padded on the right with ``pad``."""
@@ -198,21 +264,19 @@ class TrajectoryGroup:
         return padded
 
 
-def frozen_array(values: Sequence[float] | npt.NDArray[Any], dtype: npt.DTypeLike, name: str) -> npt.NDArray[Any]:
-    """``values`` as a read-only one-dimensional array, copied only where it must be. Raises InvalidValue otherwise."""
+def own_array(values: Sequence[float] | npt.NDArray[Any], dtype: npt.DTypeLike, name: str) -> npt.NDArray[Any]:
+    """``values`` as a new one-dimensional array. Raises InvalidValue where they are none."""
     kinds = "iub" if np.issubdtype(dtype, np.integer) else "iubf"
     try:
         given = np.asarray(values)
         if given.size and given.dtype.kind not in kinds:
             raise InvalidValue(name, str(values)[:80], f"a sequence of {np.dtype(dtype)}")
-        array = np.asarray(values, dtype)
+        array = np.array(values, dtype)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidValue(name, str(values)[:80], f"a sequence of {np.dtype(dtype)} ({error})") from error
     if array.ndim != 1:
         raise InvalidValue(f"{name}: dimensions", array.ndim, "1")
-    view = array.view()  # the caller's own array keeps its flags
-    view.flags.writeable = False
-    return view
+    return array
 
 
 def _segment_to_json(segment: Segment) -> dict[str, Any]:

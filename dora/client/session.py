@@ -4,21 +4,25 @@ import asyncio
 import contextlib
 import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import grpc
 
 from dora.client.connection import Connection, Patience
 from dora.client.publication import Weights, place_weights, upload
-from dora.errors import Conflict, InvalidValue
+from dora.errors import MISSING, Conflict, InvalidValue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import MAX_MESSAGE_BYTES
 from dora.rpc.dora_pb2_grpc import TrainerStub
 from dora.rpc.errors import ServiceUnavailable
 from dora.weights.files import WeightFile
 from dora.weights.reference import TensorHeader
+
+if TYPE_CHECKING:
+    from dora.prompts.tokenizer import ChatTokenizer
 
 _ATTACH_TIMEOUT_S = 30.0
 
@@ -34,7 +38,7 @@ class Attachment:
     model: str  # the model folder on the service's host
     reference_version: int
     max_message_bytes: int  # 0: the service named no limit
-    tensors: tuple[TensorHeader, ...]  # what published weights must hold
+    tensors: tuple[TensorHeader, ...] = field(repr=False)  # what published weights must hold
     store_folder: Path | None  # where weights may be written directly; None where the host is not shared
 
 
@@ -49,22 +53,30 @@ class Session:
         name: str = "trainer",
         connect_s: float = 10.0,
         reconnect_s: float = 60.0,
+        tokenizer: str | Path | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """Connects to nothing yet.
 
         ``name`` is shown to operators. ``connect_s`` and ``reconnect_s`` say how long to try before the first contact
-        and after a connection broke. Raises InvalidValue for a token that no header can hold.
+        and after a connection broke. ``tokenizer``: the model folder whose tokenizer makes texts; by default the
+        service's, which takes a shared host. Raises InvalidValue for a token that no header can hold.
         """
         self.connection = Connection(address, token, max_message_bytes)
         self.patience = Patience(reconnect_s)
         self._name = name
         self._connect_s = connect_s
+        self._tokenizer_folder = tokenizer
+        self._tokenizer: ChatTokenizer | None = None
         self._groups_per_step = 0
         self._attachment: Attachment | None = None
         self._begun = False  # steps were asked for since: the attachment's next step may be over
         self._stub: TrainerStub | None = None
         self._staying: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        epoch = f"epoch {self._attachment.epoch}" if self._attachment is not None else "not attached"
+        return f"<{type(self).__name__} {self._name} at {self.connection.address}, {epoch}>"
 
     async def __aenter__(self) -> Self:
         self._stub = self.connection.stub(TrainerStub)
@@ -90,6 +102,27 @@ class Session:
         if self._attachment is None:
             raise Conflict("trainer", self._name, "attached first, by attach() or steps()", why="is not attached")
         return self._attachment
+
+    def decode(self, token_ids: Sequence[int], special_tokens: bool = False) -> str:
+        """Token ids as text, special tokens shown or left out. What ``trajectory.text`` calls.
+
+        The first call reads the tokenizer, in some seconds where this user never used it before; transformers stays
+        outside this process. Raises Conflict where the service's folder is not on this host and none was named,
+        InvalidValue for a folder without a tokenizer.
+        """
+        if self._tokenizer is None:
+            from dora.prompts.tokenizer import ChatTokenizer  # only who wants text needs it
+
+            self._tokenizer = ChatTokenizer(self._model_folder())
+        return self._tokenizer.decode(token_ids, special_tokens)
+
+    def _model_folder(self) -> Path:
+        if self._tokenizer_folder is not None:
+            return Path(self._tokenizer_folder)
+        if self.attachment.store_folder is None:
+            allowed = "given, with the model's folder on this host: dora.Trainer(..., tokenizer=FOLDER)"
+            raise Conflict("tokenizer", MISSING, allowed)
+        return Path(self.attachment.model)
 
     async def attach(self, groups: int = 0) -> Attachment:
         """Becomes the service's one active trainer. ``groups``: of each step; 0 for as many as the service has.

@@ -48,6 +48,10 @@ class Step:
         self._commit: Commit | None = None
         self._waited_s = 0.0
 
+    def __repr__(self) -> str:
+        state = "committed" if self.committed else f"{self.groups_taken} groups taken"
+        return f"<Step {self.number}: {state}>"
+
     @property
     def version(self) -> int:
         """The newest policy version: the one that this step improves on."""
@@ -72,6 +76,10 @@ class Step:
         """
         if not await self.has_groups():
             raise StopAsyncIteration
+        return self.take()
+
+    def take(self) -> TrajectoryGroup:
+        """The next group that has come: only after :meth:`has_groups`."""
         return self._pending.popleft()
 
     async def has_groups(self) -> bool:
@@ -141,6 +149,9 @@ class Step:
         except VersionRejected:
             self._stream = None  # asked again once the version is published anew
             raise
+        except asyncio.CancelledError:  # gRPC ends a stream whose reading is cancelled: go on with another one
+            self._stream = None
+            raise
         except ServiceUnavailable as error:
             self._stream = None
             self._check_current(await self._session.attach_again(error))
@@ -155,7 +166,7 @@ class Step:
             self._repeated.add(message.group_id)
             if message.group_id not in self._seen:
                 self._seen.add(message.group_id)
-                self._pending.append(group_from_wire(*parts))
+                self._pending.append(group_from_wire(*parts, decoder=self._session.decode))
 
     def _finish(self) -> None:
         groups_per_step = self._session.attachment.groups_per_step

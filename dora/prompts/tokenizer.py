@@ -60,9 +60,9 @@ class ChatTokenizer:
             raise InvalidValue("messages", messages, f"what the chat template takes ({error})") from error
         return text
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], special_tokens: bool = False) -> str:
+        """The text of token ids, special tokens shown or left out."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=not special_tokens)
 
     @cached_property
     def _template(self) -> Template:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from dora.errors import InvalidValue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import BATCH_BYTES, MAX_MESSAGE_BYTES, check_message_bytes
-from dora.trajectory import EnvironmentEvent, Trajectory, TrajectoryGroup, frozen_array
+from dora.trajectory import Decoder, EnvironmentEvent, Trajectory, TrajectoryGroup, own_array
 from dora.types import (
     Arrival,
     Canary,
@@ -77,8 +77,8 @@ def trajectory_to_wire(trajectory: Trajectory) -> pb.Trajectory:
     )
 
 
-def trajectory_from_wire(message: pb.Trajectory) -> Trajectory:
-    """The arrays are views of the message's bytes: nothing is copied. Raises InvalidValue where lengths differ."""
+def trajectory_from_wire(message: pb.Trajectory, decoder: Decoder | None = None) -> Trajectory:
+    """``decoder``: makes its texts, where it is asked for them. Raises InvalidValue where lengths differ."""
     return Trajectory(
         **_named(message, _TRAJECTORY),
         prompt_token_ids=_array(message.prompt_token_ids, _INT32, "prompt_token_ids"),
@@ -92,12 +92,13 @@ def trajectory_from_wire(message: pb.Trajectory) -> Trajectory:
             EnvironmentEvent(event.position_token, event.kind, event.name, event.content, event.at)
             for event in message.events
         ),
+        decoder=decoder,
     )
 
 
-def group_from_wire(*parts: pb.TrajectoryGroup) -> TrajectoryGroup:
-    """Of all the messages that one group came in."""
-    trajectories = tuple(trajectory_from_wire(each) for part in parts for each in part.trajectories)
+def group_from_wire(*parts: pb.TrajectoryGroup, decoder: Decoder | None = None) -> TrajectoryGroup:
+    """Of all the messages that one group came in. ``decoder`` as in :func:`trajectory_from_wire`."""
+    trajectories = tuple(trajectory_from_wire(each, decoder) for part in parts for each in part.trajectories)
     return TrajectoryGroup(parts[0].group_id, trajectories)
 
 
@@ -218,7 +219,7 @@ def prompt_to_wire(prompt: Prompt) -> pb.Prompt:
     return pb.Prompt(
         prompt_id=prompt.prompt_id,
         task_id=prompt.task_id,
-        token_ids=frozen_array(prompt.token_ids, _INT32, "token_ids").tobytes(),
+        token_ids=own_array(prompt.token_ids, _INT32, "token_ids").tobytes(),
         text=prompt.text,
         group_size=prompt.group_size,
         sampling_json=json.dumps(dict(prompt.sampling)),

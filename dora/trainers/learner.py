@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dora.errors import InvalidValue
-from dora.trainers.loss import clipped_token_loss, group_advantages, kl_sum
+from dora.trainers.loss import clipped_token_loss, kl_sum
 from dora.trajectory import Trajectory, TrajectoryGroup
 
 ROW_FILL_MIN = 0.7  # the share of its row in a micro-batch that a trajectory must fill
@@ -96,7 +96,7 @@ class Learner:
         self._sums.rewards.extend(group.rewards[group.rewards_valid].tolist())
         self._sums.rewards_invalid += int((~group.rewards_valid).sum())
         self._sums.staleness.extend(group.staleness.tolist())
-        advantages = group_advantages(group.rewards, group.rewards_valid)
+        advantages = group.advantages()
         rows = [
             (trajectory, float(advantage))
             for trajectory, advantage, valid in zip(group.trajectories, advantages, group.rewards_valid, strict=True)

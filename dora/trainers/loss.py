@@ -1,16 +1,13 @@
-"""GRPO's advantage and DAPO's token-level, asymmetrically clipped loss.
+"""DAPO's token-level, asymmetrically clipped loss.
 
-Sources: GRPO (DeepSeekMath), group-relative advantages; DAPO, clip-higher and one mean over all tokens of a batch
-rather than a mean of per-response means, so that a token weighs the same in a long response as in a short one.
+Source: DAPO, clip-higher and one mean over all tokens of a batch rather than a mean of per-response means, so that a
+token weighs the same in a long response as in a short one.
 """
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-_STD_FLOOR = 1e-6  # rewards that differ by less are the same reward
 _LOG_RATIO_MAX = 20.0  # exp of more overflows float32 sums; such a ratio is clipped, or loud in the metrics, anyway
 
 
@@ -24,20 +21,6 @@ class TokenLoss:
     ratio_max: float
     logprob_sum: float  # of the present policy
     logprob_diff_sum: float  # |present - behaviour|
-
-
-def group_advantages(rewards: npt.NDArray[np.float64], valid: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """(group,) -> (group,): (reward - mean) / standard deviation over the valid ones; 0 for the rest.
-
-    All 0 where fewer than two are valid or all valid rewards are equal: such a group teaches nothing.
-    """
-    advantages = np.zeros(len(rewards), np.float64)
-    if valid.sum() >= 2:
-        chosen = rewards[valid]
-        deviation = chosen.std()
-        if deviation > _STD_FLOOR:
-            advantages[valid] = (chosen - chosen.mean()) / deviation
-    return advantages
 
 
 def clipped_token_loss(

@@ -1,9 +1,10 @@
 """What the trainer's client and a service promise each other, over real gRPC.
 
-The ``service`` fixture is a parameter: everything in the first part holds for any service that serves two groups a
-step of its own making; the second part breaks connections, which takes the scripted service.
+The client is a parameter: the synchronous one keeps the same promises. The first part holds for any service that
+serves two groups a step of its own making; the second part breaks connections, which takes the scripted service.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ import numpy as np
 import pytest
 
 import dora
-from dora.client import Step
 from dora.errors import Conflict, InvalidValue
 from dora.models.tiny import make_tiny
+from dora.prompts import ChatTokenizer
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import trajectory_to_wire
 from dora.rpc.errors import LimitExceeded, ServiceUnavailable, Unauthenticated
 from dora.types import Prompt
 from dora.weights.canary import compute_canary
+from tests.contract.awaited import AwaitedPrompts, AwaitedTrainer
 from tests.contract.trainer_service import TOKEN, Running, make_trajectory, start_service
 
 GROUPS = 2
@@ -30,9 +32,19 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("dense", tmp_path_factory.mktemp("models") / "tiny")
 
 
-@pytest.fixture(params=["scripted"])
-async def service(request: pytest.FixtureRequest, tmp_path: Path, model_folder: Path) -> AsyncIterator[Running]:
+@pytest.fixture(params=["asynchronous", "synchronous"])
+def client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+# What the client sends by hand goes past the clients' own methods, so one of them is enough.
+by_hand = pytest.mark.parametrize("client", ["asynchronous"], indirect=True)
+
+
+@pytest.fixture
+async def service(client: str, tmp_path: Path, model_folder: Path) -> AsyncIterator[Running]:
     running = await start_service(tmp_path / "store", model_folder)
+    running.client = client
     yield running
     await running.server.stop(None)
 
@@ -44,11 +56,20 @@ def tensors(model_folder: Path) -> dict[str, Any]:
     return load_file(model_folder / "model.safetensors")
 
 
-def trainer_of(service: Running, **options: Any) -> dora.Trainer:
-    return dora.Trainer(service.address, **{"token": TOKEN, "reconnect_s": 20.0, **options})
+def trainer_of(service: Running, **options: Any) -> Any:
+    options = {"token": TOKEN, "reconnect_s": 20.0, **options}
+    if service.client == "synchronous":
+        return AwaitedTrainer(dora.sync.Trainer(service.address, **options))
+    return dora.Trainer(service.address, **options)
 
 
-async def group_ids(step: Step) -> list[str]:
+def prompts_of(service: Running, **options: Any) -> Any:
+    if service.client == "synchronous":
+        return AwaitedPrompts(dora.sync.Prompts(service.address, TOKEN, **options))
+    return dora.Prompts(service.address, TOKEN, **options)
+
+
+async def group_ids(step: Any) -> list[str]:
     return [group.group_id async for group in step]
 
 
@@ -117,6 +138,7 @@ async def test_wrong_weights_name_the_tensor_and_the_service_goes_on(service: Ru
         assert (await step.commit(tensors)).version == 1
 
 
+@by_hand
 async def test_the_service_itself_refuses_wrong_versions_and_weights(service: Running, tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
@@ -141,6 +163,7 @@ async def test_the_service_itself_refuses_wrong_versions_and_weights(service: Ru
             await trainer.connection.call(trainer.stub.CommitStep, request)
 
 
+@by_hand
 async def test_without_the_token_nothing_is_served(service: Running) -> None:
     for token in ("", "wrong"):
         async with trainer_of(service, token=token) as trainer:
@@ -150,6 +173,24 @@ async def test_without_the_token_nothing_is_served(service: Running) -> None:
             stream = trainer.stub.StreamStep(pb.StreamStepRequest(), metadata=trainer.connection.metadata)
             with pytest.raises(Unauthenticated, match="token"):
                 await trainer.connection.read(stream)
+
+
+async def test_texts_are_what_the_services_tokenizer_makes_of_the_ids(service: Running, model_folder: Path) -> None:
+    theirs = ChatTokenizer(model_folder)
+    async with trainer_of(service) as trainer:
+        group = await anext(await anext(trainer.steps(groups=GROUPS)))
+        for trajectory in group.trajectories:
+            assert trajectory.text == theirs.decode(trajectory.response_token_ids.tolist()) != ""
+        assert group.prompt_text == theirs.decode([1, 2], special_tokens=True) != ""
+    service.service.shared = False  # the path that the service names is then another host's
+    for folder in (None, model_folder):
+        async with trainer_of(service, tokenizer=folder) as trainer:
+            group = await anext(await anext(trainer.steps(groups=GROUPS)))
+            if folder is None:
+                with pytest.raises(Conflict, match=r"tokenizer is missing: it must be given, .*tokenizer=FOLDER"):
+                    group.prompt_text  # noqa: B018
+            else:
+                assert group.prompt_text == theirs.decode([1, 2], special_tokens=True)
 
 
 async def test_groups_per_step_must_agree(service: Running) -> None:
@@ -162,7 +203,7 @@ async def test_groups_per_step_must_agree(service: Running) -> None:
 
 async def test_prompts_are_queued_all_or_nothing(service: Running) -> None:
     prompts = [Prompt(f"prompt-{index}", "toy", (5, 6, 7), sampling={"temperature": 0.7}) for index in range(3)]
-    async with dora.Prompts(service.address, TOKEN) as client:
+    async with prompts_of(service) as client:
         assert (await client.submit(prompts)).accepted == 3
         with pytest.raises(Conflict, match="prompt-0"):
             await client.submit([Prompt("new", "toy", (5,)), prompts[0]])
@@ -171,10 +212,10 @@ async def test_prompts_are_queued_all_or_nothing(service: Running) -> None:
 
 async def test_a_message_over_the_limit_is_refused_before_it_is_sent(service: Running) -> None:
     huge = Prompt("huge", "toy", tuple(range(300_000)))
-    async with dora.Prompts(service.address, TOKEN, max_message_bytes=1 << 20) as client:
+    async with prompts_of(service, max_message_bytes=1 << 20) as client:
         with pytest.raises(LimitExceeded, match="SubmitRequest: message bytes = 1200"):
             await client.submit([huge])
-    async with dora.Prompts(service.address, TOKEN) as unaware:  # the service refuses what its client let pass
+    async with prompts_of(service) as unaware:  # the service refuses what its client let pass
         if service.service.max_message_bytes == 1 << 20:
             with pytest.raises(LimitExceeded):
                 await unaware.submit([huge])
@@ -199,6 +240,7 @@ async def test_a_module_is_published_with_its_canary(service: Running, model_fol
         assert torch.equal(tensor, reloaded.state_dict()[name]), name
 
 
+@by_hand
 async def test_a_refused_upload_says_why_however_long_it_is(service: Running) -> None:
     async with trainer_of(service) as trainer:
         epoch = (await trainer.attach(GROUPS)).epoch
@@ -257,6 +299,20 @@ async def test_a_stream_that_ends_early_without_a_word_is_a_broken_one(service: 
         assert await group_ids(step) == ["s0-g0", "s0-g1"]
 
 
+@by_hand
+async def test_a_wait_that_is_given_up_loses_no_group(service: Running, tensors: dict[str, Any]) -> None:
+    """gRPC ends a stream whose reading is cancelled, as a time limit does."""
+    service.service.faults.hold_after = 1
+    async with trainer_of(service) as trainer:
+        step = await anext(trainer.steps(groups=GROUPS))
+        taken = [(await anext(step)).group_id]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(step), timeout=0.1)
+        taken += await group_ids(step)
+        await step.commit(tensors)
+    assert taken == ["s0-g0", "s0-g1"]
+
+
 async def test_a_restarted_service_is_found_again(service: Running, tensors: dict[str, Any]) -> None:
     async with trainer_of(service) as trainer:
         steps = trainer.steps(groups=GROUPS)
@@ -309,6 +365,7 @@ async def test_a_step_that_was_filled_with_other_groups_is_not_trained_as_if_it_
     assert service.service.next_step == 0
 
 
+@by_hand
 async def test_an_upload_cut_off_by_a_restart_is_a_broken_connection(service: Running) -> None:
     async with trainer_of(service) as trainer:
         epoch = (await trainer.attach(GROUPS)).epoch
@@ -347,8 +404,11 @@ async def test_another_host_uploads(service: Running, tensors: dict[str, Any], m
     assert service.service.store.versions() == (0, 1, 2)
 
 
-async def test_steps_end_with_the_prompts(tmp_path: Path, model_folder: Path, tensors: dict[str, Any]) -> None:
+async def test_steps_end_with_the_prompts(
+    client: str, tmp_path: Path, model_folder: Path, tensors: dict[str, Any]
+) -> None:
     service = await start_service(tmp_path / "store", model_folder, total_groups=4)
+    service.client = client
     async with trainer_of(service) as trainer:
         numbers = []
         async for step in trainer.steps(groups=GROUPS):
@@ -359,8 +419,11 @@ async def test_steps_end_with_the_prompts(tmp_path: Path, model_folder: Path, te
     await service.server.stop(None)
 
 
-async def test_a_short_last_step_is_the_end(tmp_path: Path, model_folder: Path, tensors: dict[str, Any]) -> None:
+async def test_a_short_last_step_is_the_end(
+    client: str, tmp_path: Path, model_folder: Path, tensors: dict[str, Any]
+) -> None:
     service = await start_service(tmp_path / "store", model_folder, total_groups=3)
+    service.client = client
     async with trainer_of(service) as trainer:
         taken = []
         async for step in trainer.steps(groups=GROUPS):

@@ -75,6 +75,7 @@ class Faults:
     before_commit: int = 0
     after_commit: int = 0  # the commit is carried out, its reply lost
     quiet_ends: int = 0  # the stream ends early without a word
+    hold_after: int = 0  # the first stream gives so many groups, then nothing for as long as it lives
     other_groups: bool = False  # after attaching again the step holds other groups
 
 
@@ -131,6 +132,9 @@ class ScriptedService(TrainerServicer, PromptsServicer):
                     return
                 raise ServiceUnavailable("broken by the script")
             break_within = self.faults.after_parts.pop(0) if self.faults.after_parts and not index else None
+            if index and index == self.faults.hold_after:
+                self.faults.hold_after = 0
+                await asyncio.Event().wait()
             number = index + (100 * self.epoch if self.faults.other_groups else 0)
             groups = [make_group(request.step, number, self.group_size)]
             batches = trajectory_batches(request.step, groups, max_message_bytes=self.cut_bytes)
@@ -191,6 +195,7 @@ class Running:
     address: str
     service: ScriptedService
     server: grpc.aio.Server
+    client: str = "asynchronous"  # whose contract is tried
 
     async def restart(self) -> None:
         """Stops the server as if its process were gone and starts another one at the same address."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -22,7 +21,7 @@ from dora.trainers.learner import (
     multiplies_bfloat16,
     response_logprobs,
 )
-from dora.trainers.loss import clipped_token_loss, group_advantages, kl_sum
+from dora.trainers.loss import clipped_token_loss, kl_sum
 from dora.trajectory import Trajectory, TrajectoryGroup
 from tests.contract.trainer_service import TOKEN, make_group, make_trajectory, start_service
 
@@ -45,16 +44,6 @@ def responses(texts: Sequence[Sequence[int]], rewards: Sequence[float], logprob:
         for index, (text, reward) in enumerate(zip(texts, rewards, strict=True))
     )
     return TrajectoryGroup("s0-g0", members)
-
-
-def test_advantages_are_standard_scores_of_the_valid_rewards() -> None:
-    rewards, valid = np.array([1.0, 0.0, 5.0, 0.0]), np.array([True, True, False, True])
-    third = 1 / 3
-    deviation = math.sqrt((2 * third**2 + (1 - third) ** 2) / 3)
-    expected = [(1 - third) / deviation, -third / deviation, 0.0, -third / deviation]
-    assert group_advantages(rewards, valid) == pytest.approx(expected)
-    assert not group_advantages(np.array([0.3, 0.3, 0.3]), np.ones(3, bool)).any()
-    assert not group_advantages(np.array([0.3, math.nan]), np.array([True, False])).any()
 
 
 def test_token_loss_against_a_hand_computation() -> None:
@@ -140,10 +129,10 @@ def test_a_step_is_one_mean_over_all_its_tokens(model_folder: Path) -> None:
     module = load(model_folder)
     total, tokens = torch.zeros(()), 0
     for group in groups:
-        advantages = group_advantages(group.rewards, group.rewards_valid)
+        advantages = group.advantages()
         for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
             logprobs = response_logprobs(module, [trajectory])[0]
-            ratio = (logprobs - torch.from_numpy(trajectory.logprobs.copy())).exp()
+            ratio = (logprobs - torch.from_numpy(trajectory.logprobs)).exp()
             clipped = ratio.clamp(0.8, 1.28)
             total = total - torch.minimum(ratio * float(advantage), clipped * float(advantage)).sum()
             tokens += trajectory.length_tokens

@@ -22,6 +22,7 @@ LIGHT = (
     "dora.orchestrator.main",
     "dora.prompts",
     "dora.rewards",
+    "dora.sync",
 )
 
 
@@ -41,6 +42,17 @@ def test_dora_its_cli_and_its_core_load_neither_torch_nor_vllm() -> None:
     script = f"import sys, {', '.join(LIGHT)}; print(*(name for name in {HEAVY} if name in sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert loaded.split() == []
+
+
+def test_importing_dora_alone_loads_nothing_else_and_its_names_are_there() -> None:
+    script = (
+        "import sys; before = set(sys.modules); import dora; "
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names)); "
+        "print(*(getattr(dora, name) is not None for name in dora.__all__))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["dora", *["True"] * len(dora.__all__)]
+    assert {"Prompt", "Prompts", "Trainer", "sync"} <= set(dora.__all__)
 
 
 def test_the_core_imports_no_clock_no_randomness_no_io() -> None:

@@ -2,14 +2,18 @@
 
 import json
 import math
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.errors import InvalidValue
+from dora.errors import Conflict, InvalidValue
+from dora.rpc.convert import trajectory_from_wire, trajectory_to_wire
 from dora.trajectory import EnvironmentEvent, Trajectory, TrajectoryGroup
 from tests.contract.trainer_service import make_group, make_trajectory
 
@@ -61,9 +65,24 @@ def test_a_reward_that_is_no_number_is_null_in_json() -> None:
     assert math.isnan(through_json(trajectory).reward)
 
 
-def test_arrays_cannot_be_written() -> None:
-    with pytest.raises(ValueError, match="read-only"):
-        make_trajectory(0, 0, 0).logprobs[0] = 0.0
+def test_arrays_are_writable_and_nobody_elses() -> None:
+    """Also those that came over the wire: torch warns of an array that cannot be written."""
+    given = np.linspace(-0.1, -2.0, 3, dtype=np.float32)
+    given.flags.writeable = False
+    ours = make_trajectory(0, 0, 0, logprobs=given)
+    received = trajectory_from_wire(trajectory_to_wire(ours))
+    for trajectory in (ours, received):
+        for name in ("prompt_token_ids", "response_token_ids", "logprobs", "loss_mask"):
+            getattr(trajectory, name)[:] = 1
+    assert given[0] == np.float32(-0.1)
+    group = TrajectoryGroup(received.group_id, (received,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for array in (received.logprobs, group.tokens(), group.rewards, group.advantages(), group.prompt_token_ids):
+            torch.from_numpy(array)
+    group.rewards[:] = 7.0
+    group.prompt_token_ids[:] = 7
+    assert group.rewards.tolist() == [0.0] and group.prompt_token_ids.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -109,3 +128,62 @@ def test_a_reward_that_is_not_finite_is_never_valid() -> None:
     first, second = make_group(0, 0).trajectories
     group = TrajectoryGroup(first.group_id, (replace(first, reward=math.nan), replace(second, reward_valid=False)))
     assert group.rewards_valid.tolist() == [False, False]
+
+
+def rewarded(*rewards: float | None) -> TrajectoryGroup:
+    """A group with these rewards; None: not valid."""
+    members = [
+        replace(each, reward=9.0 if reward is None else reward, reward_valid=reward is not None)
+        for each, reward in zip(make_group(0, 0, len(rewards)).trajectories, rewards, strict=True)
+    ]
+    return TrajectoryGroup("s0-g0", tuple(members))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "normalized", "plain"),
+    [
+        # mean 5, deviations 3, 1, -1, -3: variance (9 + 1 + 1 + 9) / 4 = 5
+        ((8.0, 6.0, 4.0, 2.0), (3 / 5**0.5, 1 / 5**0.5, -1 / 5**0.5, -3 / 5**0.5), (3.0, 1.0, -1.0, -3.0)),
+        # one of four is right: mean 1/4, variance 3/16, so 3/4 and -1/4 over sqrt(3)/4
+        ((1.0, 0.0, 0.0, 0.0), (3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)), (0.75, -0.25, -0.25, -0.25)),
+        # what is not valid (here 9) counts for nothing, and has no advantage: mean 1/2, deviation 1/2
+        ((1.0, None, 0.0), (1.0, 0.0, -1.0), (0.5, 0.0, -0.5)),
+        ((math.nan, 1.0, 0.0), (0.0, 1.0, -1.0), (0.0, 0.5, -0.5)),
+        ((0.3, 0.3, 0.3), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0)),  # equal rewards teach nothing
+        ((0.3, 0.3, None), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
+        ((5.0, None), (0.0, 0.0), (0.0, 0.0)),  # one alone has nothing to be better than
+        ((None, None), (0.0, 0.0), (0.0, 0.0)),
+        ((), (), ()),
+    ],
+)
+def test_advantages_by_hand(
+    rewards: tuple[float | None, ...], normalized: tuple[float, ...], plain: tuple[float, ...]
+) -> None:
+    group = rewarded(*rewards)
+    assert group.advantages().tolist() == pytest.approx(list(normalized), abs=1e-6)
+    assert group.advantages(normalize=False).tolist() == pytest.approx(list(plain), abs=1e-6)
+    assert group.advantages().dtype == np.float32
+
+
+def test_reprs_are_one_short_line_without_arrays() -> None:
+    long = make_trajectory(
+        *(0, 0, 0),
+        response_token_ids=list(range(5000)), logprobs=[-1.0] * 5000, loss_mask=[1] * 5000, length_tokens=5000,
+    )  # fmt: skip
+    assert repr(long) == "<Trajectory s0-g0-0: 5000 tokens, stop, reward 0, version 0>"
+    assert repr(replace(long, reward_valid=False)).endswith("no valid reward, version 0>")
+    group = repr(rewarded(1.0, 0.0, None))
+    assert group == "<TrajectoryGroup s0-g0: 3 responses of 3 to 5 tokens, mean reward 0.5 of 2 valid, version 0>"
+    assert "no valid reward" in repr(rewarded(None)) and "no responses" in repr(TrajectoryGroup("g", ()))
+
+
+def test_texts_are_what_the_decoder_makes_of_the_ids() -> None:
+    def decoder(token_ids: Sequence[int], special_tokens: bool) -> str:
+        return f"{token_ids} {special_tokens}"
+
+    trajectory = make_trajectory(0, 0, 0, decoder=decoder)
+    group = TrajectoryGroup(trajectory.group_id, (trajectory,))
+    assert trajectory.text == "[10, 11, 12] False" and group.prompt_text == "[1, 2] True"
+    assert "decoder" not in trajectory.to_json_dict()
+    with pytest.raises(Conflict, match="trajectory = 's0-g0-0' has no tokenizer: it must be one that a trainer"):
+        through_json(trajectory).text  # noqa: B018

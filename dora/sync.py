@@ -1,0 +1,194 @@
+"""The clients for a training loop that is not asynchronous: the same names and meanings, without ``await``.
+
+    with dora.sync.Trainer("127.0.0.1:7070", token=...) as trainer:
+        for step in trainer.steps(groups=16):
+            for group in step:              # whole prompt groups, as they finish
+                ...
+            step.commit(weights=model)      # acknowledges the batch and publishes the next version
+
+They drive the asynchronous clients of :mod:`dora.client`, in one event loop in a background thread, so they may be used
+beside a running event loop (Jupyter) and under torchrun. A client belongs to the process that opened it: in a fork of
+it, each call is refused. Ctrl-C ends the wait and leaves the client usable: of a group that was on its way nothing is
+lost. A commit is not torn: the first Ctrl-C takes effect when the commit is over, a second one at once.
+"""
+
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import update_wrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+
+from dora import client
+from dora.client import Attachment, Commit
+from dora.client.background import Background
+from dora.rpc.channel import MAX_MESSAGE_BYTES
+from dora.trajectory import TrajectoryGroup
+from dora.types import Canary
+
+if TYPE_CHECKING:
+    from dora.client.publication import Weights
+
+Asynchronous = TypeVar("Asynchronous", client.Trainer, client.Prompts)
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+__all__ = ["Prompts", "Step", "Trainer"]
+
+
+class Client(Generic[Asynchronous]):
+    """A synchronous client around an asynchronous one. In a notebook, ``open()`` and ``close()`` replace ``with``."""
+
+    def __init__(self, kind: str, address: str, asynchronous: Asynchronous) -> None:
+        self._client: Asynchronous = asynchronous
+        self._background = Background(kind, address)
+
+    def open(self) -> Self:
+        """What ``with`` does at its beginning. Raises Conflict where it is open, or in a fork."""
+        self._background.open()
+        try:
+            self._background.run(self._client.__aenter__)
+        except BaseException:
+            self._background.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """What ``with`` does at its end. May be repeated."""
+        if self._background.opened_here:
+            try:
+                self._background.run(self._client.__aexit__)
+            finally:
+                self._background.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<dora.sync of {self._client!r}>"
+
+
+def _blocking(
+    method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[Client[Any], Parameters], Result]:
+    """An asynchronous client's method, for the synchronous one."""
+
+    def call(self: Client[Any], /, *arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+        return self._background.run(lambda: method(self._client, *arguments, **options))
+
+    update_wrapper(call, method)
+    return call
+
+
+class Trainer(Client[client.Trainer]):
+    """``dora.Trainer`` for a synchronous loop; see there. For one thread at a time."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str,
+        name: str = "trainer",
+        connect_s: float = 10.0,
+        reconnect_s: float = 60.0,
+        tokenizer: str | Path | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        """As of ``dora.Trainer``."""
+        trainer = client.Trainer(
+            address,
+            token=token,
+            name=name,
+            connect_s=connect_s,
+            reconnect_s=reconnect_s,
+            tokenizer=tokenizer,
+            max_message_bytes=max_message_bytes,
+        )
+        super().__init__("trainer", address, trainer)
+
+    attach = _blocking(client.Trainer.attach)
+
+    @property
+    def attachment(self) -> Attachment:
+        """What the service told when the trainer attached last. Raises Conflict before."""
+        return self._client.attachment
+
+    def decode(self, token_ids: Sequence[int], special_tokens: bool = False) -> str:
+        """As of ``dora.Trainer``."""
+        return self._client.decode(token_ids, special_tokens)
+
+    def steps(self, groups: int = 0) -> "Iterator[Step]":
+        """As of ``dora.Trainer``: the steps from the first uncommitted one on, until the prompts are exhausted."""
+        steps = self._client.steps(groups)
+        while (step := self._background.run(lambda: _next(steps))) is not None:
+            yield Step(step, self._background)
+
+
+async def _next(steps: Any) -> client.Step | None:
+    return await anext(steps, None)
+
+
+class Step:
+    """``dora.client.Step`` for a synchronous loop; see there."""
+
+    def __init__(self, step: client.Step, background: Background) -> None:
+        self._step, self._background = step, background
+
+    @property
+    def number(self) -> int:
+        return self._step.number
+
+    @property
+    def version(self) -> int:
+        """The newest policy version: the one that this step improves on."""
+        return self._step.version
+
+    @property
+    def end_of_prompts(self) -> bool:
+        """Known after iterating: the step ended short; there will be no other."""
+        return self._step.end_of_prompts
+
+    @property
+    def groups_taken(self) -> int:
+        return self._step.groups_taken
+
+    @property
+    def committed(self) -> bool:
+        return self._step.committed
+
+    def __repr__(self) -> str:
+        return repr(self._step)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> TrajectoryGroup:
+        """Raises as the asynchronous one's."""
+        if not self.has_groups():
+            raise StopIteration
+        return self._step.take()  # here, so that none is lost where the wait was interrupted
+
+    def has_groups(self) -> bool:
+        """Waits until there is a group to take; False when there are no more."""
+        return self._background.run(self._step.has_groups)
+
+    def commit(
+        self,
+        weights: "Weights",
+        *,
+        metrics: Mapping[str, float] | None = None,
+        canary: Canary | None = None,
+    ) -> Commit:
+        """As of ``dora.client.Step``: acknowledges the step's groups and publishes ``weights`` as the next version."""
+        return self._background.run(lambda: self._step.commit(weights, metrics=metrics, canary=canary), whole=True)
+
+
+class Prompts(Client[client.Prompts]):
+    """``dora.Prompts`` for synchronous code; see there."""
+
+    def __init__(self, address: str, token: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        """As of ``dora.Prompts``."""
+        super().__init__("prompts", address, client.Prompts(address, token, max_message_bytes=max_message_bytes))
+
+    submit = _blocking(client.Prompts.submit)
