@@ -176,7 +176,7 @@ def test_what_is_refused_until_it_is_published_anew_and_what_goes_on_then() -> N
             bench.post(event)
     with pytest.raises(Conflict, match="another trainer"):
         bench.post(on.VersionRepublished(0, 1))
-    with pytest.raises(Conflict, match="a rejected one: 1"):
+    with pytest.raises(Conflict, match="is not rejected: it must be a rejected version: 1"):
         bench.post(on.VersionRepublished(1, 0))
     before = bench.machine.counters.groups_taken
     bench.load_all()

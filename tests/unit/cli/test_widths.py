@@ -234,7 +234,7 @@ def test_a_replay_fits() -> None:
         for n in range(3)
     )
     by_version = dict.fromkeys(range(16), 10**9)
-    known = Known(LARGE, 512, LARGE, (512,) * 16, by_version, 10**6, by_version, by_version, 10**6, 64, workers)
+    known = Known(LARGE, 512, LARGE, (), (512,) * 16, by_version, 10**6, by_version, by_version, 10**6, 64, workers)
     commands = tuple(do.RemoveRequest(LONG, 5, f"g{n}.0", 9) for n in range(20))  # type: ignore[call-arg]
     decision = Decision(LARGE, 1e6, on.MigrateAsked("g" * 100 + ".0", LONG), known, commands, refusal="it is not " * 30)
     for text in (decision, replace(decision, refusal="")):
