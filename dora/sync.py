@@ -125,6 +125,11 @@ class Trainer(Client[client.Trainer]):
             yield Step(step, self._background)
 
 
+    def republish(self, weights: "Weights", *, version: int, canary: Canary | None = None) -> None:
+        """As of ``dora.Trainer``: publishes a rejected version anew."""
+        self._background.run(lambda: self._client.republish(weights, version=version, canary=canary), whole=True)
+
+
 async def _next(steps: Any) -> client.Step | None:
     return await anext(steps, None)
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 
 from dora.client import Attachment, Step, Trainer
-from dora.errors import MISSING, Conflict, DoraError, InvalidValue
+from dora.errors import MISSING, Conflict, DoraError, InvalidValue, VersionRejected
 from dora.trainers.learner import Learner, LearnerConfig, StepMetrics, multiplies_bfloat16
 
 
@@ -71,7 +71,8 @@ class Report:
 async def train(config: GrpoConfig, on_step: Callable[[StepReport], None] | None = None) -> Report:
     """Trains ``config.steps`` steps, or until the prompts end; calls ``on_step`` after every commit.
 
-    torch runs in a thread of its own, so the event loop goes on. Raises the client's errors.
+    torch runs in a thread of its own, so the event loop goes on. A version that the workers reject is published anew
+    once, with the present weights. Raises the client's errors: VersionRejected where that is rejected too.
     """
     started_s = time.monotonic()
     reports: list[StepReport] = []
@@ -79,8 +80,11 @@ async def train(config: GrpoConfig, on_step: Callable[[StepReport], None] | None
         attachment = await trainer.attach(config.groups)
         with ThreadPoolExecutor(1, "learner", torch.set_num_threads, (config.threads,)) as thread:
             learner = await _in(thread, _make_learner, config, attachment)
+            mended: set[int] = set()  # versions that were published anew
             async for step in trainer.steps():
-                report = await _train_step(step, learner, thread)
+                report = await _train_step(trainer, step, learner, thread, mended)
+                if report is None:
+                    break
                 reports.append(report)
                 if on_step is not None:
                     on_step(report)
@@ -89,15 +93,30 @@ async def train(config: GrpoConfig, on_step: Callable[[StepReport], None] | None
     return Report(tuple(reports), time.monotonic() - started_s)
 
 
-async def _train_step(step: Step, learner: Learner, thread: ThreadPoolExecutor) -> StepReport:
-    """One step, from its first group to its commit."""
+async def _train_step(
+    trainer: Trainer, step: Step, learner: Learner, thread: ThreadPoolExecutor, mended: set[int]
+) -> StepReport | None:
+    """One step, from its first group to its commit; None for one without any, after which no prompt is left.
+
+    Both go on where a rejected version was published anew.
+    """
     started_s = time.monotonic()
-    group_ids = []
-    async for group in step:
-        group_ids.append(group.group_id)
-        await _in(thread, learner.add_group, group)
-    metrics = await _in(thread, learner.finish_step)
-    await step.commit(weights=learner.module, metrics=metrics.numbers())
+    group_ids: list[str] = []
+    metrics: StepMetrics | None = None
+    while metrics is None or not step.committed:
+        try:
+            async for group in step:
+                group_ids.append(group.group_id)
+                await _in(thread, learner.add_group, group)
+            if not group_ids:
+                return None
+            metrics = metrics or await _in(thread, learner.finish_step)
+            await step.commit(weights=learner.module, metrics=metrics.numbers())
+        except VersionRejected as rejected:
+            if rejected.version in mended:
+                raise  # of these weights, too: what would help is not known here
+            mended.add(rejected.version)
+            await trainer.republish(learner.module, version=rejected.version)
     return StepReport(step.number, metrics, tuple(group_ids), time.monotonic() - started_s)
 
 

@@ -5,6 +5,7 @@ serves two groups a step of its own making; the second part breaks connections, 
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import dora
-from dora.errors import Conflict, InvalidValue
+from dora.errors import Conflict, InvalidValue, VersionRejected
 from dora.models.tiny import make_tiny
 from dora.prompts import ChatTokenizer
 from dora.rpc import dora_pb2 as pb
@@ -433,3 +434,34 @@ async def test_a_short_last_step_is_the_end(
     assert taken == [2, 1]
     assert service.service.next_step == 2
     await service.server.stop(None)
+
+
+# -------------------------------------------------------------------------------------------------- rejected versions
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_a_rejected_version_is_published_anew_and_the_step_goes_on(
+    shared: bool, service: Running, tensors: dict[str, Any]
+) -> None:
+    """The reply to its new weights is lost, and asked for again: the step has each group once, and one commit."""
+    inside = service.service
+    inside.shared, inside.faults.rejections, inside.faults.after_republish = shared, {1: 1}, 1
+    told: list[VersionRejected] = []
+    async with trainer_of(service) as trainer:
+        groups: list[str] = []
+        async for step in trainer.steps(groups=2):
+            while not step.committed:
+                try:
+                    async for group in step:
+                        groups.append(group.group_id)
+                    await step.commit(weights=tensors)
+                except VersionRejected as rejected:
+                    told.append(rejected)
+                    await trainer.republish(tensors, version=rejected.version)
+            if step.number == 1:
+                break
+    assert groups == ["s0-g0", "s0-g1", "s1-g0", "s1-g1"] and len(inside.commits) == 2
+    facts = {(each.version, each.worker_ids, each.reason, each.canary_difference) for each in told}
+    assert len(told) == 1 and facts == {(1, ("w0", "w1"), "it differs, by far", math.inf)}
+    assert len(inside.republished) == 1 and inside.epoch == 2
+    assert ("model.safetensors" in inside.uploads) != shared

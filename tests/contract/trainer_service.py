@@ -1,6 +1,8 @@
 """An in-memory service for the trainer's client: scripted groups, a real weight store, real gRPC on loopback."""
 
 import asyncio
+import functools
+import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +12,7 @@ import grpc
 import numpy as np
 
 from dora.config import validated
-from dora.errors import Conflict, InvalidValue
+from dora.errors import Conflict, InvalidValue, VersionRejected
 from dora.orchestrator.prompt_check import PromptCheck
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import server_interceptors, server_options
@@ -77,6 +79,8 @@ class Faults:
     quiet_ends: int = 0  # the stream ends early without a word
     hold_after: int = 0  # the first stream gives so many groups, then nothing for as long as it lives
     other_groups: bool = False  # after attaching again the step holds other groups
+    rejections: dict[int, int] = field(default_factory=dict)  # version -> how often it is rejected once it is there
+    after_republish: int = 0  # a version is published anew, the reply lost
 
 
 class ScriptedService(TrainerServicer, PromptsServicer):
@@ -89,7 +93,9 @@ class ScriptedService(TrainerServicer, PromptsServicer):
         self.epoch = 0
         self.next_step = 0
         self.groups_per_step = 0
+        self.rejected = 0  # version; 0: none
         self.commits: list[pb.CommitStepRequest] = []
+        self.republished: list[pb.RepublishVersionRequest] = []
         self.uploads: list[str] = []
         self.prompts: set[str] = set()
         self.max_message_bytes = 1 << 20
@@ -164,12 +170,30 @@ class ScriptedService(TrainerServicer, PromptsServicer):
         files = [WeightFile(file.name, file.file_bytes, file.blake3) for file in request.files]
         canary = canary_from_wire(request.canary)
         await asyncio.to_thread(self.store.publish, request.trainer_epoch, request.version, files, canary)
+        self.rejected = request.version if self.faults.rejections.get(request.version) else 0
         self.commits.append(request)
         self.next_step += 1
         if self.faults.after_commit:
             self.faults.after_commit -= 1
             raise ServiceUnavailable("broken by the script after the commit")
         return pb.CommitStepReply(next_step=self.next_step, groups_trained=self.next_step * self.groups_per_step)
+
+    async def RepublishVersion(self, request: pb.RepublishVersionRequest, context: Any) -> pb.RepublishVersionReply:
+        if not self.rejected and self.republished and self.republished[-1].files == request.files:
+            return pb.RepublishVersionReply(next_step=self.next_step)
+        if request.trainer_epoch != self.epoch or request.version != self.rejected:
+            raise Conflict("version", request.version, f"{self.rejected}")
+        files = [WeightFile(file.name, file.file_bytes, file.blake3) for file in request.files]
+        canary = canary_from_wire(request.canary)
+        publish = functools.partial(self.store.publish, request.trainer_epoch, request.version, files, canary)
+        await asyncio.to_thread(publish, anew=True)
+        self.republished.append(request)
+        self.faults.rejections[request.version] -= 1
+        self.rejected = request.version if self.faults.rejections[request.version] else 0
+        if self.faults.after_republish:
+            self.faults.after_republish -= 1
+            raise ServiceUnavailable("broken by the script after a version was published anew")
+        return pb.RepublishVersionReply(next_step=self.next_step)
 
     async def Submit(self, request: pb.SubmitRequest, context: Any) -> pb.SubmitReply:
         prompts = [PromptCheck(validated({})).from_wire(prompt) for prompt in request.prompts]
@@ -184,6 +208,8 @@ class ScriptedService(TrainerServicer, PromptsServicer):
     def _check(self, epoch: int, step: int) -> None:
         if epoch != self.epoch:
             raise Conflict("trainer_epoch", epoch, f"{self.epoch}: another trainer has attached since")
+        if self.rejected:
+            raise VersionRejected(self.rejected, "it differs, by far", ("w0", "w1"), math.inf)
         if step != self.next_step:
             raise Conflict("step", step, f"the next one, {self.next_step}")
 

@@ -16,6 +16,7 @@ from dora.orchestrator.core import (
     lifecycle,
     machine,
     placement,
+    rejection,
     scheduler,
     selection,
 )
@@ -151,6 +152,50 @@ def failed_load_is_never_tried_again(patch: Patch) -> None:
 
 def weights_let_go_too_early(patch: Patch) -> None:
     patch.setattr(Window, "oldest_kept", property(lambda self: self.newest))
+
+
+# ------------------------------------------------------------------------------------------------- bad publications
+
+
+def refusal_is_always_the_workers_fault(patch: Patch) -> None:
+    """As it was: three refusals end a worker, whoever published what nobody can load."""
+    patch.setattr(rejection, "is_unproven", lambda state, version: False)
+
+
+def rejected_version_is_planned_for(patch: Patch) -> None:
+    def retarget(self: Balance, index: int, version: int) -> None:
+        worker = self._state.worker_list[index]
+        assert worker is not None
+        worker.target = max(version, self._state.window.newest)
+        self._state.rehosted(worker)
+
+    patch.setattr(Balance, "_retarget", retarget)
+
+
+def stream_goes_on_under_a_rejection(patch: Patch) -> None:
+    judge = rejection.judge
+
+    def still_streaming(state: State) -> None:
+        stream_step = state.stream_step
+        judge(state)
+        state.stream_step = stream_step
+
+    patch.setattr(rejection, "judge", still_streaming)
+
+
+def doubted_version_is_tried_by_nobody(patch: Patch) -> None:
+    patch.setattr(rejection, "_ask_another", lambda state, version, doubt, working: None)
+
+
+def rejected_version_is_retired(patch: Patch) -> None:
+    """Its weights are no good, so they are let go; what is bound to it waits for ever."""
+    reject = rejection._reject
+
+    def retired(state: State, version: int, doubt: Any) -> None:
+        reject(state, version, doubt)
+        state.out.append(do.RetireVersion(version))
+
+    patch.setattr(rejection, "_reject", retired)
 
 
 # ------------------------------------------------------------------------------------------------------------- workers
@@ -331,7 +376,7 @@ def leased_groups_are_queued_again(patch: Patch) -> None:
 
 
 def trainer_epoch_is_not_looked_at(patch: Patch) -> None:
-    patch.setattr(lifecycle, "_check_epoch", lambda state, trainer_epoch: None)
+    patch.setattr(lifecycle, "check_epoch", lambda given, present: None)
 
 
 def commit_counts_twice(patch: Patch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, VersionRejected
 from dora.models.tiny import make_tiny
 from dora.trainers.grpo import GrpoConfig, main, parse_arguments, step_json, step_line, train
 from dora.trainers.learner import (
@@ -227,6 +227,22 @@ async def test_the_trainer_trains_and_publishes_over_grpc(tmp_path: Path, model_
     assert again.steps[0].step == 2
     third = load(store.folder(3)).state_dict()
     assert all(torch.allclose(second[name], third[name], atol=1e-6) for name in second)
+    await service.server.stop(None)
+
+
+async def test_a_rejected_version_is_published_anew_once(tmp_path: Path, model_folder: Path) -> None:
+    service = await start_service(tmp_path / "store", model_folder)
+    service.service.faults.rejections = {1: 1}
+    config = GrpoConfig(service.address, TOKEN, groups=2, steps=2)
+    report = await train(config)
+    assert [step.metrics.tokens_trained for step in report.steps] == [2 * (3 + 4)] * 2, "no group was trained on twice"
+    assert [each.version for each in service.service.republished] == [1] and len(service.service.commits) == 2
+    service.service.faults.rejections = {3: 2}
+    with pytest.raises(
+        VersionRejected, match=r"version = 3 was rejected by the workers: .* \(w0, w1: it differs, by far\)"
+    ):
+        await train(config)
+    assert [each.version for each in service.service.republished] == [1, 3]
     await service.server.stop(None)
 
 

@@ -74,9 +74,11 @@ class GatedStore(WeightStore):
     """Its ``publish`` waits in its thread until the gate opens."""
 
     gate: threading.Event | None = None
+    waiting = False
 
     def publish(self, *arguments: Any, **options: Any) -> Path:
         if self.gate is not None:
+            self.waiting = True
             assert self.gate.wait(30)
         return super().publish(*arguments, **options)
 
