@@ -7,8 +7,10 @@ import pytest
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.handoff_table import TABLE, Action, Handoff, Phase, Signal
 from dora.orchestrator.core.policies import POLICIES
+from dora.orchestrator.core.policies.dora import DoraPolicy
 from dora.sim.fault_kinds import KINDS
 from dora.sim.sweep import SweepReport, sweep
 from dora.sim.trial import Trial, conduct
@@ -142,3 +144,32 @@ def test_faults_meet_what_they_are_for(met: Counter[tuple[Phase, Signal]]) -> No
     assert totals["trainers"] >= 10 and totals["exhausted"] >= 2
     assert min(totals[FILTERED], totals["redundant"]) >= 5
     assert all(totals[kind.__name__] >= 3 for kind in ASKED)
+
+
+def test_groups_of_a_rejected_version_wait_for_its_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No strategy here begins a group before a worker has its version; one that does loses nothing by a rejection."""
+    dispatch = DoraPolicy.dispatch
+
+    def eagerly(self: DoraPolicy, dispatcher: Dispatcher) -> None:
+        dispatch(self, dispatcher)
+        entry, newest = dispatcher.backlog.first(), dispatcher.newest
+        if entry is not None and dispatcher.window.admissible(newest) and not dispatcher.line(newest):
+            dispatcher.admit(entry, newest)
+
+    monkeypatch.setattr(DoraPolicy, "dispatch", eagerly)
+    rejected = bound = 0
+    for seed in range(16):
+        trial = Trial(seed, "dora", "publish")
+        world = UnreliableWorld(trial.cluster(), seed)
+        conduct(world, trial.faults, trial.steps_after)
+        left: dict[str, int] = {}  # group -> version
+        for _, _, out in world.log:
+            for each in out:
+                if isinstance(each, do.RejectVersion):
+                    rejected += 1
+                    bound += sum(version == each.version for version in left.values())
+                elif isinstance(each, do.AdmitGroup):
+                    left[each.group_id] = each.version
+                elif isinstance(each, do.ForgetGroup | do.DropGroup):
+                    left.pop(each.group_id, None)
+    assert rejected >= 20 and bound >= 20
