@@ -339,7 +339,7 @@ def test_a_look_for_moves_that_found_no_place_is_repeated_when_there_is_one() ->
 
 def test_a_worker_that_nobody_knows_is_answered_with_the_nearest() -> None:
     bench = Bench()
-    with pytest.raises(NotFound, match="worker_id = 'w01' .*the id of a worker, and there is none"):
+    with pytest.raises(NotFound, match=r"worker_id = 'w01' .*the id of a worker, and there is none"):
         bench.post(on.DrainAsked("w01"))
     for number in range(30):
         bench.join(f"w{number}")

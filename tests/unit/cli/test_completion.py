@@ -49,7 +49,7 @@ def completed_in_bash(*words: str) -> list[str]:
         ("dora serve --set model=ti", ["model=tiny", "model=tiny-moe"]),
         ("dora serve --set nothing.like=it", []),
         ("dora demo --set workers.dt", ["workers.dtype=", "workers.dtype=float32", "workers.dtype=bfloat16"]),
-        ("dora simulate --set cluster.train_g", ["cluster.train_gpus="]),
+        ("dora simulate --set cluster.gpus_per", ["cluster.gpus_per_engine="]),
         ("dora simulate --preset dora", ["dora-64", "dora-128"]),
         ("dora simulate --policy pa", ["partial"]),
         ("dora simulate --predictor r", ["ranker"]),
