@@ -11,7 +11,16 @@ from rich.text import Text
 from dora.rpc.dora_pb2 import Status, WorkerStatus
 from dora.view.numbers import duration, measured, number
 from dora.view.service import (
-    HOSTED, KV_USE, PACE, STATE, WAITING, by_version, filling, metrics, refusals, state_style
+    HOSTED,
+    KV_USE,
+    PACE,
+    STATE,
+    WAITING,
+    by_version,
+    filling,
+    metrics,
+    refusals,
+    state_style,
 )  # fmt: skip
 from dora.view.tables import PLAIN, Column, Note, Sheet
 
