@@ -41,6 +41,10 @@ MEANINGS = {
 }
 
 
+# The commands that ask a service: elsewhere what is not found, or does not fit, was given by the user.
+ASKING = frozenset({"status", "versions", "groups", "trajectories", "migrate", "drain", "rebalance", "watch"})
+
+
 class OutputFailed(Exception):
     """Standard output cannot be written; the OSError is its cause."""
 
@@ -92,8 +96,8 @@ def checked_output() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """One line on stderr; on a terminal as many as it needs, broken at words."""
-    line = " ".join(text.split())
+    """One line on stderr, with its indent; on a terminal as many as it needs, broken at words."""
+    line = text[: len(text) - len(text.lstrip(" "))] + " ".join(text.split())
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns
         line = fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
@@ -113,14 +117,14 @@ class DoraGroup(TyperGroup):
             return super().invoke(ctx)
         except DoraError as error:
             say(f"dora: {error}")
-            raise typer.Exit(exit_code_of(error)) from error
+            raise typer.Exit(exit_code_of(error, asked=ctx.invoked_subcommand in ASKING)) from error
         except KeyboardInterrupt:
             sys.stderr.write("dora: interrupted\n")
             raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
-def exit_code_of(error: DoraError) -> ExitCode:
-    """The exit code that an expected failure ends its command with."""
+def exit_code_of(error: DoraError, asked: bool = True) -> ExitCode:
+    """The exit code that an expected failure ends its command with. ``asked``: a service may have refused."""
     from dora.rpc.errors import LimitExceeded, ServiceUnavailable, Unauthenticated
 
     table: tuple[tuple[type[DoraError], ExitCode], ...] = (
@@ -131,4 +135,5 @@ def exit_code_of(error: DoraError) -> ExitCode:
         (NotFound, ExitCode.REFUSED),
         (InvalidValue, ExitCode.USAGE),  # the others are its subclasses and stand before it
     )
-    return next((code for kind, code in table if isinstance(error, kind)), ExitCode.FAILED)
+    code = next((code for kind, code in table if isinstance(error, kind)), ExitCode.FAILED)
+    return ExitCode.USAGE if code is ExitCode.REFUSED and not asked else code

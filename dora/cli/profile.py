@@ -10,7 +10,7 @@ import tomli_w
 import typer
 
 from dora.cli import completion
-from dora.cli.exits import ExitCode
+from dora.cli.exits import ExitCode, say
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stderr, stdout
 from dora.errors import DoraError, InvalidValue
@@ -96,7 +96,7 @@ def conclude(
         out.write_text(coefficients_text(fitted, out.suffix))
     if not passed:
         for line in failure(fitted, checked, tolerance, None if force else out):
-            stderr().print(line, markup=False, highlight=False, soft_wrap=True)
+            say(line)
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -113,8 +113,10 @@ def failure(fitted: "Fit", checked: "Validation", tolerance: float, unwritten: P
     if zero:
         lines.append(f"  fitted as 0: {', '.join(zero)}; mean error of the steps fitted {fitted.decode_error:.1%}")
     lines.append(f"  the machine took {checked.slowdown:.2f} times as long as the steps that count")
-    lines.append("  leave the machine to the engine, or measure more with --rounds; where that does not help, the cost")
-    lines.append("  model does not describe this engine")
+    lines.append(
+        "  leave the machine to the engine, or measure more with --rounds; where that does not help, the cost model "
+        "does not describe this engine"
+    )
     if unwritten is not None:
         lines.append(f"  {unwritten} is not written; --force writes it all the same")
     return lines

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, one_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +70,4 @@ def preset(model: str) -> DemoPreset:
         return PRESETS[model]
     if "/" in model:
         return PRESETS["smollm2"]
-    raise InvalidValue("--model", model, f"{', '.join(PRESETS)}, or the path of a Hugging Face folder (with a '/')")
+    raise InvalidValue("--model", model, f"{one_of(model, PRESETS)}, or the path of a Hugging Face folder (with a '/')")

@@ -14,6 +14,7 @@ from dora.types import EngineCapability
 
 log = logging.getLogger("dora.service")
 
+DRAINED = "drained"  # the reason of a worker that was asked to leave
 LOST_KEPT = 256  # workers that are gone, and still shown with the reason
 COMMANDS_QUEUED_MAX = 65536  # a worker this far behind is as good as hung
 
@@ -165,7 +166,7 @@ class Sessions:
 
     def let_go(self, worker_id: str, epoch: int) -> None:
         """Lets a drained worker leave; nobody starts it again."""
-        self.keep_reason(worker_id, "drained")
+        self.keep_reason(worker_id, DRAINED)
         if self.processes is not None:
             self.processes.let_go(worker_id)
         session = self.of_epoch(worker_id, epoch)

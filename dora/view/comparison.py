@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, NamedTuple
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from dora.sim.partial import has_versions
@@ -105,7 +105,7 @@ def comparison_table(rows: Sequence[Compared]) -> Group:
         style=lambda it: "bold" if it.row.report.step_time_min == fastest else "",
     )
     doubts = stationarity([row.report for row in rows])
-    doubt = [Text(), Note(doubts, "yellow", indent=2)] if doubts else []
+    doubt: list[RenderableType] = [Text(), Note(doubts, "yellow", indent=2)] if doubts else []
     return Group(table, *doubt, Text(), Note(LEGEND, "dim", indent=2))
 
 

@@ -1,9 +1,10 @@
 """What happened between two statuses, in sentences: the live view where there is no terminal."""
 
-from dora.rpc.dora_pb2 import Status
-from dora.view.service import filling
+from dora.rpc.dora_pb2 import Status, StepMetrics
+from dora.view.service import filling, metrics
 
 NEWS_PERIOD_S = 2.0  # at most one batch of lines in so long
+METRICS_TOLD = 4  # of a commit; `dora status` shows all
 SILENCE_PERIOD_S = 15.0  # where nothing happened, a sign of life after so long
 
 COUNTED_EVENTS = {
@@ -20,7 +21,7 @@ def news(before: Status, after: Status) -> list[str]:
     told = {step.step for step in before.steps}
     lines = [
         f"step {step.step} committed: mean reward {step.mean_reward:.3f}, staleness mean {step.staleness_mean:.2f} "
-        f"max {step.staleness_max}, {step.tokens:,} tokens"
+        f"max {step.staleness_max}, {step.tokens:,} tokens{_metrics(step)}"
         for step in after.steps
         if step.step not in told and (not told or step.step > max(told))
     ]
@@ -70,6 +71,11 @@ def _version_news(before: Status, after: Status) -> list[str]:
         elif was == "rejected" and row.state != "rejected":
             lines.append(f"v{row.version} published anew")
     return lines
+
+
+def _metrics(step: StepMetrics) -> str:
+    """The first of what the trainer sent with its commit."""
+    return "".join(f", {name} {value}" for name, value in metrics(step.metrics)[:METRICS_TOLD])
 
 
 def _worker_news(before: Status, after: Status) -> list[str]:

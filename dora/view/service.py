@@ -56,7 +56,8 @@ COUNTERS: Final = {
 STATE: Final[Column[WorkerStatus]] = Column(
     "state",
     "`joining`: no weights yet; `loading`: taking new weights; `ready`; `vacating`: its requests leave before it "
-    "changes version; `draining`: they leave before it ends; `lost`: its connection broke",
+    "changes version; `draining`: they leave before it ends; `drained`: it has "
+    "ended, as was asked; `lost`: its connection broke, and the reason stands below the table",
     lambda worker: Text(worker.state, style=state_style(worker)),
     words=True,
 )
@@ -207,7 +208,7 @@ def _reasons(workers: Iterable[WorkerStatus]) -> list[str]:
     """A sentence for each reason that workers are lost for."""
     names: dict[str, list[str]] = defaultdict(list)
     for worker in workers:
-        if worker.reason:
+        if worker.reason and worker.reason != worker.state:  # a drained one needs no other
             names[worker.reason].append(worker.worker_id)
     return [f"{_listed(found)}: {reason}" for reason, found in names.items()]
 

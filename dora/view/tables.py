@@ -98,6 +98,8 @@ class Sheet(Generic[Row]):
         if self.title:
             yield Note(self.title, "bold")
         yield table
+        if not self.rows:
+            yield Note("none", "dim")
         left_out = [in_a_line(heading) for at, heading in enumerate(headings) if at not in shown]
         if left_out and self.tell:
             yield Note(f"A wider terminal also shows: {', '.join(left_out)}.", "dim")

@@ -193,7 +193,7 @@ async def test_a_drained_worker_leaves(tiny_dense: Path) -> None:
         training = asyncio.create_task(train(handle, trainer, steps=4, groups=GROUPS))
         await until(operator, lambda status: status.counters["groups_admitted"] > 0)
         await operator.drain("w0")
-        await until(operator, lambda status: any(w.worker_id == "w0" and w.state == "lost" for w in status.workers))
+        await until(operator, lambda status: any(w.worker_id == "w0" and w.state == "drained" for w in status.workers))
         with pytest.raises(Conflict, match="last"):
             await operator.drain("w1")
         steps = await training

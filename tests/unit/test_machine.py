@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dora.config import validated
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, NotFound
 from dora.limits import GROUPS_MOST
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
@@ -335,3 +335,13 @@ def test_a_look_for_moves_that_found_no_place_is_repeated_when_there_is_one() ->
         assert not bench.given(do.ReserveSlot)
         bench.post(on.Progress("w1", 2, 0, {request_id: 40}, {request_id: "stop"}, 0, used))
     assert len(bench.given(do.ReserveSlot)) == 1, "one of 35 tokens beside 45, where 108 are the pressure"
+
+
+def test_a_worker_that_nobody_knows_is_answered_with_the_nearest() -> None:
+    bench = Bench()
+    with pytest.raises(NotFound, match=r"worker_id = 'w01' .*the id of a worker, and there is none"):
+        bench.post(on.DrainAsked("w01"))
+    for number in range(30):
+        bench.join(f"w{number}")
+    with pytest.raises(NotFound, match=r"did you mean w\d+\? One of .*, or of the 26 others that `dora groups` lists"):
+        bench.post(on.DrainAsked("w01"))

@@ -8,7 +8,7 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.core import handoff, rejection
 from dora.orchestrator.core.placement import orphan
 from dora.orchestrator.core.state import Pending, State
-from dora.orchestrator.core.worker import Worker
+from dora.orchestrator.core.worker import Worker, one_of_workers
 
 LOAD_ATTEMPTS = 3
 
@@ -44,7 +44,7 @@ def drain(state: State, event: on.DrainAsked) -> None:
     """The worker is to be emptied and to leave."""
     worker = state.workers.get(event.worker_id)
     if worker is None:
-        raise NotFound("worker_id", event.worker_id, f"one of {', '.join(sorted(state.workers)) or '(none)'}")
+        raise NotFound("worker_id", event.worker_id, one_of_workers(state.workers, event.worker_id))
     if worker.draining:
         raise Conflict("worker_id", event.worker_id, "a worker that is not draining", why="is draining already")
     if not any(not other.draining for other in state.workers.values() if other is not worker):

@@ -6,7 +6,7 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.core.handoff_table import LIVE, Action, Handoff, Phase, Signal
 from dora.orchestrator.core.placement import orphan, start
 from dora.orchestrator.core.state import RUNNING, Pending, State
-from dora.orchestrator.core.worker import Worker
+from dora.orchestrator.core.worker import Worker, one_of_workers
 
 MOVE_REST_S = 5.0  # what one worker has refused it would refuse again at once
 
@@ -46,7 +46,7 @@ def asked(state: State, event: on.MigrateAsked) -> None:
             "request", event.request_id, "an admitted request that is not finished", why="is not in progress"
         )
     if target is None:
-        raise NotFound("--to", event.target_worker, f"one of {', '.join(sorted(state.workers))}")
+        raise NotFound("--to", event.target_worker, one_of_workers(state.workers, event.target_worker))
     version = int(state.requests["version"][row])
     movable = "a request that is running and in no handoff"
     if row in state.handoffs:

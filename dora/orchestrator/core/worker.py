@@ -1,7 +1,10 @@
 """One worker as the core knows it: what it hosts, what it holds, what is on its way to it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
+
+from dora.errors import one_of
 
 QUEUE_SLOTS: Final = 2  # moves may over-subscribe a worker up to this many times its slots
 
@@ -49,3 +52,11 @@ class Worker:
     @property
     def held(self) -> int:
         return len(self.rows) + self.inbound
+
+
+def one_of_workers(workers: Iterable[str], name: str) -> str:
+    """What is allowed instead of the id of no worker: the nearest, then all; of many, some."""
+    known = sorted(workers)
+    return (
+        one_of(name, known, cutoff=0.6, listed_by="dora groups") if known else "the id of a worker, and there is none"
+    )

@@ -8,6 +8,7 @@ import numpy as np
 from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
 from dora.orchestrator.core.worker import Worker
 from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.streams import DRAINED
 from dora.rpc import dora_pb2 as pb
 
 TRAJECTORIES_DEFAULT = 100
@@ -28,7 +29,7 @@ def of_service(runtime: Runtime, model: str) -> pb.Status:
         versions=[_version(state, v) for v in range(window.oldest_live, window.newest + 1)],
         workers=[_worker(runtime, worker) for worker in sorted(state.workers.values(), key=lambda w: w.worker_id)]
         + [
-            pb.WorkerStatus(worker_id=name, state="lost", version=-1, target_version=-1, reason=reason)
+            pb.WorkerStatus(worker_id=name, state=_gone(reason), version=-1, target_version=-1, reason=reason)
             for name, reason in sorted(runtime.sessions.lost_reasons.items())
             if name not in state.workers
         ],
@@ -108,6 +109,11 @@ def _worker(runtime: Runtime, worker: Worker) -> pb.WorkerStatus:
         pid=session.pid if session else 0,
         host=session.host if session else "",
     )
+
+
+def _gone(reason: str) -> str:
+    """A worker that was asked to leave is not lost."""
+    return DRAINED if reason == DRAINED else "lost"
 
 
 def _worker_state(worker: Worker) -> str:

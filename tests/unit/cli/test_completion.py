@@ -49,7 +49,7 @@ def completed_in_bash(*words: str) -> list[str]:
         ("dora serve --set model=ti", ["model=tiny", "model=tiny-moe"]),
         ("dora serve --set nothing.like=it", []),
         ("dora demo --set workers.dt", ["workers.dtype=", "workers.dtype=float32", "workers.dtype=bfloat16"]),
-        ("dora simulate --set cluster.train_g", ["cluster.train_gpus="]),
+        ("dora simulate --set cluster.gpus_per", ["cluster.gpus_per_engine="]),
         ("dora simulate --preset dora", ["dora-64", "dora-128"]),
         ("dora simulate --policy pa", ["partial"]),
         ("dora simulate --predictor r", ["ranker"]),
@@ -74,7 +74,7 @@ def test_every_setting_is_completed_and_every_value_offered_is_allowed() -> None
     assert all(name.endswith("=") for name in names) and len(names) > 50
     for name in names:
         for value in completed(f"dora serve --set {name}"):
-            if not value.startswith(("prompts=", "reward.function=", "model=", "balance.cost."))  # given together:
+            if not value.startswith(("prompts=", "reward.function=", "model=", "balance.cost.")):
                 load_config(None, ["workers.max_model_len_tokens=4096", value])
     assert [f"balance.policy={policy}" for policy in POLICIES] == completed("dora serve --set balance.policy=")
     assert set(Config.model_fields) >= {name.partition(".")[0].rstrip("=") for name in names}

@@ -121,12 +121,14 @@ def test_watch_prints_one_json_document_a_line(address: str) -> None:
 def test_news_names_what_changed_between_two_statuses() -> None:
     after = pb.Status()
     after.CopyFrom(STATUS)
-    after.steps.add(step=3, mean_reward=0.75, tokens=10)
+    sent = {"loss": 0.25, "kl": 1e-6, "lr": 0.1, "tokens": 1e6, "z": 1.0}
+    after.steps.add(step=3, mean_reward=0.75, tokens=10, metrics=sent)
     after.counters["migrations_kv"] = 3
     after.workers[1].version = 3
     after.workers[2].state, after.workers[2].epoch = "ready", 5
     assert news(STATUS, after) == [
-        "step 3 committed: mean reward 0.750, staleness mean 0.00 max 0, 10 tokens",
+        "step 3 committed: mean reward 0.750, staleness mean 0.00 max 0, 10 tokens, loss 0.25, kl 1e-06, lr 0.1, "
+        "tokens 1,000,000",
         "w1 now hosts v3",
         "w2 is back (epoch 5)",
         "requests migrated with their KV: 3",

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from dora.cli import service
 from dora.cli.app import COMMANDS
-from dora.cli.exits import MEANINGS, ExitCode, checked_output, exit_code_of
+from dora.cli.exits import ASKING, MEANINGS, ExitCode, checked_output, exit_code_of
 from dora.config import given, load_config
 from dora.errors import CanaryMismatch, Conflict, InvalidValue, NotFound
 from dora.rpc.errors import CallFailed, LimitExceeded, ServiceUnavailable, Unauthenticated
@@ -104,6 +105,19 @@ def test_every_expected_error_has_its_exit_code() -> None:
         CanaryMismatch("differs", 0.5): 1,
     }
     assert {error: int(exit_code_of(error)) for error in codes} == codes
+    assert service.COMMANDS.keys() == ASKING
+
+
+def test_only_a_service_refuses_with_4(tmp_path: Path, tiny_dense: Path) -> None:
+    """An id that occurs twice in a file, or a folder of something else, does not fit what is there: a bad value."""
+    (tmp_path / "twice.jsonl").write_text('{"prompt": "DIGITS", "prompt_id": "a"}\n' * 2)
+    settings = ("--set", "workers.engine=fake", "--set", "workers.max_model_len_tokens=512", "--listen", "127.0.0.1:0")
+    prompts = ("--prompts", str(tmp_path / "twice.jsonl"), "--model", str(tiny_dense))
+    for mode in ((), ("--dry-run",)):
+        refused = dora("serve", *mode, *prompts, *settings)
+        assert (refused.exit_code, "twice.jsonl:2" in refused.stderr) == (ExitCode.USAGE, True)
+    (tmp_path / "tiny-r1").mkdir()
+    assert dora("prepare", "tiny", "--cache", str(tmp_path)).exit_code == ExitCode.USAGE
 
 
 # ------------------------------------------------------------------------------------- standard output that is no use

@@ -105,6 +105,8 @@ def extreme(**changes: Any) -> pb.Status:
         groups_finished=big,
         requests_running=big,
         requests_waiting=big,
+        state="rejected",
+        reason="the logprobs of the canary differ " * 9,
     )
     metrics = {f"{'m' * 124}{number:03}": 1e-12 * number for number in range(120)} | {"loss": float("nan")}
     status.steps.add(step=LARGE, mean_reward=-1e300, tokens=LARGE, took_s=1e6, waited_s=1e6, metrics=metrics)
