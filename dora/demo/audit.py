@@ -41,6 +41,7 @@ class StepSummary:
     staleness_max: int
     trajectories: int
     tokens: int
+    answer: str  # what the verifier said of the response of middling reward; empty where it said nothing
 
 
 def read_record(path: Path) -> list[Row]:
@@ -100,7 +101,8 @@ def step_summaries(rows: Iterable[Row], trained: Trained) -> list[StepSummary]:
 
 
 def _summary(step: int, rows: Sequence[Row]) -> StepSummary:
-    rewards = [row["reward"] for row in rows if _valid(row)]
+    scored = sorted((row for row in rows if _valid(row)), key=lambda row: float(row["reward"]))
+    rewards = [row["reward"] for row in scored]
     staleness = [_staleness(row) for row in rows]
     return StepSummary(
         step=step,
@@ -109,6 +111,7 @@ def _summary(step: int, rows: Sequence[Row]) -> StepSummary:
         staleness_max=max(staleness),
         trajectories=len(rows),
         tokens=sum(row["length_tokens"] for row in rows),
+        answer=scored[len(scored) // 2].get("verifier_log", "") if scored else "",
     )
 
 

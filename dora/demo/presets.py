@@ -47,15 +47,16 @@ PRESETS: dict[str, DemoPreset] = {
     # precision is ahead of engines with few slots, so a new version finds responses under way. The trainer has one
     # thread: two of them, beside two engines on two cores, would wait for each other most of the time.
     "smollm2": DemoPreset(
-        prompts="reasoning-gym:spell_backward:2,syllogism:1",
-        groups=8,
-        group_size=4,
-        max_tokens=256,
+        prompts="counting",
+        groups=4,
+        group_size=8,
+        max_tokens=64,
         temperature=1.0,
-        learning_rate=1e-5,
-        slots=4,
+        learning_rate=3e-4,
+        slots=16,
         kv_tokens=8192,
-        max_model_len_tokens=1024,
+        max_model_len_tokens=256,
+        steps=8,
         train_layers=3,
         autocast=True,
     ),

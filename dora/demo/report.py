@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Annotated, TypedDict
 
 from dora.demo.audit import Audit, Row, Trained, audit, step_summaries
@@ -48,7 +49,16 @@ class DemoReport(TypedDict):
     blackout_ms_p99: Annotated[float | None, "99th percentile of the same"]
     workers_lost: Annotated[int, "workers whose connection broke"]
     mean_reward_by_step: Annotated[list[float | None], "mean reward of each step; null where no reward was valid"]
+    reward_first: Annotated[float | None, "mean reward of the first quarter of the steps"]
+    reward_last: Annotated[float | None, "mean reward of the last quarter of the steps"]
+    answer_first: Annotated[str, "what the verifier said of a middling response of the first step; may be empty"]
+    answer_last: Annotated[str, "the same of the last step"]
     tokens_per_s: Annotated[float, "tokens delivered, from the service's first answer to the last commit"]
+    seconds_model: Annotated[float, "until the model was prepared"]
+    seconds_start: Annotated[float, "from there until all workers answered"]
+    seconds_first_step: Annotated[float, "from there to the first commit, the trainer's start included"]
+    seconds_later_steps: Annotated[float, "from there to the last commit"]
+    seconds_end: Annotated[float, "from there to the end: the workers' end, the audit"]
     seconds_total: Annotated[float, "the whole run, in seconds"]
     disagreements: Annotated[list[str], "what the service's counters and the record say differently"]
     failures: Annotated[list[str], "every promise that was broken, in a sentence"]
@@ -56,10 +66,22 @@ class DemoReport(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class DemoSeconds:
-    """How long the run took: all of it, and from the service's first answer to the trainer's last commit."""
+    """How long the parts of a run took, one after the other. A part that did not come to be took no time."""
 
-    total: float
-    rollout: float
+    model: float
+    start: float
+    first_step: float
+    later_steps: float
+    end: float
+
+    @property
+    def rollout(self) -> float:
+        """From the service's first answer to the last commit."""
+        return self.first_step + self.later_steps
+
+    @property
+    def total(self) -> float:
+        return self.model + self.start + self.rollout + self.end
 
 
 def build_report(
@@ -72,6 +94,9 @@ def build_report(
     was missed in ``failures``.
     """
     found = audit(record_rows, trained)
+    steps = step_summaries(record_rows, trained)
+    rewards = [step.mean_reward for step in steps]
+    quarter = max(1, len(rewards) // 4)
     vanished = _vanished(counters, run)
     report: DemoReport = {
         "model": run.model,
@@ -97,14 +122,28 @@ def build_report(
         "blackout_ms_p50": counters.get("blackout_ms_p50"),  # None where nothing migrated
         "blackout_ms_p99": counters.get("blackout_ms_p99"),
         "workers_lost": int(counters.get("workers_lost", 0)),
-        "mean_reward_by_step": [summary.mean_reward for summary in step_summaries(record_rows, trained)],
+        "mean_reward_by_step": rewards,
+        "reward_first": _mean(rewards[:quarter]),
+        "reward_last": _mean(rewards[-quarter:]),
+        "answer_first": steps[0].answer if steps else "",
+        "answer_last": steps[-1].answer if steps else "",
         "tokens_per_s": round(counters.get("tokens_generated", 0.0) / seconds.rollout, 2) if seconds.rollout else 0.0,
+        "seconds_model": round(seconds.model, 2),
+        "seconds_start": round(seconds.start, 2),
+        "seconds_first_step": round(seconds.first_step, 2),
+        "seconds_later_steps": round(seconds.later_steps, 2),
+        "seconds_end": round(seconds.end, 2),
         "seconds_total": round(seconds.total, 2),
         "disagreements": _disagreements(found, counters, vanished),
         "failures": [],
     }
     report["failures"] = _failures(report, run)
     return report
+
+
+def _mean(rewards: Sequence[float | None]) -> float | None:
+    scored = [reward for reward in rewards if reward is not None]
+    return fmean(scored) if scored else None
 
 
 def _vanished(counters: Mapping[str, float], run: DemoRun) -> int:

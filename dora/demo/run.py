@@ -55,7 +55,9 @@ class Watched:
 
     books: Books
     trained: dict[int, list[str]]
-    rollout_s: float
+    model_s: float  # these by the event loop's clock: when the model was prepared,
+    ready_s: float  # when all workers had answered,
+    committed_s: list[float]  # when each step was committed
     trainer_failure: str  # empty: it ended as it should
 
 
@@ -83,7 +85,7 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
         groups_open_at_end=watched.books.groups_open,
         groups_overdue_at_end=watched.books.groups_overdue,
     )
-    seconds = DemoSeconds(total=clock() - started_s, rollout=watched.rollout_s)
+    seconds = _seconds(started_s, watched, clock())
     report = build_report(rows, dict(watched.books.status.counters), watched.trained, seconds, run)
     if watched.trainer_failure:
         report["failures"].append(watched.trainer_failure)
@@ -92,6 +94,17 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
     steps = step_summaries(rows, watched.trained)
     await asyncio.to_thread(draw_timeline, read_series(folder.series), steps, title, run.window, folder.timeline)
     return report
+
+
+def _seconds(started_s: float, watched: Watched, ended_s: float) -> DemoSeconds:
+    commits_s = watched.committed_s or [watched.ready_s]
+    return DemoSeconds(
+        model=watched.model_s - started_s,
+        start=watched.ready_s - watched.model_s,
+        first_step=commits_s[0] - watched.ready_s,
+        later_steps=commits_s[-1] - commits_s[0],
+        end=ended_s - commits_s[-1],
+    )
 
 
 @contextmanager
@@ -143,8 +156,7 @@ async def _watched_run(
 ) -> Watched:
     """Trains and watches until the trainer ends, then reads the service's books."""
     screen.line(f"serving on {handle.address}; starting the trainer")
-    clock = asyncio.get_running_loop().time
-    ready_s = clock()
+    ready_s = asyncio.get_running_loop().time()
     arguments = ["--address", handle.address, "--steps", str(options.steps_asked), "--lr", str(options.rate)]
     arguments += ["--groups", str(config.window.groups_per_step)]
     arguments += ["--layers", str(options.preset.train_layers)]
@@ -158,7 +170,6 @@ async def _watched_run(
         watching = asyncio.create_task(_watch(operator, options.kill_worker_after_s, folder, screen))
         try:
             code = await trainer.run()
-            rollout_s = clock() - ready_s
         finally:
             watching.cancel()
             with suppress(asyncio.CancelledError):
@@ -166,7 +177,7 @@ async def _watched_run(
         books = await _read_books(operator)
     screen.show(books.status, last=True)
     failure = f"the trainer ended with exit code {code}: {trainer.last_words()}" if code else ""
-    return Watched(books, trainer.trained, rollout_s, failure)
+    return Watched(books, trainer.trained, handle.model_s, ready_s, trainer.committed_s, failure)
 
 
 async def _watch(operator: Operator, kill_after_s: float | None, folder: OutFolder, screen: Screen) -> None:

@@ -1,6 +1,6 @@
-"""The demo's last words: what was promised, what was measured."""
+"""The demo's last words: what was seen, in a few lines, and where to find the rest."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from dora.view.tables import Note
 
 
 def print_summary(console: Console, report: Mapping[str, Any], folder: OutFolder) -> None:
-    """Prints the table, every failure in a sentence, and where the files are."""
+    """Prints what was seen, every failure in a sentence, and where the files are."""
     console.print(Note(_title(report), "bold"))
     console.print(summary_table(report))
     for sentence in report["failures"]:
@@ -24,22 +24,12 @@ def print_summary(console: Console, report: Mapping[str, Any], folder: OutFolder
 
 
 def summary_table(report: Mapping[str, Any]) -> Table:
-    """Promises first, then what the run was like."""
-    table = Table(header_style="bold")
-    table.add_column("promise or measure", no_wrap=True)
-    table.add_column("wanted", justify="right", no_wrap=True)
-    table.add_column("measured", justify="right")
-    for name in ("groups_lost", "groups_duplicated", "c1_violations"):
-        _promise(table, name, "0", report[name], kept=report[name] == 0)
-    bound = report["window"] - 1
-    _promise(table, "staleness_max", f"<= {bound}", report["staleness_max"], kept=report["staleness_max"] <= bound)
-    table.add_section()
-    names = ("groups_admitted", "groups_trained", "versions_live_max", "migrations_kv", "migrations_reprefill")
-    for name in (*names, "tokens_reprefilled", "workers_lost"):
-        table.add_row(name, "", f"{report[name]:,}")
-    for name in ("blackout_ms_p50", "blackout_ms_p99", "tokens_per_s"):
-        table.add_row(name, "", "-" if report[name] is None else f"{report[name]:,.1f}")
-    table.add_row("mean reward", "", _rewards(report["mean_reward_by_step"]))
+    """One line for each thing that a demo is to show."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, text in _lines(report):
+        table.add_row(name, Text(text))
     return table
 
 
@@ -51,18 +41,48 @@ def _title(report: Mapping[str, Any]) -> Text:
     )
 
 
-def _promise(table: Table, name: str, wanted: str, measured: int, *, kept: bool) -> None:
-    table.add_row(name, wanted, Text(f"{measured:,}", "green" if kept else "bold red"))
+def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield (
+        "promises",
+        f"{report['groups_lost']} groups lost, {report['groups_duplicated']} delivered twice, "
+        f"{report['c1_violations']} responses of mixed versions",
+    )
+    yield "staleness", f"at most {report['staleness_max']}, as allowed are {report['window'] - 1}"
+    yield "versions", f"{report['versions_live_max']} live at once, {report['steps']} published"
+    yield "moves", _moves(report)
+    yield "reward", _reward(report)
+    for name, answer in (("first", report["answer_first"]), ("last", report["answer_last"])):
+        if answer:
+            yield f"{name} step", answer
+    yield "tokens", f"{report['tokens_generated']:,} generated, {report['tokens_per_s']:.0f} a second beside training"
+    yield "time", _time(report)
 
 
-def _rewards(by_step: list[float | None]) -> str:
-    """Every step of a short run; first ten and last ten steps of a long one."""
-    if len(by_step) <= 10:
-        return ", ".join("-" if reward is None else f"{reward:.3f}" for reward in by_step)
-    first, last = _mean(by_step[:10]), _mean(by_step[-10:])
-    return f"{first} (first 10 steps) to {last} (last 10)"
+def _moves(report: Mapping[str, Any]) -> str:
+    text = f"{report['migrations_kv']} requests went to another worker with their KV"
+    if report["blackout_ms_p50"] is not None:
+        text += f" (half of them without a token for {report['blackout_ms_p50'] / 1000:.1f} s or less)"
+    return (
+        f"{text}, {report['migrations_reprefill']} without; {report['tokens_reprefilled']} tokens were computed twice"
+    )
 
 
-def _mean(rewards: list[float | None]) -> str:
-    scored = [reward for reward in rewards if reward is not None]
-    return f"{sum(scored) / len(scored):.3f}" if scored else "-"
+def _reward(report: Mapping[str, Any]) -> str:
+    by_step = report["mean_reward_by_step"]
+    if report["reward_first"] is None or report["reward_last"] is None:
+        return "none was valid"
+    text = f"{report['reward_first']:.2f} in the first quarter of the steps, {report['reward_last']:.2f} in the last"
+    if 1 < len(by_step) <= 10:
+        text += ": " + ", ".join("-" if reward is None else f"{reward:.2f}" for reward in by_step)
+    return text
+
+
+def _time(report: Mapping[str, Any]) -> str:
+    parts = {
+        "model": report["seconds_model"],
+        "workers' start": report["seconds_start"],
+        "first step": report["seconds_first_step"],
+        "the others": report["seconds_later_steps"],
+        "end and audit": report["seconds_end"],
+    }
+    return ", ".join(f"{name} {duration(part_s)}" for name, part_s in parts.items())

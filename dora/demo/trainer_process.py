@@ -25,6 +25,7 @@ class TrainerProcess:
         self._trained_file = trained_file
         self._process: asyncio.subprocess.Process | None = None
         self.trained: dict[int, list[str]] = {}
+        self.committed_s: list[float] = []  # when each step was, by the event loop's clock
 
     async def run(self) -> int:
         """Reads the trainer's lines until it ends; its exit code."""
@@ -42,6 +43,7 @@ class TrainerProcess:
             async for line in process.stdout:
                 step = json.loads(line)
                 # A step trained twice must show: it adds to the list rather than replacing it.
+                self.committed_s.append(asyncio.get_running_loop().time())
                 self.trained.setdefault(step["step"], []).extend(step["group_ids"])
                 trained_file.write(line)
                 trained_file.flush()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from dora.config import WorkersConfig
 from dora.errors import DoraError
@@ -21,6 +23,8 @@ RESTART_PAUSE_MAX_S = 15.0
 HEALTHY_S = 30.0  # a process that lived so long has earned a quick restart
 DEATHS_WITHIN_S = 600.0  # deaths count for so long: ``workers.restarts`` is a rate, not a whole life's sum
 LOG_TAIL_BYTES = 2000
+WORKER_MODULE: Final = "dora.worker"
+WAIT_OPTION: Final = "--wait"  # of a worker: its arguments come on stdin, once its engine is imported
 STOP_GRACE_S = 10.0
 
 
@@ -34,6 +38,7 @@ class _Worker:
 
     worker_id: str
     process: asyncio.subprocess.Process | None = None
+    waiting: bool = False  # its process has yet to be told what it is for
     leaving: bool = False
     excluded: bool = False  # it died too often: it is not started again
     restarts: int = 0
@@ -74,8 +79,18 @@ class Launcher:
         self._tasks: list[asyncio.Task[None]] = []
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    async def begin(self) -> None:
+        """Starts processes that import their engine, before ``command`` can be asked: it takes them some seconds.
+
+        They wait for ``start``, which tells them the rest; so the model can be prepared meanwhile.
+        """
+        if self._config.engine != "vllm":
+            return
+        for worker in self._workers.values():
+            worker.process = await self._spawn(worker, ["-m", WORKER_MODULE, WAIT_OPTION])
+            worker.waiting = True
+
     def start(self) -> None:
-        self._log_folder.mkdir(parents=True, exist_ok=True)
         self._tasks = [
             asyncio.create_task(self._keep(worker), name=worker.worker_id) for worker in self._workers.values()
         ]
@@ -96,6 +111,8 @@ class Launcher:
         for worker in self._workers.values():
             worker.leaving = True
             worker.send(signal.SIGTERM)
+            if worker.waiting and worker.process is not None:
+                await worker.process.wait()
         if not self._tasks:
             return
         _, slow = await asyncio.wait(self._tasks, timeout=STOP_GRACE_S)
@@ -109,38 +126,57 @@ class Launcher:
     async def _keep(self, worker: _Worker) -> None:
         loop = asyncio.get_running_loop()
         pause_s = RESTART_PAUSE_S
-        log_file = self._log_folder / f"{worker.worker_id}.log"
         while not worker.leaving:
             began_s = loop.time()
             try:
-                with log_file.open("ab") as sink:
-                    worker.process = await asyncio.create_subprocess_exec(
-                        sys.executable,
-                        *self._command(worker.worker_id),
-                        env=self._environment,
-                        stdout=sink,
-                        stderr=sink,
-                    )
+                process = await self._told(worker)
             except OSError as error:
                 self._fail(f"worker {worker.worker_id} could not be started: {error}")
                 return
-            code = await worker.process.wait()
+            code = await process.wait()
             if worker.leaving:
                 return
             deaths = worker.dies(loop.time())
             if deaths > self._config.restarts:
-                self._exclude(worker, f"ended {deaths} times lately, last with {code}: {_tail(log_file)}")
+                tail = _tail(self._log_file(worker))
+                self._exclude(worker, f"ended {deaths} times lately, last with {code}: {tail}")
                 return
             worker.restarts += 1
             pause_s = RESTART_PAUSE_S if loop.time() - began_s > HEALTHY_S else min(2 * pause_s, RESTART_PAUSE_MAX_S)
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(pause_s)
 
+    async def _told(self, worker: _Worker) -> asyncio.subprocess.Process:
+        """A process that knows what it is for: the one that waits, else a new one."""
+        command = self._command(worker.worker_id)
+        if worker.waiting and worker.process is not None and worker.process.stdin is not None:
+            worker.waiting = False
+            worker.process.stdin.write(json.dumps(command).encode() + b"\n")
+            worker.process.stdin.close()
+            return worker.process
+        worker.process = await self._spawn(worker, command)
+        return worker.process
+
+    async def _spawn(self, worker: _Worker, command: list[str]) -> asyncio.subprocess.Process:
+        self._log_folder.mkdir(parents=True, exist_ok=True)
+        with self._log_file(worker).open("ab") as sink:
+            return await asyncio.create_subprocess_exec(
+                sys.executable,
+                *command,
+                env=self._environment,
+                stdin=asyncio.subprocess.PIPE if WAIT_OPTION in command else asyncio.subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+            )
+
+    def _log_file(self, worker: _Worker) -> Path:
+        return self._log_folder / f"{worker.worker_id}.log"
+
     def early_death(self) -> str | None:
         """Why a worker that never answered has died already twice; None while all is well."""
         for worker in self._workers.values():
             if worker.restarts >= 2:
-                return f"worker {worker.worker_id} ends at start: {_tail(self._log_folder / f'{worker.worker_id}.log')}"
+                return f"worker {worker.worker_id} ends at start: {_tail(self._log_file(worker))}"
         return None
 
     def _exclude(self, worker: _Worker, reason: str) -> None:
@@ -168,7 +204,7 @@ def worker_argv(config: WorkersConfig, worker_id: str, address: str, model: Path
         "--max-model-len-tokens": config.max_model_len_tokens,
         "--dtype": config.dtype,
     }
-    return ["-m", "dora.worker", *(str(part) for option in options.items() for part in option)]
+    return ["-m", WORKER_MODULE, *(str(part) for option in options.items() for part in option)]
 
 
 def worker_environment(config: WorkersConfig) -> dict[str, str]:

@@ -54,6 +54,7 @@ class ServiceHandle:
     token: str
     run_folder: Path
     model: Path
+    model_s: float  # when the model was prepared, by the event loop's clock
 
 
 async def serve(
@@ -72,13 +73,23 @@ async def serve(
     load_strategies()
     check_live(config.balance, config.window.size)
     check_engine(config)
-    progress(f"preparing the model {config.model}")
-    model = await prepared_model(config, progress)
-    check_context(config, model)
+    token = config.service.token or secrets.token_urlsafe(24)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(collecting_rarely())
         keep_freed_memory()
         run_folder = stack.enter_context(run_folder_of(config))
+        launcher = Launcher(
+            config.workers,
+            lambda worker_id: worker_argv(config.workers, worker_id, address, model),
+            {"DORA_TOKEN": token, **worker_environment(config.workers)},
+            run_folder / "logs",
+        )
+        stack.push_async_callback(launcher.close)
+        await launcher.begin()
+        progress(f"preparing the model {config.model}")
+        model = await prepared_model(config, progress)
+        model_s = asyncio.get_running_loop().time()
+        check_context(config, model)
         store = await asyncio.to_thread(WeightStore, run_folder / WEIGHTS_FOLDER, model)
         recorder = await recorder_of(config, store, stack)
         tokenizer = await asyncio.to_thread(ChatTokenizer, model, cache_of(config))
@@ -99,23 +110,16 @@ async def serve(
             event_log=event_log_of(config, stack),
         )
         stack.push_async_callback(runtime.close)
-        token = config.service.token or secrets.token_urlsafe(24)
         address = await stack.enter_async_context(serving(config, runtime, model, snapshots, token))
-        launcher = Launcher(
-            config.workers,
-            lambda worker_id: worker_argv(config.workers, worker_id, address, model),
-            {"DORA_TOKEN": token, **worker_environment(config.workers)},
-            run_folder / "logs",
-        )
         runtime.sessions.processes = launcher
-        stack.push_async_callback(launcher.close)
+        stack.push_async_callback(launcher.close)  # a second time: workers end before what they talk to
         launcher.start()
         ticking = asyncio.create_task(runtime.ticks())
         stack.callback(ticking.cancel)
         progress(f"starting {config.workers.count} workers")
         failures = (runtime.failed, launcher.failed, ticking)
         if await _until_ready(config, runtime, launcher, stop, failures):
-            ready(ServiceHandle(address, token, run_folder, model))
+            ready(ServiceHandle(address, token, run_folder, model, model_s))
             await _first(stop, *failures)
             progress("draining")
             await _drain(config, runtime, failures)

@@ -13,7 +13,6 @@ from dora.errors import InvalidValue
 from dora.trainers.loss import clipped_token_loss, kl_sum
 from dora.trajectory import Trajectory, TrajectoryGroup
 
-ROW_FILL_MIN = 0.7  # the share of its row in a micro-batch that a trajectory must fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +168,16 @@ def micro_batches(
 ) -> Iterator[list[tuple[Trajectory, float]]]:
     """Rows of similar length together, ``rows * longest`` within ``tokens_max``; a longer row is alone.
 
-    A row much shorter than its batch's longest begins a new one: padding costs as much as tokens.
+    A new batch begins where padding would cost more than reading the prompt once more does.
     """
     batch: list[tuple[Trajectory, float]] = []
+    padding = 0
     for row in sorted(rows, key=lambda row: (-_length(row[0]), row[0].sample_index)):
-        longest = _length(batch[0][0]) if batch else 0
-        if batch and ((len(batch) + 1) * longest > tokens_max or _length(row[0]) < ROW_FILL_MIN * longest):
+        longest = _length(batch[0][0]) if batch else _length(row[0])
+        padding += longest - _length(row[0])
+        if batch and ((len(batch) + 1) * longest > tokens_max or padding > len(row[0].prompt_token_ids)):
             yield batch
-            batch = []
+            batch, padding = [], 0
         batch.append(row)
     if batch:
         yield batch
@@ -185,19 +186,24 @@ def micro_batches(
 def response_logprobs(module: Any, trajectories: Sequence[Trajectory]) -> torch.Tensor:
     """(rows, longest response): the raw model's log probability of every response token; padding holds anything.
 
-    The trajectories share one prompt. Rows are padded on the right, where causal attention never looks from the left.
+    The trajectories share one prompt, which the model reads once: every row goes on from its keys and values. Rows are
+    padded on the right, where causal attention never looks from the left.
     """
     device = next(module.parameters()).device
-    token_ids = _padded(
-        [np.concatenate([each.prompt_token_ids, each.response_token_ids]) for each in trajectories], torch.int64
-    ).to(device)
-    attention_mask = _padded([np.ones(_length(each), np.uint8) for each in trajectories], torch.int64).to(device)
-    longest = max(each.length_tokens for each in trajectories)
-    output = module(input_ids=token_ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=longest + 1)
-    logits = output.logits[:, :-1].float()
-    targets = token_ids[:, -longest:].flatten()
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
-    return -losses.view(len(trajectories), longest)
+    prompt = torch.from_numpy(trajectories[0].prompt_token_ids.astype(np.int64)).to(device)[None]
+    targets = _padded([each.response_token_ids for each in trajectories], torch.int64).to(device)
+    rows, longest = targets.shape
+    read = module(input_ids=prompt, use_cache=True, logits_to_keep=1)
+    cache = read.past_key_values
+    cache.batch_repeat_interleave(rows)
+    known = [np.ones(_length(each) - 1, np.uint8) for each in trajectories]  # the last token is only a target
+    logits = read.logits.expand(rows, -1, -1).float()
+    if longest > 1:
+        attention_mask = _padded(known, torch.int64).to(device)
+        rest = module(input_ids=targets[:, :-1], attention_mask=attention_mask, past_key_values=cache)
+        logits = torch.cat([logits, rest.logits.float()], dim=1)
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return -losses.view(rows, longest)
 
 
 def multiplies_bfloat16(capability: str | None = None) -> bool:

@@ -1,6 +1,7 @@
-"""``python -m dora.worker``: one rollout worker, one worker. Started by the service, or by hand on any host."""
+"""``python -m dora.worker``: one rollout worker, one engine. Started by the service, or by hand on any host."""
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -15,6 +16,8 @@ from dora.worker.loop import EngineLoop
 
 
 def main(argv: list[str] | None = None) -> int:
+    if sys.argv[1:] == ["--wait"]:
+        argv = _awaited_arguments()
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.worker_id} %(levelname)s %(message)s")
     token = os.environ.get("DORA_TOKEN", "")
@@ -39,6 +42,23 @@ def main(argv: list[str] | None = None) -> int:
         link.close()
         engine.close()
     return 0
+
+
+def _awaited_arguments() -> list[str]:
+    """Imports vLLM, which takes seconds, then reads the rest of the command from stdin: a JSON list that ends its line.
+
+    Ends the process where stdin ends first: the service is gone.
+    """
+    from dora.worker import vllm_environment
+
+    vllm_environment.prepare()
+    from dora.worker import vllm_core, vllm_requests, vllm_weights  # noqa: F401
+
+    line = sys.stdin.readline()
+    if not line:
+        raise SystemExit(0)
+    command: list[str] = json.loads(line)
+    return command[2:]  # without -m and the module
 
 
 def make_engine(options: argparse.Namespace) -> RolloutEngine:

@@ -1,11 +1,14 @@
 """The demo's audit and report: pure functions that must notice every broken promise."""
 
+import io
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from dora.config import Config
 from dora.demo.audit import audit, read_record, step_summaries
@@ -14,7 +17,7 @@ from dora.demo.options import DemoOptions, service_config
 from dora.demo.presets import PRESETS
 from dora.demo.report import DemoRun, DemoSeconds, build_report
 from dora.demo.series import Sample, WorkerSample, read_series, sample_json, sample_of, stretches
-from dora.demo.summary import summary_table
+from dora.demo.summary import print_summary
 from dora.demo.timeline import draw_timeline
 from dora.errors import InvalidValue
 from dora.rpc import dora_pb2 as pb
@@ -25,9 +28,10 @@ STEPS, GROUPS, GROUP_SIZE, WINDOW = 3, 2, 2, 2
 REPORT_KEYS = {
     *("steps", "groups_admitted", "groups_trained", "groups_lost", "groups_duplicated"),
     *("staleness_max", "versions_live_max", "c1_violations", "migrations_kv", "migrations_reprefill"),
-    *("tokens_reprefilled", "blackout_ms_p50", "mean_reward_by_step", "tokens_per_s", "seconds_total"),
+    *("tokens_reprefilled", "blackout_ms_p50", "mean_reward_by_step", "reward_first", "reward_last", "tokens_per_s"),
+    *("seconds_model", "seconds_start", "seconds_first_step", "seconds_later_steps", "seconds_end", "seconds_total"),
 }
-SECONDS = DemoSeconds(total=12.0, rollout=8.0)
+SECONDS = DemoSeconds(model=0.5, start=2.5, first_step=3.0, later_steps=5.0, end=1.0)
 RUN = DemoRun(
     model="tiny",
     window=WINDOW,
@@ -74,7 +78,53 @@ def test_a_healthy_run_has_every_key_and_no_failure() -> None:
     assert report["mean_reward_by_step"] == [0.5, 0.5, 0.5]
     assert (report["tokens_per_s"], report["seconds_total"]) == (50.0, 12.0)
     assert json.loads(json.dumps(report, allow_nan=False)) == report
-    assert summary_table(report).row_count > 10
+    assert [report[f"seconds_{part}"] for part in ("model", "start", "first_step", "later_steps", "end")] == [
+        *(0.5, 2.5, 3.0, 5.0, 1.0)
+    ]
+
+
+def words_of(report: Mapping[str, Any]) -> str:
+    """The summary as a terminal of 80 columns shows it, in one line."""
+    console = Console(width=80, file=io.StringIO(), record=True)
+    print_summary(console, report, OutFolder(Path("out")))
+    text = console.export_text()
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    return " ".join(text.split())
+
+
+def test_the_summary_says_what_was_seen() -> None:
+    rows, counters, trained = healthy()
+    rewards = {0: 0.1, 1: 0.2, 2: 0.7}
+    rows = [
+        {**row, "reward": rewards[row["trained_step"]], "verifier_log": f"step {row['trained_step']}"} for row in rows
+    ]
+    text = words_of(build_report(rows, counters, trained, SECONDS, RUN))
+    for part in (
+        "3 steps of tiny in 12.0 s: every promise held",
+        "0 groups lost, 0 delivered twice, 0 responses of mixed versions",
+        "at most 1, as allowed are 1",
+        "2 live at once",
+        "5 requests went to another worker with their KV",
+        "0.10 in the first quarter of the steps, 0.70 in the last: 0.10, 0.20, 0.70",
+        "first step step 0 last step step 2",
+        "first step 3.0 s, the others 5.0 s",
+    ):
+        assert part in text
+    broken = words_of(build_report(rows[1:], counters, trained, SECONDS, RUN))
+    assert "a promise was broken" in broken and "FAILED groups_lost = 1" in broken
+
+
+def test_first_and_last_quarter_of_the_steps_are_compared() -> None:
+    rows = [row_of(step, 0, sample, reward=step / 8) for step in range(8) for sample in range(GROUP_SIZE)]
+    report = build_report(rows, {}, {step: [f"s{step}-g0"] for step in range(8)}, SECONDS, RUN)
+    assert (report["reward_first"], report["reward_last"]) == (0.5 / 8, 6.5 / 8)
+
+
+def test_the_answer_shown_is_of_a_middling_reward() -> None:
+    run = [
+        row_of(0, 0, sample, reward=reward, verifier_log=str(reward)) for sample, reward in enumerate((0.9, 0.1, 0.5))
+    ]
+    assert step_summaries(run, {0: ["s0-g0"]})[0].answer == "0.5"
 
 
 def test_a_trained_group_that_is_not_recorded_is_lost() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from dora.errors import InvalidValue, VersionRejected
 from dora.models.tiny import make_tiny
@@ -23,6 +23,7 @@ from dora.trainers.learner import (
 )
 from dora.trainers.loss import clipped_token_loss, kl_sum
 from dora.trajectory import Trajectory, TrajectoryGroup
+from dora.verify.recompute import recomputed_logprobs
 from tests.contract.trainer_service import TOKEN, make_group, make_trajectory, start_service
 
 
@@ -123,6 +124,16 @@ def test_padding_and_micro_batches_change_neither_logprobs_nor_gradients(model_f
         assert torch.allclose(together[row, : trajectory.length_tokens], alone, atol=1e-5)
 
 
+def test_a_prompt_that_is_read_once_gives_the_logprobs_of_whole_rows(model_folder: Path) -> None:
+    """``dora verify`` runs every row from its first token."""
+    module = load(model_folder)
+    group = responses([[5, 6, 7], [8] * 9, [9]], [1.0, 0.0, 0.5])
+    found = response_logprobs(module, group.trajectories)
+    for trajectory, logprobs in recomputed_logprobs(module, group.trajectories):
+        shared = found[trajectory.sample_index, : trajectory.length_tokens].detach().numpy()
+        assert shared == pytest.approx(logprobs, abs=1e-5)
+
+
 def test_a_step_is_one_mean_over_all_its_tokens(model_folder: Path) -> None:
     """Two groups of different lengths: the gradient is that of sum / tokens, not of a mean of means."""
     groups = [responses([[5, 6], [7, 8]], [1.0, 0.0]), responses([[9] * 7, [10] * 5], [0.0, 1.0])]
@@ -188,7 +199,8 @@ class Bandit(torch.nn.Module):
         self.logits = torch.nn.Parameter(torch.zeros(8))
 
     def forward(self, input_ids: torch.Tensor, logits_to_keep: int, **unused: Any) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.logits.expand(input_ids.shape[0], logits_to_keep, 8))
+        logits = self.logits.expand(input_ids.shape[0], logits_to_keep, 8)
+        return SimpleNamespace(logits=logits, past_key_values=DynamicCache())
 
 
 @pytest.mark.parametrize("kl_coefficient", [0.0, 0.1])

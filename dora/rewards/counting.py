@@ -1,0 +1,18 @@
+"""The verifier of the counting task (``dora.prompts.counting``)."""
+
+import re
+from typing import Any
+
+
+def score(
+    prompt_text: str, response_text: str, response_token_ids: list[int], verifier: dict[str, Any]
+) -> dict[str, Any]:
+    """How many numbers of the response are right and in their place, over the longer of both lists: 0 to 1."""
+    wanted = list(range(verifier["first"], verifier["last"] + 1))
+    found = [int(digits[:9]) for digits in re.findall(r"[0-9]+", response_text)]
+    right = sum(one == other for one, other in zip(wanted, found, strict=False))
+    return {
+        "reward": right / max(len(wanted), len(found)),
+        "components": {"correct": float(found == wanted)},
+        "log": f"asked for {wanted[0]} to {wanted[-1]}, found {response_text[:200]!r}",
+    }
