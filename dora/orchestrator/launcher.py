@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from dora.config import WorkersConfig
 from dora.errors import DoraError
+from dora.orchestrator.storage import RUN_FOLDER, Storage
 
 log = logging.getLogger("dora.service")
 
@@ -65,17 +67,18 @@ class Launcher:
         command: Callable[[str], list[str]],
         environment: Mapping[str, str],
         log_folder: Path,
+        storage: Storage,
     ) -> None:
         self._config = config
         self._command = command
         self._environment = {**os.environ, **environment}
         self._log_folder = log_folder
+        self._storage = storage
         self._workers = {name: _Worker(name) for name in (f"w{i}" for i in range(config.count))}
         self._tasks: list[asyncio.Task[None]] = []
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
-        self._log_folder.mkdir(parents=True, exist_ok=True)
         self._tasks = [
             asyncio.create_task(self._keep(worker), name=worker.worker_id) for worker in self._workers.values()
         ]
@@ -113,7 +116,7 @@ class Launcher:
         while not worker.leaving:
             began_s = loop.time()
             try:
-                with log_file.open("ab") as sink:
+                with self._sink(log_file) as sink:
                     worker.process = await asyncio.create_subprocess_exec(
                         sys.executable,
                         *self._command(worker.worker_id),
@@ -135,6 +138,13 @@ class Launcher:
             pause_s = RESTART_PAUSE_S if loop.time() - began_s > HEALTHY_S else min(2 * pause_s, RESTART_PAUSE_MAX_S)
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(pause_s)
+
+    def _sink(self, log_file: Path) -> BinaryIO:
+        """Where a worker's words go: to its log; nowhere where that cannot be made."""
+        with self._storage.tidying(RUN_FOLDER):
+            self._log_folder.mkdir(parents=True, exist_ok=True)
+            return log_file.open("ab")
+        return open(os.devnull, "ab")
 
     def early_death(self) -> str | None:
         """Why a worker that never answered has died already twice; None while all is well."""

@@ -1,7 +1,7 @@
 """What happened between two statuses, in sentences: the live view where there is no terminal."""
 
 from dora.rpc.dora_pb2 import Status
-from dora.view.service import filling
+from dora.view.service import faults_of, filling
 
 NEWS_PERIOD_S = 2.0  # at most one batch of lines in so long
 SILENCE_PERIOD_S = 15.0  # where nothing happened, a sign of life after so long
@@ -25,6 +25,11 @@ def news(before: Status, after: Status) -> list[str]:
         if step.step not in told and (not told or step.step > max(told))
     ]
     lines += _version_news(before, after) + _worker_news(before, after)
+    if faults_of(after) != faults_of(before):
+        fault = faults_of(after)
+        lines.append(f"storage is at fault: {fault}; nothing is admitted" if fault else "storage is well again")
+    if after.prompts_failed and not before.prompts_failed:
+        lines.append(f"the prompt source failed: {after.prompts_failed}")
     for name, what in COUNTED_EVENTS.items():
         more = int(after.counters[name] - before.counters[name])
         if more > 0:
