@@ -17,6 +17,7 @@ from dora.limits import (
     GROUPS_MOST,
     TEMPERATURE_LEAST,
     TEMPERATURE_MOST,
+    WINDOW_REQUESTS_MOST,
     Count,
     Fraction,
     GroupSize,
@@ -213,7 +214,16 @@ class Config(Section):
         if self.rollout.max_tokens >= longest:
             allowed = f"below workers.max_model_len_tokens {longest}, which holds the prompt too"
             raise InvalidValue("rollout.max_tokens", self.rollout.max_tokens, allowed)
+        self.check_groups_per_step(self.window.groups_per_step, "window.groups_per_step")
         return self
+
+    def check_groups_per_step(self, groups: int, field: str) -> None:
+        """Raises InvalidValue for steps so large that the window would hold more requests than a service can."""
+        size, group_size = self.window.size, self.rollout.group_size
+        most = WINDOW_REQUESTS_MOST // (size * group_size)
+        if groups > most:
+            why = f"{WINDOW_REQUESTS_MOST:,} requests in {size} versions (window.size) of groups of {group_size}"
+            raise InvalidValue(field, groups, f"at most {most}: {why} (rollout.group_size)")
 
 
 def given(settings: Mapping[str, Setting | None]) -> list[Override]:

@@ -1,6 +1,7 @@
 """Errors that reach people. Each one says what was given, why it is refused, and what would be allowed."""
 
 import difflib
+import errno
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from traceback import extract_tb
@@ -109,6 +110,11 @@ class IllegalTransition(DoraError):
     """An event that the state machine's table does not allow in the present state; the state is unchanged."""
 
 
+def is_full(error: OSError) -> bool:
+    """Whether a write failed for want of room: the disk's, a quota's, a limit's on a file's size."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.4, most: int = 1) -> list[str]:
     """The known names that are most like ``name``, in any case, the nearest first.
 
@@ -133,7 +139,7 @@ def one_of(name: str, known: Iterable[str], cutoff: float = 0.4, meant: Sequence
     return f"{ASKED}{' or '.join(meant)}? {every[0].upper()}{every[1:]}" if meant else every
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """A bug in one line: the exception's kind, what it says, and where it was raised."""
     frames = extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""

@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 WINDOW_MOST: Final = 64
 GROUPS_MOST: Final = 1 << 20
 GROUP_SIZE_MOST: Final = 4096
+WINDOW_REQUESTS_MOST: Final = 1 << 20  # of a service: what its window may hold, as each takes some kilobytes
 TOKENS_MOST: Final = 1 << 30
 PROMPT_TOKENS_MOST: Final = 2048
 ID_CHARACTERS_MOST: Final = 256  # of the name of a prompt or of a task

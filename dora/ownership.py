@@ -26,7 +26,9 @@ def hold_new(file: Path, content: str = "") -> int:
     unfinished.unlink(missing_ok=True)
     descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.write(descriptor, content.encode())
+        rest = content.encode()
+        while rest:  # on a disk that is nearly full a write takes a part of it
+            rest = rest[os.write(descriptor, rest) :]
         _lock(descriptor)
         unfinished.replace(file)
     except BaseException:

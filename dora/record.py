@@ -2,25 +2,33 @@
 
     DIR/trajectories.jsonl     one trajectory a line (keys: dora.trajectory.Trajectory), each trajectory once
     DIR/cancelled.jsonl        one group a line that was ended and not trained on, and why (keys: CancelledGroup)
+    DIR/steps.jsonl            one committed step a line (keys: CommittedStep); of several for a step the last counts.
+                               Between them, which versions were withdrawn and published anew
     DIR/versions/<version>/    a Hugging Face folder: config, tokenizer, safetensors
 
-Synchronous and for one thread at a time; the shell calls it in a thread.
+A step's line is written last: once it is there, all that it names is on disk. Synchronous and for one thread at a time;
+the shell calls it in a thread. A write that fails raises OSError, leaves nothing half written, and may be repeated.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Final, Self
+from typing import Final, Self
 
 from dora.errors import InvalidValue
 from dora.trajectory import Trajectory
 
 TRAJECTORIES_FILE: Final = "trajectories.jsonl"
 CANCELLED_FILE: Final = "cancelled.jsonl"
+STEPS_FILE: Final = "steps.jsonl"
+LINES_FILES: Final = (TRAJECTORIES_FILE, CANCELLED_FILE, STEPS_FILE)
 VERSIONS_FOLDER: Final = "versions"
+WITHDRAWN: Final = "withdrawn_version"  # the one key of a line: no worker could load this version
+REPUBLISHED: Final = "republished_version"  # the one key of a line: it is published anew
 _OWN_PREFIX: Final = "dora-"  # the store's own notes stay in the store
 
 
@@ -38,6 +46,16 @@ class CancelledGroup:
     cancelled_at: float  # seconds since the Unix epoch
 
 
+@dataclass(frozen=True, slots=True)
+class CommittedStep:
+    """A step that a trainer has committed, and what the record holds of it."""
+
+    step: int
+    version: int  # that it published: step + 1
+    groups: Mapping[str, int]  # group id -> its trajectories
+    committed_at: float  # seconds since the Unix epoch
+
+
 def unwritable(folder: Path, error: OSError) -> InvalidValue:
     """What refuses a folder that no record can be written to."""
     return InvalidValue("record", str(folder), f"a folder that can be written ({error.strerror})")
@@ -48,59 +66,89 @@ class Recorder:
 
     def __init__(self, folder: Path) -> None:
         """Raises InvalidValue where ``folder`` cannot be written or holds something that is no record."""
-        self._file = folder / TRAJECTORIES_FILE
         self._versions = folder / VERSIONS_FOLDER
         try:
             self._versions.mkdir(parents=True, exist_ok=True)
             for unfinished in self._versions.glob(".*"):
                 shutil.rmtree(unfinished)
-            self._stream = self._file.open("a+b")
-            self._cancelled = (folder / CANCELLED_FILE).open("a+b")
+            self._trajectories = _LineFile(folder / TRAJECTORIES_FILE)
+            self._cancelled = _LineFile(folder / CANCELLED_FILE)
+            self._steps = _LineFile(folder / STEPS_FILE)
+            _sync_folder(folder)
         except OSError as error:
             raise unwritable(folder, error) from error
         self._written = self._read_ids()  # an id of some 50 bytes for a line of some thousands
-        for _ in _whole_lines(self._cancelled):
-            pass
+        for file in (self._cancelled, self._steps):
+            for _ in file.lines():
+                pass
+        self._kept: dict[int, bytes] = {}  # version -> the identity that it was kept under
 
     def append(self, trajectories: Iterable[Trajectory]) -> int:
-        """Writes those not yet recorded and flushes; how many they were."""
-        lines = []
-        for trajectory in trajectories:
-            if trajectory.trajectory_id not in self._written:
-                self._written.add(trajectory.trajectory_id)
-                lines.append(json.dumps(trajectory.to_json_dict(), allow_nan=False).encode() + b"\n")
-        self._stream.write(b"".join(lines))
-        self._stream.flush()
+        """Writes those not yet recorded; how many they were."""
+        lines = {
+            each.trajectory_id: json.dumps(each.to_json_dict(), allow_nan=False).encode() + b"\n"
+            for each in trajectories
+            if each.trajectory_id not in self._written
+        }
+        self._trajectories.append(b"".join(lines.values()))
+        self._written.update(lines)
         return len(lines)
 
     def append_cancelled(self, group: CancelledGroup) -> None:
-        self._cancelled.write(json.dumps(asdict(group), allow_nan=False).encode() + b"\n")
-        self._cancelled.flush()
+        self._cancelled.append(json.dumps(asdict(group), allow_nan=False).encode() + b"\n")
 
-    def keep_version(self, version: int, folder: Path) -> Path:
+    def republish(self, version: int, folder: Path, identity: bytes) -> None:
+        """Keeps a version that was withdrawn and has other weights now, and says so."""
+        self.keep_version(version, folder, identity)
+        self._steps.append(json.dumps({REPUBLISHED: version}).encode() + b"\n")
+        self._steps.sync()
+
+    def commit(self, step: CommittedStep, folder: Path, identity: bytes = b"") -> None:
+        """Keeps the version that the step published, then brings all of the record to disk, and the step's line last.
+
+        ``identity``: of the version's weights; where another one was kept under its number, this one takes its place.
+        """
+        self.keep_version(step.version, folder, identity)
+        self._trajectories.sync()
+        self._cancelled.sync()
+        self._steps.append(json.dumps(asdict(step)).encode() + b"\n")
+        self._steps.sync()
+
+    def keep_version(self, version: int, folder: Path, identity: bytes = b"") -> Path:
         """Copies a version's Hugging Face folder unless it is kept already; a file on the same disk is hard-linked."""
         kept = self._versions / str(version)
-        if kept.is_dir():
+        if kept.is_dir() and self._kept.get(version, identity) == identity:
             return kept
         unfinished = self._versions / f".{version}"
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        for file in sorted(folder.iterdir()):
-            if file.is_file() and not file.name.startswith((_OWN_PREFIX, ".")):
-                _link_or_copy(file.resolve(), unfinished / file.name)
-        os.rename(unfinished, kept)
+        try:
+            unfinished.mkdir()
+            for file in sorted(folder.iterdir()):
+                if file.is_file() and not file.name.startswith((_OWN_PREFIX, ".")):
+                    _link_or_copy(file.resolve(), unfinished / file.name)
+            _sync_folder(unfinished)
+            if kept.is_dir():
+                shutil.rmtree(kept)
+            os.rename(unfinished, kept)
+            _sync_folder(self._versions)
+        except OSError:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        self._kept[version] = identity
         return kept
 
     def drop_version(self, version: int) -> None:
-        """Removes a version that no worker could load: nothing was sampled under it. An unknown one is ignored."""
+        """Removes a version that no worker could load, and says so: nothing was sampled under it."""
+        self._steps.append(json.dumps({WITHDRAWN: version}).encode() + b"\n")
+        self._kept.pop(version, None)
         kept, gone = self._versions / str(version), self._versions / f".{version}"
         if kept.is_dir():
             os.rename(kept, gone)  # a reader sees the whole folder or none
             shutil.rmtree(gone)
 
     def close(self) -> None:
-        self._stream.close()
-        self._cancelled.close()
+        for file in (self._trajectories, self._cancelled, self._steps):
+            file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -110,24 +158,57 @@ class Recorder:
 
     def _read_ids(self) -> set[str]:
         ids = set()
-        for number, line in enumerate(_whole_lines(self._stream), start=1):
+        for number, line in enumerate(self._trajectories.lines(), start=1):
             try:
                 ids.add(str(json.loads(line)["trajectory_id"]))
             except (ValueError, KeyError, TypeError) as error:
-                raise InvalidValue(f"{self._file.name} line {number}", line[:80], "a trajectory record") from error
+                raise InvalidValue(f"{TRAJECTORIES_FILE} line {number}", line[:80], "a trajectory record") from error
         return ids
 
 
-def _whole_lines(stream: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file. At its end one that a crash has torn is cut off: what it said was never acknowledged."""
-    stream.seek(0)
-    whole_bytes = 0
-    for line in stream:
-        if not line.endswith(b"\n"):
-            break
-        whole_bytes += len(line)
-        yield line
-    stream.truncate(whole_bytes)
+class _LineFile:
+    """A file of lines, to which whole ones are appended or none. Its lines have to be read once before."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stream = path.open("ab", buffering=0)
+        self._whole_bytes = 0
+        self._torn = False  # there may be more in the file than whole lines
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines. One that a crash has torn, at the end, is cut off: what it said was never acknowledged."""
+        self._whole_bytes = 0
+        with self._path.open("rb") as stream:
+            for line in stream:
+                if not line.endswith(b"\n"):
+                    break
+                self._whole_bytes += len(line)
+                yield line
+        self._cut()
+
+    def append(self, lines: bytes) -> None:
+        if self._torn:
+            self._cut()
+        rest = memoryview(lines)
+        try:
+            while rest:
+                rest = rest[self._stream.write(rest) :]
+        except OSError:
+            self._torn = True
+            with suppress(OSError):  # else before the next line
+                self._cut()
+            raise
+        self._whole_bytes += len(lines)
+
+    def sync(self) -> None:
+        os.fsync(self._stream.fileno())
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _cut(self) -> None:
+        self._stream.truncate(self._whole_bytes)
+        self._torn = False
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -136,3 +217,17 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     else:
         shutil.copyfile(source, target)
+    descriptor = os.open(target, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Brings a folder's names to disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

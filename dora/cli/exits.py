@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from textwrap import fill
 from typing import Any, TextIO, cast
@@ -25,6 +25,7 @@ class ExitCode(IntEnum):
     UNREACHABLE = 3
     REFUSED = 4
     UNAUTHENTICATED = 5
+    NO_ANSWER = 6
     INTERRUPTED = 130
     UNREAD = 141
 
@@ -36,6 +37,7 @@ MEANINGS = {
     ExitCode.UNREACHABLE: "the service cannot be reached",
     ExitCode.REFUSED: "the service refused: not found, or not possible now",
     ExitCode.UNAUTHENTICATED: "no token, or a wrong one",
+    ExitCode.NO_ANSWER: "the service did not answer in time, though something listens at its address",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
     ExitCode.UNREAD: "nobody reads the output any more",
 }
@@ -101,8 +103,9 @@ def say(text: str) -> None:
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns
         line = fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # a full disk, or nobody reads: what is said there is no result, and a service goes on
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 class DoraGroup(TyperGroup):
@@ -125,15 +128,16 @@ class DoraGroup(TyperGroup):
 
 def exit_code_of(error: DoraError, asked: bool = True) -> ExitCode:
     """The exit code that an expected failure ends its command with. ``asked``: a service may have refused."""
-    from dora.rpc.errors import LimitExceeded, ServiceUnavailable, Unauthenticated
+    from dora.rpc.errors import LimitExceeded, NoAnswer, ServiceUnavailable, Unauthenticated
 
     table: tuple[tuple[type[DoraError], ExitCode], ...] = (
+        (NoAnswer, ExitCode.NO_ANSWER),
         (ServiceUnavailable, ExitCode.UNREACHABLE),
         (Unauthenticated, ExitCode.UNAUTHENTICATED),
         (LimitExceeded, ExitCode.REFUSED),
         (Conflict, ExitCode.REFUSED),
         (NotFound, ExitCode.REFUSED),
-        (InvalidValue, ExitCode.USAGE),  # the others are its subclasses and stand before it
+        (InvalidValue, ExitCode.USAGE),  # subclasses stand before their base
     )
     code = next((code for kind, code in table if isinstance(error, kind)), ExitCode.FAILED)
     return ExitCode.USAGE if code is ExitCode.REFUSED and not asked else code

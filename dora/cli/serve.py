@@ -16,6 +16,7 @@ from dora.cli.options import SettingsOption
 from dora.cli.output import print_json
 from dora.cli.token import left_token, token_folder
 from dora.config import Config, given, load_config
+from dora.log_limit import LogLimit
 
 if TYPE_CHECKING:
     from dora.orchestrator.main import ServiceHandle
@@ -114,16 +115,23 @@ async def _serve(config: Config, as_json: bool) -> int:
 
     stop = asyncio.Event()
     _stop_on_signals(stop)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    limit, handler = LogLimit(), logging.StreamHandler()
+    handler.addFilter(limit)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[handler])
     logging.getLogger("dora").setLevel(logging.INFO)
-    if token_folder() is None:  # said at once, not when the workers have started
+    has_folder = token_folder() is not None
+    if not has_folder:  # said at once, not when the workers have started
         _print_progress(TOKEN_NOT_LEFT)
     with ExitStack() as until_end:
 
         def ready(handle: "ServiceHandle") -> None:
-            until_end.enter_context(left_token(handle.address, handle.token))
+            if until_end.enter_context(left_token(handle.address, handle.token)) is None and has_folder:
+                _print_progress("the token could not be left for commands: set DORA_TOKEN for them")
             _print_attach(handle, config, as_json)
 
+        telling = asyncio.create_task(limit.telling())
+        until_end.callback(telling.cancel)
+        until_end.callback(limit.tell)
         return await run_service(config, ready=ready, stop=stop, progress=_print_progress)
 
 

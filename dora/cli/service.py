@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dora.rpc.dora_pb2 import Status
 
 Answer = TypeVar("Answer")
+LISTENS_S = 2.0
 
 
 class TrajectoryState(StrEnum):
@@ -151,7 +152,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 def ask(address: str, token: str | None, call: "Callable[[Operator], Awaitable[Answer]]") -> Answer:
     """Runs ``call`` with a connected operator. ``token`` None or empty: what a service on this host left."""
     from dora.client import Operator
-    from dora.rpc.errors import ServiceUnavailable, Unauthenticated
+    from dora.rpc.errors import NoAnswer, ServiceUnavailable, Unauthenticated
 
     secret = token or find_token(address)
 
@@ -160,6 +161,10 @@ def ask(address: str, token: str | None, call: "Callable[[Operator], Awaitable[A
             try:
                 return await call(operator)
             except ServiceUnavailable as error:
+                if isinstance(error, NoAnswer) or await _listens(address):
+                    raise NoAnswer(
+                        f"{address} takes connections, and no service answers there in time: {error}"
+                    ) from error
                 raise ServiceUnavailable(f"no service answers at {address}: {error}") from error
             except Unauthenticated as error:
                 if secret:
@@ -168,6 +173,18 @@ def ask(address: str, token: str | None, call: "Callable[[Operator], Awaitable[A
                 raise Unauthenticated("token", "(none)", allowed) from error
 
     return asyncio.run(run())
+
+
+async def _listens(address: str) -> bool:
+    """Whether somebody listens there: a service that stands still does, for its kernel answers."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(LISTENS_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, ValueError):  # TimeoutError is an OSError
+        return False
+    writer.close()
+    return True
 
 
 async def _first(statuses: "AsyncIterator[Status]", updates: int) -> "AsyncIterator[Status]":

@@ -44,6 +44,7 @@ def verify(
 def _table(folder: Path, report: "VerifyReport") -> Facts:
     verdict = Text("verified", "bold green") if report.ok else Text(f"{report.violations_total} violations", "bold red")
     table = Facts(Text.assemble(f"{folder}: ", verdict))
+    table.add_row("steps committed", f"{report.steps:,}")
     table.add_row("trajectories", f"{report.trajectories:,}")
     table.add_row("tokens recomputed", f"{report.tokens:,}")
     table.add_row("versions", _versions(report.versions))

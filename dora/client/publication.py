@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, Union
 
 from dora.client.connection import Connection
 from dora.client.modules import is_module, is_sharded, plain_name, renamed, state_of, unwrapped
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, is_full
 from dora.models.checkpoint_names import to_checkpoint
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import WEIGHT_CHUNK_BYTES
+from dora.rpc.errors import LimitExceeded
 from dora.types import Canary
 from dora.weights.canary import compute_canary
 from dora.weights.files import WeightFile, check_file_name, examine_file, header_of, published_header, write_weights
@@ -42,8 +43,20 @@ def place_weights(
 
     A module's tensors get their checkpoint names, whatever wraps it; floating point tensors are written in the dtype
     that ``expected`` gives them. Files are copied, or only linked where ``link``. Raises InvalidValue for the first
-    tensor that does not fit ``expected`` (where that is not empty) or is not finite; nothing is left written then.
+    tensor that does not fit ``expected`` (where that is not empty) or is not finite, LimitExceeded where ``folder`` has
+    no room; nothing is left written then.
     """
+    try:
+        return _placed(weights, expected, folder, link)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        size_bytes = sum(header.content_bytes for header in expected)
+        allowed = f"what {folder} has room for ({error.strerror}); repeat it later"
+        raise LimitExceeded("weights", f"{size_bytes:,} bytes", allowed) from error
+
+
+def _placed(weights: Weights, expected: Sequence[TensorHeader], folder: Path, link: bool) -> tuple[WeightFile, ...]:
     if isinstance(weights, str | Path) or _are_paths(weights):
         return _place_files(weight_paths(weights), expected, folder, link)
     wanted = {header.name: header for header in expected}
@@ -132,13 +145,18 @@ def _place_files(
     if expected:
         check_tensors(found, expected)
     folder.mkdir(parents=True, exist_ok=True)
-    for path in paths:
-        target = folder / path.name
-        target.unlink(missing_ok=True)
-        if link:
-            target.symlink_to(path.resolve())
-        else:
-            shutil.copyfile(path, target)
+    targets = [folder / path.name for path in paths]
+    try:
+        for path, target in zip(paths, targets, strict=True):
+            target.unlink(missing_ok=True)
+            if link:
+                target.symlink_to(path.resolve())
+            else:
+                shutil.copyfile(path, target)
+    except OSError:
+        for target in targets:
+            target.unlink(missing_ok=True)
+        raise
     return tuple(examined)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dora.errors import InvalidValue
-from dora.record import TRAJECTORIES_FILE, VERSIONS_FOLDER
+from dora.record import LINES_FILES, TRAJECTORIES_FILE, VERSIONS_FOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ class OutFolder:
             self.root.mkdir(parents=True, exist_ok=True)
             for file in (self.report, self.series, self.timeline, self.trained, self.trainer_log, self.service_log):
                 file.unlink(missing_ok=True)
-            self.trajectories.unlink(missing_ok=True)
+            for name in LINES_FILES:
+                (self.record / name).unlink(missing_ok=True)
             for version in (self.record / VERSIONS_FOLDER).glob("*"):
                 if version.name.isdigit():
                     shutil.rmtree(version)

@@ -1,21 +1,20 @@
 """Snapshots between processes of one host: one file each in a folder that lives in memory (tmpfs)."""
 
-import errno
 import mmap
 import os
 import re
 import secrets
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from dora.errors import InvalidValue, NotFound, SnapshotRefused
+from dora.errors import InvalidValue, NotFound, SnapshotRefused, is_full
 from dora.kvtransfer.codec import decode, encode
 from dora.kvtransfer.snapshot import KvSnapshot
 
 _OWNER: Final = re.compile(r"[0-9a-z]{1,32}")
 _LOCATOR: Final = re.compile(rf"{_OWNER.pattern}-[0-9a-f]{{32}}\.kv")
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ShmTransport:
@@ -23,7 +22,7 @@ class ShmTransport:
 
     A file is written under a temporary name, then renamed, so a locator names a whole snapshot or none. Files are
     readable by their owner only. What was not released is removed with the folder, by whoever made the folder. The
-    file system's size is the bound: a snapshot that does not fit is refused. A locator begins with its ``owner``,
+    file system's size is the bound: a snapshot that cannot be written is refused. A locator begins with its ``owner``,
     whoever put it: 1 to 32 digits and small letters.
     """
 
@@ -46,10 +45,10 @@ class ShmTransport:
                         rest = rest[stream.write(rest) :]
             unfinished.rename(self._directory / locator)
         except OSError as error:
-            unfinished.unlink(missing_ok=True)
-            if error.errno in _NO_ROOM:
-                raise SnapshotRefused(f"snapshot directory = {str(self._directory)!r}: no room left") from error
-            raise
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            why = "no room left" if is_full(error) else f"it cannot be written ({error.strerror})"
+            raise SnapshotRefused(f"snapshot directory = {str(self._directory)!r}: {why}") from error
         return locator
 
     def get(self, locator: str) -> KvSnapshot:
@@ -58,6 +57,8 @@ class ShmTransport:
                 mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError as error:
             raise NotFound("locator", locator, "a snapshot that was put and not released") from error
+        except OSError as error:
+            raise SnapshotRefused(f"{locator} cannot be read ({error.strerror})") from error
         except ValueError as error:  # an empty file cannot be mapped
             raise SnapshotRefused("total bytes = 0") from error
         return decode(memoryview(mapped))

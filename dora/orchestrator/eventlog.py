@@ -34,9 +34,11 @@ from dora.orchestrator.core import events as on
 
 log = logging.getLogger("dora.service")
 
+SETTING: Final = "service.event_log"
 FORMAT_VERSION: Final = 1
 FLUSH_RECORDS: Final = 64
 FLUSH_S: Final = 1.0
+WAITING_BYTES_MOST: Final = 64 << 20
 EVENT_KINDS: Final[dict[str, type]] = {kind.__name__: kind for kind in get_args(on.Event)}
 
 _MAGIC: Final = b"DORA-LOG"
@@ -125,21 +127,21 @@ def _required(kind: Any) -> tuple[str, ...]:
 
 def new_log(path: Path) -> FileIO:
     """A new file for a log. Raises InvalidValue where none can be made there."""
-    field = "service.event_log"
     try:
         return path.open("xb", buffering=0)
     except FileExistsError as error:  # it may be of the service that has just crashed; ids begin anew with each
-        raise InvalidValue(field, str(path), "a file that does not exist yet") from error
+        raise InvalidValue(SETTING, str(path), "a file that does not exist yet") from error
     except OSError as error:
-        raise InvalidValue(field, str(path), f"a file that can be made ({error.strerror})") from error
+        raise InvalidValue(SETTING, str(path), f"a file that can be made ({error.strerror})") from error
 
 
 class EventLogWriter:
-    """Appends events to a new log. A write that fails, as on a full disk, ends the log and not the service.
+    """Appends events to a new log. What cannot be written, as on a full disk, waits until it can.
 
     An append packs some hundred bytes; every ``FLUSH_RECORDS`` events or ``FLUSH_S`` seconds one ``write`` hands a few
     kilobytes to the page cache, without a sync. That is tens of microseconds, so it may be called in the event loop.
-    A killed process loses what came after the last of these writes; a service that ends by a bug closes its log.
+    A killed process loses what came after the last of these writes; a service that ends by a bug closes its log. Where
+    more than ``WAITING_BYTES_MOST`` wait the log ends with what was written, and the service goes on.
     """
 
     def __init__(self, path: Path, config: Config, *, now_s: float) -> None:
@@ -150,7 +152,12 @@ class EventLogWriter:
         self._path = path
         self._flushed_s = now_s
         self._unwritten = [_PREAMBLE.pack(_MAGIC, FORMAT_VERSION), framed(msgpack.packb(header))]
-        self._flush()
+        self._waiting_bytes = 0  # of the last write, what did not get through
+        self._error = self._flush()
+        if self._error is not None:
+            self._file.close()
+            path.unlink(missing_ok=True)
+            raise InvalidValue(SETTING, str(path), f"a file that can be written ({self._error.strerror})")
 
     def append(self, event: on.Event, now_s: float) -> None:
         """Logs an event that is about to be handled at ``now_s``."""
@@ -158,14 +165,28 @@ class EventLogWriter:
             return
         body = msgpack.packb((now_s, *event_to_fields(event)), unicode_errors=_TEXT_ERRORS)
         self._unwritten.append(framed(body))
-        if len(self._unwritten) >= FLUSH_RECORDS or now_s - self._flushed_s >= FLUSH_S:
-            self._flush()
+        if self._error is not None:
+            self._waiting_bytes += len(body)
+            if self._waiting_bytes > WAITING_BYTES_MOST:
+                log.error("the event log %s ends here, of what waits: %s", self._path, self._error.strerror)
+                self._unwritten.clear()
+                self._file.close()
+        elif len(self._unwritten) >= FLUSH_RECORDS or now_s - self._flushed_s >= FLUSH_S:
+            self._error = self._flush()
             self._flushed_s = now_s
+
+    def write_again(self) -> OSError | None:
+        """Tries once more where the last write has failed. Returns why the log cannot be written now, if it cannot."""
+        if self._error is not None:
+            self._error = None if self._file.closed else self._flush()
+        return self._error
 
     def close(self) -> None:
         """Writes what is left. May be called again."""
         if not self._file.closed:
-            self._flush()
+            error = self._flush()
+            if error is not None:
+                log.error("the event log %s ends early: %s", self._path, error.strerror)
             self._file.close()
 
     def __enter__(self) -> Self:
@@ -174,15 +195,18 @@ class EventLogWriter:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _flush(self) -> None:
+    def _flush(self) -> OSError | None:
+        """Writes what is there; what does not get through stays. Returns why it does not."""
         block = b"".join(self._unwritten)
-        self._unwritten.clear()
         try:
             while block:
                 block = block[self._file.write(block) :]
         except OSError as error:
-            log.error("the event log %s ends here: %s", self._path, error.strerror)
-            self._file.close()
+            return error
+        finally:
+            self._unwritten[:] = [block] if block else []
+            self._waiting_bytes = len(block)
+        return None
 
 
 def framed(body: bytes) -> bytes:

@@ -17,6 +17,7 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.core.selection import REDUNDANT
 from dora.orchestrator.orders import PublishedVersions, worker_message
 from dora.orchestrator.record_queue import RecordQueue
+from dora.orchestrator.storage import RUN_FOLDER, Storage
 from dora.orchestrator.streams import Sessions
 from dora.orchestrator.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
@@ -63,6 +64,7 @@ class Executor:
         store: Store,
         transport: KvTransport,
         recorder: RecordQueue,
+        storage: Storage,
         sessions: Sessions,
         telemetry: Telemetry,
         post: Callable[[on.Event], None],
@@ -75,6 +77,7 @@ class Executor:
         self._store = store
         self._transport = transport
         self._recorder = recorder
+        self._storage = storage
         self._sessions = sessions
         self._telemetry = telemetry
         self._post = post
@@ -136,7 +139,7 @@ class Executor:
         reward = await self._verifier.score(prompt.text, None, tuple(entry.tokens), prompt.verifier_json)
         if not reward.valid:
             self._telemetry.rewards_failed += 1
-            log.error("%s: %s", entry.request_id, reward.log)
+            log.error("%s: the verdict failed: %s", entry.request_id, reward.log)
         entry.reward = reward
         self._telemetry.trajectories_finished += 1
         if not await self._filtered(entry):
@@ -190,7 +193,8 @@ class Executor:
             self._sessions.stream = None
 
     def _retire_version(self, command: do.RetireVersion) -> None:
-        self._recorder.afterwards(lambda: self._store.retire(command.version))
+        with self._storage.tidying(RUN_FOLDER):
+            self._store.retire(command.version)
 
     def _reject_version(self, command: do.RejectVersion) -> None:
         error = VersionRejected(command.version, command.reason, command.worker_ids, command.canary_difference)
@@ -208,7 +212,8 @@ class Executor:
             session.send(worker_message(command, self._book, self._store))
 
     def _release_snapshot(self, command: do.ReleaseSnapshot) -> None:
-        self._transport.release(command.locator)
+        with self._storage.tidying(RUN_FOLDER):
+            self._transport.release(command.locator)
 
     def _evict_worker(self, command: do.EvictWorker) -> None:
         session = self._sessions.of_epoch(command.worker_id, command.epoch)

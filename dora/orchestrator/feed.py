@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from dora.config import Config
-from dora.errors import Conflict, DoraError, InvalidValue
+from dora.errors import Conflict, DoraError, InvalidValue, told
 from dora.orchestrator.prompt_check import PromptCheck
 from dora.rpc.errors import LimitExceeded
 from dora.types import Prompt
@@ -17,6 +17,7 @@ log = logging.getLogger("dora.prompts")
 DRAWN_MOST = 4096  # prompts read from the source at once
 REFUSED_MOST = 4096  # in a row: a source may have no end
 QUEUED_BYTES_MOST = 512 << 20  # of what was submitted and waits
+FAILURE_CHARACTERS_MOST = 400
 TOKEN_BYTES = 40  # of a token id, as Python holds it in a tuple
 
 
@@ -33,6 +34,8 @@ class PromptFeed:
         self._live: set[str] = set()
         self.refused = 0  # prompts of the source that no engine could generate
         self._refused_in_a_row = 0
+        self.failure = ""  # why the source gives no more, though it has not ended
+        self.sources_failed = 0
         self.closed = False  # no further prompt is taken in: the service drains
 
     def __len__(self) -> int:
@@ -74,7 +77,7 @@ class PromptFeed:
     async def take(self, count: int) -> tuple[list[Prompt], bool]:
         """1 to ``count`` prompts, waiting for the first; True with none left: there will be no more.
 
-        Raises InvalidValue where the source has none that an engine could generate, of very many.
+        A source that fails gives no more; what is submitted is waited for then.
         """
         while not self.closed:
             taken = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
@@ -85,7 +88,7 @@ class PromptFeed:
                 return taken, False
             if self._source is not None or self._queue:  # something was submitted while the source was read
                 continue
-            if self._config.prompts != "none":
+            if self._config.prompts != "none" and not self.failure:
                 self.closed = True
             else:
                 self._arrived.clear()
@@ -101,12 +104,12 @@ class PromptFeed:
         self._live.discard(prompt_id)
 
     async def _from_source(self, count: int) -> list[Prompt]:
-        """Bad prompts are refused one by one, with their reason. A source that ends is not asked again."""
-        source = self._source
-        assert source is not None
+        """Bad prompts are refused one by one, with their reason. A source that ends or fails is not asked again."""
         count = min(count, DRAWN_MOST)
-        drawn = await asyncio.to_thread(lambda: [self._attempted(prompt) for prompt in islice(source, count)])
-        if len(drawn) < count:
+        drawn, failure = await asyncio.to_thread(self._read, count)
+        if failure:
+            self._fail(failure)
+        elif len(drawn) < count:
             self._source = None
         good: list[Prompt] = []
         for possible in drawn:
@@ -124,14 +127,31 @@ class PromptFeed:
                 log.error("prompt refused: %s", error)
                 self.refused += 1
                 self._refused_in_a_row += 1
-                if self._refused_in_a_row >= REFUSED_MOST:
-                    allowed = f"a source of possible prompts: {REFUSED_MOST} in a row were refused, the last as {error}"
-                    raise InvalidValue("prompts", self._config.prompts, allowed) from error
+                if self._refused_in_a_row == REFUSED_MOST:
+                    self._fail(f"{REFUSED_MOST} prompts in a row were refused, the last as {error}")
                 continue
             self._refused_in_a_row = 0
             self._live.add(possible.prompt_id)
             good.append(possible)
         return good
+
+    def _read(self, count: int) -> tuple[list[Prompt | InvalidValue], str]:
+        """Up to ``count`` prompts, and how the source has failed, if it has: it may be anybody's program."""
+        drawn: list[Prompt | InvalidValue] = []
+        assert self._source is not None
+        try:
+            for prompt in islice(self._source, count):
+                drawn.append(self._attempted(prompt))
+        except (Exception, SystemExit) as error:
+            return drawn, " ".join(told(error).split())[:FAILURE_CHARACTERS_MOST]
+        return drawn, ""
+
+    def _fail(self, reason: str) -> None:
+        """The source gives no more; what it gave, and what is submitted, goes on."""
+        name = self._config.prompts
+        log.error("the prompt source %s has failed: %s; only submitted prompts come from now on", name, reason)
+        self._source, self.failure = None, reason
+        self.sources_failed += 1
 
     def _attempted(self, prompt: Prompt) -> Prompt | InvalidValue:
         """The prompt, checked, or why it is refused."""

@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from dora.config import WorkersConfig
 from dora.errors import DoraError
+from dora.orchestrator.storage import RUN_FOLDER, Storage
 
 log = logging.getLogger("dora.service")
 
@@ -70,11 +71,13 @@ class Launcher:
         command: Callable[[str], list[str]],
         environment: Mapping[str, str],
         log_folder: Path,
+        storage: Storage,
     ) -> None:
         self._config = config
         self._command = command
         self._environment = {**os.environ, **environment}
         self._log_folder = log_folder
+        self._storage = storage
         self._workers = {name: _Worker(name) for name in (f"w{i}" for i in range(config.count))}
         self._tasks: list[asyncio.Task[None]] = []
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -158,8 +161,7 @@ class Launcher:
         return worker.process
 
     async def _spawn(self, worker: _Worker, command: list[str]) -> asyncio.subprocess.Process:
-        self._log_folder.mkdir(parents=True, exist_ok=True)
-        with self._log_file(worker).open("ab") as sink:
+        with self._sink(self._log_file(worker)) as sink:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 *command,
@@ -171,6 +173,13 @@ class Launcher:
 
     def _log_file(self, worker: _Worker) -> Path:
         return self._log_folder / f"{worker.worker_id}.log"
+
+    def _sink(self, log_file: Path) -> BinaryIO:
+        """Where a worker's words go: to its log; nowhere where that cannot be made."""
+        with self._storage.tidying(RUN_FOLDER):
+            self._log_folder.mkdir(parents=True, exist_ok=True)
+            return log_file.open("ab")
+        return open(os.devnull, "ab")
 
     def early_death(self) -> str | None:
         """Why a worker that never answered has died already twice; None while all is well."""

@@ -27,7 +27,6 @@ from dora.orchestrator.scoring import filtering, verifying
 from dora.orchestrator.services.server import serving
 from dora.orchestrator.setup import (
     SNAPSHOTS_FOLDER,
-    WEIGHTS_FOLDER,
     cache_of,
     check_context,
     check_engine,
@@ -35,9 +34,10 @@ from dora.orchestrator.setup import (
     prepared_model,
     recorder_of,
     run_folder_of,
+    store_of,
 )
+from dora.orchestrator.storage import Storage
 from dora.prompts import ChatTokenizer, resolve_prompts
-from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
 
@@ -78,11 +78,13 @@ async def serve(
         stack.enter_context(collecting_rarely())
         keep_freed_memory()
         run_folder = stack.enter_context(run_folder_of(config))
+        storage = Storage()
         launcher = Launcher(
             config.workers,
             lambda worker_id: worker_argv(config.workers, worker_id, address, model),
             {"DORA_TOKEN": token, **worker_environment(config.workers)},
             run_folder / "logs",
+            storage,
         )
         stack.push_async_callback(launcher.close)
         await launcher.begin()
@@ -90,7 +92,7 @@ async def serve(
         model = await prepared_model(config, progress)
         model_s = asyncio.get_running_loop().time()
         check_context(config, model)
-        store = await asyncio.to_thread(WeightStore, run_folder / WEIGHTS_FOLDER, model)
+        store = await asyncio.to_thread(store_of, run_folder, model)
         recorder = await recorder_of(config, store, stack)
         tokenizer = await asyncio.to_thread(ChatTokenizer, model, cache_of(config))
         source = await asyncio.to_thread(resolve_prompts, config.prompts, tokenizer, config.rollout.seed)
@@ -98,7 +100,6 @@ async def serve(
         verifier = await stack.enter_async_context(verifying(config, source, model))
         group_filter = await stack.enter_async_context(filtering(config))
         snapshots = run_folder / SNAPSHOTS_FOLDER
-        snapshots.mkdir(exist_ok=True)
         runtime = Runtime(
             config,
             feed=PromptFeed(config, iter(source), check),
@@ -108,6 +109,7 @@ async def serve(
             transport=ShmTransport(snapshots),
             recorder=recorder,
             event_log=event_log_of(config, stack),
+            storage=storage,
         )
         stack.push_async_callback(runtime.close)
         address = await stack.enter_async_context(serving(config, runtime, model, snapshots, token))

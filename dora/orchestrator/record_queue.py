@@ -1,58 +1,128 @@
-"""The writes to a run's record: in the order in which they were asked for, one at a time, in a thread."""
+"""The writes to a run's record: in the order in which they were asked for, one at a time, in a thread.
+
+A write that fails is repeated at each look of the storage, and what follows it waits. That is bounded: while it waits
+nothing is admitted, so at most what was admitted comes, and no step is committed.
+"""
 
 import asyncio
 import functools
+import logging
+from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from dora.record import CancelledGroup, Recorder
+from dora.orchestrator.storage import RECORD, Storage
+from dora.record import CancelledGroup, CommittedStep, Recorder
+from dora.rpc.errors import ServiceUnavailable
 from dora.trajectory import TrajectoryGroup
+
+log = logging.getLogger("dora.storage")
+
+STORED_WAIT_S: Final = 10.0  # a commit waits for storage that is at fault
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    """One write. ``given_up_s``: where it still fails then, its caller is told instead of waiting on."""
+
+    write: Callable[[], Any]
+    given_up_s: float | None = None
+    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class RecordQueue:
-    """Without a recorder nothing is written. ``spawn`` runs a coroutine as a task; a failed write fails that task."""
+    """Without a recorder nothing is written. ``spawn`` runs a coroutine as a task, whose failure is a bug."""
 
     def __init__(
-        self, recorder: Recorder | None, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+        self,
+        recorder: Recorder | None,
+        storage: Storage,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self._recorder = recorder
+        self._storage = storage
         self._spawn = spawn
-        self._last: asyncio.Task[None] | None = None
+        self._waiting: deque[_Write] = deque()
+        self._writing: asyncio.Task[None] | None = None
+        self._ends = False
 
     def delivered(self, group: TrajectoryGroup) -> None:
         if self._recorder is not None:
-            self._queue(functools.partial(self._recorder.append, group.trajectories))
+            self._queue(_Write(functools.partial(self._recorder.append, group.trajectories)))
 
     def cancelled(self, group: CancelledGroup) -> None:
         if self._recorder is not None:
-            self._queue(functools.partial(self._recorder.append_cancelled, group))
+            self._queue(_Write(functools.partial(self._recorder.append_cancelled, group)))
 
-    def published(self, version: int, folder: Path) -> None:
+    async def committed(self, step: CommittedStep, folder: Path, identity: bytes) -> None:
+        """Returns once all that was asked for so far, the step's version and its line are on disk.
+
+        Raises ServiceUnavailable where that cannot be written for ``STORED_WAIT_S``: the record then does not say that
+        the step was committed, or a repeated commit will say it again.
+        """
         if self._recorder is not None:
-            self._queue(functools.partial(self._recorder.keep_version, version, folder))
+            await self._stored(functools.partial(self._recorder.commit, step, folder, identity))
+
+    async def republished(self, version: int, folder: Path, identity: bytes) -> None:
+        """The same of a version that is published anew."""
+        if self._recorder is not None:
+            await self._stored(functools.partial(self._recorder.republish, version, folder, identity))
 
     def withdrawn(self, version: int) -> None:
         if self._recorder is not None:
-            self._queue(functools.partial(self._recorder.drop_version, version))
-
-    def afterwards(self, action: Callable[[], None]) -> None:
-        """Runs ``action`` after the writes asked for so far; at once where there is no record."""
-        if self._recorder is not None:
-            self._queue(action)
-        else:
-            action()
+            self._queue(_Write(functools.partial(self._recorder.drop_version, version)))
 
     async def written(self) -> None:
-        """Waits until all that was asked for is on disk."""
-        if self._last is not None:
-            await self._last
+        """Waits until all that was asked for is written."""
+        if self._writing is not None:
+            await self._writing
 
-    def _queue(self, write: Callable[[], Any]) -> None:
-        self._last = self._spawn(self._after(self._last, write))
+    async def finish(self) -> None:
+        """The service ends: what cannot be written now is given up."""
+        self._ends = True
+        self._storage.look_again()
+        await self.written()
 
-    @staticmethod
-    async def _after(before: asyncio.Task[None] | None, write: Callable[[], Any]) -> None:
-        if before is not None:
-            await before
-        await asyncio.to_thread(write)
+    async def _stored(self, write: Callable[[], Any]) -> None:
+        """Returns once it is written. Raises ServiceUnavailable where it cannot be for ``STORED_WAIT_S``."""
+        waiting = _Write(write, asyncio.get_running_loop().time() + STORED_WAIT_S)
+        self._queue(waiting)
+        await waiting.done
+
+    def _queue(self, write: _Write) -> None:
+        self._waiting.append(write)
+        if self._writing is None or self._writing.done():
+            self._writing = self._spawn(self._write())
+
+    async def _write(self) -> None:
+        while self._waiting:
+            write = self._waiting[0]
+            try:
+                await asyncio.to_thread(write.write)
+            except OSError as error:
+                self._storage.failed(RECORD, error)
+                self._give_up(error)
+                if self._waiting:
+                    await self._storage.next_look()
+            else:
+                self._waiting.popleft()
+                self._storage.works(RECORD)
+                if not write.done.done():
+                    write.done.set_result(None)
+
+    def _give_up(self, error: OSError) -> None:
+        """Tells those who have waited long enough. At the end of the service: all."""
+        now_s = asyncio.get_running_loop().time()
+        lines = 0
+        for write in list(self._waiting):
+            commit = write.given_up_s is not None
+            if self._ends or (write.given_up_s is not None and now_s >= write.given_up_s):
+                self._waiting.remove(write)
+                lines += not commit
+                if commit and not write.done.done():
+                    why = f"it is not stored: the service's record cannot be written ({error.strerror})"
+                    write.done.set_exception(ServiceUnavailable(f"{why}; the call may be repeated"))
+        if lines:
+            log.error("the record lacks the last %d writes: %s", lines, error.strerror)

@@ -13,10 +13,10 @@ import functools
 import logging
 import time
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Final
 
 from dora.config import Config
-from dora.errors import InvalidValue
+from dora.errors import Conflict, InvalidValue
 from dora.kvtransfer.snapshot import KvTransport
 from dora.orchestrator.book import Book
 from dora.orchestrator.core import Machine
@@ -26,6 +26,7 @@ from dora.orchestrator.executor import Executor, Verifier
 from dora.orchestrator.feed import PromptFeed
 from dora.orchestrator.presence import TrainerPresence
 from dora.orchestrator.record_queue import RecordQueue
+from dora.orchestrator.storage import EVENT_LOG, RUN_FOLDER, Storage
 from dora.orchestrator.streams import Sessions, WorkerProcesses, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.orchestrator.worker_reports import WorkerReports
@@ -34,6 +35,10 @@ from dora.rewards import GroupFilter
 from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
+
+HOPELESS: Final = (
+    "a source that works, or prompts submitted over gRPC; the step keeps its groups, and may be asked again"
+)
 
 
 class Runtime:
@@ -51,6 +56,7 @@ class Runtime:
         recorder: Recorder | None,
         processes: WorkerProcesses | None = None,
         event_log: EventLogWriter | None = None,
+        storage: Storage | None = None,
     ) -> None:
         self.config = config
         self.machine = Machine(config)
@@ -60,7 +66,9 @@ class Runtime:
         self.store = store
         self.transport = transport
         self.event_log = event_log
-        self.recorder = RecordQueue(recorder, self.spawn)
+        self.storage = storage or Storage()
+        self.storage.tell(lambda fault: self.post_soon(on.StorageChanged(fault)))
+        self.recorder = RecordQueue(recorder, self.storage, self.spawn)
         self.sessions = Sessions(self._worker_lost, processes)
         self.reports = WorkerReports(
             machine=self.machine,
@@ -68,6 +76,7 @@ class Runtime:
             store=store,
             transport=transport,
             telemetry=self.telemetry,
+            storage=self.storage,
             post=self.post,
         )
         self.executor = Executor(
@@ -78,6 +87,7 @@ class Runtime:
             store=store,
             transport=transport,
             recorder=self.recorder,
+            storage=self.storage,
             sessions=self.sessions,
             telemetry=self.telemetry,
             post=self.post,
@@ -132,14 +142,36 @@ class Runtime:
         return self.sessions.stream is not None or bool(self.machine.state.leased)
 
     async def ticks(self) -> None:
-        """Time for the core, and an end for workers that have gone silent."""
+        """Time for the core, a look at the storage, and an end for what waits in vain."""
         while True:
             await asyncio.sleep(self.config.service.tick_s)
             workers = self.machine.state.workers.values()
             loading = {worker.worker_id for worker in workers if worker.loading >= 0}
             self.sessions.replace_silent(self.config.workers.silence_timeout_s, loading)
             self.post(on.Tick())
-            self.sweep_snapshots()
+            with self.storage.tidying(RUN_FOLDER):
+                self.sweep_snapshots()
+            await self.look_at_storage()
+            self._end_hopeless_step()
+
+    async def look_at_storage(self) -> None:
+        """Finds out what can be written, and repeats what could not."""
+        await self.storage.look_at(RUN_FOLDER, self.store.root)
+        if self.event_log is not None:
+            error = self.event_log.write_again()
+            if error is not None:
+                self.storage.failed(EVENT_LOG, error)
+            else:
+                self.storage.works(EVENT_LOG)
+        self.storage.look_again()
+
+    def _end_hopeless_step(self) -> None:
+        """A step that no group can come for any more, because the prompt source has failed, ends with that error."""
+        state, stream = self.machine.state, self.sessions.stream
+        comes = len(self.feed) or len(state.backlog) or state.window.open_groups
+        if self.feed.failure and stream is not None and not comes:
+            self.sessions.stream = None
+            stream.close(error=Conflict("prompts", f"failed: {self.feed.failure}", HOPELESS))
 
     def sweep_snapshots(self) -> None:
         """Deletes what workers that are gone have left: a snapshot that no handoff knows is nobody's."""
@@ -159,7 +191,7 @@ class Runtime:
         """Ends the trainer's stream, waits for the record, and stops what is under way."""
         if self.sessions.stream is not None:
             self.sessions.stream.close(superseded=True)
-        await self.recorder.written()
+        await self.recorder.finish()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -19,7 +19,7 @@ from dora.models import context_tokens, default_cache, made_model, resolve_model
 from dora.orchestrator.eventlog import EventLogWriter, new_log
 from dora.outfile import try_folder
 from dora.ownership import hold, hold_new, is_abandoned
-from dora.record import TRAJECTORIES_FILE, Recorder, unwritable
+from dora.record import LINES_FILES, VERSIONS_FOLDER, Recorder, unwritable
 from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
@@ -90,13 +90,33 @@ def run_folder_of(config: Config) -> Iterator[Path]:
         if is_abandoned(left / MADE_LOCK_FILE):
             log.warning("%s is removed: its service was killed", left)
             shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=MADE_PREFIX, dir=parent))
-    held = hold_new(folder / MADE_LOCK_FILE)
+    with writable(RUN_FOLDER, parent):
+        folder = Path(tempfile.mkdtemp(prefix=MADE_PREFIX, dir=parent))
     try:
-        yield folder
+        with writable(RUN_FOLDER, folder):
+            held = hold_new(folder / MADE_LOCK_FILE)
+        try:
+            yield folder
+        finally:
+            os.close(held)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(held)
+
+
+@contextlib.contextmanager
+def writable(field: str, folder: Path) -> Iterator[None]:
+    """What the start of a service writes into a folder that a setting names. Raises InvalidValue where it cannot."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidValue(field, str(folder), f"a folder with room to write in ({error.strerror})") from error
+
+
+def store_of(run_folder: Path, model: Path) -> WeightStore:
+    """The store, with version 0 in it, and beside it the folder for snapshots."""
+    with writable(RUN_FOLDER, run_folder):
+        (run_folder / SNAPSHOTS_FOLDER).mkdir(exist_ok=True)
+        return WeightStore(run_folder / WEIGHTS_FOLDER, model)
 
 
 @contextlib.contextmanager
@@ -160,7 +180,8 @@ async def recorder_of(config: Config, store: WeightStore, stack: contextlib.Asyn
     folder = _new_record(config)
     recorder = await asyncio.to_thread(Recorder, folder)
     stack.callback(recorder.close)
-    await asyncio.to_thread(recorder.keep_version, 0, store.folder(0))
+    with writable("record", folder):
+        await asyncio.to_thread(recorder.keep_version, 0, store.folder(0))
     return recorder
 
 
@@ -175,7 +196,8 @@ def check_record(config: Config) -> None:
 
 def _new_record(config: Config) -> Path:
     folder = Path(config.record)
-    if (folder / TRAJECTORIES_FILE).exists():  # ids begin anew with each service
+    left = [*(folder / name for name in LINES_FILES), *(folder / VERSIONS_FOLDER).glob("[0-9]*")]
+    if any(each.exists() for each in left):  # ids and versions begin anew with each service
         raise InvalidValue("record", config.record, "a folder without an earlier record")
     return folder
 

@@ -67,7 +67,7 @@ class StepStream:
         self._queue: asyncio.Queue[TrajectoryGroup | None] = asyncio.Queue()  # bounded by the step itself
         self.exhausted = False
         self.superseded = False
-        self.error: DoraError | None = None
+        self.error: DoraError | None = None  # why it ends before its step is full
 
     def put(self, group: TrajectoryGroup) -> None:
         self._queue.put_nowait(group)

@@ -11,6 +11,7 @@ from dora.orchestrator.book import Book, BookError
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.storage import RUN_FOLDER, Storage
 from dora.orchestrator.streams import WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.rpc import convert
@@ -35,6 +36,7 @@ class WorkerReports:
         store: WeightStore,
         transport: KvTransport,
         telemetry: Telemetry,
+        storage: Storage,
         post: Callable[[on.Event], None],
     ) -> None:
         self._machine = machine
@@ -42,6 +44,7 @@ class WorkerReports:
         self._store = store
         self._transport = transport
         self._telemetry = telemetry
+        self._storage = storage
         self._post = post
 
     def report(self, session: WorkerSession, report: pb.WorkerReport) -> None:
@@ -135,4 +138,5 @@ class WorkerReports:
     def _keep_canary(self, worker_id: str, version: int, canary: Canary) -> None:
         """A version that came without a canary is held to what its first worker made of it."""
         if self._machine.counts_load(worker_id, version) and self._store.canary(version) is None:
-            self._store.keep_canary(version, canary)
+            with self._storage.tidying(RUN_FOLDER):
+                self._store.keep_canary(version, canary)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -56,13 +57,20 @@ def exported(folder: Path, cache: Path) -> Exported:
     try:
         made = prepare_once(cache / "tokenizers" / _digest(folder), {"recipe": RECIPE}, lambda made: _run(folder, made))
         result = _read(made)
-        os.utime(made)  # the ones not used for longest are forgotten
-        _forget_oldest(made.parent)
+        with suppress(OSError):  # a cache that is only read
+            os.utime(made)  # the ones not used for longest are forgotten
+            _forget_oldest(made.parent)
         return result
-    except OSError:  # no cache to write in: as well without
+    except OSError:  # no cache to write in, or no room there: as well without
+        pass
+    try:
         with tempfile.TemporaryDirectory(prefix="dora-tokenizer-") as passing:
             _run(folder, Path(passing))
             return _read(Path(passing))
+    except OSError as error:
+        raise InvalidValue(
+            "cache", str(cache), f"a folder with room to write in ({error.strerror or error})"
+        ) from error
 
 
 def _digest(folder: Path) -> str:
@@ -87,6 +95,8 @@ def _run(folder: Path, made: Path) -> None:
     except subprocess.TimeoutExpired as error:
         allowed = f"a tokenizer that transformers loads within {EXPORT_TIMEOUT_S:g} s"
         raise InvalidValue("tokenizer", str(folder), allowed) from error
+    if done.returncode == os.EX_IOERR:
+        raise OSError(f"what is read of the tokenizer cannot be left in {made}")
     if done.returncode:
         lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
         reason = lines[-1] if lines else f"exit code {done.returncode}"
@@ -144,8 +154,12 @@ def export(folder: Path, made: Path) -> None:
     # Prompts are neither cut nor filled up, whatever is stored: so it is in transformers unless one asks for it.
     backend.no_truncation()
     backend.no_padding()
-    backend.save(str(made / TOKENIZER_FILE))
-    (made / _REST_FILE).write_text(json.dumps(rest), encoding="utf-8")
+    text = backend.to_str(pretty=True)
+    try:
+        (made / TOKENIZER_FILE).write_text(text, encoding="utf-8")
+        (made / _REST_FILE).write_text(json.dumps(rest), encoding="utf-8")
+    except OSError:
+        sys.exit(os.EX_IOERR)
 
 
 if __name__ == "__main__":

@@ -347,7 +347,7 @@ class WatchRequest(_message.Message):
     def __init__(self, period_ms: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add")
+    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "storage_faults", "prompts_failed")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -370,6 +370,8 @@ class Status(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_QUEUED_FIELD_NUMBER: _ClassVar[int]
     DP_GROUPS_TO_ADD_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_FAULTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FAILED_FIELD_NUMBER: _ClassVar[int]
     model: str
     uptime_s: float
     window_versions: int
@@ -385,7 +387,19 @@ class Status(_message.Message):
     draining: bool
     prompts_queued: int
     dp_groups_to_add: int
-    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ...) -> None: ...
+    storage_faults: _containers.RepeatedCompositeFieldContainer[StorageFault]
+    prompts_failed: str
+    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., prompts_failed: _Optional[str] = ...) -> None: ...
+
+class StorageFault(_message.Message):
+    __slots__ = ("place", "reason", "since")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    place: str
+    reason: str
+    since: float
+    def __init__(self, place: _Optional[str] = ..., reason: _Optional[str] = ..., since: _Optional[float] = ...) -> None: ...
 
 class VersionStatus(_message.Message):
     __slots__ = ("version", "deadline_step", "newest", "workers", "groups_open", "groups_finished", "requests_running", "requests_waiting", "state", "reason")

@@ -108,7 +108,8 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CommitStep(self, request, context):
-        """Acknowledges the step's groups and publishes version step + 1. Safe to repeat after a lost reply.
+        """Acknowledges the step's groups and publishes version step + 1. Its reply comes once the version and what is recorded
+        of the step are stored. Safe to repeat after a lost reply.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

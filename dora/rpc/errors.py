@@ -44,6 +44,10 @@ class ServiceUnavailable(DoraError):
     """The service cannot be reached, or the connection broke. The call may or may not have been carried out."""
 
 
+class NoAnswer(ServiceUnavailable):
+    """The service was reached and did not answer in time."""
+
+
 class CallFailed(DoraError):
     """The service answered with a status that says nothing about a field: a bug, or an unexpected failure there."""
 
@@ -57,7 +61,7 @@ _STATUS: Final[tuple[tuple[type[InvalidValue], grpc.StatusCode], ...]] = (
 )
 _ERROR: Final = {status: error for error, status in _STATUS}
 # What a client sees when the service stops, dies or is restarted, whatever the call was doing at that moment.
-_BROKEN: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+_BROKEN: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 # grpc.aio's own status where sending failed before the call's true status had come: the stream is gone.
 _SEND_FAILED: Final = "Internal error from Core"
 _DRAIN_S: Final = 30.0
@@ -97,6 +101,8 @@ async def abort(context: ServicerContext, error: DoraError) -> NoReturn:
 def from_rpc_error(error: grpc.aio.AioRpcError) -> DoraError:
     """The DoraError that the service raised; ServiceUnavailable for a broken connection; CallFailed for the rest."""
     details = error.details() or error.code().name
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return NoAnswer(details)
     if error.code() in _BROKEN or (error.code() is grpc.StatusCode.INTERNAL and details == _SEND_FAILED):
         return ServiceUnavailable(details)
     kind = _ERROR.get(error.code())

@@ -12,6 +12,7 @@ import numpy as np
 from dora.errors import InvalidValue
 from dora.record import TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.trajectory import Float64Array, Trajectory
+from dora.verify.committed import missing, whole_lines
 from dora.verify.invariants import violations
 from dora.weights.reference import read_header, weight_files
 
@@ -26,6 +27,7 @@ VIOLATIONS_MAX: Final = 1000  # sentences kept; the rest are counted
 class VerifyReport:
     """What was found. Differences are absolute, between recorded and recomputed logprobs, over all tokens."""
 
+    steps: Annotated[int, "steps that the record says were committed"]
     trajectories: Annotated[int, "trajectories checked"]
     tokens: Annotated[int, "tokens whose logprob was recomputed"]
     versions: Annotated[tuple[int, ...], "versions that sampled them"]
@@ -61,7 +63,8 @@ def verify(
         raise InvalidValue("limit", limit, "1 or more")
     trajectories = read_trajectories(folder / TRAJECTORIES_FILE)
     sentences = _Sentences()
-    for sentence in violations(trajectories, window_versions):
+    steps, lacking = missing(folder, trajectories)
+    for sentence in (*violations(trajectories, window_versions), *lacking):
         sentences.add(sentence)
     by_version: dict[int, list[Trajectory]] = defaultdict(list)
     for trajectory in _spread(trajectories, limit):
@@ -84,6 +87,7 @@ def verify(
             router_ties += ties
     found = np.concatenate(differences)
     return VerifyReport(
+        steps=steps,
         trajectories=len(trajectories),
         tokens=len(found),
         versions=tuple(sorted(by_version)),
@@ -98,14 +102,7 @@ def verify(
 
 def read_trajectories(file: Path) -> list[Trajectory]:
     """The record's lines. Raises InvalidValue for a missing file, or the first line that is no trajectory."""
-    trajectories = []
-    try:
-        with file.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                trajectories.append(_parse(line, number))
-    except OSError as error:
-        raise InvalidValue("record", str(file), f"a readable file ({error.strerror})") from error
-    return trajectories
+    return [_parse(line, number) for number, line in enumerate(whole_lines(file), start=1)]
 
 
 class _Pace:

@@ -21,6 +21,7 @@ from dora.view.service import (
     metrics,
     refusals,
     state_style,
+    storage,
 )  # fmt: skip
 from dora.view.tables import PLAIN, Column, Note, Sheet
 
@@ -47,7 +48,7 @@ WORKER_COLUMNS: Sequence[Column[WorkerStatus]] = (
 def service_view(status: Status, title: str, steps_asked: int = 0) -> RenderableType:
     """Progress, workers, reward, the trainer's metrics and counters. ``steps_asked`` 0: no end in sight."""
     workers = Sheet(WORKER_COLUMNS, _shown(status.workers), looks=(PLAIN,), tell=False)
-    head = [_progress(status, steps_asked), *refusals(status)]
+    head = [_progress(status, steps_asked), *_faults(status), *refusals(status)]
     below = [Note(_rewards(status)), *_metrics(status), _counters(status)]
     return Panel(
         Group(*(Note(line) for line in head), Text(), workers, Text(), *below),
@@ -110,6 +111,13 @@ def _progress(status: Status, steps_asked: int) -> Text:
     return text.append_text(
         Text.assemble(("   filling ", "bold"), filling(status), f"   up {duration(status.uptime_s)}")
     )
+
+
+def _faults(status: Status) -> list[Text]:
+    """What holds the service up, if anything does."""
+    lines = [storage(status)] if status.storage_faults else []
+    failed = status.prompts_failed
+    return lines + ([Text(f"prompts: failed: {failed}", "bold red")] if failed else [])
 
 
 def _rewards(status: Status) -> Text:

@@ -1,7 +1,7 @@
 """What happened between two statuses, in sentences: the live view where there is no terminal."""
 
 from dora.rpc.dora_pb2 import Status, StepMetrics
-from dora.view.service import filling, metrics
+from dora.view.service import faults_of, filling, metrics
 
 NEWS_PERIOD_S = 2.0  # at most one batch of lines in so long
 METRICS_TOLD = 4  # of a commit; `dora status` shows all
@@ -26,6 +26,11 @@ def news(before: Status, after: Status) -> list[str]:
         if step.step not in told and (not told or step.step > max(told))
     ]
     lines += _version_news(before, after) + _worker_news(before, after)
+    if faults_of(after) != faults_of(before):
+        fault = faults_of(after)
+        lines.append(f"storage is at fault: {fault}; nothing is admitted" if fault else "storage is well again")
+    if after.prompts_failed and not before.prompts_failed:
+        lines.append(f"the prompt source failed: {after.prompts_failed}")
     for name, what in COUNTED_EVENTS.items():
         more = int(after.counters[name] - before.counters[name])
         if more > 0:

@@ -39,10 +39,12 @@ COUNTERS: Final = {
     "migrations_kv": "requests that moved with their KV-cache",
     "migrations_overtaken": "handoffs that the response's end made needless",
     "migrations_reprefill": "requests that went on elsewhere by computing their KV again",
+    "prompt_sources_failed": "prompt sources that failed: only submitted prompts come since",
     "prompts_refused": "prompts that cannot be sampled, such as one longer than the context",
     "rebalances": "re-balancing cycles run",
     "requests_orphaned": "requests that lost their worker",
     "rewards_failed": "verdicts that the reward function did not give: it raised, hung, or returned no number",
+    "storage_faults": "times that a place could not be written: nothing is admitted meanwhile",
     "staleness_max": "largest staleness of a taken group, step less version: at most window - 1",
     "tokens_generated": "tokens delivered",
     "tokens_per_s": "their rate between the first token and the last",
@@ -141,6 +143,7 @@ def status_table(status: Status) -> Facts:
     table.add_row("model", status.model)
     table.add_row("uptime", duration(status.uptime_s))
     table.add_row("state", "draining" if status.draining else "serving")
+    table.add_row("storage", storage(status))
     table.add_row("trainer", status.trainer or "none attached")
     table.add_row("window", f"{status.window_versions} versions, newest v{status.newest_version}")
     table.add_row("filling step", filling(status))
@@ -148,6 +151,8 @@ def status_table(status: Status) -> Facts:
         table.add_row("weights", line)
     table.add_row("workers", _workers_line(status.workers))
     table.add_row("generation", pace(status))
+    if status.prompts_failed:
+        table.add_row("prompts", Text(f"failed: {status.prompts_failed}", "bold red"))
     table.add_row("prompts queued", f"{status.prompts_queued:,}")
     if status.steps:
         table.add_section()
@@ -251,6 +256,18 @@ def filling(status: Status) -> str:
         return f"{status.filling_step}, its size is not set yet (a trainer sets it)"
     taken = status.groups_per_step - status.filling_left
     return f"{status.filling_step}, {taken} of {status.groups_per_step} groups taken"
+
+
+def storage(status: Status) -> Text:
+    """Whether all can be written that has to be, or what that holds up."""
+    if not status.storage_faults:
+        return Text("well")
+    return Text(f"{faults_of(status)}; nothing is admitted until it can be written", "bold red")
+
+
+def faults_of(status: Status) -> str:
+    """The places that cannot be written now, each with its reason; empty: there is none."""
+    return "; ".join(f"{fault.place}: {fault.reason}" for fault in status.storage_faults)
 
 
 def pace(status: Status) -> str:

@@ -135,7 +135,7 @@ def write_weights(file: Path, tensors: Mapping[str, Any], headers: Mapping[str, 
     """Writes ``tensors`` as one safetensors file, each in the dtype of its header; returns its identity.
 
     Raises InvalidValue where numpy lacks the dtype, or for the first tensor that is not finite, in itself or as
-    converted; no file is left then.
+    converted, and OSError where it cannot be written; no file is left then.
     """
     ordered = sorted(headers.values(), key=lambda header: (-DTYPE_BYTES[header.dtype], header.name))  # keeps alignment
     preamble, check = _preamble(ordered), FiniteCheck()
@@ -150,8 +150,8 @@ def write_weights(file: Path, tensors: Mapping[str, Any], headers: Mapping[str, 
                 digest.update(content)
                 stream.write(content)
             file_bytes = stream.tell()
-    except InvalidValue:
-        file.unlink()
+    except (InvalidValue, OSError):
+        file.unlink(missing_ok=True)
         raise
     return WeightFile(file.name, file_bytes, digest.digest())
 

@@ -8,13 +8,13 @@ Synchronous and not for concurrent calls about one version, but for uploads; the
 """
 
 import json
+import logging
 import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from dora.errors import Conflict, InvalidValue, NotFound
@@ -29,6 +29,9 @@ from dora.weights.reference import (
     check_tensors,
     read_reference,
 )
+from dora.weights.upload import Upload
+
+log = logging.getLogger("dora.weights")
 
 MANIFEST_FILE: Final = "dora-manifest.json"
 CANARY_FILE: Final = "dora-canary.json"
@@ -56,6 +59,7 @@ class WeightStore:
             shutil.rmtree(unfinished)
         self._uploading: dict[Path, int] = {}  # files on their way in, with their announced bytes
         self._uploads = threading.Lock()
+        self._canaries: dict[int, Canary] = {}  # what the first workers have reproduced
         self.proof_bytes = secrets.token_bytes(32)
         self.proof.write_bytes(self.proof_bytes)
         if not (self._versions / "0").is_dir():
@@ -75,6 +79,9 @@ class WeightStore:
 
     def canary(self, version: int) -> Canary | None:
         """The canary published with ``version``; None where there was none. Raises NotFound."""
+        kept = self._canaries.get(version)
+        if kept is not None:
+            return kept
         file = self.folder(version) / CANARY_FILE
         if not file.is_file():
             return None
@@ -82,8 +89,13 @@ class WeightStore:
         return Canary(tuple(stored["token_ids"]), tuple(stored["logprobs"]))
 
     def keep_canary(self, version: int, canary: Canary) -> None:
-        """Remembers the canary of a version that came without, as its first worker reproduced it. Raises NotFound."""
-        _write_canary(self.folder(version), canary)
+        """Remembers the canary of a version that came without, as its first worker reproduced it. Raises NotFound.
+
+        Where it cannot be written (OSError) this process remembers it all the same.
+        """
+        folder = self.folder(version)
+        self._canaries[version] = canary
+        _write_canary(folder, canary)
 
     def begin(self, epoch: int, version: int) -> Path:
         """The folder in which this trainer's files of ``version`` belong; made where it is absent."""
@@ -91,7 +103,7 @@ class WeightStore:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def upload(self, epoch: int, version: int, file_name: str, file_bytes: int) -> "Upload":
+    def upload(self, epoch: int, version: int, file_name: str, file_bytes: int) -> Upload:
         """Opens one incoming file; once it is whole, an earlier one of the same name is replaced.
 
         Raises InvalidValue for a name that is not plain, or where the files, those on their way included, would
@@ -129,6 +141,7 @@ class WeightStore:
         Repeating it with the same files changes nothing. ``anew``: they take the place of what is held of it; whoever
         looks sees one or the other whole, or none for a moment. Raises Conflict where ``version`` is held with other
         files, InvalidValue for a missing, damaged or incomplete file, or the first tensor that does not fit the model.
+        Where something cannot be written (OSError) nothing new is left, and the files have to be brought again.
         """
         self._check_announced(files)
         if canary is not None:
@@ -144,21 +157,43 @@ class WeightStore:
         tensors = self._verified(incoming, files)
         unfinished = self._versions / f".{version}"
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        for file in files:
-            os.rename(incoming / file.name, unfinished / file.name)
-        self._complete(unfinished, tensors, manifest, canary)
         replaced = self._versions / f".{version}.replaced"
-        if target.is_dir():
-            os.rename(target, replaced)
-        os.rename(unfinished, target)
+        try:
+            unfinished.mkdir()
+            for file in files:
+                os.rename(incoming / file.name, unfinished / file.name)
+            self._complete(unfinished, tensors, manifest, canary)
+            if target.is_dir():
+                os.rename(target, replaced)
+            os.rename(unfinished, target)
+        except OSError:
+            for half in (unfinished, incoming):
+                shutil.rmtree(half, ignore_errors=True)
+            if replaced.is_dir():
+                os.rename(replaced, target)
+            raise
         shutil.rmtree(replaced, ignore_errors=True)
+        self._canaries.pop(version, None)
         self._forget_incoming(version)
         return target
+
+    def take_back(self, epoch: int, version: int) -> None:
+        """A version that was published is not committed after all: its files are as before, for the commit to be
+        repeated. Where that is not possible they have to be brought again."""
+        held = self._versions / str(version)
+        try:
+            names = [file["name"] for file in _read_manifest(held)]
+            incoming = self.begin(epoch, version)
+            for name in names:
+                os.rename(held / name, incoming / name)
+        except OSError:
+            log.warning("the files of version %d have to be brought again", version, exc_info=True)
+        self.retire(version)
 
     def retire(self, version: int) -> None:
         """Frees a version that left the window, or that no step committed. An unknown one is ignored."""
         held = self._versions / str(version)
+        self._canaries.pop(version, None)
         if held.is_dir():
             gone = self._versions / f".{version}"
             os.rename(held, gone)  # a reader sees the whole folder or none
@@ -247,47 +282,6 @@ class WeightStore:
         for file in self.reference.folder.iterdir():
             if file.is_file() and not file.name.endswith((*_WEIGHT_SUFFIXES, ".index.json")):
                 (folder / file.name).symlink_to(file.resolve())
-
-
-class Upload:
-    """One file on its way in, under a hidden name. As a context manager it leaves a whole file or none."""
-
-    def __init__(self, file: Path, file_bytes: int, ended: Callable[[Path], None]) -> None:
-        """``ended`` is told of the file at the end."""
-        self._file = file
-        self._unfinished = file.with_name(f".{file.name}")
-        self._expected_bytes = file_bytes
-        self._ended = ended
-        self._stream = self._unfinished.open("wb")
-
-    def append(self, content: bytes) -> None:
-        """Raises InvalidValue for more bytes than were announced."""
-        if self._stream.tell() + len(content) > self._expected_bytes:
-            raise InvalidValue("file_bytes", f"more than {self._expected_bytes}", "the size in the upload's header")
-        self._stream.write(content)
-
-    def finish(self) -> int:
-        """The file's bytes. Raises InvalidValue where fewer came than were announced, or its trainer was fenced."""
-        received_bytes = self._stream.tell()
-        if received_bytes != self._expected_bytes:
-            raise InvalidValue("file_bytes", received_bytes, f"the size in the upload's header, {self._expected_bytes}")
-        self._stream.close()
-        try:
-            os.rename(self._unfinished, self._file)
-        except FileNotFoundError as error:
-            allowed = "of the trainer that attached last, before its commit"
-            raise Conflict("upload", self._file.name, allowed, why="came too late") from error
-        return received_bytes
-
-    def __enter__(self) -> "Upload":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stream.close()
-        self._unfinished.unlink(missing_ok=True)
-        self._ended(self._file)
 
 
 def _manifest(files: Sequence[WeightFile]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import pytest
 from dora.config import WorkersConfig
 from dora.orchestrator import launcher as launching
 from dora.orchestrator.launcher import DEATHS_WITHIN_S, Launcher, WorkerStartError, _Worker
+from dora.orchestrator.storage import Storage
 
 DIES = ["-c", "raise SystemExit('no memory')"]
 LIVES = ["-c", "import signal; signal.pause()"]
@@ -15,7 +16,7 @@ LIVES = ["-c", "import signal; signal.pause()"]
 
 def launcher_of(commands: dict[str, list[str]], folder: Path, restarts: int) -> Launcher:
     config = WorkersConfig(count=len(commands), restarts=restarts)
-    return Launcher(config, commands.__getitem__, {}, folder / "logs")
+    return Launcher(config, commands.__getitem__, {}, folder / "logs", Storage())
 
 
 async def test_the_others_go_on_without_a_worker_that_dies_again_and_again(

@@ -1,8 +1,7 @@
 """The event log's file: exact round trips of every event, crashes, damage, and logs of other versions."""
 
 import dataclasses
-import logging
-import resource
+import errno
 import struct
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 from dora.config import Config, validated
 from dora.errors import InvalidValue
+from dora.orchestrator import eventlog
 from dora.orchestrator.core import events as on
 from dora.orchestrator.eventlog import (
     EVENT_KINDS,
@@ -24,6 +24,7 @@ from dora.orchestrator.eventlog import (
     framed,
     read_log,
 )
+from tests.abuse.full import files_up_to
 
 PREAMBLE_BYTES = 10
 CONFIG = validated({"window": {"size": 3}, "service": {"token": "correct-horse"}})
@@ -148,21 +149,40 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         EventLogWriter(tmp_path / "nowhere" / "log", CONFIG, now_s=0.0)
 
 
-def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_on_a_full_disk_events_wait_until_there_is_room(tmp_path: Path) -> None:
     writer = EventLogWriter(tmp_path / "log", CONFIG, now_s=0.0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = (tmp_path / "log").stat().st_size + 100
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
+    with files_up_to((tmp_path / "log").stat().st_size + 100):
         for number in range(3 * FLUSH_RECORDS):
             writer.append(on.Tick(), 0.001 * number)
-        writer.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    failures = [entry for entry in caplog.records if entry.levelno == logging.ERROR]
-    assert len(failures) == 1 and "ends here" in failures[0].getMessage()
+        error = writer.write_again()
+        assert error is not None and error.errno == errno.EFBIG
+        log = read_log(tmp_path / "log")
+        assert 1 <= len(list(log)) <= 4 and log.torn_bytes > 0
+    assert writer.write_again() is None
+    writer.append(on.Tick(), 9.0)
+    writer.close()
     log = read_log(tmp_path / "log")
-    assert 1 <= len(list(log)) <= 4 and log.torn_bytes > 0
+    assert len(list(log)) == 3 * FLUSH_RECORDS + 1 and not log.torn_bytes
+
+
+def test_what_waits_is_bounded_and_what_was_written_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(eventlog, "WAITING_BYTES_MOST", 10_000)
+    writer = EventLogWriter(tmp_path / "log", CONFIG, now_s=0.0)
+    with files_up_to((tmp_path / "log").stat().st_size + 100):
+        for number in range(20 * FLUSH_RECORDS):
+            writer.append(on.WorkerLost("w0", 1, "because"), 0.001 * number)
+        assert writer.write_again() is None, "it is given up: nothing waits for it"
+    writer.close()
+    assert caplog.text.count("ends here, of what waits: File too large") == 1
+    assert 1 <= len(list(read_log(tmp_path / "log"))) <= 4
+
+
+def test_a_new_log_on_a_full_disk_is_refused(tmp_path: Path) -> None:
+    with files_up_to(100), pytest.raises(InvalidValue, match="File too large"):
+        EventLogWriter(tmp_path / "log", CONFIG, now_s=0.0)
+    assert not (tmp_path / "log").exists()
 
 
 # ---------------------------------------------------------------------------------------------------- crash and damage

@@ -14,6 +14,7 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.executor import Executor
 from dora.orchestrator.record_queue import RecordQueue
+from dora.orchestrator.storage import Storage
 from dora.orchestrator.streams import Sessions, StepStream, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
@@ -86,7 +87,8 @@ class Parts:
         self.stream = self.sessions.stream = StepStream(1, 0)
         self.posted: list[on.Event] = []
         self.tasks: list[asyncio.Task[None]] = []
-        self.recorder = RecordQueue(None if folder is None else Recorder(folder), self.spawn)
+        self.storage = Storage()
+        self.recorder = RecordQueue(None if folder is None else Recorder(folder), self.storage, self.spawn)
         self.executor = Executor(
             book=self.book,
             feed=self.feed,
@@ -95,6 +97,7 @@ class Parts:
             store=self.store,
             transport=self.transport,
             recorder=self.recorder,
+            storage=self.storage,
             sessions=self.sessions,
             telemetry=Telemetry(),
             post=self.posted.append,

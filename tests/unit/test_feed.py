@@ -41,13 +41,18 @@ async def test_without_a_source_the_feed_waits_for_what_is_submitted() -> None:
     assert await waiting == ([], True)
 
 
-async def test_a_source_without_end_of_impossible_prompts_is_an_error() -> None:
-    """Not a service that looks alive, reads prompts for ever and admits nothing."""
+async def test_a_source_without_end_of_impossible_prompts_has_failed() -> None:
+    """Not a service that looks alive, reads prompts for ever and admits nothing; nor one that ends."""
     endless = (Prompt(f"p{number}", "task", (1,) * 4096) for number in count())
     feed = PromptFeed(validated({"prompts": "some.jsonl"}), endless)
-    with pytest.raises(InvalidValue, match=f"prompts = 'some.jsonl'.*{REFUSED_MOST} in a row were refused"):
-        await feed.take(32)
-    assert feed.refused == REFUSED_MOST
+    waiting = asyncio.ensure_future(feed.take(32))
+    async with asyncio.timeout(60):
+        while not feed.failure:
+            await asyncio.to_thread(lambda: None)
+    assert feed.failure.startswith(f"{REFUSED_MOST} prompts in a row were refused, the last as prompt p4095: tokens")
+    assert feed.refused == REFUSED_MOST and feed.sources_failed == 1
+    feed.submit(list(prompts(1)))
+    assert [prompt.prompt_id for prompt in (await waiting)[0]] == ["p0"]
 
 
 async def test_a_prompt_whose_response_fits_no_message_is_refused() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dora.models.routers import has_routers, watched
 from dora.models.tiny import make_tiny
-from dora.record import Recorder
+from dora.record import CommittedStep, Recorder
 from dora.trajectory import Trajectory
 from dora.types import Segment
 from dora.verify import verify
@@ -81,8 +81,9 @@ def sampled_by(folder: Path) -> Trajectory:
 
 def recorded(folder: Path, trajectory: Trajectory, weights: Path) -> Path:
     with Recorder(folder) as recorder:
-        recorder.append([trajectory])
         recorder.keep_version(0, weights)
+        recorder.commit(CommittedStep(0, 1, {}, 0.0), weights)
+        recorder.append([trajectory])
     return folder
 
 

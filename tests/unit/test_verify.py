@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from dora.cli.app import app
 from dora.errors import InvalidValue
 from dora.models.tiny import make_tiny
-from dora.record import Recorder
+from dora.record import CommittedStep, Recorder
 from dora.trajectory import Trajectory
 from dora.types import Segment
 from dora.verify import verify
@@ -67,9 +67,9 @@ def trajectories(models: list[Path]) -> list[Trajectory]:
 @pytest.fixture
 def record(tmp_path: Path, models: list[Path], trajectories: list[Trajectory]) -> Path:
     with Recorder(tmp_path) as recorder:
+        recorder.keep_version(0, models[0])
+        recorder.commit(CommittedStep(0, 1, {}, 1.0), models[1])
         recorder.append(trajectories)
-        for version, folder in enumerate(models):
-            recorder.keep_version(version, folder)
     return tmp_path
 
 

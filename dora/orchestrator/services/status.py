@@ -37,6 +37,11 @@ def of_service(runtime: Runtime, model: str) -> pb.Status:
         steps=[pb.StepMetrics(**asdict(step)) for step in runtime.telemetry.steps],
         draining=runtime.feed.closed,
         prompts_queued=len(runtime.feed) + len(state.backlog),
+        storage_faults=[
+            pb.StorageFault(place=fault.place, reason=fault.reason, since=fault.since)
+            for fault in runtime.storage.faults.values()
+        ],
+        prompts_failed=runtime.feed.failure,
         dp_groups_to_add=runtime.telemetry.groups_to_add(sum(not w.draining for w in state.workers.values())),
     )
 
@@ -51,6 +56,8 @@ def counters(runtime: Runtime) -> dict[str, float]:
         **core,
         **runtime.telemetry.counters(),
         "prompts_refused": runtime.feed.refused,
+        "prompt_sources_failed": runtime.feed.sources_failed,
+        "storage_faults": runtime.storage.faults_seen,
         "groups_lost": lost,
         "groups_open": held,
         "handoffs_now": len(state.handoffs),

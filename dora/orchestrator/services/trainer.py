@@ -14,11 +14,13 @@ from dora.errors import MISSING, Conflict, DoraError, InvalidValue
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.lifecycle import check_epoch
 from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.storage import RUN_FOLDER
 from dora.orchestrator.streams import StepStream
+from dora.record import CommittedStep
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
-from dora.rpc.errors import ServicerContext
+from dora.rpc.errors import ServicerContext, ServiceUnavailable
 from dora.weights.files import WeightFile
 
 log = logging.getLogger("dora.service")
@@ -68,13 +70,15 @@ class TrainerService(stubs.TrainerServicer):
         name = request.client_name
         if not name.isprintable() or len(name) > CLIENT_NAME_MOST:
             raise InvalidValue("client_name", name, f"printable, of at most {CLIENT_NAME_MOST} characters")
+        runtime.config.check_groups_per_step(request.groups_per_step, "groups_per_step")
         async with self._changing:
             runtime.post(on.TrainerAttached(self._epoch + 1, request.groups_per_step))
             self._epoch += 1
             if runtime.sessions.stream is not None:
                 runtime.sessions.stream.close(superseded=True)
                 runtime.sessions.stream = None
-            await asyncio.to_thread(runtime.store.discard, self._epoch - 1)
+            with runtime.storage.tidying(RUN_FOLDER):
+                await asyncio.to_thread(runtime.store.discard, self._epoch - 1)
         runtime.trainer.attached(name or "trainer")
         log.info("trainer %s attached (epoch %d)", runtime.trainer.name, self._epoch)
         window = runtime.machine.state.window
@@ -143,7 +147,10 @@ class TrainerService(stubs.TrainerServicer):
         opened = functools.partial(
             store.upload, header.trainer_epoch, header.version, header.file_name, header.file_bytes
         )
-        with await asyncio.to_thread(opened) as upload:
+        with (
+            self._runtime.storage.writing(RUN_FOLDER, f"weights: {header.file_name[:80]}", header.file_bytes),
+            await asyncio.to_thread(opened) as upload,
+        ):
             chunk: pb.WeightChunk | None = first
             while chunk is not None:
                 await asyncio.to_thread(upload.append, chunk.content)
@@ -184,12 +191,15 @@ class TrainerService(stubs.TrainerServicer):
             if waited_s is not None and not 0.0 <= waited_s < math.inf:
                 raise InvalidValue("waited_s", waited_s, "a finite number of seconds, 0 or above")
             folder = await self._store(request, anew=False)
+            groups = {group.group_id: len(group.trajectories) for group in runtime.book.leased()}
+            step = CommittedStep(request.step, request.version, groups, time.time())
+            await self._record(request, runtime.recorder.committed(step, folder, digest))
             try:
                 runtime.machine.check_commit(request.trainer_epoch, request.step)
             except Conflict:  # a version was rejected meanwhile: the next commit may bring others
                 await asyncio.to_thread(runtime.store.retire, request.version)
+                runtime.recorder.withdrawn(request.version)
                 raise
-            runtime.recorder.published(request.version, folder)
             stepped_s = time.monotonic()
             runtime.telemetry.step(request.step, runtime.book.leased(), metrics, time.time(), stepped_s, waited_s)
             runtime.post(on.StepCommitted(request.trainer_epoch, request.step))
@@ -204,9 +214,8 @@ class TrainerService(stubs.TrainerServicer):
             digest = _republish_digest(request)
             if version in runtime.machine.state.rejected or self._last_republish != (version, digest):
                 runtime.machine.check_republish(request.trainer_epoch, version)
-                await runtime.recorder.written()  # it may still be copying what is to be replaced
                 folder = await self._store(request, anew=True)
-                runtime.recorder.published(version, folder)
+                await self._record(request, runtime.recorder.republished(version, folder, digest))
                 runtime.post(on.VersionRepublished(request.trainer_epoch, version))
                 self._last_republish = (version, digest)
                 log.info("version %d is published anew", version)
@@ -221,7 +230,20 @@ class TrainerService(stubs.TrainerServicer):
             allowed = f"2 to {longest} tokens, which the workers' engines can score"
             raise InvalidValue("canary.token_ids", f"{len(canary.token_ids)} tokens", allowed)
         announced = (request.trainer_epoch, request.version, _announced(request), canary)
-        return await asyncio.to_thread(functools.partial(self._runtime.store.publish, *announced, anew=anew))
+        with self._runtime.storage.writing(RUN_FOLDER, f"weights: version {request.version}"):
+            return await asyncio.to_thread(functools.partial(self._runtime.store.publish, *announced, anew=anew))
+
+    async def _record(
+        self, request: pb.CommitStepRequest | pb.RepublishVersionRequest, written: Coroutine[Any, Any, None]
+    ) -> None:
+        """Brings what is recorded of a version to disk before it counts. Raises ServiceUnavailable where that is not
+        possible now: the version is then as if it had not been published, else other weights could never be."""
+        try:
+            await written
+        except ServiceUnavailable:
+            with self._runtime.storage.tidying(RUN_FOLDER):
+                await asyncio.to_thread(self._runtime.store.take_back, request.trainer_epoch, request.version)
+            raise
 
     def _committed(self) -> pb.CommitStepReply:
         machine = self._runtime.machine

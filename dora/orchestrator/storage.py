@@ -1,0 +1,143 @@
+"""Where the service writes, and whether it can. A fault there is a state, not a death.
+
+    a write fails ──▶ failed(place) ──▶ StorageChanged("record: No space left on device") ──▶ the core admits nothing
+    it is repeated at each tick, and succeeds ──▶ works(place) ──▶ StorageChanged("") ──▶ the core admits again
+
+Nothing that was acknowledged is let go meanwhile: what could not be written waits in memory, and is bounded because
+nothing new is admitted.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dora.errors import is_full
+from dora.rpc.errors import LimitExceeded, ServiceUnavailable
+
+log = logging.getLogger("dora.storage")
+
+RUN_FOLDER: Final = "run folder"
+RECORD: Final = "record"
+EVENT_LOG: Final = "event log"
+ROOM_BYTES: Final = 256 << 10  # with less room than this the run folder counts as full
+_ROOM_FILE: Final = ".room"
+
+
+@dataclass(slots=True)
+class StorageFault:
+    """A place that cannot be written now. ``since`` in seconds since the Unix epoch."""
+
+    place: str
+    reason: str
+    since: float
+    needed_bytes: int = 0  # there is no room before so much is free
+
+
+class Storage:
+    """The faults under way, by place."""
+
+    def __init__(self) -> None:
+        self.faults: dict[str, StorageFault] = {}
+        self.faults_seen = 0
+        self._changed: Callable[[str], None] = lambda _: None
+        self._looks: asyncio.Future[None] | None = None
+
+    def tell(self, changed: Callable[[str], None]) -> None:
+        """From now on ``changed`` is told all faults in one text when they change; empty: there is none any more."""
+        self._changed = changed
+        if self.faults:
+            changed(self.told())
+
+    def failed(self, place: str, error: OSError, needed_bytes: int = 0) -> None:
+        """A write to ``place`` has failed. Said once, until it works again."""
+        reason = error.strerror or str(error)
+        fault = self.faults.get(place)
+        if fault is None:
+            self.faults[place] = StorageFault(place, reason, time.time(), needed_bytes)
+            self.faults_seen += 1
+            log.error("storage is at fault: %s: %s; nothing is admitted until it can be written", place, reason)
+            self._changed(self.told())
+            return
+        fault.needed_bytes = max(fault.needed_bytes, needed_bytes)
+        if fault.reason != reason:
+            fault.reason = reason
+            self._changed(self.told())
+
+    def works(self, place: str) -> None:
+        """A write to ``place`` has succeeded."""
+        fault = self.faults.pop(place, None)
+        if fault is not None:
+            log.warning("storage is well again: %s, after %.0f s", place, time.time() - fault.since)
+            self._changed(self.told())
+
+    def told(self) -> str:
+        """All faults in one line; empty where there is none."""
+        return "; ".join(f"{fault.place}: {fault.reason}" for _, fault in sorted(self.faults.items()))
+
+    @contextmanager
+    def writing(self, place: str, what: str, needed_bytes: int = 0) -> Iterator[None]:
+        """A write for a caller, who is told where it fails: LimitExceeded for want of room, else ServiceUnavailable."""
+        try:
+            yield
+        except OSError as error:
+            self.failed(place, error, needed_bytes)
+            raise refusal(place, what, error, needed_bytes) from error
+
+    @contextmanager
+    def tidying(self, place: str) -> Iterator[None]:
+        """What nobody waits for, such as a deletion: where it fails the place is at fault, and the rest goes on."""
+        try:
+            yield
+        except OSError as error:
+            self.failed(place, error)
+
+    async def look_at(self, place: str, folder: Path) -> None:
+        """Writes a little there, to see whether there is room for more."""
+        fault = self.faults.get(place)
+        try:
+            await asyncio.to_thread(check_room, folder, fault.needed_bytes if fault is not None else 0)
+        except OSError as error:
+            self.failed(place, error)
+        else:
+            self.works(place)
+
+    def look_again(self) -> None:
+        """It is time to repeat what failed."""
+        if self._looks is not None:
+            self._looks.set_result(None)
+            self._looks = None
+
+    async def next_look(self) -> None:
+        """Waits until it is time to repeat what failed."""
+        if self._looks is None:
+            self._looks = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._looks)
+
+
+def refusal(place: str, what: str, error: OSError, needed_bytes: int) -> LimitExceeded | ServiceUnavailable:
+    """What a caller is told whose ``what`` could not be written."""
+    if is_full(error):
+        size = f"{needed_bytes:,} bytes" if needed_bytes else "more bytes"
+        return LimitExceeded(what, size, f"what the service's {place} has room for ({error.strerror}); repeat it later")
+    return ServiceUnavailable(f"{what}: the service's {place} cannot be written ({error.strerror}); repeat it later")
+
+
+def check_room(folder: Path, room_bytes: int = 0) -> None:
+    """Raises OSError where ``folder`` cannot take so many bytes more. It takes ``ROOM_BYTES``, for a moment."""
+    found = os.statvfs(folder)
+    if found.f_blocks and found.f_bavail * found.f_frsize < room_bytes:  # without blocks there is no limit
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    file = folder / _ROOM_FILE
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, ROOM_BYTES)
+    finally:
+        os.close(descriptor)
+        os.unlink(file)

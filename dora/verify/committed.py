@@ -1,0 +1,133 @@
+"""Does a record hold every step that it says was committed, whole? Every violation is one sentence."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any, Final
+
+from dora.errors import InvalidValue
+from dora.record import CANCELLED_FILE, REPUBLISHED, STEPS_FILE, VERSIONS_FOLDER, WITHDRAWN, CommittedStep
+from dora.trajectory import Trajectory
+
+SHOWN_MOST: Final = 5  # groups named in one sentence
+
+Steps = dict[int, CommittedStep]
+Members = Mapping[str, list[Trajectory]]  # by group id
+
+
+def missing(folder: Path, trajectories: Sequence[Trajectory]) -> tuple[int, Iterator[str]]:
+    """How many steps the record of ``folder`` says were committed, and what it lacks of them.
+
+    Raises InvalidValue for a line that is none.
+    """
+    if not (folder / STEPS_FILE).is_file():
+        return 0, iter([f"{STEPS_FILE} is missing: the record does not say which steps were committed."])
+    steps, withdrawn = read_steps(folder / STEPS_FILE)
+    return len(steps), violations(folder, trajectories, steps, withdrawn)
+
+
+def read_steps(file: Path) -> tuple[Steps, set[int]]:
+    """The committed steps, and the versions that are withdrawn at the end. Of a step that was written again the last
+    line counts. Raises InvalidValue for a bad line."""
+    steps: Steps = {}
+    withdrawn: set[int] = set()
+    for number, line in enumerate(whole_lines(file), start=1):
+        try:
+            record = json.loads(line)
+            if WITHDRAWN in record:
+                withdrawn.add(int(record[WITHDRAWN]))
+                continue
+            if REPUBLISHED in record:
+                withdrawn.discard(int(record[REPUBLISHED]))
+                continue
+            groups = {str(group): int(count) for group, count in record["groups"].items()}
+            step = CommittedStep(int(record["step"]), int(record["version"]), groups, float(record["committed_at"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidValue(f"{file.name} line {number}", line[:80], "a committed step") from error
+        steps[step.step] = step
+        withdrawn.discard(step.version)
+    return steps, withdrawn
+
+
+def whole_lines(file: Path) -> Iterator[bytes]:
+    """The lines of a file of the record. One that a crash has torn, at the end, was never acknowledged.
+
+    Raises InvalidValue where it cannot be read.
+    """
+    try:
+        with file.open("rb") as stream:
+            for line in stream:
+                if line.endswith(b"\n"):
+                    yield line
+    except OSError as error:
+        raise InvalidValue("record", str(file), f"a readable file ({error.strerror})") from error
+
+
+def violations(folder: Path, trajectories: Sequence[Trajectory], steps: Steps, withdrawn: Set[int]) -> Iterator[str]:
+    """What the record lacks of its steps, and what it holds beside them."""
+    members: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        members[trajectory.group_id].append(trajectory)
+    last = max(steps, default=-1)
+    for number in sorted(set(range(last)) - steps.keys()):
+        yield f"step {number} is missing in {STEPS_FILE}, though step {last} was committed."
+    committed_in: dict[str, int] = {}
+    for step in steps.values():
+        yield from _of_step(step, members)
+        for group_id in step.groups:
+            if group_id in committed_in:
+                yield f"group {group_id} was committed in step {committed_in[group_id]} and in step {step.step}."
+            committed_in[group_id] = step.step
+    yield from _beside(folder, members, committed_in, last)
+    yield from _versions(folder, steps, {each.trained_step for each in trajectories}, withdrawn)
+
+
+def _of_step(step: CommittedStep, members: Members) -> Iterator[str]:
+    """A step's groups are all there, with all their trajectories, and are of this step."""
+    if step.version != step.step + 1:
+        yield f"step {step.step} is said to have published version {step.version}."
+    lacking = [group_id for group_id, count in step.groups.items() if len(members.get(group_id, ())) != count]
+    if lacking:
+        found = ", ".join(
+            f"{group_id} ({len(members.get(group_id, ()))} of {step.groups[group_id]} trajectories)"
+            for group_id in lacking[:SHOWN_MOST]
+        )
+        more = f" and {len(lacking) - SHOWN_MOST} others" if len(lacking) > SHOWN_MOST else ""
+        yield f"step {step.step} was committed, and the record lacks groups of it: {found}{more}."
+    for group_id in step.groups:
+        others = sorted({each.trained_step for each in members.get(group_id, ())} - {step.step})
+        if others:
+            yield f"group {group_id} was committed in step {step.step}, and is recorded of step {others[0]}."
+
+
+def _beside(folder: Path, members: Members, committed_in: Mapping[str, int], last: int) -> Iterator[str]:
+    """What no step was committed with is of the step that followed, which was never committed, or was cancelled."""
+    cancelled = {_group_of(line) for line in whole_lines(folder / CANCELLED_FILE)}
+    for group_id in sorted(members.keys() - committed_in.keys() - cancelled):
+        step = members[group_id][0].trained_step
+        if step <= last:
+            yield f"group {group_id} is recorded of step {step}, which was committed without it."
+        elif step > last + 1:
+            yield f"group {group_id} is recorded of step {step}, though step {step - 1} was not committed."
+
+
+def _group_of(line: bytes) -> Any:
+    try:
+        return json.loads(line)["group_id"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidValue(CANCELLED_FILE, line[:80], "a cancelled group") from error
+
+
+def _versions(folder: Path, steps: Steps, trained: Set[int], withdrawn: Set[int]) -> Iterator[str]:
+    """Every committed step's version is there, unless workers rejected it, and none whose step is not: but for a commit
+    that was broken off."""
+    kept = {int(entry.name) for entry in (folder / VERSIONS_FOLDER).glob("*") if entry.name.isdigit()}
+    for step in sorted(steps):
+        if step + 1 not in kept | withdrawn:
+            yield f"version {step + 1}, which step {step} published, is not in the record."
+    following = max(steps, default=-1) + 1
+    for version in sorted(kept - {0} - withdrawn):
+        broken_off = version - 1 == following and following in trained
+        if version - 1 not in steps and not broken_off:
+            yield f"version {version} is in the record, and step {version - 1}, which published it, is not."

@@ -1,0 +1,149 @@
+"""Whole services on a disk that is full for a while, that die, or that stand still."""
+
+import asyncio
+import shutil
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import dora
+from dora.cli.app import app
+from dora.client import Operator
+from dora.errors import Conflict, InvalidValue
+from dora.record import STEPS_FILE, TRAJECTORIES_FILE
+from dora.rpc.errors import LimitExceeded
+from dora.trajectory import TrajectoryGroup
+from dora.verify.check import read_trajectories
+from dora.verify.committed import missing, read_steps
+from tests.abuse.full import Served, has_namespaces, served
+from tests.service import check_promises, during, until
+
+GROUPS = 3
+MEGABYTE = 1 << 20
+
+own_disk = pytest.mark.skipif(not has_namespaces(), reason="this kernel gives a user no mounts of its own")
+
+
+async def train(service: Served, steps: int, taken: list[list[TrajectoryGroup]]) -> None:
+    async with dora.Trainer(service.address, token=service.token) as trainer:
+        async for step in trainer.steps(groups=GROUPS):
+            taken.append([group async for group in step])
+            await step.commit(weights=service.model)
+            if len(taken) == steps:
+                return
+
+
+def at_fault(place: str) -> Any:
+    return lambda status: [fault.place for fault in status.storage_faults] == [place]
+
+
+@own_disk
+async def test_a_record_on_a_full_disk_holds_the_step_up_and_nothing_is_lost(tiny_dense: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    taken: list[list[TrajectoryGroup]] = []
+    async with served(tiny_dense, disk, 12 * MEGABYTE, record=disk / "record") as service:
+        async with Operator(service.address, service.token) as operator:
+            record, filler = service.disk / "record", service.fill()
+            training = asyncio.create_task(train(service, 3, taken))
+            status = await during(training, until(operator, at_fault("record")))
+            assert status.storage_faults[0].reason == "No space left on device"
+            admitted = status.counters["groups_admitted"]
+            shown = await asyncio.to_thread(
+                CliRunner().invoke, app, ["status", "--address", service.address, "--token", service.token]
+            )
+            assert "record: No space left on device; nothing is admitted" in shown.stdout
+            status = await operator.status()
+            assert status.newest_version == 0 and not (record / STEPS_FILE).read_bytes()
+            assert status.counters["groups_admitted"] == admitted, "what was admitted goes on, and nothing else"
+            filler.unlink()
+            await training
+            status = await operator.status()
+            assert status.newest_version == 3 and not status.storage_faults
+            assert status.counters["storage_faults"] == 1 and status.counters["groups_lost"] == 0
+        kept = tmp_path / "kept"
+        shutil.copytree(record, kept)
+    assert service.process.returncode == 0
+    check_promises(taken, window=2, groups=GROUPS)
+    steps, lacking = missing(kept, read_trajectories(kept / TRAJECTORIES_FILE))
+    assert steps == 3 and not list(lacking)
+    for number, groups in enumerate(taken):
+        assert set(read_steps(kept / STEPS_FILE)[0][number].groups) == {group.group_id for group in groups}
+
+
+@own_disk
+async def test_shared_memory_that_is_full_breaks_no_stream_and_a_version_may_be_published_again(
+    tiny_dense: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    settings = {"service.run_folder": disk / "run", "workers.count": 2}
+    async with (
+        served(tiny_dense, disk, 8 * MEGABYTE, **settings) as service,
+        Operator(service.address, service.token) as operator,
+        dora.Trainer(service.address, token=service.token) as trainer,
+    ):
+        incoming = service.disk / "run" / "weights" / "incoming"
+        async for step in trainer.steps(groups=GROUPS):
+            groups = [group async for group in step]
+            filler = service.fill()
+            await until(operator, at_fault("run folder"))
+            for _ in range(2):
+                with pytest.raises(LimitExceeded, match=r"what the service's run folder has room for"):
+                    await step.commit(weights=tiny_dense)
+                assert not [file for file in incoming.rglob("*") if file.is_file()], "nothing half-written stays"
+            filler.unlink()
+            commit = await step.commit(weights=tiny_dense)
+            assert commit.version == step.number + 1 and len(groups) == GROUPS
+            status = await until(operator, lambda status: not status.storage_faults)
+            if step.number == 1:
+                break
+        assert status.counters["workers_lost"] == status.counters["groups_lost"] == 0
+        assert {worker.state for worker in status.workers} <= {"ready", "loading", "vacating"}
+    assert service.process.returncode == 0
+
+
+async def test_a_run_folder_is_used_again_however_its_service_ended(tiny_dense: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for end in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, None):
+        taken: list[list[TrajectoryGroup]] = []
+        async with served(tiny_dense, folder, 0, **{"service.run_folder": folder}) as service:
+            await train(service, 3, taken)
+            check_promises(taken, window=2, groups=GROUPS)
+            if end is not None:
+                service.process.send_signal(end)
+                await service.process.wait()
+
+
+def ask(address: str) -> Any:
+    return CliRunner().invoke(app, ["status", "--address", address, "--token", "secret"])
+
+
+def test_a_service_that_stands_still_is_told_from_one_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    hasty = type(
+        "Hasty", (Operator,), {"__init__": lambda self, *a, **k: Operator.__init__(self, *a, **k, timeout_s=1)}
+    )
+    monkeypatch.setattr("dora.client.Operator", hasty)
+    with socket.create_server(("127.0.0.1", 0)) as still:
+        address = f"127.0.0.1:{still.getsockname()[1]}"
+        result = ask(address)
+        assert result.exit_code == 6 and "takes connections, and no service answers" in result.stderr
+    result = ask(address)
+    assert result.exit_code == 3 and "no service answers at" in result.stderr
+
+
+async def test_one_trainers_size_bars_no_other(tiny_dense: Path, tmp_path: Path) -> None:
+    """A size beyond all bounds is refused; a large one that was never trained with is replaced."""
+    async with served(tiny_dense, tmp_path / "none", 0) as service:
+        async with dora.Trainer(service.address, token=service.token) as first:
+            with pytest.raises(InvalidValue, match=r"groups_per_step = 1000000 .*at most 262144"):
+                await first.attach(groups=1_000_000)
+            assert (await first.attach(groups=100_000)).groups_per_step == 100_000
+        taken: list[list[TrajectoryGroup]] = []
+        await train(service, 2, taken)
+        check_promises(taken, window=2, groups=GROUPS)
+        async with dora.Trainer(service.address, token=service.token) as third:
+            with pytest.raises(Conflict, match=r"groups_per_step = 4 .* 3, as in the steps that were trained"):
+                await third.attach(groups=4)
