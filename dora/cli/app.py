@@ -50,7 +50,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def options(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print DORA's version and exit.")
+        bool,
+        typer.Option(
+            "--version", metavar="", callback=_print_version, is_eager=True, help="Print DORA's version and exit."
+        ),
     ] = False,
 ) -> None:
     """A rollout service for reinforcement-learning post-training of language models."""

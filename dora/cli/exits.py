@@ -12,7 +12,7 @@ from typing import Any, TextIO, cast
 import typer
 from typer.core import TyperGroup
 
-from dora.cli.completion import bash_words
+from dora.cli.bash import bash_words
 from dora.errors import Conflict, DoraError, InvalidValue, NotFound
 
 

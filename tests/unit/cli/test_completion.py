@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dora.cli.app import app
-from dora.cli.completion import _joined
+from dora.cli.bash import _joined
 from dora.config import Config, load_config
 from dora.orchestrator.core.policies import POLICIES
 from tests.unit.cli.service import TOKEN, free_port
