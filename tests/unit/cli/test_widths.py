@@ -225,7 +225,7 @@ def test_a_profile_fits() -> None:
 
 def test_a_verification_fits() -> None:
     sentence = f"trajectory {'g' * 100}.0, token 5: recorded logprob -1.000000, version 3 gives -2.000000, off. " * 2
-    report = VerifyReport(10**9, 10**12, tuple(range(500)), 1e-5, 1e-6, 10**6, 1e-3, (sentence,) * 30, 10**6)
+    report = VerifyReport(10**9, 10**9, 10**12, tuple(range(500)), 1e-5, 1e-6, 10**6, 1e-3, (sentence,) * 30, 10**6)
     text = check(verify_table(Path("/records/" + "long-folder-name/" * 8), report))
     assert "v0 to v499" in text and "999,980 more violations" in text
 
@@ -250,8 +250,11 @@ def test_a_summary_of_the_demo_fits() -> None:
         ("groups_lost", "groups_duplicated", "c1_violations", "staleness_max", "groups_admitted", "groups_trained",
          "versions_live_max", "migrations_kv", "migrations_reprefill", "tokens_reprefilled", "workers_lost"), 10**12,
     )  # fmt: skip
-    run = {"steps": 10, "model": "/models/" + "n" * 100, "seconds_total": 1e6, "window": 2, "failures": ["one"]}
-    blackouts = {"blackout_ms_p50": None, "blackout_ms_p99": 1e9, "tokens_per_s": 1e9}
+    run = {"steps": 10, "model": "/models/" + "n" * 100, "window": 2, "failures": ["one"], "tokens_generated": 10**12}
+    phases = ("total", "model", "start", "first_step", "later_steps", "end")
+    run |= {f"seconds_{phase}": 1e6 for phase in phases}
+    run |= {"reward_first": 0.123, "reward_last": 0.987, "answer_first": "1 2 " * 99, "answer_last": "1 2 3 " * 20}
+    blackouts = {"blackout_ms_p50": 1e9, "blackout_ms_p99": 1e9, "tokens_per_s": 1e9}
     stream = io.StringIO()
     report = {**promises, **run, **blackouts, "mean_reward_by_step": [0.123, None] * 5}
     print_summary(Console(file=stream, width=WIDTH, highlight=False), report, OutFolder(Path("out/demo")))
