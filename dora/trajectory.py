@@ -93,6 +93,10 @@ class Trajectory:
         ended = f"{self.length_tokens} tokens, {self.finish_reason}"
         return f"<Trajectory {self.trajectory_id}: {ended}, {reward}, version {self.behaviour_version}>"
 
+    def __getstate__(self) -> list[Any]:
+        """As dataclasses with slots have it, in order of the fields; a tokenizer stays in its process."""
+        return [getattr(self, each.name) if each.name != "decoder" else None for each in fields(self)]
+
     @property
     def text(self) -> str:
         """The response in the model's tokenizer, special tokens left out: what the reward function was given.

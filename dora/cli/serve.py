@@ -31,13 +31,13 @@ Ctrl-C drains and stops.
   export DORA_TOKEN={token}
   dora watch --address {address}
 
-  import os, dora
+  import os, dora.sync
   token = os.environ["DORA_TOKEN"]
-  async with dora.Trainer("{address}", token=token) as trainer:
-      async for step in trainer.steps(groups={groups}):
-          async for group in step:
+  with dora.sync.Trainer("{address}", token=token) as trainer:
+      for step in trainer.steps(groups={groups}):
+          for group in step:
               ...
-          await step.commit(weights=model)
+          step.commit(weights=model)
 """
 
 

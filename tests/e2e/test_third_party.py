@@ -16,20 +16,16 @@ from dora.orchestrator.core.policies import POLICIES, Strategy, register
 from dora.orchestrator.core.policies.batch import SyncPolicy
 from dora.orchestrator.plugins import load_strategies
 from tests.service import check_promises, configured, running, train
+from tests.snippets import snippet
 
-DOC = Path(dora.__file__).parents[1] / "docs" / "simulator.md"
 NAME = "newest_only"
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A folder where the documented strategy is installed."""
-    document = DOC.read_text(encoding="utf-8")
-    (code,) = [
-        block for block in re.findall(r"```python\n(.*?)```", document, re.DOTALL) if "NewestOnlyPolicy" in block
-    ]
-    (point,) = re.findall(rf'^{NAME} = "(.*)"$', document, re.MULTILINE)
-    return installed(tmp_path, code, point)
+    (point,) = re.findall(rf'^{NAME} = "(.*)"$', snippet("docs/simulator.md", NAME, "toml"), re.MULTILINE)
+    return installed(tmp_path, snippet("docs/simulator.md", "NewestOnlyPolicy"), point)
 
 
 def installed(folder: Path, code: str, point: str, name: str = NAME) -> Path:

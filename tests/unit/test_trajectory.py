@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -100,6 +101,14 @@ def test_arrays_are_writable_and_nobody_elses() -> None:
 def test_misshapen_values_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         make_trajectory(0, 0, 0, **changes)
+
+
+def test_groups_travel_between_the_ranks_of_a_trainer() -> None:
+    """torch.distributed pickles what one rank gives to others; the connection behind a decoder cannot go with it."""
+    trajectory = make_trajectory(0, 0, 0, decoder=lambda token_ids, special_tokens: "text")
+    group = pickle.loads(pickle.dumps(TrajectoryGroup(trajectory.group_id, (trajectory,))))  # noqa: S301
+    assert group.trajectories[0].to_json_dict() == trajectory.to_json_dict()
+    assert group.trajectories[0].decoder is None and trajectory.text == "text"
 
 
 def test_records_with_missing_or_unknown_keys_are_refused() -> None:
