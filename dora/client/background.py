@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from dora.errors import Conflict
 
@@ -122,30 +122,63 @@ class Background:
             raise self._conflict(allowed, f"was opened by process {self._process}, of which this is a fork")
         if not self._busy.acquire(blocking=False):
             raise self._conflict("used by one thread at a time", "is in use by another thread")
-        future: Future[Result] | None = None
-        ended = threading.Event()
+        under_way = _Call(call, self._loop)
         try:
-            future = asyncio.run_coroutine_threadsafe(_told(call, ended), self._loop)
             try:
-                return future.result()
+                under_way.begin()
+                return under_way.outcome.result()
             except KeyboardInterrupt:
                 if whole:
-                    future.exception()  # waits until it is over, whatever its outcome
+                    under_way.begin()  # where it came before the beginning
+                    under_way.outcome.exception()  # waits until it is over, whatever its outcome
                 raise
         except CancelledError as error:
             raise self._conflict("open as long as it is used", "was closed meanwhile") from error
         finally:
-            if future is not None and not future.done():
-                future.cancel()
-                ended.wait(_CANCEL_S)
+            if not under_way.outcome.done():
+                under_way.give_up()
+                under_way.ended.wait(_CANCEL_S)
             self._busy.release()
 
     def _conflict(self, allowed: str, why: str) -> Conflict:
         return Conflict(self._kind, self._name, allowed, why)
 
 
-async def _told(call: Callable[[], Coroutine[Any, Any, Result]], ended: threading.Event) -> Result:
-    try:
-        return await call()
-    finally:
-        ended.set()
+class _Call(Generic[Result]):
+    """One call that the event loop carries out. Ctrl-C may come at any moment, so each method may be repeated."""
+
+    def __init__(self, call: Callable[[], Coroutine[Any, Any, Result]], loop: asyncio.AbstractEventLoop) -> None:
+        self.outcome: Future[Result] = Future()
+        self.ended = threading.Event()
+        self._call, self._loop = call, loop
+        self._task: asyncio.Task[None] | None = None
+        self._given_up = False
+
+    def begin(self) -> None:
+        self._loop.call_soon_threadsafe(self._begin)
+
+    def give_up(self) -> None:
+        """Cancels it, or keeps it from beginning."""
+        self._loop.call_soon_threadsafe(self._give_up)
+
+    def _begin(self) -> None:
+        if self._task is None and not self._given_up:
+            self._task = self._loop.create_task(self._run())
+
+    def _give_up(self) -> None:
+        self._given_up = True
+        if self._task is None:
+            self.ended.set()
+        else:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            self.outcome.set_result(await self._call())
+        except asyncio.CancelledError:
+            self.outcome.cancel()
+            raise
+        except Exception as error:  # raised where it was called
+            self.outcome.set_exception(error)
+        finally:
+            self.ended.set()

@@ -87,7 +87,7 @@ def interrupt_at(connection: Any, method: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_names_and_parameters_are_those_of_the_asynchronous_clients() -> None:
-    within = {"attached", "attach_again", "connection", "stub", "take"}  # for the client's own parts
+    within = {"attached", "attach_again", "bring", "connection", "stub", "take"}  # for the client's own parts
     for ours, theirs in (
         (dora.sync.Trainer, client.Trainer),
         (dora.sync.Prompts, client.Prompts),
