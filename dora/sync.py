@@ -124,7 +124,6 @@ class Trainer(Client[client.Trainer]):
         while (step := self._background.run(lambda: _next(steps))) is not None:
             yield Step(step, self._background)
 
-
     def republish(self, weights: "Weights", *, version: int, canary: Canary | None = None) -> None:
         """As of ``dora.Trainer``: publishes a rejected version anew."""
         self._background.run(lambda: self._client.republish(weights, version=version, canary=canary), whole=True)
