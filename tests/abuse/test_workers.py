@@ -147,6 +147,8 @@ LIES: dict[str, tuple[Tamper, str]] = {
     "a path for a locator": (of("outcome", locator="../../etc/passwd"), "locator"),
     "another's locator": (of("outcome", locator=f"0-{'0' * 32}.kv"), "locator"),
     "an unknown kind of error": (of("outcome", error_kind="bored"), "error_kind = 'bored'"),
+    "a difference of NaN": (of("outcome", canary_difference=math.nan), "canary_difference = nan"),
+    "a difference below 0": (of("outcome", canary_difference=-1.0), r"canary_difference = -1\.0"),
     "a canary of NaN": (canary_of_nan, "are the weights finite"),
     "nothing": (lambda message: message.ClearField("outcome"), "kind = None"),
 }
@@ -163,7 +165,7 @@ HELLOS: dict[str, tuple[Tamper, str]] = {
     "long name": (of("hello", worker_id="w" * 65), "worker_id"),
     "host": (of("hello", host="h" * 100_000), "host"),
     "no fingerprint": (of("hello", fingerprint=""), "fingerprint"),
-    "no hello": (lambda message: message.ClearField("hello"), "hello = None"),
+    "no hello": (lambda message: message.ClearField("hello"), "hello is missing"),
 }
 
 
@@ -269,7 +271,7 @@ async def test_generated_messages_of_a_worker_end_nothing(shell: Shell) -> None:
             "generated_tokens": (0, 5),
             "reprefilled_tokens": (0, 5),
             "command_id": range(1, 40),
-            "error_kind": ("", "refused", "invalid"),
+            "error_kind": ("", "refused", "invalid", "weights"),
             "locator": ("", f"1-{'0' * 32}.kv"),
         }
         message = hostile(pb.WorkerMessage, chance, known)

@@ -223,8 +223,9 @@ def test_the_canary_is_reproduced_and_a_wrong_tensor_is_caught_by_it(
     content = bytearray((version_folder(1) / damaged.name).read_bytes())
     content[-4096:] = bytes(4096)
     damaged.write_bytes(content)
-    with pytest.raises(CanaryMismatch, match="version 1"):
+    with pytest.raises(CanaryMismatch, match="version 1") as found:
         engine.load_weights(1, tmp_path, canary)
+    assert found.value.difference > 1e-3
     assert engine.version is None
     with pytest.raises(Conflict, match="None, the version loaded"):
         engine.add(make_request(1))
