@@ -15,6 +15,8 @@ from pydantic_core import PydanticCustomError
 from dora.errors import InvalidValue
 from dora.limits import (
     GROUPS_MOST,
+    STOP_TOKENS_MOST,
+    STOPS_MOST,
     TEMPERATURE_LEAST,
     TEMPERATURE_MOST,
     WINDOW_REQUESTS_MOST,
@@ -26,11 +28,14 @@ from dora.limits import (
     Seconds,
     Share,
     StepSeconds,
+    StopString,
+    StopTokenId,
     Timeout,
     Versions,
 )
 from dora.validation import kind_of, validated_as
 
+CONTEXT_LEAST: Final = 16
 DEFAULT_POLICY: Final = "laxity"  # docs/strategy.md explains it
 # What settings were called when an event log was recorded, and what they are called now; and so for their values.
 RENAMED: Final = {"balance.hysteresis": "balance.dora.hysteresis", "balance.level_gap": "balance.dora.level_gap"}
@@ -76,6 +81,12 @@ class RolloutConfig(Section):
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="the same, for each time it has")
     repetition_penalty: float = Field(1.0, gt=0.0, le=2.0, description="factor of such a logit; 1: none")
     ignore_eos: bool = Field(False, description="go on after the end-of-sequence token, to the longest response")
+    stop: tuple[StopString, ...] = Field(
+        (), max_length=STOPS_MOST, description="texts that end a response: at most 16, of 1 to 128 characters each"
+    )
+    stop_token_ids: tuple[StopTokenId, ...] = Field(
+        (), max_length=STOP_TOKENS_MOST, description="token ids that end a response: at most 64"
+    )
     seed: int = Field(0, ge=0, lt=1 << 63, description="every response's seed follows from this and its prompt id")
     reference_version: int = Field(0, ge=0, description="the frozen version a KL term refers to")
 
@@ -141,7 +152,9 @@ class WorkersConfig(Section):
     slots: int = Field(16, ge=1, le=4096, description="requests decoded at once")
     kv_tokens: int = Field(32768, ge=64, description="KV-cache of one worker")
     block_tokens: int = Field(32, ge=1, description="KV block; a multiple of 32 on CPU")
-    max_model_len_tokens: int = Field(2048, ge=16, description="prompt and response together")
+    max_model_len_tokens: int = Field(
+        0, ge=0, description="prompt and response together, at least 16; 0: the model's context, or kv_tokens if less"
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights and KV")
     threads: int = Field(1, ge=1, le=256, description="CPU threads of one worker")
     report_period_ms: int = Field(20, ge=1, le=10000, description="tokens are reported at least this often")
@@ -153,6 +166,18 @@ class WorkersConfig(Section):
     restarts: int = Field(
         16, ge=0, description="deaths of one worker within ten minutes after which it is not started again"
     )
+
+    @model_validator(mode="after")
+    def _has_room(self) -> Self:
+        if 0 < self.max_model_len_tokens < CONTEXT_LEAST:
+            allowed = f"at least {CONTEXT_LEAST}, or 0 for the model's"
+            raise InvalidValue("workers.max_model_len_tokens", self.max_model_len_tokens, allowed)
+        return self
+
+    @property
+    def context_tokens(self) -> int:
+        """What prompt and response may have together; before the model is known, the most that they could."""
+        return self.max_model_len_tokens or self.kv_tokens
 
 
 class ServiceConfig(Section):
@@ -181,6 +206,42 @@ class SelectionConfig(Section):
     )
 
 
+class ColumnsConfig(Section):
+    """Which column of a file holds which field of a prompt; empty: the one of the field's own name."""
+
+    prompt: str = Field("", description="a text (own names: `prompt`, `text`)")
+    messages: str = Field("", description="a chat: a list of {role, content}")
+    prompt_token_ids: str = Field("", description="token ids (own names: `prompt_token_ids`, `token_ids`)")
+    prompt_id: str = Field("", description="a name that no other prompt has")
+    task_id: str = Field("", description="the name of its kind, for the trainer")
+    answer: str = Field("", description='what the reward function gets as verifier["answer"]')
+    verifier: str = Field("", description="an object that the reward function gets")
+    group_size: str = Field("", description="responses to it")
+    sampling: str = Field("", description="an object of sampling parameters")
+    priority: str = Field("", description="of prompts that wait, the highest goes first")
+
+
+class PromptsConfig(Section):
+    """Where prompts come from. A text in place of the section is its ``source``."""
+
+    source: str = Field(
+        "reasoning-gym:chain_sum",
+        min_length=1,
+        description="reasoning-gym:TASK,..., counting, tiny, a .jsonl or .parquet file, a dataset's folder, or none",
+    )
+    split: str = Field("", description="of a dataset with several, such as train; empty: it has one")
+    columns: ColumnsConfig = ColumnsConfig()
+    other_columns: Literal["refuse", "ignore", "verifier"] = Field(
+        "refuse", description="columns that are no field of a prompt; verifier: the reward function gets them"
+    )
+    epochs: int = Field(1, ge=0, le=1 << 20, description="how often a file or dataset is gone through; 0: without end")
+    shuffle: bool = Field(False, description="each epoch in an order of its own, which follows from shuffle_seed")
+    shuffle_seed: int = Field(0, ge=0, lt=1 << 63, description="same seed, same orders")
+    then: Literal["end", "wait"] = Field(
+        "end", description="after the source's last prompt: the last step ends, or prompts over gRPC are waited for"
+    )
+
+
 class RewardConfig(Section):
     """The verifier: a plug-in ``module:function``, run in processes of its own."""
 
@@ -196,9 +257,9 @@ class Config(Section):
     """Everything ``dora serve`` needs."""
 
     model: str = Field("smollm2", min_length=1, description="smollm2, tiny, tiny-moe, or a Hugging Face folder")
-    prompts: str = Field("reasoning-gym:chain_sum", min_length=1, description="task mix, JSONL file, tiny, or none")
     record: str = Field("", description="folder for delivered trajectories and published versions; empty: none")
     cache: str = Field("", description="folder for prepared models; empty: the user's cache folder")
+    prompts: PromptsConfig = PromptsConfig()
     window: WindowConfig = WindowConfig()
     rollout: RolloutConfig = RolloutConfig()
     balance: BalanceConfig = BalanceConfig()
@@ -207,12 +268,21 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     selection: SelectionConfig = SelectionConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _source_alone(cls, tree: Any) -> Any:
+        """``prompts = "tiny"``, as event logs of before say too."""
+        if isinstance(tree, Mapping) and isinstance(tree.get("prompts"), str):
+            return {**tree, "prompts": {"source": tree["prompts"]}}
+        return tree
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         """Else no prompt of the source could be admitted."""
-        longest = self.workers.max_model_len_tokens
+        longest = self.workers.context_tokens
         if self.rollout.max_tokens >= longest:
-            allowed = f"below workers.max_model_len_tokens {longest}, which holds the prompt too"
+            name = "max_model_len_tokens" if self.workers.max_model_len_tokens else "kv_tokens"
+            allowed = f"below workers.{name} {longest}, which holds the prompt too"
             raise InvalidValue("rollout.max_tokens", self.rollout.max_tokens, allowed)
         self.check_groups_per_step(self.window.groups_per_step, "window.groups_per_step")
         return self
@@ -237,7 +307,13 @@ def load_config(file: Path | None = None, overrides: Iterable[Override] = ()) ->
     Values in a text are TOML; one that is no TOML is taken as a string. In the dotted name an element of a list goes by
     its number, from 0.
     """
-    return validated(settings_tree(file, overrides))
+    tree = settings_tree(file, ())
+    if isinstance(tree.get("prompts"), str):
+        tree["prompts"] = {"source": tree["prompts"]}  # so that overrides find the section
+    for override in overrides:
+        key, value = _parsed(override) if isinstance(override, str) else override
+        _apply(tree, "prompts.source" if key == "prompts" and isinstance(value, str) else key, value)
+    return validated(tree)
 
 
 def settings_tree(file: Path | None, overrides: Iterable[Override], option: str = "--config") -> dict[str, Any]:

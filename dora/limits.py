@@ -6,7 +6,8 @@ number must neither overflow nor be waited for without end.
 
 from typing import Annotated, Final
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+from pydantic import Strict
 
 WINDOW_MOST: Final = 64
 GROUPS_MOST: Final = 1 << 20
@@ -17,7 +18,11 @@ PROMPT_TOKENS_MOST: Final = 2048
 ID_CHARACTERS_MOST: Final = 256  # of the name of a prompt or of a task
 TEXT_BYTES_MOST: Final = 4 << 20  # of a prompt's text or chat
 VERIFIER_BYTES_MOST: Final = 1 << 20  # of what a prompt brings for the reward function
-SAMPLING_BYTES_MOST: Final = 4 << 10  # of a prompt's sampling parameters
+SAMPLING_BYTES_MOST: Final = 16 << 10  # of a prompt's sampling parameters
+STOPS_MOST: Final = 16  # stop strings of a request
+STOP_CHARACTERS_MOST: Final = 128  # of one of them
+STOP_TOKENS_MOST: Final = 64  # stop token ids of a request
+PRIORITY_MOST: Final = 1000  # of a prompt; the least is its opposite
 COUNT_MOST: Final = 1 << 20
 KV_TOKENS_MOST: Final = 1 << 40
 
@@ -49,6 +54,9 @@ KvTokens = Annotated[int, Ge(1), Le(KV_TOKENS_MOST)]  # of one engine: the sum o
 Bytes = Annotated[float, Ge(0.0), Le(1e18)]
 PositiveBytes = Annotated[float, Ge(1.0), Le(1e18)]  # also: in a second
 TokenBytes = Annotated[float, Ge(1.0), Le(1e12)]  # of one cached token
+
+StopString = Annotated[str, MinLen(1), MaxLen(STOP_CHARACTERS_MOST)]
+StopTokenId = Annotated[int, Strict(), Ge(0), Le((1 << 31) - 1)]
 
 LogTokens = Annotated[float, Ge(-50.0), Le(50.0)]  # e^21 is the most Tokens
 Sigma = Annotated[float, Ge(0.0), Le(20.0)]  # of log lengths

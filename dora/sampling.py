@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from dora.errors import InvalidValue, one_of
-from dora.limits import TEMPERATURE_LEAST, TEMPERATURE_MOST
-from dora.types import SamplingParams
+from dora.limits import STOP_CHARACTERS_MOST, STOP_TOKENS_MOST, STOPS_MOST, TEMPERATURE_LEAST, TEMPERATURE_MOST
+from dora.strict_json import check_text
+from dora.types import SamplingParams, SamplingValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,34 @@ class Domain:
         return f"a {'whole ' if self.kind is int else ''}number from {least} to {most}"
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Lists of one parameter: at most ``count_most`` texts of 1 to ``most`` characters, or token ids up to ``most``."""
+
+    kind: type[str] | type[int]
+    count_most: int
+    most: int
+
+    def of(self, value: Any, field: str) -> tuple[str, ...] | tuple[int, ...]:
+        """``value`` as a tuple; a text stands for a list of one. Raises InvalidValue."""
+        parts = [value] if self.kind is str and isinstance(value, str) else value
+        if not isinstance(parts, list | tuple) or len(parts) > self.count_most or not all(map(self._fits, parts)):
+            raise InvalidValue(field, value, self.allowed())
+        if self.kind is str:
+            for part in parts:
+                check_text(part, field)
+        return tuple(parts)
+
+    def allowed(self) -> str:
+        each = f"texts of 1 to {self.most} characters" if self.kind is str else "token ids of the model's vocabulary"
+        return f"a list of at most {self.count_most} {each}"
+
+    def _fits(self, part: Any) -> bool:
+        if type(part) is not self.kind:
+            return False
+        return 1 <= len(part) <= self.most if isinstance(part, str) else 0 <= part <= self.most
+
+
 DOMAINS: Final[Mapping[str, Domain]] = {
     "temperature": Domain(float, 0.0, TEMPERATURE_MOST, TEMPERATURE_LEAST),
     "top_p": Domain(float, 1e-9, 1.0),
@@ -58,23 +87,30 @@ DOMAINS: Final[Mapping[str, Domain]] = {
     "repetition_penalty": Domain(float, 1e-9, 2.0),
     "ignore_eos": Domain(bool),
 }
+LISTS: Final[Mapping[str, Listing]] = {
+    "stop": Listing(str, STOPS_MOST, STOP_CHARACTERS_MOST),
+    "stop_token_ids": Listing(int, STOP_TOKENS_MOST, (1 << 31) - 1),
+}
+PARAMETERS: Final[Mapping[str, Domain | Listing]] = {**DOMAINS, **LISTS}
 
 
-def checked_overrides(overrides: Any, field: str) -> dict[str, int | float | bool]:
+def checked_overrides(overrides: Any, field: str) -> dict[str, SamplingValue]:
     """A prompt's own parameters, of the right types. Raises InvalidValue for the first that is unknown or wrong."""
     if not isinstance(overrides, Mapping):
         raise InvalidValue(field, overrides, "an object of sampling parameters")
     for name in overrides:
-        if name not in DOMAINS:
-            raise InvalidValue(f"{field}.{name}", overrides[name], one_of(str(name), DOMAINS))
-    return {name: DOMAINS[name].of(value, f"{field}.{name}") for name, value in overrides.items()}
+        if name not in PARAMETERS:
+            raise InvalidValue(f"{field}.{name}", overrides[name], one_of(str(name), PARAMETERS))
+    return {name: PARAMETERS[name].of(value, f"{field}.{name}") for name, value in overrides.items()}
 
 
-def check_sampling(sampling: SamplingParams, field: str = "sampling") -> None:
-    """Raises InvalidValue for the first parameter that an engine would refuse or alter."""
+def check_sampling(sampling: SamplingParams, field: str = "sampling", vocab_size: int = 0) -> None:
+    """Raises InvalidValue for the first parameter that an engine would refuse or alter. ``vocab_size`` 0: not known."""
     for each in fields(sampling):
-        if each.name in DOMAINS:
-            DOMAINS[each.name].of(getattr(sampling, each.name), f"{field}.{each.name}")
+        PARAMETERS[each.name].of(getattr(sampling, each.name), f"{field}.{each.name}")
+    for token_id in sampling.stop_token_ids:
+        if vocab_size and token_id >= vocab_size:
+            raise InvalidValue(f"{field}.stop_token_ids", token_id, f"token ids from 0 to {vocab_size - 1}")
     if sampling.min_tokens > sampling.max_tokens:
         raise InvalidValue(f"{field}.min_tokens", sampling.min_tokens, f"at most max_tokens = {sampling.max_tokens}")
 

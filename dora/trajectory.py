@@ -61,12 +61,13 @@ class Trajectory:
     reward_valid: bool  # False: do not train on the reward; verifier_log says why
     reward_components: Mapping[str, float]
     verifier_log: str
-    finish_reason: FinishReason
+    finish_reason: FinishReason  # stop: what ended it is among its tokens; length: it was cut
     started_at: float
     finished_at: float
     worker_history: tuple[Segment, ...]
     length_tokens: int
     events: tuple[EnvironmentEvent, ...] = field(default=())
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None: the model's own end
     decoder: Decoder | None = field(default=None)  # where it came from a client: no part of the record
 
     def __post_init__(self) -> None:
@@ -120,7 +121,7 @@ class Trajectory:
         for name in _ARRAYS:
             record[name] = record[name].tolist()
         record["sampling"] = asdict(self.sampling)
-        record["sampling"]["stop_token_ids"] = list(self.sampling.stop_token_ids)
+        record["sampling"] |= {name: list(getattr(self.sampling, name)) for name in _LISTS}
         record["reward"] = _finite_or_none(self.reward)
         record["reward_components"] = {key: _finite_or_none(value) for key, value in self.reward_components.items()}
         record["worker_history"] = [_segment_to_json(segment) for segment in self.worker_history]
@@ -131,14 +132,14 @@ class Trajectory:
     def from_json_dict(cls, record: Mapping[str, Any]) -> "Trajectory":
         """The inverse of :meth:`to_json_dict`. Raises InvalidValue for a missing, unknown or misshapen field."""
         names = set(_recorded())
-        for name in sorted(names - record.keys()):
+        for name in sorted(names - record.keys() - _LATER):
             raise InvalidValue(f"trajectory record: {name}", MISSING, "in every record")
         for name in sorted(record.keys() - names):
             raise InvalidValue(f"trajectory record: {name}", record[name], one_of(name, names))
         values = dict(record)
         try:
             sampling = dict(values["sampling"])
-            sampling["stop_token_ids"] = tuple(sampling.get("stop_token_ids", ()))
+            sampling |= {name: tuple(sampling.get(name, ())) for name in _LISTS}
             values["sampling"] = SamplingParams(**sampling)
             values["reward"] = _number(values["reward"])
             values["reward_components"] = {key: _number(value) for key, value in values["reward_components"].items()}
@@ -149,6 +150,8 @@ class Trajectory:
         return cls(**values)
 
 
+_LISTS: Final = ("stop", "stop_token_ids")  # of sampling: lists in JSON
+_LATER: Final = {"stop_reason"}  # fields that a record of an earlier DORA does not have
 _ARRAYS: Final[Mapping[str, npt.DTypeLike]] = {
     "prompt_token_ids": np.int32,
     "response_token_ids": np.int32,

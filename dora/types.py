@@ -10,6 +10,7 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length"]
 Arrival = Literal["new", "migrated", "parked", "re-prefilled"]
+SamplingValue = float | int | bool | tuple[str, ...] | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # a response ends with the first of these
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()  # a response ends with the token that completes the first of these in its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,9 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str = ""
     group_size: int = 0  # 0: the service's default
-    sampling: Mapping[str, float | int | bool] = field(default_factory=dict)  # overrides of SamplingParams fields
+    sampling: Mapping[str, SamplingValue] = field(default_factory=dict)  # overrides of SamplingParams fields
     verifier_json: str = "{}"  # whatever the reward function needs: the answer, the entry, ...
+    priority: int = 0  # of those that wait, the highest is admitted first
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class TokenDelta:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason | None = None
+    stop: str = ""  # the stop string that these tokens completed
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,8 @@ def _known(model: type[BaseModel], path: tuple[str, ...]) -> str:
 def _allowed(model: type[BaseModel], path: tuple[str, ...], value: Any) -> str:
     """What the field at ``path`` takes."""
     section = _section_at(model, path)
+    while section is None and len(path) > 1 and _section_at(model, path[:-1]) is None:
+        path = path[:-1]  # an element of a list of plain values: the list is what is described
     above = _section_at(model, path[:-1])
     field = above.model_fields.get(path[-1]) if above is not None and path else None
     if section is not None:
@@ -59,6 +61,8 @@ def _allowed(model: type[BaseModel], path: tuple[str, ...], value: Any) -> str:
         return f"{kind} with {', '.join(section.model_fields)}"
     assert field is not None, path  # pydantic names no field that there is not
     kind = kind_of(field)
+    if get_origin(kind) is tuple:
+        return f"a list of {field.description}"
     if get_origin(kind) is Literal:
         choices = [str(choice) for choice in get_args(kind)]
         return one_of(str(value), choices, ALIKE)

@@ -134,7 +134,7 @@ def prompts(incomplete: str) -> Found:
     if incomplete.startswith(TASKS[0]) and TASKS.startswith(incomplete[: len(TASKS)]):
         before = incomplete[: incomplete.rfind(",") + 1] or TASKS
         return [f"{before}{task}" for task in _tasks()]
-    files = [file for file in _beside(incomplete) if file.is_dir() or file.suffix == ".jsonl"]
+    files = [file for file in _beside(incomplete) if file.is_dir() or file.suffix in (".jsonl", ".parquet")]
     return ["tiny", "none", TASKS, *(f"{file}/" if file.is_dir() else str(file) for file in files)]
 
 
@@ -167,7 +167,7 @@ def requests(context: typer.Context, incomplete: str) -> Found:
 # What the values of a setting are completed from, beside what its type says.
 VALUES: Final[dict[str, Callable[[str], Found]]] = {
     "model": models,
-    "prompts": prompts,
+    "prompts.source": prompts,
     "reward.function": rewards,
     "balance.policy": live_policies,
 }

@@ -1,20 +1,22 @@
-"""The commands that ask a running service: status, versions, groups, trajectories, migrate, drain, rebalance, watch."""
+"""The commands that ask a running service."""
 
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from dora.cli import completion
+from dora.cli.exits import ExitCode
 from dora.cli.options import AddressOption, JsonOption, TokenOption
-from dora.cli.output import json_text, plain, print_reply, print_result, stdout
+from dora.cli.output import json_text, plain, print_json, print_reply, print_result, stdout
 from dora.cli.token import DEFAULT_ADDRESS, find_token
 
 if TYPE_CHECKING:
-    from dora.client import Operator
+    from dora.client import Operator, Prompts
     from dora.rpc.dora_pb2 import Status
 
 Answer = TypeVar("Answer")
@@ -112,6 +114,29 @@ def rebalance(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = Non
     print_reply(ask(address, token, lambda operator: operator.rebalance()), as_json)
 
 
+def cancel(
+    names: Annotated[list[str], typer.Argument(metavar="PROMPT_OR_GROUP...", help="Prompt ids, or group ids.")],
+    reason: Annotated[str, typer.Option(help="For the record: at most 200 characters.")] = "",
+    address: AddressOption = DEFAULT_ADDRESS,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take prompts back: one that waits leaves the queue, an admitted group is cancelled, with its reason.
+
+    What a step has taken stays. It may be repeated. Exit code 4 if one of them stays or is not known.
+    """
+    from dora.client import Prompts
+    from dora.view.service import cancelled_line
+
+    outcomes = ask(address, token, lambda prompts: prompts.cancel(names, reason), Prompts)
+    if as_json:
+        print_json({"cancelled": [asdict(outcome) for outcome in outcomes]})
+    else:
+        sys.stdout.write("".join(cancelled_line(outcome.name, outcome.state, outcome.group_id) for outcome in outcomes))
+    if any(outcome.state in ("taken", "unknown") for outcome in outcomes):
+        raise typer.Exit(ExitCode.REFUSED)
+
+
 def watch(
     period_ms: Annotated[int, typer.Option(min=50, max=60_000, metavar="MS", help="Time between two updates.")] = 500,
     updates: Annotated[
@@ -145,21 +170,30 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "migrate": (migrate, "dora migrate g12.0 --to w1"),
     "drain": (drain, "dora drain w1"),
     "rebalance": (rebalance, "dora rebalance --json"),
+    "cancel": (cancel, "dora cancel q17 g3 --reason mistyped"),
     "watch": (watch, "dora watch --period-ms 500"),
 }  # each with its example
 
 
-def ask(address: str, token: str | None, call: "Callable[[Operator], Awaitable[Answer]]") -> Answer:
-    """Runs ``call`` with a connected operator. ``token`` None or empty: what a service on this host left."""
+def ask(
+    address: str,
+    token: str | None,
+    call: Callable[[Any], Awaitable[Answer]],
+    kind: "Callable[[str, str], Prompts] | None" = None,
+) -> Answer:
+    """Runs ``call`` with a connected client: an operator, or of ``kind``.
+
+    ``token`` None or empty: what a service on this host left.
+    """
     from dora.client import Operator
     from dora.rpc.errors import NoAnswer, ServiceUnavailable, Unauthenticated
 
     secret = token or find_token(address)
 
     async def run() -> Answer:
-        async with Operator(address, token=secret) as operator:
+        async with (kind or Operator)(address, secret) as client:
             try:
-                return await call(operator)
+                return await call(client)
             except ServiceUnavailable as error:
                 if isinstance(error, NoAnswer) or await _listens(address):
                     raise NoAnswer(

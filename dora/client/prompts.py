@@ -13,10 +13,9 @@ from dora.rpc.convert import prompt_to_wire
 from dora.rpc.dora_pb2_grpc import PromptsStub
 from dora.types import Prompt
 
-_FIELDS: Final = (
-    *("prompt", "prompt_token_ids", "messages"),
-    *("prompt_id", "task_id", "answer", "verifier", "group_size", "sampling"),
-)
+_FORMS: Final = ("prompt", "prompt_token_ids", "messages")
+_FIELDS: Final = (*_FORMS, "prompt_id", "task_id", "answer", "verifier", "group_size", "sampling", "priority")
+_OTHER_NAMES: Final = {"text": "prompt", "token_ids": "prompt_token_ids"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +26,25 @@ class Submitted:
     queue_free: int  # prompts that still fit
 
 
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """What became of a prompt or group that was to be cancelled."""
+
+    name: str  # as it was given
+    state: str  # dequeued, cancelled, before (it already was), taken (a step has it: it stays), unknown
+    group_id: str  # of its group; empty where it has none
+
+
 class Prompts(Client):
     """Queues prompts at a service."""
 
     async def submit(self, prompts: Iterable[Prompt | str | Mapping[str, Any]]) -> Submitted:
         """Queues all of them or none.
 
-        A prompt is a Prompt, a text, or a mapping with the fields of a line of a prompts file: one of ``prompt`` (a
-        text), ``messages`` (a chat) and ``prompt_token_ids``; then ``prompt_id`` (by default a new one), ``task_id``,
-        ``answer``, ``verifier``, ``group_size`` and ``sampling``. The service tokenises texts and chats.
+        A prompt is a Prompt, a text, or a mapping with the fields of a row of a prompts file: one of ``prompt`` (or
+        ``text``), ``messages`` (a chat) and ``prompt_token_ids`` (or ``token_ids``); then ``prompt_id`` (by default a
+        new one), ``task_id``, ``answer``, ``verifier``, ``group_size``, ``sampling`` and ``priority``. The service
+        tokenises texts and chats.
 
         Raises InvalidValue for a prompt that is refused (too long, say), Conflict for a duplicate id, LimitExceeded
         where the queue is full or the batch exceeds the message limit, Unauthenticated, ServiceUnavailable.
@@ -45,6 +54,26 @@ class Prompts(Client):
         request = pb.SubmitRequest(prompts=[_to_wire(prompt) for prompt in prompts])
         reply = await self._connection.call(self._connection.stub(PromptsStub).Submit, request)
         return Submitted(reply.accepted, reply.queue_free)
+
+    async def end(self) -> int:
+        """Says that no more prompts will be submitted, by anybody: the trainer's last step ends once all are sampled.
+
+        Returns how many are still queued. May be repeated. A source that the service has besides goes on to its end.
+        """
+        reply = await self._connection.call(self._connection.stub(PromptsStub).End, pb.EndRequest())
+        return reply.prompts_left
+
+    async def cancel(self, ids: Iterable[str], reason: str = "") -> list[Cancelled]:
+        """Takes back prompts, by their ids or those of their groups; what became of each, in their order.
+
+        One that waits leaves the queue; an admitted group is cancelled, and recorded with the reason; a group that a
+        step has taken stays. May be repeated. Raises InvalidValue for more than 4,096 ids.
+        """
+        if isinstance(ids, str):
+            raise InvalidValue("ids", ids, "a list of ids, also where it is one")
+        request = pb.CancelRequest(ids=ids, reason=reason)
+        reply = await self._connection.call(self._connection.stub(PromptsStub).Cancel, request)
+        return [Cancelled(outcome.id, outcome.state, outcome.group_id) for outcome in reply.outcomes]
 
 
 def _to_wire(prompt: Prompt | str | Mapping[str, Any]) -> pb.Prompt:
@@ -62,11 +91,12 @@ def _to_wire(prompt: Prompt | str | Mapping[str, Any]) -> pb.Prompt:
 
 def _of_fields(record: Mapping[str, Any]) -> pb.Prompt:
     """The message of a mapping with the fields of a prompts file. What they hold is the service's to check."""
-    for unknown in sorted(set(record) - set(_FIELDS), key=str):
+    for unknown in sorted(set(record) - set(_FIELDS) - set(_OTHER_NAMES), key=str):
         raise InvalidValue(f"prompt: {unknown}", record[unknown], one_of(str(unknown), _FIELDS))
-    forms = [name for name in _FIELDS[:3] if name in record]
+    forms = [name for name in (*_FORMS, *_OTHER_NAMES) if name in record]
     if len(forms) != 1:
-        raise InvalidValue("prompt", forms, f"exactly one of {', '.join(_FIELDS[:3])}")
+        raise InvalidValue("prompt", forms, f"exactly one of {', '.join(_FORMS)}")
+    record = {_OTHER_NAMES.get(name, name): value for name, value in record.items()}
     try:
         verifier = dict(record.get("verifier", {}))
         if "answer" in record:
@@ -80,6 +110,7 @@ def _of_fields(record: Mapping[str, Any]) -> pb.Prompt:
                 group_size=record.get("group_size", 0),
                 sampling=record.get("sampling", {}),
                 verifier_json=json.dumps(verifier),
+                priority=record.get("priority", 0),
             )
         )
         if "messages" in record:

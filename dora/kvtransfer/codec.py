@@ -106,7 +106,8 @@ def _snapshot(header: dict[str, Any], view: memoryview, start: int) -> KvSnapsho
     layout_fields["layers"] = tuple((str(name), int(block_bytes)) for name, block_bytes in layout_fields["layers"])
     layout = KvLayout(**layout_fields)
     sampling_fields = dict(header["sampling"])
-    sampling_fields["stop_token_ids"] = tuple(sampling_fields["stop_token_ids"])
+    for name in ("stop", "stop_token_ids"):
+        sampling_fields[name] = tuple(sampling_fields[name])
     if set(sampling_fields) != {field.name for field in fields(SamplingParams)}:
         raise ValueError(f"sampling fields {sorted(sampling_fields)}")
     request = RequestSpec(

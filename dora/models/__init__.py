@@ -13,6 +13,12 @@ from dora.models.smollm2 import gguf_file, prepare_smollm2, smollm2_folder
 
 __all__ = ["context_tokens", "default_cache", "experts", "made_model", "resolve_model", "unwritable_cache"]
 
+# What config.json calls the longest context; the least of them holds. Source: vLLM,
+# transformers_utils/model_arch_config_convertor.py, ``derive_max_model_len_and_key``.
+CONTEXT_KEYS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
+    *("max_sequence_length", "max_seq_length", "seq_len"),
+)
 _TINY_KINDS: dict[str, tiny.TinyKind] = {"tiny": "dense", "tiny-moe": "moe"}
 NAMES = ("smollm2", *_TINY_KINDS)  # models that installed packages are enough for
 
@@ -99,8 +105,11 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def context_tokens(folder: Path) -> int | None:
     """The longest context that the model in a Hugging Face folder was made for; None where it does not say."""
-    tokens = _config(folder).get("max_position_embeddings")
-    return tokens if type(tokens) is int else None
+    config = _config(folder)
+    text = config.get("text_config")  # of a model that also sees or hears
+    said = {**config, **text} if isinstance(text, dict) else config
+    found = [tokens for key in CONTEXT_KEYS if type(tokens := said.get(key)) is int and tokens > 0]
+    return min(found, default=None)
 
 
 def experts(folder: Path) -> tuple[int, int] | None:

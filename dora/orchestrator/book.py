@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 
@@ -40,6 +41,7 @@ class Entry:
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop: str = ""  # the stop string that ended it
     reward: Reward | None = None
     arrivals: dict[str, Arrival] = field(default_factory=dict)  # worker -> how the request comes there, not yet seen
     last_token_at: float = 0.0
@@ -88,7 +90,7 @@ class Entry:
             self.logprobs.extend(delta.logprobs[skip:])
             self.last_token_at = at
         if delta.finish_reason is not None:
-            self.finish_reason, self.finished_at = delta.finish_reason, at
+            self.finish_reason, self.finished_at, self.stop = delta.finish_reason, at, delta.stop
         return arrival
 
     def trajectory(self, step: int, reference_version: int) -> Trajectory:
@@ -115,11 +117,18 @@ class Entry:
             reward_components=dict(self.reward.components),
             verifier_log=self.reward.log,
             finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason(),
             started_at=self.started_at,
             finished_at=self.finished_at,
             worker_history=tuple(self.segments),
             length_tokens=len(self.tokens),
         )
+
+    def _stop_reason(self) -> str | int | None:
+        if self.finish_reason != "stop":
+            return None
+        last = self.tokens[-1]
+        return self.stop or (last if last in self.sampling.stop_token_ids else None)
 
 
 class Book:
@@ -184,12 +193,12 @@ class Book:
 
         It follows from run, prompt and index; where the prompt names one, that is the first sibling's.
         """
-        rollout, seed = self._rollout, prompt.sampling.get("seed")
-        origin = f"{rollout.seed}/{prompt.prompt_id}" if seed is None else f"{int(seed)}"
+        rollout, seed = self._rollout, cast(int | None, prompt.sampling.get("seed"))
+        origin = f"{rollout.seed}/{prompt.prompt_id}" if seed is None else f"{seed}"
         if seed is None or sample_index:
             digest = hashlib.blake2b(f"{origin}/{sample_index}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "big") >> 2
-        return replace(self.sampling(prompt), seed=int(seed))
+        return replace(self.sampling(prompt), seed=seed)
 
 
 def sampling_of(rollout: RolloutConfig, prompt: Prompt) -> SamplingParams:
@@ -204,6 +213,8 @@ def sampling_of(rollout: RolloutConfig, prompt: Prompt) -> SamplingParams:
         "frequency_penalty": rollout.frequency_penalty,
         "repetition_penalty": rollout.repetition_penalty,
         "ignore_eos": rollout.ignore_eos,
+        "stop": rollout.stop,
+        "stop_token_ids": rollout.stop_token_ids,
         **prompt.sampling,
     }
     return effective(SamplingParams(**chosen))  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ from dora.types import Prompt, Reward
 
 log = logging.getLogger("dora.service")
 
+ON_REQUEST: Final = "cancelled on request"  # a reason, or the beginning of one
 FILTERED: Final = "filtered: "  # a reason; the filter's name follows
 
 
@@ -86,6 +87,7 @@ class Executor:
         self._method_of: dict[type, Callable[[Any], None]] = {
             do.DrawPrompts: self._draw_prompts,
             do.AdmitGroup: self._admit_group,
+            do.DropPrompt: self._drop_prompt,
             do.ScoreRequest: self._score_request,
             do.DropGroup: self._drop_group,
             do.ForgetGroup: self._forget_group,
@@ -122,6 +124,7 @@ class Executor:
                 self._book.sampling(prompt).max_tokens,
                 key_of(prompt),
                 features_of(prompt),
+                priority=prompt.priority,
             )
             for prompt in prompts
         )
@@ -130,6 +133,10 @@ class Executor:
     def _admit_group(self, command: do.AdmitGroup) -> None:
         prompt = self._drawn.pop(command.prompt_id)
         self._book.admit(command.group_id, prompt, command.version, command.request_ids, time.time())
+
+    def _drop_prompt(self, command: do.DropPrompt) -> None:
+        del self._drawn[command.prompt_id]
+        self._feed.release(command.prompt_id)
 
     def _score_request(self, command: do.ScoreRequest) -> None:
         self._spawn(self._score(self._book[command.request_id]))
@@ -165,7 +172,7 @@ class Executor:
         return True
 
     def _drop_group(self, command: do.DropGroup) -> None:
-        chosen = command.reason == REDUNDANT or command.reason.startswith(FILTERED)
+        chosen = command.reason == REDUNDANT or command.reason.startswith((FILTERED, ON_REQUEST))
         level = logging.INFO if chosen else logging.WARNING
         log.log(level, "group %s was cancelled: %s", command.group_id, command.reason)
         entries = self._book.forget(command.group_id)

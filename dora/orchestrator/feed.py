@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections import OrderedDict
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 
 from dora.config import Config
 from dora.errors import Conflict, DoraError, InvalidValue, told
 from dora.orchestrator.prompt_check import PromptCheck
+from dora.prompts import Position, PromptSource
 from dora.rpc.errors import LimitExceeded
 from dora.types import Prompt
 
@@ -19,27 +20,39 @@ REFUSED_MOST = 4096  # in a row: a source may have no end
 QUEUED_BYTES_MOST = 512 << 20  # of what was submitted and waits
 FAILURE_CHARACTERS_MOST = 400
 TOKEN_BYTES = 40  # of a token id, as Python holds it in a tuple
+CANCELLED_KEPT_MOST = 65536  # ids of prompts and groups that were cancelled, the last ones: cancelling may be repeated
 
 
 class PromptFeed:
     """``live`` prompt ids are queued, drawn or in an open group: an id may come again once its group is committed."""
 
-    def __init__(self, config: Config, source: Iterator[Prompt] | None, check: PromptCheck | None = None) -> None:
+    def __init__(self, config: Config, source: PromptSource | None, check: PromptCheck | None = None) -> None:
+        """``source`` None: only what is submitted."""
         self._config = config
         self.check = PromptCheck(config) if check is None else check
         self._source = source
-        self._queue: deque[Prompt] = deque()  # at most service.prompts_queued_max
-        self._queued_bytes = 0  # at most QUEUED_BYTES_MOST
+        self._next = 0  # index of the source's next prompt
+        self._dry = source is None
+        self._waits = config.prompts.source == "none" or config.prompts.then == "wait"  # for more, after the source
+        self._queue = _Queue()  # at most service.prompts_queued_max
         self._arrived = asyncio.Event()
         self._live: set[str] = set()
+        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        self.taken_back = 0  # prompts that were cancelled while they were queued
         self.refused = 0  # prompts of the source that no engine could generate
         self._refused_in_a_row = 0
         self.failure = ""  # why the source gives no more, though it has not ended
         self.sources_failed = 0
-        self.closed = False  # no further prompt is taken in: the service drains
+        self._ended = False  # nothing more will be submitted
+        self.closed = False  # no further prompt is taken in: the service drains, or the prompts have ended
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    @property
+    def position(self) -> Position:
+        """Of the source's next prompt."""
+        return self._source.position(self._next) if self._source is not None else Position(0, 0)
 
     def submit(self, prompts: Sequence[Prompt]) -> int:
         """Queues all or none; returns the free places. Raises for a full queue, a live id, an impossible prompt."""
@@ -57,60 +70,85 @@ class PromptFeed:
                 )
             names.add(prompt.prompt_id)
         more_bytes = sum(map(_bytes, possible))
-        if self._queued_bytes + more_bytes > QUEUED_BYTES_MOST:
-            allowed = f"at most {QUEUED_BYTES_MOST - self._queued_bytes} now (queue of {QUEUED_BYTES_MOST})"
+        if self._queue.bytes + more_bytes > QUEUED_BYTES_MOST:
+            allowed = f"at most {QUEUED_BYTES_MOST - self._queue.bytes} now (queue of {QUEUED_BYTES_MOST})"
             raise LimitExceeded("prompts: bytes in memory", more_bytes, allowed)
         self._live.update(names)
-        self._queued_bytes += more_bytes
-        self._queue.extend(possible)
+        for prompt in possible:
+            self._cancelled.pop(prompt.prompt_id, None)
+            self._queue.push(prompt)
         self._arrived.set()
         return self._config.service.prompts_queued_max - len(self._queue)
 
     def check_room(self, count: int) -> None:
         """Raises Conflict where no prompts are taken in any more, LimitExceeded where ``count`` find no place."""
         limit = self._config.service.prompts_queued_max
+        if self._ended:
+            raise Conflict("prompts", count, "0, as it was said that no more would come", why="came too late")
         if self.closed:
-            raise Conflict("prompts", count, "0, as the prompts have ended or the service drains", why="came too late")
+            allowed = "0, as the prompts have ended (prompts.then = wait would keep the service open) or it drains"
+            raise Conflict("prompts", count, allowed, why="came too late")
         if len(self._queue) + count > limit:
             raise LimitExceeded("prompts", count, f"at most {limit - len(self._queue)} now (queue of {limit})")
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]:
         """1 to ``count`` prompts, waiting for the first; True with none left: there will be no more.
 
-        A source that fails gives no more; what is submitted is waited for then.
+        Of what was submitted the highest priority comes first, equal ones as they came. A source that fails gives no
+        more; what is submitted is waited for then.
         """
         while not self.closed:
-            taken = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
-            self._queued_bytes -= sum(map(_bytes, taken))
-            if not taken and self._source is not None:
+            taken = [self._queue.pop() for _ in range(min(count, len(self._queue)))]
+            if not taken and not self._dry:
                 taken = await self._from_source(count)
             if taken:
                 return taken, False
-            if self._source is not None or self._queue:  # something was submitted while the source was read
+            if not self._dry or self._queue:  # something was submitted while the source was read
                 continue
-            if self._config.prompts != "none" and not self.failure:
+            if self._ended or not (self._waits or self.failure):
                 self.closed = True
             else:
                 self._arrived.clear()
                 await self._arrived.wait()
         return [], True
 
+    def end(self) -> int:
+        """Nothing more will be submitted. Returns how many are queued, which will still be taken. May be repeated."""
+        self._ended = True
+        self._arrived.set()
+        return len(self._queue)
+
     def close(self) -> None:
         self.closed = True
         self._arrived.set()
 
     def release(self, prompt_id: str) -> None:
-        """The prompt's group was committed or cancelled."""
+        """The prompt's group was committed or cancelled, or the prompt taken back."""
         self._live.discard(prompt_id)
+
+    def take_back(self, prompt_id: str) -> bool:
+        """Takes a queued prompt out; False where it is not in the queue."""
+        if not self._queue.remove(prompt_id):
+            return False
+        self.release(prompt_id)
+        self.taken_back += 1
+        return True
+
+    def remember_cancelled(self, name: str) -> None:
+        """``name``: of a prompt, or of a group."""
+        self._cancelled[name] = None
+        self._cancelled.move_to_end(name)
+        if len(self._cancelled) > CANCELLED_KEPT_MOST:
+            self._cancelled.popitem(last=False)
+
+    def was_cancelled(self, name: str) -> bool:
+        return name in self._cancelled
 
     async def _from_source(self, count: int) -> list[Prompt]:
         """Bad prompts are refused one by one, with their reason. A source that ends or fails is not asked again."""
-        count = min(count, DRAWN_MOST)
-        drawn, failure = await asyncio.to_thread(self._read, count)
+        drawn, failure = await asyncio.to_thread(self._read, min(count, DRAWN_MOST))
         if failure:
             self._fail(failure)
-        elif len(drawn) < count:
-            self._source = None
         good: list[Prompt] = []
         for possible in drawn:
             try:
@@ -137,28 +175,68 @@ class PromptFeed:
 
     def _read(self, count: int) -> tuple[list[Prompt | InvalidValue], str]:
         """Up to ``count`` prompts, and how the source has failed, if it has: it may be anybody's program."""
-        drawn: list[Prompt | InvalidValue] = []
         assert self._source is not None
-        try:
-            for prompt in islice(self._source, count):
-                drawn.append(self._attempted(prompt))
-        except (Exception, SystemExit) as error:
-            return drawn, " ".join(told(error).split())[:FAILURE_CHARACTERS_MOST]
+        drawn: list[Prompt | InvalidValue] = []
+        while len(drawn) < count:
+            try:
+                prompt = self._source.at(self._next)
+                if prompt is None:
+                    self._dry = True
+                    break
+                drawn.append(self.check.checked(prompt))
+            except InvalidValue as error:
+                drawn.append(error)
+            except (Exception, SystemExit) as error:
+                return drawn, " ".join(told(error).split())[:FAILURE_CHARACTERS_MOST]
+            self._next += 1
         return drawn, ""
 
     def _fail(self, reason: str) -> None:
         """The source gives no more; what it gave, and what is submitted, goes on."""
-        name = self._config.prompts
+        name = self._config.prompts.source
         log.error("the prompt source %s has failed: %s; only submitted prompts come from now on", name, reason)
-        self._source, self.failure = None, reason
+        self._dry, self.failure = True, reason
         self.sources_failed += 1
 
-    def _attempted(self, prompt: Prompt) -> Prompt | InvalidValue:
-        """The prompt, checked, or why it is refused."""
-        try:
-            return self.check.checked(prompt)
-        except InvalidValue as error:
-            return error
+
+class _Queue:
+    """Prompts that were submitted: the highest priority first, then who came first."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, str]] = []  # -priority, arrival, id; stale where ``_prompts`` says otherwise
+        self._prompts: dict[str, tuple[int, Prompt]] = {}  # by id, each with its arrival
+        self._arrivals = 0
+        self.bytes = 0  # at most QUEUED_BYTES_MOST
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def push(self, prompt: Prompt) -> None:
+        self._arrivals += 1
+        self._prompts[prompt.prompt_id] = self._arrivals, prompt
+        heappush(self._heap, (-prompt.priority, self._arrivals, prompt.prompt_id))
+        self.bytes += _bytes(prompt)
+
+    def pop(self) -> Prompt:
+        """The next. The queue must not be empty."""
+        while True:
+            _, arrival, name = heappop(self._heap)
+            if name in self._prompts and self._prompts[name][0] == arrival:
+                return self._take(name)
+
+    def remove(self, name: str) -> bool:
+        if name not in self._prompts:
+            return False
+        self._take(name)
+        if len(self._heap) > 2 * len(self._prompts) + 64:  # what was taken back must not pile up
+            self._heap = [(-prompt.priority, arrival, name) for name, (arrival, prompt) in self._prompts.items()]
+            heapify(self._heap)
+        return True
+
+    def _take(self, name: str) -> Prompt:
+        _, prompt = self._prompts.pop(name)
+        self.bytes -= _bytes(prompt)
+        return prompt
 
 
 def _bytes(prompt: Prompt) -> int:

@@ -28,13 +28,13 @@ from dora.orchestrator.services.server import serving
 from dora.orchestrator.setup import (
     SNAPSHOTS_FOLDER,
     cache_of,
-    check_context,
     check_engine,
     event_log_of,
     prepared_model,
     recorder_of,
     run_folder_of,
     store_of,
+    with_context,
 )
 from dora.orchestrator.storage import Storage
 from dora.prompts import ChatTokenizer, resolve_prompts
@@ -91,18 +91,21 @@ async def serve(
         progress(f"preparing the model {config.model}")
         model = await prepared_model(config, progress)
         model_s = asyncio.get_running_loop().time()
-        check_context(config, model)
+        config = with_context(config, model)
         store = await asyncio.to_thread(store_of, run_folder, model)
         recorder = await recorder_of(config, store, stack)
         tokenizer = await asyncio.to_thread(ChatTokenizer, model, cache_of(config))
-        source = await asyncio.to_thread(resolve_prompts, config.prompts, tokenizer, config.rollout.seed)
         check = PromptCheck(config, tokenizer=tokenizer, vocab_size=store.reference.vocab_size)
+        seed = config.rollout.seed
+        source = await asyncio.to_thread(
+            resolve_prompts, config.prompts, tokenizer, seed, check=check.well_formed, progress=progress
+        )
         verifier = await stack.enter_async_context(verifying(config, source, model))
         group_filter = await stack.enter_async_context(filtering(config))
         snapshots = run_folder / SNAPSHOTS_FOLDER
         runtime = Runtime(
             config,
-            feed=PromptFeed(config, iter(source), check),
+            feed=PromptFeed(config, source, check),
             verifier=verifier,
             group_filter=group_filter,
             store=store,

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dora.config import Config
-from dora.errors import InvalidValue
+from dora.errors import MISSING, InvalidValue
 from dora.limits import GROUP_SIZE_MOST, SAMPLING_BYTES_MOST, TEXT_BYTES_MOST
 from dora.orchestrator.book import sampling_of
-from dora.prompts.check import check_name, check_size, check_verifier, checked_messages
+from dora.prompts.check import check_name, check_priority, check_size, check_verifier, checked_messages
 from dora.prompts.tokenizer import ChatTokenizer
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import TOKEN_ID_BYTES, token_ids_from_wire, trajectory_bytes_most
@@ -50,6 +50,7 @@ class PromptCheck:
                 group_size=message.group_size,
                 sampling=overrides,
                 verifier_json=message.verifier_json or "{}",
+                priority=message.priority,
             )
         )
 
@@ -58,6 +59,13 @@ class PromptCheck:
 
         Raises InvalidValue where it is malformed, or where no engine could generate it.
         """
+        prompt = self.well_formed(prompt)
+        sampling = sampling_of(self._config.rollout, prompt)
+        self._check_length(prompt.token_ids, sampling, f"prompt {prompt.prompt_id}")
+        return prompt
+
+    def well_formed(self, prompt: Prompt) -> Prompt:
+        """As :meth:`checked`, whatever its length."""
         if not isinstance(prompt, Prompt):
             raise InvalidValue("prompt", prompt, "a dora.Prompt")
         check_name(prompt.prompt_id, "prompt_id")
@@ -66,13 +74,13 @@ class PromptCheck:
             check_name(prompt.task_id, f"{place}: task_id")
         check_size(prompt.text, f"{place}: text", TEXT_BYTES_MOST)
         check_verifier(prompt.verifier_json, place)
+        check_priority(prompt.priority, f"{place}: priority")
         group_size = prompt.group_size or self._config.rollout.group_size
         if type(group_size) is not int or not 1 <= group_size <= GROUP_SIZE_MOST:
             raise InvalidValue(f"{place}: group_size", group_size, f"a whole number from 1 to {GROUP_SIZE_MOST}")
         overrides = checked_overrides(prompt.sampling, f"{place}: sampling")
         sampling = sampling_of(self._config.rollout, replace(prompt, sampling=overrides))
-        check_sampling(sampling, f"{place}: sampling")
-        self._check_length(prompt.token_ids, sampling, place)
+        check_sampling(sampling, f"{place}: sampling", self._vocab_size)
         token_ids = self._checked_ids(prompt.token_ids, place)
         return replace(prompt, token_ids=token_ids, group_size=group_size, sampling=overrides)
 
@@ -82,7 +90,7 @@ class PromptCheck:
         if len(forms) == 2:
             raise InvalidValue(f"{place}: token_ids, messages_json", "both", "one of token_ids, messages_json or text")
         if forms == ["token_ids"]:
-            limit = self._config.workers.max_model_len_tokens
+            limit = self._config.workers.context_tokens
             if len(message.token_ids) // TOKEN_ID_BYTES >= limit:  # before they are decoded, to nine times the memory
                 raise InvalidValue(
                     f"{place}: tokens",
@@ -91,9 +99,9 @@ class PromptCheck:
                 )
             return message.text, token_ids_from_wire(message.token_ids, f"{place}: token_ids")
         if not message.text and not message.messages_json:
-            raise InvalidValue(f"{place}: token_ids", "(none)", "at least one token, or text or messages_json instead")
+            raise InvalidValue(f"{place}: token_ids", MISSING, "at least one token, or text or messages_json instead")
         if self._tokenizer is None:
-            raise InvalidValue(f"{place}: token_ids", "(none)", "at least one token: this service has no tokenizer")
+            raise InvalidValue(f"{place}: token_ids", MISSING, "at least one token: this service has no tokenizer")
         if message.messages_json:
             messages = read_json(message.messages_json, f"{place}: messages_json", TEXT_BYTES_MOST)
             return self._tokenizer.encode_chat(checked_messages(messages, f"{place}: messages_json"))
@@ -101,9 +109,7 @@ class PromptCheck:
         return message.text, self._tokenizer.encode(message.text)
 
     def _check_length(self, token_ids: Sequence[int], sampling: SamplingParams, place: str) -> None:
-        length, limit = len(token_ids), self._config.workers.max_model_len_tokens
-        if not length:
-            raise InvalidValue(f"{place}: token_ids", "(none)", "at least one token")
+        length, limit = len(token_ids), self._config.workers.context_tokens
         if length + sampling.max_tokens > limit:
             raise InvalidValue(
                 f"{place}: tokens",
@@ -119,6 +125,8 @@ class PromptCheck:
     def _checked_ids(self, token_ids: Sequence[int], place: str) -> tuple[int, ...]:
         """Plain integers within the vocabulary. Raises InvalidValue for the first that is not."""
         end = self._vocab_size or 1 << 31
+        if not token_ids:
+            raise InvalidValue(f"{place}: token_ids", MISSING, "at least one token")
         if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= end:  # quick for a long prompt
             wrong = next(each for each in token_ids if type(each) is not int or not 0 <= each < end)
             raise InvalidValue(f"{place}: token_ids", wrong, f"whole numbers from 0 to {end - 1}")

@@ -13,15 +13,16 @@ from dora.errors import InvalidValue
 from dora.models import context_tokens, made_model, unwritable_cache
 from dora.orchestrator.core.policies import check_live
 from dora.orchestrator.plugins import load_strategies
+from dora.orchestrator.prompt_check import PromptCheck
 from dora.orchestrator.scoring import filtering, verifying
 from dora.orchestrator.services.server import check_address
 from dora.orchestrator.setup import (
     cache_of,
-    check_context,
     check_engine,
     check_event_log,
     check_record,
     check_run_folder,
+    with_context,
 )
 from dora.outfile import try_folder
 from dora.prompts import ChatTokenizer, PromptSource, resolve_prompts
@@ -38,18 +39,19 @@ async def rehearse(config: Config, said: Said) -> None:
     check_live(config.balance, config.window.size)
     said("policy", f"{config.balance.policy}, window {config.window.size}")
     check_engine(config)
+    vocab_size = 0
     said("workers", f"{config.workers.count}, engine {config.workers.engine}")
     model = await asyncio.to_thread(made_model, config.model, cache_of(config))
     if model is None:
         await asyncio.to_thread(_check_cache, config)
         said("model", NOT_CHECKED.format(model=config.model))
     else:
-        await _check_model(config, model, said)
+        config, vocab_size = await _check_model(config, model, said)
     await asyncio.to_thread(check_run_folder, config)
     said("run folder", config.service.run_folder or "a new one in shared memory")
     await asyncio.to_thread(check_record, config)
     said("record", config.record or "none")
-    source = await _check_prompts(config, model, said) if model is not None else None
+    source = await _check_prompts(config, model, vocab_size, said) if model is not None else None
     await _check_functions(config, model, source, said)
     await asyncio.to_thread(check_event_log, config)
     said("event log", config.service.event_log or "none")
@@ -67,20 +69,25 @@ def _check_cache(config: Config) -> None:
         raise InvalidValue("--model", config.model, allowed) from error
 
 
-async def _check_model(config: Config, model: Path, said: Said) -> None:
-    check_context(config, model)
+async def _check_model(config: Config, model: Path, said: Said) -> tuple[Config, int]:
+    """The configuration with the model's context, and the size of its vocabulary."""
+    config = with_context(config, model)
     reference = await asyncio.to_thread(read_reference, model)
     context = context_tokens(model)
     longest = f", contexts of up to {context:,} tokens" if context is not None else ""
     said("model", f"{model}, {len(reference.tensors):,} tensors{longest}")
+    return config, reference.vocab_size
 
 
-async def _check_prompts(config: Config, model: Path, said: Said) -> PromptSource:
+async def _check_prompts(config: Config, model: Path, vocab_size: int, said: Said) -> PromptSource:
     tokenizer = await asyncio.to_thread(ChatTokenizer, model, cache_of(config))
-    source = await asyncio.to_thread(resolve_prompts, config.prompts, tokenizer, config.rollout.seed)
+    check = PromptCheck(config, tokenizer=tokenizer, vocab_size=vocab_size)
+    source = await asyncio.to_thread(
+        resolve_prompts, config.prompts, tokenizer, config.rollout.seed, check=check.well_formed
+    )
     first = await asyncio.to_thread(source.at, 0)
     begins = f", the first has {len(first.token_ids):,} tokens" if first is not None else ""
-    said("prompts", f"{config.prompts}{begins}")
+    said("prompts", f"{config.prompts.source}{begins}")
     return source
 
 
@@ -88,7 +95,7 @@ async def _check_functions(config: Config, model: Path | None, source: PromptSou
     """Loads the reward function and the filter in one process each. ``source`` None: its own reward is not known."""
     config = config.model_copy(update={"reward": config.reward.model_copy(update={"workers": 1})})
     if source is not None or config.reward.function:
-        given = source or PromptSource(config.prompts, "", lambda index: None)
+        given = source or PromptSource(config.prompts.source, "", lambda index: None)
         async with verifying(config, given, model) as verifier:
             said("reward", verifier.spec)
     async with filtering(config):

@@ -27,6 +27,7 @@ ACKNOWLEDGEMENTS: Final = frozenset(
         do.DrawPrompts,
         do.ScoreRequest,
         do.DropGroup,
+        do.DropPrompt,
         do.CloseStep,
         do.ForgetGroup,
         do.RetireVersion,

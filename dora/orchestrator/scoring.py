@@ -15,7 +15,8 @@ async def verifying(config: Config, source: PromptSource, model: Path | None) ->
     """The verifier: the configured one, or the prompt source's own. Raises InvalidValue where there is none."""
     function = config.reward.function or source.reward
     if not function:
-        raise InvalidValue("reward.function", "", f"module:function, since prompts {config.prompts!r} bring none")
+        allowed = f"module:function, since prompts {config.prompts.source!r} bring none"
+        raise InvalidValue("reward.function", "", allowed)
     reward = config.reward
     runner = await RewardRunner.start(
         function,

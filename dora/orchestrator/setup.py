@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from dora.config import Config
+from dora.config import Config, validated
 from dora.errors import InvalidValue
 from dora.models import context_tokens, default_cache, made_model, resolve_model
 from dora.orchestrator.eventlog import EventLogWriter, new_log
@@ -27,6 +27,7 @@ log = logging.getLogger("dora.service")
 WEIGHTS_FOLDER: Final = "weights"  # of a run folder
 SNAPSHOTS_FOLDER: Final = "kv"
 RUN_FOLDER: Final = "service.run_folder"
+CONTEXT_UNSAID_TOKENS: Final = 2048
 LOCK_FILE: Final = "dora.lock"  # of a run folder that was named; held while its service lives
 MADE_LOCK_FILE: Final = "made.lock"  # of one that a service has made for itself
 MADE_PREFIX: Final = "dora-"
@@ -58,12 +59,25 @@ async def prepared_model(config: Config, progress: Callable[[str], None]) -> Pat
     return made or resolve_model(config.model, cache)
 
 
-def check_context(config: Config, model: Path) -> None:
-    """Raises InvalidValue where engines would be asked for longer contexts than the model has: they would not start."""
+def with_context(config: Config, model: Path) -> Config:
+    """The configuration with ``workers.max_model_len_tokens``, which by default is the model's own.
+
+    It is at most ``workers.kv_tokens``, whole blocks: one request has to fit into a worker's KV-cache, whatever the
+    model was made for. A model that does not say what it was made for has ``CONTEXT_UNSAID_TOKENS``. Raises
+    InvalidValue where engines are asked for longer contexts than the model has: they would not start; or where
+    ``rollout.max_tokens`` leaves no room for a prompt.
+    """
     most = context_tokens(model)
     asked = config.workers.max_model_len_tokens
+    if not asked:
+        workers = config.workers
+        kv_tokens = workers.kv_tokens // workers.block_tokens * workers.block_tokens
+        tree = config.model_dump()
+        tree["workers"]["max_model_len_tokens"] = min(most or CONTEXT_UNSAID_TOKENS, kv_tokens)
+        return validated(tree)
     if config.workers.count and config.workers.engine == "vllm" and most is not None and asked > most:
         raise InvalidValue("workers.max_model_len_tokens", asked, f"at most {most}, which is what {config.model} takes")
+    return config
 
 
 def check_engine(config: Config) -> None:

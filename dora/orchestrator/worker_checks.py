@@ -30,7 +30,7 @@ def checked_hello(hello: pb.WorkerHello, config: Config, vocab_size: int) -> Eng
         text = getattr(hello, name)
         if not text.isprintable() or len(text) > _TEXT_MOST:
             raise InvalidValue(name, text, f"printable, of at most {_TEXT_MOST} characters")
-    least_tokens = config.workers.max_model_len_tokens
+    least_tokens = config.workers.context_tokens
     for name, least, most in (
         ("slots", 1, COUNT_MOST),
         ("kv_tokens", 1, KV_TOKENS_MOST),
@@ -85,6 +85,8 @@ def check_against_book(book: Book, deltas: list[TokenDelta]) -> None:
         ends[delta.request_id] = end = max(held, delta.first_token + len(delta.token_ids))
         if end > entry.sampling.max_tokens:
             raise BookError(f"{delta.request_id}: tokens", end, f"at most max_tokens, {entry.sampling.max_tokens}")
+        if delta.stop and (delta.finish_reason != "stop" or delta.stop not in entry.sampling.stop):
+            raise BookError(f"{delta.request_id}: stop", delta.stop[:80], "one of its stop strings, at its end")
         if delta.finish_reason is not None:
             if not end:
                 raise BookError(f"{delta.request_id}: tokens", 0, "at least one where it has ended")

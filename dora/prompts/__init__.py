@@ -1,20 +1,23 @@
 """Where prompts come from. Tokenisation happens here, once: from here on everything is token ids."""
 
-from pathlib import Path
+from collections.abc import Callable
 
+from dora.config import PromptsConfig
 from dora.errors import InvalidValue
 from dora.prompts.counting import counting_source
-from dora.prompts.jsonl import jsonl_source
+from dora.prompts.files import file_source, is_file_source
 from dora.prompts.reasoning_gym import parse_mix, reasoning_gym_source
-from dora.prompts.source import PromptSource
+from dora.prompts.source import Position, PromptSource
 from dora.prompts.tiny import tiny_source
 from dora.prompts.tokenizer import ChatTokenizer
+from dora.types import Prompt
 
 __all__ = [
     "ChatTokenizer",
+    "Position",
     "PromptSource",
     "counting_source",
-    "jsonl_source",
+    "file_source",
     "parse_mix",
     "reasoning_gym_source",
     "resolve_prompts",
@@ -25,23 +28,45 @@ _REASONING_GYM = "reasoning-gym:"
 
 
 def resolve_prompts(
-    spec: str, tokenizer: ChatTokenizer, seed: int = 0, limit_tokens: int | None = None
+    config: PromptsConfig | str,
+    tokenizer: ChatTokenizer,
+    seed: int = 0,
+    limit_tokens: int | None = None,
+    check: Callable[[Prompt], Prompt] = lambda prompt: prompt,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> PromptSource:
-    """The source that ``spec`` names.
+    """The source that ``config`` (a text: its ``source``) names.
 
-    That is ``counting``, ``tiny``, ``reasoning-gym:TASK[:WEIGHT],...``, a ``.jsonl`` file, or ``none``.
+    That is ``counting``, ``tiny``, ``reasoning-gym:TASK[:WEIGHT],...``, a file, a dataset's folder, or ``none``.
 
     ``none`` has no prompts of its own: only those submitted over gRPC are sampled. Prompts of more than
-    ``limit_tokens`` raise InvalidValue: of a file at once, of endless sources when they come up.
+    ``limit_tokens`` raise InvalidValue: of a file at once, of endless sources when they come up. Each prompt of a file
+    is put through ``check``, and what it raises comes with the place; ``progress`` is told how far a file was read.
     """
+    if isinstance(config, str):
+        config = PromptsConfig(source=config)
+    spec = config.source
     if spec == "none":
-        return PromptSource("none", "", lambda index: None)
-    if spec == "tiny":
-        return tiny_source(tokenizer, seed, limit_tokens)
-    if spec == "counting":
-        return counting_source(tokenizer, seed, limit_tokens)
-    if spec.startswith(_REASONING_GYM):
-        return reasoning_gym_source(parse_mix(spec.removeprefix(_REASONING_GYM)), tokenizer, seed, limit_tokens)
-    if spec.endswith(".jsonl"):
-        return jsonl_source(Path(spec).expanduser(), tokenizer, limit_tokens)
-    raise InvalidValue("--prompts", spec, "counting, tiny, reasoning-gym:TASK[:WEIGHT],..., a .jsonl file, or none")
+        source = PromptSource("none", "", lambda index: None)
+    elif spec == "tiny":
+        source = tiny_source(tokenizer, seed, limit_tokens)
+    elif spec == "counting":
+        source = counting_source(tokenizer, seed, limit_tokens)
+    elif spec.startswith(_REASONING_GYM):
+        source = reasoning_gym_source(parse_mix(spec.removeprefix(_REASONING_GYM)), tokenizer, seed, limit_tokens)
+    elif is_file_source(spec):
+        return file_source(config, tokenizer, limit_tokens, check, progress)
+    else:
+        names = "counting, tiny, reasoning-gym:TASK[:WEIGHT],..."
+        raise InvalidValue("--prompts", spec, f"{names}, a .jsonl or .parquet file, a dataset's folder, or none")
+    _check_has_effect(config)
+    return source
+
+
+def _check_has_effect(config: PromptsConfig) -> None:
+    """Raises InvalidValue for a setting that means nothing to a source without rows."""
+    without = PromptsConfig(source=config.source, then=config.then)
+    for name, value in config:
+        if value != getattr(without, name):
+            allowed = f"left out: only files and dataset folders have it, and the source is {config.source}"
+            raise InvalidValue(f"prompts.{name}", value if not hasattr(value, "model_dump") else "(set)", allowed)

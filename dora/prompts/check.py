@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from dora.errors import InvalidValue
-from dora.limits import ID_CHARACTERS_MOST, VERIFIER_BYTES_MOST
+from dora.limits import ID_CHARACTERS_MOST, PRIORITY_MOST, VERIFIER_BYTES_MOST
 from dora.strict_json import check_text, read_json
 
 
@@ -41,6 +41,11 @@ def check_size(text: Any, field: str, bytes_most: int) -> None:
     if len(text) > bytes_most:
         raise InvalidValue(f"{field}: characters", len(text), f"at most {bytes_most:,}")
     check_text(text, field)
+
+
+def check_priority(priority: Any, field: str) -> None:
+    if type(priority) is not int or not -PRIORITY_MOST <= priority <= PRIORITY_MOST:
+        raise InvalidValue(field, priority, f"a whole number from {-PRIORITY_MOST} to {PRIORITY_MOST}")
 
 
 def check_verifier(verifier_json: Any, place: str) -> None:

@@ -8,15 +8,25 @@ from dora.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)
+class Position:
+    """Which prompt of a source comes next. Both count from 0; an endless source is in its epoch 0 for ever."""
+
+    epoch: int
+    index: int  # within the epoch, in the epoch's own order
+
+
+@dataclass(frozen=True, slots=True)
 class PromptSource:
     """Prompts by index, endless or finite. The same source gives the same prompt for the same index, always:
 
-    so a service that restarts goes on at ``starting_at(n)``, and prompt ids stay unique and stable.
+    so a service that restarts goes on at ``starting_at(n)``, and prompt ids stay unique and stable. Indexes count on
+    over the epochs: ``position(n)`` is where the ``n``-th prompt stands.
     """
 
     name: str
     reward: str  # the built-in verifier of these prompts, as "module:function"; "" where there is none
-    at: Callable[[int], Prompt | None]  # None: past the last prompt
+    at: Callable[[int], Prompt | None]  # None: past the last prompt. Raises InvalidValue for one that cannot be made
+    epoch_prompts: int = 0  # of one epoch; 0: it has no end
 
     def __iter__(self) -> Iterator[Prompt]:
         return self.starting_at(0)
@@ -26,6 +36,9 @@ class PromptSource:
         while (prompt := self.at(index)) is not None:
             yield prompt
             index += 1
+
+    def position(self, index: int) -> Position:
+        return Position(*divmod(index, self.epoch_prompts)) if self.epoch_prompts else Position(0, index)
 
 
 def check_length(prompt: Prompt, limit_tokens: int | None) -> Prompt:

@@ -51,12 +51,14 @@ def sampling_to_wire(sampling: SamplingParams) -> pb.Sampling:
 
 
 def sampling_from_wire(message: pb.Sampling) -> SamplingParams:
-    return SamplingParams(**{**_named(message, _SAMPLING), "stop_token_ids": tuple(message.stop_token_ids)})
+    lists = {"stop": tuple(message.stop), "stop_token_ids": tuple(message.stop_token_ids)}
+    return SamplingParams(**{**_named(message, _SAMPLING), **lists})
 
 
 def trajectory_to_wire(trajectory: Trajectory) -> pb.Trajectory:
     return pb.Trajectory(
         **_named(trajectory, _TRAJECTORY),
+        **_stop_reason_to_wire(trajectory.stop_reason),
         prompt_token_ids=_bytes(trajectory.prompt_token_ids, _INT32),
         response_token_ids=_bytes(trajectory.response_token_ids, _INT32),
         logprobs=_bytes(trajectory.logprobs, _FLOAT32),
@@ -79,8 +81,10 @@ def trajectory_to_wire(trajectory: Trajectory) -> pb.Trajectory:
 
 def trajectory_from_wire(message: pb.Trajectory, decoder: Decoder | None = None) -> Trajectory:
     """``decoder``: makes its texts, where it is asked for them. Raises InvalidValue where lengths differ."""
+    stopped_by = message.WhichOneof("stop_reason")
     return Trajectory(
         **_named(message, _TRAJECTORY),
+        stop_reason=getattr(message, stopped_by) if stopped_by else None,
         prompt_token_ids=_array(message.prompt_token_ids, _INT32, "prompt_token_ids"),
         response_token_ids=_array(message.response_token_ids, _INT32, "response_token_ids"),
         logprobs=_array(message.logprobs, _FLOAT32, "logprobs"),
@@ -182,6 +186,7 @@ def delta_to_wire(delta: TokenDelta) -> pb.TokenDelta:
         token_ids=_bytes(delta.token_ids, _INT32),
         logprobs=_bytes(delta.logprobs, _FLOAT32),
         finish_reason=delta.finish_reason or "",
+        stop=delta.stop,
     )
 
 
@@ -197,6 +202,7 @@ def delta_from_wire(message: pb.TokenDelta) -> TokenDelta:
         token_ids=token_ids,
         logprobs=logprobs,
         finish_reason=cast(FinishReason, message.finish_reason) if message.finish_reason else None,
+        stop=message.stop,
     )
 
 
@@ -224,6 +230,7 @@ def prompt_to_wire(prompt: Prompt) -> pb.Prompt:
         group_size=prompt.group_size,
         sampling_json=json.dumps(dict(prompt.sampling)),
         verifier_json=prompt.verifier_json,
+        priority=prompt.priority,
     )
 
 
@@ -233,6 +240,12 @@ def hello_to_wire(worker_id: str, pid: int, host: str, capability: EngineCapabil
 
 def capability_from_wire(message: pb.WorkerHello) -> EngineCapability:
     return EngineCapability(**_named(message, _CAPABILITY))
+
+
+def _stop_reason_to_wire(reason: str | int | None) -> dict[str, Any]:
+    if reason is None:
+        return {}
+    return {"stop_string" if isinstance(reason, str) else "stop_token_id": reason}
 
 
 def _segment_to_wire(segment: Segment) -> pb.Segment:

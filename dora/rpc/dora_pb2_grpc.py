@@ -354,6 +354,16 @@ class PromptsStub:
                 request_serializer=dora_dot_rpc_dot_dora__pb2.SubmitRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.SubmitReply.FromString,
                 _registered_method=True)
+        self.End = channel.unary_unary(
+                '/dora.v1.Prompts/End',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.EndRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.EndReply.FromString,
+                _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/dora.v1.Prompts/Cancel',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.CancelRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.CancelReply.FromString,
+                _registered_method=True)
 
 
 class PromptsServicer:
@@ -368,6 +378,22 @@ class PromptsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def End(self, request, context):
+        """Says that no more prompts will be submitted: what is queued is still sampled, then the trainer's last step ends,
+        which may be short. Later calls of Submit are refused (FAILED_PRECONDITION). May be repeated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """Takes back prompts and groups. One that waits leaves the queue; an admitted group is cancelled and recorded with the
+        reason; a group that a step has taken stays. May be repeated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PromptsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -375,6 +401,16 @@ def add_PromptsServicer_to_server(servicer, server):
                     servicer.Submit,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.SubmitRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.SubmitReply.SerializeToString,
+            ),
+            'End': grpc.unary_unary_rpc_method_handler(
+                    servicer.End,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.EndRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.EndReply.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.CancelRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.CancelReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -406,6 +442,60 @@ class Prompts:
             '/dora.v1.Prompts/Submit',
             dora_dot_rpc_dot_dora__pb2.SubmitRequest.SerializeToString,
             dora_dot_rpc_dot_dora__pb2.SubmitReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def End(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dora.v1.Prompts/End',
+            dora_dot_rpc_dot_dora__pb2.EndRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.EndReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dora.v1.Prompts/Cancel',
+            dora_dot_rpc_dot_dora__pb2.CancelRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.CancelReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -183,7 +183,12 @@ def _rebalance(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _cancel(world: UnreliableWorld, fault: Fault) -> None:
-    group_id = pick(sorted(world.machine.state.group_row), fault.subject)
+    state = world.machine.state
+    waiting = pick(list(state.backlog), fault.subject) if fault.subject % 3 == 0 else None
+    if waiting is not None:
+        world.ask(on.PromptCancelled(waiting.prompt.prompt_id))
+        return
+    group_id = pick(sorted(state.group_row), fault.subject)
     if group_id is not None:
         world.ask(on.GroupCancelled(group_id, "asked for"))
 
@@ -203,6 +208,7 @@ def _stale(world: UnreliableWorld, fault: Fault) -> None:
         *((on.TrainerAttached(epoch + 1, trainer.pace.groups_per_step + 1),) if newest else ()),
         on.PromptsOffered((on.OfferedPrompt("p", "task", 5, 1, 60),) * 999),
         on.GroupCancelled("g-none", "asked for"),
+        on.PromptCancelled("p-none"),
         on.MigrateAsked("g-none.0", name),
         on.DrainAsked("w-none"),
         *((on.WorkerJoined(name, 1_000_000, 6, 400),) if name in state.workers else ()),
@@ -235,7 +241,7 @@ KINDS: Final[dict[str, Kind]] = {
     "leave": Kind("a worker is drained and leaves", _on_worker(_leave), 0.5),
     "migrate": Kind("an operator moves a request", migrate),
     "rebalance": Kind("an operator asks for a re-balancing", _rebalance, 0.5),
-    "cancel": Kind("a group is cancelled, with a reason", _cancel),
+    "cancel": Kind("a group is cancelled, with a reason, or a prompt taken back", _cancel),
     "stale": Kind("an event that is wrong or too late", _stale),
     "end": Kind("prompts run out, or the service drains", _end, 0.2),
     # last, as seeds of all the others stay what they are

@@ -114,6 +114,10 @@ class Ledger:
         for index, request_id in enumerate(command.request_ids):
             self.responses[request_id] = Response(command.group_id, command.version, index, prompt)
 
+    def take_back(self, command: do.DropPrompt) -> None:
+        if self.offered.pop(command.prompt_id, None) is None:
+            raise Violation(f"the prompt {command.prompt_id} is taken back, and is not on offer")
+
     def sampled(self, request_id: str, engine_version: int) -> None:
         """An engine decodes this request under ``engine_version``."""
         response = self.responses.get(request_id)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
+from zlib import crc32
 
 from dora.errors import DoraError
 from dora.orchestrator.core import Machine
@@ -67,6 +68,7 @@ class UnreliableWorld(World):
         self.bad_again = 0  # and so many of the next times that something is published anew
         self.loads: dict[int, int] = {}  # command -> version that a worker was told to load
         self._names = 0
+        self._priorities = Random(f"priorities {seed}").choice((1, 1, 1, 3))
         super().__init__(scenario, seed)
         self._names = scenario.cluster.engines
         self.trainer.rest_s = self._rest_s
@@ -294,6 +296,10 @@ class UnreliableWorld(World):
             self.post(on.AdmissionEnded())
         else:
             self.prompts_left = left
+
+    def priority(self, prompt_id: str) -> int:
+        """In a quarter of the seeds prompts differ in it."""
+        return crc32(prompt_id.encode()) % self._priorities
 
     def draw(self, command: do.DrawPrompts) -> None:
         self.after(self.random.random() * self.habits.prompts_most_s, self._answer, command.count)

@@ -70,6 +70,7 @@ class World(WorkerDriver):
         self._carry_out: dict[type, Callable[[Any], None]] = {
             do.DrawPrompts: self.draw,
             do.AdmitGroup: self.ledger.admit,
+            do.DropPrompt: self.ledger.take_back,
             do.ScoreRequest: self.score,
             do.DropGroup: self.ledger.drop,
             do.DeliverGroup: self._deliver,
@@ -236,10 +237,14 @@ class World(WorkerDriver):
                 key=prompt.key,
                 features=prompt.features,
                 known_tokens=prompt.lengths if known else (),
+                priority=self.priority(prompt.prompt_id),
             )
             for prompt in drawn
         )
         self.post(on.PromptsOffered(offered, exhausted))
+
+    def priority(self, prompt_id: str) -> int:
+        return 0
 
     def score(self, command: do.ScoreRequest) -> None:
         self.ledger.check_finished(command.request_id)

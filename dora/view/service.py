@@ -25,7 +25,7 @@ COUNTERS: Final = {
     "blackout_ms_p99": "99th percentile of the same",
     "c1_violations": "trajectories that mixed versions: always 0",
     "groups_admitted": "prompt groups admitted into the window",
-    "groups_cancelled": "groups ended without training: by the filter, as redundant, or as no engine takes the prompt",
+    "groups_cancelled": "groups ended without training: on request, filtered, redundant, or as no engine takes it",
     "groups_filtered": "of the cancelled groups, those that `selection.filter` let go",
     "groups_lost": "groups admitted, yet neither held, trained nor cancelled: always 0",
     "groups_open": "groups held now: admitted, neither committed nor cancelled",
@@ -40,6 +40,7 @@ COUNTERS: Final = {
     "migrations_overtaken": "handoffs that the response's end made needless",
     "migrations_reprefill": "requests that went on elsewhere by computing their KV again",
     "prompt_sources_failed": "prompt sources that failed: only submitted prompts come since",
+    "prompts_cancelled": "prompts taken back before they were admitted",
     "prompts_refused": "prompts that cannot be sampled, such as one longer than the context",
     "rebalances": "re-balancing cycles run",
     "requests_orphaned": "requests that lost their worker",
@@ -54,6 +55,14 @@ COUNTERS: Final = {
     "versions_live_max": "most versions in the window at once",
     "workers_lost": "workers whose connection broke",
 }  # what a service counts, since it started
+
+CANCELLED: Final = {
+    "dequeued": "taken out of the queue",
+    "cancelled": "its group {group} is cancelled",
+    "before": "it was cancelled before",
+    "taken": "its group {group} stays: a step has taken it",
+    "unknown": "not known: no prompt or group of this name waits or is open",
+}  # what became of a prompt that was to be cancelled
 
 STATE: Final[Column[WorkerStatus]] = Column(
     "state",
@@ -226,6 +235,11 @@ def _listed(names: Sequence[str]) -> str:
 def by_version(workers: Iterable[WorkerStatus]) -> list[WorkerStatus]:
     """Newest version first, then by name."""
     return sorted(workers, key=lambda worker: (-worker.version, worker.worker_id))
+
+
+def cancelled_line(name: str, state: str, group_id: str) -> str:
+    """What became of a prompt or group that was to be cancelled."""
+    return f"{name}: {CANCELLED.get(state, state).format(group=group_id)}\n"
 
 
 def state_style(worker: WorkerStatus) -> str:

@@ -23,7 +23,7 @@ def check_request(request: RequestSpec, capability: EngineCapability) -> None:
         raise InvalidValue(
             "prompt and output tokens", prompt + outputs, f"below the context of {limit}, which leaves room for one"
         )
-    check_sampling(request.sampling)
+    check_sampling(request.sampling, vocab_size=capability.vocab_size)
     if outputs >= request.sampling.max_tokens:
         raise InvalidValue("output_token_ids", f"{outputs} tokens", f"below max_tokens = {request.sampling.max_tokens}")
 

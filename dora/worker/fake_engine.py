@@ -19,6 +19,7 @@ from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, 
 from dora.weights.reference import read_reference
 from dora.worker.base_engine import BaseEngine
 from dora.worker.fake_model import KV_BYTES, LAYERS, STOP_TOKEN_ID, FakeModel, Kv
+from dora.worker.stop_strings import StopStrings, StopWatch
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class _Live:
     length: int  # of the response, if nothing else ends it
     outputs: list[int]
     logprobs: list[float]
+    watch: StopWatch | None
     kv: Kv = field(default_factory=dict)
     snapshot: KvSnapshot | None = None  # taken in and not yet in a slot
 
@@ -78,6 +80,7 @@ class FakeEngine(BaseEngine[_Live]):
         )
         layers = tuple((name, block_tokens * KV_BYTES) for name in LAYERS)
         super().__init__(capability, KvLayout(fingerprint, "fake", "float32", block_tokens, layers), canary_tolerance)
+        self._stop_strings = StopStrings(model)
         self._waiting: deque[str] = deque()
         self._running: list[str] = []
         self._held: dict[str, bool] = {}  # frozen request -> whether it has a slot
@@ -152,7 +155,8 @@ class FakeEngine(BaseEngine[_Live]):
 
     def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None) -> None:
         length = self._model.length(request)
-        live = _Live(request, length, list(request.output_token_ids), list(request.logprobs), snapshot=snapshot)
+        watch = self._stop_strings.watch(request)
+        live = _Live(request, length, list(request.output_token_ids), list(request.logprobs), watch, snapshot=snapshot)
         self._live[request.request_id] = live
         self._waiting.append(request.request_id)
 
@@ -203,9 +207,11 @@ class FakeEngine(BaseEngine[_Live]):
         live.logprobs.append(logprob)
         self._generated_tokens += 1
         reason = self._finish_reason(live)
+        stop = live.watch.completed_by(token_id) if live.watch is not None and reason != "stop" else ""
+        reason = "stop" if stop else reason
         if reason is not None:
             self.remove(live.request.request_id)
-        return TokenDelta(live.request.request_id, live.request.version, index, (token_id,), (logprob,), reason)
+        return TokenDelta(live.request.request_id, live.request.version, index, (token_id,), (logprob,), reason, stop)
 
     def _finish_reason(self, live: _Live) -> FinishReason | None:
         sampling, last = live.request.sampling, live.outputs[-1]

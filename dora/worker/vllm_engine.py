@@ -17,6 +17,7 @@ from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, 
 from dora.weights.reference import read_reference
 from dora.worker import vllm_environment
 from dora.worker.base_engine import BaseEngine
+from dora.worker.stop_strings import StopStrings, StopWatch
 
 Dtype = Literal["float32", "bfloat16"]
 # Largest difference of a logprob that is still rounding. Measured against transformers in fp32: 5e-5, and in bfloat16
@@ -32,6 +33,7 @@ class _Live:
 
     request: RequestSpec
     engine_id: str
+    watch: StopWatch | None
     outputs: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -68,6 +70,7 @@ class VllmEngine(BaseEngine[_Live]):
         self._movable = vllm_core.is_movable(self._core)
         layout = vllm_core.layout_of(self._core, self._reference, settings)
         self._stops = vllm_requests.stop_tokens(model)
+        self._stop_strings = StopStrings(model)
         capability = EngineCapability(
             fingerprint=layout.fingerprint,
             slots=slots,
@@ -161,9 +164,8 @@ class VllmEngine(BaseEngine[_Live]):
         return self._core.scheduler
 
     def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None) -> None:
-        live = _Live(
-            request, self._next_engine_id(request.request_id), list(request.output_token_ids), list(request.logprobs)
-        )
+        watch, engine_id = self._stop_strings.watch(request), self._next_engine_id(request.request_id)
+        live = _Live(request, engine_id, watch, list(request.output_token_ids), list(request.logprobs))
         core_request = self._requests.to_vllm(request, live.engine_id, self._stops)
         self._live[request.request_id] = self._by_engine_id[live.engine_id] = live
         if snapshot is not None:
@@ -186,9 +188,15 @@ class VllmEngine(BaseEngine[_Live]):
         live.outputs.extend(output.new_token_ids)
         live.logprobs.extend(logprobs)
         self._generated_tokens += len(output.new_token_ids)
-        finish_reason = None
-        if output.finish_reason is not None:
-            finish_reason = _FINISH[str(output.finish_reason)]
+        finish_reason = None if output.finish_reason is None else _FINISH[str(output.finish_reason)]
+        stop = ""
+        if live.watch is not None and finish_reason != "stop":
+            (token_id,) = output.new_token_ids  # one a step: what completes a stop is the last that was sampled
+            stop = live.watch.completed_by(token_id)
+        if stop:
+            self.remove(live.request.request_id)
+            finish_reason = "stop"
+        elif finish_reason is not None:
             del self._live[live.request.request_id], self._by_engine_id[live.engine_id]
         return TokenDelta(
             request_id=live.request.request_id,
@@ -197,6 +205,7 @@ class VllmEngine(BaseEngine[_Live]):
             token_ids=tuple(output.new_token_ids),
             logprobs=tuple(logprobs),
             finish_reason=finish_reason,
+            stop=stop,
         )
 
     def _reset_prefix_cache(self) -> None:

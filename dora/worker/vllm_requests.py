@@ -44,7 +44,7 @@ def to_vllm(request: RequestSpec, engine_id: str, stops: Sequence[int]) -> Engin
             stop_token_ids=stop_token_ids,
             ignore_eos=True,  # the model's own ends are among stop_token_ids
             logprobs=0,  # that of the sampled token
-            detokenize=False,
+            detokenize=False,  # stop strings are watched for by the engine's owner: dora.worker.stop_strings
             extra_args={OUTPUTS_KEY: list(request.output_token_ids)} if request.output_token_ids else None,
         )
     except ValueError as error:

@@ -11,7 +11,7 @@ from dora.config import validated
 from dora.errors import InvalidValue
 from dora.models import resolve_model
 from dora.orchestrator.prompt_check import PromptCheck
-from dora.prompts import ChatTokenizer, jsonl_source
+from dora.prompts import ChatTokenizer, resolve_prompts
 
 
 def test_a_file_may_have_a_mark_any_line_ends_and_blank_lines(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_a_file_may_have_a_mark_any_line_ends_and_blank_lines(tokenizer: ChatTok
         for end in (b"\n", b"\r\n"):
             for last in (b"", end, end + b"  " + end + end):
                 file.write_bytes(mark + end.join(lines) + last)
-                assert [prompt.token_ids for prompt in jsonl_source(file, tokenizer)] == wanted
+                assert [prompt.token_ids for prompt in resolve_prompts(str(file), tokenizer)] == wanted
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,11 @@ def test_a_file_may_have_a_mark_any_line_ends_and_blank_lines(tokenizer: ChatTok
         '{"messages": [{"role": "user", "content": 3}]}',
         '{"prompt": "a", "prompt_id": "' + "x" * 300 + '"}',
         '{"prompt": "a", "answer": "' + "x" * (2 << 20) + '"}',
+        '{"prompt": "a", "group_size": 4097}',
+        '{"prompt": "a", "priority": 1001}',
+        '{"prompt": "a", "sampling": {"stop": []}, "stop": "a"}',
+        '{"prompt": "a", "sampling": {"stop_token_ids": [64]}}',
+        '{"prompt": "a", "sampling": {"max_tokens": 4, "min_tokens": 5}}',
     ],
 )
 def test_a_line_that_would_fail_later_is_refused_with_its_place(
@@ -49,9 +54,7 @@ def test_a_line_that_would_fail_later_is_refused_with_its_place(
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "DIGITS"}\n' + line)
     with pytest.raises(InvalidValue, match=r"prompts\.jsonl:2: "):
-        source = jsonl_source(file, tokenizer)
-        check = PromptCheck(validated({}))
-        assert [check.checked(prompt) for prompt in source] == []
+        resolve_prompts(str(file), tokenizer, check=PromptCheck(validated({}), vocab_size=64).well_formed)
 
 
 @pytest.mark.parametrize(

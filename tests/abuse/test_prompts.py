@@ -16,10 +16,10 @@ from dora.errors import InvalidValue
 from dora.orchestrator.book import sampling_of
 from dora.orchestrator.feed import QUEUED_BYTES_MOST, PromptFeed
 from dora.orchestrator.prompt_check import PromptCheck
-from dora.prompts import ChatTokenizer
+from dora.prompts import ChatTokenizer, PromptSource
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
-from dora.sampling import DOMAINS, check_sampling
+from dora.sampling import DOMAINS, PARAMETERS, check_sampling
 from dora.strict_json import read_json
 from dora.types import Prompt
 from tests.service import configured, running
@@ -49,7 +49,18 @@ def test_a_sampling_parameter_is_a_whole_number_or_refused(name: str, value: Any
         ({"sampling_json": '{"max_tokens": ' + "9" * 5000 + "}"}, "sampling_json"),
         ({"sampling_json": '{"temperature": NaN}'}, "NaN is no number"),
         ({"sampling_json": '{"ignore_eos": 1}'}, "true or false"),
-        ({"sampling_json": '{"stop_token_ids": [1]}'}, "stop_token_ids"),
+        ({"sampling_json": '{"stop_token_ids": [64]}'}, "stop_token_ids = 64 .*from 0 to 63"),
+        ({"sampling_json": '{"stop_token_ids": [true]}'}, "at most 64 token ids"),
+        ({"sampling_json": '{"stop_token_ids": 1}'}, "at most 64 token ids"),
+        ({"sampling_json": json.dumps({"stop_token_ids": [1] * 65})}, "at most 64 token ids"),
+        ({"sampling_json": '{"stop": [""]}'}, "at most 16 texts"),
+        ({"sampling_json": '{"stop": {"a": 1}}'}, "at most 16 texts"),
+        ({"sampling_json": '{"stop": ["a", null]}'}, "at most 16 texts"),
+        ({"sampling_json": json.dumps({"stop": ["x" * 129]})}, "of 1 to 128 characters"),
+        ({"sampling_json": json.dumps({"stop": ["x"] * 17})}, "at most 16 texts"),
+        ({"sampling_json": '{"stop": ["\\udfff"]}'}, "surrogate"),
+        ({"priority": 1001}, "-1000 to 1000"),
+        ({"priority": -(1 << 31)}, "-1000 to 1000"),
         ({"sampling_json": "[1]"}, "an object"),
         ({"sampling_json": "{"}, "JSON"),
         ({"verifier_json": "{"}, "verifier_json"),
@@ -118,7 +129,7 @@ def test_a_prompt_is_measured_before_it_is_decoded() -> None:
 @pytest.mark.parametrize(
     "prompt",
     [
-        None,
+        3,
         "text",
         Prompt(3, "", (1,)),  # type: ignore[arg-type]
         Prompt("p", 3, (1,)),  # type: ignore[arg-type]
@@ -134,12 +145,19 @@ def test_a_prompt_is_measured_before_it_is_decoded() -> None:
         Prompt("p", "", (1,), sampling={3: 4}),  # type: ignore[dict-item]
         Prompt("p", "", (1,), verifier_json=b"{}"),  # type: ignore[arg-type]
         Prompt("p", "", (1,), verifier_json="null"),
+        Prompt("p", "", (1,), priority=True),
+        Prompt("p", "", (1,), priority=1.0),  # type: ignore[arg-type]
+        Prompt("p", "", (1,), priority=1001),
+        Prompt("p", "", (1,), sampling={"stop": 3}),
+        Prompt("p", "", (1,), sampling={"stop_token_ids": (64,)}),
     ],
 )
 async def test_a_source_is_held_to_the_same(prompt: Any) -> None:
     with pytest.raises(InvalidValue):
         CHECK.checked(prompt)
-    feed = PromptFeed(validated({"prompts": "some.jsonl"}), iter([prompt, Prompt("good", "", (1,))]), CHECK)
+    held = [prompt, Prompt("good", "", (1,))]
+    source = PromptSource("some", "", lambda index: held[index] if index < len(held) else None)
+    feed = PromptFeed(validated({"prompts": "some.jsonl"}), source, CHECK)
     taken, _ = await feed.take(8)
     assert [each.prompt_id for each in taken] == ["good"] and feed.refused == 1
 
@@ -159,7 +177,8 @@ def messages_of(seed: int, count: int) -> Iterator[pb.Prompt]:
     """Prompts with every field drawn from what is right, wrong and odd."""
     draw = random.Random(seed)
     values = ["true", "null", "1", "-1", "0.5", "1e400", "NaN", "9" * 400, '"a"', "[]", "{}", "1e-9", "2147483648", "{"]
-    names = [*DOMAINS, "stop", "", "\\u0000", "\\ud800"]
+    values += ['["a"]', "[1, 2]"]
+    names = [*PARAMETERS, "stop", "stop", "", "\\u0000", "\\ud800"]
     for number in range(count):
         parameters = (f'"{draw.choice(names)}": {draw.choice(values)}' for _ in range(draw.randrange(3)))
         yield pb.Prompt(
@@ -167,6 +186,7 @@ def messages_of(seed: int, count: int) -> Iterator[pb.Prompt]:
             task_id="t" * draw.choice([0, 1, 300]),
             token_ids=draw.randbytes(draw.choice([0, 4, 5, 400])) if draw.random() < 0.5 else IDS,
             text=draw.choice(["", "text", "\u2028"]),
+            priority=draw.choice([0, 0, 1, -1000, 1000, 1001, (1 << 31) - 1]),
             group_size=draw.choice([0, 1, 4096, 4097, (1 << 32) - 1]),
             sampling_json="{" + ", ".join(parameters) + draw.choice(["}", "}", "}", ""]),
             verifier_json=draw.choice(["", "{}", '{"a": ' + draw.choice(values) + "}", "[" * draw.randrange(2000)]),
@@ -188,7 +208,9 @@ def test_ten_thousand_prompts_pass_or_are_refused(tokenizer: ChatTokenizer) -> N
         check_sampling(sampling_of(config.rollout, prompt))
         assert {type(each) for each in prompt.token_ids} == {int} and max(prompt.token_ids) < 64
         assert isinstance(json.loads(prompt.verifier_json), dict)
-        assert all(type(value) is DOMAINS[name].kind for name, value in prompt.sampling.items())
+        kinds = {name: domain.kind for name, domain in DOMAINS.items()}
+        assert all(type(value) is kinds.get(name, tuple) for name, value in prompt.sampling.items())
+        assert -1000 <= prompt.priority <= 1000
     assert 100 < passed < 9_000
 
 

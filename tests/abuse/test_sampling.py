@@ -1,5 +1,7 @@
 """What is recorded of sampling is what was sampled: the rest is refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from dora.config import RolloutConfig, load_config, validated
@@ -27,6 +29,31 @@ def test_at_temperature_0_the_record_has_no_truncation_as_the_engine_has_none() 
     sampling = sampling_of(rollout, Prompt("p", "", (1,)))
     assert (sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 0, 0.0)
     assert sampling_of(rollout, Prompt("p", "", (1,), sampling={"temperature": 1.0})).top_k == 3
+
+
+def test_the_stops_of_a_service_are_those_of_a_prompt_that_has_none() -> None:
+    rollout = RolloutConfig(stop=("END",), stop_token_ids=(7,))
+    assert sampling_of(rollout, Prompt("p", "", (1,))).stop == ("END",)
+    own = sampling_of(rollout, Prompt("p", "", (1,), sampling={"stop": ("\n",), "stop_token_ids": ()}))
+    assert (own.stop, own.stop_token_ids) == (("\n",), ())
+    for wrong in ('stop=[""]', "stop=[3]", "stop=END", "stop_token_ids=[-1]", "stop_token_ids=[true]"):
+        with pytest.raises(InvalidValue, match=r"rollout\.stop.* a list of"):
+            load_config(None, [f"rollout.{wrong}"])
+    with pytest.raises(
+        InvalidValue, match=r"stop_token_ids = 64 .*from 0 to 63"
+    ):  # the vocabulary's end is known later
+        CHECK.checked(Prompt("p", "", (1,), sampling={"stop_token_ids": (3, 64)}))
+
+
+def test_vllm_takes_stop_tokens_beside_the_models_own_and_no_stop_texts() -> None:
+    """Stop texts are watched for outside it: it is given no tokenizer, and would refuse them."""
+    from dora.worker.vllm_requests import to_vllm  # here: it takes seconds
+
+    sampling = SamplingParams(stop=("END",), stop_token_ids=(7, 5))
+    for ignore_eos, expected in ((False, [2, 5, 7]), (True, [5, 7])):
+        request = RequestSpec("r", 0, (1,), replace(sampling, ignore_eos=ignore_eos))
+        taken = to_vllm(request, "e", (2,)).sampling_params
+        assert taken.stop_token_ids == expected and taken.stop == [] and taken.output_text_buffer_length == 0
 
 
 def test_vllm_takes_every_parameter_as_it_is_given() -> None:

@@ -3,8 +3,9 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,10 +36,13 @@ def endless() -> None:
     raise ValueError("x" * 1_000_000)
 
 
-def breaks_after(count: int, how: Callable[[], None]) -> Iterator[Prompt]:
-    for number in range(count):
-        yield Prompt(f"p{number}", "task", (1, 2))
-    how()
+def breaks_after(count: int, how: Callable[[], None]) -> PromptSource:
+    def at(index: int) -> Prompt | None:
+        if index == count:
+            how()
+        return Prompt(f"p{index}", "task", (1, 2))
+
+    return PromptSource("odd", "", at)
 
 
 @pytest.mark.parametrize("how", [unplugged, ends, endless])
@@ -67,8 +71,8 @@ async def test_a_service_whose_source_fails_goes_on_with_what_is_submitted(
 ) -> None:
     """The trainer, whose step nothing can fill any more, gets an error with the reason, and may ask again."""
 
-    def resolved(*arguments: object) -> PromptSource:
-        source = resolve_prompts(*arguments)  # type: ignore[arg-type]
+    def resolved(*arguments: Any, **options: Any) -> PromptSource:
+        source = resolve_prompts(*arguments, **options)
 
         def at(index: int) -> Prompt | None:
             if index == GROUPS + 2:

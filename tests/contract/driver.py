@@ -41,6 +41,7 @@ class Response:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop: str = ""
 
 
 class Driver:
@@ -64,7 +65,7 @@ class Driver:
                 assert len(delta.logprobs) == len(delta.token_ids)
                 response.token_ids += delta.token_ids
                 response.logprobs += delta.logprobs
-                response.finish_reason = delta.finish_reason
+                response.finish_reason, response.stop = delta.finish_reason, delta.stop
 
     def finish(self) -> dict[str, Response]:
         while self.engine.has_work():

@@ -24,7 +24,10 @@ KINDS_OF_THEN = (
     "kill,handoff,slow,hang,partition,lose,delay,duplicate,reorder,copy,trainer,restart,join,leave,migrate,rebalance,"
     "cancel,stale,end"
 )
-ASKED = (on.MigrateAsked, on.DrainAsked, on.RebalanceAsked, on.GroupCancelled, on.AdmissionEnded)  # by people
+ASKED = (  # by people
+    *(on.MigrateAsked, on.DrainAsked, on.RebalanceAsked, on.GroupCancelled, on.PromptCancelled),
+    on.AdmissionEnded,
+)
 
 
 def failures(report: SweepReport) -> list[tuple[str, str]]:

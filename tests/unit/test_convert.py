@@ -58,6 +58,7 @@ SAMPLING = SamplingParams(
     repetition_penalty=1.3,
     stop_token_ids=(2, 7),
     ignore_eos=True,
+    stop=("\n\n", "</answer> é"),
 )
 
 
@@ -83,6 +84,9 @@ def test_a_trajectory_keeps_every_field() -> None:
     again = trajectory_from_wire(over_the_wire(trajectory_to_wire(trajectory)))
     assert again.to_json_dict() == trajectory.to_json_dict()
     assert again.logprobs.tobytes() == trajectory.logprobs.tobytes()
+    for reason in (None, 0, 7, "END"):
+        trajectory = make_trajectory(4, 1, 1, stop_reason=reason)
+        assert trajectory_from_wire(over_the_wire(trajectory_to_wire(trajectory))).stop_reason == reason
 
 
 def test_arrays_travel_as_little_endian_bytes() -> None:
@@ -103,7 +107,10 @@ def test_requests_deltas_prompts_canaries_and_capabilities_round_trip() -> None:
     for reason in (None, "stop"):
         delta = TokenDelta("r", 3, 7, (4, 5, 6), LOGPROBS, reason)  # type: ignore[arg-type]
         assert delta_from_wire(over_the_wire(delta_to_wire(delta))) == delta
-    prompt = Prompt("p", "t", (1, 2), "text", 4, {"temperature": 0.5, "ignore_eos": True}, '{"answer": 3}')
+    stopped = replace(delta, stop="</answer> é")
+    assert delta_from_wire(over_the_wire(delta_to_wire(stopped))) == stopped
+    sampling = {"temperature": 0.5, "ignore_eos": True, "stop": ("a", "b"), "stop_token_ids": (3,)}
+    prompt = Prompt("p", "t", (1, 2), "text", 4, sampling, '{"answer": 3}', priority=-7)
     assert PromptCheck(validated({})).from_wire(over_the_wire(prompt_to_wire(prompt))) == prompt
     canary = Canary((1, 2, 3, 4), LOGPROBS)
     assert canary_from_wire(over_the_wire(canary_to_wire(canary))) == canary

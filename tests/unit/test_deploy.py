@@ -8,4 +8,4 @@ ROOT = Path(dora.__file__).parent.parent
 
 def test_the_sample_configuration_is_valid() -> None:
     config = load_config(ROOT / "deploy" / "dora.toml")
-    assert config.prompts.startswith("reasoning-gym:") and config.window.size == 2
+    assert config.prompts.source.startswith("reasoning-gym:") and config.window.size == 2

@@ -1,25 +1,29 @@
 """The prompt feed: ends when its source ends, and lets nothing through that would fail later."""
 
 import asyncio
-from collections.abc import Iterator
-from itertools import count
 
 import pytest
 
 from dora.config import validated
-from dora.errors import InvalidValue
+from dora.errors import Conflict, InvalidValue
 from dora.orchestrator.feed import REFUSED_MOST, PromptFeed
+from dora.prompts import Position, PromptSource
 from dora.types import Prompt
 
 
-def prompts(most: int) -> Iterator[Prompt]:
-    return (Prompt(f"p{number}", "task", (1, 2)) for number in range(most))
+def prompts(most: int) -> list[Prompt]:
+    return [Prompt(f"p{number}", "task", (1, 2)) for number in range(most)]
+
+
+def source(most: int) -> PromptSource:
+    held = prompts(most)
+    return PromptSource("some", "", lambda index: held[index] if index < most else None, most)
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 4])
 async def test_a_source_that_ends_is_said_to_have_ended(most: int) -> None:
     """Also where its last draw was a short one: else the last step would wait for ever."""
-    feed = PromptFeed(validated({"prompts": "some.jsonl"}), prompts(most))
+    feed = PromptFeed(validated({"prompts": "some.jsonl"}), source(most))
     taken, exhausted = [], False
     async with asyncio.timeout(10):
         while not exhausted:
@@ -30,10 +34,10 @@ async def test_a_source_that_ends_is_said_to_have_ended(most: int) -> None:
 
 
 async def test_without_a_source_the_feed_waits_for_what_is_submitted() -> None:
-    feed = PromptFeed(validated({"prompts": "none"}), prompts(0))
+    feed = PromptFeed(validated({"prompts": "none"}), source(0))
     waiting = asyncio.ensure_future(feed.take(4))
     await asyncio.to_thread(lambda: None)
-    feed.submit(list(prompts(1)))
+    feed.submit(prompts(1))
     assert [prompt.prompt_id for prompt in (await waiting)[0]] == ["p0"]
     waiting = asyncio.ensure_future(feed.take(4))
     await asyncio.sleep(0)
@@ -43,7 +47,7 @@ async def test_without_a_source_the_feed_waits_for_what_is_submitted() -> None:
 
 async def test_a_source_without_end_of_impossible_prompts_has_failed() -> None:
     """Not a service that looks alive, reads prompts for ever and admits nothing; nor one that ends."""
-    endless = (Prompt(f"p{number}", "task", (1,) * 4096) for number in count())
+    endless = PromptSource("some", "", lambda index: Prompt(f"p{index}", "task", (1,) * 40_000))
     feed = PromptFeed(validated({"prompts": "some.jsonl"}), endless)
     waiting = asyncio.ensure_future(feed.take(32))
     async with asyncio.timeout(60):
@@ -81,3 +85,68 @@ async def test_what_no_engine_can_sample_is_refused_at_once(sampling: dict[str, 
     with pytest.raises(InvalidValue, match=rf"p0: sampling\.{field} = "):
         feed.submit([Prompt("p0", "task", (1, 2), sampling=sampling)])
     assert len(feed) == 0
+
+
+async def taken(feed: PromptFeed, count: int) -> list[str]:
+    return [prompt.prompt_id for prompt in (await feed.take(count))[0]]
+
+
+async def test_what_was_submitted_goes_by_priority_and_before_the_source() -> None:
+    feed = PromptFeed(validated({"prompts": "some.jsonl"}), source(2))
+    feed.submit([Prompt(f"q{number}", "", (1,), priority=priority) for number, priority in enumerate((0, -3, 5, 0, 5))])
+    assert await taken(feed, 2) == ["q2", "q4"]
+    feed.submit([Prompt("late", "", (1,), priority=6)])
+    assert await taken(feed, 9) == ["late", "q0", "q3", "q1"]
+    assert await taken(feed, 9) == ["p0", "p1"]
+    assert feed.position == Position(1, 0)
+
+
+async def test_a_queued_prompt_is_taken_back_and_its_place_is_free() -> None:
+    feed = PromptFeed(validated({"prompts": "none", "service": {"prompts_queued_max": 3}}), None)
+    feed.submit(prompts(3))
+    assert feed.take_back("p1") and not feed.take_back("p1") and not feed.take_back("nobody")
+    assert len(feed) == 2 and feed.taken_back == 1
+    feed.submit([Prompt("p1", "again", (1, 2))])
+    assert await taken(feed, 9) == ["p0", "p2", "p1"]
+    assert not feed.take_back("p0")  # it was drawn
+    for number in range(500):  # nothing piles up behind the queue
+        feed.submit([Prompt(f"n{number}", "", (1,))])
+        assert feed.take_back(f"n{number}")
+    assert len(feed._queue._heap) < 100 and feed._queue.bytes == 0
+
+
+async def test_after_its_source_a_feed_may_wait_until_it_is_said_that_no_more_will_come() -> None:
+    feed = PromptFeed(validated({"prompts": {"source": "some.jsonl", "then": "wait"}}), source(1))
+    assert await taken(feed, 4) == ["p0"]
+    waiting = asyncio.ensure_future(feed.take(4))
+    await asyncio.sleep(0)
+    feed.submit([Prompt("q0", "", (1,))])
+    assert [prompt.prompt_id for prompt in (await waiting)[0]] == ["q0"]
+    feed.submit([Prompt("q1", "", (1,))])
+    assert (feed.end(), feed.end()) == (1, 1)
+    with pytest.raises(Conflict, match="no more would come"):
+        feed.submit([Prompt("q2", "", (1,))])
+    assert await taken(feed, 4) == ["q1"]
+    assert await feed.take(4) == ([], True) and feed.closed
+
+
+async def test_who_waits_sees_that_no_more_will_come() -> None:
+    feed = PromptFeed(validated({"prompts": "none"}), None)
+    waiting = asyncio.ensure_future(feed.take(4))
+    await asyncio.sleep(0)
+    assert feed.end() == 0
+    assert await waiting == ([], True)
+
+
+async def test_after_the_sources_end_a_prompt_is_refused_with_what_would_take_it() -> None:
+    feed = PromptFeed(validated({"prompts": "some.jsonl"}), source(0))
+    assert await feed.take(1) == ([], True)
+    with pytest.raises(Conflict, match=r"prompts\.then = wait"):
+        feed.submit(prompts(1))
+
+
+async def test_no_more_from_clients_leaves_the_source_what_it_has() -> None:
+    feed = PromptFeed(validated({"prompts": "some.jsonl"}), source(3))
+    feed.end()
+    assert await taken(feed, 2) == ["p0", "p1"] and await taken(feed, 2) == ["p2"]
+    assert await feed.take(2) == ([], True)

@@ -28,6 +28,7 @@ def snapshots(draw: st.DrawFn) -> KvSnapshot:
         temperature=draw(st.sampled_from([0.0, 0.7])),
         seed=draw(st.integers(0, 2**63 - 1)),
         stop_token_ids=draw(TOKENS),
+        stop=tuple(draw(st.lists(st.text(max_size=9), max_size=3))),
         ignore_eos=draw(st.booleans()),
     )
     request = RequestSpec(

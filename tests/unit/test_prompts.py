@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from dora.errors import Conflict, InvalidValue
 from dora.models.tiny_vocabulary import CLASSES
-from dora.prompts import ChatTokenizer, jsonl_source, parse_mix, resolve_prompts
+from dora.prompts import ChatTokenizer, parse_mix, resolve_prompts
 
 CHAT = [{"role": "user", "content": "What is 2+2?\n é"}]
 
@@ -172,19 +172,19 @@ def test_a_malformed_line_is_named(
 ) -> None:
     file = write(tmp_path, {"prompt": "a"}, line)
     with pytest.raises(InvalidValue, match=reason) as caught:
-        jsonl_source(file, tokenizer)
+        resolve_prompts(str(file), tokenizer)
     assert caught.value.field == f"{file}:2: {field}"
 
 
 def test_a_duplicate_prompt_id_is_a_conflict(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
     file = write(tmp_path, {"prompt": "a", "prompt_id": "one"}, {"prompt": "b", "prompt_id": "one"})
     with pytest.raises(Conflict, match=r"prompts\.jsonl:2: prompt_id = 'one' .*line 1"):
-        jsonl_source(file, tokenizer)
+        resolve_prompts(str(file), tokenizer)
 
 
 def test_an_empty_file_is_refused(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match="at least one prompt"):
-        jsonl_source(write(tmp_path, ""), tokenizer)
+        resolve_prompts(str(write(tmp_path, "")), tokenizer)
 
 
 def test_a_prompt_over_the_limit_is_named_with_length_and_limit(tokenizer: ChatTokenizer, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.feed import PromptFeed
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.trainer import TrainerService
-from dora.orchestrator.setup import check_context
+from dora.orchestrator.setup import with_context
 from dora.orchestrator.streams import LOST_KEPT, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.record import CANCELLED_FILE, Recorder
@@ -264,7 +264,36 @@ def test_contexts_longer_than_the_model_takes_are_refused_before_an_engine_start
     for most, refused in ((512, False), (513, True)):
         config = validated({"model": "tiny", "workers": {"max_model_len_tokens": most}})
         with pytest.raises(InvalidValue, match=r"at most 512, .*tiny") if refused else nullcontext():
-            check_context(config, tiny_dense)
+            assert with_context(config, tiny_dense) == config
+
+
+@pytest.mark.parametrize(
+    ("said", "kv_tokens", "expected"),
+    [
+        ({"max_position_embeddings": 512}, 4096, 512),
+        ({"max_position_embeddings": 1 << 20}, 32768, 32768),
+        ({"max_position_embeddings": 1 << 20}, 1000, 992),  # whole blocks of 32
+        ({"n_positions": 1024}, 4096, 1024),
+        ({"max_position_embeddings": 4096, "model_max_length": 1024}, 8192, 1024),
+        ({"max_position_embeddings": 64, "text_config": {"max_position_embeddings": 700}}, 4096, 700),
+        ({}, 32768, 2048),
+        ({}, 320, 320),
+    ],
+)
+def test_a_context_that_is_not_given_is_the_models_within_the_cache(
+    said: dict[str, Any], kv_tokens: int, expected: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    config = validated({"rollout": {"max_tokens": 48}, "workers": {"kv_tokens": kv_tokens}})
+    assert with_context(config, tmp_path).workers.max_model_len_tokens == expected
+    given = validated({"rollout": {"max_tokens": 48}, "workers": {"kv_tokens": kv_tokens, "max_model_len_tokens": 100}})
+    assert with_context(given, tmp_path) == given
+
+
+def test_a_context_that_leaves_no_room_for_a_prompt_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 200}')
+    with pytest.raises(InvalidValue, match=r"rollout\.max_tokens = 256 .*max_model_len_tokens 200"):
+        with_context(validated({}), tmp_path)
 
 
 async def test_snapshots_that_a_lost_worker_left_are_swept(shell: Shell, tmp_path: Path) -> None:

@@ -50,13 +50,22 @@ def test_every_field_survives_json_and_the_keys_are_the_documented_ones() -> Non
     event = EnvironmentEvent(2, "tool_call", "search", '{"q": 1}', 1.5)
     trajectory = make_trajectory(3, 1, 1, events=(event,), behaviour_version=2, staleness=1)
     record = trajectory.to_json_dict()
-    assert set(record) == ISSUE_KEYS | {"reward_valid", "events"}
+    assert set(record) == ISSUE_KEYS | {"reward_valid", "events", "stop_reason"}
     assert record["worker_history"][0].keys() == {"worker", "first_token", "last_token", "arrival", "version"}
     again = through_json(trajectory)
     assert again.to_json_dict() == record
     assert again.sampling == trajectory.sampling and again.events == (event,)
     assert again.worker_history == trajectory.worker_history
     assert again.response_token_ids.dtype == np.int32 and again.loss_mask.dtype == np.uint8
+
+
+def test_what_ended_a_response_survives_json_and_is_unknown_of_earlier_records() -> None:
+    for reason in ("END", 7, None):
+        record = make_trajectory(0, 0, 0, stop_reason=reason).to_json_dict()
+        assert Trajectory.from_json_dict(record).stop_reason == record["stop_reason"] == reason
+    del record["stop_reason"], record["sampling"]["stop"]
+    earlier = Trajectory.from_json_dict(record)
+    assert earlier.stop_reason is None and earlier.sampling.stop == ()
 
 
 def test_a_reward_that_is_no_number_is_null_in_json() -> None:

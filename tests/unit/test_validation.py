@@ -6,7 +6,7 @@ from typing import Any, get_origin
 import pytest
 from pydantic import BaseModel
 
-from dora.config import Config, CostConfig, DoraConfig, settings_tree, upgraded, validated
+from dora.config import Config, CostConfig, DoraConfig, PromptsConfig, settings_tree, upgraded, validated
 from dora.errors import InvalidValue
 from dora.sim.scenario import Scenario
 from dora.validation import validated_as
@@ -89,7 +89,7 @@ def test_what_is_no_mapping_at_all_is_refused_too() -> None:
     with pytest.raises(
         InvalidValue,
         match=r"^configuration = \[1\] is not valid: it must be "
-        r"a section with model, prompts",
+        r"a section with model, record, cache, prompts",
     ):
         validated([1])  # type: ignore[arg-type]
 
@@ -135,5 +135,6 @@ def test_a_configuration_of_an_older_log_is_read_by_the_names_of_today() -> None
     found = validated(upgraded(old)).balance
     assert (found.predictor, found.dora) == ("oracle", DoraConfig(hysteresis=0.4, level_gap=1))
     assert "hysteresis" in balance
+    assert validated(upgraded({"prompts": "tiny"})).prompts == PromptsConfig(source="tiny")
     for tree in ({}, {"balance": {"policy": "sync", "dora": {"level_gap": 3}}}, {"balance": 3}):
         assert upgraded(tree) == tree

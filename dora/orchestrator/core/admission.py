@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, NotFound
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.line import Entry, Line
@@ -44,6 +44,17 @@ def offered(state: State, event: on.PromptsOffered) -> None:
 def storage_changed(state: State, event: on.StorageChanged) -> None:
     """Closes admission while something cannot be stored, and opens it again."""
     state.window.closed = bool(event.fault)
+    state.worklist.wake()
+
+
+def take_back(state: State, event: on.PromptCancelled) -> None:
+    """A prompt leaves the backlog. Raises NotFound for one that is not in it, or is admitted already."""
+    entry = state.backlog.find(event.prompt_id)
+    if entry is None:
+        raise NotFound("prompt_id", event.prompt_id, "a prompt on offer that is not admitted")
+    state.backlog.remove(entry)
+    state.counters.prompts_cancelled += 1
+    state.out.append(do.DropPrompt(event.prompt_id))
     state.worklist.wake()
 
 

@@ -26,6 +26,13 @@ class AdmitGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class DropPrompt:
+    """A prompt on offer was taken back: forget it."""
+
+    prompt_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class ScoreRequest:
     """Run the verifier on a finished response. Outcome: RequestScored."""
 
@@ -182,6 +189,7 @@ class Thaw(WorkerCommand):
 Command = (
     DrawPrompts
     | AdmitGroup
+    | DropPrompt
     | ScoreRequest
     | DropGroup
     | DeliverGroup

@@ -16,6 +16,7 @@ class OfferedPrompt:
 
     ``key`` names it over epochs (empty: it has no history), ``features`` is what it shows of its difficulty, and
     ``known_tokens`` the lengths of its responses where somebody knows them: a simulator, or the user's own estimates.
+    Of the prompts on offer those of the highest ``priority`` are admitted first.
     """
 
     prompt_id: str
@@ -26,6 +27,7 @@ class OfferedPrompt:
     key: str = ""
     features: tuple[float, ...] = ()
     known_tokens: tuple[int, ...] = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,13 @@ class PromptsOffered:
 
     prompts: tuple[OfferedPrompt, ...]
     exhausted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCancelled:
+    """A user takes a prompt back that was offered and not admitted: nothing was promised of it."""
+
+    prompt_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +184,7 @@ class RebalanceAsked:
 
 Event = (
     PromptsOffered
+    | PromptCancelled
     | AdmissionEnded
     | RequestScored
     | GroupCancelled

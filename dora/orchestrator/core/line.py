@@ -1,10 +1,11 @@
 """Where work waits: prompts that are not admitted yet, and admitted requests that no worker holds."""
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
+from typing import Final
 
 import numpy as np
 
@@ -22,75 +23,118 @@ class Entry:
     lengths: tuple[float, ...]  # of each response
 
 
+@dataclass(slots=True)
+class _Rank:
+    """The prompts of one priority."""
+
+    entries: dict[int, Entry] = field(default_factory=dict)  # by number, so in order of arrival
+    by_length: list[tuple[float, int]] = field(default_factory=list)
+
+    def add(self, entry: Entry) -> None:
+        self.entries[entry.number] = entry
+        insort(self.by_length, (entry.longest_tokens, entry.number))
+
+    def remove(self, entry: Entry) -> None:
+        del self.entries[entry.number]
+        del self.by_length[bisect_left(self.by_length, (entry.longest_tokens, entry.number))]
+
+
+_NONE: Final = _Rank()
+
+
 class Backlog:
-    """Drawn prompts in order of arrival, to be looked up by predicted length. Bounded by what DrawPrompts asks for."""
+    """Drawn prompts in order of arrival, to be looked up by predicted length. Bounded by what DrawPrompts asks for.
+
+    Whoever looks for a prompt to admit sees those of the highest priority alone, until none of them is left: to a
+    policy that is a shorter backlog, so whatever makes it go on without others does so here. What the backlog holds in
+    all (``len``, ``lengths``) counts every prompt.
+    """
 
     def __init__(self) -> None:
-        self._entries: dict[int, Entry] = {}  # by number, so in order of arrival
-        self._by_length: list[tuple[float, int]] = []
+        self._ranks: dict[int, _Rank] = {}  # by priority; none is empty
+        self._first = _NONE  # the highest of them
+        self._all = _Rank()
         self._arrivals = 0
+        self._changes = 0
         self._lengths: Column | None = None  # as last asked for; None: something has changed since
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._all.entries)
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries.values())
+        return iter(self._first.entries.values())
 
     @property
     def arrivals(self) -> int:
         """Prompts that have ever come."""
         return self._arrivals
 
+    @property
+    def changes(self) -> int:
+        """Grows when prompts can be looked up that could not before: some came, or a lower priority has its turn."""
+        return self._changes
+
     def add(self, prompt: OfferedPrompt, longest_tokens: float, lengths: tuple[float, ...]) -> Entry:
         self._arrivals += 1
-        entry = self._entries[self._arrivals] = Entry(prompt, self._arrivals, longest_tokens, lengths)
+        self._changes += 1
+        entry = Entry(prompt, self._arrivals, longest_tokens, lengths)
+        self._all.add(entry)
+        rank = self._ranks.get(prompt.priority)
+        if rank is None:
+            rank = self._ranks[prompt.priority] = _Rank()
+            self._first = self._ranks[max(self._ranks)]
+        rank.add(entry)
         self._lengths = None
-        insort(self._by_length, (longest_tokens, self._arrivals))
         return entry
 
     def remove(self, entry: Entry) -> None:
-        del self._entries[entry.number]
+        self._all.remove(entry)
+        rank = self._ranks[entry.prompt.priority]
+        rank.remove(entry)
+        if not rank.entries:
+            del self._ranks[entry.prompt.priority]
+            if rank is self._first:
+                self._first = self._ranks[max(self._ranks)] if self._ranks else _NONE
+                self._changes += bool(self._ranks)
         self._lengths = None
-        at = bisect_right(self._by_length, (entry.longest_tokens, entry.number)) - 1
-        del self._by_length[at]
 
     def clear(self) -> None:
-        self._entries.clear()
-        self._by_length.clear()
+        self._ranks.clear()
+        self._first, self._all = _NONE, _Rank()
         self._lengths = None
+
+    def find(self, prompt_id: str) -> Entry | None:
+        return next((entry for entry in self._all.entries.values() if entry.prompt.prompt_id == prompt_id), None)
 
     def first(self) -> Entry | None:
         """The one that waits longest."""
-        return next(iter(self._entries.values()), None)
+        return next(iter(self._first.entries.values()), None)
 
     def lengths(self) -> Column:
-        """Predicted longest responses, ascending. To be read only."""
+        """Predicted longest responses of all, ascending. To be read only."""
         if self._lengths is None:
-            self._lengths = np.array([length for length, _ in self._by_length])
+            self._lengths = np.array([length for length, _ in self._all.by_length])
         return self._lengths
 
     def longest_of_shortest(self, count: int) -> float:
-        """The longest prediction among so many of the shortest; infinite where there are no more than these."""
-        return self._by_length[count - 1][0] if count < len(self._by_length) else inf
+        """The longest prediction among so many of the shortest of all; infinite where there are no more than these."""
+        by_length = self._all.by_length
+        return by_length[count - 1][0] if count < len(by_length) else inf
 
     def longest_beyond(self, limit_tokens: float, arrivals: int) -> Entry | None:
         """The longest prediction above the limit, of the first so many prompts that have ever come."""
-        for longest_tokens, number in reversed(self._by_length):
+        for longest_tokens, number in reversed(self._first.by_length):
             if longest_tokens <= limit_tokens:
                 return None
             if number <= arrivals:
-                return self._entries[number]
+                return self._first.entries[number]
         return None
-
-    def count_within(self, limit_tokens: float) -> int:
-        """How many are predicted to have no response beyond the limit."""
-        return bisect_right(self._by_length, (limit_tokens, self._arrivals))
 
     def longest_within(self, limit_tokens: float) -> Entry | None:
         """The one with the longest predicted response of those within the limit."""
-        at = self.count_within(limit_tokens)
-        return self._entries[self._by_length[at - 1][1]] if at else None
+        by_length = self._first.by_length
+        at = bisect_right(by_length, (limit_tokens, self._arrivals))
+        return self._first.entries[by_length[at - 1][1]] if at else None
 
 
 class Line:

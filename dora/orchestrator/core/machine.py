@@ -94,6 +94,11 @@ def _offered(state: State, event: on.PromptsOffered) -> None:
     lifecycle.end_if_exhausted(state)
 
 
+def _prompt_cancelled(state: State, event: on.PromptCancelled) -> None:
+    admission.take_back(state, event)
+    lifecycle.end_if_exhausted(state)
+
+
 def _tick(state: State, _event: on.Tick) -> None:
     handoff.overdue(state)
     fleet.overdue(state)
@@ -131,6 +136,7 @@ def _start_done(state: State, command: do.StartRequest, event: on.CommandDone) -
 # False is the answer to an event of an epoch that is over.
 _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.PromptsOffered: _offered,
+    on.PromptCancelled: _prompt_cancelled,
     on.AdmissionEnded: lifecycle.end_admission,
     on.RequestScored: lifecycle.scored,
     on.GroupCancelled: lifecycle.cancel,

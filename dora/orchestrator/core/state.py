@@ -73,6 +73,7 @@ class Doubt:
 class Counters:
     """Since the start; shown to operators."""
 
+    prompts_cancelled: int = 0  # taken back before they were admitted
     groups_admitted: int = 0
     groups_taken: int = 0
     groups_trained: int = 0

@@ -8,6 +8,7 @@ from dora.errors import InvalidValue, one_of
 from dora.orchestrator.core import events as on
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import status
+from dora.orchestrator.services.cancel import cancelled
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext
@@ -30,6 +31,12 @@ class PromptService(stubs.PromptsServicer):
             prompts = await asyncio.to_thread(lambda: [feed.check.from_wire(prompt) for prompt in request.prompts])
             free = feed.queue(prompts)
         return pb.SubmitReply(accepted=len(prompts), queue_free=free)
+
+    async def End(self, request: pb.EndRequest, context: ServicerContext) -> pb.EndReply:
+        return pb.EndReply(prompts_left=self._runtime.feed.end())
+
+    async def Cancel(self, request: pb.CancelRequest, context: ServicerContext) -> pb.CancelReply:
+        return pb.CancelReply(outcomes=cancelled(self._runtime, request.ids, request.reason))
 
 
 class OperatorService(stubs.OperatorServicer):

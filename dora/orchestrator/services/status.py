@@ -15,7 +15,7 @@ TRAJECTORIES_DEFAULT = 100
 
 
 def of_service(runtime: Runtime, model: str) -> pb.Status:
-    state = runtime.machine.state
+    state, position = runtime.machine.state, runtime.feed.position
     window = state.window
     return pb.Status(
         model=model,
@@ -42,6 +42,8 @@ def of_service(runtime: Runtime, model: str) -> pb.Status:
             for fault in runtime.storage.faults.values()
         ],
         prompts_failed=runtime.feed.failure,
+        source_epoch=position.epoch,
+        source_index=position.index,
         dp_groups_to_add=runtime.telemetry.groups_to_add(sum(not w.draining for w in state.workers.values())),
     )
 
@@ -55,6 +57,7 @@ def counters(runtime: Runtime) -> dict[str, float]:
     return {
         **core,
         **runtime.telemetry.counters(),
+        "prompts_cancelled": core["prompts_cancelled"] + runtime.feed.taken_back,
         "prompts_refused": runtime.feed.refused,
         "prompt_sources_failed": runtime.feed.sources_failed,
         "storage_faults": runtime.storage.faults_seen,

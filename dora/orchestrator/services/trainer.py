@@ -225,7 +225,7 @@ class TrainerService(stubs.TrainerServicer):
     async def _store(self, request: pb.CommitStepRequest | pb.RepublishVersionRequest, *, anew: bool) -> Path:
         """Checks what was announced and brought of a version, and puts it into the store. Returns its folder."""
         canary = convert.canary_from_wire(request.canary)
-        longest = self._runtime.config.workers.max_model_len_tokens
+        longest = self._runtime.config.workers.context_tokens
         if canary is not None and not 2 <= len(canary.token_ids) <= longest:
             allowed = f"2 to {longest} tokens, which the workers' engines can score"
             raise InvalidValue("canary.token_ids", f"{len(canary.token_ids)} tokens", allowed)

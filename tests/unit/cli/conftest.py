@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from dora.rpc.channel import server_interceptors, server_options
-from dora.rpc.dora_pb2_grpc import add_OperatorServicer_to_server
-from tests.unit.cli.service import TOKEN, CannedOperator
+from dora.rpc.dora_pb2_grpc import add_OperatorServicer_to_server, add_PromptsServicer_to_server
+from tests.unit.cli.service import TOKEN, CannedOperator, CannedPrompts
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,7 @@ def address() -> Iterator[str]:
     async def start() -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server(interceptors=server_interceptors(TOKEN), options=server_options())
         add_OperatorServicer_to_server(CannedOperator(), server)
+        add_PromptsServicer_to_server(CannedPrompts(), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         return server, port

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 from dora.cli.app import app
 from dora.errors import Conflict, NotFound
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.dora_pb2_grpc import OperatorServicer
+from dora.rpc.dora_pb2_grpc import OperatorServicer, PromptsServicer
 
 TOKEN = "correct-horse"
 
@@ -71,6 +71,16 @@ class CannedOperator(OperatorServicer):
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: grpc.aio.ServicerContext) -> pb.OperatorReply:
         return pb.OperatorReply(message="a re-balancing cycle was run", moves=2, loads=1)
+
+
+class CannedPrompts(PromptsServicer):
+    """It has one prompt in its queue, one in a group, and one that a step has taken."""
+
+    async def Cancel(self, request: pb.CancelRequest, context: grpc.aio.ServicerContext) -> pb.CancelReply:
+        assert request.reason in ("", "mistyped")
+        known = {"q1": ("dequeued", ""), "q2": ("cancelled", "g2"), "q3": ("taken", "g3"), "q4": ("before", "")}
+        found = [(name, *known.get(name, ("unknown", ""))) for name in request.ids]
+        return pb.CancelReply(outcomes=[pb.CancelOutcome(id=i, state=s, group_id=g) for i, s, g in found])
 
 
 def dora(*arguments: str) -> Result:

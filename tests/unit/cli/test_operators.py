@@ -54,6 +54,22 @@ def test_migrate_drain_and_rebalance_say_what_was_begun(address: str) -> None:
     assert json.loads(at(address, "rebalance", "--json").stdout)["loads"] == 1
 
 
+def test_cancel_says_what_became_of_each_and_what_stays_is_4(address: str) -> None:
+    done = at(address, "cancel", "q1", "q2", "q4", "--reason", "mistyped")
+    assert done.exit_code == 0
+    assert done.stdout.splitlines() == [
+        "q1: taken out of the queue",
+        "q2: its group g2 is cancelled",
+        "q4: it was cancelled before",
+    ]
+    stays = at(address, "cancel", "q3", "nobody")
+    assert stays.exit_code == ExitCode.REFUSED
+    assert "q3: its group g3 stays: a step has taken it\nnobody: not known" in stays.stdout
+    tree = json.loads(at(address, "cancel", "q1", "--json").stdout)
+    assert tree == {"cancelled": [{"name": "q1", "state": "dequeued", "group_id": ""}]}
+    assert at(address, "cancel").exit_code == ExitCode.USAGE
+
+
 def test_what_the_service_refuses_is_4_with_its_own_sentence(address: str) -> None:
     unknown = at(address, "migrate", "g9.9", "--to", "w1")
     assert (unknown.exit_code, unknown.stdout) == (ExitCode.REFUSED, "")

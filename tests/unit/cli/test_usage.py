@@ -200,7 +200,9 @@ def test_numbers_are_no_truth_values_and_lengths_leave_room_for_a_prompt() -> No
     for setting, message in (
         ("window.size=true", "window.size = True is not valid: it must be a whole number"),
         ("balance.period_s=false", "balance.period_s = False is not valid: it must be a number"),
-        ("rollout.max_tokens=2048", "rollout.max_tokens = 2048 .*below workers.max_model_len_tokens 2048"),
+        ("rollout.max_tokens=32768", "rollout.max_tokens = 32768 .*below workers.kv_tokens 32768"),
+        ("workers.max_model_len_tokens=256", "rollout.max_tokens = 256 .*below workers.max_model_len_tokens 256"),
+        ("workers.max_model_len_tokens=15", "workers.max_model_len_tokens = 15 .*at least 16, or 0"),
         ("balance.cost={kv_token_s=0,weights_s=0,request_s=0,step_s=0}", "balance.cost.step_s = 0.0 .*above 0"),
         ("window.groups_per_step=2000000", "window.groups_per_step = 2000000"),
     ):

@@ -28,7 +28,7 @@ class LaxityPolicy(BasePolicy):
         self._reservations = Reservations()
         self._forecasts: dict[int, list[float]] = {}  # index -> KV on ENGINE_GRID, within one dispatch
         self._no_fit: set[int] = set()  # versions that no prompt fits: nor will one before the next forecast or prompt
-        self._arrivals = 0
+        self._changes = 0  # of the backlog, as last looked at
         self._newest = self._leader = -1  # the latter as last planned
         self._waited = 0  # prompts that had ever come when the newest version began its first
         self._caps: dict[
@@ -41,9 +41,9 @@ class LaxityPolicy(BasePolicy):
             worker.held for worker in dispatcher.workers_of(dispatcher.newest)
         ):
             self._newest, self._waited = dispatcher.newest, dispatcher.backlog.arrivals
-        if self._reservations.refresh(dispatcher) or dispatcher.backlog.arrivals != self._arrivals:
+        if self._reservations.refresh(dispatcher) or dispatcher.backlog.changes != self._changes:
             self._no_fit.clear()
-            self._arrivals = dispatcher.backlog.arrivals
+            self._changes = dispatcher.backlog.changes
         super().dispatch(dispatcher)
 
     def room(self, dispatcher: Dispatcher, worker: Worker) -> float:

@@ -1,0 +1,48 @@
+"""Taking prompts and groups back: what waits leaves, what is admitted is cancelled, what a step has taken stays."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from dora.errors import InvalidValue
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.state import GroupStatus
+from dora.orchestrator.executor import ON_REQUEST
+from dora.orchestrator.runtime import Runtime
+from dora.rpc import dora_pb2 as pb
+
+IDS_MOST: Final = 4096  # of one call
+REASON_CHARACTERS_MOST: Final = 200
+
+
+def cancelled(runtime: Runtime, ids: Sequence[str], reason: str) -> list[pb.CancelOutcome]:
+    """Cancels each of ``ids``, prompts or else groups; what became of them, in their order.
+
+    Raises InvalidValue, and changes nothing, for too many ids or a reason that no line of a record could hold.
+    """
+    if len(ids) > IDS_MOST:
+        raise InvalidValue("ids", f"{len(ids)} ids", f"at most {IDS_MOST}")
+    if not reason.isprintable() or len(reason) > REASON_CHARACTERS_MOST:
+        raise InvalidValue("reason", reason, f"printable, of at most {REASON_CHARACTERS_MOST} characters")
+    why = f"{ON_REQUEST}: {reason}" if reason else ON_REQUEST
+    group_of = {entries[0].prompt.prompt_id: group_id for group_id, entries in runtime.book.groups()}
+    return [_cancelled(runtime, name, group_of.get(name, name), why) for name in ids]
+
+
+def _cancelled(runtime: Runtime, name: str, group_id: str, reason: str) -> pb.CancelOutcome:
+    """``group_id``: of the prompt of this name, where it has a group; else the name itself."""
+    feed, state = runtime.feed, runtime.machine.state
+    if feed.take_back(name):
+        feed.remember_cancelled(name)
+        return pb.CancelOutcome(id=name, state="dequeued")
+    if state.backlog.find(name) is not None:
+        runtime.post(on.PromptCancelled(name))
+        feed.remember_cancelled(name)
+        return pb.CancelOutcome(id=name, state="dequeued")
+    if (row := state.group_row.get(group_id)) is not None:
+        if state.groups["status"][row] == GroupStatus.LEASED:
+            return pb.CancelOutcome(id=name, state="taken", group_id=group_id)
+        runtime.post(on.GroupCancelled(group_id, reason))
+        feed.remember_cancelled(group_id)
+        feed.remember_cancelled(name)
+        return pb.CancelOutcome(id=name, state="cancelled", group_id=group_id)
+    return pb.CancelOutcome(id=name, state="before" if feed.was_cancelled(name) else "unknown")

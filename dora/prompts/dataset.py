@@ -1,0 +1,117 @@
+"""Which files a dataset's folder holds of one split.
+
+A folder is what ``datasets.save_to_disk`` leaves (a dataset, or a folder of them by split), or one with .parquet or
+.jsonl files, as repositories of the Hugging Face hub are laid out: the split is part of a file's or folder's name, as
+in ``train-00000-of-00002.parquet`` and ``data/test.jsonl``.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+from dora.errors import InvalidValue
+
+SUFFIXES: Final = (".parquet", ".jsonl")
+ENTRIES_MOST: Final = 100_000  # files and folders in a dataset's folder
+# Source: datasets, data_files.py, ``SPLIT_KEYWORDS``.
+_KEYWORDS: Final = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_SPLIT_OF: Final = {word: split for split, words in _KEYWORDS.items() for word in words}
+_SHARD: Final = re.compile(r"(?P<split>\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
+
+
+def dataset_files(folder: Path, split: str) -> list[Path]:
+    """The files of ``split``, in the order of their names; where it is empty, of the one split there is.
+
+    Raises InvalidValue for a folder that is no dataset, or has several splits where none was chosen.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        splits = _listed(folder / "dataset_dict.json", "splits")
+        return _saved(folder / _chosen(splits, split, folder))
+    if (folder / "state.json").is_file():
+        if split:
+            raise InvalidValue("prompts.split", split, f"empty: {folder} is a dataset of one split")
+        return _saved(folder)
+    return _found(folder, split)
+
+
+def _saved(folder: Path) -> list[Path]:
+    """What ``save_to_disk`` wrote of one dataset."""
+    state = _object(folder / "state.json")
+    files = state.get("_data_files")
+    listed = files if isinstance(files, list) else []
+    names: list[Any] = [each.get("filename") if isinstance(each, dict) else None for each in listed]
+    if not names or not all(map(_is_name, names)):
+        raise InvalidValue("--prompts", str(folder), "a folder whose state.json names its _data_files")
+    return [folder / name for name in names]
+
+
+def _found(folder: Path, split: str) -> list[Path]:
+    """The table files in a folder and below it."""
+    entries = list(islice(folder.rglob("*"), ENTRIES_MOST + 1))
+    if len(entries) > ENTRIES_MOST:
+        raise InvalidValue("--prompts", str(folder), f"a dataset's folder, with at most {ENTRIES_MOST:,} files")
+    found: dict[str, list[Path]] = {}
+    for path in sorted(entries):
+        if path.suffix in SUFFIXES and not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            found.setdefault(_split_of(path.relative_to(folder)), []).append(path)
+    if not found:
+        allowed = f"a dataset: a folder of {' or '.join(SUFFIXES)} files, or what datasets.save_to_disk leaves"
+        raise InvalidValue("--prompts", str(folder), allowed)
+    files = found[_chosen(list(found), split, folder)]
+    for kind, kinds in (("folder", {path.parent for path in files}), ("kind", {path.suffix for path in files})):
+        if len(kinds) > 1:
+            shown = ", ".join(sorted(str(each) for each in kinds)[:5])
+            allowed = f"a folder whose files are of one {kind}; these are of {shown}"
+            raise InvalidValue("--prompts", str(folder), allowed)
+    return files
+
+
+def _split_of(path: Path) -> str:
+    """The split that a file's name says, or a folder's above it; empty where none does."""
+    shard = _SHARD.fullmatch(path.stem)
+    if shard is not None:
+        return _SPLIT_OF.get(shard["split"], shard["split"])
+    for part in (path.stem, *reversed(path.parts[:-1])):
+        words = [_SPLIT_OF[word] for word in re.split(r"[ ._-]", part.lower()) if word in _SPLIT_OF]
+        if words:
+            return words[0]
+    return ""
+
+
+def _chosen(splits: Sequence[str], split: str, folder: Path) -> str:
+    known = ", ".join(sorted(each or "(no name)" for each in splits)[:20])
+    if not split and len(splits) == 1:
+        return splits[0]
+    wanted = split if split in splits else _SPLIT_OF.get(split, split)
+    if not split or wanted not in splits:
+        raise InvalidValue("prompts.split", split, f"one of {known}, which {folder} has")
+    return wanted
+
+
+def _listed(file: Path, name: str) -> list[str]:
+    values = _object(file).get(name)
+    if not isinstance(values, list) or not values or not all(map(_is_name, values)):
+        raise InvalidValue("--prompts", str(file), f"a JSON object with a list of {name}")
+    return values
+
+
+def _is_name(value: Any) -> bool:
+    """Of a file or folder in the dataset's own."""
+    return isinstance(value, str) and Path(value).name == value
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidValue("--prompts", str(file), f"a readable JSON file ({error})") from error
+    if not isinstance(value, dict):
+        raise InvalidValue("--prompts", str(file), "a JSON object")
+    return value

@@ -1,0 +1,96 @@
+"""Prompts from files and dataset folders: read, checked and tokenised once, before anything starts; then by epochs."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from dora.config import PromptsConfig
+from dora.errors import InvalidValue
+from dora.limits import ID_CHARACTERS_MOST
+from dora.prompts.dataset import SUFFIXES, dataset_files
+from dora.prompts.epochs import EPOCHS_MOST, SUFFIX, permuted
+from dora.prompts.jsonl import jsonl_rows
+from dora.prompts.row import Columns, Place, prompt_of_row
+from dora.prompts.source import PromptSource, check_length
+from dora.prompts.store import PromptStore
+from dora.prompts.tables import table_rows
+from dora.prompts.tokenizer import ChatTokenizer
+from dora.types import Prompt
+
+REWARD: Final = "dora.rewards.answer:score"
+TOLD_ROWS: Final = 20_000  # progress is told after every so many
+_LATER_EPOCH: Final = re.compile(rf"{SUFFIX}\d+$")
+
+
+def file_source(
+    config: PromptsConfig,
+    tokenizer: ChatTokenizer,
+    limit_tokens: int | None = None,
+    check: Callable[[Prompt], Prompt] = lambda prompt: prompt,
+    progress: Callable[[str], None] = lambda line: None,
+) -> PromptSource:
+    """The prompts of ``config.source``, a file or a dataset's folder, over its epochs.
+
+    Every row is checked here. Raises InvalidValue with the file, the row and the column for the first that is wrong,
+    Conflict for an id that appeared before.
+    """
+    path = Path(config.source).expanduser()
+    files = dataset_files(path, config.split) if path.is_dir() else [path]
+    if config.split and not path.is_dir():
+        raise InvalidValue("prompts.split", config.split, "empty: a file has no splits")
+    columns, store = Columns.of(config.columns, config.other_columns), PromptStore()
+    for file in files:
+        for place, row in _rows(file, columns):
+            number = len(store) + 1 if path.is_dir() else place.number
+            prompt = prompt_of_row(row, place, config.other_columns, tokenizer, path.stem, number)
+            check_length(prompt, limit_tokens)
+            try:
+                prompt = check(prompt)
+            except InvalidValue as error:
+                raise error.within(f"{place.path}:{place.number}") from error
+            if config.epochs != 1:
+                _check_for_epochs(prompt.prompt_id, place)
+            store.append(prompt, file, place.number)
+            if len(store) % TOLD_ROWS == 0:
+                progress(f"reading prompts: {len(store):,} rows of {path}")
+    if not len(store):
+        raise InvalidValue("--prompts", str(path), "a file with at least one prompt")
+    store.check_ids()
+    return PromptSource(path.stem, REWARD, _by_epochs(store, config), len(store))
+
+
+def is_file_source(source: str) -> bool:
+    return source.endswith(SUFFIXES) or Path(source).expanduser().is_dir()
+
+
+def _rows(file: Path, columns: Columns) -> Iterator[tuple[Place, dict[str, Any]]]:
+    if file.suffix != ".jsonl":
+        yield from table_rows(file, columns)
+        return
+    for place, row in jsonl_rows(file):
+        yield replace(place, columns=columns.used(row, place)), row
+
+
+def _by_epochs(store: PromptStore, config: PromptsConfig) -> Callable[[int], Prompt | None]:
+    count, epochs = len(store), config.epochs or EPOCHS_MOST
+
+    def at(index: int) -> Prompt | None:
+        epoch, row = divmod(index, count)
+        if epoch >= epochs:
+            return None
+        if config.shuffle:
+            row = permuted(row, count, config.shuffle_seed, epoch)
+        prompt = store[row]
+        return replace(prompt, prompt_id=f"{prompt.prompt_id}{SUFFIX}{epoch}") if epoch else prompt
+
+    return at
+
+
+def _check_for_epochs(prompt_id: str, place: Place) -> None:
+    """Later epochs add theirs to a prompt's id: it has to stay within bounds, and another than any of the file's."""
+    most = ID_CHARACTERS_MOST - len(f"{SUFFIX}{EPOCHS_MOST}")
+    if len(prompt_id) > most or _LATER_EPOCH.search(prompt_id):
+        allowed = f"of at most {most} characters, without {SUFFIX} and a number at its end, which later epochs add"
+        raise place.invalid("prompt_id", prompt_id, allowed)

@@ -1,0 +1,179 @@
+"""A row of a prompts file, as names and values, made into a prompt: strict, with errors that name its place.
+
+Exactly one of
+    prompt, text                 text, tokenised as it stands, without a chat template
+    prompt_token_ids, token_ids  list of token ids
+    messages                     list of {"role", "content", ...}, put through the model's chat template
+and, each optional,
+    prompt_id         unique in the source; by default "<file>:<row>"
+    task_id           by default the source's name
+    answer            any JSON value, given to the reward function as verifier["answer"]
+    verifier          object, given to the reward function as it is (with "answer" added where there is one)
+    group_size        responses to this prompt; 0: the service's default
+    sampling          object of SamplingParams fields, e.g. {"temperature": 0.7, "max_tokens": 64}
+    priority          of the prompts that wait, the highest is admitted first; 0 by default
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from dora.config import ColumnsConfig
+from dora.errors import MISSING, InvalidValue
+from dora.limits import GROUP_SIZE_MOST, TEXT_BYTES_MOST
+from dora.prompts.check import check_name, check_priority, check_size, check_verifier, checked_messages
+from dora.prompts.tokenizer import ChatTokenizer
+from dora.sampling import checked_overrides
+from dora.types import Prompt
+
+FORMS: Final = ("prompt", "prompt_token_ids", "messages")
+FIELDS: Final = tuple(ColumnsConfig.model_fields)
+OWN_NAMES: Final = {**{name: (name,) for name in FIELDS}, "prompt": ("prompt", "text")} | {
+    "prompt_token_ids": ("prompt_token_ids", "token_ids")
+}
+OtherColumns = Literal["refuse", "ignore", "verifier"]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which column holds which field, and what becomes of columns that hold none."""
+
+    given: Mapping[str, str]  # field -> column; what is not here has a name of its own
+    others: OtherColumns
+
+    @classmethod
+    def of(cls, columns: ColumnsConfig, others: OtherColumns) -> "Columns":
+        return cls({name: column for name, column in columns if column}, others)
+
+    def used(self, present: Mapping[str, Any], place: "Place") -> dict[str, str]:
+        """Field -> column of a row with these columns. Raises InvalidValue for a column that is lacking or too much."""
+        used: dict[str, str] = {}
+        for name in FIELDS:
+            if name in self.given:
+                if self.given[name] not in present:
+                    allowed = f"a column of every row, as prompts.columns.{name} names it"
+                    raise place.invalid(self.given[name], MISSING, f"{allowed}; this one has {', '.join(present)}")
+                used[name] = self.given[name]
+                continue
+            found = [each for each in OWN_NAMES[name] if each in present and each not in self.given.values()]
+            if len(found) > 1:
+                raise place.invalid(found[1], present[found[1]], f"left out where there is {found[0]}")
+            if found:
+                used[name] = found[0]
+        return used
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A row of a file (0: the whole file), to name in errors. ``columns``: field -> column of this row."""
+
+    path: Path
+    number: int
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, name: str) -> str:
+        row = f":{self.number}" if self.number else ""
+        return f"{self.path}{row}: {self.columns.get(name, name)}"
+
+    def invalid(self, name: str, value: object, allowed: str) -> InvalidValue:
+        return InvalidValue(self.of(name), value, allowed)
+
+
+def prompt_of_row(
+    row: Mapping[str, Any], place: Place, others: OtherColumns, tokenizer: ChatTokenizer, source: str, number: int
+) -> Prompt:
+    """``number``: of the row in its source, by which a prompt is named that brings no name of its own.
+
+    Raises InvalidValue, with the file, the row and the column, for the first thing that is wrong.
+    """
+    record = {name: row[column] for name, column in place.columns.items() if column in row}
+    further = {name: value for name, value in row.items() if name not in place.columns.values()}
+    if others == "refuse":
+        for unknown in sorted(further, key=str):
+            allowed = f"only the fields {', '.join(FIELDS)}"
+            hint = "prompts.columns gives a column to a field, prompts.other_columns says what becomes of the rest"
+            raise place.invalid(str(unknown), further[unknown], f"{allowed}; {hint}")
+    if not any(form in record for form in FORMS):
+        allowed = f"exactly one of {', '.join(FORMS)}, or a column that prompts.columns names for one"
+        raise place.invalid("prompt", MISSING, f"{allowed}; this row has {', '.join(map(str, row)) or 'nothing'}")
+    text, token_ids = _tokens(record, place, tokenizer)
+    if not token_ids:
+        raise place.invalid(next(form for form in FORMS if form in record), "(no token)", "at least one token long")
+    prompt_id = _field(record, "prompt_id", str, f"{source}:{number}", place)
+    task_id = _field(record, "task_id", str, source, place)
+    verifier_json = _verifier_json(record, further if others == "verifier" else {}, place)
+    priority = _field(record, "priority", int, 0, place)
+    check_name(prompt_id, place.of("prompt_id"))
+    check_name(task_id, place.of("task_id"))
+    check_verifier(verifier_json, f"{place.path}:{place.number}")
+    check_priority(priority, place.of("priority"))
+    return Prompt(
+        prompt_id=prompt_id,
+        task_id=task_id,
+        token_ids=token_ids,
+        text=text,
+        group_size=_group_size(record, place),
+        sampling=checked_overrides(_field(record, "sampling", dict, {}, place), place.of("sampling")),
+        verifier_json=verifier_json,
+        priority=priority,
+    )
+
+
+def _tokens(record: dict[str, Any], place: Place, tokenizer: ChatTokenizer) -> tuple[str, tuple[int, ...]]:
+    forms = [form for form in FORMS if form in record]
+    if len(forms) != 1:
+        found = [place.columns[form] for form in forms]
+        raise place.invalid("prompt", found, f"exactly one of {', '.join(FORMS)}")
+    if forms == ["prompt"]:
+        text = _field(record, "prompt", str, "", place)
+        check_size(text, place.of("prompt"), TEXT_BYTES_MOST)
+        return text, tokenizer.encode(text)
+    if forms == ["messages"]:
+        messages = checked_messages(record["messages"], place.of("messages"))
+        try:
+            return tokenizer.encode_chat(messages)
+        except InvalidValue as error:
+            raise place.invalid(error.field, error.value, error.allowed) from error
+    token_ids = record["prompt_token_ids"]
+    if not isinstance(token_ids, list):
+        raise place.invalid("prompt_token_ids", token_ids, "a list of token ids")
+    for token_id in token_ids:
+        if type(token_id) is not int or not 0 <= token_id <= tokenizer.largest_id:
+            raise place.invalid("prompt_token_ids", token_id, f"integers from 0 to {tokenizer.largest_id}")
+    return tokenizer.decode(token_ids), tuple(token_ids)
+
+
+def _group_size(record: dict[str, Any], place: Place) -> int:
+    value: int = _field(record, "group_size", int, 0, place)
+    if not 0 <= value <= GROUP_SIZE_MOST:
+        raise place.invalid("group_size", value, f"an integer from 0 to {GROUP_SIZE_MOST} (0: the service's default)")
+    return value
+
+
+def _verifier_json(record: dict[str, Any], others: dict[str, Any], place: Place) -> str:
+    verifier = {**others, **_field(record, "verifier", dict, {}, place)}
+    if "answer" in record:
+        verifier["answer"] = record["answer"]
+    try:
+        return json.dumps(verifier, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        name, value = next((each for each in verifier.items() if not _is_json(each[1])), ("verifier", verifier))
+        raise place.invalid(name, value, "a value that JSON has") from None
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _field(record: dict[str, Any], name: str, kind: type, default: Any, place: Place) -> Any:
+    value = record.get(name, default)
+    if type(value) is not kind or (kind is str and not value):
+        names = {str: "a text that is not empty", int: "an integer", dict: "an object"}
+        raise place.invalid(name, value, names[kind])
+    return value

@@ -1,0 +1,97 @@
+"""The checked and tokenised prompts of a file: kept outside memory, found by their number.
+
+One prompt takes 8 bytes of memory, and its own size (4 bytes a token, text, verifier) in a temporary file, which stays
+in memory up to ``MEMORY_BYTES`` and is gone with the process. What was read once is not read again: a file that changes
+meanwhile changes nothing.
+"""
+
+from array import array
+from pathlib import Path
+from tempfile import SpooledTemporaryFile
+from typing import Final
+
+import msgpack
+import numpy as np
+from blake3 import blake3
+
+from dora.errors import Conflict, InvalidValue
+from dora.types import Prompt
+
+MEMORY_BYTES: Final = 64 << 20
+PROMPTS_MOST: Final = 1 << 24
+
+
+class PromptStore:
+    """Prompts are appended, then closed to further ones by ``check_ids``, then read in any order."""
+
+    def __init__(self) -> None:
+        self._file = SpooledTemporaryFile(max_size=MEMORY_BYTES, prefix="dora-prompts-")  # noqa: SIM115 # kept open
+        self._ends = array("Q", [0])
+        self._digests = array("Q")  # of ids: while prompts are appended
+        self._places: list[tuple[int, Path]] = []  # the first number of each file
+        self._rows = array("I")  # the row of each in its file
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def append(self, prompt: Prompt, path: Path, row: int) -> None:
+        """Raises InvalidValue where there are too many, or the temporary file has no room."""
+        if len(self) >= PROMPTS_MOST:
+            raise InvalidValue("--prompts", str(path), f"of at most {PROMPTS_MOST:,} prompts")
+        packed = msgpack.packb(
+            (
+                prompt.prompt_id,
+                prompt.task_id,
+                np.asarray(prompt.token_ids, "<i4").tobytes(),
+                prompt.text,
+                prompt.group_size,
+                dict(prompt.sampling),
+                prompt.verifier_json,
+                prompt.priority,
+            )
+        )
+        try:
+            self._file.write(packed)
+        except OSError as error:
+            allowed = f"small enough for the folder for temporary files, TMPDIR ({error.strerror})"
+            raise InvalidValue("--prompts", str(path), allowed) from error
+        if not self._places or self._places[-1][1] != path:
+            self._places.append((len(self), path))
+        self._rows.append(row)
+        self._digests.append(int.from_bytes(blake3(prompt.prompt_id.encode()).digest(8), "little"))
+        self._ends.append(self._ends[-1] + len(packed))
+
+    def check_ids(self) -> None:
+        """Raises Conflict, with both places, for an id that two prompts have."""
+        digests = np.frombuffer(self._digests, np.uint64)
+        order = np.argsort(digests, kind="stable")
+        for at in np.flatnonzero(digests[order[:-1]] == digests[order[1:]]).tolist():
+            first, second = sorted((int(order[at]), int(order[at + 1])))
+            name = self[second].prompt_id
+            if self[first].prompt_id == name:
+                (path, row), (before, line) = self._place(second), self._place(first)
+                where = f"line {line}" if before == path else f"{before}:{line}"
+                why = f"is used in {where} already"
+                raise Conflict(f"{path}:{row}: prompt_id", name, "an id not used before", why)
+        del digests
+        self._digests, self._rows, self._places = array("Q"), array("I"), []
+
+    def __getitem__(self, number: int) -> Prompt:
+        start = self._ends[number]
+        self._file.seek(start)
+        values = msgpack.unpackb(self._file.read(self._ends[number + 1] - start))
+        prompt_id, task_id, token_ids, text, group_size, sampling, verifier_json, priority = values
+        return Prompt(
+            prompt_id=prompt_id,
+            task_id=task_id,
+            token_ids=tuple(np.frombuffer(token_ids, "<i4").tolist()),
+            text=text,
+            group_size=group_size,
+            sampling={name: tuple(value) if isinstance(value, list) else value for name, value in sampling.items()},
+            verifier_json=verifier_json,
+            priority=priority,
+        )
+
+    def _place(self, number: int) -> tuple[Path, int]:
+        path = next(path for first, path in reversed(self._places) if first <= number)
+        return path, self._rows[number]

@@ -1,0 +1,82 @@
+"""The rows of Parquet and Arrow files, by pyarrow: an optional package, loaded where a file of that kind is read."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from dora.errors import InvalidValue
+from dora.prompts.row import Columns, Place
+from dora.strict_json import read_json
+
+BATCH_ROWS: Final = 128  # decoded at once
+CELL_BYTES_MOST: Final = 8 << 20  # of a JSON text in a cell
+INSTALL: Final = "pip install 'dora-rollout[data]'"
+_OBJECTS: Final = ("messages", "verifier", "sampling", "prompt_token_ids")  # may stand in a cell as JSON text
+
+
+def table_rows(path: Path, columns: Columns) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """The rows of a .parquet or .arrow file (a stream, as Hugging Face's ``save_to_disk`` writes it), from 1 on.
+
+    A cell that is null is a field that the row does not have, but for ``answer``. Raises InvalidValue where pyarrow is
+    not installed, or for a file that it cannot read, naming file and row.
+    """
+    first = True
+    number = 0
+    for names, batch in _batches(path, columns):
+        if first:
+            used, first = columns.used(dict.fromkeys(names), Place(path, 0)), False
+        for row in batch:
+            number += 1
+            place = Place(path, number, used)
+            yield place, _cells(row, used, place)
+
+
+def _batches(path: Path, columns: Columns) -> Iterator[tuple[Sequence[str], Iterable[dict[str, Any]]]]:
+    """Column names and rows, some at a time."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise InvalidValue("--prompts", str(path), f"a .jsonl file; to read this one: {INSTALL}") from error
+    try:
+        if path.suffix == ".parquet":
+            with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
+                names = file.schema_arrow.names
+                wanted = names
+                if columns.others == "ignore":  # what is not used is not even read
+                    wanted = sorted(set(columns.used(dict.fromkeys(names), Place(path, 0)).values()))
+                yield names, ()
+                for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
+                    batch.validate(full=True)
+                    yield names, batch.to_pylist()
+        else:
+            with pyarrow.memory_map(str(path)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
+                yield stream.schema.names, ()
+                for batch in stream:
+                    batch.validate(full=True)  # else damaged offsets are followed out of the file
+                    for start in range(0, batch.num_rows, BATCH_ROWS):
+                        yield stream.schema.names, batch.slice(start, BATCH_ROWS).to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise InvalidValue("--prompts", str(path), f"a file that pyarrow reads ({reason[:300]})") from error
+
+
+def _cells(row: dict[str, Any], used: dict[str, str], place: Place) -> dict[str, Any]:
+    """The row without its nulls, and with the objects that stand in it as JSON text."""
+    answer = used.get("answer")
+    found = {name: value for name, value in row.items() if value is not None or name == answer}
+    for name in _OBJECTS:
+        column = used.get(name)
+        if column not in found:
+            continue
+        if isinstance(found[column], str):
+            found[column] = read_json(found[column], place.of(name), CELL_BYTES_MOST)
+        found[column] = _without_nulls(found[column], keep="content")
+    return found
+
+
+def _without_nulls(value: Any, keep: str) -> Any:
+    """Arrow gives every object in a column the fields of all of them, as nulls."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(part, keep) for name, part in value.items() if part is not None or name == keep}
+    return [_without_nulls(part, keep) for part in value] if isinstance(value, list) else value
