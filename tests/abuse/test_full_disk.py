@@ -55,7 +55,7 @@ async def test_a_record_on_a_full_disk_holds_the_step_up_and_nothing_is_lost(tin
             shown = await asyncio.to_thread(
                 CliRunner().invoke, app, ["status", "--address", service.address, "--token", service.token]
             )
-            assert "record: No space left on device; nothing is admitted" in shown.stdout
+            assert "record: No space left on device; nothing is admitted" in " ".join(shown.stdout.split())
             status = await operator.status()
             assert status.newest_version == 0 and not (record / STEPS_FILE).read_bytes()
             assert status.counters["groups_admitted"] == admitted, "what was admitted goes on, and nothing else"
@@ -145,5 +145,5 @@ async def test_one_trainers_size_bars_no_other(tiny_dense: Path, tmp_path: Path)
         await train(service, 2, taken)
         check_promises(taken, window=2, groups=GROUPS)
         async with dora.Trainer(service.address, token=service.token) as third:
-            with pytest.raises(Conflict, match=r"groups_per_step = 4 .* 3, as in the steps that were trained"):
+            with pytest.raises(Conflict, match="groups_per_step = 4 is not what was set by the steps that were trained"):
                 await third.attach(groups=4)
