@@ -145,5 +145,7 @@ async def test_one_trainers_size_bars_no_other(tiny_dense: Path, tmp_path: Path)
         await train(service, 2, taken)
         check_promises(taken, window=2, groups=GROUPS)
         async with dora.Trainer(service.address, token=service.token) as third:
-            with pytest.raises(Conflict, match="groups_per_step = 4 is not what was set by the steps that were trained"):
+            with pytest.raises(
+                Conflict, match="groups_per_step = 4 is not what was set by the steps that were trained"
+            ):
                 await third.attach(groups=4)
