@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 from dora.rpc import dora_pb2 as pb
@@ -23,6 +24,11 @@ def files_up_to(size_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def full_device() -> FileIO:
+    """A file that is always full."""
+    return open("/dev/full", "ab", buffering=0)
 
 
 @dataclass(frozen=True, slots=True)

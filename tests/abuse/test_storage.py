@@ -24,7 +24,7 @@ from dora.types import Prompt, TokenDelta
 from dora.verify.check import read_trajectories
 from dora.verify.committed import missing, read_steps
 from dora.weights.files import hash_file
-from tests.abuse.full import faults, files_up_to, fill, lines_of, looking, record_of
+from tests.abuse.full import faults, files_up_to, fill, full_device, lines_of, looking, record_of
 from tests.contract.trainer_service import make_group
 from tests.service import check_promises, configured, during, running, train, until
 from tests.unit.test_runtime import Shell, ended
@@ -199,7 +199,7 @@ async def test_a_trainer_repeats_its_commit_until_the_record_takes_it(
     taken: list[list[TrajectoryGroup]] = []
     async with running(config) as handle, Operator(handle.address, handle.token) as operator:
         steps_file = made[0]._steps
-        with Path("/dev/full").open("ab", buffering=0) as full:
+        with full_device() as full:
             true_stream, steps_file._stream = steps_file._stream, full
             async with dora.Trainer(handle.address, token=handle.token, reconnect_s=5) as trainer:
                 training = asyncio.create_task(train(handle, trainer, steps=2, groups=4))
