@@ -213,9 +213,9 @@ class _LineFile:
 
 def _link_or_copy(source: Path, target: Path) -> None:
     # Weights files are never written again once they are whole, so a link is as good as a copy.
-    if source.stat().st_dev == target.parent.stat().st_dev:
+    try:
         os.link(source, target)
-    else:
+    except OSError:  # another disk, another user's file, or a file system without links
         shutil.copyfile(source, target)
     descriptor = os.open(target, os.O_RDONLY)
     try:

@@ -103,7 +103,8 @@ def _of_step(step: CommittedStep, members: Members) -> Iterator[str]:
 
 def _beside(folder: Path, members: Members, committed_in: Mapping[str, int], last: int) -> Iterator[str]:
     """What no step was committed with is of the step that followed, which was never committed, or was cancelled."""
-    cancelled = {_group_of(line) for line in whole_lines(folder / CANCELLED_FILE)}
+    file = folder / CANCELLED_FILE
+    cancelled = {_group_of(line) for line in whole_lines(file)} if file.is_file() else set()
     for group_id in sorted(members.keys() - committed_in.keys() - cancelled):
         step = members[group_id][0].trained_step
         if step <= last:

@@ -8,7 +8,11 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
+
+from dora.rpc import dora_pb2 as pb
+from tests.unit.test_runtime import Shell, ended
 
 
 @contextmanager
@@ -20,6 +24,11 @@ def files_up_to(size_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def full_device() -> FileIO:
+    """A file that is always full."""
+    return open("/dev/full", "ab", buffering=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +94,34 @@ def has_namespaces() -> bool:
         return subprocess.run(argv, capture_output=True, check=False).returncode == 0
     except OSError:
         return False
+
+
+# ------------------------------------------------------------------------------------------- a shell without processes
+
+
+def record_of(shell: Shell) -> Path:
+    return shell.store.root.parent / "record"
+
+
+def lines_of(shell: Shell, name: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (record_of(shell) / name).read_text().splitlines()]
+
+
+async def fill(shell: Shell) -> None:
+    """Step 0 waits for its commit."""
+    (request_id,) = await shell.admit(1)
+    stream = shell.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=1, step=0), None)
+    shell.report(ended(request_id))
+    async for _ in stream:
+        pass
+
+
+def faults(shell: Shell) -> dict[str, str]:
+    return {fault.place: fault.reason for fault in shell.runtime.storage.faults.values()}
+
+
+async def looking(shell: Shell, call: "asyncio.Future[pb.CommitStepReply]") -> pb.CommitStepReply:
+    """What the call returns, while the service looks at its storage again and again."""
+    while not call.done():
+        await shell.runtime.look_at_storage()
+    return await call

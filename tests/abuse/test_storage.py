@@ -4,34 +4,29 @@ The faults are real: files that may not grow, and a file where a folder should b
 """
 
 import asyncio
-import json
 import logging
 import math
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from dora.errors import InvalidValue, SnapshotRefused
-from dora.kvtransfer.shm import ShmTransport
-from dora.orchestrator import record_queue
-from dora.orchestrator.core import commands as do
+import dora
+from dora.client import Operator
+from dora.errors import InvalidValue
+from dora.orchestrator import record_queue, setup
 from dora.orchestrator.core import events as on
-from dora.orchestrator.eventlog import EventLogWriter, read_log
-from dora.orchestrator.setup import store_of
-from dora.orchestrator.storage import check_room
-from dora.record import CANCELLED_FILE, STEPS_FILE, TRAJECTORIES_FILE, CommittedStep, Recorder
-from dora.rpc import convert
+from dora.record import STEPS_FILE, TRAJECTORIES_FILE, Recorder
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.errors import LimitExceeded, ServiceUnavailable
+from dora.rpc.errors import ServiceUnavailable
+from dora.trajectory import TrajectoryGroup
 from dora.types import Prompt, TokenDelta
 from dora.verify.check import read_trajectories
-from dora.verify.committed import missing
+from dora.verify.committed import missing, read_steps
 from dora.weights.files import hash_file
-from tests.abuse.full import files_up_to
-from tests.contract.test_snapshot import make_snapshot
+from tests.abuse.full import faults, files_up_to, fill, full_device, lines_of, looking, record_of
 from tests.contract.trainer_service import make_group
+from tests.service import check_promises, configured, during, running, train, until
 from tests.unit.test_runtime import Shell, ended
 
 SMALL_BYTES = 300  # there is room for the store's own notes on a version, and not for a trajectory
@@ -47,34 +42,6 @@ async def shell(tmp_path: Path, tiny_dense: Path) -> AsyncIterator[Shell]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_queue, "STORED_WAIT_S", 0.0)
-
-
-def record_of(shell: Shell) -> Path:
-    return shell.store.root.parent / "record"
-
-
-def lines_of(shell: Shell, name: str) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (record_of(shell) / name).read_text().splitlines()]
-
-
-async def fill(shell: Shell) -> None:
-    """Step 0 waits for its commit."""
-    (request_id,) = await shell.admit(1)
-    stream = shell.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=1, step=0), None)
-    shell.report(ended(request_id))
-    async for _ in stream:
-        pass
-
-
-def faults(shell: Shell) -> dict[str, str]:
-    return {fault.place: fault.reason for fault in shell.runtime.storage.faults.values()}
-
-
-async def looking(shell: Shell, call: "asyncio.Future[pb.CommitStepReply]") -> pb.CommitStepReply:
-    """What the call returns, while the service looks at its storage again and again."""
-    while not call.done():
-        await shell.runtime.look_at_storage()
-    return await call
 
 
 # ------------------------------------------------------------------------------------------------ the record, commits
@@ -214,162 +181,34 @@ async def test_logprobs_that_are_no_numbers_end_nothing(shell: Shell) -> None:
     assert line["logprobs"] == [-0.5, -0.25] and not shell.runtime.failed.done()
 
 
-# -------------------------------------------------------------------------------------------------- the run folder
+async def test_a_trainer_repeats_its_commit_until_the_record_takes_it(
+    tiny_dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step's line goes to a device that is always full, for a while."""
+    monkeypatch.setattr(record_queue, "STORED_WAIT_S", 0.0)
+    made: list[Recorder] = []
 
+    class Kept(Recorder):
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder)
+            made.append(self)
 
-async def test_weights_that_do_not_fit_leave_nothing_and_may_be_published_again(shell: Shell) -> None:
-    request = shell.commit_request()
-    await fill(shell)
-    await shell.runtime.recorder.written()
-    with files_up_to(10), pytest.raises(LimitExceeded, match=r"weights: version 1 = .* run folder .*repeat it later"):
-        await shell.trainer.CommitStep(request, None)
-    assert faults(shell) == {"run folder": "File too large"}
-    assert [file.name for file in (shell.store.root / "versions").iterdir()] == ["0"]
-    assert not list((shell.store.root / "incoming").iterdir())
-    await shell.runtime.look_at_storage()
-    assert not faults(shell)
-    assert (await shell.trainer.CommitStep(shell.commit_request(), None)).next_step == 1
-
-
-async def test_an_upload_that_does_not_fit_leaves_nothing(shell: Shell) -> None:
-    await shell.trainer.Attach(pb.AttachRequest(groups_per_step=1), None)
-
-    async def messages() -> AsyncIterator[pb.WeightChunk]:
-        header = pb.WeightFileHeader(trainer_epoch=1, version=1, file_name="a.safetensors", file_bytes=8000)
-        yield pb.WeightChunk(header=header)
-        for _ in range(8):
-            yield pb.WeightChunk(content=bytes(1000))
-
-    with files_up_to(2500), pytest.raises(LimitExceeded, match=r"a\.safetensors = '8,000 bytes' .*File too large"):
-        await shell.trainer.UploadWeights(messages(), None)
-    assert not list((shell.store.root / "incoming" / "1-1").iterdir())
-    assert (await shell.trainer.UploadWeights(messages(), None)).file_bytes == 8000
-
-
-async def test_a_workers_canary_that_cannot_be_written_breaks_no_stream(shell: Shell) -> None:
-    """Without the file every later worker is held to it all the same."""
-    (load,) = [p.command for p in shell.state.pending.values() if isinstance(p.command, do.LoadVersion)]
-    canary = pb.Canary(token_ids=convert._bytes((1, 2), convert._INT32))
-    canary.logprobs = convert._bytes((-1.0,), convert._FLOAT32)
-    with files_up_to(10):
-        outcome = pb.WorkerOutcome(command_id=load.command_id, ok=True, canary=canary)
-        shell.runtime.reports.outcome(shell.session, outcome)
-    assert shell.store.canary(0) is not None and faults(shell) == {"run folder": "File too large"}
-    assert shell.runtime.sessions.workers == {"w0": shell.session} and not shell.runtime.failed.done()
-
-
-async def test_what_cannot_be_tidied_ends_nothing(shell: Shell, tmp_path: Path) -> None:
-    os.rename(tmp_path / "kv", tmp_path / "away")
-    (tmp_path / "kv").write_text("no folder")
-    shell.runtime.executor.carry_out(do.ReleaseSnapshot(f"1-{'0' * 32}.kv"))
-    assert faults(shell) == {"run folder": "Not a directory"} and not shell.runtime.failed.done()
-    os.rename(shell.store.root, tmp_path / "gone")
-    await shell.runtime.look_at_storage()
-    assert faults(shell) == {"run folder": "No such file or directory"}, "and nothing is admitted"
-    os.rename(tmp_path / "gone", shell.store.root)
-    await shell.runtime.look_at_storage()
-    assert not faults(shell)
-
-
-def test_a_snapshot_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    transport = ShmTransport(tmp_path)
-    with files_up_to(100), pytest.raises(SnapshotRefused, match="no room left"):
-        transport.put(make_snapshot())
-    assert not list(tmp_path.iterdir())
-    tmp_path.rmdir()
-    with pytest.raises(SnapshotRefused, match="cannot be written"):
-        transport.put(make_snapshot())
-
-
-def test_room_is_looked_for_by_taking_it(tmp_path: Path) -> None:
-    check_room(tmp_path)
-    found = os.statvfs(tmp_path)
-    with pytest.raises(OSError, match="No space left"):
-        check_room(tmp_path, found.f_blocks * found.f_frsize + 1)
-    with files_up_to(100), pytest.raises(OSError, match="File too large"):
-        check_room(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_start_without_room_is_refused(tmp_path: Path, tiny_dense: Path) -> None:
-    with files_up_to(10), pytest.raises(InvalidValue, match=r"service.run_folder = .* room to write in"):
-        store_of(tmp_path, tiny_dense)
-
-
-# --------------------------------------------------------------------------------------------------- the event log
-
-
-async def test_an_event_log_without_room_stops_admission_and_lacks_nothing(shell: Shell, tmp_path: Path) -> None:
-    log = EventLogWriter(tmp_path / "log", shell.runtime.config, now_s=0.0)
-    shell.runtime.event_log = log
-    with files_up_to((tmp_path / "log").stat().st_size + 300):
-        for _ in range(200):
-            shell.runtime.post(on.Tick())
-        await shell.runtime.look_at_storage()
-        await shell.until(lambda: shell.state.window.closed)
-        assert faults(shell)["event log"] == "File too large"
-        shell.runtime.post(on.Tick())
-    await shell.runtime.look_at_storage()
-    await shell.until(lambda: not shell.state.window.closed)
-    log.close()
-    kinds = [type(record.event).__name__ for record in read_log(tmp_path / "log")]
-    assert kinds.count("Tick") == 201 and kinds.count("StorageChanged") >= 2
-
-
-# ---------------------------------------------------------------------------------------------------- what verify sees
-
-
-def recorded(folder: Path, tiny_dense: Path, steps: int = 3) -> list[str]:
-    """A record of so many committed steps of two groups each, and of a step that was not committed."""
-    with Recorder(folder) as recorder:
-        recorder.keep_version(0, tiny_dense)
-        for step in range(steps + 1):
-            groups = [make_group(step, number) for number in range(2)]
-            for group in groups:
-                recorder.append(group.trajectories)
-            if step < steps:
-                counts = {group.group_id: len(group.trajectories) for group in groups}
-                recorder.commit(CommittedStep(step, step + 1, counts, 1.0), tiny_dense)
-    return found(folder)
-
-
-def found(folder: Path) -> list[str]:
-    return list(missing(folder, read_trajectories(folder / TRAJECTORIES_FILE))[1])
-
-
-def test_a_record_that_lacks_what_was_committed_is_found_out(tmp_path: Path, tiny_dense: Path) -> None:
-    assert not recorded(tmp_path, tiny_dense)
-    whole = (tmp_path / TRAJECTORIES_FILE).read_bytes().splitlines(keepends=True)
-    steps = (tmp_path / STEPS_FILE).read_bytes().splitlines(keepends=True)
-    for cut in (1, 2, 6, 12):  # of 16 lines, 4 a step
-        (tmp_path / TRAJECTORIES_FILE).write_bytes(b"".join(whole[:-cut]))
-        assert bool(found(tmp_path)) == (cut > 4), cut
-    (tmp_path / TRAJECTORIES_FILE).write_bytes(b"".join(whole[4:]))
-    assert "step 0 was committed, and the record lacks groups of it: s0-g0 (0 of 2 trajectories)" in found(tmp_path)[0]
-    (tmp_path / TRAJECTORIES_FILE).write_bytes(b"".join(whole)[:-30])
-    assert not found(tmp_path), "a torn line at the end was never acknowledged"
-    (tmp_path / TRAJECTORIES_FILE).write_bytes(b"".join(whole))
-    for kept, complaint in (
-        (steps[:2], "though step 2 was not committed"),
-        (steps[1:], "step 0 is missing"),
-        (steps[:1] + steps[2:], "step 1 is missing"),
-        ([], "though step 0 was not committed"),
-        ([steps[0], steps[1].replace(b"s1-g1", b"s1-g0"), steps[2]], "committed without it"),
-        ([steps[0], steps[1].replace(b"s1-g1", b"s0-g1"), steps[2]], "in step 0 and in step 1"),
-        ([*steps, steps[2]], ""),
-    ):
-        (tmp_path / STEPS_FILE).write_bytes(b"".join(kept))
-        assert complaint in " ".join(found(tmp_path)) and bool(complaint) == bool(found(tmp_path)), kept
-    (tmp_path / STEPS_FILE).unlink()
-    assert found(tmp_path) == [f"{STEPS_FILE} is missing: the record does not say which steps were committed."]
-
-
-def test_a_cancelled_groups_lines_are_no_violation(tmp_path: Path, tiny_dense: Path) -> None:
-    recorded(tmp_path, tiny_dense)
-    with Recorder(tmp_path) as recorder:
-        recorder.append(make_group(0, 5).trajectories)
-    assert found(tmp_path) == ["group s0-g5 is recorded of step 0, which was committed without it."]
-    (tmp_path / CANCELLED_FILE).write_text(json.dumps({"group_id": "s0-g5"}) + "\n")
-    assert not found(tmp_path)
-    os.rename(tmp_path / "versions" / "2", tmp_path / "elsewhere")
-    assert found(tmp_path) == ["version 2, which step 1 published, is not in the record."]
+    monkeypatch.setattr(setup, "Recorder", Kept)
+    record = tmp_path / "record"
+    config = configured(tiny_dense, workers__engine="fake", workers__count=1, record=str(record))
+    taken: list[list[TrajectoryGroup]] = []
+    async with running(config) as handle, Operator(handle.address, handle.token) as operator:
+        steps_file = made[0]._steps
+        with full_device() as full:
+            true_stream, steps_file._stream = steps_file._stream, full
+            async with dora.Trainer(handle.address, token=handle.token, reconnect_s=5) as trainer:
+                training = asyncio.create_task(train(handle, trainer, steps=2, groups=4))
+                status = await during(training, until(operator, lambda status: status.storage_faults))
+                assert [fault.place for fault in status.storage_faults] == ["record"]
+                assert (await operator.status()).newest_version == 0 and not training.done()
+                steps_file._stream = true_stream
+                taken = await training
+        status = await operator.status()
+        assert not status.storage_faults and status.counters["groups_lost"] == 0
+    check_promises(taken, window=2, groups=4)
+    assert sorted(read_steps(record / STEPS_FILE)[0]) == [0, 1]

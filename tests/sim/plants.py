@@ -70,6 +70,19 @@ def warm_up_over_submits(patch: Patch) -> None:
     )
 
 
+def full_storage_is_not_looked_at(patch: Patch) -> None:
+    patch.setattr(Window, "closed", property(lambda self: False, lambda self, closed: None), raising=False)
+
+
+def full_storage_closes_for_ever(patch: Patch) -> None:
+    closed = property(lambda self: self.__dict__.get("shut", False), lambda self, closed: _shut(self, closed))
+    patch.setattr(Window, "closed", closed, raising=False)
+
+
+def _shut(window: Window, closed: bool) -> None:
+    window.__dict__["shut"] = closed or window.__dict__.get("shut", False)
+
+
 def takes_whatever_is_finished(patch: Patch) -> None:
     patch.setattr(Window, "takeable", lambda self, version: self.left > 0 and self.newest == self.step)
 

@@ -28,6 +28,8 @@ BUGS = [
     Bug("warm-up submits more than a step may take", "C3", plants.warm_up_over_submits),
     Bug("a step takes what is finished, not what is due", "C3|C1", plants.takes_whatever_is_finished),
     Bug("what is in flight is not counted (verl-recipe 113)", "C3", plants.in_flight_not_counted),
+    Bug("full storage stops nothing", "while storage is full", plants.full_storage_is_not_looked_at, "storage"),
+    Bug("admission stays closed once storage is well", "not done", plants.full_storage_closes_for_ever, "storage"),
     Bug("a cancelled group's place is not given back", "C3", plants.cancelled_keeps_its_place),
     Bug("staleness passes its bound after recovery (AReaL 1388)", "C3", plants.recovery_forgets_what_was_taken),
     Bug("an undersized buffer: prompts are asked for once only", "not done", plants.draws_prompts_once),

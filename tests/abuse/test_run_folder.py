@@ -1,0 +1,127 @@
+"""Shared memory or an event log without room: nothing is admitted, no stream breaks, nothing is half written."""
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from dora.errors import InvalidValue, SnapshotRefused
+from dora.kvtransfer.shm import ShmTransport
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.eventlog import EventLogWriter, read_log
+from dora.orchestrator.setup import store_of
+from dora.orchestrator.storage import check_room
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.errors import LimitExceeded
+from tests.abuse.full import faults, files_up_to, fill
+from tests.contract.test_snapshot import make_snapshot
+from tests.unit.test_runtime import Shell
+
+
+@pytest.fixture
+async def shell(tmp_path: Path, tiny_dense: Path) -> AsyncIterator[Shell]:
+    made = Shell(tmp_path, tiny_dense, None)
+    yield made
+    await made.runtime.close()
+
+
+async def test_weights_that_do_not_fit_leave_nothing_and_may_be_published_again(shell: Shell) -> None:
+    request = shell.commit_request()
+    await fill(shell)
+    await shell.runtime.recorder.written()
+    with files_up_to(10), pytest.raises(LimitExceeded, match=r"weights: version 1 = .* run folder .*repeat it later"):
+        await shell.trainer.CommitStep(request, None)
+    assert faults(shell) == {"run folder": "File too large"}
+    assert [file.name for file in (shell.store.root / "versions").iterdir()] == ["0"]
+    assert not list((shell.store.root / "incoming").iterdir())
+    await shell.runtime.look_at_storage()
+    assert not faults(shell)
+    assert (await shell.trainer.CommitStep(shell.commit_request(), None)).next_step == 1
+
+
+async def test_an_upload_that_does_not_fit_leaves_nothing(shell: Shell) -> None:
+    await shell.trainer.Attach(pb.AttachRequest(groups_per_step=1), None)
+
+    async def messages() -> AsyncIterator[pb.WeightChunk]:
+        header = pb.WeightFileHeader(trainer_epoch=1, version=1, file_name="a.safetensors", file_bytes=8000)
+        yield pb.WeightChunk(header=header)
+        for _ in range(8):
+            yield pb.WeightChunk(content=bytes(1000))
+
+    with files_up_to(2500), pytest.raises(LimitExceeded, match=r"a\.safetensors = '8,000 bytes' .*File too large"):
+        await shell.trainer.UploadWeights(messages(), None)
+    assert not list((shell.store.root / "incoming" / "1-1").iterdir())
+    assert (await shell.trainer.UploadWeights(messages(), None)).file_bytes == 8000
+
+
+async def test_a_workers_canary_that_cannot_be_written_breaks_no_stream(shell: Shell) -> None:
+    """Without the file every later worker is held to it all the same."""
+    (load,) = [p.command for p in shell.state.pending.values() if isinstance(p.command, do.LoadVersion)]
+    canary = pb.Canary(token_ids=convert._bytes((1, 2), convert._INT32))
+    canary.logprobs = convert._bytes((-1.0,), convert._FLOAT32)
+    with files_up_to(10):
+        outcome = pb.WorkerOutcome(command_id=load.command_id, ok=True, canary=canary)
+        shell.runtime.reports.outcome(shell.session, outcome)
+    assert shell.store.canary(0) is not None and faults(shell) == {"run folder": "File too large"}
+    assert shell.runtime.sessions.workers == {"w0": shell.session} and not shell.runtime.failed.done()
+
+
+async def test_what_cannot_be_tidied_ends_nothing(shell: Shell, tmp_path: Path) -> None:
+    os.rename(tmp_path / "kv", tmp_path / "away")
+    (tmp_path / "kv").write_text("no folder")
+    shell.runtime.executor.carry_out(do.ReleaseSnapshot(f"1-{'0' * 32}.kv"))
+    assert faults(shell) == {"run folder": "Not a directory"} and not shell.runtime.failed.done()
+    os.rename(shell.store.root, tmp_path / "gone")
+    await shell.runtime.look_at_storage()
+    assert faults(shell) == {"run folder": "No such file or directory"}, "and nothing is admitted"
+    os.rename(tmp_path / "gone", shell.store.root)
+    await shell.runtime.look_at_storage()
+    assert not faults(shell)
+
+
+def test_a_snapshot_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    transport = ShmTransport(tmp_path)
+    with files_up_to(100), pytest.raises(SnapshotRefused, match="no room left"):
+        transport.put(make_snapshot())
+    assert not list(tmp_path.iterdir())
+    tmp_path.rmdir()
+    with pytest.raises(SnapshotRefused, match="cannot be written"):
+        transport.put(make_snapshot())
+
+
+def test_room_is_looked_for_by_taking_it(tmp_path: Path) -> None:
+    check_room(tmp_path)
+    found = os.statvfs(tmp_path)
+    with pytest.raises(OSError, match="No space left"):
+        check_room(tmp_path, found.f_blocks * found.f_frsize + 1)
+    with files_up_to(100), pytest.raises(OSError, match="File too large"):
+        check_room(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_start_without_room_is_refused(tmp_path: Path, tiny_dense: Path) -> None:
+    with files_up_to(10), pytest.raises(InvalidValue, match=r"service.run_folder = .* room to write in"):
+        store_of(tmp_path, tiny_dense)
+
+
+# --------------------------------------------------------------------------------------------------- the event log
+
+
+async def test_an_event_log_without_room_stops_admission_and_lacks_nothing(shell: Shell, tmp_path: Path) -> None:
+    log = EventLogWriter(tmp_path / "log", shell.runtime.config, now_s=0.0)
+    shell.runtime.event_log = log
+    with files_up_to((tmp_path / "log").stat().st_size + 300):
+        for _ in range(200):
+            shell.runtime.post(on.Tick())
+        await shell.runtime.look_at_storage()
+        await shell.until(lambda: shell.state.window.closed)
+        assert faults(shell)["event log"] == "File too large"
+        shell.runtime.post(on.Tick())
+    await shell.runtime.look_at_storage()
+    await shell.until(lambda: not shell.state.window.closed)
+    log.close()
+    kinds = [type(record.event).__name__ for record in read_log(tmp_path / "log")]
+    assert kinds.count("Tick") == 201 and kinds.count("StorageChanged") >= 2
