@@ -195,7 +195,9 @@ class Config(Section):
     """Everything ``dora serve`` needs."""
 
     model: str = Field("smollm2", min_length=1, description="smollm2, tiny, tiny-moe, or a Hugging Face folder")
-    prompts: str = Field("reasoning-gym:chain_sum", min_length=1, description="task mix, JSONL file, tiny, or none")
+    prompts: str = Field(
+        "reasoning-gym:chain_sum", min_length=1, description="task mix, JSONL file, counting, tiny or none"
+    )
     record: str = Field("", description="folder for delivered trajectories and published versions; empty: none")
     cache: str = Field("", description="folder for prepared models; empty: the user's cache folder")
     window: WindowConfig = WindowConfig()

@@ -51,7 +51,9 @@ def serve(
     ] = None,
     prompts: Annotated[
         str | None,
-        typer.Option(autocompletion=completion.prompts, help="reasoning-gym:TASK,..., a JSONL file, tiny, or none."),
+        typer.Option(
+            autocompletion=completion.prompts, help="reasoning-gym:TASK,..., a JSONL file, counting, tiny, or none."
+        ),
     ] = None,
     reward: Annotated[
         str | None,

@@ -14,7 +14,6 @@ from dora.trainers.loss import clipped_token_loss, kl_sum
 from dora.trajectory import Trajectory, TrajectoryGroup
 
 
-
 @dataclass(frozen=True, slots=True)
 class LearnerConfig:
     """Hyper-parameters; defaults are DAPO's where it names one."""
