@@ -31,7 +31,7 @@ REQUESTS_MOST: Final = 200
 MEANING_MOST: Final = 60  # characters
 FILES_MOST: Final = 200  # of a folder, that are looked at
 FILE_BYTES_MOST: Final = 1 << 20
-REWARDS: Final = ("dora.rewards.answer:score", "dora.rewards.reasoning_gym:score", "dora.rewards.tiny:score")
+REWARDS: Final = tuple(f"dora.rewards.{name}:score" for name in ("answer", "counting", "reasoning_gym", "tiny"))
 REWARD_PARAMETERS: Final = 4
 TASKS: Final = "reasoning-gym:"
 TASK_NAME: Final = re.compile(r'^DATASET_NAME = "(\w+)"', re.MULTILINE)
@@ -135,7 +135,7 @@ def prompts(incomplete: str) -> Found:
         before = incomplete[: incomplete.rfind(",") + 1] or TASKS
         return [f"{before}{task}" for task in _tasks()]
     files = [file for file in _beside(incomplete) if file.is_dir() or file.suffix in (".jsonl", ".parquet")]
-    return ["tiny", "none", TASKS, *(f"{file}/" if file.is_dir() else str(file) for file in files)]
+    return ["counting", "tiny", "none", TASKS, *(f"{file}/" if file.is_dir() else str(file) for file in files)]
 
 
 def rewards(incomplete: str) -> Found:

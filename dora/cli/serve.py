@@ -53,7 +53,8 @@ def serve(
     prompts: Annotated[
         str | None,
         typer.Option(
-            autocompletion=completion.prompts, help="reasoning-gym:TASK,..., a file, a dataset's folder, tiny, or none."
+            autocompletion=completion.prompts,
+            help="reasoning-gym:TASK,..., a file, a dataset's folder, counting, tiny, or none.",
         ),
     ] = None,
     reward: Annotated[

@@ -100,6 +100,18 @@ def step_summaries(rows: Iterable[Row], trained: Trained) -> list[StepSummary]:
     return [_summary(step, members[step]) for step in sorted(members)]
 
 
+def quarters(steps: Sequence[StepSummary]) -> tuple[Sequence[StepSummary], Sequence[StepSummary]]:
+    """The first and the last quarter of a run's steps, at least one step each."""
+    length = max(1, len(steps) // 4)
+    return steps[:length], steps[-length:]
+
+
+def mean_reward(steps: Sequence[StepSummary]) -> float | None:
+    """Over the steps that have a reward; None where none has."""
+    rewards = [step.mean_reward for step in steps if step.mean_reward is not None]
+    return fmean(rewards) if rewards else None
+
+
 def _summary(step: int, rows: Sequence[Row]) -> StepSummary:
     scored = sorted((row for row in rows if _valid(row)), key=lambda row: float(row["reward"]))
     rewards = [row["reward"] for row in scored]

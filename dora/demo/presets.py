@@ -43,9 +43,10 @@ TINY = DemoPreset(
 )
 
 PRESETS: dict[str, DemoPreset] = {
-    # Two cores train about as fast as they sample (80 to 150 tokens a second). A trainer of few layers in mixed
-    # precision is ahead of engines with few slots, so a new version finds responses under way. The trainer has one
-    # thread: two of them, beside two engines on two cores, would wait for each other most of the time.
+    # Two cores train about as fast as they sample (80 to 150 tokens a second), so a run of two minutes has some 10,000
+    # tokens to learn from: short answers, scored number by number, and a learning rate that a longer run would not
+    # bear. Of 30 layers the last 3 are trained. The trainer has one thread: two of them, beside two engines on two
+    # cores, would wait for each other most of the time.
     "smollm2": DemoPreset(
         prompts="counting",
         groups=4,

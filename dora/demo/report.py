@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Annotated, TypedDict
 
-from dora.demo.audit import Audit, Row, Trained, audit, step_summaries
+from dora.demo.audit import Audit, Row, Trained, audit, mean_reward, quarters, step_summaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +94,7 @@ def build_report(
     """
     found = audit(record_rows, trained)
     steps = step_summaries(record_rows, trained)
-    rewards = [step.mean_reward for step in steps]
-    quarter = max(1, len(rewards) // 4)
+    first, last = quarters(steps)
     vanished = _vanished(counters, run)
     report: DemoReport = {
         "model": run.model,
@@ -122,9 +120,9 @@ def build_report(
         "blackout_ms_p50": counters.get("blackout_ms_p50"),  # None where nothing migrated
         "blackout_ms_p99": counters.get("blackout_ms_p99"),
         "workers_lost": int(counters.get("workers_lost", 0)),
-        "mean_reward_by_step": rewards,
-        "reward_first": _mean(rewards[:quarter]),
-        "reward_last": _mean(rewards[-quarter:]),
+        "mean_reward_by_step": [step.mean_reward for step in steps],
+        "reward_first": mean_reward(first),
+        "reward_last": mean_reward(last),
         "answer_first": steps[0].answer if steps else "",
         "answer_last": steps[-1].answer if steps else "",
         "tokens_per_s": round(counters.get("tokens_generated", 0.0) / seconds.rollout, 2) if seconds.rollout else 0.0,
@@ -139,11 +137,6 @@ def build_report(
     }
     report["failures"] = _failures(report, run)
     return report
-
-
-def _mean(rewards: Sequence[float | None]) -> float | None:
-    scored = [reward for reward in rewards if reward is not None]
-    return fmean(scored) if scored else None
 
 
 def _vanished(counters: Mapping[str, float], run: DemoRun) -> int:

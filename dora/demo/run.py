@@ -90,7 +90,8 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
     if watched.trainer_failure:
         report["failures"].append(watched.trainer_failure)
     folder.report.write_text(json.dumps(report, indent=2) + "\n")
-    title = f"dora demo: {run.model}, {report['steps']} steps, window {run.window}, {run.workers} workers"
+    name = Path(run.model).name  # of a folder's path the end: the title has one line
+    title = f"dora demo: {name}, {report['steps']} steps, window {run.window}, {run.workers} workers"
     steps = step_summaries(rows, watched.trained)
     await asyncio.to_thread(draw_timeline, read_series(folder.series), steps, title, run.window, folder.timeline)
     return report

@@ -47,7 +47,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         f"{report['groups_lost']} groups lost, {report['groups_duplicated']} delivered twice, "
         f"{report['c1_violations']} responses of mixed versions",
     )
-    yield "staleness", f"at most {report['staleness_max']}, as allowed are {report['window'] - 1}"
+    yield "staleness", f"at most {report['staleness_max']} (allowed: {report['window'] - 1})"
     yield "versions", f"{report['versions_live_max']} live at once, {report['steps']} published"
     yield "moves", _moves(report)
     yield "reward", _reward(report)
@@ -62,9 +62,8 @@ def _moves(report: Mapping[str, Any]) -> str:
     text = f"{report['migrations_kv']} requests went to another worker with their KV"
     if report["blackout_ms_p50"] is not None:
         text += f" (half of them without a token for {report['blackout_ms_p50'] / 1000:.1f} s or less)"
-    return (
-        f"{text}, {report['migrations_reprefill']} without; {report['tokens_reprefilled']} tokens were computed twice"
-    )
+    text += f", {report['migrations_reprefill']} without it"
+    return f"{text}; {report['tokens_reprefilled']} tokens were computed twice"
 
 
 def _reward(report: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dora.demo.audit import StepSummary
+from dora.demo.audit import StepSummary, mean_reward, quarters
 from dora.demo.series import Sample, stretches
 
 INK, SOFT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -46,7 +46,7 @@ def draw_timeline(samples: Sequence[Sample], steps: Sequence[StepSummary], title
 
 
 def _draw_reward(axes: Any, steps: Sequence[StepSummary]) -> None:
-    _panel(axes, "Mean reward", "training step", "reward")
+    _panel(axes, "Mean reward (dashed: of the first and of the last quarter of the steps)", "training step", "reward")
     _whole_ticks(axes.xaxis)
     scored = [(step.step, step.mean_reward) for step in steps if step.mean_reward is not None]
     if not scored:
@@ -58,6 +58,10 @@ def _draw_reward(axes: Any, steps: Sequence[StepSummary]) -> None:
         axes.plot(numbers, _running_mean(rewards, 10), color=BLUE, linewidth=2.2, label="mean of 10 steps")
         axes.legend(frameon=False, loc="upper left")
     axes.set_ylim(bottom=min(0.0, *rewards))
+    for part in quarters(steps) if len(steps) >= 4 else ():
+        if (mean := mean_reward(part)) is not None:
+            axes.hlines(mean, part[0].step - 0.4, part[-1].step + 0.4, color=INK, linestyles=(0, (4, 3)), linewidth=1.2)
+            axes.annotate(f"{mean:.2f}", (part[0].step - 0.4, mean), xytext=(0, 3), textcoords="offset points")
 
 
 def _draw_staleness(axes: Any, steps: Sequence[StepSummary], window: int) -> None:

@@ -14,7 +14,7 @@ from dora.types import Prompt
 
 REWARD: Final = "dora.rewards.counting:score"
 FIRST_MAX: Final = 9
-COUNT_MIN, COUNT_MAX = 3, 30
+COUNT_MIN, COUNT_MAX = 3, 16  # so many, of two digits each, are 63 tokens of SmolLM2
 COUNT_MEDIAN_LOG, COUNT_SIGMA = 1.6, 0.7  # of the lognormal distribution: a median of 5
 
 

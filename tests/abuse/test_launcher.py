@@ -39,6 +39,25 @@ async def test_the_service_ends_when_no_worker_is_left(tmp_path: Path) -> None:
     await launcher.close()
 
 
+async def test_a_process_that_waits_is_told_what_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "WORKER_MODULE", "fileinput")  # prints every line of stdin, then ends
+    monkeypatch.setattr(launching, "WAIT_OPTION", "-")
+    launcher = launcher_of({"w0": ["-c", "told"]}, tmp_path, restarts=0)
+    await launcher.begin()
+    launcher.start()
+    with pytest.raises(WorkerStartError, match=r'last with 0: .*\["-c", "told"\]'):
+        await asyncio.wait_for(launcher.failed, 60)
+    await launcher.close()
+
+
+async def test_a_process_that_waits_ends_with_the_service(tmp_path: Path) -> None:
+    launcher = launcher_of({"w0": LIVES, "w1": LIVES}, tmp_path, restarts=0)
+    await launcher.begin()
+    await asyncio.wait_for(launcher.close(), 60)
+    assert [worker.process.returncode for worker in launcher._workers.values() if worker.process] == [-15, -15]
+    await launcher.close()  # as a service does that ends as it should
+
+
 def test_deaths_count_for_a_while_and_not_for_a_whole_life() -> None:
     worker = _Worker("w0")
     assert [worker.dies(at_s) for at_s in (0.0, 1.0, DEATHS_WITHIN_S)] == [1, 2, 3]

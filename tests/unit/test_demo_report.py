@@ -102,7 +102,7 @@ def test_the_summary_says_what_was_seen() -> None:
     for part in (
         "3 steps of tiny in 12.0 s: every promise held",
         "0 groups lost, 0 delivered twice, 0 responses of mixed versions",
-        "at most 1, as allowed are 1",
+        "at most 1 (allowed: 1)",
         "2 live at once",
         "5 requests went to another worker with their KV",
         "0.10 in the first quarter of the steps, 0.70 in the last: 0.10, 0.20, 0.70",

@@ -58,7 +58,7 @@ def test_a_chat_template_may_be_missing_wrong_or_refuse(tiny_dense: Path, tmp_pa
         ChatTokenizer(tmp_path).render(CHAT)
 
 
-@pytest.mark.parametrize("spec", ["tiny", "reasoning-gym:chain_sum:2,leg_counting:1"])
+@pytest.mark.parametrize("spec", ["counting", "tiny", "reasoning-gym:chain_sum:2,leg_counting:1"])
 def test_endless_sources_are_functions_of_seed_and_index(spec: str, tokenizer: ChatTokenizer) -> None:
     prompts = list(islice(resolve_prompts(spec, tokenizer, seed=3), 1100))
     again = resolve_prompts(spec, tokenizer, seed=3)
@@ -80,6 +80,18 @@ def test_tiny_prompts_name_a_class_and_carry_its_characters(tokenizer: ChatToken
         assert json.loads(prompt.verifier_json) == {"characters": CLASSES[word]}
         assert len(prompt.token_ids) == 2 and prompt.task_id == f"tiny.{word.lower()}"
     assert seen == set(CLASSES)
+
+
+def test_counting_prompts_ask_for_few_numbers_and_now_and_then_for_many(tokenizer: ChatTokenizer) -> None:
+    source = resolve_prompts("counting", tokenizer)
+    assert source.reward == "dora.rewards.counting:score"
+    counts = []
+    for prompt in islice(source, 500):
+        asked = json.loads(prompt.verifier_json)
+        assert f"from {asked['first']} to {asked['last']}, separated by commas" in prompt.text
+        counts.append(asked["last"] - asked["first"] + 1)
+    counts.sort()
+    assert counts[0] >= 3 and counts[250] <= 6 and 13 <= counts[480] <= counts[-1] <= 16
 
 
 def test_a_mix_follows_its_weights_and_its_entries_can_be_scored(tokenizer: ChatTokenizer) -> None:

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from dora.errors import InvalidValue
 from dora.models.tiny_vocabulary import VOCABULARY, write_tokenizer
-from dora.rewards import RewardRunner, answer, tiny
+from dora.rewards import RewardRunner, answer, counting, tiny
 from dora.rewards.verdict import verdict as checked
 from dora.types import Reward
 
@@ -170,6 +170,27 @@ def test_the_tiny_verifier_counts_characters_of_the_class() -> None:
     verifier = {"characters": "0123456789"}
     assert tiny.score("DIGITS", "12ab", [], verifier) == 0.5
     assert tiny.score("DIGITS", "", [], verifier) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "reward", "correct"),
+    [
+        ("7, 8, 9, 10", 1.0, 1.0),
+        ("7 8 9 10.", 1.0, 1.0),
+        ("7, 8, 9", 0.75, 0.0),
+        ("7, 8, 9, 10, 11", 0.8, 0.0),
+        ("Numbers 7 to 10: 7, 8, 9, 10", 1 / 6, 0.0),
+        ("8, 9, 10", 0.0, 0.0),
+        ("Sure!", 0.0, 0.0),
+        ("", 0.0, 0.0),
+        ("9" * 5000, 0.0, 0.0),
+    ],
+)
+def test_the_counting_verifier_scores_numbers_in_their_place(response: str, reward: float, correct: float) -> None:
+    found = counting.score("", response, [], {"first": 7, "last": 10})
+    assert found["reward"] == pytest.approx(reward)
+    assert found["components"] == {"correct": correct}
+    assert len(found["log"]) < 300
 
 
 def test_the_answer_verifier_takes_the_last_tag_or_everything() -> None:

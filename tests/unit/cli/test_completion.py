@@ -85,7 +85,7 @@ def test_prompts_are_names_tasks_and_files(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "sets").mkdir()
     for name in ("mine.jsonl", "notes.txt", "sets/a.jsonl", "sets/.hidden.jsonl"):
         (tmp_path / name).write_text("")
-    assert completed("dora serve --prompts ") == ["tiny", "none", "reasoning-gym:", "mine.jsonl", "sets/"]
+    assert completed("dora serve --prompts ") == ["counting", "tiny", "none", "reasoning-gym:", "mine.jsonl", "sets/"]
     assert completed("dora serve --prompts sets/") == ["sets/a.jsonl"]
     assert completed("dora serve --prompts reasoning-gym:chain") == ["reasoning-gym:chain_sum"]
     two = completed("dora serve --prompts reasoning-gym:chain_sum:2,leg")
