@@ -1,0 +1,283 @@
+"""The door of a worker: other workers connect to it, and what they send arrives.
+
+One thread listens; each connection has one of its own, which is where bytes are received and checked.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from dora.errors import InvalidValue, SnapshotRefused, TransferFailed
+from dora.kvtransfer.arrivals import Arrival, Arrivals
+from dora.kvtransfer.checksum import Digest, digest_with
+from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.peer import Identity, answer
+from dora.kvtransfer.transport import CHUNK_BYTES, Ready, Receiver
+from dora.kvtransfer.wire import Frame, Kind, Stream
+
+log = logging.getLogger("dora.worker")
+
+TICK_S: Final = 0.25  # how soon a thread sees that it is to end
+GREETING_S: Final = 10.0
+CONNECTIONS_MOST: Final = 4096
+VOID_MOST: Final = 16
+PENDING_MOST: Final = 4  # chunks that are on their way while another is checked
+
+MakeReceiver = Callable[[Identity, Stream], Receiver]
+
+
+class Door:
+    """A listening socket, open from the start so that its address can be told; ``open`` lets others in."""
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        try:
+            self._socket = socket.create_server((host, port), family=_family(host))
+        except OSError as error:
+            raise InvalidValue("kv address", f"{host}:{port}", f"an address of this host ({error.strerror})") from error
+        self.address = _shown(host, self._socket.getsockname()[1])
+        self._stopping = threading.Event()
+        self._threads: dict[threading.Thread, Stream] = {}
+        self._listening: threading.Thread | None = None
+
+    def open(self, serve: Callable[[Stream, threading.Event], None], timeout_s: float) -> None:
+        """``serve`` is run for each connection, in a thread of its own, and ends when the event is set."""
+        self._listening = threading.Thread(target=self._listen, args=(serve, timeout_s), name="kv-door", daemon=True)
+        self._listening.start()
+
+    def close(self) -> None:
+        """May be repeated."""
+        self._stopping.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._listening is not None:
+            self._listening.join()
+        self._socket.close()
+        for thread, stream in list(self._threads.items()):
+            stream.stop()
+            thread.join()
+
+    def _listen(self, serve: Callable[[Stream, threading.Event], None], timeout_s: float) -> None:
+        while not self._stopping.is_set():
+            try:
+                connected, _ = self._socket.accept()
+            except OSError:  # closed, or no descriptor is free
+                self._stopping.wait(TICK_S)
+                continue
+            self._threads = {thread: stream for thread, stream in self._threads.items() if thread.is_alive()}
+            if len(self._threads) >= CONNECTIONS_MOST:
+                connected.close()
+                continue
+            stream = Stream(connected, timeout_s)
+            thread = threading.Thread(target=self._run, args=(serve, stream), name="kv-in", daemon=True)
+            self._threads[thread] = stream
+            thread.start()
+
+    def _run(self, serve: Callable[[Stream, threading.Event], None], stream: Stream) -> None:
+        try:
+            serve(stream, self._stopping)
+        finally:
+            stream.close()
+
+
+class Incoming:
+    """Serves one connection after the other's words, on the thread of each."""
+
+    def __init__(
+        self,
+        own: Identity,
+        secret: bytes,
+        arrivals: Arrivals,
+        pool: Pool,
+        receivers: Mapping[str, MakeReceiver],
+        timeout_s: float,
+    ) -> None:
+        self._own = own
+        self._secret = secret
+        self._arrivals = arrivals
+        self._pool = pool
+        self._receivers = receivers
+        self._timeout_s = timeout_s
+
+    def serve(self, stream: Stream, stopping: threading.Event) -> None:
+        try:
+            peer = answer(stream, self._own, self._secret)
+        except TransferFailed as error:
+            log.warning("kv: %s", error)
+            return
+        connection = _Connection(stream, peer, self._arrivals, self._pool, self._receivers, self._digest(peer))
+        try:
+            connection.run(stopping, self._timeout_s)
+        except TransferFailed as error:
+            if not stopping.is_set():
+                log.info("kv: from %s: %s", peer.worker_id, error)
+        finally:
+            connection.close()
+
+    def _digest(self, peer: Identity) -> Digest:
+        return digest_with("xxh3" if peer.host == self._own.host else "blake3", self._secret)
+
+
+class _Connection:
+    """One pair's stream, from the receiving side."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        peer: Identity,
+        arrivals: Arrivals,
+        pool: Pool,
+        receivers: Mapping[str, MakeReceiver],
+        digest: Digest,
+    ) -> None:
+        self._stream = stream
+        self._peer = peer
+        self._arrivals = arrivals
+        self._pool = pool
+        self._make = receivers
+        self._digest = digest
+        self._receivers: dict[str, Receiver] = {}
+        self._uses: dict[str, Receiver] = {}  # key -> by which it comes
+        self._void: dict[str, Receiver] = {}  # the same, of what was refused and is still being sent
+        self._pending: deque[tuple[Arrival, Ready | None, memoryview, bytes]] = deque()
+        self._obey: dict[Kind, Callable[[Frame], None]] = {
+            Kind.ATTACH: self._attach,
+            Kind.OPEN: self._open,
+            Kind.CHUNK: self._chunk,
+            Kind.COMMIT: self._commit,
+            Kind.CANCEL: self._cancel,
+        }
+
+    def run(self, stopping: threading.Event, timeout_s: float) -> None:
+        """Until the other end is gone, stops in the middle of a snapshot, or breaks the rules."""
+        heard_s = time.monotonic()
+        while not stopping.is_set():
+            if not self._stream.is_readable(TICK_S):
+                if self._uses and time.monotonic() - heard_s > timeout_s:
+                    raise TransferFailed(f"it stopped in the middle of a snapshot for {timeout_s:g} s")
+                continue
+            frame = self._stream.receive()
+            heard_s = time.monotonic()
+            obey = self._obey.get(frame.kind)
+            if obey is None:
+                raise TransferFailed(f"it sent {frame.kind.name}")
+            try:
+                obey(frame)
+            except (KeyError, TypeError, ValueError) as error:
+                raise TransferFailed(f"its {frame.kind.name} makes no sense: {error!r}") from error
+
+    def close(self) -> None:
+        self._pending.clear()
+        for key in self._uses:
+            self._arrivals.drop(key)
+        for receiver in self._receivers.values():
+            receiver.close()
+
+    def _attach(self, frame: Frame) -> None:
+        name = str(frame.head["transport"])
+        make = self._make.get(name)
+        try:
+            if make is None or frame.body_bytes:
+                raise SnapshotRefused(f"transport {name!r}: this worker has {', '.join(self._make)}")
+            if name in self._receivers:
+                self._receivers.pop(name).close()
+            self._receivers[name] = receiver = make(self._peer, self._stream)
+            given = receiver.attach(frame.head)
+        except (SnapshotRefused, TransferFailed) as error:
+            self._stream.send(Kind.REFUSED, {"reason": str(error)})
+            return
+        self._stream.send(Kind.ATTACHED, given)
+
+    def _open(self, frame: Frame) -> None:
+        head = frame.head
+        key, ticket, body_bytes = str(head["key"]), str(head["ticket"]), int(head["size"])
+        try:
+            receiver = self._receivers[str(head["transport"])]
+            self._arrivals.check_opening(ticket, self._peer.epoch, key, body_bytes)
+            landing = receiver.begin(head, body_bytes, self._pool)
+            self._arrivals.begin(Arrival(key, ticket, self._peer.epoch, landing.body))
+        except (SnapshotRefused, TransferFailed) as error:
+            self._refuse(key, str(error))
+            return
+        self._uses[key] = receiver
+        self._stream.send(Kind.OPENED, {"key": key, **landing.answer})
+
+    def _chunk(self, frame: Frame) -> None:
+        head = frame.head
+        key, at, size, expected = str(head["key"]), int(head["at"]), int(head["size"]), bytes(head["sum"])
+        if key in self._void:
+            self._void[key].skip(self._stream, frame)
+            return
+        receiver, arrival = self._uses[key], self._arrivals.find(key)
+        if arrival is None:
+            receiver.skip(self._stream, frame)
+            self._refuse(key, "it is expected no longer")
+            return
+        if at != arrival.filled_bytes or not 0 < size <= CHUNK_BYTES or at + size > arrival.body.nbytes:
+            whole, before = arrival.body.nbytes, arrival.filled_bytes
+            raise TransferFailed(f"{key}: bytes {at} to {at + size} of {whole}, after {before}")
+        target = arrival.body[at : at + size].data
+        arrival.filled_bytes += size
+        ready = receiver.chunk(self._stream, frame, target)
+        self._pending.append((arrival, ready, target, expected))
+        self._check_pending(PENDING_MOST if ready is not None else 0)
+
+    def _check_pending(self, left: int) -> None:
+        """Checks chunks in the order in which they came, until so many are left."""
+        while len(self._pending) > left:
+            arrival, ready, target, expected = self._pending.popleft()
+            if ready is not None:
+                ready()
+            found = self._digest([target])
+            arrival.sums.append(found)
+            if found != expected and arrival.key in self._uses:
+                number = len(arrival.sums)
+                self._refuse(arrival.key, f"checksum of chunk {number}: its bytes are not those that were sent")
+
+    def _commit(self, frame: Frame) -> None:
+        key, expected = str(frame.head["key"]), bytes(frame.head["sum"])
+        head = self._stream.read(frame.body_bytes)
+        self._check_pending(0)
+        if self._void.pop(key, None) is not None:
+            return
+        arrival = self._arrivals.find(key)
+        if arrival is None:
+            self._refuse(key, "it is expected no longer")
+        elif arrival.filled_bytes != arrival.body.nbytes:
+            self._refuse(key, f"{arrival.filled_bytes} bytes came, {arrival.body.nbytes} were announced")
+        elif self._digest([*arrival.sums, head]) != expected or not head:
+            self._refuse(key, "checksum of the head: its bytes are not those that were sent")
+        elif not self._arrivals.complete(arrival, head):
+            self._refuse(key, "it is expected no longer")
+        else:
+            del self._uses[key]
+            self._stream.send(Kind.ARRIVED, {"key": key})
+
+    def _cancel(self, frame: Frame) -> None:
+        key = str(frame.head["key"])
+        self._check_pending(0)
+        self._void.pop(key, None)
+        if self._uses.pop(key, None) is not None:
+            self._arrivals.drop(key)
+
+    def _refuse(self, key: str, reason: str) -> None:
+        receiver = self._uses.pop(key, None)
+        if receiver is not None:
+            self._void[key] = receiver
+            if len(self._void) > VOID_MOST:
+                raise TransferFailed(f"{len(self._void)} snapshots were refused, and neither ended nor cancelled")
+        self._arrivals.drop(key)
+        log.warning("kv: %s from %s is refused: %s", key, self._peer.worker_id, reason)
+        self._stream.send(Kind.REFUSED, {"key": key, "reason": reason})
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _shown(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
