@@ -72,6 +72,12 @@ class Arrivals:
             self._expected.pop((arrival.epoch, arrival.ticket), None)
         return arrival.head, arrival.body
 
+    def close(self) -> None:
+        """Drops everything."""
+        with self._lock:
+            self._expected.clear()
+            self._here.clear()
+
     # For the connection that it comes by.
 
     def check_opening(self, ticket: str, epoch: int, key: str, body_bytes: int) -> None:

@@ -17,7 +17,7 @@ from dora.kvtransfer.arrivals import Arrival, Arrivals
 from dora.kvtransfer.checksum import Digest, digest_with
 from dora.kvtransfer.memory import Pool
 from dora.kvtransfer.peer import Identity, answer
-from dora.kvtransfer.transport import CHUNK_BYTES, Ready, Receiver
+from dora.kvtransfer.transport import CHUNK_MOST, Ready, Receiver
 from dora.kvtransfer.wire import Frame, Kind, Stream
 
 log = logging.getLogger("dora.worker")
@@ -198,9 +198,13 @@ class _Connection:
         try:
             receiver = self._receivers[str(head["transport"])]
             self._arrivals.check_opening(ticket, self._peer.epoch, key, body_bytes)
-            landing = receiver.begin(head, body_bytes, self._pool)
+            try:
+                landing = receiver.begin(head, body_bytes, self._pool)
+            except SnapshotRefused as error:
+                self._refuse(key, str(error), transport=True)
+                return
             self._arrivals.begin(Arrival(key, ticket, self._peer.epoch, landing.body))
-        except (SnapshotRefused, TransferFailed) as error:
+        except SnapshotRefused as error:
             self._refuse(key, str(error))
             return
         self._uses[key] = receiver
@@ -210,28 +214,42 @@ class _Connection:
         head = frame.head
         key, at, size, expected = str(head["key"]), int(head["at"]), int(head["size"]), bytes(head["sum"])
         if key in self._void:
-            self._void[key].skip(self._stream, frame)
+            self._skip(self._void[key], frame)
             return
         receiver, arrival = self._uses[key], self._arrivals.find(key)
         if arrival is None:
-            receiver.skip(self._stream, frame)
+            self._skip(receiver, frame)
             self._refuse(key, "it is expected no longer")
             return
-        if at != arrival.filled_bytes or not 0 < size <= CHUNK_BYTES or at + size > arrival.body.nbytes:
+        if at != arrival.filled_bytes or not 0 < size <= CHUNK_MOST or at + size > arrival.body.nbytes:
             whole, before = arrival.body.nbytes, arrival.filled_bytes
             raise TransferFailed(f"{key}: bytes {at} to {at + size} of {whole}, after {before}")
         target = arrival.body[at : at + size].data
         arrival.filled_bytes += size
-        ready = receiver.chunk(self._stream, frame, target)
+        try:
+            ready = receiver.chunk(self._stream, frame, target)
+        except SnapshotRefused as error:
+            self._refuse(key, str(error), transport=True)
+            return
         self._pending.append((arrival, ready, target, expected))
         self._check_pending(PENDING_MOST if ready is not None else 0)
+
+    def _skip(self, receiver: Receiver, frame: Frame) -> None:
+        """Whether it comes or not is the same now."""
+        with contextlib.suppress(SnapshotRefused):
+            receiver.skip(self._stream, frame)
 
     def _check_pending(self, left: int) -> None:
         """Checks chunks in the order in which they came, until so many are left."""
         while len(self._pending) > left:
             arrival, ready, target, expected = self._pending.popleft()
-            if ready is not None:
-                ready()
+            try:
+                if ready is not None:
+                    ready()
+            except SnapshotRefused as error:
+                if arrival.key in self._uses:
+                    self._refuse(arrival.key, str(error), transport=True)
+                continue
             found = self._digest([target])
             arrival.sums.append(found)
             if found != expected and arrival.key in self._uses:
@@ -264,7 +282,8 @@ class _Connection:
         if self._uses.pop(key, None) is not None:
             self._arrivals.drop(key)
 
-    def _refuse(self, key: str, reason: str) -> None:
+    def _refuse(self, key: str, reason: str, transport: bool = False) -> None:
+        """``transport``: another one might do."""
         receiver = self._uses.pop(key, None)
         if receiver is not None:
             self._void[key] = receiver
@@ -272,7 +291,7 @@ class _Connection:
                 raise TransferFailed(f"{len(self._void)} snapshots were refused, and neither ended nor cancelled")
         self._arrivals.drop(key)
         log.warning("kv: %s from %s is refused: %s", key, self._peer.worker_id, reason)
-        self._stream.send(Kind.REFUSED, {"key": key, "reason": reason})
+        self._stream.send(Kind.REFUSED, {"key": key, "reason": reason, "transport": transport})
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -21,7 +21,7 @@ from dora.kvtransfer.arrivals import PROBE, PROBE_BYTES
 from dora.kvtransfer.checksum import Digest, digest_with
 from dora.kvtransfer.peer import Identity, Peer, greet
 from dora.kvtransfer.throttle import Throttle
-from dora.kvtransfer.transport import CHUNK_BYTES, Sender
+from dora.kvtransfer.transport import Sender
 from dora.kvtransfer.wire import Kind, Stream
 
 log = logging.getLogger("dora.worker")
@@ -110,24 +110,29 @@ class Pair:
         self._unacknowledged: dict[str, _Unacknowledged] = {}
         self._current: Transfer | None = None  # being sent
         self._sending = ""  # its key, from the target's consent to the commit
+        self._sending_by = ""  # and its transport
         self._refused = ""  # why the target has refused it since then
+        self._to_leave: dict[str, str] = {}  # transports that the target has found not to work
         self._lock = threading.Lock()
         self._stream: Stream | None = None
         self._senders: dict[str, Sender] = {}
-        self._failed: dict[str, str] = {}
+        self._failed: set[str] = set()
+        self._news: list[str] = []  # transports that failed, of which no transfer has told yet
         self._bytes_per_s: dict[str, float] = {}
         self._digest: Digest = digest_with("xxh3", secret)
         self._thread = threading.Thread(target=self._run, name=f"kv-out-{peer.worker_id}", daemon=True)
         self._thread.start()
 
     def send(self, transfer: Transfer) -> None:
-        """Queues a snapshot. Raises TransferFailed where the pair is broken or too many wait."""
+        """Queues a snapshot; it fails where the pair is broken or too many wait."""
         with self._lock:
-            if self.broken:
-                raise TransferFailed(self.broken)
+            refused = self.broken
             if self._waiting.qsize() >= QUEUED_MOST:
-                raise TransferFailed(f"{QUEUED_MOST} snapshots wait for {self._peer.worker_id}")
-            self._waiting.put(transfer)
+                refused = f"{QUEUED_MOST} snapshots wait for {self._peer.worker_id}"
+            if not refused:
+                self._waiting.put(transfer)
+        if refused:
+            transfer.fail(refused)
 
     def close(self) -> None:
         """Breaks off what is under way."""
@@ -227,6 +232,9 @@ class Pair:
         """One snapshot, over the best transport that works."""
         tried: set[str] = set()
         while not transfer.done.done():
+            while self._to_leave:
+                self._leave(*self._to_leave.popitem())
+            transfer.fallbacks, self._news = [*transfer.fallbacks, *self._news], []
             name = next((name for name in self._order() if name not in tried), None)
             if name is None:
                 said = "; ".join(transfer.fallbacks) or "the two workers have none in common"
@@ -243,8 +251,8 @@ class Pair:
                 if self.broken:
                     transfer.fail(self.broken)
                     return
-                transfer.fallbacks.append(f"{name}: {error}")
-                log.warning("kv: %s to %s fails: %s", name, self._peer.worker_id, error)
+                if name not in self._failed:  # it has no room just now
+                    self._news.append(f"{name}: {error}")
 
     def _order(self) -> list[str]:
         """Transports that work, the best first: as preferred, but for a later one that was measured faster."""
@@ -260,7 +268,9 @@ class Pair:
 
     def _leave(self, name: str, reason: str) -> None:
         """The transport does not work between these two."""
-        self._failed[name] = reason
+        self._failed.add(name)
+        self._news.append(f"{name}: {reason}")
+        log.warning("kv: %s to %s fails: %s", name, self._peer.worker_id, reason)
         sender = self._senders.pop(name, None)
         if sender is not None:
             sender.close()
@@ -276,9 +286,9 @@ class Pair:
         try:
             kind, answer = self._ask(Kind.OPEN, opening)
             if kind is Kind.REFUSED:
-                raise _Void(str(answer.get("reason")))
+                raise (_NoRoom if answer.get("transport") else _Void)(str(answer.get("reason")))
             with self._lock:
-                self._sending, self._refused = key, ""
+                self._sending, self._sending_by, self._refused = key, name, ""
             sender.begun(answer)
             sums = self._send_chunks(transfer, key, sender)
             sender.finish()
@@ -286,6 +296,9 @@ class Pair:
             sender.abandon()
             self._say(Kind.CANCEL, {"key": key})
             raise
+        except _NoRoom as error:
+            sender.abandon()
+            raise TransferFailed(str(error)) from error
         except TransferFailed as error:
             sender.abandon()
             if not self.broken:
@@ -298,13 +311,16 @@ class Pair:
 
     def _send_chunks(self, transfer: Transfer, key: str, sender: Sender) -> list[bytes]:
         sums: list[bytes] = []
+        name = sender.name
         at = 0
         assert self._stream is not None
-        for parts in cut(transfer.parts, CHUNK_BYTES):
+        for parts in cut(transfer.parts, sender.chunk_bytes):
             size = sum(part.nbytes for part in parts)
             self._throttle.pass_bytes(size)
             if transfer.cancelled.is_set():
                 raise _Void("it was cancelled")
+            if name in self._to_leave:
+                raise TransferFailed(self._to_leave.pop(name))
             if self._refused:
                 raise _Void(self._refused)
             if self.broken:
@@ -387,11 +403,17 @@ class Pair:
         with self._lock:
             waiting = self._unacknowledged.pop(key, None)
             refused = frame.kind is Kind.REFUSED and key != "" and key == self._sending
-            if refused:
+            fails = bool(frame.head.get("transport"))  # the transport, not the snapshot
+            if refused and fails:
+                self._to_leave[self._sending_by] = reason
+            elif refused:
                 self._refused = reason
         if waiting is not None:
             if frame.kind is Kind.ARRIVED:
                 self._arrived(key, waiting)
+            elif fails:  # once more, by another one
+                self._to_leave[waiting.transport] = reason
+                self._waiting.put(waiting.transfer)
             else:
                 waiting.transfer.fail(reason)
         elif not refused:
@@ -428,6 +450,10 @@ class Pair:
 
 class _Void(Exception):
     """The snapshot is not wanted any more: no transport could do better."""
+
+
+class _NoRoom(Exception):
+    """The target cannot take it by this transport; by another one it may."""
 
 
 def cut(parts: Iterable[memoryview], most_bytes: int) -> Iterable[list[memoryview]]:

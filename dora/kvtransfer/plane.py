@@ -13,9 +13,11 @@ everything is there and checked, so a source may die from then on.
 
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from dora.errors import InvalidValue
 from dora.kvtransfer.arrivals import Arrivals
@@ -29,6 +31,7 @@ from dora.kvtransfer.shm import ShmReceiver, ShmSender
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.kvtransfer.tcp import TcpReceiver, TcpSender
 from dora.kvtransfer.throttle import Throttle
+from dora.kvtransfer.torch_pair import TorchReceiver, TorchSender
 from dora.kvtransfer.transport import NEEDS, is_installed
 
 
@@ -85,7 +88,11 @@ class DataPlane:
 
         Raises SnapshotRefused where its parts contradict each other, TransferFailed where too many wait.
         """
-        transfer = Transfer(ticket, round_of(snapshot), head_of(snapshot))
+        return self.send_parts(peer, ticket, round_of(snapshot), head_of(snapshot))
+
+    def send_parts(self, peer: Peer, ticket: str, parts: Sequence[memoryview], head: bytes) -> Transfer:
+        """The same for any bytes: ``parts`` in a row are the body."""
+        transfer = Transfer(ticket, parts, head)
         self._pair(peer).send(transfer)
         return transfer
 
@@ -98,11 +105,19 @@ class DataPlane:
 
         Its arrays are read-only and lie in the plane's memory, which is lent for as long as one of them lives.
         """
-        return snapshot_of(*self._arrivals.take(key))
+        return snapshot_of(*self.take_parts(key))
+
+    def take_parts(self, key: str) -> tuple[bytes, np.ndarray]:
+        """Head and body of what has arrived. Raises NotFound."""
+        return self._arrivals.take(key)
 
     def forget(self, ticket: str) -> None:
         """Expects nothing under this ticket any more, and drops what has come."""
         self._arrivals.forget(ticket)
+
+    def arriving(self, epoch: int) -> list[str]:
+        """Keys of what this epoch of a worker has begun to send and not completed."""
+        return self._arrivals.arriving(epoch)
 
     def held_bytes(self) -> tuple[int, int]:
         """Memory in use for what is sent by shared memory, and for what was received."""
@@ -120,6 +135,7 @@ class DataPlane:
         for pair in pairs:
             pair.close()
         self._door.close()
+        self._arrivals.close()
         self._segments.close()
 
     def _pair(self, peer: Peer) -> Pair:
@@ -136,6 +152,8 @@ class DataPlane:
         known: dict[str, MakeSender] = {
             "shm": lambda _own, _stream: ShmSender(self._segments),
             "tcp": lambda _own, _stream: TcpSender(),
+            "gloo": lambda _own, stream: TorchSender("gloo", stream, self._settings.timeout_s),
+            "nccl": lambda _own, stream: TorchSender("nccl", stream, self._settings.timeout_s),
         }
         return {name: known[name] for name in self._settings.transports if name in known and is_installed(name)}
 
@@ -143,5 +161,7 @@ class DataPlane:
         known: dict[str, MakeReceiver] = {
             "shm": lambda peer, _stream: ShmReceiver(self._settings.folder, str(peer.epoch)),
             "tcp": lambda _peer, _stream: TcpReceiver(),
+            "gloo": lambda _peer, stream: TorchReceiver("gloo", stream, self._settings.timeout_s),
+            "nccl": lambda _peer, stream: TorchReceiver("nccl", stream, self._settings.timeout_s),
         }
         return {name: known[name] for name in self._settings.transports if name in known and is_installed(name)}

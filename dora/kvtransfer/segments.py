@@ -106,6 +106,9 @@ class SegmentPool(Shelf[Segment]):
 
     def close(self) -> None:
         """Removes everything of this owner."""
+        with self._lock:
+            self._free.clear()
+            self._lent.clear()
         shutil.rmtree(self._folder / self._owner, ignore_errors=True)
         os.close(self._lock_descriptor)
 

@@ -29,7 +29,8 @@ class ShmSender(Sender):
         except SnapshotRefused as error:
             raise TransferFailed(str(error)) from error
         if segment is None:
-            raise TransferFailed(f"{body_bytes} bytes do not fit beside {self._segments.lent_bytes()} that are lent")
+            lent = self._segments.lent_bytes()
+            raise TransferFailed(f"body bytes = {body_bytes}: too much is in flight, {lent} bytes")
         self._lent = [(each, turn) for each, turn in self._lent if each.lent and each.turn == turn]
         self._lent.append((segment, segment.turn))
         self._current = segment

@@ -24,7 +24,8 @@ from dora.kvtransfer.checksum import Digest
 from dora.kvtransfer.memory import Pool
 from dora.kvtransfer.wire import Frame, Kind, Stream
 
-CHUNK_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 1 << 20  # fits the second-level cache, out of which the checksum is made
+CHUNK_MOST: Final = 8 << 20
 # Of what is not installed the transport is absent; importing it is left to the first pair that uses it.
 NEEDS: Final = {"shm": "", "tcp": "", "gloo": "torch", "nccl": "torch", "nixl": "nixl"}
 
@@ -48,7 +49,8 @@ Ready = Callable[[], None]  # waits until a chunk is there
 class Sender(ABC):
     """The sending half. Its methods raise TransferFailed where this transport cannot go on; another one may."""
 
-    name: ClassVar[str]
+    name: str
+    chunk_bytes: ClassVar[int] = CHUNK_BYTES
 
     def attach(self, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Once, before anything else. ``ask`` shows the other half an offer and returns its answer."""

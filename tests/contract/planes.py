@@ -11,7 +11,7 @@ from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
 
 SECRET = bytes(range(32))
-TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = ("shm", "tcp", "gloo")
 
 
 @dataclass(frozen=True)
