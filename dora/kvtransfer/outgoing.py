@@ -177,9 +177,9 @@ class Pair:
         stream = Stream(connected, self._timeout_s)
         try:
             found = greet(stream, self._own, self._peer, self._secret)
-        except TransferFailed:
+        except TransferFailed as error:
             stream.close()
-            raise
+            raise TransferFailed(f"{self._peer.worker_id}: {error}") from error
         if found.host != self._own.host:
             self._digest = digest_with("blake3", self._secret)
             self._make.pop("shm", None)
