@@ -10,7 +10,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
 
 from dora.errors import InvalidValue, SnapshotRefused, TransferFailed
 from dora.kvtransfer.arrivals import Arrival, Arrivals
@@ -122,6 +125,17 @@ class Incoming:
         return digest_with("xxh3" if peer.host == self._own.host else "blake3", self._secret)
 
 
+@dataclass(slots=True)
+class _Use:
+    """The way by which a body comes, and its memory."""
+
+    receiver: Receiver
+    body: np.ndarray
+
+    def end(self) -> None:
+        self.receiver.end(self.body)
+
+
 class _Connection:
     """One pair's stream, from the receiving side."""
 
@@ -141,8 +155,8 @@ class _Connection:
         self._make = receivers
         self._digest = digest
         self._receivers: dict[str, Receiver] = {}
-        self._uses: dict[str, Receiver] = {}  # key -> by which it comes
-        self._void: dict[str, Receiver] = {}  # the same, of what was refused and is still being sent
+        self._uses: dict[str, _Use] = {}  # by key
+        self._void: dict[str, _Use] = {}  # what was refused, and its sender has not yet ended: it may still write there
         self._pending: deque[tuple[Arrival, Ready | None, memoryview, bytes]] = deque()
         self._obey: dict[Kind, Callable[[Frame], None]] = {
             Kind.ATTACH: self._attach,
@@ -172,8 +186,11 @@ class _Connection:
 
     def close(self) -> None:
         self._pending.clear()
-        for key in self._uses:
+        for key, use in [*self._uses.items(), *self._void.items()]:
             self._arrivals.drop(key)
+            use.end()
+        self._uses.clear()
+        self._void.clear()
         for receiver in self._receivers.values():
             receiver.close()
 
@@ -203,20 +220,25 @@ class _Connection:
             except SnapshotRefused as error:
                 self._refuse(key, str(error), transport=True)
                 return
-            self._arrivals.begin(Arrival(key, ticket, self._peer.epoch, landing.body))
+            use = _Use(receiver, landing.body)
+            try:
+                self._arrivals.begin(Arrival(key, ticket, self._peer.epoch, landing.body))
+            except SnapshotRefused:
+                use.end()
+                raise
         except SnapshotRefused as error:
             self._refuse(key, str(error))
             return
-        self._uses[key] = receiver
+        self._uses[key] = use
         self._stream.send(Kind.OPENED, {"key": key, **landing.answer})
 
     def _chunk(self, frame: Frame) -> None:
         head = frame.head
         key, at, size, expected = str(head["key"]), int(head["at"]), int(head["size"]), bytes(head["sum"])
         if key in self._void:
-            self._skip(self._void[key], frame)
+            self._skip(self._void[key].receiver, frame)
             return
-        receiver, arrival = self._uses[key], self._arrivals.find(key)
+        receiver, arrival = self._uses[key].receiver, self._arrivals.find(key)
         if arrival is None:
             self._skip(receiver, frame)
             self._refuse(key, "it is expected no longer")
@@ -260,33 +282,41 @@ class _Connection:
         key, expected = str(frame.head["key"]), bytes(frame.head["sum"])
         head = self._stream.read(frame.body_bytes)
         self._check_pending(0)
-        if self._void.pop(key, None) is not None:
+        if key in self._void:
+            self._void.pop(key).end()
             return
+        use = self._uses.pop(key)
+        reason = self._complete(key, head, expected)
+        use.end()
+        if reason:
+            self._refuse(key, reason)
+        else:
+            self._stream.send(Kind.ARRIVED, {"key": key})
+
+    def _complete(self, key: str, head: bytes, expected: bytes) -> str:
+        """Why a snapshot is refused though its sender has sent it all; empty: it is here."""
         arrival = self._arrivals.find(key)
         if arrival is None:
-            self._refuse(key, "it is expected no longer")
-        elif arrival.filled_bytes != arrival.body.nbytes:
-            self._refuse(key, f"{arrival.filled_bytes} bytes came, {arrival.body.nbytes} were announced")
-        elif self._digest([*arrival.sums, head]) != expected or not head:
-            self._refuse(key, "checksum of the head: its bytes are not those that were sent")
-        elif not self._arrivals.complete(arrival, head):
-            self._refuse(key, "it is expected no longer")
-        else:
-            del self._uses[key]
-            self._stream.send(Kind.ARRIVED, {"key": key})
+            return "it is expected no longer"
+        if arrival.filled_bytes != arrival.body.nbytes:
+            return f"{arrival.filled_bytes} bytes came, {arrival.body.nbytes} were announced"
+        if not head or self._digest([*arrival.sums, head]) != expected:
+            return "checksum of the head: its bytes are not those that were sent"
+        return "" if self._arrivals.complete(arrival, head) else "it is expected no longer"
 
     def _cancel(self, frame: Frame) -> None:
         key = str(frame.head["key"])
         self._check_pending(0)
-        self._void.pop(key, None)
-        if self._uses.pop(key, None) is not None:
+        use = self._void.pop(key, None) or self._uses.pop(key, None)
+        if use is not None:
             self._arrivals.drop(key)
+            use.end()
 
     def _refuse(self, key: str, reason: str, transport: bool = False) -> None:
         """``transport``: another one might do."""
-        receiver = self._uses.pop(key, None)
-        if receiver is not None:
-            self._void[key] = receiver
+        use = self._uses.pop(key, None)
+        if use is not None:
+            self._void[key] = use
             if len(self._void) > VOID_MOST:
                 raise TransferFailed(f"{len(self._void)} snapshots were refused, and neither ended nor cancelled")
         self._arrivals.drop(key)

@@ -24,6 +24,7 @@ from dora.kvtransfer.arrivals import Arrivals
 from dora.kvtransfer.codec import head_of, round_of, snapshot_of
 from dora.kvtransfer.incoming import Door, Incoming, MakeReceiver
 from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.nixl_pair import NixlReceiver, NixlSender
 from dora.kvtransfer.outgoing import MakeSender, Pair, Transfer
 from dora.kvtransfer.peer import SECRET_BYTES, Identity, Peer
 from dora.kvtransfer.segments import SegmentPool
@@ -32,7 +33,7 @@ from dora.kvtransfer.snapshot import KvSnapshot
 from dora.kvtransfer.tcp import TcpReceiver, TcpSender
 from dora.kvtransfer.throttle import Throttle
 from dora.kvtransfer.torch_pair import TorchReceiver, TorchSender
-from dora.kvtransfer.transport import NEEDS, is_installed
+from dora.kvtransfer.transport import NAMES, is_installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class PlaneSettings:
 
 def installed() -> tuple[str, ...]:
     """The transports that this process could use."""
-    return tuple(name for name in NEEDS if is_installed(name))
+    return tuple(name for name in NAMES if is_installed(name))
 
 
 def local_host(address: str) -> str:
@@ -153,6 +154,7 @@ class DataPlane:
             "shm": lambda _own, _stream: ShmSender(self._segments),
             "tcp": lambda _own, _stream: TcpSender(),
             "gloo": lambda _own, stream: TorchSender("gloo", stream, self._settings.timeout_s),
+            "nixl": lambda _own, _stream: NixlSender(self._settings.timeout_s),
             "nccl": lambda _own, stream: TorchSender("nccl", stream, self._settings.timeout_s),
         }
         return {name: known[name] for name in self._settings.transports if name in known and is_installed(name)}
@@ -162,6 +164,7 @@ class DataPlane:
             "shm": lambda peer, _stream: ShmReceiver(self._settings.folder, str(peer.epoch)),
             "tcp": lambda _peer, _stream: TcpReceiver(),
             "gloo": lambda _peer, stream: TorchReceiver("gloo", stream, self._settings.timeout_s),
+            "nixl": lambda _peer, _stream: NixlReceiver(),
             "nccl": lambda _peer, stream: TorchReceiver("nccl", stream, self._settings.timeout_s),
         }
         return {name: known[name] for name in self._settings.transports if name in known and is_installed(name)}

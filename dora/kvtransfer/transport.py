@@ -15,6 +15,7 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -26,13 +27,22 @@ from dora.kvtransfer.wire import Frame, Kind, Stream
 
 CHUNK_BYTES: Final = 1 << 20  # fits the second-level cache, out of which the checksum is made
 CHUNK_MOST: Final = 8 << 20
-# Of what is not installed the transport is absent; importing it is left to the first pair that uses it.
-NEEDS: Final = {"shm": "", "tcp": "", "gloo": "torch", "nccl": "torch", "nixl": "nixl"}
+NAMES: Final = ("shm", "tcp", "gloo", "nccl", "nixl")
+_NIXL: Final = ("nixl_cu12", "nixl_cu13", "nixl")  # the wheels of one library
 
 
 def is_installed(name: str) -> bool:
-    """Whether this process could use a transport."""
-    return not NEEDS[name] or importlib.util.find_spec(NEEDS[name]) is not None
+    """Whether this process could use a transport. Nothing is imported: that is left to the first pair that uses it."""
+    if name == "nixl":
+        return bool(nixl_package())
+    if name == "nccl" and not Path("/dev/nvidiactl").exists():
+        return False
+    return name not in ("gloo", "nccl") or importlib.util.find_spec("torch") is not None
+
+
+def nixl_package() -> str:
+    """The name under which NIXL is installed; empty: it is not."""
+    return next((name for name in _NIXL if importlib.util.find_spec(name) is not None), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +112,10 @@ class Receiver(ABC):
     def skip(self, stream: Stream, frame: Frame) -> None:
         """A chunk that nobody wants any more."""
         stream.drain(frame.body_bytes)
+
+    def end(self, body: np.ndarray) -> None:
+        """A body that ``begin`` gave memory for is complete, or void: nothing more is written to it."""
+        return  # most have nothing to do here
 
     def close(self) -> None:
         """Gives everything back."""

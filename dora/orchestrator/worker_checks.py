@@ -9,7 +9,7 @@ from typing import Final
 
 from dora.config import Config
 from dora.errors import InvalidValue
-from dora.kvtransfer.transport import NEEDS
+from dora.kvtransfer.transport import NAMES
 from dora.limits import COUNT_MOST, KV_TOKENS_MOST, TOKENS_MOST
 from dora.orchestrator.book import Book, BookError
 from dora.rpc import convert
@@ -42,8 +42,8 @@ def checked_hello(hello: pb.WorkerHello, config: Config, vocab_size: int) -> Eng
     ):
         if not least <= getattr(hello, name) <= most:
             raise InvalidValue(name, getattr(hello, name), f"{least} to {most}" if least < most else f"{most}")
-    if len(hello.kv_transports) > len(NEEDS) or not set(hello.kv_transports) <= set(NEEDS):
-        raise InvalidValue("kv_transports", list(hello.kv_transports)[:9], f"of {', '.join(NEEDS)}")
+    if len(hello.kv_transports) > len(NAMES) or not set(hello.kv_transports) <= set(NAMES):
+        raise InvalidValue("kv_transports", list(hello.kv_transports)[:9], f"of {', '.join(NAMES)}")
     if not hello.fingerprint:
         raise InvalidValue("fingerprint", "", "the hash of what workers must have alike")
     return convert.capability_from_wire(hello)
@@ -103,8 +103,8 @@ def checked_outcome(outcome: pb.WorkerOutcome) -> None:
         raise InvalidValue("canary_difference", outcome.canary_difference, "0 or above")
     if outcome.snapshot_bytes > _TOTAL_MOST:
         raise InvalidValue("snapshot_bytes", outcome.snapshot_bytes, f"at most {_TOTAL_MOST}")
-    if outcome.kv_transport and outcome.kv_transport not in NEEDS:
-        raise InvalidValue("kv_transport", outcome.kv_transport, f"one of {', '.join(NEEDS)}")
-    if len(outcome.kv_fallbacks) > len(NEEDS) or any(len(each) > _REASON_MOST for each in outcome.kv_fallbacks):
-        allowed = f"at most {len(NEEDS)} reasons of at most {_REASON_MOST} characters"
+    if outcome.kv_transport and outcome.kv_transport not in NAMES:
+        raise InvalidValue("kv_transport", outcome.kv_transport, f"one of {', '.join(NAMES)}")
+    if len(outcome.kv_fallbacks) > len(NAMES) or any(len(each) > _REASON_MOST for each in outcome.kv_fallbacks):
+        allowed = f"at most {len(NAMES)} reasons of at most {_REASON_MOST} characters"
         raise InvalidValue("kv_fallbacks", len(outcome.kv_fallbacks), allowed)

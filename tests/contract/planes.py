@@ -9,9 +9,11 @@ from typing import Any
 from dora.kvtransfer.incoming import Door
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
+from dora.kvtransfer.transport import is_installed
 
 SECRET = bytes(range(32))
-TRANSPORTS = ("shm", "tcp", "gloo")
+TRANSPORTS = ("shm", "tcp", "gloo", "nixl")
+HERE = tuple(name for name in TRANSPORTS if is_installed(name))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from tests.contract.driver import (
     over_the_wire,
     run,
 )
-from tests.contract.planes import TRANSPORTS, a_plane
+from tests.contract.planes import HERE, a_plane
 
 # Moving.
 
@@ -165,11 +165,11 @@ def test_a_request_resumed_from_its_outputs_goes_on_the_same_and_is_counted(
 
 
 # A process with vLLM takes long to start: one transport each.
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", HERE)
 def test_requests_go_on_in_another_process_and_weights_are_the_same_there(
     engine: RolloutEngine, driver: Driver, kind: str, version_folder: VersionFolder, tmp_path: Path, transport: str
 ) -> None:
-    if transport not in {"vllm-dense": ("shm",), "vllm-moe": ("tcp",)}.get(kind, TRANSPORTS):
+    if transport not in {"vllm-dense": ("shm",), "vllm-moe": ("tcp",)}.get(kind, HERE):
         pytest.skip("another transport is tried with this engine")
     requests = mixed_requests(6)
     untouched = run(engine, requests)

@@ -15,7 +15,7 @@ from dora.types import FinishReason, RequestSpec, SamplingParams
 from dora.worker.fake_engine import FakeEngine
 from dora.worker.loop import EngineLoop
 from tests.contract.driver import make_request
-from tests.contract.planes import TRANSPORTS, End, a_plane
+from tests.contract.planes import HERE, End, a_plane
 
 LONG = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
 TURNS_MOST = 20_000
@@ -85,7 +85,7 @@ class Worker:
             self.ends[delta.request_id] = delta.finish_reason
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(params=HERE)
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
