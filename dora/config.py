@@ -164,7 +164,7 @@ class KvConfig(Section):
         description="of shm, tcp, gloo, nccl, nixl, in order of preference, with commas; a faster later one is taken",
     )
     host: str = Field("", description="address at which workers are reached by others; empty: that towards the service")
-    bandwidth_mb_per_s: Seconds = Field(0.0, description="cap on what one worker sends; 0: none")
+    bandwidth_mb_per_s: float = Field(0.0, ge=0.0, le=1e6, description="cap on what one worker sends; 0: none")
     memory_mb: int = Field(1024, ge=16, le=1 << 20, description="snapshots in flight at one worker, each way")
     timeout_s: Timeout = Field(10.0, description="a peer that stops for so long has failed")
 

@@ -26,6 +26,7 @@ from dora.kvtransfer.memory import Pool
 from dora.kvtransfer.wire import Frame, Kind, Stream
 
 CHUNK_BYTES: Final = 1 << 20  # fits the second-level cache, out of which the checksum is made
+SMALL_BYTES: Final = 32 << 10
 CHUNK_MOST: Final = 8 << 20
 NAMES: Final = ("shm", "tcp", "gloo", "nccl", "nixl")
 _NIXL: Final = ("nixl_cu12", "nixl_cu13", "nixl")  # the wheels of one library
@@ -135,8 +136,14 @@ def send_chunk(stream: Stream, head: dict[str, Any], parts: Sequence[memoryview]
 
 
 def copy_into(target: np.ndarray, parts: Sequence[memoryview]) -> None:
-    """Writes buffers in a row; large copies let other threads run."""
+    """Writes buffers in a row. Large copies let other threads run; to wait for one's turn again costs more than small
+    ones."""
     at = 0
+    shown = target.data
     for part in parts:
-        np.copyto(target[at : at + part.nbytes], np.frombuffer(part, np.uint8))
-        at += part.nbytes
+        end = at + part.nbytes
+        if part.nbytes < SMALL_BYTES:
+            shown[at:end] = part
+        else:
+            np.copyto(target[at:end], np.frombuffer(part, np.uint8))
+        at = end

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import Final
 
 from dora.errors import DoraError, InvalidValue
 from dora.kvtransfer.incoming import Door
@@ -18,6 +19,8 @@ from dora.rpc import dora_pb2 as pb
 from dora.worker.engine import RolloutEngine
 from dora.worker.link import Link
 from dora.worker.loop import EngineLoop
+
+SWITCH_S: Final = 0.5e-3
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,6 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     except DoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    # The data plane's threads release the interpreter for each copy, and want it back while the engine runs: with
+    # Python's 5 ms a copy beside busy Python took twice as long.
+    sys.setswitchinterval(SWITCH_S)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
