@@ -52,7 +52,9 @@ class Arrivals:
         """Lets in one snapshot of this ticket, from this epoch of a worker. Raises Conflict where too many are."""
         with self._lock:
             if len(self._expected) >= EXPECTED_MOST:
-                raise Conflict("snapshots expected", len(self._expected), f"below {EXPECTED_MOST}")
+                raise Conflict(
+                    "snapshots expected", len(self._expected), f"below {EXPECTED_MOST}", why="is too much for another"
+                )
             self._expected[epoch, ticket] = most_bytes
 
     def forget(self, ticket: str) -> None:

@@ -8,9 +8,9 @@ The source owns the request until COMMITTED, the target from then on: exactly on
 frees its blocks only after COMMITTED. From there on the loss of either is an ordinary loss of a worker.
 
 In COPYING both ends are at it: the source was told where the target is, and the target, when it reserved, whom to let
-in. Whichever end is lost then, the other's half is void: a source fails to copy and thaws, a target is told to drop what
-has come. In FROZEN the target has everything, so that it needs the source no longer. Until blocks are copied ahead of
-the freeze, COPYING lasts as long as the copy. docs/architecture.md is drawn from TABLE.
+in. Whichever end is lost then, the other's half is void: a source fails to copy and thaws, a target is told to drop
+what has come. In FROZEN the target has everything, and needs the source no longer. Until blocks are copied ahead of the
+freeze, COPYING lasts as long as the copy. docs/architecture.md is drawn from TABLE.
 """
 
 from dataclasses import dataclass
