@@ -17,7 +17,7 @@ from dora.orchestrator.core.handoff_table import Handoff
 from dora.orchestrator.core.selection import REDUNDANT
 from dora.orchestrator.orders import PublishedVersions, worker_message
 from dora.orchestrator.record_queue import RecordQueue
-from dora.orchestrator.storage import Storage
+from dora.orchestrator.storage import RUN_FOLDER, Storage
 from dora.orchestrator.streams import Sessions, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
