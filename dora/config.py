@@ -180,6 +180,20 @@ class WorkersConfig(Section):
         return self.max_model_len_tokens or self.kv_tokens
 
 
+class KvConfig(Section):
+    """How KV snapshots travel between workers."""
+
+    transports: str = Field(
+        "shm,tcp",
+        pattern=r"^(shm|tcp|gloo|nccl|nixl)(,(shm|tcp|gloo|nccl|nixl))*$",
+        description="of shm, tcp, gloo, nccl, nixl, in order of preference, with commas; a faster later one is taken",
+    )
+    host: str = Field("", description="address at which workers are reached by others; empty: that towards the service")
+    bandwidth_mb_per_s: float = Field(0.0, ge=0.0, le=1e6, description="cap on what one worker sends; 0: none")
+    memory_mb: int = Field(1024, ge=16, le=1 << 20, description="snapshots in flight at one worker, each way")
+    timeout_s: Timeout = Field(10.0, description="a peer that stops for so long has failed")
+
+
 class ServiceConfig(Section):
     """Addresses, secrets and limits of the service."""
 
@@ -264,6 +278,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     balance: BalanceConfig = BalanceConfig()
     workers: WorkersConfig = WorkersConfig()
+    kv: KvConfig = KvConfig()
     service: ServiceConfig = ServiceConfig()
     reward: RewardConfig = RewardConfig()
     selection: SelectionConfig = SelectionConfig()

@@ -95,6 +95,10 @@ class SnapshotRefused(DoraError):
     """A KV snapshot failed its check (identity, layout, version or checksum); the request must be re-prefilled."""
 
 
+class TransferFailed(DoraError):
+    """A KV snapshot did not reach its target: the request goes on at its source."""
+
+
 class CanaryMismatch(DoraError):
     """Freshly loaded weights do not reproduce the published canary logprobs, or give none.
 

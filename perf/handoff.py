@@ -2,7 +2,7 @@
 
     python perf/handoff.py --model smollm2 --tokens 128 512 --json
 
-One engine plays both ends: a request is frozen, exported, put into shared memory, removed, read back and taken in.
+One engine plays both ends: a request is frozen, exported, sent by shared memory, removed, and taken in.
 """
 
 import argparse
@@ -22,7 +22,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dora.kvtransfer.shm import ShmTransport
+from dora.kvtransfer.incoming import Door
+from dora.kvtransfer.peer import Identity, Peer, this_host
+from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.models import resolve_model
 from dora.types import RequestSpec, SamplingParams
 from dora.worker.vllm_engine import VllmEngine
@@ -42,12 +44,20 @@ def main() -> None:
     engine = VllmEngine(folder, slots=4, kv_tokens=4 * longest, max_model_len_tokens=longest)
     engine.load_weights(0, folder, None)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
-        rows = [measure(engine, ShmTransport(Path(shared)), tokens) for tokens in options.tokens]
+        settings = PlaneSettings(os.urandom(32), Path(shared), ("shm",))
+        door, target_door = Door("127.0.0.1"), Door("127.0.0.1")
+        host = this_host()
+        source = DataPlane(door, Identity("w1", 1, "f", host), settings)
+        target = DataPlane(target_door, Identity("w2", 2, "f", host), settings)
+        peer = Peer("w2", 2, target_door.address, ("shm",))
+        rows = [measure(engine, source, target, peer, tokens) for tokens in options.tokens]
+        source.close()
+        target.close()
     engine.close()
     print(json.dumps({"model": options.model, "rounds": ROUNDS, "rows": rows})) if options.json else show(rows)
 
 
-def measure(engine: VllmEngine, transport: ShmTransport, tokens: int) -> dict[str, Any]:
+def measure(engine: VllmEngine, source: DataPlane, target: DataPlane, peer: Peer, tokens: int) -> dict[str, Any]:
     """Medians over rounds for one request of ``tokens`` tokens of context."""
     request = RequestSpec(f"r{tokens}", 0, tuple(range(3, 3 + PROMPT_TOKENS)), sampling(4 * tokens + 64))
     engine.add(request)
@@ -60,18 +70,19 @@ def measure(engine: VllmEngine, transport: ShmTransport, tokens: int) -> dict[st
         step_ms = timed(found, "step_ms", engine.step)
         began_s = time.perf_counter()
         snapshot = timed(found, "export_ms", lambda: exported(engine, request.request_id))
-        locator = timed(found, "put_ms", lambda held=snapshot: transport.put(held))
+        size_bytes = sum(piece.nbytes for pieces in snapshot.blocks.values() for piece in pieces)
+        target.expect(request.request_id, 1, size_bytes)
+        transfer = timed(found, "send_ms", lambda held=snapshot: source.send(peer, request.request_id, held))
+        sent = timed(found, "copy_ms", lambda under_way=transfer: under_way.done.result(60))
         engine.remove(request.request_id)
-        taken = timed(found, "get_ms", lambda where=locator: transport.get(where))
+        taken = timed(found, "get_ms", lambda key=sent.key: target.take(key))
         timed(found, "admit_ms", lambda got=taken: engine.take_in(got))
         first = timed(found, "first_step_ms", engine.step)
         found.setdefault("blackout_ms", []).append((time.perf_counter() - began_s) * 1000)
         assert len(first) == 1 and step_ms is not None
-        transport.release(locator)
-        size_bytes = sum(blocks.nbytes for blocks in snapshot.blocks.values())
-        source = np.concatenate([blocks.reshape(-1) for blocks in snapshot.blocks.values()])
-        target = np.empty_like(source)
-        timed(found, "memcpy_ms", lambda a=target, b=source: np.copyto(a, b))
+        copied = np.concatenate([piece.reshape(-1) for pieces in taken.blocks.values() for piece in pieces])
+        onto = np.zeros_like(copied)
+        timed(found, "memcpy_ms", lambda a=onto, b=copied: np.copyto(a, b))
         # the alternative: as many tokens re-prefilled; another prompt, or the prefix cache would answer
         engine.freeze(request.request_id)
         engine.add(as_long(snapshot.request, round_number))

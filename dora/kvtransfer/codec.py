@@ -1,20 +1,21 @@
-"""A snapshot as bytes: versioned, self-describing, checksummed.
+"""A snapshot as bytes: a head that says what it is, and a body of KV blocks.
 
-All integers little-endian. Every part starts at a multiple of 64 bytes; the gaps are zero.
+The head is self-describing and sealed. All integers little-endian:
 
     0   8   magic  "DORA-KV\\0"
-    8   4   schema (1)
+    8   4   schema
     12  4   reserved, zero
-    16  8   header bytes
-    24  8   total bytes
-    32  32  BLAKE3 of everything else: bytes 0..32, then 64..total
-    64      header: msgpack map; token ids as int32, logprobs as float64, raw
-    ...     blocks of each layer in the header's order, raw
+    16  32  BLAKE3 of everything else: bytes 0..16, then 48..
+    48      manifest: msgpack map; token ids as int32, logprobs as float64, raw
+
+The body is a row of *rounds*, each of them some blocks: those of the first layer, then of the second, in the layout's
+order. A copy of a frozen request has one round; one that began while the request still decoded has its full blocks in
+the first rounds and the rest in the last. A body travels and is checked in chunks, of which the head knows nothing.
 
 BLAKE3 guards against damage, not against forgery: whoever may write snapshots may write any snapshot.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from struct import Struct
 from typing import Any, Final
@@ -24,74 +25,81 @@ import numpy as np
 from blake3 import blake3
 
 from dora.errors import SnapshotRefused
+from dora.kvtransfer.checksum import Buffer
 from dora.kvtransfer.layout import blocks_for, check_consistent
 from dora.kvtransfer.snapshot import SCHEMA, KvLayout, KvSnapshot
 from dora.types import RequestSpec, SamplingParams
 
 MAGIC: Final = b"DORA-KV\0"
-ALIGNMENT: Final = 64
-_PREAMBLE: Final = Struct("<8sIIQQ")
-_DIGEST_START: Final = _PREAMBLE.size
-_PREAMBLE_BYTES: Final = _DIGEST_START + 32
-_ZEROS: Final = bytes(ALIGNMENT)
+ROUNDS_MOST: Final = 4096
+_PREAMBLE: Final = Struct("<8sII")
+_HEAD_START: Final = _PREAMBLE.size + 32
 
 
-def encode(snapshot: KvSnapshot) -> list[bytes | memoryview]:
-    """The snapshot as buffers to be written one after the other; KV is not copied.
+def head_of(snapshot: KvSnapshot, rounds: Sequence[int] = ()) -> bytes:
+    """What is to be known of a snapshot beside its blocks. ``rounds``: blocks in each round of the body; none: one.
 
     Raises SnapshotRefused where its parts contradict each other.
     """
     check_consistent(snapshot)
-    header = msgpack.packb(_header(snapshot))
-    body: list[bytes | memoryview] = [header, _gap(len(header))]
+    count = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens)
+    manifest = msgpack.packb(_manifest(snapshot, tuple(rounds) or (count,)))
+    preamble = _PREAMBLE.pack(MAGIC, SCHEMA, 0)
+    return preamble + blake3(preamble).update(manifest).digest() + manifest
+
+
+def round_of(snapshot: KvSnapshot, first: int = 0, end: int | None = None) -> list[memoryview]:
+    """The blocks ``first`` to ``end`` of each layer as buffers in a row; nothing is copied."""
+    count = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens)
+    end = count if end is None else end
+    parts: list[memoryview] = []
     for name, _ in snapshot.layout.layers:
-        raw = np.ascontiguousarray(snapshot.blocks[name]).reshape(-1).data
-        body += [raw, _gap(raw.nbytes)]
-    total = _PREAMBLE_BYTES + sum(memoryview(part).nbytes for part in body)
-    preamble = _PREAMBLE.pack(MAGIC, SCHEMA, 0, len(header), total)
-    return [preamble, _digest([preamble, *body]), *body]
+        before = 0
+        for piece in snapshot.blocks[name]:
+            shown = piece[max(0, first - before) : max(0, end - before)]
+            if len(shown):
+                parts.append(shown.reshape(-1).data)
+            before += len(piece)
+    return parts
 
 
-def decode(buffer: bytes | bytearray | memoryview) -> KvSnapshot:
-    """The snapshot in ``buffer``, checked; its arrays are read-only views of ``buffer``.
+def snapshot_of(head: Buffer, body: Buffer | np.ndarray) -> KvSnapshot:
+    """The snapshot of a head and a body whose chunks were checked; its arrays are views of ``body``.
 
-    Raises SnapshotRefused, naming the field, where it is truncated, damaged, of another schema or inconsistent.
+    Raises SnapshotRefused, naming the field, where the head is truncated, damaged or of another schema, or where it
+    does not fit the body or contradicts itself.
     """
-    view = memoryview(buffer).cast("B").toreadonly()
-    header_bytes, total = _check_preamble(view)
-    if _digest([view[:_DIGEST_START], view[_PREAMBLE_BYTES:total]]) != view[_DIGEST_START:_PREAMBLE_BYTES]:
-        raise SnapshotRefused("checksum: the snapshot's bytes are not those that were written")
+    manifest = _unsealed(memoryview(head).cast("B"))
+    raw = np.frombuffer(body, np.uint8) if not isinstance(body, np.ndarray) else body
     try:
-        header = msgpack.unpackb(view[_PREAMBLE_BYTES : _PREAMBLE_BYTES + header_bytes])
-        snapshot = _snapshot(header, view, _aligned(_PREAMBLE_BYTES + header_bytes))
+        snapshot = _snapshot(msgpack.unpackb(manifest), raw)
     except (KeyError, TypeError, ValueError) as error:
-        raise SnapshotRefused(f"header: {error!r}") from error
+        raise SnapshotRefused(f"head: {error!r}") from error
     check_consistent(snapshot)
     return snapshot
 
 
-def _check_preamble(view: memoryview) -> tuple[int, int]:
-    """Header bytes and total bytes."""
-    if view.nbytes < _PREAMBLE_BYTES:
-        raise SnapshotRefused(f"total bytes = {view.nbytes}, a snapshot has at least {_PREAMBLE_BYTES}")
-    magic, schema, _, header_bytes, total = _PREAMBLE.unpack_from(view)
+def _unsealed(view: memoryview) -> memoryview:
+    """The manifest of a head, whose seal is checked."""
+    if view.nbytes <= _HEAD_START:
+        raise SnapshotRefused(f"head bytes = {view.nbytes}, a head has more than {_HEAD_START}")
+    magic, schema, _ = _PREAMBLE.unpack_from(view)
     if magic != MAGIC:
         raise SnapshotRefused(f"magic = {magic!r}, a snapshot begins with {MAGIC!r}")
     if schema != SCHEMA:
         raise SnapshotRefused(f"schema = {schema}, this build reads {SCHEMA}")
-    if total != view.nbytes:
-        raise SnapshotRefused(f"total bytes = {view.nbytes}, its preamble says {total}")
-    if header_bytes > total - _PREAMBLE_BYTES:
-        raise SnapshotRefused(f"header bytes = {header_bytes}, the snapshot has {total}")
-    return header_bytes, total
+    if blake3(view[: _PREAMBLE.size]).update(view[_HEAD_START:]).digest() != view[_PREAMBLE.size : _HEAD_START]:
+        raise SnapshotRefused("checksum: the head's bytes are not those that were written")
+    return view[_HEAD_START:]
 
 
-def _header(snapshot: KvSnapshot) -> dict[str, Any]:
+def _manifest(snapshot: KvSnapshot, rounds: Sequence[int]) -> dict[str, Any]:
     request = snapshot.request
     return {
         "layout": asdict(snapshot.layout),
         "kv_tokens": snapshot.kv_tokens,
         "rng_draws": snapshot.rng_draws,
+        "rounds": rounds,
         "request_id": request.request_id,
         "version": request.version,
         "prompt_token_ids": np.asarray(request.prompt_token_ids, "<i4").tobytes(),
@@ -101,43 +109,37 @@ def _header(snapshot: KvSnapshot) -> dict[str, Any]:
     }
 
 
-def _snapshot(header: dict[str, Any], view: memoryview, start: int) -> KvSnapshot:
-    layout_fields = dict(header["layout"])
+def _snapshot(manifest: dict[str, Any], body: np.ndarray) -> KvSnapshot:
+    layout_fields = dict(manifest["layout"])
     layout_fields["layers"] = tuple((str(name), int(block_bytes)) for name, block_bytes in layout_fields["layers"])
     layout = KvLayout(**layout_fields)
-    sampling_fields = dict(header["sampling"])
+    sampling_fields = dict(manifest["sampling"])
     for name in ("stop", "stop_token_ids"):
         sampling_fields[name] = tuple(sampling_fields[name])
     if set(sampling_fields) != {field.name for field in fields(SamplingParams)}:
         raise ValueError(f"sampling fields {sorted(sampling_fields)}")
     request = RequestSpec(
-        request_id=str(header["request_id"]),
-        version=int(header["version"]),
-        prompt_token_ids=tuple(np.frombuffer(header["prompt_token_ids"], "<i4").tolist()),
+        request_id=str(manifest["request_id"]),
+        version=int(manifest["version"]),
+        prompt_token_ids=tuple(np.frombuffer(manifest["prompt_token_ids"], "<i4").tolist()),
         sampling=SamplingParams(**sampling_fields),
-        output_token_ids=tuple(np.frombuffer(header["output_token_ids"], "<i4").tolist()),
-        logprobs=tuple(np.frombuffer(header["logprobs"], "<f8").tolist()),
+        output_token_ids=tuple(np.frombuffer(manifest["output_token_ids"], "<i4").tolist()),
+        logprobs=tuple(np.frombuffer(manifest["logprobs"], "<f8").tolist()),
     )
-    kv_tokens = int(header["kv_tokens"])
-    blocks = {}
-    count = blocks_for(kv_tokens, layout.block_tokens)
-    for name, block_bytes in layout.layers:
-        raw = np.frombuffer(view, np.uint8, count * block_bytes, start)
-        blocks[name] = raw.reshape(count, block_bytes)
-        start = _aligned(start + raw.nbytes)
-    return KvSnapshot(layout, request, kv_tokens, int(header["rng_draws"]), blocks)
+    rounds = [int(count) for count in manifest["rounds"]]
+    blocks = _pieces(layout, rounds, body)
+    return KvSnapshot(layout, request, int(manifest["kv_tokens"]), int(manifest["rng_draws"]), blocks)
 
 
-def _digest(parts: Iterable[bytes | memoryview]) -> bytes:
-    hasher = blake3()
-    for part in parts:
-        hasher.update(part)
-    return hasher.digest()
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
-
-
-def _gap(length: int) -> bytes:
-    return _ZEROS[: _aligned(length) - length]
+def _pieces(layout: KvLayout, rounds: Sequence[int], body: np.ndarray) -> dict[str, list[np.ndarray]]:
+    if not 0 < len(rounds) <= ROUNDS_MOST or min(rounds) < 1:
+        raise ValueError(f"rounds = {rounds[:8]}")
+    if sum(rounds) * layout.block_bytes != body.nbytes:
+        raise SnapshotRefused(f"body bytes = {body.nbytes}, the head makes it {sum(rounds) * layout.block_bytes}")
+    blocks: dict[str, list[np.ndarray]] = {name: [] for name, _ in layout.layers}
+    start = 0
+    for count in rounds:
+        for name, block_bytes in layout.layers:
+            blocks[name].append(body[start : start + count * block_bytes].reshape(count, block_bytes))
+            start += count * block_bytes
+    return blocks

@@ -58,9 +58,12 @@ def check_consistent(snapshot: KvSnapshot) -> None:
         raise SnapshotRefused(f"blocks: layers {_short(sorted(snapshot.blocks))}, the layout has {_short(names)}")
     count = blocks_for(kv_tokens, layout.block_tokens)
     for name, block_bytes in layout.layers:
-        array = snapshot.blocks[name]
-        if array.dtype != np.uint8 or array.shape != (count, block_bytes):
-            raise SnapshotRefused(f"blocks.{name}: {array.dtype} {array.shape}, not uint8 {(count, block_bytes)}")
+        pieces = snapshot.blocks[name]
+        wrong = [piece for piece in pieces if piece.dtype != np.uint8 or piece.shape[1:] != (block_bytes,)]
+        found = sum(len(piece) for piece in pieces)
+        if wrong or found != count:
+            shown = [(str(piece.dtype), piece.shape) for piece in pieces]
+            raise SnapshotRefused(f"blocks.{name}: {_short(shown)}, not uint8 {(count, block_bytes)}")
 
 
 def _short(value: object) -> str:

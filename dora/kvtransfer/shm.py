@@ -1,82 +1,75 @@
-"""Snapshots between processes of one host: one file each in a folder that lives in memory (tmpfs)."""
+"""Shared memory, between workers of one host: one copy, out of the engine's blocks into a segment both have mapped.
 
-import mmap
-import os
-import re
-import secrets
-from collections.abc import Collection
-from contextlib import suppress
+The checksum of a chunk is made right after its copy, from the copy and out of the cache.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any
 
-from dora.errors import InvalidValue, NotFound, SnapshotRefused, is_full
-from dora.kvtransfer.codec import decode, encode
-from dora.kvtransfer.snapshot import KvSnapshot
+from dora.errors import SnapshotRefused, TransferFailed
+from dora.kvtransfer.checksum import Digest
+from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.segments import MappedSegments, Segment, SegmentPool
+from dora.kvtransfer.transport import Landing, Receiver, Sender, copy_into, send_chunk
+from dora.kvtransfer.wire import Frame, Stream
 
-_OWNER: Final = re.compile(r"[0-9a-z]{1,32}")
-_LOCATOR: Final = re.compile(rf"{_OWNER.pattern}-[0-9a-f]{{32}}\.kv")
 
+class ShmSender(Sender):
+    name = "shm"
 
-class ShmTransport:
-    """A ``KvTransport`` over files in one folder, on /dev/shm or any other tmpfs; a locator is a file's name.
+    def __init__(self, segments: SegmentPool) -> None:
+        self._segments = segments
+        self._lent: list[tuple[Segment, int]] = []  # to this pair, as far as is known; and its turn
+        self._current: Segment | None = None
 
-    A file is written under a temporary name, then renamed, so a locator names a whole snapshot or none. Files are
-    readable by their owner only. What was not released is removed with the folder, by whoever made the folder. The
-    file system's size is the bound: a snapshot that cannot be written is refused. A locator begins with its ``owner``,
-    whoever put it: 1 to 32 digits and small letters.
-    """
-
-    def __init__(self, directory: Path, owner: str = "0") -> None:
-        if not _OWNER.fullmatch(owner):
-            raise InvalidValue("owner", owner, "1 to 32 digits and small letters")
-        if not directory.is_dir():
-            raise InvalidValue("snapshot directory", str(directory), "an existing folder, best on a tmpfs")
-        self._directory, self._owner = directory, owner
-
-    def put(self, snapshot: KvSnapshot) -> str:
-        locator = f"{self._owner}-{secrets.token_hex(16)}.kv"
-        unfinished = self._directory / f".{locator}"
+    def begin(self, body_bytes: int) -> dict[str, Any]:
         try:
-            descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(descriptor, "wb", buffering=0) as stream:
-                for part in encode(snapshot):
-                    rest = memoryview(part).cast("B")
-                    while rest:
-                        rest = rest[stream.write(rest) :]
-            unfinished.rename(self._directory / locator)
-        except OSError as error:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
-            why = "no room left" if is_full(error) else f"it cannot be written ({error.strerror})"
-            raise SnapshotRefused(f"snapshot directory = {str(self._directory)!r}: {why}") from error
-        return locator
+            segment = self._segments.lend(body_bytes)
+        except SnapshotRefused as error:
+            raise TransferFailed(str(error)) from error
+        if segment is None:
+            lent = self._segments.lent_bytes()
+            raise TransferFailed(f"body bytes = {body_bytes}: too much is in flight, {lent} bytes")
+        self._lent = [(each, turn) for each, turn in self._lent if each.lent and each.turn == turn]
+        self._lent.append((segment, segment.turn))
+        self._current = segment
+        return {"segment": segment.name, "mark": segment.mark}
 
-    def get(self, locator: str) -> KvSnapshot:
-        try:
-            with self._file(locator).open("rb") as stream:
-                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError as error:
-            raise NotFound("locator", locator, "a snapshot that was put and not released") from error
-        except OSError as error:
-            raise SnapshotRefused(f"{locator} cannot be read ({error.strerror})") from error
-        except ValueError as error:  # an empty file cannot be mapped
-            raise SnapshotRefused("total bytes = 0") from error
-        return decode(memoryview(mapped))
+    def chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[memoryview], digest: Digest) -> bytes:
+        assert self._current is not None
+        target = self._current.raw[head["at"] : head["at"] + head["size"]]
+        copy_into(target, parts)
+        head["sum"] = digest([target.data])
+        send_chunk(stream, head)
+        return bytes(head["sum"])
 
-    def check(self, locator: str, owner: str) -> None:
-        if not _LOCATOR.fullmatch(locator) or locator.partition("-")[0] != owner:
-            raise InvalidValue("locator", locator, f"{owner}, a dash, 32 hexadecimal digits and .kv")
+    def finish(self) -> None:
+        self._current = None
 
-    def release(self, locator: str) -> None:
-        self._file(locator).unlink(missing_ok=True)
+    def abandon(self) -> None:
+        """The target may have mapped the segment, and still look at it."""
+        if self._current is not None:
+            self._segments.discard(*self._lent.pop())
+            self._current = None
 
-    def sweep(self, owners: Collection[str], kept: Collection[str]) -> None:
-        for file in self._directory.iterdir():
-            locator = file.name.removeprefix(".")  # also what is under its temporary name
-            if _LOCATOR.fullmatch(locator) and locator not in kept and locator.partition("-")[0] not in owners:
-                file.unlink(missing_ok=True)
+    def close(self) -> None:
+        """Nobody says any more when the target needs them no longer; it keeps what it has mapped."""
+        for segment, turn in self._lent:
+            self._segments.discard(segment, turn)
+        self._lent.clear()
 
-    def _file(self, locator: str) -> Path:
-        if not _LOCATOR.fullmatch(locator):
-            raise InvalidValue("locator", locator, "its owner, a dash, 32 hexadecimal digits and .kv")
-        return self._directory / locator
+
+class ShmReceiver(Receiver):
+    def __init__(self, folder: Path, owner: str) -> None:
+        self._segments = MappedSegments(folder, owner)
+
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Pool) -> Landing:
+        name, mark = opening.get("segment"), opening.get("mark")
+        if not isinstance(name, str) or not isinstance(mark, bytes):
+            raise SnapshotRefused("segment: none is named")
+        return Landing(self._segments.array(name, mark, body_bytes), {})
+
+    def chunk(self, stream: Stream, frame: Frame, target: memoryview) -> None:
+        """It is there already."""
+        stream.drain(frame.body_bytes)

@@ -1,18 +1,19 @@
-"""The KV snapshot: one live request, frozen, as data; and the seam over which snapshots travel.
+"""The KV snapshot: one live request, frozen, as data. Numpy only, no torch.
 
-Pure data: numpy only, no torch. ``codec`` turns a snapshot into bytes, ``layout`` says whether one fits an engine,
-``shm`` moves it between processes of one host.
+``codec`` turns a snapshot into a head and a body of bytes, ``layout`` says whether one fits an engine, ``plane`` moves
+it from worker to worker.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from dora.types import RequestSpec
 
-SCHEMA = 1
+SCHEMA = 2
+
+Pieces = Sequence[np.ndarray]  # each uint8 of shape (blocks, bytes per block), contiguous; in the order of the blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,11 @@ class KvLayout:
     tp_rank: int = 0
     tp_size: int = 1
 
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in all layers."""
+        return sum(size for _, size in self.layers)
+
 
 @dataclass(frozen=True, slots=True)
 class KvSnapshot:
@@ -34,42 +40,12 @@ class KvSnapshot:
 
     ``request`` carries prompt, outputs, logprobs, sampling and version; the random stream is re-made from the seed and
     the number of draws. ``kv_tokens`` is ``len(prompt) + len(outputs) - 1``: the last sampled token has no KV yet.
-    ``blocks[layer]`` has shape (blocks, bytes per block), uint8; the last block may be partly filled.
+    ``blocks[layer]`` are the layer's blocks in one or more pieces, so that neither end has to copy them together; the
+    last block may be partly filled. An engine's own snapshot shows its KV-cache, as long as the request is frozen.
     """
 
     layout: KvLayout
     request: RequestSpec
     kv_tokens: int
     rng_draws: int
-    blocks: Mapping[str, np.ndarray]
-
-
-class KvTransport(Protocol):
-    """Moves snapshots from one worker to another. A locator names one snapshot; it is short and travels as text.
-
-    This is the seam for other data planes: a TCP or RDMA transport hands out ``host:port/key`` locators and streams on
-    ``get``, a host-memory tier keeps what was ``put`` until it is released. The contract is the same for all: a
-    snapshot is immutable once put, may be got any number of times by any process that knows the locator, and lives
-    until it is released.
-    """
-
-    def put(self, snapshot: KvSnapshot) -> str:
-        """Publishes a snapshot; its locator. Raises SnapshotRefused where there is no room for it."""
-
-    def get(self, locator: str) -> KvSnapshot:
-        """The snapshot, checked. Raises NotFound for an unknown locator, SnapshotRefused for a damaged snapshot.
-
-        Its arrays are read-only and may share the transport's memory, which lives as long as they do.
-        """
-
-    def check(self, locator: str, owner: str) -> None:
-        """Raises InvalidValue for a locator that ``put`` of this writer cannot have handed out."""
-
-    def release(self, locator: str) -> None:
-        """Frees a snapshot. Unknown locators are ignored, so that a release may be repeated."""
-
-    def sweep(self, owners: Collection[str], kept: Collection[str]) -> None:
-        """Frees what any other writer has put, or began to put, but for the locators that are ``kept``.
-
-        A writer that dies in the act leaves a snapshot that nobody knows: its locator would have come with its word.
-        """
+    blocks: Mapping[str, Pieces]

@@ -10,15 +10,15 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol
 
 from dora.errors import VersionRejected
-from dora.kvtransfer.snapshot import KvTransport
 from dora.orchestrator.book import Book, Entry
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.handoff_table import Handoff
 from dora.orchestrator.core.selection import REDUNDANT
 from dora.orchestrator.orders import PublishedVersions, worker_message
 from dora.orchestrator.record_queue import RecordQueue
 from dora.orchestrator.storage import RUN_FOLDER, Storage
-from dora.orchestrator.streams import Sessions
+from dora.orchestrator.streams import Sessions, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
 from dora.record import CancelledGroup
@@ -53,7 +53,10 @@ class Store(PublishedVersions, Protocol):
 
 
 class Executor:
-    """``post`` hands an event to the core; ``spawn`` runs what waits, in the background of the event loop."""
+    """``post`` hands an event to the core; ``spawn`` runs what waits, in the background of the event loop.
+
+    ``handoff_of``: the handoff that a command, by its id, belongs to.
+    """
 
     def __init__(
         self,
@@ -63,10 +66,10 @@ class Executor:
         verifier: Verifier,
         group_filter: GroupFilter | None,
         store: Store,
-        transport: KvTransport,
         recorder: RecordQueue,
         storage: Storage,
         sessions: Sessions,
+        handoff_of: Callable[[int], Handoff | None],
         telemetry: Telemetry,
         post: Callable[[on.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
@@ -76,10 +79,10 @@ class Executor:
         self._verifier = verifier
         self._group_filter = group_filter
         self._store = store
-        self._transport = transport
         self._recorder = recorder
         self._storage = storage
         self._sessions = sessions
+        self._handoff_of = handoff_of
         self._telemetry = telemetry
         self._post = post
         self._spawn = spawn
@@ -216,11 +219,18 @@ class Executor:
     def _to_worker(self, command: do.WorkerCommand) -> None:
         session = self._sessions.of_epoch(command.worker_id, command.epoch)
         if session is not None:  # else it broke a moment ago; its loss is on the way to the core
-            session.send(worker_message(command, self._book, self._store))
+            source, target = self._ends(command)
+            session.send(worker_message(command, self._book, self._store, source, target))
+
+    def _ends(self, command: do.WorkerCommand) -> tuple[WorkerSession | None, WorkerSession | None]:
+        """Source and target of the handoff that a command belongs to, as far as they are connected."""
+        handoff = self._handoff_of(command.command_id)
+        if handoff is None:
+            return None, None
+        return self._sessions.workers.get(handoff.source), self._sessions.workers.get(handoff.target)
 
     def _release_snapshot(self, command: do.ReleaseSnapshot) -> None:
-        with self._storage.tidying(RUN_FOLDER):
-            self._transport.release(command.locator)
+        """Nothing is left to be deleted: a snapshot lies at its target, which was told to take it in or to drop it."""
 
     def _evict_worker(self, command: do.EvictWorker) -> None:
         session = self._sessions.of_epoch(command.worker_id, command.epoch)

@@ -200,8 +200,8 @@ class Launcher:
             self.failed.set_exception(WorkerStartError(reason))
 
 
-def worker_argv(config: WorkersConfig, worker_id: str, address: str, model: Path) -> list[str]:
-    """The arguments of the Python that runs one worker."""
+def worker_argv(config: WorkersConfig, worker_id: str, address: str, model: Path, kv_host: str = "") -> list[str]:
+    """The arguments of the Python that runs one worker. ``kv_host``: where others reach it; empty: it finds out."""
     options = {
         "--orchestrator": address,
         "--worker-id": worker_id,
@@ -212,6 +212,7 @@ def worker_argv(config: WorkersConfig, worker_id: str, address: str, model: Path
         "--block-tokens": config.block_tokens,
         "--max-model-len-tokens": config.max_model_len_tokens,
         "--dtype": config.dtype,
+        **({"--kv-host": kv_host} if kv_host else {}),
     }
     return ["-m", WORKER_MODULE, *(str(part) for option in options.items() for part in option)]
 

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 from dora.config import Config
 from dora.errors import DoraError
-from dora.kvtransfer.shm import ShmTransport
 from dora.memory import collecting_rarely, keep_freed_memory
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.policies import check_live
@@ -81,7 +80,7 @@ async def serve(
         storage = Storage()
         launcher = Launcher(
             config.workers,
-            lambda worker_id: worker_argv(config.workers, worker_id, address, model),
+            lambda worker_id: worker_argv(config.workers, worker_id, address, model, config.kv.host),
             {"DORA_TOKEN": token, **worker_environment(config.workers)},
             run_folder / "logs",
             storage,
@@ -109,7 +108,7 @@ async def serve(
             verifier=verifier,
             group_filter=group_filter,
             store=store,
-            transport=ShmTransport(snapshots),
+            snapshots=snapshots,
             recorder=recorder,
             event_log=event_log_of(config, stack),
             storage=storage,

@@ -1,5 +1,6 @@
 """The core's commands to workers as wire messages, with what only the shell holds: tokens, weights, canaries."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,8 +18,27 @@ class PublishedVersions(Protocol):
     def canary(self, version: int) -> Canary | None: ...
 
 
-def worker_message(command: do.WorkerCommand, book: Book, store: PublishedVersions) -> pb.WorkerCommand:
-    """The message of ``command``. Notes in the book how a request is to arrive at its worker."""
+class Reached(Protocol):
+    """A worker that is connected (streams.py), as others reach it with KV snapshots."""
+
+    worker_id: str
+    epoch: int
+    kv_address: str
+    kv_transports: Sequence[str]
+
+
+def worker_message(
+    command: do.WorkerCommand,
+    book: Book,
+    store: PublishedVersions,
+    source: Reached | None = None,
+    target: Reached | None = None,
+) -> pb.WorkerCommand:
+    """The message of ``command``. Notes in the book how a request is to arrive at its worker.
+
+    ``source`` and ``target``: of the handoff that it belongs to, those that are connected. Each is told of the other,
+    so that they talk without the service; a message that names nobody is answered with a failure.
+    """
     message = pb.WorkerCommand(command_id=command.command_id)
     match command:
         case do.LoadVersion(version=version):
@@ -33,15 +53,24 @@ def worker_message(command: do.WorkerCommand, book: Book, store: PublishedVersio
         case do.RemoveRequest(request_id=request_id):
             message.remove_request.request_id = request_id
         case do.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens):
-            reserve = pb.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens)
-            message.reserve_slot.CopyFrom(reserve)
+            epoch = source.epoch if source is not None else 0
+            message.reserve_slot.CopyFrom(
+                pb.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens, source_epoch=epoch)
+            )
         case do.CancelReservation(request_id=request_id):
             message.cancel_reservation.request_id = request_id
         case do.CopyOut(request_id=request_id):
-            message.copy_out.request_id = request_id
+            peer = pb.KvPeer() if target is None else _peer(target)
+            message.copy_out.CopyFrom(pb.CopyOut(request_id=request_id, target=peer))
         case do.CopyIn(request_id=request_id, version=version, locator=locator):
             book[request_id].arrivals[command.worker_id] = "migrated"
             message.copy_in.CopyFrom(pb.CopyIn(request_id=request_id, version=version, locator=locator))
         case do.Thaw(request_id=request_id):
             message.thaw.request_id = request_id
     return message
+
+
+def _peer(worker: Reached) -> pb.KvPeer:
+    return pb.KvPeer(
+        worker_id=worker.worker_id, epoch=worker.epoch, address=worker.kv_address, transports=worker.kv_transports
+    )

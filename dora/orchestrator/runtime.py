@@ -13,14 +13,16 @@ import functools
 import logging
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, Final
 
 from dora.config import Config
 from dora.errors import Conflict, InvalidValue
-from dora.kvtransfer.snapshot import KvTransport
+from dora.kvtransfer.segments import sweep
 from dora.orchestrator.book import Book
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.handoff_table import Handoff
 from dora.orchestrator.eventlog import EventLogWriter
 from dora.orchestrator.executor import Executor, Verifier
 from dora.orchestrator.feed import PromptFeed
@@ -52,7 +54,7 @@ class Runtime:
         verifier: Verifier,
         group_filter: GroupFilter | None = None,
         store: WeightStore,
-        transport: KvTransport,
+        snapshots: Path,
         recorder: Recorder | None,
         processes: WorkerProcesses | None = None,
         event_log: EventLogWriter | None = None,
@@ -64,7 +66,7 @@ class Runtime:
         self.telemetry = Telemetry()
         self.feed = feed
         self.store = store
-        self.transport = transport
+        self._snapshots = snapshots
         self.event_log = event_log
         self.storage = storage or Storage()
         self.storage.tell(lambda fault: self.post_soon(on.StorageChanged(fault)))
@@ -74,7 +76,6 @@ class Runtime:
             machine=self.machine,
             book=self.book,
             store=store,
-            transport=transport,
             telemetry=self.telemetry,
             storage=self.storage,
             post=self.post,
@@ -85,10 +86,10 @@ class Runtime:
             verifier=verifier,
             group_filter=group_filter,
             store=store,
-            transport=transport,
             recorder=self.recorder,
             storage=self.storage,
             sessions=self.sessions,
+            handoff_of=self._handoff_of,
             telemetry=self.telemetry,
             post=self.post,
             spawn=self.spawn,
@@ -174,9 +175,12 @@ class Runtime:
             stream.close(error=Conflict("prompts", f"failed: {self.feed.failure}", HOPELESS))
 
     def sweep_snapshots(self) -> None:
-        """Deletes what workers that are gone have left: a snapshot that no handoff knows is nobody's."""
-        kept = {handoff.locator for handoff in self.machine.state.handoffs.values()}
-        self.transport.sweep({str(session.epoch) for session in self.sessions.workers.values()}, kept)
+        """Deletes the shared memory of workers that are gone; whoever was given some has it mapped."""
+        sweep(self._snapshots)
+
+    def _handoff_of(self, command_id: int) -> Handoff | None:
+        pending = self.machine.state.pending.get(command_id)
+        return pending.handoff if pending is not None else None
 
     # ----------------------------------------------------------------------------------------------------- background
 

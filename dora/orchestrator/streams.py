@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Container
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from typing import Protocol
 
 from dora.errors import DoraError
@@ -22,12 +22,23 @@ COMMANDS_QUEUED_MAX = 65536  # a worker this far behind is as good as hung
 class WorkerSession:
     """One epoch of one worker."""
 
-    def __init__(self, worker_id: str, epoch: int, pid: int, host: str, capability: EngineCapability) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: int,
+        pid: int,
+        host: str,
+        capability: EngineCapability,
+        kv_address: str = "",
+        kv_transports: Sequence[str] = (),
+    ) -> None:
         self.worker_id = worker_id
         self.epoch = epoch
         self.pid = pid
         self.host = host
         self.capability = capability
+        self.kv_address = kv_address  # where other workers reach it with KV snapshots; empty: nowhere
+        self.kv_transports = kv_transports
         self.heard_s = time.monotonic()
         self.reprefilled_tokens = 0
         self.rate = Rate()
@@ -108,11 +119,19 @@ class Sessions:
         self._lost = lost
         self._epochs = 0
 
-    def open(self, worker_id: str, pid: int, host: str, capability: EngineCapability) -> WorkerSession:
+    def open(
+        self,
+        worker_id: str,
+        pid: int,
+        host: str,
+        capability: EngineCapability,
+        kv_address: str = "",
+        kv_transports: Sequence[str] = (),
+    ) -> WorkerSession:
         """Begins a new epoch of this worker, which must not be connected."""
         assert worker_id not in self.workers, f"{worker_id} is connected"
         self._epochs += 1
-        session = WorkerSession(worker_id, self._epochs, pid, host, capability)
+        session = WorkerSession(worker_id, self._epochs, pid, host, capability, kv_address, kv_transports)
         self.workers[worker_id] = session
         self.lost_reasons.pop(worker_id, None)
         return session

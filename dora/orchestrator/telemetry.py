@@ -55,6 +55,8 @@ class Telemetry:
         self.rewards_failed = 0
         self.groups_filtered = 0
         self.messages_refused = 0
+        self.kv_bytes = 0
+        self.kv_fallbacks = 0
         self.blackouts_ms: deque[float] = deque(maxlen=BLACKOUTS_KEPT)
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._stepped_s = 0.0
@@ -120,6 +122,8 @@ class Telemetry:
             "rewards_failed": self.rewards_failed,
             "groups_filtered": self.groups_filtered,
             "messages_refused": self.messages_refused,
+            "kv_bytes": self.kv_bytes,
+            "kv_fallbacks": self.kv_fallbacks,
             "blackout_ms_p50": float(np.percentile(blackouts, 50)),
             "blackout_ms_p99": float(np.percentile(blackouts, 99)),
         }

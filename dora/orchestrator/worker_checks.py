@@ -9,6 +9,7 @@ from typing import Final
 
 from dora.config import Config
 from dora.errors import InvalidValue
+from dora.kvtransfer.transport import NAMES
 from dora.limits import COUNT_MOST, KV_TOKENS_MOST, TOKENS_MOST
 from dora.orchestrator.book import Book, BookError
 from dora.rpc import convert
@@ -18,6 +19,7 @@ from dora.weights.canary import LOGPROB_MOST
 
 WORKER_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ERROR_KINDS: Final = ("", "refused", "not_movable", "unknown_request", "invalid", "weights")
+_REASON_MOST: Final = 2000  # characters of why a KV transport failed
 _TEXT_MOST: Final = 256  # characters of a host's name, a fingerprint, a dtype
 _TOTAL_MOST: Final = 1 << 53  # of counters over a worker's life: beyond it a double is not exact
 
@@ -26,7 +28,7 @@ def checked_hello(hello: pb.WorkerHello, config: Config, vocab_size: int) -> Eng
     """What the worker's engine can hold. ``vocab_size``: the model's; 0 where its config does not say."""
     if not WORKER_ID.fullmatch(hello.worker_id):
         raise InvalidValue("worker_id", hello.worker_id, "1 to 64 letters, digits, '.', '_' or '-'")
-    for name in ("host", "fingerprint", "dtype"):
+    for name in ("host", "fingerprint", "dtype", "kv_address"):
         text = getattr(hello, name)
         if not text.isprintable() or len(text) > _TEXT_MOST:
             raise InvalidValue(name, text, f"printable, of at most {_TEXT_MOST} characters")
@@ -40,6 +42,8 @@ def checked_hello(hello: pb.WorkerHello, config: Config, vocab_size: int) -> Eng
     ):
         if not least <= getattr(hello, name) <= most:
             raise InvalidValue(name, getattr(hello, name), f"{least} to {most}" if least < most else f"{most}")
+    if len(hello.kv_transports) > len(NAMES) or not set(hello.kv_transports) <= set(NAMES):
+        raise InvalidValue("kv_transports", list(hello.kv_transports)[:9], f"of {', '.join(NAMES)}")
     if not hello.fingerprint:
         raise InvalidValue("fingerprint", "", "the hash of what workers must have alike")
     return convert.capability_from_wire(hello)
@@ -93,8 +97,16 @@ def check_against_book(book: Book, deltas: list[TokenDelta]) -> None:
             finished.add(delta.request_id)
 
 
-def checked_error(outcome: pb.WorkerOutcome) -> None:
+def checked_outcome(outcome: pb.WorkerOutcome) -> None:
+    """What an outcome says beside its command's own fields."""
     if outcome.error_kind not in ERROR_KINDS:
         raise InvalidValue("error_kind", outcome.error_kind, f"one of {', '.join(filter(None, ERROR_KINDS))}")
     if not outcome.canary_difference >= 0.0:  # a comparison with NaN is false
         raise InvalidValue("canary_difference", outcome.canary_difference, "0 or above")
+    if outcome.snapshot_bytes > _TOTAL_MOST:
+        raise InvalidValue("snapshot_bytes", outcome.snapshot_bytes, f"at most {_TOTAL_MOST}")
+    if outcome.kv_transport and outcome.kv_transport not in NAMES:
+        raise InvalidValue("kv_transport", outcome.kv_transport, f"one of {', '.join(NAMES)}")
+    if len(outcome.kv_fallbacks) > len(NAMES) or any(len(each) > _REASON_MOST for each in outcome.kv_fallbacks):
+        allowed = f"at most {len(NAMES)} reasons of at most {_REASON_MOST} characters"
+        raise InvalidValue("kv_fallbacks", len(outcome.kv_fallbacks), allowed)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from dora.kvtransfer.snapshot import KvTransport
+from dora.kvtransfer.arrivals import check_key
 from dora.orchestrator import worker_checks as checks
 from dora.orchestrator.book import Book, BookError
 from dora.orchestrator.core import Machine
@@ -34,7 +34,6 @@ class WorkerReports:
         machine: Machine,
         book: Book,
         store: WeightStore,
-        transport: KvTransport,
         telemetry: Telemetry,
         storage: Storage,
         post: Callable[[on.Event], None],
@@ -42,7 +41,6 @@ class WorkerReports:
         self._machine = machine
         self._book = book
         self._store = store
-        self._transport = transport
         self._telemetry = telemetry
         self._storage = storage
         self._post = post
@@ -95,6 +93,8 @@ class WorkerReports:
         if not outcome.ok:  # an unknown request is one that finished a moment before: expected
             level = logging.DEBUG if outcome.error_kind == "unknown_request" else logging.WARNING
             log.log(level, "%s: command %d: %s", session.worker_id, outcome.command_id, error)
+        if isinstance(command, do.CopyOut):
+            self._note_copy(session, outcome)
         if outcome.ok and isinstance(command, do.LoadVersion) and canary is not None:
             self._keep_canary(session.worker_id, command.version, canary)
         self._post(
@@ -115,9 +115,9 @@ class WorkerReports:
         self, session: WorkerSession, outcome: pb.WorkerOutcome, command: do.WorkerCommand | None
     ) -> Canary | None:
         """The canary in an outcome. Raises InvalidValue for what the engine of this worker cannot have answered."""
-        checks.checked_error(outcome)
+        checks.checked_outcome(outcome)
         if outcome.locator or (outcome.ok and isinstance(command, do.CopyOut)):
-            self._transport.check(outcome.locator, str(session.epoch))
+            check_key(outcome.locator, session.epoch)
         canary = convert.canary_from_wire(outcome.canary)
         if canary is not None:
             check_canary(canary, self._vocab_size(session))
@@ -134,6 +134,14 @@ class WorkerReports:
         if arrival == "migrated" and before:
             self._telemetry.blackouts_ms.append((at - last_at) * 1000)
         self._telemetry.tokens(len(entry.tokens) - before, at)
+
+    def _note_copy(self, session: WorkerSession, outcome: pb.WorkerOutcome) -> None:
+        """One line for what did not go as it should have; numbers for the rest."""
+        for reason in outcome.kv_fallbacks:
+            log.warning("%s: a KV transport failed: %s", session.worker_id, reason)
+        self._telemetry.kv_fallbacks += len(outcome.kv_fallbacks)
+        if outcome.ok:
+            self._telemetry.kv_bytes += outcome.snapshot_bytes
 
     def _keep_canary(self, worker_id: str, version: int, canary: Canary) -> None:
         """A version that came without a canary is held to what its first worker made of it."""

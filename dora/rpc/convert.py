@@ -234,8 +234,22 @@ def prompt_to_wire(prompt: Prompt) -> pb.Prompt:
     )
 
 
-def hello_to_wire(worker_id: str, pid: int, host: str, capability: EngineCapability) -> pb.WorkerHello:
-    return pb.WorkerHello(worker_id=worker_id, pid=pid, host=host, **_named(capability, _CAPABILITY))
+def hello_to_wire(
+    worker_id: str,
+    pid: int,
+    host: str,
+    capability: EngineCapability,
+    kv_address: str = "",
+    kv_transports: Sequence[str] = (),
+) -> pb.WorkerHello:
+    return pb.WorkerHello(
+        worker_id=worker_id,
+        pid=pid,
+        host=host,
+        kv_address=kv_address,
+        kv_transports=kv_transports,
+        **_named(capability, _CAPABILITY),
+    )
 
 
 def capability_from_wire(message: pb.WorkerHello) -> EngineCapability:

@@ -611,7 +611,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., outcome: _Optional[_Union[WorkerOutcome, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "pid", "host", "fingerprint", "slots", "kv_tokens", "block_tokens", "max_model_len_tokens", "vocab_size", "dtype")
+    __slots__ = ("worker_id", "pid", "host", "fingerprint", "slots", "kv_tokens", "block_tokens", "max_model_len_tokens", "vocab_size", "dtype", "kv_address", "kv_transports")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -622,6 +622,8 @@ class WorkerHello(_message.Message):
     MAX_MODEL_LEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pid: int
     host: str
@@ -632,7 +634,9 @@ class WorkerHello(_message.Message):
     max_model_len_tokens: int
     vocab_size: int
     dtype: str
-    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., fingerprint: _Optional[str] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_model_len_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+    kv_address: str
+    kv_transports: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., fingerprint: _Optional[str] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_model_len_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_address: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
     __slots__ = ("deltas", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at")
@@ -673,7 +677,7 @@ class TokenDelta(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ..., stop: _Optional[str] = ...) -> None: ...
 
 class WorkerOutcome(_message.Message):
-    __slots__ = ("command_id", "ok", "error", "error_kind", "locator", "snapshot_bytes", "tokens", "at", "canary", "canary_difference")
+    __slots__ = ("command_id", "ok", "error", "error_kind", "locator", "snapshot_bytes", "tokens", "at", "canary", "canary_difference", "kv_transport", "kv_fallbacks")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     OK_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -684,6 +688,8 @@ class WorkerOutcome(_message.Message):
     AT_FIELD_NUMBER: _ClassVar[int]
     CANARY_FIELD_NUMBER: _ClassVar[int]
     CANARY_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    KV_FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     ok: bool
     error: str
@@ -694,7 +700,9 @@ class WorkerOutcome(_message.Message):
     at: float
     canary: Canary
     canary_difference: float
-    def __init__(self, command_id: _Optional[int] = ..., ok: _Optional[bool] = ..., error: _Optional[str] = ..., error_kind: _Optional[str] = ..., locator: _Optional[str] = ..., snapshot_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., at: _Optional[float] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ..., canary_difference: _Optional[float] = ...) -> None: ...
+    kv_transport: str
+    kv_fallbacks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, command_id: _Optional[int] = ..., ok: _Optional[bool] = ..., error: _Optional[str] = ..., error_kind: _Optional[str] = ..., locator: _Optional[str] = ..., snapshot_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., at: _Optional[float] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ..., canary_difference: _Optional[float] = ..., kv_transport: _Optional[str] = ..., kv_fallbacks: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
     __slots__ = ("command_id", "welcome", "load_version", "start_request", "remove_request", "reserve_slot", "cancel_reservation", "copy_out", "copy_in", "thaw", "shutdown")
@@ -723,14 +731,42 @@ class WorkerCommand(_message.Message):
     def __init__(self, command_id: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., load_version: _Optional[_Union[LoadVersion, _Mapping]] = ..., start_request: _Optional[_Union[StartRequest, _Mapping]] = ..., remove_request: _Optional[_Union[RemoveRequest, _Mapping]] = ..., reserve_slot: _Optional[_Union[ReserveSlot, _Mapping]] = ..., cancel_reservation: _Optional[_Union[CancelReservation, _Mapping]] = ..., copy_out: _Optional[_Union[CopyOut, _Mapping]] = ..., copy_in: _Optional[_Union[CopyIn, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("epoch", "snapshot_folder", "report_period_ms")
+    __slots__ = ("epoch", "snapshot_folder", "report_period_ms", "kv")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FOLDER_FIELD_NUMBER: _ClassVar[int]
     REPORT_PERIOD_MS_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     snapshot_folder: str
     report_period_ms: int
-    def __init__(self, epoch: _Optional[int] = ..., snapshot_folder: _Optional[str] = ..., report_period_ms: _Optional[int] = ...) -> None: ...
+    kv: KvSettings
+    def __init__(self, epoch: _Optional[int] = ..., snapshot_folder: _Optional[str] = ..., report_period_ms: _Optional[int] = ..., kv: _Optional[_Union[KvSettings, _Mapping]] = ...) -> None: ...
+
+class KvSettings(_message.Message):
+    __slots__ = ("secret", "transports", "bandwidth_bytes_per_s", "memory_bytes", "timeout_s")
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    secret: bytes
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    bandwidth_bytes_per_s: float
+    memory_bytes: int
+    timeout_s: float
+    def __init__(self, secret: _Optional[bytes] = ..., transports: _Optional[_Iterable[str]] = ..., bandwidth_bytes_per_s: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class KvPeer(_message.Message):
+    __slots__ = ("worker_id", "epoch", "address", "transports")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: int
+    address: str
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LoadVersion(_message.Message):
     __slots__ = ("version", "folder", "canary")
@@ -765,14 +801,16 @@ class RemoveRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ReserveSlot(_message.Message):
-    __slots__ = ("request_id", "version", "kv_tokens")
+    __slots__ = ("request_id", "version", "kv_tokens", "source_epoch")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     version: int
     kv_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., kv_tokens: _Optional[int] = ...) -> None: ...
+    source_epoch: int
+    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., source_epoch: _Optional[int] = ...) -> None: ...
 
 class CancelReservation(_message.Message):
     __slots__ = ("request_id",)
@@ -781,10 +819,12 @@ class CancelReservation(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class CopyOut(_message.Message):
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "target")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+    target: KvPeer
+    def __init__(self, request_id: _Optional[str] = ..., target: _Optional[_Union[KvPeer, _Mapping]] = ...) -> None: ...
 
 class CopyIn(_message.Message):
     __slots__ = ("request_id", "version", "locator")

@@ -33,6 +33,8 @@ COUNTERS: Final = {
     "groups_taken": "groups that a step has taken",
     "groups_trained": "groups that the trainer has committed",
     "handoffs_now": "handoffs in flight",
+    "kv_bytes": "KV that moved from worker to worker",
+    "kv_fallbacks": "times that a KV transport failed between two workers and the next one was taken",
     "loads_failed": "weights that a worker could not load",
     "messages_refused": "wrong reports of workers: nothing of such a one was believed, and its worker was replaced",
     "migrations_failed": "handoffs that were undone; the request stayed where it was",

@@ -34,6 +34,10 @@ class BaseEngine(Generic[Live], ABC):
         return self._capability
 
     @property
+    def layout(self) -> KvLayout:
+        return self._layout
+
+    @property
     def version(self) -> int | None:
         return self._version
 

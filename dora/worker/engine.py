@@ -8,7 +8,7 @@ and ``fake_engine.FakeEngine``; both pass ``tests/contract/test_engine.py``.
 from pathlib import Path
 from typing import Protocol
 
-from dora.kvtransfer.snapshot import KvSnapshot
+from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
 from dora.types import Canary, EngineCapability, EngineLoad, RequestSpec, TokenDelta
 
 
@@ -17,6 +17,10 @@ class RolloutEngine(Protocol):
 
     @property
     def capability(self) -> EngineCapability: ...
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of its KV blocks."""
 
     @property
     def version(self) -> int | None:
@@ -52,7 +56,8 @@ class RolloutEngine(Protocol):
         """Undoes ``freeze``: the request goes on as if nothing had happened. Raises NotFound as ``freeze`` does."""
 
     def export(self, request_id: str) -> KvSnapshot | None:
-        """Copies a frozen request's state and KV, the partial tail block included.
+        """A frozen request's state and KV, the partial tail block included. Nothing is copied: the snapshot shows the
+        engine's own blocks, which stay as they are until the request is removed or thawed.
 
         None where this request's KV cannot move exactly (no token sampled yet, preempted, a model whose state is more
         than one list of blocks): it must then be re-prefilled. The request stays frozen, and held, until it is removed

@@ -126,7 +126,7 @@ class FakeEngine(BaseEngine[_Live]):
         outputs = tuple(live.outputs)
         request = replace(live.request, output_token_ids=outputs, logprobs=tuple(live.logprobs))
         draws = rng_draws(len(outputs), request.sampling.temperature)
-        blocks = {name: self._to_blocks(raw) for name, raw in live.kv.items()}
+        blocks = {name: [self._to_blocks(raw)] for name, raw in live.kv.items()}
         return KvSnapshot(self._layout, request, live.kv_tokens, draws, blocks)
 
     def remove(self, request_id: str) -> None:
@@ -173,7 +173,8 @@ class FakeEngine(BaseEngine[_Live]):
         """KV of all tokens but the last sampled one: out of the snapshot, else computed."""
         if live.snapshot is not None:
             kv_bytes = live.snapshot.kv_tokens * KV_BYTES
-            live.kv = {name: bytearray(live.snapshot.blocks[name].reshape(-1)[:kv_bytes].tobytes()) for name in LAYERS}
+            whole = {name: b"".join(piece.tobytes() for piece in live.snapshot.blocks[name]) for name in LAYERS}
+            live.kv = {name: bytearray(raw[:kv_bytes]) for name, raw in whole.items()}
             live.snapshot = None
             return
         live.kv = {name: bytearray() for name in LAYERS}

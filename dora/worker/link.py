@@ -6,7 +6,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
@@ -29,10 +29,19 @@ class Link:
     A broken stream ends the worker's epoch: ``take`` raises, the process ends, and whoever started it starts it again.
     """
 
-    def __init__(self, address: str, token: str, worker_id: str, capability: EngineCapability) -> None:
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        worker_id: str,
+        capability: EngineCapability,
+        kv_address: str = "",
+        kv_transports: Sequence[str] = (),
+    ) -> None:
         self._address = address
         self._token = token
-        self._hello = convert.hello_to_wire(worker_id, os.getpid(), socket.gethostname(), capability)
+        host = socket.gethostname()
+        self._hello = convert.hello_to_wire(worker_id, os.getpid(), host, capability, kv_address, kv_transports)
         self._inbox: queue.SimpleQueue[pb.WorkerCommand | DoraError] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue(MESSAGES_QUEUED_MAX)

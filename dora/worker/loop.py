@@ -7,12 +7,24 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
-from dora.errors import CanaryMismatch, Conflict, DoraError, InvalidValue, NotFound, SnapshotRefused
-from dora.kvtransfer.shm import ShmTransport
-from dora.kvtransfer.snapshot import KvTransport
+from dora.errors import (
+    MISSING,
+    CanaryMismatch,
+    Conflict,
+    DoraError,
+    InvalidValue,
+    NotFound,
+    SnapshotRefused,
+    TransferFailed,
+)
+from dora.kvtransfer.layout import blocks_for
+from dora.kvtransfer.outgoing import Sent, Transfer
+from dora.kvtransfer.peer import Peer
+from dora.kvtransfer.plane import DataPlane
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.types import TokenDelta
@@ -21,6 +33,7 @@ from dora.worker.engine import RolloutEngine
 log = logging.getLogger("dora.worker")
 
 IDLE_S = 0.5  # an idle worker looks up, and is heard of, this often
+REASON_MOST = 500  # characters of why a KV transport failed
 QUEUE_SLOTS = 2  # requests taken in by handoff: this many times the slots
 
 
@@ -32,24 +45,28 @@ class Orders(Protocol):
 
 
 class EngineLoop:
-    """Owns the engine. ``run`` returns at Shutdown or when told to stop."""
+    """Owns the engine. ``run`` returns at Shutdown or when told to stop.
+
+    KV is copied by the data plane, in threads of its own. A worker without one takes part in no handoff.
+    """
 
     def __init__(
         self,
         engine: RolloutEngine,
         orders: Orders,
         welcome: pb.Welcome,
-        transport: KvTransport | None = None,
+        plane: DataPlane | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._orders = orders
-        self._transport = transport or ShmTransport(Path(welcome.snapshot_folder), str(welcome.epoch))
+        self._plane = plane
         self._period_s = welcome.report_period_ms / 1000
         self._clock = clock
         self._deltas: list[TokenDelta] = []
         self._reported_s = clock()
         self._reserved: set[str] = set()
+        self._copies: dict[str, Transfer] = {}  # of frozen requests, by their ids
         self._shutdown = False
 
     def run(self, stop: threading.Event) -> None:
@@ -96,16 +113,18 @@ class EngineLoop:
             self._shutdown = True
             return
         outcome = pb.WorkerOutcome(command_id=command.command_id, ok=True, at=time.time())
+        copying: Transfer | None = None
         try:
-            _OBEY[kind](self, getattr(command, kind), outcome)
+            copying = _OBEY[kind](self, getattr(command, kind), outcome)
         except DoraError as error:
-            outcome.ok, outcome.error, outcome.error_kind = False, str(error), _error_kind(kind, error)
-            if isinstance(error, CanaryMismatch):
-                outcome.canary_difference = error.difference
+            _fail(kind, outcome, error)
             log.warning("%s: %s", kind, error)
         if self._deltas or kind == "load_version":
             self._report()
-        self._orders.send(pb.WorkerMessage(outcome=outcome))
+        if copying is None:
+            self._orders.send(pb.WorkerMessage(outcome=outcome))
+        else:  # the copy's thread answers: the request is frozen, so nothing of it is left to be reported before
+            copying.done.add_done_callback(lambda done: self._copied(done, outcome))
 
     def _load_version(self, order: pb.LoadVersion, outcome: pb.WorkerOutcome) -> None:
         began_s = self._clock()
@@ -118,6 +137,7 @@ class EngineLoop:
         self._engine.add(convert.request_from_wire(order))
 
     def _remove_request(self, order: pb.RemoveRequest, outcome: pb.WorkerOutcome) -> None:
+        self._end_copy(order.request_id)
         self._engine.remove(order.request_id)
 
     def _reserve_slot(self, order: pb.ReserveSlot, outcome: pb.WorkerOutcome) -> None:
@@ -129,24 +149,58 @@ class EngineLoop:
             raise Conflict("requests held", held, f"below {limit}", why="is too much for another")
         if order.kv_tokens > capability.kv_tokens:
             raise Conflict("kv_tokens", order.kv_tokens, f"at most {capability.kv_tokens}", why="is too much")
+        layout = self._engine.layout
+        most_bytes = blocks_for(capability.max_model_len_tokens, layout.block_tokens) * layout.block_bytes
+        self._data_plane().expect(order.request_id, order.source_epoch, most_bytes)
         self._reserved.add(order.request_id)
 
     def _cancel_reservation(self, order: pb.CancelReservation, outcome: pb.WorkerOutcome) -> None:
         self._reserved.discard(order.request_id)
+        if self._plane is not None:
+            self._plane.forget(order.request_id)
         self._engine.remove(order.request_id)  # it may have been copied in before the handoff was undone
 
-    def _copy_out(self, order: pb.CopyOut, outcome: pb.WorkerOutcome) -> None:
+    def _copy_out(self, order: pb.CopyOut, outcome: pb.WorkerOutcome) -> Transfer:
         self._engine.freeze(order.request_id)
         snapshot = self._engine.export(order.request_id)
         if snapshot is None:
             raise NotMovable(f"{order.request_id} cannot move exactly just now")
         outcome.tokens = len(snapshot.request.output_token_ids)
-        outcome.locator = self._transport.put(snapshot)
-        outcome.snapshot_bytes = sum(blocks.nbytes for blocks in snapshot.blocks.values())
+        target = order.target
+        peer = Peer(target.worker_id, target.epoch, target.address, tuple(target.transports))
+        self._copies[order.request_id] = transfer = self._data_plane().send(peer, order.request_id, snapshot)
+        return transfer
+
+    def _copied(self, done: "Future[Sent]", outcome: pb.WorkerOutcome) -> None:
+        """In a thread of the data plane: the snapshot is at its target, or will not be."""
+        error = done.exception()
+        if error is None:
+            sent = done.result()
+            outcome.locator, outcome.snapshot_bytes = sent.key, sent.body_bytes
+            outcome.kv_transport = sent.transport
+            outcome.kv_fallbacks.extend(reason[:REASON_MOST] for reason in sent.fallbacks)
+        else:
+            assert isinstance(error, DoraError), error
+            _fail("copy_out", outcome, error)
+        outcome.at = time.time()
+        try:
+            self._orders.send(pb.WorkerMessage(outcome=outcome))
+        except DoraError as gone:  # the engine's thread finds out by itself
+            log.info("the outcome of a copy was not sent: %s", gone)
+
+    def _end_copy(self, request_id: str) -> None:
+        transfer = self._copies.pop(request_id, None)
+        if transfer is not None:
+            transfer.cancel()
+
+    def _data_plane(self) -> DataPlane:
+        if self._plane is None:
+            raise Conflict("data plane", MISSING, "there, for a request to move with its KV", why="is missing")
+        return self._plane
 
     def _copy_in(self, order: pb.CopyIn, outcome: pb.WorkerOutcome) -> None:
         self._reserved.discard(order.request_id)
-        snapshot = self._transport.get(order.locator)
+        snapshot = self._data_plane().take(order.locator)
         found = snapshot.request
         if (found.request_id, found.version) != (order.request_id, order.version):
             raise SnapshotRefused(
@@ -156,6 +210,7 @@ class EngineLoop:
         self._engine.take_in(snapshot)
 
     def _thaw(self, order: pb.Thaw, outcome: pb.WorkerOutcome) -> None:
+        self._end_copy(order.request_id)
         self._engine.thaw(order.request_id)
 
 
@@ -163,7 +218,7 @@ class NotMovable(DoraError):
     """The request's KV cannot move exactly; it must be re-prefilled."""
 
 
-_OBEY: dict[str, Callable[..., None]] = {
+_OBEY: dict[str, Callable[..., Transfer | None]] = {
     "load_version": EngineLoop._load_version,
     "start_request": EngineLoop._start_request,
     "remove_request": EngineLoop._remove_request,
@@ -175,6 +230,12 @@ _OBEY: dict[str, Callable[..., None]] = {
 }
 
 
+def _fail(command: str | None, outcome: pb.WorkerOutcome, error: DoraError) -> None:
+    outcome.ok, outcome.error, outcome.error_kind = False, str(error), _error_kind(command, error)
+    if isinstance(error, CanaryMismatch):
+        outcome.canary_difference = error.difference
+
+
 def _error_kind(command: str | None, error: DoraError) -> str:
     """What the orchestrator makes of it. ``weights``: not this worker is at fault, but what was published."""
     if command == "load_version" and isinstance(error, (InvalidValue, CanaryMismatch)):
@@ -183,7 +244,7 @@ def _error_kind(command: str | None, error: DoraError) -> str:
         return "not_movable"
     if isinstance(error, NotFound):
         return "unknown_request"
-    if isinstance(error, (Conflict, SnapshotRefused)):
+    if isinstance(error, (Conflict, SnapshotRefused, TransferFailed)):
         return "refused"
     return "invalid" if isinstance(error, InvalidValue) else "refused"
 

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from dora.kvtransfer.snapshot import Pieces
+
 
 class BlockStore:
     """Views of the KV tensors in host memory: layer name -> uint8 of shape (blocks, bytes per block)."""
@@ -18,16 +20,30 @@ class BlockStore:
         """(layer name, bytes per block), sorted by name."""
         return tuple((name, raw.shape[1]) for name, raw in self._layers.items())
 
-    def read(self, block_ids: Sequence[int]) -> dict[str, np.ndarray]:
-        """A copy of some blocks of every layer, in the order of ``block_ids``."""
-        chosen = np.asarray(block_ids, np.intp)
-        return {name: raw[chosen] for name, raw in self._layers.items()}
+    def show(self, block_ids: Sequence[int]) -> dict[str, list[np.ndarray]]:
+        """Some blocks of every layer, in the order of ``block_ids``: views, one for each run of neighbours."""
+        runs = _runs(block_ids)
+        return {name: [raw[first:end] for first, end in runs] for name, raw in self._layers.items()}
 
-    def write(self, block_ids: Sequence[int], blocks: Mapping[str, np.ndarray]) -> None:
+    def write(self, block_ids: Sequence[int], blocks: Mapping[str, Pieces]) -> None:
         """Overwrites some blocks of every layer."""
         chosen = np.asarray(block_ids, np.intp)
         for name, raw in self._layers.items():
-            raw[chosen] = blocks[name]
+            at = 0
+            for piece in blocks[name]:
+                raw[chosen[at : at + len(piece)]] = piece
+                at += len(piece)
+
+
+def _runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Consecutive ids as (first, one after the last)."""
+    runs: list[tuple[int, int]] = []
+    for block_id in block_ids:
+        if runs and runs[-1][1] == block_id:
+            runs[-1] = (runs[-1][0], block_id + 1)
+        else:
+            runs.append((block_id, block_id + 1))
+    return runs
 
 
 def _raw_blocks(tensor: torch.Tensor, block_count: int) -> np.ndarray:

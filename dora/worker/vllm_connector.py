@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -16,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from dora.kvtransfer.snapshot import KvSnapshot
+from dora.kvtransfer.snapshot import KvSnapshot, Pieces
 from dora.worker.vllm_blocks import BlockStore
 
 
@@ -25,7 +24,7 @@ class _Import:
     """Blocks to write, and where."""
 
     block_ids: list[int]
-    blocks: Mapping[str, np.ndarray]
+    blocks: Mapping[str, Pieces]
 
 
 @dataclass
@@ -65,7 +64,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0:
             snapshot = self._offered.pop(request.request_id)
-            count = len(next(iter(snapshot.blocks.values())))
+            count = sum(len(piece) for piece in next(iter(snapshot.blocks.values())))
             self._imports.append(_Import(blocks.get_block_ids()[0][:count], snapshot.blocks))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

@@ -128,7 +128,7 @@ class VllmEngine(BaseEngine[_Live]):
             ),
             kv_tokens=kv_tokens,
             rng_draws=rng_draws(len(live.outputs), live.request.sampling.temperature),
-            blocks=self._store.read(block_ids[: blocks_for(kv_tokens, self._layout.block_tokens)]),
+            blocks=self._store.show(block_ids[: blocks_for(kv_tokens, self._layout.block_tokens)]),
         )
 
     def remove(self, request_id: str) -> None:

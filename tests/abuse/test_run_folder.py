@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dora.errors import InvalidValue, SnapshotRefused
-from dora.kvtransfer.shm import ShmTransport
+from dora.kvtransfer.segments import SegmentPool
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.eventlog import EventLogWriter, read_log
@@ -17,7 +17,6 @@ from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
 from tests.abuse.full import faults, files_up_to, fill
-from tests.contract.test_snapshot import make_snapshot
 from tests.unit.test_runtime import Shell
 
 
@@ -72,8 +71,8 @@ async def test_a_workers_canary_that_cannot_be_written_breaks_no_stream(shell: S
 async def test_what_cannot_be_tidied_ends_nothing(shell: Shell, tmp_path: Path) -> None:
     os.rename(tmp_path / "kv", tmp_path / "away")
     (tmp_path / "kv").write_text("no folder")
-    shell.runtime.executor.carry_out(do.ReleaseSnapshot(f"1-{'0' * 32}.kv"))
-    assert faults(shell) == {"run folder": "Not a directory"} and not shell.runtime.failed.done()
+    shell.runtime.sweep_snapshots()
+    assert not shell.runtime.failed.done()
     os.rename(shell.store.root, tmp_path / "gone")
     await shell.runtime.look_at_storage()
     assert faults(shell) == {"run folder": "No such file or directory"}, "and nothing is admitted"
@@ -83,13 +82,13 @@ async def test_what_cannot_be_tidied_ends_nothing(shell: Shell, tmp_path: Path) 
 
 
 def test_a_snapshot_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    transport = ShmTransport(tmp_path)
+    segments = SegmentPool(tmp_path, "1", 1 << 20)
     with files_up_to(100), pytest.raises(SnapshotRefused, match="no room left"):
-        transport.put(make_snapshot())
-    assert not list(tmp_path.iterdir())
-    tmp_path.rmdir()
-    with pytest.raises(SnapshotRefused, match="cannot be written"):
-        transport.put(make_snapshot())
+        segments.lend(1000)
+    assert [file.name for file in (tmp_path / "1").iterdir()] == ["owner.lock"] and not segments.lent_bytes()
+    segments.close()
+    with pytest.raises(SnapshotRefused, match="No such file"):
+        segments.lend(1000)
 
 
 def test_room_is_looked_for_by_taking_it(tmp_path: Path) -> None:

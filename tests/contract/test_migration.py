@@ -1,6 +1,7 @@
 """That a request which moves goes on as if it had not, whatever engines are made of: with its KV or without."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 from dora.errors import Conflict, SnapshotRefused
-from dora.kvtransfer.codec import decode, encode
-from dora.kvtransfer.shm import ShmTransport
+from dora.kvtransfer.peer import Peer
+from dora.kvtransfer.plane import DataPlane
 from dora.worker.engine import RolloutEngine
 from tests.contract.driver import (
     EVERYTHING,
@@ -24,8 +25,10 @@ from tests.contract.driver import (
     farthest,
     make_request,
     mixed_requests,
+    over_the_wire,
     run,
 )
+from tests.contract.planes import HERE, a_plane
 
 # Moving.
 
@@ -94,10 +97,10 @@ def test_kv_decides_what_follows(engine: RolloutEngine, driver: Driver) -> None:
     driver.add(request)
     driver.step(8)
     snapshot = driver.take_out("r1")
-    flipped = {name: np.array(blocks) for name, blocks in snapshot.blocks.items()}
+    flipped = {name: [np.array(piece) for piece in pieces] for name, pieces in snapshot.blocks.items()}
     first_layer = flipped[snapshot.layout.layers[0][0]]
-    first_layer[0, ::7] ^= 0x10
-    engine.take_in(decode(b"".join(encode(replace(snapshot, blocks=flipped)))))  # with a checksum of its own
+    first_layer[0][0, ::7] ^= 0x10
+    engine.take_in(over_the_wire(replace(snapshot, blocks=flipped)))  # with checksums of its own
     changed = driver.finish()["r1"]
     assert changed.logprobs[:8] == untouched.logprobs[:8]
     assert changed.logprobs[8:] != untouched.logprobs[8:]
@@ -161,17 +164,20 @@ def test_a_request_resumed_from_its_outputs_goes_on_the_same_and_is_counted(
 # Between processes.
 
 
+# A process with vLLM takes long to start: one transport each.
+@pytest.mark.parametrize("transport", HERE)
 def test_requests_go_on_in_another_process_and_weights_are_the_same_there(
-    engine: RolloutEngine, driver: Driver, kind: str, version_folder: VersionFolder, tmp_path: Path
+    engine: RolloutEngine, driver: Driver, kind: str, version_folder: VersionFolder, tmp_path: Path, transport: str
 ) -> None:
+    if transport not in {"vllm-dense": ("shm",), "vllm-moe": ("tcp",)}.get(kind, HERE):
+        pytest.skip("another transport is tried with this engine")
     requests = mixed_requests(6)
     untouched = run(engine, requests)
     moved = [replace(request, request_id=f"moved-{request.request_id}") for request in requests]
     for request in moved:
         driver.add(request)
     driver.step(9)
-    transport = ShmTransport(tmp_path)
-    locators = [transport.put(driver.take_out(name)) for name in driver.unfinished()]
+    moving = driver.unfinished()
     finished_here = {name: response for name, response in driver.responses.items() if response.finish_reason}
 
     orders = {
@@ -180,18 +186,48 @@ def test_requests_go_on_in_another_process_and_weights_are_the_same_there(
         "version": 1,
         "weights": str(version_folder(1)),
         "snapshots": str(tmp_path),
-        "locators": locators,
+        "transport": transport,
+        "fingerprint": engine.layout.fingerprint,
+        "moving": moving,
         "prompts": len(requests),
     }
     (tmp_path / "orders.json").write_text(json.dumps(orders))
     command = [sys.executable, "-m", "tests.contract.peer", str(tmp_path / "orders.json")]
-    peer = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert peer.returncode == 0, peer.stderr[-4000:]
-    told = json.loads(peer.stdout.splitlines()[-1])
+    log = tmp_path / "peer.log"
+    with (
+        log.open("w") as errors,
+        a_plane(tmp_path, 1, (transport,), fingerprint=engine.layout.fingerprint) as plane,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ
+        ) as process,
+    ):
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            address = process.stdout.readline().strip()
+            assert address, log.read_text()[-4000:]
+            keys = [move_out(engine, plane.plane, Peer("w2", 2, address, (transport,)), name) for name in moving]
+            process.stdin.write(json.dumps(keys) + "\n")
+            process.stdin.flush()
+            said = process.stdout.read().splitlines()
+        finally:
+            process.kill()
+    assert said, log.read_text()[-4000:]
+    told = json.loads(said[-1])
     responses = {name: Response(**response) for name, response in told["responses"].items()} | finished_here
     assert len(responses) == 2 * len(requests)
     for name, response in untouched.items():
         assert responses[name] == response  # started there: a fresh engine with the same weights
         assert responses[f"moved-{name}"] == response
     assert told["reprefilled_tokens"] == 0
-    assert list(tmp_path.glob("*.kv")) == []
+    assert list(tmp_path.rglob("*.kv")) == []
+
+
+def move_out(engine: RolloutEngine, plane: DataPlane, peer: Peer, request_id: str) -> str:
+    """Copies a request to another worker and forgets it here; its key there."""
+    engine.freeze(request_id)
+    snapshot = engine.export(request_id)
+    assert snapshot is not None
+    sent = plane.send(peer, request_id, snapshot).done.result(60)
+    engine.remove(request_id)
+    assert sent.fallbacks == ()
+    return sent.key

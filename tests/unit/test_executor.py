@@ -12,6 +12,7 @@ from dora.config import RolloutConfig
 from dora.orchestrator.book import Book
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.handoff_table import Handoff
 from dora.orchestrator.executor import Executor
 from dora.orchestrator.record_queue import RecordQueue
 from dora.orchestrator.storage import Storage
@@ -55,14 +56,6 @@ class Store:
         self.retired.append(version)
 
 
-class Transport:
-    def __init__(self) -> None:
-        self.released: list[str] = []
-
-    def release(self, locator: str) -> None:
-        self.released.append(locator)
-
-
 class Processes:
     def __init__(self) -> None:
         self.killed: list[str] = []
@@ -80,7 +73,8 @@ class Parts:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.book = Book(RolloutConfig())
-        self.feed, self.store, self.transport, self.processes = Feed(), Store(), Transport(), Processes()
+        self.feed, self.store, self.processes = Feed(), Store(), Processes()
+        self.handoffs: dict[int, Handoff] = {}  # by the command of theirs
         self.lost: list[str] = []
         self.sessions = Sessions(lambda session, _: self.lost.append(session.worker_id), self.processes)
         self.session = self.sessions.workers["w0"] = WorkerSession("w0", 1, 7, "host", CAPABILITY)
@@ -95,10 +89,10 @@ class Parts:
             verifier=Verifier(),
             group_filter=None,
             store=self.store,
-            transport=self.transport,
             recorder=self.recorder,
             storage=self.storage,
             sessions=self.sessions,
+            handoff_of=self.handoffs.get,
             telemetry=Telemetry(),
             post=self.posted.append,
             spawn=self.spawn,
@@ -178,10 +172,10 @@ async def test_a_group_that_ends_leaves_the_book_and_frees_its_prompt(command: d
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-async def test_a_retired_version_leaves_the_store_and_a_snapshot_the_transport(recorded: bool, tmp_path: Path) -> None:
+async def test_a_retired_version_leaves_the_store(recorded: bool, tmp_path: Path) -> None:
     parts = Parts(tmp_path if recorded else None)
     await parts.carry_out(do.RetireVersion(4), do.ReleaseSnapshot("there"))
-    assert parts.store.retired == [4] and parts.transport.released == ["there"]
+    assert parts.store.retired == [4]
 
 
 async def test_workers_get_their_commands_as_messages() -> None:
@@ -204,6 +198,28 @@ async def test_workers_get_their_commands_as_messages() -> None:
     orders = await parts.orders()
     assert [order.command_id for order in orders] == list(range(8)), "none of another epoch or worker"
     assert orders[0].load_version.folder == "versions/2" and orders[4].copy_in.locator == "there"
+    assert orders[2].reserve_slot.source_epoch == 0 and orders[3].copy_out.target.address == "", "of no handoff"
+
+
+async def test_the_ends_of_a_handoff_are_told_of_each_other() -> None:
+    parts = Parts()
+    parts.sessions.workers["w1"] = WorkerSession("w1", 5, 8, "host", CAPABILITY, "host:9", ("tcp",))
+    parts.handoffs |= {
+        2: Handoff(row=0, request_id="g0.0", source="w1", target="w0", began_s=0.0),
+        3: Handoff(row=0, request_id="g0.0", source="w0", target="w1", began_s=0.0),
+        4: Handoff(row=0, request_id="g0.0", source="w0", target="w2", began_s=0.0),  # w2 has just died
+    }
+    commands = [
+        do.ReserveSlot("w0", 1, 2, "g0.0", 0, 8),
+        do.CopyOut("w0", 1, 3, "g0.0"),
+        do.CopyOut("w0", 1, 4, "g0.0"),
+    ]
+    await parts.carry_out(*commands)
+    reserve, copy_out, alone = await parts.orders()
+    assert reserve.reserve_slot.source_epoch == 5
+    target = copy_out.copy_out.target
+    assert (target.worker_id, target.epoch, target.address, list(target.transports)) == ("w1", 5, "host:9", ["tcp"])
+    assert alone.copy_out.target.address == ""
 
 
 async def test_an_evicted_worker_is_killed_and_a_drained_one_leaves() -> None:

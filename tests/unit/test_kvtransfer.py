@@ -1,6 +1,7 @@
 """The snapshot's wire format and its checks."""
 
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgpack
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora.errors import SnapshotRefused
-from dora.kvtransfer.codec import ALIGNMENT, MAGIC, decode, encode
+from dora.kvtransfer.codec import MAGIC, head_of, round_of, snapshot_of
 from dora.kvtransfer.layout import blocks_for, check_consistent, check_layout
 from dora.kvtransfer.snapshot import SCHEMA, KvLayout, KvSnapshot
 from dora.types import RequestSpec, SamplingParams
@@ -37,65 +38,87 @@ def snapshots(draw: st.DrawFn) -> KvSnapshot:
     kv_tokens = len(request.prompt_token_ids) + len(outputs) - 1
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
     count = blocks_for(kv_tokens, LAYOUT.block_tokens)
-    blocks = {name: generator.integers(0, 256, (count, size), np.uint8) for name, size in LAYOUT.layers}
+    blocks = {name: [generator.integers(0, 256, (count, size), np.uint8)] for name, size in LAYOUT.layers}
     return KvSnapshot(LAYOUT, request, kv_tokens, len(outputs) if sampling.temperature else 0, blocks)
 
 
 def make_snapshot() -> KvSnapshot:
     request = RequestSpec("r1", 7, (1, 2, 3), SamplingParams(seed=5), (4, 5, 6), (-0.5, -1.25, -0.1))
-    blocks = {name: np.full((2, size), 9, np.uint8) for name, size in LAYOUT.layers}
+    blocks = {name: [np.full((2, size), 9, np.uint8)] for name, size in LAYOUT.layers}
     return KvSnapshot(LAYOUT, request, 5, 3, blocks)
 
 
-def wire(snapshot: KvSnapshot) -> bytes:
-    return b"".join(encode(snapshot))
+def body_of(snapshot: KvSnapshot, rounds: Sequence[int]) -> bytes:
+    """Rounds of so many blocks, in a row."""
+    body, first = b"", 0
+    for count in rounds:
+        body += b"".join(round_of(snapshot, first, first + count))
+        first += count
+    return body
 
 
-@given(snapshots())
-def test_a_snapshot_survives_the_wire(snapshot: KvSnapshot) -> None:
-    found = decode(wire(snapshot))
+def in_pieces(snapshot: KvSnapshot, cuts: Sequence[int]) -> KvSnapshot:
+    """The same snapshot, its blocks cut up at these places."""
+    blocks = {name: np.split(pieces[0], sorted(cuts)) for name, pieces in snapshot.blocks.items()}
+    return replace(snapshot, blocks=blocks)
+
+
+@given(snapshots(), st.data())
+def test_a_snapshot_survives_the_wire_in_any_rounds_and_pieces(snapshot: KvSnapshot, data: st.DataObject) -> None:
+    count = blocks_for(snapshot.kv_tokens, LAYOUT.block_tokens)
+    ends = sorted(data.draw(st.sets(st.integers(1, count))) | {count})
+    rounds = [end - before for before, end in zip([0, *ends], ends, strict=False)]
+    cut_up = in_pieces(snapshot, data.draw(st.lists(st.integers(0, count), max_size=4)))
+    found = snapshot_of(head_of(cut_up, rounds), body_of(cut_up, rounds))
     assert (found.layout, found.request) == (snapshot.layout, snapshot.request)
     assert (found.kv_tokens, found.rng_draws) == (snapshot.kv_tokens, snapshot.rng_draws)
-    for name, blocks in snapshot.blocks.items():
-        np.testing.assert_array_equal(found.blocks[name], blocks)
+    for name, pieces in snapshot.blocks.items():
+        assert len(found.blocks[name]) == len(rounds)
+        np.testing.assert_array_equal(np.concatenate(found.blocks[name]), pieces[0])
 
 
-def test_blocks_are_views_of_the_buffer_and_aligned_within_it() -> None:
-    buffer = np.frombuffer(wire(make_snapshot()), np.uint8)
-    found = decode(buffer.data)
-    for blocks in found.blocks.values():
-        assert np.shares_memory(blocks, buffer)
-        assert (blocks.ctypes.data - buffer.ctypes.data) % ALIGNMENT == 0
-        assert not blocks.flags.writeable
+def test_nothing_is_copied_and_what_was_read_cannot_be_written() -> None:
+    snapshot = make_snapshot()
+    shown = round_of(snapshot)
+    assert all(np.shares_memory(np.frombuffer(part, np.uint8), snapshot.blocks[name][0])
+               for part, (name, _) in zip(shown, LAYOUT.layers, strict=True))  # fmt: skip
+    body = np.frombuffer(b"".join(shown), np.uint8)
+    for pieces in snapshot_of(head_of(snapshot), body).blocks.values():
+        assert np.shares_memory(pieces[0], body) and not pieces[0].flags.writeable
 
 
 @given(st.data())
-def test_one_flipped_bit_anywhere_is_refused(data: st.DataObject) -> None:
-    raw = bytearray(wire(make_snapshot()))
-    raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+def test_one_flipped_bit_anywhere_in_a_head_is_refused(data: st.DataObject) -> None:
+    snapshot = make_snapshot()
+    head = bytearray(head_of(snapshot))
+    head[data.draw(st.integers(0, len(head) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(SnapshotRefused):
-        decode(raw)
+        snapshot_of(head, b"".join(round_of(snapshot)))
 
 
 @given(st.data())
 def test_a_piece_of_a_snapshot_is_refused(data: st.DataObject) -> None:
-    raw = wire(make_snapshot())
+    snapshot = make_snapshot()
+    head, body = head_of(snapshot), b"".join(round_of(snapshot))
     with pytest.raises(SnapshotRefused):
-        decode(raw[: data.draw(st.integers(0, len(raw) - 1))])
+        snapshot_of(head[: data.draw(st.integers(0, len(head) - 1))], body)
+    with pytest.raises(SnapshotRefused, match="body bytes"):
+        snapshot_of(head, body[: data.draw(st.integers(0, len(body) - 1))])
 
 
 def test_each_refusal_names_its_field() -> None:
-    raw = wire(make_snapshot())
+    snapshot = make_snapshot()
+    head, body = head_of(snapshot), b"".join(round_of(snapshot))
     for damaged, name in (
-        (b"", "total bytes = 0"),
-        (raw + b"\0", "total bytes"),
-        (b"GARBAGE!" + raw[8:], "magic"),
-        (raw[:8] + struct.pack("<I", SCHEMA + 1) + raw[12:], f"schema = {SCHEMA + 1}, this build reads {SCHEMA}"),
-        (raw[:16] + struct.pack("<Q", 2**60) + raw[24:], "header bytes"),
-        (raw[:-1] + b"\1", "checksum"),
+        (b"", "head bytes = 0"),
+        (b"GARBAGE!" + head[8:], "magic"),
+        (head[:8] + struct.pack("<I", SCHEMA + 1) + head[12:], f"schema = {SCHEMA + 1}, this build reads {SCHEMA}"),
+        (head[:-1] + b"\1", "checksum"),
     ):
         with pytest.raises(SnapshotRefused, match=name):
-            decode(damaged)
+            snapshot_of(damaged, body)
+    with pytest.raises(SnapshotRefused, match="body bytes"):
+        snapshot_of(head, body + b"\0")
 
 
 @pytest.mark.parametrize(
@@ -104,6 +127,9 @@ def test_each_refusal_names_its_field() -> None:
         ("kv_tokens", 10**9),
         ("kv_tokens", -1),
         ("kv_tokens", "many"),
+        ("rounds", []),
+        ("rounds", [3, -1]),
+        ("rounds", [1] * 5000),
         ("layout", {}),
         ("layout", None),
         ("sampling", {"temperature": 1.0, "stop_token_ids": []}),
@@ -111,15 +137,13 @@ def test_each_refusal_names_its_field() -> None:
         ("logprobs", b""),
     ],
 )
-def test_a_header_with_a_right_checksum_and_wrong_content_is_refused(key: str, value: object) -> None:
-    raw = wire(make_snapshot())
-    header_bytes = struct.unpack_from("<Q", raw, 16)[0]
-    header = msgpack.unpackb(raw[64 : 64 + header_bytes])
-    text = msgpack.packb({**header, key: value})
-    body = text + bytes(-len(text) % 64) + raw[64 + -(-header_bytes // 64) * 64 :]
-    preamble = struct.pack("<8sIIQQ", MAGIC, SCHEMA, 0, len(text), 64 + len(body))
-    with pytest.raises(SnapshotRefused, match=f"header|{key}"):
-        decode(preamble + blake3(preamble + body).digest() + body)
+def test_a_head_with_a_right_checksum_and_wrong_content_is_refused(key: str, value: object) -> None:
+    snapshot = make_snapshot()
+    manifest = msgpack.unpackb(head_of(snapshot)[48:])
+    text = msgpack.packb({**manifest, key: value})
+    preamble = struct.pack("<8sII", MAGIC, SCHEMA, 0)
+    with pytest.raises(SnapshotRefused, match=f"head|{key}"):
+        snapshot_of(preamble + blake3(preamble + text).digest() + text, b"".join(round_of(snapshot)))
 
 
 def test_layouts_are_compared_field_by_field() -> None:
@@ -146,8 +170,8 @@ def test_contradictions_within_a_snapshot_are_refused_on_both_ends() -> None:
         ({"request": replace(good.request, logprobs=(-1.0,))}, "logprobs"),
         ({"request": replace(good.request, output_token_ids=(), logprobs=())}, "at least one output"),
         ({"blocks": {**good.blocks, "layer.9": good.blocks["layer.0"]}}, "layer.9"),
-        ({"blocks": {**good.blocks, "layer.0": good.blocks["layer.0"][:1]}}, "layer.0"),
-        ({"blocks": {**good.blocks, "layer.1": good.blocks["layer.1"].astype(np.int8)}}, "int8"),
+        ({"blocks": {**good.blocks, "layer.0": [good.blocks["layer.0"][0][:1]]}}, "layer.0"),
+        ({"blocks": {**good.blocks, "layer.1": [good.blocks["layer.1"][0].astype(np.int8)]}}, "int8"),
     ):
         with pytest.raises(SnapshotRefused, match=name):
-            encode(replace(good, **change))
+            head_of(replace(good, **change))

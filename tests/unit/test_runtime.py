@@ -1,7 +1,6 @@
 """The shell around the core, without processes: what happens between a report, a command and a trainer's call."""
 
 import asyncio
-import hashlib
 import json
 import threading
 from collections.abc import AsyncIterator, Sequence
@@ -14,7 +13,7 @@ import pytest
 
 from dora.config import validated
 from dora.errors import InvalidValue
-from dora.kvtransfer.shm import ShmTransport
+from dora.kvtransfer.segments import SegmentPool
 from dora.orchestrator.book import BookError
 from dora.orchestrator.core import events as on
 from dora.orchestrator.feed import PromptFeed
@@ -103,7 +102,7 @@ class Shell:
             feed=PromptFeed(config, None),
             verifier=Praise(),
             store=self.store,
-            transport=ShmTransport(folder / "kv"),
+            snapshots=folder / "kv",
             group_filter=group_filter,
             recorder=Recorder(folder / "record"),
             processes=self.kills,
@@ -296,16 +295,17 @@ def test_a_context_that_leaves_no_room_for_a_prompt_is_refused(tmp_path: Path) -
         with_context(validated({}), tmp_path)
 
 
-async def test_snapshots_that_a_lost_worker_left_are_swept(shell: Shell, tmp_path: Path) -> None:
-    """It died after writing one, before it could say so: nobody else knows the locator."""
-    for owner, name in (("1", "its"), ("9", "of an earlier life")):
-        (tmp_path / "kv" / f"{owner}-{hashlib.md5(name.encode()).hexdigest()}.kv").write_bytes(b"")
+async def test_shared_memory_that_a_dead_worker_left_is_swept(shell: Shell, tmp_path: Path) -> None:
+    living = SegmentPool(tmp_path / "kv", "1", 1 << 20)
+    dead = tmp_path / "kv" / "9"
+    dead.mkdir()
+    (dead / "owner.lock").touch()  # nobody holds it
+    (dead / f"{'0' * 32}.kv").touch()
+    (tmp_path / "kv" / "another's").mkdir()
     shell.runtime.sweep_snapshots()
-    (left,) = (tmp_path / "kv").iterdir()
-    assert left.name.startswith("1-")
-    shell.runtime.sessions.lose(shell.session, "killed")
-    shell.runtime.sweep_snapshots()
-    assert not list((tmp_path / "kv").iterdir())
+    assert {left.name for left in (tmp_path / "kv").iterdir()} == {"1", "another's"}
+    living.close()
+    assert {left.name for left in (tmp_path / "kv").iterdir()} == {"another's"}
 
 
 @pytest.mark.parametrize("waited_s", [float("nan"), float("inf"), -1.0])

@@ -5,9 +5,12 @@
        └─────────────────────┴──────────────────┴──▶ ABORTED: the source goes on as if nothing had happened
 
 The source owns the request until COMMITTED, the target from then on: exactly one owner at any time, and the source
-frees its blocks only after COMMITTED. From there on the loss of either is an ordinary loss of a worker. Until the KV
-plane copies blocks ahead of the freeze, COPYING is one engine step long.
-docs/architecture.md is drawn from TABLE.
+frees its blocks only after COMMITTED. From there on the loss of either is an ordinary loss of a worker.
+
+In COPYING both ends are at it: the source was told where the target is, and the target, when it reserved, whom to let
+in. Whichever end is lost then, the other's half is void: a source fails to copy and thaws, a target is told to drop
+what has come. In FROZEN the target has everything, and needs the source no longer. Until blocks are copied ahead of the
+freeze, COPYING lasts as long as the copy. docs/architecture.md is drawn from TABLE.
 """
 
 from dataclasses import dataclass
@@ -18,9 +21,9 @@ from dora.errors import IllegalTransition
 
 class Phase(Enum):
     PLANNED = auto()  # the target was asked whether it takes the request
-    COPYING = auto()  # the source was told to freeze and copy
-    FROZEN = auto()  # the snapshot is complete, the target was told to copy it in
-    STRANDED = auto()  # FROZEN, but the source died: only the snapshot is left
+    COPYING = auto()  # the source was told to freeze and copy, to the target
+    FROZEN = auto()  # the target has the whole snapshot, and was told to take it in
+    STRANDED = auto()  # FROZEN, but the source died: only the target's copy is left
     COMMITTED = auto()  # the target owns the request; the source was told to free
     RELEASED = auto()
     ABORTED = auto()

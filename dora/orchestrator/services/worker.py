@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
+from dora.config import KvConfig
 from dora.errors import MISSING, Conflict, InvalidValue
+from dora.kvtransfer.peer import SECRET_BYTES
 from dora.orchestrator.core import events as on
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.streams import WorkerSession
@@ -27,6 +30,7 @@ class WorkerService(stubs.WorkerServicer):
     def __init__(self, runtime: Runtime, snapshot_folder: Path) -> None:
         self._runtime = runtime
         self._snapshot_folder = snapshot_folder
+        self._kv = _kv_settings(runtime.config.kv)
 
     async def Connect(
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: ServicerContext
@@ -41,6 +45,7 @@ class WorkerService(stubs.WorkerServicer):
                     epoch=session.epoch,
                     snapshot_folder=str(self._snapshot_folder),
                     report_period_ms=runtime.config.workers.report_period_ms,
+                    kv=self._kv,
                 )
             )
             capability = session.capability
@@ -75,7 +80,9 @@ class WorkerService(stubs.WorkerServicer):
         if any(other.capability.fingerprint != capability.fingerprint for other in workers.values()):
             allowed = "that of the other workers: of the same model, engine, KV layout and dtype"  # it is not told
             raise Conflict("fingerprint", capability.fingerprint, allowed, why="is another")
-        return runtime.sessions.open(hello.worker_id, hello.pid, hello.host, capability)
+        return runtime.sessions.open(
+            hello.worker_id, hello.pid, hello.host, capability, hello.kv_address, tuple(hello.kv_transports)
+        )
 
     async def _read(self, session: WorkerSession, messages: AsyncIterator[pb.WorkerMessage]) -> None:
         """Raises InvalidValue, of which the worker is told, for a message that is wrong; the worker is replaced."""
@@ -91,3 +98,14 @@ class WorkerService(stubs.WorkerServicer):
                 self._runtime.telemetry.messages_refused += 1
                 self._runtime.sessions.replace(session, str(error))
                 raise
+
+
+def _kv_settings(config: KvConfig) -> pb.KvSettings:
+    """What all workers of this run have alike: with a secret that nobody else holds."""
+    return pb.KvSettings(
+        secret=secrets.token_bytes(SECRET_BYTES),
+        transports=config.transports.split(","),
+        bandwidth_bytes_per_s=config.bandwidth_mb_per_s * 1e6,
+        memory_bytes=config.memory_mb * 10**6,
+        timeout_s=config.timeout_s,
+    )

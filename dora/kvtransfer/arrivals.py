@@ -1,0 +1,134 @@
+"""What a worker expects from others, what is arriving, and what is here and not taken yet.
+
+A snapshot is expected under a *ticket*, any text that both ends were told, from one epoch of one worker; it travels
+under a *key* of its own, so that what is left of an earlier try is never mistaken for it. Nothing unexpected is let in.
+"""
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from dora.errors import Conflict, InvalidValue, NotFound, SnapshotRefused
+
+PROBE: Final = ""  # the ticket of what is sent only to be timed
+PROBE_BYTES: Final = 4 << 20
+EXPECTED_MOST: Final = 1 << 16
+_KEY: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{32}\.kv")
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """One snapshot on its way here. ``head`` is there once it is whole and checked."""
+
+    key: str
+    ticket: str
+    epoch: int  # of the worker that sends it
+    body: np.ndarray
+    filled_bytes: int = 0
+    sums: list[bytes] = field(default_factory=list)
+    head: bytes = b""
+
+
+def check_key(key: str, epoch: int) -> None:
+    """Raises InvalidValue for a key that this epoch of a worker cannot have made."""
+    found = _KEY.fullmatch(key)
+    if found is None or found[1] != str(epoch):
+        raise InvalidValue("locator", key, f"{epoch}, a dash, 32 hexadecimal digits and .kv")
+
+
+class Arrivals:
+    """Any thread may use it. What is dropped frees its memory at once, or with the chunk that is being read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._expected: dict[tuple[int, str], int] = {}
+        self._here: dict[str, Arrival] = {}
+
+    def expect(self, ticket: str, epoch: int, most_bytes: int) -> None:
+        """Lets in one snapshot of this ticket, from this epoch of a worker. Raises Conflict where too many are."""
+        with self._lock:
+            if len(self._expected) >= EXPECTED_MOST:
+                raise Conflict(
+                    "snapshots expected", len(self._expected), f"below {EXPECTED_MOST}", why="is too much for another"
+                )
+            self._expected[epoch, ticket] = most_bytes
+
+    def forget(self, ticket: str) -> None:
+        """Expects the ticket no longer, and drops what has come under it."""
+        with self._lock:
+            for entry in [entry for entry in self._expected if entry[1] == ticket]:
+                del self._expected[entry]
+            self._drop(lambda arrival: arrival.ticket == ticket)
+
+    def take(self, key: str) -> tuple[bytes, np.ndarray]:
+        """Head and body of a snapshot that is here. Raises NotFound: it is not, or not any more."""
+        with self._lock:
+            arrival = self._here.get(key)
+            if arrival is None or not arrival.head:
+                raise NotFound("locator", key, "a snapshot that has arrived and was not taken")
+            del self._here[key]
+            self._expected.pop((arrival.epoch, arrival.ticket), None)
+        return arrival.head, arrival.body
+
+    def close(self) -> None:
+        """Drops everything."""
+        with self._lock:
+            self._expected.clear()
+            self._here.clear()
+
+    # For the connection that it comes by.
+
+    def check_opening(self, ticket: str, epoch: int, key: str, body_bytes: int) -> None:
+        """Raises SnapshotRefused for what is not expected, or is more than that."""
+        try:
+            check_key(key, epoch)
+        except InvalidValue as error:
+            raise SnapshotRefused(str(error)) from error
+        with self._lock:
+            most_bytes = PROBE_BYTES if ticket == PROBE else self._expected.get((epoch, ticket))
+            if most_bytes is None:
+                raise SnapshotRefused(f"ticket {ticket!r} of epoch {epoch}: it is not expected here")
+            if not 0 < body_bytes <= most_bytes:
+                raise SnapshotRefused(f"body bytes = {body_bytes}, expected are at most {most_bytes}")
+            if key in self._here:
+                raise SnapshotRefused(f"key {key}: it is in use")
+
+    def begin(self, arrival: Arrival) -> None:
+        """In place of an earlier one of the same ticket. Raises SnapshotRefused where it is expected no longer."""
+        with self._lock:
+            if arrival.ticket != PROBE and (arrival.epoch, arrival.ticket) not in self._expected:
+                raise SnapshotRefused(f"ticket {arrival.ticket!r}: it is expected no longer")
+            self._drop(lambda other: (other.ticket, other.epoch) == (arrival.ticket, arrival.epoch))
+            self._here[arrival.key] = arrival
+
+    def find(self, key: str) -> Arrival | None:
+        with self._lock:
+            return self._here.get(key)
+
+    def complete(self, arrival: Arrival, head: bytes) -> bool:
+        """It is whole. False where nobody wants it any more."""
+        with self._lock:
+            if self._here.get(arrival.key) is not arrival:
+                return False
+            if arrival.ticket == PROBE:
+                del self._here[arrival.key]
+            arrival.body.flags.writeable = False
+            arrival.head = head
+            return True
+
+    def drop(self, key: str) -> None:
+        with self._lock:
+            self._drop(lambda arrival: arrival.key == key)
+
+    def arriving(self, epoch: int) -> list[str]:
+        """Keys of what has begun and is not whole."""
+        with self._lock:
+            return [key for key, arrival in self._here.items() if arrival.epoch == epoch and not arrival.head]
+
+    def _drop(self, condition: Callable[[Arrival], bool]) -> None:
+        for key in [key for key, arrival in self._here.items() if condition(arrival)]:
+            del self._here[key]

@@ -1,0 +1,332 @@
+"""The door of a worker: other workers connect to it, and what they send arrives.
+
+One thread listens; each connection has one of its own, which is where bytes are received and checked.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from dora.errors import InvalidValue, SnapshotRefused, TransferFailed
+from dora.kvtransfer.arrivals import Arrival, Arrivals
+from dora.kvtransfer.checksum import Digest, digest_with
+from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.peer import Identity, answer
+from dora.kvtransfer.transport import CHUNK_MOST, Ready, Receiver
+from dora.kvtransfer.wire import Frame, Kind, Stream
+
+log = logging.getLogger("dora.worker")
+
+TICK_S: Final = 0.25  # how soon a thread sees that it is to end
+GREETING_S: Final = 10.0
+CONNECTIONS_MOST: Final = 4096
+VOID_MOST: Final = 16
+PENDING_MOST: Final = 4  # chunks that are on their way while another is checked
+
+MakeReceiver = Callable[[Identity, Stream], Receiver]
+
+
+class Door:
+    """A listening socket, open from the start so that its address can be told; ``open`` lets others in."""
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        try:
+            self._socket = socket.create_server((host, port), family=_family(host))
+        except OSError as error:
+            raise InvalidValue("kv address", f"{host}:{port}", f"an address of this host ({error.strerror})") from error
+        self.address = _shown(host, self._socket.getsockname()[1])
+        self._stopping = threading.Event()
+        self._threads: dict[threading.Thread, Stream] = {}
+        self._listening: threading.Thread | None = None
+
+    def open(self, serve: Callable[[Stream, threading.Event], None], timeout_s: float) -> None:
+        """``serve`` is run for each connection, in a thread of its own, and ends when the event is set."""
+        self._listening = threading.Thread(target=self._listen, args=(serve, timeout_s), name="kv-door", daemon=True)
+        self._listening.start()
+
+    def close(self) -> None:
+        """May be repeated."""
+        self._stopping.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._listening is not None:
+            self._listening.join()
+        self._socket.close()
+        for thread, stream in list(self._threads.items()):
+            stream.stop()
+            thread.join()
+
+    def _listen(self, serve: Callable[[Stream, threading.Event], None], timeout_s: float) -> None:
+        while not self._stopping.is_set():
+            try:
+                connected, _ = self._socket.accept()
+            except OSError:  # closed, or no descriptor is free
+                self._stopping.wait(TICK_S)
+                continue
+            self._threads = {thread: stream for thread, stream in self._threads.items() if thread.is_alive()}
+            if len(self._threads) >= CONNECTIONS_MOST:
+                connected.close()
+                continue
+            stream = Stream(connected, timeout_s)
+            thread = threading.Thread(target=self._run, args=(serve, stream), name="kv-in", daemon=True)
+            self._threads[thread] = stream
+            thread.start()
+
+    def _run(self, serve: Callable[[Stream, threading.Event], None], stream: Stream) -> None:
+        try:
+            serve(stream, self._stopping)
+        finally:
+            stream.close()
+
+
+class Incoming:
+    """Serves one connection after the other's words, on the thread of each."""
+
+    def __init__(
+        self,
+        own: Identity,
+        secret: bytes,
+        arrivals: Arrivals,
+        pool: Pool,
+        receivers: Mapping[str, MakeReceiver],
+        timeout_s: float,
+    ) -> None:
+        self._own = own
+        self._secret = secret
+        self._arrivals = arrivals
+        self._pool = pool
+        self._receivers = receivers
+        self._timeout_s = timeout_s
+
+    def serve(self, stream: Stream, stopping: threading.Event) -> None:
+        try:
+            peer = answer(stream, self._own, self._secret)
+        except TransferFailed as error:
+            log.warning("kv: %s", error)
+            return
+        connection = _Connection(stream, peer, self._arrivals, self._pool, self._receivers, self._digest(peer))
+        try:
+            connection.run(stopping, self._timeout_s)
+        except TransferFailed as error:
+            if not stopping.is_set():
+                log.info("kv: from %s: %s", peer.worker_id, error)
+        finally:
+            connection.close()
+
+    def _digest(self, peer: Identity) -> Digest:
+        return digest_with("xxh3" if peer.host == self._own.host else "blake3", self._secret)
+
+
+@dataclass(slots=True)
+class _Use:
+    """The way by which a body comes, and its memory."""
+
+    receiver: Receiver
+    body: np.ndarray
+
+    def end(self) -> None:
+        self.receiver.end(self.body)
+
+
+class _Connection:
+    """One pair's stream, from the receiving side."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        peer: Identity,
+        arrivals: Arrivals,
+        pool: Pool,
+        receivers: Mapping[str, MakeReceiver],
+        digest: Digest,
+    ) -> None:
+        self._stream = stream
+        self._peer = peer
+        self._arrivals = arrivals
+        self._pool = pool
+        self._make = receivers
+        self._digest = digest
+        self._receivers: dict[str, Receiver] = {}
+        self._uses: dict[str, _Use] = {}  # by key
+        self._void: dict[str, _Use] = {}  # what was refused, and its sender has not yet ended: it may still write there
+        self._pending: deque[tuple[Arrival, Ready | None, memoryview, bytes]] = deque()
+        self._obey: dict[Kind, Callable[[Frame], None]] = {
+            Kind.ATTACH: self._attach,
+            Kind.OPEN: self._open,
+            Kind.CHUNK: self._chunk,
+            Kind.COMMIT: self._commit,
+            Kind.CANCEL: self._cancel,
+        }
+
+    def run(self, stopping: threading.Event, timeout_s: float) -> None:
+        """Until the other end is gone, stops in the middle of a snapshot, or breaks the rules."""
+        heard_s = time.monotonic()
+        while not stopping.is_set():
+            if not self._stream.is_readable(TICK_S):
+                if self._uses and time.monotonic() - heard_s > timeout_s:
+                    raise TransferFailed(f"it stopped in the middle of a snapshot for {timeout_s:g} s")
+                continue
+            frame = self._stream.receive()
+            heard_s = time.monotonic()
+            obey = self._obey.get(frame.kind)
+            if obey is None:
+                raise TransferFailed(f"it sent {frame.kind.name}")
+            try:
+                obey(frame)
+            except (KeyError, TypeError, ValueError) as error:
+                raise TransferFailed(f"its {frame.kind.name} makes no sense: {error!r}") from error
+
+    def close(self) -> None:
+        self._pending.clear()
+        for key, use in [*self._uses.items(), *self._void.items()]:
+            self._arrivals.drop(key)
+            use.end()
+        self._uses.clear()
+        self._void.clear()
+        for receiver in self._receivers.values():
+            receiver.close()
+
+    def _attach(self, frame: Frame) -> None:
+        name = str(frame.head["transport"])
+        make = self._make.get(name)
+        try:
+            if make is None or frame.body_bytes:
+                raise SnapshotRefused(f"transport {name!r}: this worker has {', '.join(self._make)}")
+            if name in self._receivers:
+                self._receivers.pop(name).close()
+            self._receivers[name] = receiver = make(self._peer, self._stream)
+            given = receiver.attach(frame.head)
+        except (SnapshotRefused, TransferFailed) as error:
+            self._stream.send(Kind.REFUSED, {"reason": str(error)})
+            return
+        self._stream.send(Kind.ATTACHED, given)
+
+    def _open(self, frame: Frame) -> None:
+        head = frame.head
+        key, ticket, body_bytes = str(head["key"]), str(head["ticket"]), int(head["size"])
+        try:
+            receiver = self._receivers[str(head["transport"])]
+            self._arrivals.check_opening(ticket, self._peer.epoch, key, body_bytes)
+            try:
+                landing = receiver.begin(head, body_bytes, self._pool)
+            except SnapshotRefused as error:
+                self._refuse(key, str(error), transport=True)
+                return
+            use = _Use(receiver, landing.body)
+            try:
+                self._arrivals.begin(Arrival(key, ticket, self._peer.epoch, landing.body))
+            except SnapshotRefused:
+                use.end()
+                raise
+        except SnapshotRefused as error:
+            self._refuse(key, str(error))
+            return
+        self._uses[key] = use
+        self._stream.send(Kind.OPENED, {"key": key, **landing.answer})
+
+    def _chunk(self, frame: Frame) -> None:
+        head = frame.head
+        key, at, size, expected = str(head["key"]), int(head["at"]), int(head["size"]), bytes(head["sum"])
+        if key in self._void:
+            self._skip(self._void[key].receiver, frame)
+            return
+        receiver, arrival = self._uses[key].receiver, self._arrivals.find(key)
+        if arrival is None:
+            self._skip(receiver, frame)
+            self._refuse(key, "it is expected no longer")
+            return
+        if at != arrival.filled_bytes or not 0 < size <= CHUNK_MOST or at + size > arrival.body.nbytes:
+            whole, before = arrival.body.nbytes, arrival.filled_bytes
+            raise TransferFailed(f"{key}: bytes {at} to {at + size} of {whole}, after {before}")
+        target = arrival.body[at : at + size].data
+        arrival.filled_bytes += size
+        try:
+            ready = receiver.chunk(self._stream, frame, target)
+        except SnapshotRefused as error:
+            self._refuse(key, str(error), transport=True)
+            return
+        self._pending.append((arrival, ready, target, expected))
+        self._check_pending(PENDING_MOST if ready is not None else 0)
+
+    def _skip(self, receiver: Receiver, frame: Frame) -> None:
+        """Whether it comes or not is the same now."""
+        with contextlib.suppress(SnapshotRefused):
+            receiver.skip(self._stream, frame)
+
+    def _check_pending(self, left: int) -> None:
+        """Checks chunks in the order in which they came, until so many are left."""
+        while len(self._pending) > left:
+            arrival, ready, target, expected = self._pending.popleft()
+            try:
+                if ready is not None:
+                    ready()
+            except SnapshotRefused as error:
+                if arrival.key in self._uses:
+                    self._refuse(arrival.key, str(error), transport=True)
+                continue
+            found = self._digest([target])
+            arrival.sums.append(found)
+            if found != expected and arrival.key in self._uses:
+                number = len(arrival.sums)
+                self._refuse(arrival.key, f"checksum of chunk {number}: its bytes are not those that were sent")
+
+    def _commit(self, frame: Frame) -> None:
+        key, expected = str(frame.head["key"]), bytes(frame.head["sum"])
+        head = self._stream.read(frame.body_bytes)
+        self._check_pending(0)
+        if key in self._void:
+            self._void.pop(key).end()
+            return
+        use = self._uses.pop(key)
+        reason = self._complete(key, head, expected)
+        use.end()
+        if reason:
+            self._refuse(key, reason)
+        else:
+            self._stream.send(Kind.ARRIVED, {"key": key})
+
+    def _complete(self, key: str, head: bytes, expected: bytes) -> str:
+        """Why a snapshot is refused though its sender has sent it all; empty: it is here."""
+        arrival = self._arrivals.find(key)
+        if arrival is None:
+            return "it is expected no longer"
+        if arrival.filled_bytes != arrival.body.nbytes:
+            return f"{arrival.filled_bytes} bytes came, {arrival.body.nbytes} were announced"
+        if not head or self._digest([*arrival.sums, head]) != expected:
+            return "checksum of the head: its bytes are not those that were sent"
+        return "" if self._arrivals.complete(arrival, head) else "it is expected no longer"
+
+    def _cancel(self, frame: Frame) -> None:
+        key = str(frame.head["key"])
+        self._check_pending(0)
+        use = self._void.pop(key, None) or self._uses.pop(key, None)
+        if use is not None:
+            self._arrivals.drop(key)
+            use.end()
+
+    def _refuse(self, key: str, reason: str, transport: bool = False) -> None:
+        """``transport``: another one might do."""
+        use = self._uses.pop(key, None)
+        if use is not None:
+            self._void[key] = use
+            if len(self._void) > VOID_MOST:
+                raise TransferFailed(f"{len(self._void)} snapshots were refused, and neither ended nor cancelled")
+        self._arrivals.drop(key)
+        log.warning("kv: %s from %s is refused: %s", key, self._peer.worker_id, reason)
+        self._stream.send(Kind.REFUSED, {"key": key, "reason": reason, "transport": transport})
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _shown(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,163 @@
+"""NIXL between two workers: one side writes into the other's memory, by whatever UCX finds between them.
+
+The optional extra ``nixl``. The target registers the memory of each body, and the source writes chunks there from
+memory of its own; a chunk is announced once it is there. Only descriptors travel, as numbers: no pickle.
+"""
+
+import contextlib
+import importlib
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from dora.errors import DoraError, SnapshotRefused, TransferFailed
+from dora.kvtransfer.checksum import Digest
+from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.transport import Landing, Receiver, Sender, copy_into, nixl_package, pool_landing, send_chunk
+from dora.kvtransfer.wire import Frame, Stream
+
+STAGES: Final = 4
+POLL_S: Final = 1e-4
+_MEMORY: Final = "DRAM"
+
+
+def _agent() -> Any:
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # it writes to standard output
+    api = importlib.import_module(f"{nixl_package()}._api")
+    return api.nixl_agent(secrets.token_hex(16), api.nixl_agent_config(backends=["UCX"]))
+
+
+def _place(array: np.ndarray) -> tuple[int, int, int]:
+    """Address, bytes, device."""
+    return array.ctypes.data, array.nbytes, 0
+
+
+class NixlSender(Sender):
+    name = "nixl"
+    chunk_bytes: ClassVar = 4 << 20
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._agent: Any = None
+        self._peer = ""
+        self._address = 0
+        self._stages: list[np.ndarray] = []
+        self._registered: Any = None
+        self._next = 0
+        self._pending: deque[tuple[Any, Stream, dict[str, Any]]] = deque()
+        self._pause = threading.Event()
+
+    def attach(self, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        with _failing():
+            self._agent = _agent()
+            memory = np.zeros(STAGES * self.chunk_bytes, np.uint8)
+            self._registered = self._agent.register_memory([(*_place(memory), "")], _MEMORY)
+            self._stages = np.split(memory, STAGES)
+        ask({})
+
+    def begun(self, answer: dict[str, Any]) -> None:
+        address, metadata = answer.get("address"), answer.get("agent")
+        if not isinstance(address, int) or not isinstance(metadata, bytes):
+            raise TransferFailed("nixl: the other end names no memory")
+        with _failing():
+            self._peer = self._agent.add_remote_agent(metadata)
+            self._peer = self._peer.decode() if isinstance(self._peer, bytes) else self._peer
+        self._address = address
+
+    def chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[memoryview], digest: Digest) -> bytes:
+        while len(self._pending) >= STAGES:
+            self._announce()
+        shown = self._stages[self._next][: head["size"]]
+        self._next = (self._next + 1) % STAGES
+        copy_into(shown, parts)
+        head["sum"] = digest([shown.data])
+        with _failing():
+            here = self._agent.get_xfer_descs([_place(shown)], _MEMORY)
+            there = self._agent.get_xfer_descs([(self._address + head["at"], head["size"], 0)], _MEMORY)
+            handle = self._agent.initialize_xfer("WRITE", here, there, self._peer)
+            self._agent.transfer(handle)
+        self._pending.append((handle, stream, head))
+        return bytes(head["sum"])
+
+    def finish(self) -> None:
+        while self._pending:
+            self._announce()
+
+    def abandon(self) -> None:
+        """Nothing is written any more once this returns."""
+        while self._pending:
+            handle, _, _ = self._pending.popleft()
+            with contextlib.suppress(TransferFailed):
+                self._wait(handle)
+
+    def close(self) -> None:
+        self.abandon()
+        if self._registered is not None:
+            with contextlib.suppress(TransferFailed), _failing():
+                self._agent.deregister_memory(self._registered)
+            self._registered = None
+        self._agent = None
+
+    def _announce(self) -> None:
+        """The oldest chunk, once it is there."""
+        handle, stream, head = self._pending.popleft()
+        self._wait(handle)
+        send_chunk(stream, head)
+
+    def _wait(self, handle: Any) -> None:
+        left = int(self._timeout_s / POLL_S)
+        with _failing():
+            while (state := self._agent.check_xfer_state(handle)) == "PROC" and left:
+                self._pause.wait(POLL_S)
+                left -= 1
+            self._agent.release_xfer_handle(handle)
+        if state != "DONE":
+            raise TransferFailed(f"nixl: a chunk was not written: {state}")
+
+
+class NixlReceiver(Receiver):
+    def __init__(self) -> None:
+        self._agent: Any = None
+        self._registered: dict[int, Any] = {}  # by the address of a body
+
+    def attach(self, offer: dict[str, Any]) -> dict[str, Any]:
+        with _failing(SnapshotRefused):
+            self._agent = _agent()
+        return {}
+
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Pool) -> Landing:
+        body = pool_landing(body_bytes, pool)
+        with _failing(SnapshotRefused):
+            address, size, device = _place(body)
+            self._registered[address] = registered = self._agent.register_memory([(address, size, device, "")], _MEMORY)
+            metadata = self._agent.get_partial_agent_metadata(registered, inc_conn_info=True, backends=["UCX"])
+        return Landing(body, {"address": address, "agent": metadata})
+
+    def chunk(self, stream: Stream, frame: Frame, target: memoryview) -> None:
+        """It is there already."""
+        stream.drain(frame.body_bytes)
+
+    def end(self, body: np.ndarray) -> None:
+        registered = self._registered.pop(body.ctypes.data, None)
+        if registered is not None:
+            with contextlib.suppress(SnapshotRefused), _failing(SnapshotRefused):
+                self._agent.deregister_memory(registered)
+
+    def close(self) -> None:
+        self._agent = None
+
+
+@contextlib.contextmanager
+def _failing(as_error: type[DoraError] = TransferFailed) -> Iterator[None]:
+    """What NIXL raises, as a transport that cannot go on."""
+    try:
+        yield
+    except DoraError:
+        raise
+    except Exception as error:  # its bindings have exceptions of their own, derived from Exception alone
+        raise as_error(f"nixl: {type(error).__name__} {error}".splitlines()[0]) from error

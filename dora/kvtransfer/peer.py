@@ -1,0 +1,125 @@
+"""Who is at the two ends of a connection, and how each proves to be of this run.
+
+Both ends hold the run's secret and show it without sending it: each makes a keyed BLAKE3 of what both said, in which
+each has put a random number. An end of another run, model or epoch is refused with the reason. What follows is neither
+encrypted nor, but for its checksums, authenticated: workers talk in a network of their own.
+"""
+
+import hmac
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+from blake3 import blake3
+
+from dora.errors import TransferFailed
+from dora.kvtransfer.wire import Kind, Stream
+
+PROTOCOL: Final = 1
+SECRET_BYTES: Final = 32
+_NONCE_BYTES: Final = 16
+_TEXT_MOST: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One epoch of one worker, as its peers know it."""
+
+    worker_id: str
+    epoch: int
+    fingerprint: str  # EngineCapability.fingerprint
+    host: str  # ``this_host()``: alike where shared memory may be shared
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The worker that a snapshot is sent to: who it is, where its door is, and what it has."""
+
+    worker_id: str
+    epoch: int
+    address: str  # host:port
+    transports: tuple[str, ...]
+
+
+def this_host() -> str:
+    """The same text for processes of one running kernel and one network namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:  # no Linux: no two processes are taken to share a host
+        return secrets.token_hex(_NONCE_BYTES)
+
+
+def greet(stream: Stream, own: Identity, peer: Peer, secret: bytes) -> Identity:
+    """The sending half's part. Returns who answered. Raises TransferFailed with the reason of either end."""
+    greeting = {
+        "protocol": PROTOCOL,
+        **_named(own),
+        "wanted": [peer.worker_id, peer.epoch],
+        "nonce": secrets.token_bytes(_NONCE_BYTES),
+    }
+    stream.send(Kind.GREETING, greeting)
+    challenge = _expect(stream, Kind.CHALLENGE)
+    proof = challenge.pop("proof", b"")
+    if not _equal(proof, _proof(secret, b"R", greeting, challenge)):
+        raise TransferFailed(f"{peer.address} does not hold the secret of this run")
+    stream.send(Kind.PROOF, {"proof": _proof(secret, b"S", greeting, challenge)})
+    _expect(stream, Kind.WELCOME)
+    return _identity(challenge)
+
+
+def answer(stream: Stream, own: Identity, secret: bytes) -> Identity:
+    """The receiving half's part. Returns who connected. Raises TransferFailed; the other end is told why."""
+    greeting = _expect(stream, Kind.GREETING)
+    if greeting.get("protocol") != PROTOCOL:
+        raise _refused(stream, f"protocol = {greeting.get('protocol')!r}, this worker has {PROTOCOL}")
+    challenge = {**_named(own), "nonce": secrets.token_bytes(_NONCE_BYTES)}
+    stream.send(Kind.CHALLENGE, {**challenge, "proof": _proof(secret, b"R", greeting, challenge)})
+    proof = _expect(stream, Kind.PROOF).get("proof", b"")
+    if not _equal(proof, _proof(secret, b"S", greeting, challenge)):
+        raise _refused(stream, "the secret is not that of this run")
+    found = _identity(greeting)
+    if greeting.get("wanted") != [own.worker_id, own.epoch]:
+        raise _refused(stream, f"wanted is {greeting.get('wanted')!r}, this is {own.worker_id} in epoch {own.epoch}")
+    if found.fingerprint != own.fingerprint:
+        raise _refused(stream, f"fingerprint = {found.fingerprint!r}, this worker has {own.fingerprint!r}")
+    stream.send(Kind.WELCOME, {})
+    return found
+
+
+def _named(own: Identity) -> dict[str, Any]:
+    return {"worker_id": own.worker_id, "epoch": own.epoch, "fingerprint": own.fingerprint, "host": own.host}
+
+
+def _identity(said: dict[str, Any]) -> Identity:
+    texts = [said.get(name) for name in ("worker_id", "fingerprint", "host")]
+    epoch = said.get("epoch")
+    if not isinstance(epoch, int) or not all(isinstance(text, str) and len(text) <= _TEXT_MOST for text in texts):
+        raise TransferFailed("the other end does not say who it is")
+    worker_id, fingerprint, host = map(str, texts)
+    return Identity(worker_id, epoch, fingerprint, host)
+
+
+def _proof(secret: bytes, role: bytes, greeting: dict[str, Any], challenge: dict[str, Any]) -> bytes:
+    return blake3(role + msgpack.packb([greeting, challenge]), key=secret).digest()
+
+
+def _equal(found: object, expected: bytes) -> bool:
+    return isinstance(found, bytes) and hmac.compare_digest(found, expected)
+
+
+def _expect(stream: Stream, kind: Kind) -> dict[str, Any]:
+    frame = stream.receive()
+    if frame.kind is Kind.REFUSED:
+        raise TransferFailed(f"refused: {frame.head.get('reason')}")
+    if frame.kind is not kind or frame.body_bytes:
+        raise TransferFailed(f"the other end sent {frame.kind.name}, not {kind.name}")
+    return frame.head
+
+
+def _refused(stream: Stream, reason: str) -> TransferFailed:
+    stream.send(Kind.REFUSED, {"reason": reason})
+    return TransferFailed(f"refused a worker: {reason}")

@@ -1,0 +1,170 @@
+"""A worker's part of the data plane: snapshots go out to other workers and come in from them, beside the engine's loop.
+
+    source                                           target
+    send(peer, ticket, snapshot) ──────┐             expect(ticket, epoch, most_bytes)
+                                       ▼                    │
+                    Pair, one a target: chunks ─────▶ Door, one a worker
+                                       │                    │
+    Transfer.done: Sent(key) ◀─────────┘             take(key): the snapshot
+
+``send`` returns at once. The copy reads the engine's blocks while they are frozen; it ends with the target's word that
+everything is there and checked, so a source may die from then on.
+"""
+
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dora.errors import InvalidValue
+from dora.kvtransfer.arrivals import Arrivals
+from dora.kvtransfer.codec import head_of, round_of, snapshot_of
+from dora.kvtransfer.incoming import Door, Incoming, MakeReceiver
+from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.nixl_pair import NixlReceiver, NixlSender
+from dora.kvtransfer.outgoing import MakeSender, Pair, Transfer
+from dora.kvtransfer.peer import SECRET_BYTES, Identity, Peer
+from dora.kvtransfer.segments import SegmentPool
+from dora.kvtransfer.shm import ShmReceiver, ShmSender
+from dora.kvtransfer.snapshot import KvSnapshot
+from dora.kvtransfer.tcp import TcpReceiver, TcpSender
+from dora.kvtransfer.throttle import Throttle
+from dora.kvtransfer.torch_pair import TorchReceiver, TorchSender
+from dora.kvtransfer.transport import NAMES, is_installed
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSettings:
+    """What a whole run has alike."""
+
+    secret: bytes  # 32 random bytes
+    folder: Path  # of shared-memory segments: a tmpfs
+    transports: tuple[str, ...] = ("shm", "tcp")  # in order of preference
+    bandwidth_bytes_per_s: float = 0.0  # of all that a worker sends; 0: no cap
+    memory_bytes: int = 1 << 30  # in flight: of what a worker sends by shared memory, and again of what it receives
+    timeout_s: float = 10.0  # a peer that stops for so long has failed
+
+
+def installed() -> tuple[str, ...]:
+    """The transports that this process could use."""
+    return tuple(name for name in NAMES if is_installed(name))
+
+
+def local_host(address: str) -> str:
+    """The address of this host by which it reaches ``address`` (host:port), and so may be reached from there."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as asked:  # nothing is sent: the kernel only looks up the way
+        try:
+            asked.connect((host, int(port)))
+        except (OSError, ValueError) as error:
+            raise InvalidValue("address", address, f"host:port of a host that can be reached ({error})") from error
+        return str(asked.getsockname()[0])
+
+
+class DataPlane:
+    """Any thread may use it. ``door`` is opened here, and closed with everything else."""
+
+    def __init__(self, door: Door, own: Identity, settings: PlaneSettings) -> None:
+        if len(settings.secret) != SECRET_BYTES:
+            raise InvalidValue("kv secret", f"{len(settings.secret)} bytes", f"{SECRET_BYTES} bytes")
+        self._own = own
+        self._settings = settings
+        self._door = door
+        self._arrivals = Arrivals()
+        self._pool = Pool(settings.memory_bytes)
+        self._segments = SegmentPool(settings.folder, str(own.epoch), settings.memory_bytes)
+        self._throttle = Throttle(settings.bandwidth_bytes_per_s)
+        self._pairs: dict[tuple[str, int], Pair] = {}
+        self._lock = threading.Lock()
+        incoming = Incoming(own, settings.secret, self._arrivals, self._pool, self._receivers(), settings.timeout_s)
+        door.open(incoming.serve, settings.timeout_s)
+
+    def send(self, peer: Peer, ticket: str, snapshot: KvSnapshot) -> Transfer:
+        """Begins to copy a snapshot to ``peer``, which expects it under ``ticket``; its blocks must stay as they are.
+
+        Raises SnapshotRefused where its parts contradict each other, TransferFailed where too many wait.
+        """
+        return self.send_parts(peer, ticket, round_of(snapshot), head_of(snapshot))
+
+    def send_parts(self, peer: Peer, ticket: str, parts: Sequence[memoryview], head: bytes) -> Transfer:
+        """The same for any bytes: ``parts`` in a row are the body."""
+        transfer = Transfer(ticket, parts, head)
+        self._pair(peer).send(transfer)
+        return transfer
+
+    def expect(self, ticket: str, epoch: int, most_bytes: int) -> None:
+        """Lets in one snapshot under this ticket, from the worker of this epoch. Raises Conflict where too many are."""
+        self._arrivals.expect(ticket, epoch, most_bytes)
+
+    def take(self, key: str) -> KvSnapshot:
+        """A snapshot that has arrived. Raises NotFound for one that has not, SnapshotRefused for a damaged one.
+
+        Its arrays are read-only and lie in the plane's memory, which is lent for as long as one of them lives.
+        """
+        return snapshot_of(*self.take_parts(key))
+
+    def take_parts(self, key: str) -> tuple[bytes, np.ndarray]:
+        """Head and body of what has arrived. Raises NotFound."""
+        return self._arrivals.take(key)
+
+    def forget(self, ticket: str) -> None:
+        """Expects nothing under this ticket any more, and drops what has come."""
+        self._arrivals.forget(ticket)
+
+    def arriving(self, epoch: int) -> list[str]:
+        """Keys of what this epoch of a worker has begun to send and not completed."""
+        return self._arrivals.arriving(epoch)
+
+    def held_bytes(self) -> tuple[int, int]:
+        """Memory in use for what is sent by shared memory, and for what was received."""
+        return self._segments.lent_bytes(), self._pool.lent_bytes()
+
+    def measured(self) -> dict[str, dict[str, float]]:
+        """Bytes a second of each transport to each worker, as far as one was used."""
+        with self._lock:
+            return {worker_id: pair.measured() for (worker_id, _), pair in self._pairs.items()}
+
+    def close(self) -> None:
+        """Breaks off what is under way, and gives everything back."""
+        with self._lock:
+            pairs, self._pairs = list(self._pairs.values()), {}
+        for pair in pairs:
+            pair.close()
+        self._door.close()
+        self._arrivals.close()
+        self._segments.close()
+
+    def _pair(self, peer: Peer) -> Pair:
+        with self._lock:
+            self._pairs = {which: pair for which, pair in self._pairs.items() if not pair.broken}
+            pair = self._pairs.get((peer.worker_id, peer.epoch))
+            if pair is None:
+                settings = self._settings
+                pair = Pair(self._own, peer, settings.secret, self._senders(), self._throttle, settings.timeout_s)
+                self._pairs[peer.worker_id, peer.epoch] = pair
+            return pair
+
+    def _senders(self) -> Mapping[str, MakeSender]:
+        known: dict[str, MakeSender] = {
+            "shm": lambda _own, _stream: ShmSender(self._segments),
+            "tcp": lambda _own, _stream: TcpSender(),
+            "gloo": lambda _own, stream: TorchSender("gloo", stream, self._settings.timeout_s),
+            "nixl": lambda _own, _stream: NixlSender(self._settings.timeout_s),
+            "nccl": lambda _own, stream: TorchSender("nccl", stream, self._settings.timeout_s),
+        }
+        return {name: known[name] for name in self._settings.transports if name in known and is_installed(name)}
+
+    def _receivers(self) -> Mapping[str, MakeReceiver]:
+        known: dict[str, MakeReceiver] = {
+            "shm": lambda peer, _stream: ShmReceiver(self._settings.folder, str(peer.epoch)),
+            "tcp": lambda _peer, _stream: TcpReceiver(),
+            "gloo": lambda _peer, stream: TorchReceiver("gloo", stream, self._settings.timeout_s),
+            "nixl": lambda _peer, _stream: NixlReceiver(),
+            "nccl": lambda _peer, stream: TorchReceiver("nccl", stream, self._settings.timeout_s),
+        }
+        return {name: known[name] for name in self._settings.transports if name in known and is_installed(name)}

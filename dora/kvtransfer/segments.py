@@ -1,0 +1,172 @@
+"""Shared-memory segments: files on a tmpfs that one worker writes and others of its host map.
+
+    <folder>/<owner>/owner.lock        held by the owner's process as long as it lives
+    <folder>/<owner>/<32 hex>.kv       one segment: a page of its own state, then KV
+
+A segment is lent with a snapshot in it, and comes back when the target sets the byte that says so: also from a
+destructor, and without a message. What a dead owner left is swept by the lock.
+"""
+
+import mmap
+import os
+import re
+import secrets
+import shutil
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from dora.errors import InvalidValue, SnapshotRefused, is_full
+from dora.kvtransfer.memory import Shelf, Sized
+from dora.ownership import hold_new, is_abandoned
+
+LOCK_FILE: Final = "owner.lock"
+STATE_BYTES: Final = 4096  # one page, so that KV begins at the next
+_LENT_AT: Final = 0  # 1 while the target may read
+_MARK_AT: Final = 64
+MARK_BYTES: Final = 16  # random: who reads them alike has mapped the same memory
+_OWNER: Final = re.compile(r"[0-9a-z]{1,32}")
+_SEGMENT: Final = re.compile(r"[0-9a-f]{32}\.kv")
+
+
+class Segment(Sized):
+    """One file, mapped to be written. ``name`` is its path below the folder of all owners."""
+
+    def __init__(self, folder: Path, owner: str, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.name = f"{owner}/{secrets.token_hex(16)}.kv"
+        self.mark = secrets.token_bytes(MARK_BYTES)
+        self.turn = 0  # how often it was lent
+        self._file = folder / self.name
+        try:
+            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise SnapshotRefused(f"snapshot folder = {str(folder)!r}: {error.strerror}") from error
+        try:
+            # Writing to a page that the file system has no room for would end the process: all are taken now.
+            os.posix_fallocate(descriptor, 0, STATE_BYTES + capacity_bytes)
+            self._mapped = mmap.mmap(descriptor, STATE_BYTES + capacity_bytes)
+        except OSError as error:
+            with suppress(OSError):
+                self._file.unlink(missing_ok=True)
+            why = "no room left" if is_full(error) else f"it cannot be written ({error.strerror})"
+            raise SnapshotRefused(f"snapshot folder = {str(folder)!r}: {why}") from error
+        finally:
+            os.close(descriptor)
+        self._mapped[_MARK_AT : _MARK_AT + MARK_BYTES] = self.mark
+        self.raw = np.frombuffer(self._mapped, np.uint8, capacity_bytes, STATE_BYTES)
+
+    @property
+    def lent(self) -> bool:
+        return bool(self._mapped[_LENT_AT])
+
+    @lent.setter
+    def lent(self, lent: bool) -> None:
+        self._mapped[_LENT_AT] = lent
+
+    def destroy(self) -> None:
+        """Removes the file; who has it mapped keeps its memory for as long."""
+        with suppress(OSError):  # it goes with its folder
+            self._file.unlink(missing_ok=True)
+
+
+class SegmentPool(Shelf[Segment]):
+    """The segments of one owner: 1 to 32 digits and small letters. A full file system refuses, and leaves nothing."""
+
+    def __init__(self, folder: Path, owner: str, most_bytes: int) -> None:
+        super().__init__(most_bytes)
+        if not _OWNER.fullmatch(owner):
+            raise InvalidValue("owner", owner, "1 to 32 digits and small letters")
+        if not folder.is_dir():
+            raise InvalidValue("snapshot folder", str(folder), "an existing folder, best on a tmpfs")
+        self._folder, self._owner = folder, owner
+        (folder / owner).mkdir(mode=0o700)
+        self._lock_descriptor = hold_new(folder / owner / LOCK_FILE)
+        self._lent: list[Segment] = []
+
+    def lend(self, size_bytes: int) -> Segment | None:
+        """A segment that counts as lent until the target gives it back, or ``discard``; None where too much is lent."""
+        segment = self.take(size_bytes)
+        if segment is not None:
+            with self._lock:
+                segment.lent = True
+                segment.turn += 1
+                self._lent.append(segment)
+        return segment
+
+    def discard(self, segment: Segment, turn: int) -> None:
+        """Removes a segment whose target may never give it back, unless it has, and another has it now."""
+        with self._lock:
+            if segment in self._lent and segment.turn == turn:
+                self._lent.remove(segment)
+                self._forget(segment)
+
+    def close(self) -> None:
+        """Removes everything of this owner."""
+        with self._lock:
+            self._free.clear()
+            self._lent.clear()
+        shutil.rmtree(self._folder / self._owner, ignore_errors=True)
+        os.close(self._lock_descriptor)
+
+    def _make(self, capacity_bytes: int) -> Segment:
+        return Segment(self._folder, self._owner, capacity_bytes)
+
+    def _returned(self) -> list[Segment]:
+        back = [segment for segment in self._lent if not segment.lent]
+        self._lent = [segment for segment in self._lent if segment not in back]
+        return back
+
+
+class MappedSegments:
+    """Segments of one other worker, mapped to be read, and kept mapped: a first touch costs more than a copy."""
+
+    def __init__(self, folder: Path, owner: str) -> None:
+        self._folder, self._owner = folder, owner
+        self._mapped: dict[str, mmap.mmap] = {}
+
+    def array(self, name: str, mark: bytes, size_bytes: int) -> np.ndarray:
+        """The first bytes of a segment, read-only. It is given back by itself once nobody holds the array or a view.
+
+        Raises SnapshotRefused for what is no segment of that owner, cannot be mapped, or is other memory.
+        """
+        self._forget_removed()
+        mapped = self._mapped.get(name) or self._map(name)
+        if mapped[_MARK_AT : _MARK_AT + MARK_BYTES] != mark:
+            raise SnapshotRefused(f"segment {name}: it is not the memory that was written")
+        if size_bytes > len(mapped) - STATE_BYTES:
+            raise SnapshotRefused(f"segment {name}: {size_bytes} bytes of {len(mapped) - STATE_BYTES}")
+        self._mapped[name] = mapped
+        root = np.frombuffer(mapped, np.uint8, size_bytes, STATE_BYTES)
+        root.flags.writeable = False
+        weakref.finalize(root, mapped.__setitem__, _LENT_AT, 0).atexit = False
+        return root
+
+    def _map(self, name: str) -> mmap.mmap:
+        owner, _, file = name.partition("/")
+        if owner != self._owner or not _SEGMENT.fullmatch(file):
+            raise SnapshotRefused(f"segment {name!r}: not one of {self._owner}")
+        try:
+            descriptor = os.open(self._folder / name, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError as error:
+            raise SnapshotRefused(f"segment {name}: {error.strerror}") from error
+        try:
+            return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        except (OSError, ValueError) as error:  # an empty file cannot be mapped
+            raise SnapshotRefused(f"segment {name}: {error}") from error
+        finally:
+            os.close(descriptor)
+
+    def _forget_removed(self) -> None:
+        for name in [name for name in self._mapped if not (self._folder / name).exists()]:
+            del self._mapped[name]
+
+
+def sweep(folder: Path) -> None:
+    """Removes what owners left that are dead: each living one holds its lock."""
+    for lock in folder.glob(f"*/{LOCK_FILE}"):
+        if _OWNER.fullmatch(lock.parent.name) and is_abandoned(lock):
+            shutil.rmtree(lock.parent, ignore_errors=True)

@@ -1,0 +1,211 @@
+"""torch.distributed between two workers: gloo on CPUs, NCCL on GPUs, the same code and the backend by name.
+
+The pair is a process group of its own with two ranks, made directly and not by ``init_process_group``: no global world
+has to be formed again when a worker dies. The source keeps the store in which both find each other. Such a group meets
+without a proof and talks without one: its network is one that only workers of this run reach.
+
+A chunk is announced on the pair's stream, and sent and received in the group; both ends do so in the same order.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar, Final
+
+from dora.errors import DoraError, SnapshotRefused, TransferFailed
+from dora.kvtransfer.checksum import Digest
+from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.transport import Landing, Ready, Receiver, Sender, copy_into, pool_landing, send_chunk
+from dora.kvtransfer.wire import Frame, Stream
+
+DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
+STAGES: Final = 4  # chunks on their way at once
+_SOURCE, _TARGET = 0, 1  # ranks
+_TAG: Final = 0
+
+
+def make_group(backend: str, store: Any, rank: int, host: str, timeout_s: float) -> Any:
+    """One rank of a pair. ``host``: this end's address, for gloo. Blocks until the other rank is there."""
+    import torch.distributed as distributed
+
+    timeout = timedelta(seconds=timeout_s)
+    if backend == "gloo":
+        options = distributed.ProcessGroupGloo._Options()
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timeout
+        options._threads = 2
+        return distributed.ProcessGroupGloo(store, rank, 2, options)
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a peer that stops is an error here, not the process's end
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return distributed.ProcessGroupNCCL(store, rank, 2, options)
+
+
+class TorchSender(Sender):
+    """Copies each chunk into memory of its own, from where it is sent while the next one is copied."""
+
+    chunk_bytes: ClassVar = 4 << 20
+
+    def __init__(self, backend: str, stream: Stream, timeout_s: float) -> None:
+        self.name = backend
+        self._stream = stream
+        self._timeout_s = timeout_s
+        self._store: Any = None
+        self._group: Any = None
+        self._stages: list[_Stage] = []
+        self._next = 0
+
+    def attach(self, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        import torch.distributed as distributed
+
+        host, prefix, timeout = self._stream.own_host(), secrets.token_hex(8), timedelta(seconds=self._timeout_s)
+        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        port = listening.getsockname()[1]
+        with _failing(self.name):
+            self._store = distributed.TCPStore(
+                host, port, None, True, timeout, False, master_listen_fd=listening.detach()
+            )
+        joining = _Joining(
+            lambda: make_group(self.name, distributed.PrefixStore(prefix, self._store), _SOURCE, host, self._timeout_s)
+        )
+        joining.start()  # both ranks wait for each other: the other one is made while it is asked
+        try:
+            ask({"host": host, "port": port, "prefix": prefix})
+        finally:
+            joining.join()
+        with _failing(self.name):
+            self._group = joining.result()
+            self._stages = [_Stage(DEVICES[self.name], self.chunk_bytes) for _ in range(STAGES)]
+
+    def chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[memoryview], digest: Digest) -> bytes:
+        stage = self._stages[self._next]
+        self._next = (self._next + 1) % STAGES
+        with _failing(self.name):
+            stage.wait()
+            shown = stage.host[: head["size"]]
+            copy_into(shown, parts)
+            head["sum"] = digest([shown.data])
+            send_chunk(stream, head)
+            stage.work = self._group.send([stage.on_device(head["size"])], _TARGET, _TAG)
+        return bytes(head["sum"])
+
+    def finish(self) -> None:
+        with _failing(self.name):
+            for stage in self._stages:
+                stage.wait()
+
+    def abandon(self) -> None:
+        """What was announced is received, and forgotten."""
+        with contextlib.suppress(TransferFailed):
+            self.finish()
+
+    def close(self) -> None:
+        self._stages.clear()
+        self._group = self._store = None
+
+
+class TorchReceiver(Receiver):
+    def __init__(self, backend: str, stream: Stream, timeout_s: float) -> None:
+        self._backend = backend
+        self._stream = stream
+        self._timeout_s = timeout_s
+        self._store: Any = None
+        self._group: Any = None
+
+    def attach(self, offer: dict[str, Any]) -> dict[str, Any]:
+        import torch.distributed as distributed
+
+        host, port, prefix = offer.get("host"), offer.get("port"), offer.get("prefix")
+        if not isinstance(host, str) or not isinstance(port, int) or not isinstance(prefix, str):
+            raise SnapshotRefused("store: none is named")
+        with _failing(self._backend, SnapshotRefused):
+            timeout = timedelta(seconds=self._timeout_s)
+            self._store = distributed.TCPStore(host, port, None, False, timeout, False)
+            store = distributed.PrefixStore(prefix, self._store)
+            self._group = make_group(self._backend, store, _TARGET, self._stream.own_host(), self._timeout_s)
+        return {}
+
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Pool) -> Landing:
+        return Landing(pool_landing(body_bytes, pool), {})
+
+    def chunk(self, stream: Stream, frame: Frame, target: memoryview) -> Ready:
+        import torch
+
+        stream.drain(frame.body_bytes)
+        with _failing(self._backend, SnapshotRefused):
+            host = torch.frombuffer(target, dtype=torch.uint8)
+            place = host if self._backend == "gloo" else torch.empty_like(host, device=DEVICES[self._backend])
+            work = self._group.recv([place], _SOURCE, _TAG)
+
+        def ready() -> None:
+            with _failing(self._backend, SnapshotRefused):
+                work.wait()
+                if place is not host:
+                    host.copy_(place)
+
+        return ready
+
+    def skip(self, stream: Stream, frame: Frame) -> None:
+        self.chunk(stream, frame, memoryview(bytearray(frame.head["size"])))()
+
+    def close(self) -> None:
+        self._group = self._store = None
+
+
+class _Stage:
+    """Memory for one chunk on its way; on a GPU also there."""
+
+    def __init__(self, device: str, size_bytes: int) -> None:
+        import torch
+
+        on_gpu = device != "cpu"
+        self._host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+        self._device = torch.empty(size_bytes, dtype=torch.uint8, device=device) if on_gpu else self._host
+        self.host = self._host.numpy()
+        self.work: Any = None
+
+    def on_device(self, size_bytes: int) -> Any:
+        if self._device is not self._host:
+            self._device[:size_bytes].copy_(self._host[:size_bytes])
+        return self._device[:size_bytes]
+
+    def wait(self) -> None:
+        """Until what was sent from here has left."""
+        work, self.work = self.work, None
+        if work is not None:
+            work.wait()
+
+
+class _Joining(threading.Thread):
+    """Makes a group in a thread of its own."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__(name="kv-join", daemon=True)
+        self._make = make
+        self._made: Any = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._made = self._make()
+        except Exception as error:  # torch raises its own kinds; ``result`` raises it again
+            self._error = error
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._made
+
+
+@contextlib.contextmanager
+def _failing(backend: str, as_error: type[DoraError] = TransferFailed) -> Iterator[None]:
+    """What torch raises, as a transport that cannot go on."""
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError, AttributeError, ImportError) as error:
+        said = str(error).strip().splitlines()
+        raise as_error(f"{backend}: {said[0] if said else error!r}") from error

@@ -1,0 +1,149 @@
+"""What a transport is: a way for the bytes of one worker to reach the memory of another.
+
+A transport has two halves, made anew for each pair of workers and gone with it. The pair's stream (``wire``) carries
+what both say, so a transport only brings chunks across; it knows nothing of requests, snapshots or checksums' meaning.
+A pair's halves are each used by one thread, which is none of the engine's.
+
+    sending half                        receiving half
+    attach: its offer       ─ATTACH──▶  attach: its answer          once a pair
+    begin: a body begins    ─OPEN────▶  begin: memory for it        once a snapshot
+    chunk: bytes            ─CHUNK───▶  chunk: bytes are there      many times
+    finish: all have left   ─COMMIT──▶                              once a snapshot
+"""
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from dora.errors import SnapshotRefused
+from dora.kvtransfer.checksum import Digest
+from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.wire import Frame, Kind, Stream
+
+CHUNK_BYTES: Final = 1 << 20  # fits the second-level cache, out of which the checksum is made
+SMALL_BYTES: Final = 32 << 10
+CHUNK_MOST: Final = 8 << 20
+NAMES: Final = ("shm", "tcp", "gloo", "nccl", "nixl")
+_NIXL: Final = ("nixl_cu12", "nixl_cu13", "nixl")  # the wheels of one library
+
+
+def is_installed(name: str) -> bool:
+    """Whether this process could use a transport. Nothing is imported: that is left to the first pair that uses it."""
+    if name == "nixl":
+        return bool(nixl_package())
+    if name == "nccl" and not Path("/dev/nvidiactl").exists():
+        return False
+    return name not in ("gloo", "nccl") or importlib.util.find_spec("torch") is not None
+
+
+def nixl_package() -> str:
+    """The name under which NIXL is installed; empty: it is not."""
+    return next((name for name in _NIXL if importlib.util.find_spec(name) is not None), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Memory in which a body arrives: an array of its bytes, and what the sending half has to know of it."""
+
+    body: np.ndarray
+    answer: dict[str, Any]
+
+
+Ready = Callable[[], None]  # waits until a chunk is there
+
+
+class Sender(ABC):
+    """The sending half. Its methods raise TransferFailed where this transport cannot go on; another one may."""
+
+    name: str
+    chunk_bytes: ClassVar[int] = CHUNK_BYTES
+
+    def attach(self, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Once, before anything else. ``ask`` shows the other half an offer and returns its answer."""
+        ask({})
+
+    def begin(self, body_bytes: int) -> dict[str, Any]:
+        """A body of at most so many bytes is to begin; what the other half has to know."""
+        return {}
+
+    def begun(self, answer: dict[str, Any]) -> None:
+        """The other half is ready."""
+        return  # most have nothing to do here
+
+    @abstractmethod
+    def chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[memoryview], digest: Digest) -> bytes:
+        """Brings one chunk across, or begins to: sets ``sum`` in ``head``, and sends it. Returns the checksum.
+
+        ``head["at"]`` is where in the body the chunk begins, ``head["size"]`` its bytes: those of ``parts``, in a row.
+        """
+
+    def finish(self) -> None:
+        """Returns once no chunk needs ``parts`` or own memory any more."""
+        return  # most have nothing to do here
+
+    def abandon(self) -> None:
+        """The body is void: refused, cancelled, or broken off."""
+        return  # most have nothing to do here
+
+    def close(self) -> None:
+        """Gives everything back."""
+        return  # most have nothing to do here
+
+
+class Receiver(ABC):
+    """The receiving half. Its methods raise SnapshotRefused for what it cannot take, and TransferFailed."""
+
+    def attach(self, offer: dict[str, Any]) -> dict[str, Any]:
+        """The answer to the sending half's offer."""
+        return {}
+
+    @abstractmethod
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Pool) -> Landing:
+        """Memory for a body. ``opening``: what the sending half said."""
+
+    @abstractmethod
+    def chunk(self, stream: Stream, frame: Frame, target: memoryview) -> Ready | None:
+        """Takes one chunk. None: ``target`` has it now; else it has it once what is returned was called."""
+
+    def skip(self, stream: Stream, frame: Frame) -> None:
+        """A chunk that nobody wants any more."""
+        stream.drain(frame.body_bytes)
+
+    def end(self, body: np.ndarray) -> None:
+        """A body that ``begin`` gave memory for is complete, or void: nothing more is written to it."""
+        return  # most have nothing to do here
+
+    def close(self) -> None:
+        """Gives everything back."""
+        return  # most have nothing to do here
+
+
+def pool_landing(body_bytes: int, pool: Pool) -> np.ndarray:
+    """Memory of the pool. Raises SnapshotRefused where there is no room."""
+    array = pool.array(body_bytes)
+    if array is None:
+        raise SnapshotRefused(f"body bytes = {body_bytes}: too much is in flight, {pool.lent_bytes()} bytes")
+    return array
+
+
+def send_chunk(stream: Stream, head: dict[str, Any], parts: Sequence[memoryview] = ()) -> None:
+    stream.send(Kind.CHUNK, head, parts)
+
+
+def copy_into(target: np.ndarray, parts: Sequence[memoryview]) -> None:
+    """Writes buffers in a row. Large copies let other threads run; to wait for one's turn again costs more than small
+    ones."""
+    at = 0
+    shown = target.data
+    for part in parts:
+        end = at + part.nbytes
+        if part.nbytes < SMALL_BYTES:
+            shown[at:end] = part
+        else:
+            np.copyto(target[at:end], np.frombuffer(part, np.uint8))
+        at = end

@@ -1,0 +1,162 @@
+"""Frames between two workers: a small map, and bytes after it that are neither copied nor joined.
+
+All integers little-endian:
+
+    0   4   magic "DKV1"
+    4   2   kind
+    6   2   reserved, zero
+    8   4   head bytes
+    12  8   body bytes
+    20      head: msgpack map
+    ...     body, raw
+"""
+
+import select
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from struct import Struct
+from typing import Any, Final
+
+import msgpack
+
+from dora.errors import TransferFailed
+
+MAGIC: Final = b"DKV1"
+HEAD_MOST: Final = 64 << 10
+BODY_MOST: Final = 64 << 20
+BUFFERS_MOST: Final = 512  # of one system call; the kernel takes 1,024
+_PREAMBLE: Final = Struct("<4sHHIQ")
+_DRAIN_BYTES: Final = 256 << 10
+
+
+class Kind(IntEnum):
+    """Who sends it: the sending half (S) or the receiving half (R) of a pair."""
+
+    GREETING = 1  # S: who I am, whom I want
+    CHALLENGE = 2  # R: who I am, and my proof
+    PROOF = 3  # S
+    WELCOME = 4  # R
+    ATTACH = 5  # S: make the other end of a transport ready
+    ATTACHED = 6  # R
+    OPEN = 7  # S: a snapshot begins
+    OPENED = 8  # R
+    CHUNK = 9  # S
+    COMMIT = 10  # S: the snapshot is complete; its head follows
+    ARRIVED = 11  # R: it is here, whole and checked
+    REFUSED = 12  # R: what was asked for, with the reason
+    CANCEL = 13  # S: the snapshot is void
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The body, if there is one, is still to be read."""
+
+    kind: Kind
+    head: dict[str, Any]
+    body_bytes: int
+
+
+class Stream:
+    """A connected socket as a stream of frames. One thread sends, one receives.
+
+    Every method raises TransferFailed: where the other end is gone, stops for longer than the time limit, or sends what
+    is no frame.
+    """
+
+    def __init__(self, connected: socket.socket, timeout_s: float) -> None:
+        self._socket = connected
+        self._timeout_s = timeout_s
+        connected.settimeout(timeout_s)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._poll = select.poll()
+        self._poll.register(connected, select.POLLIN)
+
+    def send(self, kind: Kind, head: dict[str, Any], body: Sequence[memoryview] = ()) -> None:
+        packed = msgpack.packb(head)
+        preamble = _PREAMBLE.pack(MAGIC, kind, 0, len(packed), sum(part.nbytes for part in body))
+        waiting = [memoryview(preamble + packed), *body]
+        try:
+            while waiting:
+                sent = self._socket.sendmsg(waiting[:BUFFERS_MOST])
+                waiting = _rest(waiting, sent)
+        except (OSError, ValueError) as error:
+            raise TransferFailed(self._said(error, "takes no bytes")) from error
+
+    def is_readable(self, wait_s: float) -> bool:
+        """Whether a frame, or the end, is there within the time."""
+        try:
+            return bool(self._poll.poll(wait_s * 1000))
+        except (OSError, ValueError) as error:
+            raise TransferFailed(self._said(error, "says nothing")) from error
+
+    def receive(self) -> Frame:
+        """The next frame. Its body must be read, by ``read_into`` or ``drain``, before the next is received."""
+        preamble = bytearray(_PREAMBLE.size)
+        self.read_into(memoryview(preamble))
+        magic, kind, _, head_bytes, body_bytes = _PREAMBLE.unpack(preamble)
+        if magic != MAGIC or kind not in Kind._value2member_map_ or head_bytes > HEAD_MOST or body_bytes > BODY_MOST:
+            raise TransferFailed(f"the other end sent no frame, but {bytes(preamble)!r}")
+        packed = bytearray(head_bytes)
+        self.read_into(memoryview(packed))
+        try:
+            head = msgpack.unpackb(packed)
+        except ValueError as error:
+            raise TransferFailed(f"the other end sent a frame without a head: {error!r}") from error
+        if not isinstance(head, dict):
+            raise TransferFailed(f"the other end sent {type(head).__name__} for a frame's head")
+        return Frame(Kind(kind), head, body_bytes)
+
+    def read_into(self, target: memoryview) -> None:
+        try:
+            while target:
+                taken = self._socket.recv_into(target, 0, socket.MSG_WAITALL)
+                if not taken:
+                    raise TransferFailed("the other end has gone")
+                target = target[taken:]
+        except (OSError, ValueError) as error:
+            raise TransferFailed(self._said(error, "says nothing")) from error
+
+    def read(self, count: int) -> bytes:
+        buffer = bytearray(count)
+        self.read_into(memoryview(buffer))
+        return bytes(buffer)
+
+    def drain(self, count: int) -> None:
+        """Reads and forgets."""
+        scratch = memoryview(bytearray(min(count, _DRAIN_BYTES)))
+        while count:
+            piece = scratch[: min(count, len(scratch))]
+            self.read_into(piece)
+            count -= len(piece)
+
+    def peer_host(self) -> str:
+        return str(self._socket.getpeername()[0])
+
+    def own_host(self) -> str:
+        return str(self._socket.getsockname()[0])
+
+    def stop(self) -> None:
+        """Ends both directions: whoever waits on the stream goes on with TransferFailed. Any thread may do it."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it has ended already
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _said(self, error: Exception, waited: str) -> str:
+        if isinstance(error, TimeoutError):
+            return f"the other end {waited} for {self._timeout_s:g} s"
+        return f"the connection broke: {error}"
+
+
+def _rest(parts: list[memoryview], sent: int) -> list[memoryview]:
+    """What of ``parts`` is still to be sent."""
+    for number, part in enumerate(parts):
+        if sent < part.nbytes:
+            return [part[sent:], *parts[number + 1 :]]
+        sent -= part.nbytes
+    return []

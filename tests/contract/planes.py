@@ -1,0 +1,50 @@
+"""Data planes for tests: ends of one run, in this process or in several."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dora.kvtransfer.incoming import Door
+from dora.kvtransfer.peer import Identity, Peer, this_host
+from dora.kvtransfer.plane import DataPlane, PlaneSettings
+from dora.kvtransfer.transport import is_installed
+
+SECRET = bytes(range(32))
+TRANSPORTS = ("shm", "tcp", "gloo", "nixl")
+HERE = tuple(name for name in TRANSPORTS if is_installed(name))
+
+
+@dataclass(frozen=True)
+class End:
+    """One worker's plane, ``w<epoch>``."""
+
+    plane: DataPlane
+    identity: Identity
+    address: str
+    transports: tuple[str, ...]
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.identity.worker_id, self.identity.epoch, self.address, self.transports)
+
+
+@contextmanager
+def a_plane(
+    folder: Path,
+    epoch: int,
+    transports: tuple[str, ...] = ("shm", "tcp"),
+    fingerprint: str = "f",
+    host: str = "",
+    secret: bytes = SECRET,
+    **settings: Any,
+) -> Iterator[End]:
+    """A plane in its own epoch. ``host``: another name makes it another host."""
+    door = Door("127.0.0.1")
+    identity = Identity(f"w{epoch}", epoch, fingerprint, host or this_host())
+    plane = DataPlane(door, identity, PlaneSettings(secret, folder, transports, **settings))
+    try:
+        yield End(plane, identity, door.address, transports)
+    finally:
+        plane.close()

@@ -1,0 +1,215 @@
+"""A handoff between the loops of two workers, as messages: beside the engine's steps, and undone at any point."""
+
+import queue
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dora.models.tiny import make_tiny
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+from dora.types import FinishReason, RequestSpec, SamplingParams
+from dora.worker.fake_engine import FakeEngine
+from dora.worker.loop import EngineLoop
+from tests.contract.driver import make_request
+from tests.contract.planes import HERE, End, a_plane
+
+LONG = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
+TURNS_MOST = 20_000
+
+
+class Worker:
+    """One loop with a fake engine; a test gives it commands and reads what it says."""
+
+    def __init__(self, end: End | None, model: Path) -> None:
+        self.end = end
+        self.engine = FakeEngine(slots=4, kv_tokens=2048, max_model_len_tokens=256, mean_tokens=25, model=model)
+        self._commands: queue.SimpleQueue[pb.WorkerCommand] = queue.SimpleQueue()
+        self._said: queue.SimpleQueue[pb.WorkerMessage] = queue.SimpleQueue()
+        self.outcomes: dict[int, pb.WorkerOutcome] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, FinishReason | None] = {}
+        self._number = 0
+        clock = iter(range(1 << 40)).__next__  # every turn reports
+        welcome = pb.Welcome(epoch=1, report_period_ms=1)
+        self.loop = EngineLoop(self.engine, self, welcome, None if end is None else end.plane, clock)
+
+    def take(self, _timeout_s: float) -> pb.WorkerCommand | None:
+        return None if self._commands.empty() else self._commands.get()
+
+    def send(self, message: pb.WorkerMessage) -> None:
+        self._said.put(message)
+
+    def order(self, **kind: object) -> int:
+        """Gives a command; its number."""
+        self._number += 1
+        self._commands.put(pb.WorkerCommand(command_id=self._number, **kind))
+        return self._number
+
+    def turn(self) -> None:
+        self.loop.turn()
+        while not self._said.empty():
+            self._hear(self._said.get())
+
+    def obey(self, **kind: object) -> pb.WorkerOutcome:
+        """Gives a command and turns until its outcome is there."""
+        return self.outcome(self.order(**kind))
+
+    def outcome(self, number: int) -> pb.WorkerOutcome:
+        for _ in range(TURNS_MOST):
+            self.turn()
+            if number in self.outcomes:
+                return self.outcomes.pop(number)
+        try:  # the copy's thread is slower than so many turns
+            while number not in self.outcomes:
+                self._hear(self._said.get(timeout=20))
+        except queue.Empty:
+            raise AssertionError("no outcome came") from None
+        return self.outcomes.pop(number)
+
+    def finish(self, request_id: str) -> list[int]:
+        while not self.ends.get(request_id):
+            self.turn()
+        return self.tokens[request_id]
+
+    def _hear(self, message: pb.WorkerMessage) -> None:
+        if message.HasField("outcome"):
+            self.outcomes[message.outcome.command_id] = message.outcome
+        for delta in map(convert.delta_from_wire, message.report.deltas):
+            known = self.tokens.setdefault(delta.request_id, [])
+            assert delta.first_token == len(known), "each token is told once"
+            known.extend(delta.token_ids)
+            self.ends[delta.request_id] = delta.finish_reason
+
+
+@pytest.fixture(params=HERE)
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_tiny("dense", tmp_path / "model", seed=1)
+
+
+@pytest.fixture
+def workers(tmp_path: Path, transport: str, model: Path) -> Iterator[tuple[Worker, Worker]]:
+    """Source and target, both with version 1."""
+    with a_plane(tmp_path, 1, (transport,), timeout_s=1.0) as one, a_plane(tmp_path, 2, (transport,)) as two:
+        both = Worker(one, model), Worker(two, model)
+        for worker in both:
+            load = pb.LoadVersion(version=1, folder=str(model))
+            assert worker.obey(load_version=load).ok
+        yield both
+
+
+def started(worker: Worker, requests: list[RequestSpec], tokens: int) -> None:
+    for request in requests:
+        assert worker.obey(start_request=convert.request_to_wire(request)).ok
+    while min(len(worker.tokens.get(request.request_id, [])) for request in requests) < tokens:
+        worker.turn()
+
+
+def peer_of(end: End) -> pb.KvPeer:
+    peer = end.peer
+    return pb.KvPeer(worker_id=peer.worker_id, epoch=peer.epoch, address=peer.address, transports=list(peer.transports))
+
+
+def reserved(target: Worker, request_id: str) -> None:
+    reserve = pb.ReserveSlot(request_id=request_id, version=1, kv_tokens=64, source_epoch=1)
+    assert target.obey(reserve_slot=reserve).ok
+
+
+def alone(model: Path, request: RequestSpec) -> list[int]:
+    """What the request generates where nobody touches it."""
+    worker = Worker(None, model)
+    assert worker.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+    started(worker, [request], 1)
+    return worker.finish(request.request_id)
+
+
+def two_requests() -> tuple[RequestSpec, RequestSpec]:
+    return tuple(replace(make_request(index), sampling=replace(LONG, seed=index)) for index in (1, 2))  # type: ignore[return-value]
+
+
+def test_a_request_goes_on_at_its_target(workers: tuple[Worker, Worker], transport: str, model: Path) -> None:
+    source, target = workers
+    mover, other = two_requests()
+    assert target.end is not None
+    started(source, [mover, other], 5)
+    reserved(target, "r1")
+    copied = source.obey(copy_out=pb.CopyOut(request_id="r1", target=peer_of(target.end)))
+    assert copied.ok and copied.kv_transport == transport and not copied.kv_fallbacks
+    target.tokens["r1"] = moved = list(source.tokens["r1"])
+    assert copied.tokens == len(moved), "what the source told is what the snapshot has"
+    assert copied.snapshot_bytes > 0
+    assert target.obey(copy_in=pb.CopyIn(request_id="r1", version=1, locator=copied.locator)).ok
+    assert source.obey(remove_request=pb.RemoveRequest(request_id="r1")).ok
+    assert target.finish("r1") == alone(model, mover)
+    assert source.finish("r2") == alone(model, other)
+    assert target.engine.load().reprefilled_tokens == 0
+    assert not target.obey(copy_in=pb.CopyIn(request_id="r1", version=1, locator=copied.locator)).ok, "taken once"
+
+
+def test_the_source_decodes_others_while_it_copies_and_thaws_what_did_not_arrive(
+    workers: tuple[Worker, Worker], transport: str, model: Path
+) -> None:
+    """The target accepts, and says nothing: until the time limit the copy is under way."""
+    source, _ = workers
+    mover, other = two_requests()
+    started(source, [mover, other], 5)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        peer = pb.KvPeer(worker_id="w9", epoch=9, address=f"127.0.0.1:{deaf.getsockname()[1]}", transports=[transport])
+        copying = source.order(copy_out=pb.CopyOut(request_id="r1", target=peer))
+        frozen_at = None
+        while not source.ends.get("r2"):
+            source.turn()
+            frozen_at = len(source.tokens["r1"]) if frozen_at is None else frozen_at
+        assert len(source.tokens["r1"]) == frozen_at and copying not in source.outcomes
+        outcome = source.outcome(copying)
+    assert not outcome.ok and outcome.error_kind == "refused" and "w9" in outcome.error
+    assert source.obey(thaw=pb.Thaw(request_id="r1")).ok
+    assert source.finish("r1") == alone(model, mover)
+    assert source.finish("r2") == alone(model, other)
+
+
+def test_an_undone_handoff_leaves_nothing_at_the_target(workers: tuple[Worker, Worker], model: Path) -> None:
+    source, target = workers
+    mover, other = two_requests()
+    assert target.end is not None and source.end is not None
+    started(source, [mover, other], 5)
+    reserved(target, "r1")
+    copied = source.obey(copy_out=pb.CopyOut(request_id="r1", target=peer_of(target.end)))
+    assert target.obey(cancel_reservation=pb.CancelReservation(request_id="r1")).ok
+    late = target.obey(copy_in=pb.CopyIn(request_id="r1", version=1, locator=copied.locator))
+    assert not late.ok and not target.engine.has_work()
+    again = source.obey(copy_out=pb.CopyOut(request_id="r1", target=peer_of(target.end)))
+    assert not again.ok and "not expected" in again.error, "nobody has reserved"
+    assert source.obey(thaw=pb.Thaw(request_id="r1")).ok
+    assert source.finish("r1") == alone(model, mover)
+    assert (sum(source.end.plane.held_bytes()), sum(target.end.plane.held_bytes())) == (0, 0)
+
+
+def test_a_copy_ends_with_its_request(workers: tuple[Worker, Worker], transport: str) -> None:
+    """Its group was cancelled while the target was still being reached."""
+    source, _ = workers
+    mover, other = two_requests()
+    started(source, [mover, other], 5)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        peer = pb.KvPeer(worker_id="w9", epoch=9, address=f"127.0.0.1:{deaf.getsockname()[1]}", transports=[transport])
+        copying = source.order(copy_out=pb.CopyOut(request_id="r1", target=peer))
+        source.turn()
+        assert source.obey(remove_request=pb.RemoveRequest(request_id="r1")).ok
+        assert not source.outcome(copying).ok
+    source.finish("r2")
+
+
+def test_a_worker_without_a_data_plane_takes_part_in_no_handoff(model: Path) -> None:
+    worker = Worker(None, model)
+    assert worker.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+    reserve = pb.ReserveSlot(request_id="r1", version=1, kv_tokens=64, source_epoch=1)
+    refused = worker.obey(reserve_slot=reserve)
+    assert not refused.ok and refused.error_kind == "refused"
