@@ -9,6 +9,7 @@ from dora.orchestrator.core.observation import view_of
 from dora.orchestrator.core.plan import Move, Trigger
 from dora.orchestrator.core.policies import POLICIES, policy_of
 from dora.orchestrator.core.state import State
+from dora.sim.fault_kinds import KINDS
 from dora.sim.presets import scenario_for
 from dora.sim.trial import Trial, conduct
 from dora.sim.unreliable import UnreliableWorld
@@ -68,8 +69,11 @@ def test_a_fresh_strategy_goes_on_in_the_middle_of_a_run(policy: str) -> None:
 @pytest.mark.parametrize("seed", FAULT_SEEDS)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_fresh_strategy_goes_on_under_faults(policy: str, seed: int) -> None:
-    """Every promise is checked after every event, and that training goes on."""
-    trial = Trial(seed, policy)
+    """Every promise is checked after every event, and that training goes on.
+
+    Without ``restart``: an orchestrator that begins again from its log would have one strategy all along.
+    """
+    trial = Trial(seed, policy, ",".join(kind for kind in KINDS if kind != "restart"))
     world = UnreliableWorld(trial.cluster(), seed)
     events = restarted(world)
     conduct(world, trial.faults, trial.steps_after)
