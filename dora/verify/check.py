@@ -27,7 +27,6 @@ VIOLATIONS_MAX: Final = 1000  # sentences kept; the rest are counted
 class VerifyReport:
     """What was found. Differences are absolute, between recorded and recomputed logprobs, over all tokens."""
 
-    steps: Annotated[int, "steps that the record says were committed"]
     trajectories: Annotated[int, "trajectories checked"]
     tokens: Annotated[int, "tokens whose logprob was recomputed"]
     versions: Annotated[tuple[int, ...], "versions that sampled them"]
@@ -37,6 +36,7 @@ class VerifyReport:
     atol: Annotated[float, "the loosest tolerance that was applied"]
     violations: Annotated[tuple[str, ...], "the first 1000 violations"]
     violations_total: Annotated[int, "violations in all"]
+    steps: Annotated[int, "steps that the record says were committed"] = 0
 
     @property
     def ok(self) -> bool:
@@ -87,7 +87,6 @@ def verify(
             router_ties += ties
     found = np.concatenate(differences)
     return VerifyReport(
-        steps=steps,
         trajectories=len(trajectories),
         tokens=len(found),
         versions=tuple(sorted(by_version)),
@@ -97,6 +96,7 @@ def verify(
         atol=loosest,
         violations=tuple(sentences.kept),
         violations_total=sentences.total,
+        steps=steps,
     )
 
 

@@ -22,7 +22,9 @@ def missing(folder: Path, trajectories: Sequence[Trajectory]) -> tuple[int, Iter
     Raises InvalidValue for a line that is none.
     """
     if not (folder / STEPS_FILE).is_file():
-        return 0, iter([f"{STEPS_FILE} is missing: the record does not say which steps were committed."])
+        published = [name for name in _versions_in(folder) if name]
+        lacks = f"{STEPS_FILE} is missing: the record does not say which steps published versions {published}."
+        return 0, iter([lacks] if published else [])
     steps, withdrawn = read_steps(folder / STEPS_FILE)
     return len(steps), violations(folder, trajectories, steps, withdrawn)
 
@@ -123,7 +125,7 @@ def _group_of(line: bytes) -> Any:
 def _versions(folder: Path, steps: Steps, trained: Set[int], withdrawn: Set[int]) -> Iterator[str]:
     """Every committed step's version is there, unless workers rejected it, and none whose step is not: but for a commit
     that was broken off."""
-    kept = {int(entry.name) for entry in (folder / VERSIONS_FOLDER).glob("*") if entry.name.isdigit()}
+    kept = set(_versions_in(folder))
     for step in sorted(steps):
         if step + 1 not in kept | withdrawn:
             yield f"version {step + 1}, which step {step} published, is not in the record."
@@ -132,3 +134,7 @@ def _versions(folder: Path, steps: Steps, trained: Set[int], withdrawn: Set[int]
         broken_off = version - 1 == following and following in trained
         if version - 1 not in steps and not broken_off:
             yield f"version {version} is in the record, and step {version - 1}, which published it, is not."
+
+
+def _versions_in(folder: Path) -> list[int]:
+    return sorted(int(entry.name) for entry in (folder / VERSIONS_FOLDER).glob("*") if entry.name.isdigit())

@@ -36,6 +36,7 @@ from dora.rpc.convert import (
 from dora.rpc.errors import (
     CallFailed,
     LimitExceeded,
+    NoAnswer,
     ServiceUnavailable,
     Unauthenticated,
     abort,
@@ -214,6 +215,7 @@ async def test_errors_keep_their_kind_and_their_three_parts(error: InvalidValue)
     [
         (grpc.StatusCode.UNAVAILABLE, ServiceUnavailable),
         (grpc.StatusCode.CANCELLED, ServiceUnavailable),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, NoAnswer),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, LimitExceeded),
         (grpc.StatusCode.UNKNOWN, CallFailed),
         (grpc.StatusCode.UNIMPLEMENTED, CallFailed),
