@@ -59,13 +59,13 @@ class PromptCheck:
 
         Raises InvalidValue where it is malformed, or where no engine could generate it.
         """
-        prompt = self.well_formed(prompt)
-        sampling = sampling_of(self._config.rollout, prompt)
-        self._check_length(prompt.token_ids, sampling, f"prompt {prompt.prompt_id}")
-        return prompt
+        return self._checked(prompt, whatever_length=False)
 
     def well_formed(self, prompt: Prompt) -> Prompt:
         """As :meth:`checked`, whatever its length."""
+        return self._checked(prompt, whatever_length=True)
+
+    def _checked(self, prompt: Prompt, *, whatever_length: bool) -> Prompt:
         if not isinstance(prompt, Prompt):
             raise InvalidValue("prompt", prompt, "a dora.Prompt")
         check_name(prompt.prompt_id, "prompt_id")
@@ -81,6 +81,8 @@ class PromptCheck:
         overrides = checked_overrides(prompt.sampling, f"{place}: sampling")
         sampling = sampling_of(self._config.rollout, replace(prompt, sampling=overrides))
         check_sampling(sampling, f"{place}: sampling", self._vocab_size)
+        if not whatever_length:  # before each of its ids is looked at
+            self._check_length(prompt.token_ids, sampling, place)
         token_ids = self._checked_ids(prompt.token_ids, place)
         return replace(prompt, token_ids=token_ids, group_size=group_size, sampling=overrides)
 

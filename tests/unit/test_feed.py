@@ -47,8 +47,8 @@ async def test_without_a_source_the_feed_waits_for_what_is_submitted() -> None:
 
 async def test_a_source_without_end_of_impossible_prompts_has_failed() -> None:
     """Not a service that looks alive, reads prompts for ever and admits nothing; nor one that ends."""
-    endless = PromptSource("some", "", lambda index: Prompt(f"p{index}", "task", (1,) * 40_000))
-    feed = PromptFeed(validated({"prompts": "some.jsonl"}), endless)
+    endless = PromptSource("some", "", lambda index: Prompt(f"p{index}", "task", (1,) * 4096))
+    feed = PromptFeed(validated({"prompts": "some.jsonl", "workers": {"max_model_len_tokens": 2048}}), endless)
     waiting = asyncio.ensure_future(feed.take(32))
     async with asyncio.timeout(60):
         while not feed.failure:
