@@ -196,3 +196,5 @@ class Prompts(Client[client.Prompts]):
         super().__init__("prompts", address, client.Prompts(address, token, max_message_bytes=max_message_bytes))
 
     submit = _blocking(client.Prompts.submit)
+    end = _blocking(client.Prompts.end)
+    cancel = _blocking(client.Prompts.cancel)

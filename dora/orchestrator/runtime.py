@@ -172,7 +172,11 @@ class Runtime:
         comes = len(self.feed) or len(state.backlog) or state.window.open_groups
         if self.feed.failure and stream is not None and not comes:
             self.sessions.stream = None
-            stream.close(error=Conflict("prompts", f"failed: {self.feed.failure}", HOPELESS))
+            stream.close(
+                error=Conflict(
+                    "prompts", self.config.prompts.source, HOPELESS, why=f"have failed ({self.feed.failure})"
+                )
+            )
 
     def sweep_snapshots(self) -> None:
         """Deletes the shared memory of workers that are gone; whoever was given some has it mapped."""

@@ -3,6 +3,7 @@
 What a fake engine cannot do is left out: its weights are not read, so the canary of a module would not be reproduced.
 """
 
+import ast
 import asyncio
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -111,7 +113,7 @@ async def test_the_loop_runs_as_printed(service: ServiceHandle, folder: Path) ->
 
 
 async def test_the_ranks_run_as_printed(service: ServiceHandle, folder: Path) -> None:
-    (line,) = re.findall(r"`torchrun (.*)`", PAGE.read_text(encoding="utf-8"))
+    (line,) = re.findall(r"^torchrun (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     await run(service, folder, "-m", "torch.distributed.run", *shlex.split(line))
     async with Operator(service.address, service.token) as operator:
         assert (await operator.status()).counters["groups_trained"] == 16 * STEPS
@@ -183,3 +185,15 @@ async def test_the_loops_of_the_other_documents_run(
         await asyncio.to_thread(exec, snippet("README.md", "step.commit").replace(PRINTED, handle.address), names)
         async with Operator(handle.address, handle.token) as operator:
             assert (await operator.status()).counters["groups_trained"] == 32
+    async with (
+        running(configured(tiny_dense, workers__engine="fake", **few)) as handle,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+        Operator(handle.address, handle.token) as operator,
+    ):
+        await trainer.attach(groups=16)
+        names |= {"my_loss": lambda model, group: weight * len(group), "trainer": trainer}
+        code = compile(
+            snippet("docs/attach-a-trainer.md", "trainer.republish"), "page", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        )
+        await types.FunctionType(code, names)()
+        assert (await operator.status()).counters["groups_trained"] == 32
