@@ -13,6 +13,7 @@ from blake3 import blake3
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import ModelRegistry
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -72,6 +73,7 @@ def start(model: Path, settings: EngineSettings) -> EngineCore:
         ),
         disable_log_stats=True,
     )
+    _import_architectures(model)
     try:
         vllm_config = arguments.create_engine_config()
         core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
@@ -79,6 +81,18 @@ def start(model: Path, settings: EngineSettings) -> EngineCore:
         raise InvalidValue("engine settings", settings, f"what vLLM takes ({error})") from error
     registry.verify(core)
     return core
+
+
+def _import_architectures(model: Path) -> None:
+    """Imports the model's class in this process, where it is needed in any case.
+
+    vLLM would first import it in a process of its own, to keep CUDA out of one that may fork: at the first start on a
+    machine that costs each engine some ten seconds of a core. Here engine and registry share a process.
+    """
+    for architecture in _model_config(model).get("architectures") or ():
+        known = ModelRegistry.models.get(architecture)
+        if known is not None:
+            ModelRegistry.register_model(architecture, known.load_model_cls())
 
 
 def runner_connector() -> SnapshotConnector:
