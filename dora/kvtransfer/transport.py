@@ -54,7 +54,7 @@ class Landing:
     answer: dict[str, Any]
 
 
-Ready = Callable[[], None]  # waits until a chunk is there
+Ready = Callable[[], bytes]  # waits until a chunk is there; the checksum of what came
 
 
 class Sender(ABC):
@@ -107,8 +107,8 @@ class Receiver(ABC):
         """Memory for a body. ``opening``: what the sending half said."""
 
     @abstractmethod
-    def chunk(self, stream: Stream, frame: Frame, target: memoryview) -> Ready | None:
-        """Takes one chunk. None: ``target`` has it now; else it has it once what is returned was called."""
+    def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> bytes | Ready:
+        """Takes one chunk, or begins to. Returns the checksum of what has come, or what waits for it and returns it."""
 
     def skip(self, stream: Stream, frame: Frame) -> None:
         """A chunk that nobody wants any more."""
