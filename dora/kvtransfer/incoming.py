@@ -234,7 +234,7 @@ class _Connection:
 
     def _chunk(self, frame: Frame) -> None:
         head = frame.head
-        key, at, size, expected = str(head["key"]), int(head["at"]), int(head["size"]), bytes(head["sum"])
+        key, at, size = str(head["key"]), int(head["at"]), int(head["size"])
         if key in self._void:
             self._skip(self._void[key].receiver, frame)
             return
@@ -253,7 +253,7 @@ class _Connection:
         except SnapshotRefused as error:
             self._refuse(key, str(error), transport=True)
             return
-        self._pending.append((arrival, found, expected))
+        self._pending.append((arrival, found, bytes(head["sum"])))
         self._check_pending(0 if isinstance(found, bytes) else PENDING_MOST)
 
     def _skip(self, receiver: Receiver, frame: Frame) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from dora.errors import DoraError, SnapshotRefused, TransferFailed
 from dora.kvtransfer.checksum import Digest
 from dora.kvtransfer.memory import Pool
-from dora.kvtransfer.transport import Landing, Receiver, Sender, copy_into, nixl_package, pool_landing, send_chunk
+from dora.kvtransfer.transport import Landing, Receiver, Sender, copied, nixl_package, pool_landing, send_chunk
 from dora.kvtransfer.wire import Frame, Stream
 
 STAGES: Final = 4
@@ -74,8 +74,7 @@ class NixlSender(Sender):
             self._announce()
         shown = self._stages[self._next][: head["size"]]
         self._next = (self._next + 1) % STAGES
-        copy_into(shown, parts)
-        head["sum"] = digest([shown.data])
+        head["sum"] = digest(copied(shown, parts))
         with _failing():
             here = self._agent.get_xfer_descs([_place(shown)], _MEMORY)
             there = self._agent.get_xfer_descs([(self._address + head["at"], head["size"], 0)], _MEMORY)

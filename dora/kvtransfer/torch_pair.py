@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final
 from dora.errors import DoraError, SnapshotRefused, TransferFailed
 from dora.kvtransfer.checksum import Digest
 from dora.kvtransfer.memory import Pool
-from dora.kvtransfer.transport import Landing, Ready, Receiver, Sender, copy_into, pool_landing, send_chunk
+from dora.kvtransfer.transport import Landing, Ready, Receiver, Sender, copied, pool_landing, send_chunk
 from dora.kvtransfer.wire import Frame, Stream
 
 DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
@@ -90,8 +90,7 @@ class TorchSender(Sender):
             if self.name == "gloo" and all(_is_worth_a_message(part) for part in parts):
                 head["sum"], tensors = digest(parts), [_shown(part) for part in parts]
             else:
-                copy_into(stage.host[: head["size"]], parts)
-                head["sum"] = digest([stage.host[: head["size"]].data])
+                head["sum"] = digest(copied(stage.host[: head["size"]], parts))
                 tensors = [stage.on_device(head["size"])]
             send_chunk(stream, {**head, "messages": [len(tensor) for tensor in tensors]})
             stage.works = [self._group.send([tensor], _TARGET, _TAG) for tensor in tensors]
