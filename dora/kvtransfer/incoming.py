@@ -157,7 +157,7 @@ class _Connection:
         self._receivers: dict[str, Receiver] = {}
         self._uses: dict[str, _Use] = {}  # by key
         self._void: dict[str, _Use] = {}  # what was refused, and its sender has not yet ended: it may still write there
-        self._pending: deque[tuple[Arrival, Ready | None, memoryview, bytes]] = deque()
+        self._pending: deque[tuple[Arrival, bytes | Ready, bytes]] = deque()
         self._obey: dict[Kind, Callable[[Frame], None]] = {
             Kind.ATTACH: self._attach,
             Kind.OPEN: self._open,
@@ -234,7 +234,7 @@ class _Connection:
 
     def _chunk(self, frame: Frame) -> None:
         head = frame.head
-        key, at, size, expected = str(head["key"]), int(head["at"]), int(head["size"]), bytes(head["sum"])
+        key, at, size = str(head["key"]), int(head["at"]), int(head["size"])
         if key in self._void:
             self._skip(self._void[key].receiver, frame)
             return
@@ -249,12 +249,12 @@ class _Connection:
         target = arrival.body[at : at + size].data
         arrival.filled_bytes += size
         try:
-            ready = receiver.chunk(self._stream, frame, target)
+            found = receiver.chunk(self._stream, frame, target, self._digest)
         except SnapshotRefused as error:
             self._refuse(key, str(error), transport=True)
             return
-        self._pending.append((arrival, ready, target, expected))
-        self._check_pending(PENDING_MOST if ready is not None else 0)
+        self._pending.append((arrival, found, bytes(head["sum"])))
+        self._check_pending(0 if isinstance(found, bytes) else PENDING_MOST)
 
     def _skip(self, receiver: Receiver, frame: Frame) -> None:
         """Whether it comes or not is the same now."""
@@ -264,15 +264,13 @@ class _Connection:
     def _check_pending(self, left: int) -> None:
         """Checks chunks in the order in which they came, until so many are left."""
         while len(self._pending) > left:
-            arrival, ready, target, expected = self._pending.popleft()
+            arrival, found, expected = self._pending.popleft()
             try:
-                if ready is not None:
-                    ready()
+                found = found if isinstance(found, bytes) else found()
             except SnapshotRefused as error:
                 if arrival.key in self._uses:
                     self._refuse(arrival.key, str(error), transport=True)
                 continue
-            found = self._digest([target])
             arrival.sums.append(found)
             if found != expected and arrival.key in self._uses:
                 number = len(arrival.sums)

@@ -18,7 +18,7 @@ import numpy as np
 from dora.errors import DoraError, SnapshotRefused, TransferFailed
 from dora.kvtransfer.checksum import Digest
 from dora.kvtransfer.memory import Pool
-from dora.kvtransfer.transport import Landing, Receiver, Sender, copy_into, nixl_package, pool_landing, send_chunk
+from dora.kvtransfer.transport import Landing, Receiver, Sender, copied, nixl_package, pool_landing, send_chunk
 from dora.kvtransfer.wire import Frame, Stream
 
 STAGES: Final = 4
@@ -74,8 +74,7 @@ class NixlSender(Sender):
             self._announce()
         shown = self._stages[self._next][: head["size"]]
         self._next = (self._next + 1) % STAGES
-        copy_into(shown, parts)
-        head["sum"] = digest([shown.data])
+        head["sum"] = digest(copied(shown, parts))
         with _failing():
             here = self._agent.get_xfer_descs([_place(shown)], _MEMORY)
             there = self._agent.get_xfer_descs([(self._address + head["at"], head["size"], 0)], _MEMORY)
@@ -138,9 +137,10 @@ class NixlReceiver(Receiver):
             metadata = self._agent.get_partial_agent_metadata(registered, inc_conn_info=True, backends=["UCX"])
         return Landing(body, {"address": address, "agent": metadata})
 
-    def chunk(self, stream: Stream, frame: Frame, target: memoryview) -> None:
+    def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> bytes:
         """It is there already."""
         stream.drain(frame.body_bytes)
+        return digest([target])
 
     def end(self, body: np.ndarray) -> None:
         registered = self._registered.pop(body.ctypes.data, None)

@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -21,7 +21,7 @@ from dora.kvtransfer.arrivals import PROBE, PROBE_BYTES
 from dora.kvtransfer.checksum import Digest, digest_with
 from dora.kvtransfer.peer import Identity, Peer, greet
 from dora.kvtransfer.throttle import Throttle
-from dora.kvtransfer.transport import Sender
+from dora.kvtransfer.transport import Sender, cut
 from dora.kvtransfer.wire import Kind, Stream
 
 log = logging.getLogger("dora.worker")
@@ -454,20 +454,3 @@ class _Void(Exception):
 
 class _NoRoom(Exception):
     """The target cannot take it by this transport; by another one it may."""
-
-
-def cut(parts: Iterable[memoryview], most_bytes: int) -> Iterable[list[memoryview]]:
-    """The same bytes in rows of at most ``most_bytes``, each but the last of exactly that."""
-    row: list[memoryview] = []
-    room = most_bytes
-    for part in parts:
-        rest = part.cast("B")
-        while rest:
-            row.append(rest[:room])
-            room -= row[-1].nbytes
-            rest = rest[row[-1].nbytes :]
-            if not room:
-                yield row
-                row, room = [], most_bytes
-    if row:
-        yield row

@@ -11,7 +11,7 @@ from dora.errors import SnapshotRefused, TransferFailed
 from dora.kvtransfer.checksum import Digest
 from dora.kvtransfer.memory import Pool
 from dora.kvtransfer.segments import MappedSegments, Segment, SegmentPool
-from dora.kvtransfer.transport import Landing, Receiver, Sender, copy_into, send_chunk
+from dora.kvtransfer.transport import Landing, Receiver, Sender, copied, send_chunk
 from dora.kvtransfer.wire import Frame, Stream
 
 
@@ -39,8 +39,7 @@ class ShmSender(Sender):
     def chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[memoryview], digest: Digest) -> bytes:
         assert self._current is not None
         target = self._current.raw[head["at"] : head["at"] + head["size"]]
-        copy_into(target, parts)
-        head["sum"] = digest([target.data])
+        head["sum"] = digest(copied(target, parts))
         send_chunk(stream, head)
         return bytes(head["sum"])
 
@@ -70,6 +69,7 @@ class ShmReceiver(Receiver):
             raise SnapshotRefused("segment: none is named")
         return Landing(self._segments.array(name, mark, body_bytes), {})
 
-    def chunk(self, stream: Stream, frame: Frame, target: memoryview) -> None:
+    def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> bytes:
         """It is there already."""
         stream.drain(frame.body_bytes)
+        return digest([target])

@@ -19,11 +19,12 @@ from typing import Any, ClassVar, Final
 from dora.errors import DoraError, SnapshotRefused, TransferFailed
 from dora.kvtransfer.checksum import Digest
 from dora.kvtransfer.memory import Pool
-from dora.kvtransfer.transport import Landing, Ready, Receiver, Sender, copy_into, pool_landing, send_chunk
+from dora.kvtransfer.transport import Landing, Ready, Receiver, Sender, copied, pool_landing, send_chunk
 from dora.kvtransfer.wire import Frame, Stream
 
 DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
 STAGES: Final = 4  # chunks on their way at once
+DIRECT_BYTES: Final = 64 << 10  # a smaller part costs more as a message of its own than as a copy
 _SOURCE, _TARGET = 0, 1  # ranks
 _TAG: Final = 0
 
@@ -46,7 +47,7 @@ def make_group(backend: str, store: Any, rank: int, host: str, timeout_s: float)
 
 
 class TorchSender(Sender):
-    """Copies each chunk into memory of its own, from where it is sent while the next one is copied."""
+    """Sends a chunk's parts from where they lie; small ones, and all to a GPU, from a copy in memory of its own."""
 
     chunk_bytes: ClassVar = 4 << 20
 
@@ -86,11 +87,13 @@ class TorchSender(Sender):
         self._next = (self._next + 1) % STAGES
         with _failing(self.name):
             stage.wait()
-            shown = stage.host[: head["size"]]
-            copy_into(shown, parts)
-            head["sum"] = digest([shown.data])
-            send_chunk(stream, head)
-            stage.work = self._group.send([stage.on_device(head["size"])], _TARGET, _TAG)
+            if self.name == "gloo" and all(_is_worth_a_message(part) for part in parts):
+                head["sum"], tensors = digest(parts), [_shown(part) for part in parts]
+            else:
+                head["sum"] = digest(copied(stage.host[: head["size"]], parts))
+                tensors = [stage.on_device(head["size"])]
+            send_chunk(stream, {**head, "messages": [len(tensor) for tensor in tensors]})
+            stage.works = [self._group.send([tensor], _TARGET, _TAG) for tensor in tensors]
         return bytes(head["sum"])
 
     def finish(self) -> None:
@@ -132,25 +135,29 @@ class TorchReceiver(Receiver):
     def begin(self, opening: dict[str, Any], body_bytes: int, pool: Pool) -> Landing:
         return Landing(pool_landing(body_bytes, pool), {})
 
-    def chunk(self, stream: Stream, frame: Frame, target: memoryview) -> Ready:
+    def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Ready:
         import torch
 
         stream.drain(frame.body_bytes)
         with _failing(self._backend, SnapshotRefused):
             host = torch.frombuffer(target, dtype=torch.uint8)
             place = host if self._backend == "gloo" else torch.empty_like(host, device=DEVICES[self._backend])
-            work = self._group.recv([place], _SOURCE, _TAG)
+            tensors = place.split([int(size) for size in frame.head["messages"]])
+            works = [self._group.recv([tensor], _SOURCE, _TAG) for tensor in tensors]
 
-        def ready() -> None:
+        def ready() -> bytes:
             with _failing(self._backend, SnapshotRefused):
-                work.wait()
+                for work in works:
+                    work.wait()
                 if place is not host:
                     host.copy_(place)
+            return digest([target])
 
         return ready
 
     def skip(self, stream: Stream, frame: Frame) -> None:
-        self.chunk(stream, frame, memoryview(bytearray(frame.head["size"])))()
+        ready = self.chunk(stream, frame, memoryview(bytearray(int(frame.head["size"]))), lambda _: b"")
+        ready()
 
     def close(self) -> None:
         self._group = self._store = None
@@ -166,7 +173,7 @@ class _Stage:
         self._host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=on_gpu)
         self._device = torch.empty(size_bytes, dtype=torch.uint8, device=device) if on_gpu else self._host
         self.host = self._host.numpy()
-        self.work: Any = None
+        self.works: list[Any] = []
 
     def on_device(self, size_bytes: int) -> Any:
         if self._device is not self._host:
@@ -174,10 +181,22 @@ class _Stage:
         return self._device[:size_bytes]
 
     def wait(self) -> None:
-        """Until what was sent from here has left."""
-        work, self.work = self.work, None
-        if work is not None:
+        """Until what was sent from here, or in its turn, has left."""
+        works, self.works = self.works, []
+        for work in works:
             work.wait()
+
+
+def _is_worth_a_message(part: memoryview) -> bool:
+    """Whether it is sent from where it lies; torch shows only what could be written."""
+    return part.nbytes >= DIRECT_BYTES and not part.readonly
+
+
+def _shown(part: memoryview) -> Any:
+    """A part as a tensor, where it lies."""
+    import torch
+
+    return torch.frombuffer(part, dtype=torch.uint8)
 
 
 class _Joining(threading.Thread):

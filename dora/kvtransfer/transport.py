@@ -13,7 +13,7 @@ A pair's halves are each used by one thread, which is none of the engine's.
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -25,7 +25,8 @@ from dora.kvtransfer.checksum import Digest
 from dora.kvtransfer.memory import Pool
 from dora.kvtransfer.wire import Frame, Kind, Stream
 
-CHUNK_BYTES: Final = 1 << 20  # fits the second-level cache, out of which the checksum is made
+CHUNK_BYTES: Final = 1 << 20
+PIECE_BYTES: Final = 256 << 10  # fits the second-level cache: out of it the checksum is made, and bytes are sent
 SMALL_BYTES: Final = 32 << 10
 CHUNK_MOST: Final = 8 << 20
 NAMES: Final = ("shm", "tcp", "gloo", "nccl", "nixl")
@@ -54,7 +55,7 @@ class Landing:
     answer: dict[str, Any]
 
 
-Ready = Callable[[], None]  # waits until a chunk is there
+Ready = Callable[[], bytes]  # waits until a chunk is there; the checksum of what came
 
 
 class Sender(ABC):
@@ -107,8 +108,8 @@ class Receiver(ABC):
         """Memory for a body. ``opening``: what the sending half said."""
 
     @abstractmethod
-    def chunk(self, stream: Stream, frame: Frame, target: memoryview) -> Ready | None:
-        """Takes one chunk. None: ``target`` has it now; else it has it once what is returned was called."""
+    def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> bytes | Ready:
+        """Takes one chunk, or begins to. Returns the checksum of what has come, or what waits for it and returns it."""
 
     def skip(self, stream: Stream, frame: Frame) -> None:
         """A chunk that nobody wants any more."""
@@ -135,15 +136,37 @@ def send_chunk(stream: Stream, head: dict[str, Any], parts: Sequence[memoryview]
     stream.send(Kind.CHUNK, head, parts)
 
 
-def copy_into(target: np.ndarray, parts: Sequence[memoryview]) -> None:
-    """Writes buffers in a row. Large copies let other threads run; to wait for one's turn again costs more than small
-    ones."""
+def copied(target: np.ndarray, parts: Sequence[memoryview]) -> Iterator[memoryview]:
+    """Writes buffers in a row, and shows each piece as soon as it is written: its checksum is made out of the cache.
+
+    Large copies let other threads run; to wait for one's turn again costs more than a small one.
+    """
     at = 0
     shown = target.data
+    for row in cut(parts, PIECE_BYTES):
+        begin = at
+        for part in row:
+            end = at + part.nbytes
+            if part.nbytes < SMALL_BYTES:
+                shown[at:end] = part
+            else:
+                np.copyto(target[at:end], np.frombuffer(part, np.uint8))
+            at = end
+        yield shown[begin:at]
+
+
+def cut(parts: Iterable[memoryview], most_bytes: int) -> Iterator[list[memoryview]]:
+    """The same bytes in rows of at most ``most_bytes``, each but the last of exactly that."""
+    row: list[memoryview] = []
+    room = most_bytes
     for part in parts:
-        end = at + part.nbytes
-        if part.nbytes < SMALL_BYTES:
-            shown[at:end] = part
-        else:
-            np.copyto(target[at:end], np.frombuffer(part, np.uint8))
-        at = end
+        rest = part.cast("B")
+        while rest:
+            row.append(rest[:room])
+            room -= row[-1].nbytes
+            rest = rest[row[-1].nbytes :]
+            if not room:
+                yield row
+                row, room = [], most_bytes
+    if row:
+        yield row
