@@ -225,7 +225,7 @@ def test_a_profile_fits() -> None:
 
 def test_a_verification_fits() -> None:
     sentence = f"trajectory {'g' * 100}.0, token 5: recorded logprob -1.000000, version 3 gives -2.000000, off. " * 2
-    report = VerifyReport(10**9, 10**9, 10**12, tuple(range(500)), 1e-5, 1e-6, 10**6, 1e-3, (sentence,) * 30, 10**6)
+    report = VerifyReport(10**9, 10**12, tuple(range(500)), 1e-5, 1e-6, 10**6, 1e-3, (sentence,) * 30, 10**6, 10**9)
     text = check(verify_table(Path("/records/" + "long-folder-name/" * 8), report))
     assert "v0 to v499" in text and "999,980 more violations" in text
 
