@@ -14,7 +14,7 @@ import numpy as np
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core.handoff_table import LIVE, Handoff, Phase
 from dora.orchestrator.core.hosting import HOSTING_COLUMNS, hosting_row
-from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
+from dora.orchestrator.core.state import Doubt, GroupStatus, RequestStatus, State
 from dora.orchestrator.core.table import Table
 from dora.orchestrator.core.worker import Worker
 from dora.sim.ledger import Violation
@@ -72,12 +72,21 @@ def check_rejection(state: State) -> None:
         raise Violation(f"{seconds} are to try the versions {sorted(doubts)}, one each")
     if not window.withheld:
         return
+    for version, doubt in doubts.items():
+        able = {w.worker_id for w in state.workers.values() if not w.draining and not _has_refused(doubt, w)}
+        if doubt.second not in able and able - set(seconds):
+            raise Violation(f"version {version} is in doubt, and nobody tries it")
     for worker in state.workers.values():
         name, second = worker.worker_id, doubts[worker.target].second if worker.target in doubts else ""
         if worker.loaded in window.withheld:
             raise Violation(f"{name} has version {worker.loaded}, which is rejected or in doubt (C1)")
         if worker.target in window.withheld and name != second and not worker.draining:
             raise Violation(f"{name} is to host version {worker.target}, which is rejected or in doubt (C1)")
+
+
+def _has_refused(doubt: Doubt, worker: Worker) -> bool:
+    refusal = doubt.refusals.get(worker.worker_id)
+    return refusal is not None and refusal.epoch == worker.epoch
 
 
 def check_hosting(state: State) -> None:

@@ -47,7 +47,7 @@ BUGS = [
     ),
     Bug("a rejected version is planned for", "is to host", plants.rejected_version_is_planned_for, "publish"),
     Bug("a step goes on under a rejection", "'streamed': False", plants.stream_goes_on_under_a_rejection, "publish"),
-    Bug("nobody tries what one has refused", "not done", plants.doubted_version_is_tried_by_nobody, "publish"),
+    Bug("nobody tries what one has refused", "nobody tries it", plants.doubted_version_is_tried_by_nobody, "publish"),
     Bug("rejected weights are let go", "let go", plants.rejected_version_is_retired, "publish"),
     Bug("the index of hosts is not told of a drain", "is listed at", plants.drain_is_not_listed, "leave"),
     Bug("the index of hosts is not told of a new target", "is listed at", plants.target_is_not_listed),
