@@ -198,7 +198,7 @@ class ServiceConfig(Section):
     """Addresses, secrets and limits of the service."""
 
     listen: str = Field("127.0.0.1:7070", pattern=r"^.+:\d{1,5}$", description="host:port")
-    token: str = Field("", description="shared secret of all clients; empty: made at start and shown")
+    token: str = Field("", description="the owner's; the roles' follow from it; empty: made at start and shown")
     run_folder: str = Field("", description="shared memory of this service; empty: a new folder on tmpfs")
     event_log: str = Field("", description="new file for the events the core decides on, for dora replay; empty: none")
     max_message_bytes: int = Field(64 << 20, ge=1 << 20, le=1 << 31, description="largest gRPC message")

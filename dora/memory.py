@@ -37,3 +37,9 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(M_MMAP_THRESHOLD, HEAP_BYTES) and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
+
+
+def give_back_memory() -> bool:
+    """Returns what is free to the kernel now, after something large. False where the C library is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and bool(trim(0))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dora.cli import demo, plan, prepare, profile, replay, serve, service, verify, version
+from dora.cli import demo, plan, prepare, profile, replay, role, serve, service, verify, version
 from dora.cli.exits import MEANINGS, DoraGroup
 from dora.cli.simulate import presets, run, sweep
 
@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "demo": (demo.demo, demo.EXAMPLE),
     "serve": (serve.serve, serve.EXAMPLE),
     **service.COMMANDS,
+    "token": (role.token, role.EXAMPLE),
     "replay": (replay.replay, replay.EXAMPLE),
     "plan": (plan.plan, plan.EXAMPLE),
     "profile": (profile.profile, profile.EXAMPLE),

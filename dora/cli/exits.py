@@ -36,7 +36,7 @@ MEANINGS = {
     ExitCode.USAGE: "bad usage or a bad value",
     ExitCode.UNREACHABLE: "the service cannot be reached",
     ExitCode.REFUSED: "the service refused: not found, or not possible now",
-    ExitCode.UNAUTHENTICATED: "no token, or a wrong one",
+    ExitCode.UNAUTHENTICATED: "no token, a wrong one, or that of another role",
     ExitCode.NO_ANSWER: "the service did not answer in time, though something listens at its address",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
     ExitCode.UNREAD: "nobody reads the output any more",
@@ -128,12 +128,13 @@ class DoraGroup(TyperGroup):
 
 def exit_code_of(error: DoraError, asked: bool = True) -> ExitCode:
     """The exit code that an expected failure ends its command with. ``asked``: a service may have refused."""
-    from dora.rpc.errors import LimitExceeded, NoAnswer, ServiceUnavailable, Unauthenticated
+    from dora.rpc.errors import LimitExceeded, NoAnswer, PermissionDenied, ServiceUnavailable, Unauthenticated
 
     table: tuple[tuple[type[DoraError], ExitCode], ...] = (
         (NoAnswer, ExitCode.NO_ANSWER),
         (ServiceUnavailable, ExitCode.UNREACHABLE),
         (Unauthenticated, ExitCode.UNAUTHENTICATED),
+        (PermissionDenied, ExitCode.UNAUTHENTICATED),
         (LimitExceeded, ExitCode.REFUSED),
         (Conflict, ExitCode.REFUSED),
         (NotFound, ExitCode.REFUSED),

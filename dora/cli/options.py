@@ -17,7 +17,7 @@ TokenOption = Annotated[
         "--token",
         envvar="DORA_TOKEN",
         show_envvar=True,
-        help="The service's secret; by default that which a service of yours on this host left.",
+        help="The operator's token, or the owner's; by default what a service of yours on this host left.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document for programs.")]

@@ -31,6 +31,10 @@ Ctrl-C drains and stops.
   export DORA_TOKEN={token}
   dora watch --address {address}
 
+That is the owner's token: it may do all that follows. For those who are to do one thing only:
+
+{roles}
+
   import os, dora.sync
   token = os.environ["DORA_TOKEN"]
   with dora.sync.Trainer("{address}", token=token) as trainer:
@@ -65,7 +69,7 @@ def serve(
     listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address (service.listen).")] = None,
     token: Annotated[
         str | None,
-        typer.Option(envvar="DORA_TOKEN", show_envvar=True, help="Secret of all clients; default: a new one."),
+        typer.Option(envvar="DORA_TOKEN", show_envvar=True, help="The owner's token; default: a new one."),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -157,6 +161,7 @@ def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> Non
             {
                 "address": handle.address,
                 "token": handle.token,
+                "tokens": others(handle),
                 "model": str(handle.model),
                 "run_folder": str(handle.run_folder),
             }
@@ -166,6 +171,7 @@ def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> Non
             ATTACH.format(
                 address=handle.address,
                 token=handle.token,
+                roles="\n".join(f"  {role:<10} {token}" for role, token in others(handle).items()),
                 model=config.model,
                 window=config.window.size,
                 workers=config.workers.count,
@@ -173,6 +179,11 @@ def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> Non
             )
         )
     sys.stdout.flush()
+
+
+def others(handle: "ServiceHandle") -> dict[str, str]:
+    """The tokens by role, without the owner's."""
+    return {str(role): token for role, token in handle.tokens.items() if token != handle.token}
 
 
 def _print_progress(line: str) -> None:

@@ -13,7 +13,8 @@ from dora.cli import completion
 from dora.cli.exits import ExitCode
 from dora.cli.options import AddressOption, JsonOption, TokenOption
 from dora.cli.output import json_text, plain, print_json, print_reply, print_result, stdout
-from dora.cli.token import DEFAULT_ADDRESS, find_token
+from dora.cli.token import DEFAULT_ADDRESS, WHERE, find_token
+from dora.errors import MISSING
 
 if TYPE_CHECKING:
     from dora.client import Operator, Prompts
@@ -203,8 +204,8 @@ def ask(
             except Unauthenticated as error:
                 if secret:
                     raise
-                allowed = "the service's secret: --token, DORA_TOKEN, or a service that you started on this host"
-                raise Unauthenticated("token", "(none)", allowed) from error
+                allowed = f"the service's token for this, or its owner's: {WHERE}"
+                raise Unauthenticated("token", MISSING, allowed) from error
 
     return asyncio.run(run())
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from dora.ownership import hold_new, is_abandoned
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
+WHERE = "--token, DORA_TOKEN, or a service that you started on this host"  # a token comes from
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 

@@ -59,7 +59,8 @@ class _Worker:
 
 
 class Launcher:
-    """``command(worker_id)`` is the argv after the interpreter; ``environment`` is added to this process's.
+    """``command(worker_id)`` is the argv after the interpreter; ``environment(worker_id)``, asked for at each start, is
+    added to this process's.
 
     A worker that dies more often than ``workers.restarts`` times in ten minutes is not started again. The service goes
     on with the others; ``failed`` is set once none is left.
@@ -69,13 +70,13 @@ class Launcher:
         self,
         config: WorkersConfig,
         command: Callable[[str], list[str]],
-        environment: Mapping[str, str],
+        environment: Callable[[str], Mapping[str, str]],
         log_folder: Path,
         storage: Storage,
     ) -> None:
         self._config = config
         self._command = command
-        self._environment = {**os.environ, **environment}
+        self._environment = environment
         self._log_folder = log_folder
         self._storage = storage
         self._workers = {name: _Worker(name) for name in (f"w{i}" for i in range(config.count))}
@@ -165,7 +166,7 @@ class Launcher:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 *command,
-                env=self._environment,
+                env={**os.environ, **self._environment(worker.worker_id)},
                 stdin=asyncio.subprocess.PIPE if WAIT_OPTION in command else asyncio.subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
@@ -217,10 +218,15 @@ def worker_argv(config: WorkersConfig, worker_id: str, address: str, model: Path
     return ["-m", WORKER_MODULE, *(str(part) for option in options.items() for part in option)]
 
 
-def worker_environment(config: WorkersConfig) -> dict[str, str]:
-    """Threads are fixed before numpy and torch load."""
+def worker_environment(config: WorkersConfig, token: str) -> dict[str, str]:
+    """Threads are fixed before numpy and torch load. The token travels here, where other users cannot read it."""
     threads = str(config.threads)
-    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    return {
+        "DORA_TOKEN": token,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def _tail(log: Path) -> str:

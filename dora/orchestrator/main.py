@@ -6,8 +6,7 @@ async with contexts, innermost last:  run folder ─▶ verifier ─▶ runtime 
 import asyncio
 import contextlib
 import logging
-import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,6 +28,7 @@ from dora.orchestrator.setup import (
     cache_of,
     check_engine,
     event_log_of,
+    open_many_files,
     prepared_model,
     recorder_of,
     run_folder_of,
@@ -37,6 +37,7 @@ from dora.orchestrator.setup import (
 )
 from dora.orchestrator.storage import Storage
 from dora.prompts import ChatTokenizer, resolve_prompts
+from dora.rpc.roles import Role, Tokens
 
 log = logging.getLogger("dora.service")
 
@@ -50,10 +51,15 @@ class ServiceHandle:
     """How to reach a running service."""
 
     address: str
-    token: str
+    tokens: Mapping[Role, str]  # of each role
     run_folder: Path
     model: Path
     model_s: float  # when the model was prepared, by the event loop's clock
+
+    @property
+    def token(self) -> str:
+        """The owner's, which may do everything that a client may."""
+        return self.tokens[Role.OWNER]
 
 
 async def serve(
@@ -72,7 +78,8 @@ async def serve(
     load_strategies()
     check_live(config.balance, config.window.size)
     check_engine(config)
-    token = config.service.token or secrets.token_urlsafe(24)
+    open_many_files()
+    tokens = await asyncio.to_thread(Tokens, config.service.token)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(collecting_rarely())
         keep_freed_memory()
@@ -81,7 +88,7 @@ async def serve(
         launcher = Launcher(
             config.workers,
             lambda worker_id: worker_argv(config.workers, worker_id, address, model, config.kv.host),
-            {"DORA_TOKEN": token, **worker_environment(config.workers)},
+            lambda worker_id: worker_environment(config.workers, tokens.started(worker_id)),
             run_folder / "logs",
             storage,
         )
@@ -114,7 +121,7 @@ async def serve(
             storage=storage,
         )
         stack.push_async_callback(runtime.close)
-        address = await stack.enter_async_context(serving(config, runtime, model, snapshots, token))
+        address = await stack.enter_async_context(serving(config, runtime, model, snapshots, tokens))
         runtime.sessions.processes = launcher
         stack.push_async_callback(launcher.close)  # a second time: workers end before what they talk to
         launcher.start()
@@ -123,7 +130,7 @@ async def serve(
         progress(f"starting {config.workers.count} workers")
         failures = (runtime.failed, launcher.failed, ticking)
         if await _until_ready(config, runtime, launcher, stop, failures):
-            ready(ServiceHandle(address, token, run_folder, model, model_s))
+            ready(ServiceHandle(address, tokens.of, run_folder, model, model_s))
             await _first(stop, *failures)
             progress("draining")
             await _drain(config, runtime, failures)

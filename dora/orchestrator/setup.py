@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import shutil
 import sys
 import tempfile
@@ -31,6 +32,15 @@ CONTEXT_UNSAID_TOKENS: Final = 2048
 LOCK_FILE: Final = "dora.lock"  # of a run folder that was named; held while its service lives
 MADE_LOCK_FILE: Final = "made.lock"  # of one that a service has made for itself
 MADE_PREFIX: Final = "dora-"
+FILES_MOST: Final = 1 << 16
+
+
+def open_many_files() -> None:
+    """As many as this process may ask for, up to ``FILES_MOST``: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(FILES_MOST, hard) if hard != resource.RLIM_INFINITY else FILES_MOST
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def cache_of(config: Config) -> Path:

@@ -1,7 +1,7 @@
 """Numbers for operators: rates, blackouts, steps. Bounded memory."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from dora.trajectory import TrajectoryGroup
 
 BLACKOUTS_KEPT = 4096
 STEPS_KEPT = 512
+METRICS_KEPT = 8192  # of all steps together, the latest ones: a status has them all
 RATE_WINDOW_S = 5.0
 ADVICE_STEPS = 8  # whose times say how many workers to add
 
@@ -97,6 +98,16 @@ class Telemetry:
                 waited_s,
             )
         )
+        self._forget_metrics()
+
+    def _forget_metrics(self) -> None:
+        """Of the oldest steps, where all together have more than are kept."""
+        kept = 0
+        for place in range(len(self.steps) - 1, -1, -1):
+            step = self.steps[place]
+            kept += len(step.metrics)
+            if kept > METRICS_KEPT and step.metrics:
+                self.steps[place] = replace(step, metrics={})
 
     def groups_to_add(self, workers: int) -> int | None:
         """workers that would let generation keep up with training, from the latest steps; None: not known yet.

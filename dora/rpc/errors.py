@@ -34,6 +34,12 @@ class Unauthenticated(InvalidValue):
     REFUSED = "is not accepted"
 
 
+class PermissionDenied(InvalidValue):
+    """The call carried a token that is good for other calls."""
+
+    REFUSED = "may not do this"
+
+
 class LimitExceeded(InvalidValue):
     """A full queue, or a message over the size limit."""
 
@@ -56,6 +62,7 @@ _STATUS: Final[tuple[tuple[type[InvalidValue], grpc.StatusCode], ...]] = (
     (Conflict, grpc.StatusCode.FAILED_PRECONDITION),  # subclasses first
     (NotFound, grpc.StatusCode.NOT_FOUND),
     (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
+    (PermissionDenied, grpc.StatusCode.PERMISSION_DENIED),
     (LimitExceeded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (InvalidValue, grpc.StatusCode.INVALID_ARGUMENT),
 )

@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from dora.errors import InvalidValue
 from dora.weights.finite import FiniteCheck, not_finite
-from dora.weights.reference import DTYPE_BYTES, HEADER_BYTES_MAX, TensorHeader, read_layout
+from dora.weights.reference import DTYPE_BYTES, HEADER_BYTES_MAX, TensorHeader, open_regular, read_layout
 
 SUFFIX: Final = ".safetensors"
 _NAME_BYTES_MAX: Final = 200
@@ -60,7 +60,7 @@ def hash_file(file: Path) -> WeightFile:
     digest, chunk = blake3(), bytearray(FiniteCheck.CHUNK_BYTES)
     file_bytes = 0
     try:
-        with file.open("rb", buffering=0) as stream:
+        with open_regular(file) as stream:
             while read_bytes := stream.readinto(chunk):
                 digest.update(memoryview(chunk)[:read_bytes])
                 file_bytes += read_bytes
@@ -85,7 +85,7 @@ def examine_file(
     digest, check, buffer = blake3(), FiniteCheck(), memoryview(bytearray(FiniteCheck.CHUNK_BYTES))
     infinite: TensorHeader | None = None
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             for chunk in _chunks(stream, file.name, tensors_at, buffer):
                 digest.update(chunk)
             for tensor in tensors:

@@ -6,8 +6,10 @@ Source: the safetensors format specification.
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,6 +91,15 @@ def weight_files(folder: Path) -> tuple[str, ...]:
     return files
 
 
+def open_regular(file: Path) -> BufferedReader:
+    """A file opened to be read. Raises InvalidValue for a pipe, a device or a folder, which might never end."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for its writer
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InvalidValue("weights file", str(file), "a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
 def read_header(file: Path) -> dict[str, TensorHeader]:
     """The tensors of one safetensors file, by name. Raises InvalidValue for anything but a whole, sound file."""
     return {tensor.name: tensor for tensor in read_layout(file)[1]}
@@ -101,7 +112,7 @@ def read_layout(file: Path, header_bytes_max: int = HEADER_BYTES_MAX) -> tuple[i
     and for a header over ``header_bytes_max``.
     """
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             file_bytes = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
             most_bytes = min(header_bytes_max, max(0, file_bytes - 8))

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     token = os.environ.get("DORA_TOKEN", "")
     try:
         if not token:
-            raise InvalidValue("DORA_TOKEN", "", "the service's token, in the environment")
+            raise InvalidValue("DORA_TOKEN", "", "the service's worker token, in the environment")
         engine = make_engine(options)
     except DoraError as error:
         print(f"error: {error}", file=sys.stderr)

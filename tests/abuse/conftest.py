@@ -1,11 +1,14 @@
-"""What the tests of prompts share: the tiny model, its tokenizer, and a cache for them."""
+"""What tests share. Those of prompts: the tiny model, its tokenizer, a cache; those of calls: a service."""
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from dora.models.tiny import make_tiny
+from dora.orchestrator.main import ServiceHandle
 from dora.prompts import ChatTokenizer
+from tests.service import configured, running
 
 
 @pytest.fixture(scope="module")
@@ -21,3 +24,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(tiny: Path, cache: Path) -> ChatTokenizer:
     return ChatTokenizer(tiny, cache)
+
+
+@pytest.fixture
+async def handle(tiny_dense: Path) -> AsyncIterator[ServiceHandle]:
+    """A service without workers."""
+    async with running(configured(tiny_dense, workers__count=0)) as handle:
+        yield handle

@@ -16,7 +16,7 @@ LIVES = ["-c", "import signal; signal.pause()"]
 
 def launcher_of(commands: dict[str, list[str]], folder: Path, restarts: int) -> Launcher:
     config = WorkersConfig(count=len(commands), restarts=restarts)
-    return Launcher(config, commands.__getitem__, {}, folder / "logs", Storage())
+    return Launcher(config, commands.__getitem__, lambda _: {}, folder / "logs", Storage())
 
 
 async def test_the_others_go_on_without_a_worker_that_dies_again_and_again(

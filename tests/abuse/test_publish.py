@@ -531,3 +531,14 @@ async def test_generated_messages_of_a_trainer_end_nothing(shell: Shell) -> None
     assert answered > 300 and refused > 300
     assert held_bytes(shell) <= shell.store.reference.content_bytes + (2 << 20)
     assert shell.store.versions() == (0,) and not list((shell.store.root / "versions").glob(".*"))
+
+
+def test_a_pipe_or_a_device_is_no_weights_file(store: WeightStore, tmp_path: Path) -> None:
+    """A pipe without a writer would be waited for, and a device read, for ever."""
+    os.mkfifo(tmp_path / "a.safetensors")
+    (tmp_path / "b.safetensors").symlink_to("/dev/zero")
+    for name in ("a.safetensors", "b.safetensors"):
+        with pytest.raises(InvalidValue, match="a regular file"):
+            place_weights(tmp_path / name, store.reference.tensors, tmp_path / "out")
+        with pytest.raises(InvalidValue, match="a regular file"):
+            hash_file(tmp_path / name)

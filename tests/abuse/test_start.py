@@ -96,7 +96,7 @@ async def test_a_worker_whose_log_cannot_be_made_runs_all_the_same(tmp_path: Pat
     storage.tell(faults.append)
     (tmp_path / "logs").write_text("no folder")
     lives = ["-c", "print('words'); import signal; signal.pause()"]
-    launcher = Launcher(WorkersConfig(count=1), lambda _: lives, {}, tmp_path / "logs", storage)
+    launcher = Launcher(WorkersConfig(count=1), lambda _: lives, lambda _: {}, tmp_path / "logs", storage)
     launcher.start()
     async with asyncio.timeout(60):
         while launcher._workers["w0"].process is None:

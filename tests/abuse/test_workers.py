@@ -20,6 +20,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import bearer, open_channel
 from dora.rpc.errors import from_rpc_error
+from dora.rpc.roles import Role
 from dora.trajectory import TrajectoryGroup
 from dora.types import TokenDelta
 from dora.worker.fake_engine import FakeEngine
@@ -70,7 +71,7 @@ async def said_to(handle: ServiceHandle, name: str, model: Path, tamper: Tamper)
 
     async with open_channel(handle.address) as channel:
         say(pb.WorkerMessage(hello=convert.hello_to_wire(name, 1, "host", engine.capability)))
-        commands = aiter(stubs.WorkerStub(channel).Connect(messages(), metadata=bearer(handle.token)))
+        commands = aiter(stubs.WorkerStub(channel).Connect(messages(), metadata=bearer(handle.tokens[Role.WORKER])))
         try:
             loop = EngineLoop(engine, orders, (await anext(commands)).welcome, clock=iter(range(1 << 40)).__next__)
             while True:

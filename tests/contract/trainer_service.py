@@ -15,8 +15,9 @@ from dora.config import validated
 from dora.errors import Conflict, InvalidValue, VersionRejected
 from dora.orchestrator.prompt_check import PromptCheck
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.channel import server_interceptors, server_options
+from dora.rpc.channel import server_options
 from dora.rpc.convert import canary_from_wire, trajectory_batches
+from dora.rpc.door import server_interceptors
 from dora.rpc.dora_pb2_grpc import (
     PromptsServicer,
     TrainerServicer,
@@ -24,6 +25,7 @@ from dora.rpc.dora_pb2_grpc import (
     add_TrainerServicer_to_server,
 )
 from dora.rpc.errors import ServiceUnavailable
+from dora.rpc.roles import Tokens
 from dora.trajectory import Trajectory, TrajectoryGroup
 from dora.types import SamplingParams, Segment
 from dora.weights.files import WeightFile
@@ -236,7 +238,10 @@ async def start_service(store_folder: Path, reference: Path, **options: Any) -> 
 
 
 async def _start(service: ScriptedService, address: str) -> tuple[grpc.aio.Server, int]:
-    server = grpc.aio.server(interceptors=server_interceptors(TOKEN), options=server_options(service.max_message_bytes))
+    limit_bytes = service.max_message_bytes
+    server = grpc.aio.server(
+        interceptors=server_interceptors(Tokens(TOKEN), limit_bytes), options=server_options(limit_bytes)
+    )
     add_TrainerServicer_to_server(service, server)
     add_PromptsServicer_to_server(service, server)
     port = server.add_insecure_port(address)

@@ -14,7 +14,7 @@ from dora.errors import CanaryMismatch, Conflict, DoraError, InvalidValue, NotFo
 from dora.orchestrator.prompt_check import PromptCheck
 from dora.rewards.verdict import LOG_MAX_BYTES
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.channel import TokenInterceptor, bearer, open_channel
+from dora.rpc.channel import bearer, open_channel
 from dora.rpc.convert import (
     canary_from_wire,
     canary_to_wire,
@@ -37,11 +37,13 @@ from dora.rpc.errors import (
     CallFailed,
     LimitExceeded,
     NoAnswer,
+    PermissionDenied,
     ServiceUnavailable,
     Unauthenticated,
     abort,
     from_rpc_error,
 )
+from dora.rpc.roles import Tokens
 from dora.trajectory import EnvironmentEvent, TrajectoryGroup
 from dora.types import Canary, EngineCapability, Prompt, RequestSpec, SamplingParams, TokenDelta
 from tests.contract.trainer_service import make_group, make_trajectory
@@ -196,6 +198,7 @@ class AbortedContext:
         Conflict("version", 7, "8"),
         NotFound("worker", "w ü%\n", "one of w0, w1"),
         Unauthenticated("token", "(none)", "the token"),
+        PermissionDenied("token", "the operator's", "the trainer's"),
         LimitExceeded("prompts", 5000, "at most 4096 queued"),
     ],
 )
@@ -252,7 +255,7 @@ def test_tokens_and_addresses_that_cannot_work_are_refused() -> None:
     with pytest.raises(InvalidValue, match="token"):
         bearer("new\nline")
     with pytest.raises(InvalidValue, match="token"):
-        TokenInterceptor("")
+        Tokens("new\nline")
     for address in ("nowhere", "host:", ":7070", "host:99999", "host:http"):
         with pytest.raises(InvalidValue, match="address"):
             open_channel(address)

@@ -11,9 +11,11 @@ from dora.orchestrator.services import status
 from dora.orchestrator.services.cancel import cancelled
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
+from dora.rpc.door import Counter
 from dora.rpc.errors import ServicerContext
 
 WATCH_PERIOD_MIN_MS = 50
+WATCHES_MOST = 32  # open at once
 
 
 class PromptService(stubs.PromptsServicer):
@@ -45,6 +47,7 @@ class OperatorService(stubs.OperatorServicer):
     def __init__(self, runtime: Runtime, model: Path) -> None:
         self._runtime = runtime
         self._model = str(model)
+        self._watches = Counter("watches", WATCHES_MOST)
 
     async def GetStatus(self, request: pb.StatusRequest, context: ServicerContext) -> pb.Status:
         return status.of_service(self._runtime, self._model)
@@ -52,9 +55,10 @@ class OperatorService(stubs.OperatorServicer):
     async def WatchStatus(self, request: pb.WatchRequest, context: ServicerContext) -> AsyncIterator[pb.Status]:
         if request.period_ms < WATCH_PERIOD_MIN_MS:
             raise InvalidValue("period_ms", request.period_ms, f"at least {WATCH_PERIOD_MIN_MS}")
-        while True:
-            yield status.of_service(self._runtime, self._model)
-            await asyncio.sleep(request.period_ms / 1000)
+        with self._watches.one():
+            while True:
+                yield status.of_service(self._runtime, self._model)
+                await asyncio.sleep(request.period_ms / 1000)
 
     async def ListTrajectories(self, request: pb.TrajectoriesRequest, context: ServicerContext) -> pb.TrajectoriesReply:
         if request.state and request.state not in status.STATES:

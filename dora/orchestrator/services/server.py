@@ -13,21 +13,22 @@ from dora.orchestrator.services.operator import OperatorService, PromptService
 from dora.orchestrator.services.trainer import TrainerService
 from dora.orchestrator.services.worker import WorkerService
 from dora.rpc import dora_pb2_grpc as stubs
-from dora.rpc.channel import server_interceptors, server_options
+from dora.rpc.channel import server_options
+from dora.rpc.door import server_interceptors
+from dora.rpc.roles import Tokens
 
 STREAM_END_S = 1.0  # open streams have so long to end by themselves
 
 
 @contextlib.asynccontextmanager
-async def serving(config: Config, runtime: Runtime, model: Path, snapshots: Path, token: str) -> AsyncIterator[str]:
+async def serving(config: Config, runtime: Runtime, model: Path, snapshots: Path, tokens: Tokens) -> AsyncIterator[str]:
     """The gRPC server; yields the address it really listens at (port 0 takes a free one)."""
-    server = grpc.aio.server(
-        interceptors=server_interceptors(token), options=server_options(config.service.max_message_bytes)
-    )
+    limit_bytes = config.service.max_message_bytes
+    server = grpc.aio.server(interceptors=server_interceptors(tokens, limit_bytes), options=server_options(limit_bytes))
     stubs.add_TrainerServicer_to_server(TrainerService(runtime, model), server)
     stubs.add_PromptsServicer_to_server(PromptService(runtime), server)
     stubs.add_OperatorServicer_to_server(OperatorService(runtime, model), server)
-    stubs.add_WorkerServicer_to_server(WorkerService(runtime, snapshots), server)
+    stubs.add_WorkerServicer_to_server(WorkerService(runtime, snapshots, tokens), server)
     address = _bound(server, config)
     await server.start()
     try:

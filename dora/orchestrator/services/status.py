@@ -1,7 +1,8 @@
 """The status that operators see, as wire messages. Reads the runtime and changes nothing."""
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from typing import Final
 
 import numpy as np
 
@@ -9,9 +10,11 @@ from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
 from dora.orchestrator.core.worker import Worker
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.streams import DRAINED
+from dora.orchestrator.telemetry import StepRecord
 from dora.rpc import dora_pb2 as pb
 
 TRAJECTORIES_DEFAULT = 100
+_STEP: Final = tuple(each.name for each in fields(StepRecord))  # called alike on the wire
 
 
 def of_service(runtime: Runtime, model: str) -> pb.Status:
@@ -34,7 +37,7 @@ def of_service(runtime: Runtime, model: str) -> pb.Status:
             if name not in state.workers
         ],
         counters=counters(runtime),
-        steps=[pb.StepMetrics(**asdict(step)) for step in runtime.telemetry.steps],
+        steps=[_step(step) for step in runtime.telemetry.steps],
         draining=runtime.feed.closed,
         prompts_queued=len(runtime.feed) + len(state.backlog),
         storage_faults=[
@@ -65,6 +68,10 @@ def counters(runtime: Runtime) -> dict[str, float]:
         "groups_open": held,
         "handoffs_now": len(state.handoffs),
     }
+
+
+def _step(step: StepRecord) -> pb.StepMetrics:
+    return pb.StepMetrics(**{name: getattr(step, name) for name in _STEP})
 
 
 def _version(state: State, version: int) -> pb.VersionStatus:

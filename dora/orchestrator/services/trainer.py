@@ -100,7 +100,7 @@ class TrainerService(stubs.TrainerServicer):
         )
 
     async def Stay(self, request: pb.StayRequest, context: ServicerContext) -> AsyncIterator[pb.StayReply]:
-        check_epoch(request.trainer_epoch, self._epoch)
+        self._check_epoch(request.trainer_epoch)
         with self._runtime.trainer.staying() as superseded:
             yield pb.StayReply()
             await superseded.wait()
@@ -109,6 +109,7 @@ class TrainerService(stubs.TrainerServicer):
         self, request: pb.StreamStepRequest, context: ServicerContext
     ) -> AsyncIterator[pb.TrajectoryBatch]:
         runtime = self._runtime
+        self._check_epoch(request.trainer_epoch)
         stream = StepStream(request.trainer_epoch, request.step)
         before, runtime.sessions.stream = runtime.sessions.stream, stream
         try:
@@ -171,7 +172,7 @@ class TrainerService(stubs.TrainerServicer):
 
         Or that which was published anew last: the reply may be lost, and the trainer at it again.
         """
-        check_epoch(trainer_epoch, self._epoch)
+        self._check_epoch(trainer_epoch)
         state, anew = self._runtime.machine.state, self._last_republish
         expected = state.window.newest + 1
         if version not in (expected, *state.rejected, *(anew[:1] if anew is not None else ())):
@@ -183,6 +184,7 @@ class TrainerService(stubs.TrainerServicer):
             digest = _commit_digest(request)
             if self._last_commit == (request.step, digest):
                 return self._committed()  # the reply was lost, the commit was not
+            self._check_epoch(request.trainer_epoch)
             runtime.machine.check_commit(request.trainer_epoch, request.step)
             if request.version != request.step + 1:
                 raise Conflict("version", request.version, f"{request.step + 1}, that is step + 1", why="is not next")
@@ -250,6 +252,11 @@ class TrainerService(stubs.TrainerServicer):
         return pb.CommitStepReply(
             next_step=machine.state.window.newest, groups_trained=machine.state.counters.groups_trained
         )
+
+    def _check_epoch(self, trainer_epoch: int) -> None:
+        if not self._epoch:  # the first is 1: nobody has asked for what an earlier call would wait for
+            raise Conflict("trainer_epoch", trainer_epoch, "that of an Attach", why="is early: no trainer has attached")
+        check_epoch(trainer_epoch, self._epoch)
 
 
 def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

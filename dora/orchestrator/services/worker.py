@@ -16,7 +16,8 @@ from dora.orchestrator.streams import WorkerSession
 from dora.orchestrator.worker_checks import checked_hello
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
-from dora.rpc.errors import ServicerContext
+from dora.rpc.errors import PermissionDenied, ServicerContext
+from dora.rpc.roles import CALLER, Tokens
 
 log = logging.getLogger("dora.service")
 
@@ -27,8 +28,9 @@ WORKERS_MOST: Final = 4096  # connected at once
 class WorkerService(stubs.WorkerServicer):
     """All workers' engines must be alike: the fingerprint of those that are connected holds for a new one."""
 
-    def __init__(self, runtime: Runtime, snapshot_folder: Path) -> None:
+    def __init__(self, runtime: Runtime, snapshot_folder: Path, tokens: Tokens) -> None:
         self._runtime = runtime
+        self._tokens = tokens
         self._snapshot_folder = snapshot_folder
         self._kv = _kv_settings(runtime.config.kv)
 
@@ -72,6 +74,10 @@ class WorkerService(stubs.WorkerServicer):
             raise InvalidValue("hello", MISSING, "the first message of a worker")
         hello, runtime = message.hello, self._runtime
         capability = checked_hello(hello, runtime.config, runtime.store.reference.vocab_size)
+        caller = CALLER.get()
+        if not self._tokens.may_take(caller, hello.worker_id):
+            allowed = caller.worker_id or "a name that the service has not given to a worker which it started itself"
+            raise PermissionDenied("worker_id", hello.worker_id, allowed)
         workers = runtime.sessions.workers
         if hello.worker_id in workers:
             raise Conflict("worker_id", hello.worker_id, "an id that no connected worker has", why="is taken")
@@ -79,25 +85,25 @@ class WorkerService(stubs.WorkerServicer):
             raise Conflict("worker_id", hello.worker_id, f"one of at most {WORKERS_MOST}", why="is one too many")
         if any(other.capability.fingerprint != capability.fingerprint for other in workers.values()):
             allowed = "that of the other workers: of the same model, engine, KV layout and dtype"  # it is not told
-            raise Conflict("fingerprint", capability.fingerprint, allowed, why="is another")
+            raise Conflict("fingerprint", "(not shown)", allowed, why="is another")
         return runtime.sessions.open(
             hello.worker_id, hello.pid, hello.host, capability, hello.kv_address, tuple(hello.kv_transports)
         )
 
     async def _read(self, session: WorkerSession, messages: AsyncIterator[pb.WorkerMessage]) -> None:
         """Raises InvalidValue, of which the worker is told, for a message that is wrong; the worker is replaced."""
-        async for message in messages:
-            try:
+        try:
+            async for message in messages:
                 if message.HasField("report"):
                     self._runtime.reports.report(session, message.report)
                 elif message.HasField("outcome"):
                     self._runtime.reports.outcome(session, message.outcome)
                 else:
                     raise InvalidValue("kind", message.WhichOneof("kind"), "report or outcome")
-            except InvalidValue as error:
-                self._runtime.telemetry.messages_refused += 1
-                self._runtime.sessions.replace(session, str(error))
-                raise
+        except InvalidValue as error:
+            self._runtime.telemetry.messages_refused += 1
+            self._runtime.sessions.replace(session, str(error))
+            raise
 
 
 def _kv_settings(config: KvConfig) -> pb.KvSettings:

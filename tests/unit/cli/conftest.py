@@ -8,8 +8,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from dora.rpc.channel import server_interceptors, server_options
+from dora.rpc.channel import server_options
+from dora.rpc.door import server_interceptors
 from dora.rpc.dora_pb2_grpc import add_OperatorServicer_to_server, add_PromptsServicer_to_server
+from dora.rpc.roles import Tokens
 from tests.unit.cli.service import TOKEN, CannedOperator, CannedPrompts
 
 
@@ -21,7 +23,7 @@ def address() -> Iterator[str]:
     thread.start()
 
     async def start() -> tuple[grpc.aio.Server, int]:
-        server = grpc.aio.server(interceptors=server_interceptors(TOKEN), options=server_options())
+        server = grpc.aio.server(interceptors=server_interceptors(Tokens(TOKEN)), options=server_options())
         add_OperatorServicer_to_server(CannedOperator(), server)
         add_PromptsServicer_to_server(CannedPrompts(), server)
         port = server.add_insecure_port("127.0.0.1:0")

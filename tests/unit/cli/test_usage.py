@@ -16,7 +16,7 @@ from dora.cli.app import COMMANDS
 from dora.cli.exits import ASKING, MEANINGS, ExitCode, checked_output, exit_code_of
 from dora.config import given, load_config
 from dora.errors import CanaryMismatch, Conflict, InvalidValue, NotFound
-from dora.rpc.errors import CallFailed, LimitExceeded, NoAnswer, ServiceUnavailable, Unauthenticated
+from dora.rpc.errors import CallFailed, LimitExceeded, NoAnswer, PermissionDenied, ServiceUnavailable, Unauthenticated
 from dora.trajectory import Trajectory
 from dora.view.settings import toml_of
 from tests.contract.trainer_service import make_trajectory
@@ -101,6 +101,7 @@ def test_every_expected_error_has_its_exit_code() -> None:
         NotFound(*triple): 4,
         LimitExceeded(*triple): 4,
         Unauthenticated(*triple): 5,
+        PermissionDenied(*triple): 5,
         NoAnswer("busy"): 6,
         CallFailed("bug"): 1,
         CanaryMismatch("differs", 0.5): 1,

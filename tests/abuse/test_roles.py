@@ -1,0 +1,135 @@
+"""Who may call what: each role its own, the owner what a client may, a worker under its name, a stranger nothing."""
+
+import asyncio
+import os
+import re
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+
+from dora.client import Operator, Prompts
+from dora.errors import DoraError, InvalidValue
+from dora.orchestrator.launcher import worker_environment
+from dora.orchestrator.main import ServiceHandle
+from dora.orchestrator.services.worker import WorkerService
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+from dora.rpc import dora_pb2_grpc as stubs
+from dora.rpc.channel import open_channel
+from dora.rpc.errors import PermissionDenied, Unauthenticated
+from dora.rpc.roles import CALLER, Caller, Role, Tokens
+from dora.worker.fake_engine import FakeEngine
+from tests.abuse.callers import METHODS, answer
+from tests.service import configured, running, until
+from tests.unit.test_runtime import Shell
+
+
+async def test_each_role_may_do_its_own_and_the_owner_what_a_client_may(handle: ServiceHandle) -> None:
+    secrets = [*handle.tokens.values()]
+    assert len(set(secrets)) == 5
+    async with open_channel(handle.address) as channel:
+        for method, needed in METHODS.items():
+            for role, token in handle.tokens.items():
+                found = await answer(channel, method, b"", token)
+                allowed = role is needed or (role is Role.OWNER and needed is not Role.WORKER)
+                assert isinstance(found, PermissionDenied) is not allowed, (method, role, found)
+                if not allowed:
+                    assert f"{needed} token" in str(found) and str(role) in str(found)
+            for nobody in (None, "", "wrong", secrets[0][:-1], f"{secrets[0]} "):
+                found = await answer(channel, method, b"", nobody)
+                assert isinstance(found, Unauthenticated) and f"{needed} token" in str(found), (method, nobody)
+                assert not any(secret in str(found) for secret in secrets)
+
+
+async def test_another_scheme_is_no_token(handle: ServiceHandle) -> None:
+    async with open_channel(handle.address) as channel:
+        for value in (handle.token, f"Basic {handle.token}", f"bearer {handle.token}x", "Bearer"):
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+                await stubs.OperatorStub(channel).GetStatus(pb.StatusRequest(), metadata=(("authorization", value),))
+
+
+def test_roles_tokens_follow_from_the_owners_and_not_the_owners_from_theirs() -> None:
+    first, again, other, new = Tokens("secret"), Tokens("secret"), Tokens("secret2"), Tokens()
+    assert first.of == again.of and first.of[Role.OWNER] == "secret"
+    assert not set(first.of.values()) & set(other.of.values())
+    assert new.of[Role.OWNER] != Tokens().of[Role.OWNER]
+    assert first.caller("") is None and first.caller("\udc80") is None
+
+
+def test_a_started_workers_token_is_good_for_its_name_until_it_is_started_again() -> None:
+    tokens = Tokens()
+    general = tokens.caller(tokens.of[Role.WORKER])
+    before = tokens.started("w0")
+    w0 = tokens.caller(before)
+    assert w0 == Caller(Role.WORKER, "w0") and general == Caller(Role.WORKER)
+    assert tokens.may_take(w0, "w0") and not tokens.may_take(w0, "w1") and not tokens.may_take(w0, "mine")
+    assert tokens.may_take(general, "mine") and not tokens.may_take(general, "w0")
+    after = tokens.started("w0")
+    assert tokens.caller(before) is None and tokens.caller(after) == w0
+
+
+def test_a_worker_has_its_token_by_environment_alone(tiny_dense: Path) -> None:
+    config = configured(tiny_dense)
+    assert worker_environment(config.workers, "secret")["DORA_TOKEN"] == "secret"
+
+
+async def test_a_name_that_the_service_gave_to_its_worker_is_taken_by_no_other(
+    tmp_path: Path, tiny_dense: Path
+) -> None:
+    """Nor while that worker is away; and no refusal tells what the engines must have alike."""
+    shell, tokens = Shell(tmp_path, tiny_dense, None), Tokens()
+    service = WorkerService(shell.runtime, tmp_path / "kv", tokens)
+    tokens.started("w7")
+    engine = FakeEngine(slots=8, kv_tokens=4096, max_model_len_tokens=256, model=tiny_dense)
+    hello = pb.WorkerMessage(hello=convert.hello_to_wire("w7", 1, "host", engine.capability))
+    for caller, name, allowed in ((Caller(Role.WORKER), "w7", "not given"), (Caller(Role.WORKER, "w7"), "w8", "w7")):
+        CALLER.set(caller)
+        hello.hello.worker_id = name
+        with pytest.raises(PermissionDenied, match=f"worker_id = '{name}' .*{allowed}"):
+            service._open(hello)
+    CALLER.set(Caller(Role.WORKER, "w7"))
+    hello.hello.worker_id, hello.hello.fingerprint = "w7", "f" * 64
+    with pytest.raises(InvalidValue) as refused:
+        service._open(hello)
+    assert "fingerprint = '(not shown)'" in str(refused.value) and "f" * 64 not in str(refused.value)
+    hello.hello.fingerprint = shell.session.capability.fingerprint
+    assert service._open(hello).worker_id == "w7"
+    await shell.runtime.close()
+
+
+async def test_a_worker_may_be_added_by_hand_under_a_name_of_its_own(tiny_dense: Path) -> None:
+    config = configured(tiny_dense, workers__engine="fake", workers__count=1)
+    async with running(config) as handle, Operator(handle.address, handle.tokens[Role.OPERATOR]) as operator:
+        taken = await by_hand(handle, "w0", Role.WORKER)
+        assert await taken.wait() == 3
+        assert b"worker_id = 'w0' may not do this" in (await taken.communicate())[0]
+        owners = await by_hand(handle, "mine", Role.OWNER)
+        assert await owners.wait() == 3
+        assert b"it must be the service's worker token" in (await owners.communicate())[0]
+        mine = await by_hand(handle, "mine", Role.WORKER)
+        status = await until(operator, lambda status: sum(worker.state == "ready" for worker in status.workers) == 2)
+        assert [worker.worker_id for worker in status.workers] == ["mine", "w0"]
+        mine.terminate()
+        await mine.wait()
+
+
+async def by_hand(handle: ServiceHandle, name: str, role: Role) -> asyncio.subprocess.Process:
+    argv = ["-m", "dora.worker", "--orchestrator", handle.address, "--worker-id", name, "--engine", "fake"]
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, *argv, "--model", str(handle.model)),
+        env={**os.environ, "DORA_TOKEN": handle.tokens[role]},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+
+
+async def test_a_submitter_can_submit_and_nothing_else(handle: ServiceHandle) -> None:
+    async with Prompts(handle.address, handle.tokens[Role.SUBMITTER]) as prompts:
+        assert (await prompts.submit([{"prompt_token_ids": [3, 4]}])).accepted == 1
+    async with Operator(handle.address, handle.tokens[Role.SUBMITTER]) as operator:
+        with pytest.raises(PermissionDenied) as refused:
+            await operator.status()
+        error: DoraError = refused.value
+        assert re.search(r"the submitter's.*operator token, or its owner's", str(error))

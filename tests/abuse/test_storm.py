@@ -1,0 +1,32 @@
+"""The short form of the storm, in every test run; the whole one is ``python -m tests.abuse --count 100000``."""
+
+from pathlib import Path
+
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.roles import SERVICES
+from tests.abuse import folders, storm
+from tests.abuse.__main__ import failures
+from tests.abuse.calls import RPCS
+
+COUNT = 2000  # messages to each RPC
+# Nothing there is that they could change:
+REFUSED = ("Trainer/CommitStep", "Trainer/RepublishVersion", "Operator/Migrate", "Operator/Drain")
+
+
+def test_no_call_is_left_out() -> None:
+    services = pb.DESCRIPTOR.services_by_name
+    methods = {f"{name}/{method.name}" for name, service in services.items() for method in service.methods}
+    assert {rpc.name for rpc in RPCS} == methods
+    assert set(services) == set(SERVICES)
+
+
+async def test_generated_calls_end_nothing_and_an_honest_trainer_goes_on(tiny_dense: Path, tmp_path: Path) -> None:
+    report = await storm.stormed(tiny_dense, COUNT, seed=1)
+    weights = folders.stormed(tiny_dense, tmp_path, 100, seed=1)
+    assert not failures(report, weights)
+    for each in report.outcomes:
+        assert each.messages >= COUNT and each.statuses["UNAUTHENTICATED"] and each.statuses["PERMISSION_DENIED"]
+        assert each.statuses["INVALID_ARGUMENT"] > COUNT // 50, each.name
+        if each.name not in REFUSED:
+            assert each.statuses["OK"] + each.statuses["OPEN"] > COUNT // 500, each.name
+    assert 10 < weights.accepted < 90
