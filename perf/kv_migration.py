@@ -2,8 +2,10 @@
 
     python perf/kv_migration.py --json
 
-Two processes, each with a data plane. Every round measures a transport and its limit one after the other, and the
-result is the median of the rounds' ratios, so that a machine that is busy with other things slows down both:
+Two processes, each with a data plane. The source's memory is cut up into runs of blocks, as a prefilled prompt of some
+thousand tokens leaves them; ``--part-kilobytes 48`` is a request whose blocks lie anywhere. Every round measures a
+transport and its limit one after the other, and the result is the median of the rounds' ratios, so that a machine that
+is busy with other things slows down both:
 
     shm_vs_memcpy    shared memory, checked at both ends, against one thread's copy of the same bytes
     tcp_vs_sendall   TCP, checked at both ends, against a loop of sendall and recv_into
@@ -38,7 +40,6 @@ from dora.kvtransfer.torch_pair import TorchSender, make_group
 
 BARS: Final = {"shm_vs_memcpy": 0.60, "tcp_vs_sendall": 0.90, "gloo_vs_gloo_raw": 0.90}
 SECRET: Final = bytes(range(32))
-PART_BYTES: Final = 192 << 10  # neighbouring blocks of a layer
 PIECE_BYTES: Final = 1 << 20  # of the bare loops
 WAIT_S: Final = 60.0
 
@@ -46,18 +47,19 @@ WAIT_S: Final = 60.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=96, help="of one snapshot")
+    parser.add_argument("--part-kilobytes", type=int, default=1440, help="of a run of neighbouring blocks in a layer")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", action="store_true", help="one object instead of a table")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        rows = measured(Path(folder), options.megabytes << 20, options.rounds)
+        rows = measured(Path(folder), options.megabytes << 20, options.part_kilobytes << 10, options.rounds)
     if options.json:
         print(json.dumps({name: round(row["ratio"], 3) for name, row in rows.items()}))
     else:
         show(rows)
 
 
-def measured(folder: Path, size_bytes: int, rounds: int) -> dict[str, dict[str, float]]:
+def measured(folder: Path, size_bytes: int, part_bytes: int, rounds: int) -> dict[str, dict[str, float]]:
     """By the ratio's name: the ratio, and both ends' gigabytes a second."""
     body = np.random.default_rng(0).integers(0, 256, size_bytes, np.uint8)
     context = multiprocessing.get_context("spawn")
@@ -68,6 +70,7 @@ def measured(folder: Path, size_bytes: int, rounds: int) -> dict[str, dict[str, 
         stack.callback(child.join)
         stack.callback(ours.send, ("end",))
         told = ours.recv()
+        cut_up = [body[at : at + part_bytes].data for at in range(0, size_bytes, part_bytes)]
         bare = sendall(stack, body, told["bare"])
         rows = {}
         for name, transport, host, limit in (
@@ -78,7 +81,7 @@ def measured(folder: Path, size_bytes: int, rounds: int) -> dict[str, dict[str, 
         ):
             with a_plane(folder, len(rows) + 10, transport, host) as (plane, _):
                 peer = Peer("target", 1, told["address"], (transport,))
-                rows[name] = compared(limit, planned(plane, len(rows) + 10, peer, body, ours), size_bytes, rounds)
+                rows[name] = compared(limit, planned(plane, len(rows) + 10, peer, cut_up, ours), size_bytes, rounds)
     return rows
 
 
@@ -104,19 +107,16 @@ def timed(call: Callable[[], object]) -> float:
 # What is measured: each is made once, and moves the body each time it is called.
 
 
-def planned(plane: DataPlane, epoch: int, peer: Peer, body: np.ndarray, child: Connection) -> Callable[[], object]:
-    parts = [body[at : at + PART_BYTES].data for at in range(0, body.nbytes, PART_BYTES)]
-
+def planned(
+    plane: DataPlane, epoch: int, peer: Peer, parts: list[memoryview], child: Connection
+) -> Callable[[], object]:
     def transfer() -> None:
+        child.send(("expect", epoch, sum(part.nbytes for part in parts)))
+        assert child.recv() == "ready"
         key = plane.send_parts(peer, "r", parts, b"head").done.result(WAIT_S).key
         child.send(("taken", key))
 
-    def expected() -> None:
-        child.send(("expect", epoch, body.nbytes))
-        assert child.recv() == "ready"
-        transfer()
-
-    return expected
+    return transfer
 
 
 def memcpy(body: np.ndarray) -> Callable[[], object]:

@@ -5,7 +5,7 @@ The checksum of a chunk is made right after its copy, from the copy and out of t
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dora.errors import SnapshotRefused, TransferFailed
 from dora.kvtransfer.checksum import Digest
@@ -17,6 +17,7 @@ from dora.kvtransfer.wire import Frame, Stream
 
 class ShmSender(Sender):
     name = "shm"
+    chunk_bytes: ClassVar = 4 << 20
 
     def __init__(self, segments: SegmentPool) -> None:
         self._segments = segments

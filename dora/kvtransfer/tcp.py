@@ -5,13 +5,15 @@ checksum follows it, so that each piece is read from memory once: to be checked,
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from dora.errors import TransferFailed
 from dora.kvtransfer.checksum import DIGEST_BYTES, Digest
 from dora.kvtransfer.memory import Pool
-from dora.kvtransfer.transport import PIECE_BYTES, Landing, Receiver, Sender, cut, pool_landing
+from dora.kvtransfer.transport import Landing, Receiver, Sender, cut, pool_landing
 from dora.kvtransfer.wire import Frame, Kind, Stream
+
+PIECE_BYTES: Final = 1 << 20  # smaller ones stay in the cache, and cost more in system calls
 
 
 class TcpSender(Sender):
