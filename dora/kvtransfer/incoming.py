@@ -17,10 +17,10 @@ import numpy as np
 
 from dora.errors import InvalidValue, SnapshotRefused, TransferFailed
 from dora.kvtransfer.arrivals import Arrival, Arrivals
-from dora.kvtransfer.checksum import Digest, digest_with
+from dora.kvtransfer.checksum import DIGEST_BYTES, Digest, digest_with
 from dora.kvtransfer.memory import Pool
 from dora.kvtransfer.peer import Identity, answer
-from dora.kvtransfer.transport import CHUNK_MOST, Ready, Receiver
+from dora.kvtransfer.transport import CHUNK_MOST, Receiver, Sum, summed
 from dora.kvtransfer.wire import Frame, Kind, Stream
 
 log = logging.getLogger("dora.worker")
@@ -157,7 +157,7 @@ class _Connection:
         self._receivers: dict[str, Receiver] = {}
         self._uses: dict[str, _Use] = {}  # by key
         self._void: dict[str, _Use] = {}  # what was refused, and its sender has not yet ended: it may still write there
-        self._pending: deque[tuple[Arrival, bytes | Ready, bytes]] = deque()
+        self._pending: deque[tuple[Arrival, Sum]] = deque()
         self._obey: dict[Kind, Callable[[Frame], None]] = {
             Kind.ATTACH: self._attach,
             Kind.OPEN: self._open,
@@ -253,7 +253,7 @@ class _Connection:
         except SnapshotRefused as error:
             self._refuse(key, str(error), transport=True)
             return
-        self._pending.append((arrival, found, bytes(head["sum"])))
+        self._pending.append((arrival, found))
         self._check_pending(0 if isinstance(found, bytes) else PENDING_MOST)
 
     def _skip(self, receiver: Receiver, frame: Frame) -> None:
@@ -262,44 +262,45 @@ class _Connection:
             receiver.skip(self._stream, frame)
 
     def _check_pending(self, left: int) -> None:
-        """Checks chunks in the order in which they came, until so many are left."""
+        """Waits for chunks, in the order in which they came, and for their checksums, until so many are left."""
         while len(self._pending) > left:
-            arrival, found, expected = self._pending.popleft()
+            arrival, found = self._pending.popleft()
             try:
-                found = found if isinstance(found, bytes) else found()
+                arrival.sums.append(summed(found))
             except SnapshotRefused as error:
                 if arrival.key in self._uses:
                     self._refuse(arrival.key, str(error), transport=True)
-                continue
-            arrival.sums.append(found)
-            if found != expected and arrival.key in self._uses:
-                number = len(arrival.sums)
-                self._refuse(arrival.key, f"checksum of chunk {number}: its bytes are not those that were sent")
 
     def _commit(self, frame: Frame) -> None:
-        key, expected = str(frame.head["key"]), bytes(frame.head["sum"])
-        head = self._stream.read(frame.body_bytes)
+        key, expected, chunks = str(frame.head["key"]), bytes(frame.head["sum"]), int(frame.head["chunks"])
+        body = self._stream.read(frame.body_bytes)
+        sums = [body[at : at + DIGEST_BYTES] for at in range(0, min(chunks * DIGEST_BYTES, len(body)), DIGEST_BYTES)]
+        head = body[chunks * DIGEST_BYTES :]
         self._check_pending(0)
         if key in self._void:
             self._void.pop(key).end()
             return
         use = self._uses.pop(key)
-        reason = self._complete(key, head, expected)
+        reason = self._complete(key, head, sums, expected)
         use.end()
         if reason:
             self._refuse(key, reason)
         else:
             self._stream.send(Kind.ARRIVED, {"key": key})
 
-    def _complete(self, key: str, head: bytes, expected: bytes) -> str:
+    def _complete(self, key: str, head: bytes, sums: list[bytes], expected: bytes) -> str:
         """Why a snapshot is refused though its sender has sent it all; empty: it is here."""
         arrival = self._arrivals.find(key)
         if arrival is None:
             return "it is expected no longer"
         if arrival.filled_bytes != arrival.body.nbytes:
             return f"{arrival.filled_bytes} bytes came, {arrival.body.nbytes} were announced"
-        if not head or self._digest([*arrival.sums, head]) != expected:
+        if not head or self._digest([*sums, head]) != expected:
             return "checksum of the head: its bytes are not those that were sent"
+        if sums != arrival.sums:
+            pairs = enumerate(zip(sums, arrival.sums, strict=False), 1)
+            number = next((number for number, (sent, found) in pairs if sent != found), len(arrival.sums))
+            return f"checksum of chunk {number}: its bytes are not those that were sent"
         return "" if self._arrivals.complete(arrival, head) else "it is expected no longer"
 
     def _cancel(self, frame: Frame) -> None:

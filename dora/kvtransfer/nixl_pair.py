@@ -18,7 +18,7 @@ import numpy as np
 from dora.errors import DoraError, SnapshotRefused, TransferFailed
 from dora.kvtransfer.checksum import Digest
 from dora.kvtransfer.memory import Pool
-from dora.kvtransfer.transport import Landing, Receiver, Sender, copied, nixl_package, pool_landing, send_chunk
+from dora.kvtransfer.transport import Landing, Receiver, Sender, Sum, copied, nixl_package, pool_landing, send_chunk
 from dora.kvtransfer.wire import Frame, Stream
 
 STAGES: Final = 4
@@ -69,19 +69,19 @@ class NixlSender(Sender):
             self._peer = self._peer.decode() if isinstance(self._peer, bytes) else self._peer
         self._address = address
 
-    def chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[memoryview], digest: Digest) -> bytes:
+    def chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[memoryview], digest: Digest) -> Sum:
         while len(self._pending) >= STAGES:
             self._announce()
         shown = self._stages[self._next][: head["size"]]
         self._next = (self._next + 1) % STAGES
-        head["sum"] = digest(copied(shown, parts))
+        found = digest(copied(shown, parts))
         with _failing():
             here = self._agent.get_xfer_descs([_place(shown)], _MEMORY)
             there = self._agent.get_xfer_descs([(self._address + head["at"], head["size"], 0)], _MEMORY)
             handle = self._agent.initialize_xfer("WRITE", here, there, self._peer)
             self._agent.transfer(handle)
         self._pending.append((handle, stream, head))
-        return bytes(head["sum"])
+        return found
 
     def finish(self) -> None:
         while self._pending:
@@ -137,7 +137,7 @@ class NixlReceiver(Receiver):
             metadata = self._agent.get_partial_agent_metadata(registered, inc_conn_info=True, backends=["UCX"])
         return Landing(body, {"address": address, "agent": metadata})
 
-    def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> bytes:
+    def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:
         """It is there already."""
         stream.drain(frame.body_bytes)
         return digest([target])

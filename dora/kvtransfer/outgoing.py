@@ -21,7 +21,7 @@ from dora.kvtransfer.arrivals import PROBE, PROBE_BYTES
 from dora.kvtransfer.checksum import Digest, digest_with
 from dora.kvtransfer.peer import Identity, Peer, greet
 from dora.kvtransfer.throttle import Throttle
-from dora.kvtransfer.transport import Sender, cut
+from dora.kvtransfer.transport import Sender, Sum, cut, summed
 from dora.kvtransfer.wire import Kind, Stream
 
 log = logging.getLogger("dora.worker")
@@ -290,8 +290,9 @@ class Pair:
             with self._lock:
                 self._sending, self._sending_by, self._refused = key, name, ""
             sender.begun(answer)
-            sums = self._send_chunks(transfer, key, sender)
+            begun = self._send_chunks(transfer, key, sender)
             sender.finish()
+            sums = [summed(found) for found in begun]
         except _Void:
             sender.abandon()
             self._say(Kind.CANCEL, {"key": key})
@@ -307,10 +308,11 @@ class Pair:
             raise
         self._await(key, _Unacknowledged(transfer, name, began_s, time.monotonic()))
         total = self._digest([*sums, transfer.head])
-        self._say(Kind.COMMIT, {"key": key, "sum": total}, [memoryview(transfer.head)])
+        body = [memoryview(b"".join(sums)), memoryview(transfer.head)]
+        self._say(Kind.COMMIT, {"key": key, "sum": total, "chunks": len(sums)}, body)
 
-    def _send_chunks(self, transfer: Transfer, key: str, sender: Sender) -> list[bytes]:
-        sums: list[bytes] = []
+    def _send_chunks(self, transfer: Transfer, key: str, sender: Sender) -> list[Sum]:
+        sums: list[Sum] = []
         name = sender.name
         at = 0
         assert self._stream is not None

@@ -14,8 +14,10 @@ everything is there and checked, so a source may die from then on.
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -34,6 +36,8 @@ from dora.kvtransfer.tcp import TcpReceiver, TcpSender
 from dora.kvtransfer.throttle import Throttle
 from dora.kvtransfer.torch_pair import TorchReceiver, TorchSender
 from dora.kvtransfer.transport import NAMES, is_installed
+
+HELPERS: Final = 2  # threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class DataPlane:
         self._arrivals = Arrivals()
         self._pool = Pool(settings.memory_bytes)
         self._segments = SegmentPool(settings.folder, str(own.epoch), settings.memory_bytes)
+        self._helpers = ThreadPoolExecutor(HELPERS, "kv-sum")  # make checksums while bytes are sent and received
         self._throttle = Throttle(settings.bandwidth_bytes_per_s)
         self._pairs: dict[tuple[str, int], Pair] = {}
         self._lock = threading.Lock()
@@ -137,6 +142,7 @@ class DataPlane:
             pair.close()
         self._door.close()
         self._arrivals.close()
+        self._helpers.shutdown(cancel_futures=True)
         self._segments.close()
 
     def _pair(self, peer: Peer) -> Pair:
@@ -152,17 +158,17 @@ class DataPlane:
     def _senders(self) -> Mapping[str, MakeSender]:
         known: dict[str, MakeSender] = {
             "shm": lambda _own, _stream: ShmSender(self._segments),
-            "tcp": lambda _own, _stream: TcpSender(),
-            "gloo": lambda _own, stream: TorchSender("gloo", stream, self._settings.timeout_s),
+            "tcp": lambda _own, _stream: TcpSender(self._helpers),
+            "gloo": lambda _own, stream: TorchSender("gloo", stream, self._settings.timeout_s, self._helpers),
             "nixl": lambda _own, _stream: NixlSender(self._settings.timeout_s),
-            "nccl": lambda _own, stream: TorchSender("nccl", stream, self._settings.timeout_s),
+            "nccl": lambda _own, stream: TorchSender("nccl", stream, self._settings.timeout_s, self._helpers),
         }
         return {name: known[name] for name in self._settings.transports if name in known and is_installed(name)}
 
     def _receivers(self) -> Mapping[str, MakeReceiver]:
         known: dict[str, MakeReceiver] = {
             "shm": lambda peer, _stream: ShmReceiver(self._settings.folder, str(peer.epoch)),
-            "tcp": lambda _peer, _stream: TcpReceiver(),
+            "tcp": lambda _peer, _stream: TcpReceiver(self._helpers),
             "gloo": lambda _peer, stream: TorchReceiver("gloo", stream, self._settings.timeout_s),
             "nixl": lambda _peer, _stream: NixlReceiver(),
             "nccl": lambda _peer, stream: TorchReceiver("nccl", stream, self._settings.timeout_s),

@@ -11,13 +11,13 @@ from dora.errors import SnapshotRefused, TransferFailed
 from dora.kvtransfer.checksum import Digest
 from dora.kvtransfer.memory import Pool
 from dora.kvtransfer.segments import MappedSegments, Segment, SegmentPool
-from dora.kvtransfer.transport import Landing, Receiver, Sender, copied, send_chunk
+from dora.kvtransfer.transport import Landing, Receiver, Sender, Sum, copied, send_chunk
 from dora.kvtransfer.wire import Frame, Stream
 
 
 class ShmSender(Sender):
     name = "shm"
-    chunk_bytes: ClassVar = 4 << 20
+    chunk_bytes: ClassVar = 2 << 20
 
     def __init__(self, segments: SegmentPool) -> None:
         self._segments = segments
@@ -37,12 +37,12 @@ class ShmSender(Sender):
         self._current = segment
         return {"segment": segment.name, "mark": segment.mark}
 
-    def chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[memoryview], digest: Digest) -> bytes:
+    def chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[memoryview], digest: Digest) -> Sum:
         assert self._current is not None
         target = self._current.raw[head["at"] : head["at"] + head["size"]]
-        head["sum"] = digest(copied(target, parts))
+        found = digest(copied(target, parts))
         send_chunk(stream, head)
-        return bytes(head["sum"])
+        return found
 
     def finish(self) -> None:
         self._current = None
@@ -70,7 +70,7 @@ class ShmReceiver(Receiver):
             raise SnapshotRefused("segment: none is named")
         return Landing(self._segments.array(name, mark, body_bytes), {})
 
-    def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> bytes:
+    def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:
         """It is there already."""
         stream.drain(frame.body_bytes)
         return digest([target])

@@ -13,13 +13,14 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from datetime import timedelta
 from typing import Any, ClassVar, Final
 
 from dora.errors import DoraError, SnapshotRefused, TransferFailed
 from dora.kvtransfer.checksum import Digest
 from dora.kvtransfer.memory import Pool
-from dora.kvtransfer.transport import Landing, Ready, Receiver, Sender, copied, pool_landing, send_chunk
+from dora.kvtransfer.transport import Landing, Receiver, Sender, Sum, copied, pool_landing, send_chunk, summed
 from dora.kvtransfer.wire import Frame, Stream
 
 DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
@@ -51,8 +52,9 @@ class TorchSender(Sender):
 
     chunk_bytes: ClassVar = 4 << 20
 
-    def __init__(self, backend: str, stream: Stream, timeout_s: float) -> None:
+    def __init__(self, backend: str, stream: Stream, timeout_s: float, helpers: Executor) -> None:
         self.name = backend
+        self._helpers = helpers
         self._stream = stream
         self._timeout_s = timeout_s
         self._store: Any = None
@@ -82,19 +84,20 @@ class TorchSender(Sender):
             self._group = joining.result()
             self._stages = [_Stage(DEVICES[self.name], self.chunk_bytes) for _ in range(STAGES)]
 
-    def chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[memoryview], digest: Digest) -> bytes:
+    def chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[memoryview], digest: Digest) -> Sum:
         stage = self._stages[self._next]
         self._next = (self._next + 1) % STAGES
         with _failing(self.name):
             stage.wait()
             if self.name == "gloo" and all(_is_worth_a_message(part) for part in parts):
-                head["sum"], tensors = digest(parts), [_shown(part) for part in parts]
+                found: Sum = self._helpers.submit(digest, parts).result
+                tensors = [_shown(part) for part in parts]
             else:
-                head["sum"] = digest(copied(stage.host[: head["size"]], parts))
+                found = digest(copied(stage.host[: head["size"]], parts))
                 tensors = [stage.on_device(head["size"])]
             send_chunk(stream, {**head, "messages": [len(tensor) for tensor in tensors]})
             stage.works = [self._group.send([tensor], _TARGET, _TAG) for tensor in tensors]
-        return bytes(head["sum"])
+        return found
 
     def finish(self) -> None:
         with _failing(self.name):
@@ -135,7 +138,7 @@ class TorchReceiver(Receiver):
     def begin(self, opening: dict[str, Any], body_bytes: int, pool: Pool) -> Landing:
         return Landing(pool_landing(body_bytes, pool), {})
 
-    def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Ready:
+    def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:
         import torch
 
         stream.drain(frame.body_bytes)
@@ -157,7 +160,7 @@ class TorchReceiver(Receiver):
 
     def skip(self, stream: Stream, frame: Frame) -> None:
         ready = self.chunk(stream, frame, memoryview(bytearray(int(frame.head["size"]))), lambda _: b"")
-        ready()
+        summed(ready)
 
     def close(self) -> None:
         self._group = self._store = None

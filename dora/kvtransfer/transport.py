@@ -55,7 +55,7 @@ class Landing:
     answer: dict[str, Any]
 
 
-Ready = Callable[[], bytes]  # waits until a chunk is there; the checksum of what came
+Sum = bytes | Callable[[], bytes]  # of a chunk; or what waits for it
 
 
 class Sender(ABC):
@@ -77,8 +77,8 @@ class Sender(ABC):
         return  # most have nothing to do here
 
     @abstractmethod
-    def chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[memoryview], digest: Digest) -> bytes:
-        """Brings one chunk across, or begins to: sets ``sum`` in ``head``, and sends it. Returns the checksum.
+    def chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[memoryview], digest: Digest) -> Sum:
+        """Brings one chunk across, or begins to, and announces it with ``head``. Returns its checksum.
 
         ``head["at"]`` is where in the body the chunk begins, ``head["size"]`` its bytes: those of ``parts``, in a row.
         """
@@ -108,8 +108,8 @@ class Receiver(ABC):
         """Memory for a body. ``opening``: what the sending half said."""
 
     @abstractmethod
-    def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> bytes | Ready:
-        """Takes one chunk, or begins to. Returns the checksum of what has come, or what waits for it and returns it."""
+    def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:
+        """Takes one chunk, or begins to. Returns the checksum of what has come."""
 
     def skip(self, stream: Stream, frame: Frame) -> None:
         """A chunk that nobody wants any more."""
@@ -170,3 +170,8 @@ def cut(parts: Iterable[memoryview], most_bytes: int) -> Iterator[list[memoryvie
                 row, room = [], most_bytes
     if row:
         yield row
+
+
+def summed(found: Sum) -> bytes:
+    """The checksum itself."""
+    return found if isinstance(found, bytes) else found()

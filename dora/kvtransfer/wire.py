@@ -29,7 +29,6 @@ BODY_MOST: Final = 64 << 20
 BUFFERS_MOST: Final = 512  # of one system call; the kernel takes 1,024
 _PREAMBLE: Final = Struct("<4sHHIQ")
 _TIMEVAL: Final = Struct("@ll")
-_NOTHING: Final = memoryview(b"")
 _DRAIN_BYTES: Final = 256 << 10
 
 
@@ -76,25 +75,13 @@ class Stream:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._begun = _NOTHING  # of a frame, what goes with the first piece of its body
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
 
     def send(self, kind: Kind, head: dict[str, Any], body: Sequence[memoryview] = ()) -> None:
-        self.begin(kind, head, sum(part.nbytes for part in body))
-        if body:
-            self.go_on(body)
-
-    def begin(self, kind: Kind, head: dict[str, Any], body_bytes: int) -> None:
-        """A frame of which the body is to follow, piece by piece."""
         packed = msgpack.packb(head)
-        self._begun = memoryview(_PREAMBLE.pack(MAGIC, kind, 0, len(packed), body_bytes) + packed)
-        if not body_bytes:
-            self.go_on(())
-
-    def go_on(self, body: Sequence[memoryview]) -> None:
-        waiting = [self._begun, *body] if self._begun else list(body)
-        self._begun = _NOTHING
+        preamble = _PREAMBLE.pack(MAGIC, kind, 0, len(packed), sum(part.nbytes for part in body))
+        waiting = [memoryview(preamble + packed), *body]
         try:
             while waiting:
                 sent = self._socket.sendmsg(waiting[:BUFFERS_MOST])
