@@ -150,6 +150,8 @@ LIES: dict[str, tuple[Tamper, str]] = {
     "an unknown kind of error": (of("outcome", error_kind="bored"), "error_kind = 'bored'"),
     "a difference of NaN": (of("outcome", canary_difference=math.nan), "canary_difference = nan"),
     "a difference below 0": (of("outcome", canary_difference=-1.0), r"canary_difference = -1\.0"),
+    "an unknown transport": (of("outcome", kv_transport="pigeon"), "kv_transport = 'pigeon'"),
+    "bytes without end": (of("outcome", snapshot_bytes=(1 << 64) - 1), "snapshot_bytes"),
     "a canary of NaN": (canary_of_nan, "are the weights finite"),
     "nothing": (lambda message: message.ClearField("outcome"), "kind = None"),
 }
@@ -165,6 +167,7 @@ HELLOS: dict[str, tuple[Tamper, str]] = {
     "name": (of("hello", worker_id="../w"), "worker_id"),
     "long name": (of("hello", worker_id="w" * 65), "worker_id"),
     "host": (of("hello", host="h" * 100_000), "host"),
+    "long address": (of("hello", kv_address="h" * 100_000), "kv_address"),
     "no fingerprint": (of("hello", fingerprint=""), "fingerprint"),
     "no hello": (lambda message: message.ClearField("hello"), "hello is missing"),
 }
