@@ -148,9 +148,7 @@ class Pair:
     def _run(self) -> None:
         hearing: threading.Thread | None = None
         try:
-            self._stream = stream = self._connect()
-            if self.broken:  # closed meanwhile
-                return
+            stream = self._connect()
             hearing = threading.Thread(target=self._hear, args=(stream,), name="kv-acks", daemon=True)
             hearing.start()
             self._probe()
@@ -174,11 +172,12 @@ class Pair:
             connected = socket.create_connection((host.strip("[]"), int(port)), self._timeout_s)
         except (OSError, ValueError) as error:
             raise TransferFailed(f"{self._peer.worker_id} at {self._peer.address!r}: {error}") from error
-        stream = Stream(connected, self._timeout_s)
+        self._stream = stream = Stream(connected, self._timeout_s)
+        if self.broken:  # meanwhile; from here on whoever breaks it stops the stream
+            raise TransferFailed(self.broken)
         try:
             found = greet(stream, self._own, self._peer, self._secret)
         except TransferFailed as error:
-            stream.close()
             raise TransferFailed(f"{self._peer.worker_id}: {error}") from error
         if found.host != self._own.host:
             self._digest = digest_with("blake3", self._secret)
@@ -186,8 +185,8 @@ class Pair:
         return stream
 
     def _probe(self) -> None:
-        """Times each transport once where there is a choice."""
-        if len(self._make) < 2:
+        """Times each transport once where there is a choice. Under a cap all are alike, and the first is as good."""
+        if len(self._make) < 2 or self._throttle.is_capped:
             return
         zeros = memoryview(bytes(PROBE_BYTES))
         for name in list(self._make):
@@ -231,6 +230,8 @@ class Pair:
     def _bring(self, transfer: Transfer) -> None:
         """One snapshot, over the best transport that works."""
         tried: set[str] = set()
+        if transfer.cancelled.is_set():
+            transfer.fail("it was cancelled")
         while not transfer.done.done():
             while self._to_leave:
                 self._leave(*self._to_leave.popitem())

@@ -23,6 +23,10 @@ class Throttle:
         self._lock = threading.Lock()
         self._free_s = clock()  # when all that was let through will have been sent at the cap
 
+    @property
+    def is_capped(self) -> bool:
+        return self._bytes_per_s > 0
+
     def pass_bytes(self, count: int) -> None:
         """Waits until so many bytes may go."""
         if not self._bytes_per_s:

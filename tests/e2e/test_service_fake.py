@@ -30,10 +30,11 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("policy", ["laxity", "dora"])
-async def test_three_steps_two_versions(tiny_dense: Path, policy: str) -> None:
+@pytest.mark.parametrize(("policy", "transports"), [("laxity", "shm,tcp"), ("dora", "gloo"), ("dora", "tcp")])
+async def test_three_steps_two_versions(tiny_dense: Path, policy: str, transports: str) -> None:
+    config = configured(tiny_dense, window__size=2, balance__policy=policy, kv__transports=transports, **LONG)
     async with (
-        running(configured(tiny_dense, window__size=2, balance__policy=policy, **LONG)) as handle,
+        running(config) as handle,
         Operator(handle.address, handle.token) as operator,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
@@ -46,8 +47,8 @@ async def test_three_steps_two_versions(tiny_dense: Path, policy: str) -> None:
     assert counters["groups_trained"] == 4 * GROUPS
     assert counters["groups_lost"] == counters["c1_violations"] == 0
     assert counters["versions_live_max"] == 2
-    assert counters["migrations_kv"] > 0
-    assert counters["tokens_reprefilled"] == 0
+    assert counters["migrations_kv"] > 0 and counters["kv_bytes"] > 0
+    assert counters["tokens_reprefilled"] == counters["kv_fallbacks"] == 0
 
 
 @pytest.mark.parametrize("victim", ["w0", "w1"])
