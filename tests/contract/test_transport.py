@@ -1,12 +1,14 @@
 """What every transport of KV does: bytes arrive equal or not at all, and whatever was taken is given back."""
 
 import gc
+import multiprocessing
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from dora.errors import NotFound, TransferFailed
 from dora.kvtransfer.checksum import digest_with
 from dora.kvtransfer.outgoing import Sent, Transfer
 from dora.kvtransfer.peer import Identity, Peer, greet
+from dora.kvtransfer.segments import sweep
 from dora.kvtransfer.transport import CHUNK_BYTES, is_installed
 from dora.kvtransfer.wire import Kind, Stream
 from tests.contract.planes import SECRET, TRANSPORTS, End, a_plane
@@ -399,6 +402,31 @@ def test_a_cap_holds_over_all_pairs(tmp_path: Path, transport: str) -> None:
 
 
 # What is left behind.
+
+
+def _send_and_wait(folder: str, peer: Peer, told: Connection) -> None:
+    with a_plane(Path(folder), 1, peer.transports) as source:
+        sent = source.plane.send_parts(peer, "r", [part.data for part in made([1 << 20])], b"head")
+        told.send(sent.done.result(WAIT_S).key)
+        told.recv()
+
+
+def test_what_a_killed_source_leaves_is_swept_and_what_it_sent_stays(tmp_path: Path, transport: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    with a_plane(tmp_path, 2, (transport,)) as target:
+        target.plane.expect("r", 1, 1 << 20)
+        child = context.Process(target=_send_and_wait, args=(str(tmp_path), target.peer, theirs), daemon=True)
+        child.start()
+        key = ours.recv()
+        sweep(tmp_path)
+        assert {folder.name for folder in tmp_path.iterdir()} == {"1", "2"}, "both live"
+        child.kill()
+        child.join()
+        sweep(tmp_path)
+        assert {folder.name for folder in tmp_path.iterdir()} == {"2"}
+        _, body = target.plane.take_parts(key)
+        assert np.array_equal(body, made([1 << 20])[0])
 
 
 def test_no_thread_descriptor_or_file_is_left(tmp_path: Path, transport: str) -> None:
