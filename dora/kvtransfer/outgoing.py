@@ -12,8 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from dora.errors import TransferFailed
@@ -21,6 +20,7 @@ from dora.kvtransfer.arrivals import PROBE, PROBE_BYTES
 from dora.kvtransfer.checksum import Digest, digest_with
 from dora.kvtransfer.peer import Identity, Peer, greet
 from dora.kvtransfer.throttle import Throttle
+from dora.kvtransfer.transfer import Sent, Transfer
 from dora.kvtransfer.transport import Sender, Sum, cut, summed
 from dora.kvtransfer.wire import Kind, Stream
 
@@ -34,45 +34,6 @@ MEASURED_LEAST_BYTES: Final = 1 << 20
 SMOOTHING: Final = 0.3  # share of the newest measurement
 
 MakeSender = Callable[[Identity, Stream], Sender]
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """How a snapshot reached its target."""
-
-    key: str  # under which it is there
-    transport: str
-    body_bytes: int
-    took_s: float
-    fallbacks: tuple[str, ...] = ()  # transports that failed before, each with its reason
-
-
-@dataclass(eq=False)
-class Transfer:
-    """One snapshot on its way: ``parts`` in a row are its body, and must not change before it is done."""
-
-    ticket: str
-    parts: Sequence[memoryview]
-    head: bytes
-    done: "Future[Sent]" = field(default_factory=Future)  # its exception is TransferFailed
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    fallbacks: list[str] = field(default_factory=list)
-
-    def cancel(self) -> None:
-        """The snapshot is void. What has left already is dropped at the target."""
-        self.cancelled.set()
-
-    @property
-    def body_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    def succeed(self, sent: Sent) -> None:
-        if not self.done.done():
-            self.done.set_result(sent)
-
-    def fail(self, reason: str) -> None:
-        if not self.done.done():
-            self.done.set_exception(TransferFailed(reason))
 
 
 @dataclass(slots=True)

@@ -24,10 +24,11 @@ import numpy as np
 from dora.errors import InvalidValue
 from dora.kvtransfer.arrivals import Arrivals
 from dora.kvtransfer.codec import head_of, round_of, snapshot_of
-from dora.kvtransfer.incoming import Door, Incoming, MakeReceiver
+from dora.kvtransfer.door import Door
+from dora.kvtransfer.incoming import Incoming, MakeReceiver
 from dora.kvtransfer.memory import Pool
 from dora.kvtransfer.nixl_pair import NixlReceiver, NixlSender
-from dora.kvtransfer.outgoing import MakeSender, Pair, Transfer
+from dora.kvtransfer.outgoing import MakeSender, Pair
 from dora.kvtransfer.peer import SECRET_BYTES, Identity, Peer
 from dora.kvtransfer.segments import SegmentPool
 from dora.kvtransfer.shm import ShmReceiver, ShmSender
@@ -35,6 +36,7 @@ from dora.kvtransfer.snapshot import KvSnapshot
 from dora.kvtransfer.tcp import TcpReceiver, TcpSender
 from dora.kvtransfer.throttle import Throttle
 from dora.kvtransfer.torch_pair import TorchReceiver, TorchSender
+from dora.kvtransfer.transfer import Transfer
 from dora.kvtransfer.transport import NAMES, is_installed
 
 HELPERS: Final = 2  # threads

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.errors import DoraError, InvalidValue
-from dora.kvtransfer.incoming import Door
+from dora.kvtransfer.door import Door
 from dora.kvtransfer.peer import Identity, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings, installed, local_host
 from dora.rpc import dora_pb2 as pb

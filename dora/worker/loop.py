@@ -22,9 +22,9 @@ from dora.errors import (
     TransferFailed,
 )
 from dora.kvtransfer.layout import blocks_for
-from dora.kvtransfer.outgoing import Sent, Transfer
 from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import DataPlane
+from dora.kvtransfer.transfer import Sent, Transfer
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.types import TokenDelta

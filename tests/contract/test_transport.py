@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from dora.errors import NotFound, TransferFailed
 from dora.kvtransfer.checksum import digest_with
-from dora.kvtransfer.outgoing import Sent, Transfer
 from dora.kvtransfer.peer import Identity, Peer, greet
 from dora.kvtransfer.segments import sweep
+from dora.kvtransfer.transfer import Sent, Transfer
 from dora.kvtransfer.transport import CHUNK_BYTES, is_installed
 from dora.kvtransfer.wire import Kind, Stream
 from tests.contract.planes import SECRET, TRANSPORTS, End, a_plane

@@ -1,0 +1,47 @@
+"""One snapshot on its way from a worker to another, and how it got there."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from dora.errors import TransferFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """How a snapshot reached its target."""
+
+    key: str  # under which it is there
+    transport: str
+    body_bytes: int
+    took_s: float
+    fallbacks: tuple[str, ...] = ()  # transports that failed before, each with its reason
+
+
+@dataclass(eq=False)
+class Transfer:
+    """One snapshot on its way: ``parts`` in a row are its body, and must not change before it is done."""
+
+    ticket: str
+    parts: Sequence[memoryview]
+    head: bytes
+    done: "Future[Sent]" = field(default_factory=Future)  # its exception is TransferFailed
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    fallbacks: list[str] = field(default_factory=list)
+
+    def cancel(self) -> None:
+        """The snapshot is void. What has left already is dropped at the target."""
+        self.cancelled.set()
+
+    @property
+    def body_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def succeed(self, sent: Sent) -> None:
+        if not self.done.done():
+            self.done.set_result(sent)
+
+    def fail(self, reason: str) -> None:
+        if not self.done.done():
+            self.done.set_exception(TransferFailed(reason))
