@@ -86,11 +86,12 @@ class Launcher:
     async def begin(self) -> None:
         """Starts processes that import their engine, before ``command`` can be asked: it takes them some seconds.
 
-        They wait for ``start``, which tells them the rest; so the model can be prepared meanwhile.
+        They wait for ``start``, which tells them the rest; so the model can be prepared meanwhile. More than there are
+        cores would only wait for each other.
         """
         if self._config.engine != "vllm":
             return
-        for worker in self._workers.values():
+        for worker in list(self._workers.values())[: os.cpu_count() or 1]:
             worker.process = await self._spawn(worker, ["-m", WORKER_MODULE, WAIT_OPTION])
             worker.waiting = True
 

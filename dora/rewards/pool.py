@@ -83,6 +83,7 @@ class FunctionPool:
             raise failures[0]
         pool = cls(spec, arguments, timeout_s, queue_max)
         pool._workers = [asyncio.create_task(pool._serve(process)) for process in processes]
+        await asyncio.sleep(0)  # each has begun: a task that is cancelled before would leave its process behind
         return pool
 
     async def call(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import pytest_asyncio
 import dora
 from dora.errors import InvalidValue
 from dora.rewards import FilterRunner, RewardRunner, frames
+from dora.rewards.descendants import descendants
 from dora.rewards.keeper import CALLS_A_LOOK
 from dora.rewards.running_time import SLICE_S, RunningTime
 from dora.rewards.verdict import LOG_MAX_BYTES, reward_of, verdict
@@ -116,6 +117,13 @@ async def test_what_a_function_has_started_ends_with_the_service(start: Start, a
     assert (await runner.score("", "", [], json.dumps({"alive": path}))).valid
     await runner.close()
     assert ended()
+
+
+async def test_a_start_that_is_closed_at_once_leaves_no_process() -> None:
+    """As ``dora serve --dry-run`` does, and a service that fails while it starts."""
+    before = set(descendants())
+    await (await RewardRunner.start("dora.rewards.tiny:score", workers=2)).close()
+    assert set(descendants()) <= before
 
 
 async def test_what_a_function_has_started_ends_with_a_call_that_takes_too_long(start: Start, alive: Any) -> None:
