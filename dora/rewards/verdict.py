@@ -57,7 +57,7 @@ def described(error: BaseException) -> str:
     """An exception of user code in one line, whatever its ``__str__`` does."""
     try:
         return one_line(f"{type(error).__name__}: {error}")
-    except Exception:
+    except BaseException:  # it may raise SystemExit too
         return type(error).__name__
 
 
@@ -65,7 +65,7 @@ def _guarded(read: Callable[[object], Message], result: object) -> Message:
     """``read(result)``, where a result of a class of the user's may raise anything while it is looked at."""
     try:
         return read(result)
-    except Exception as error:
+    except BaseException as error:  # SystemExit too, which would end the process without a reason
         return {"failure": f"returned a value that cannot be read: {described(error)}"}
 
 
@@ -115,9 +115,10 @@ def _finite(value: object) -> float | None:
 
 
 def _scalar(value: object) -> object:
-    """What a scalar of numpy or torch holds, such as ``np.bool_``, and an array without dimensions; else ``value``."""
+    """What a scalar of numpy or torch holds, such as ``np.bool_``, and an array of one element; else ``value``."""
     item = getattr(value, "item", None)
-    return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
+    shape = getattr(value, "shape", None)
+    return item() if callable(item) and isinstance(shape, tuple) and math.prod(shape) == 1 else value
 
 
 def _cut(text: object, most_bytes: int) -> str:
