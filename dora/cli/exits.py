@@ -87,11 +87,8 @@ def open_closed() -> None:
                 os.dup2(opened, descriptor)
                 os.close(opened)
             os.set_inheritable(descriptor, True)
-            stream = cast(TextIO, open(descriptor, mode, encoding="utf-8", closefd=False))
-            if descriptor:
-                sys.stderr = stream
-            else:
-                sys.stdin = stream
+            stream = os.fdopen(descriptor, mode, encoding="utf-8", closefd=False)
+            setattr(sys, "stderr" if descriptor else "stdin", stream)
 
 
 @contextmanager

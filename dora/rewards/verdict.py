@@ -115,10 +115,9 @@ def _finite(value: object) -> float | None:
 
 
 def _scalar(value: object) -> object:
-    """What a scalar of numpy or torch holds, such as ``np.bool_``, and an array of one element; else ``value``."""
+    """What a scalar of numpy or torch holds, such as ``np.bool_``, and an array without dimensions; else ``value``."""
     item = getattr(value, "item", None)
-    shape = getattr(value, "shape", None)
-    return item() if callable(item) and isinstance(shape, tuple) and math.prod(shape) == 1 else value
+    return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
 
 
 def _cut(text: object, most_bytes: int) -> str:
