@@ -1,5 +1,6 @@
-"""Files and folders that a command writes later: what can be refused is refused before the work, not after it."""
+"""Files and folders that are named from outside: what can be refused is refused before the work, not after it."""
 
+import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -24,3 +25,16 @@ def try_folder(folder: Path) -> None:
         for each in absent:
             with suppress(OSError):  # not made, or something of another process is in it by now
                 each.rmdir()
+
+
+def path_of(name: str, field: str) -> Path:
+    """The path that a text from outside means, with ``~``. Raises InvalidValue, naming ``field``, where none can be."""
+    try:
+        path = Path(name).expanduser()
+        os.lstat(path)
+    except FileNotFoundError:
+        pass  # what is lacking is said by whoever wants it
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a byte that no name has
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InvalidValue(field, name[:200], f"the name of a file or folder that can be reached ({reason})") from error
+    return path

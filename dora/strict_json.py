@@ -17,12 +17,13 @@ def read_json(text: str, field: str, bytes_most: int) -> Any:
     """The value of one JSON text of at most ``bytes_most`` bytes in UTF-8.
 
     Raises InvalidValue, naming ``field``, for anything else: a text that is too long, too deep or no JSON, NaN and
-    Infinity, a whole number of more than 308 digits, half a surrogate pair, which no UTF-8 text can hold.
+    Infinity, a key that an object has twice, a whole number of more than 308 digits, half a surrogate pair, which no
+    UTF-8 text can hold.
     """
     if len(text) > bytes_most:
         raise InvalidValue(f"{field}: characters", len(text), f"at most {bytes_most:,}")
     try:
-        value = json.loads(text, parse_int=_whole, parse_constant=_no_number)
+        value = json.loads(text, parse_int=_whole, parse_constant=_no_number, object_pairs_hook=_once)
     except RecursionError as error:
         raise InvalidValue(field, text[:80], _DEPTH) from error
     except ValueError as error:
@@ -69,6 +70,16 @@ def _whole(digits: str) -> int:
     if len(digits) > DIGITS_MOST:
         raise ValueError(f"a whole number has {len(digits):,} digits, and at most {DIGITS_MOST} are read")
     return int(digits)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; of two values by one name, readers of JSON take one or the other."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {ascii(twice)[:80]} stands there twice")
+    return found
 
 
 def _no_number(name: str) -> NoReturn:

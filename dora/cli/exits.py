@@ -73,6 +73,24 @@ class CheckedOutput:
         return getattr(self._stream, name)
 
 
+def open_closed() -> None:
+    """Opens standard input and error on nothing where whoever started the command has closed them.
+
+    Else the next file that is opened takes their number, and gets what libraries write to standard error.
+    """
+    for descriptor, mode in ((0, "r"), (2, "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            os.set_inheritable(descriptor, True)
+            stream = os.fdopen(descriptor, mode, encoding="utf-8", closefd=False)
+            setattr(sys, "stderr" if descriptor else "stdin", stream)
+
+
 @contextmanager
 def checked_output() -> Iterator[None]:
     """All that is printed in it reaches standard output, or the command ends here: a full disk with one line on stderr,
@@ -112,6 +130,7 @@ class DoraGroup(TyperGroup):
     """The root command: every DoraError of a command becomes one line and an exit code; so does a stdout that fails."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
+        open_closed()
         with checked_output(), bash_words():
             return super().main(*arguments, **options)
 

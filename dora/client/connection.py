@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined] # missing from the type stubs
 
 from dora.rpc.channel import MAX_MESSAGE_BYTES, Metadata, bearer, check_message_bytes, open_channel
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
+
+COUNT_MOST: Final = (1 << 31) - 1  # of anything that a message counts; a service allows less
 
 Reply = TypeVar("Reply", covariant=True)
 Stub = TypeVar("Stub")

@@ -1,4 +1,4 @@
-"""Modules as trainers have them: wrapped by torch.compile, DataParallel, DDP, FSDP1 or activation checkpointing.
+"""Modules as trainers have them: wrapped by torch.compile, DataParallel, DDP, FSDP or activation checkpointing.
 
 Told by the names of their parts rather than by their types: torch is loaded by those who use it.
 """
@@ -6,9 +6,13 @@ Told by the names of their parts rather than by their types: torch is loaded by 
 from collections.abc import Mapping
 from typing import Any, Final
 
+from dora.errors import InvalidValue
+
 _COMPILED: Final = "_orig_mod"  # torch._dynamo.OptimizedModule
 _SHARDED: Final = "_fsdp_wrapped_module"  # torch.distributed.fsdp.FullyShardedDataParallel
 _REPLICATED: Final = "module"  # DistributedDataParallel, DataParallel, AveragedModel: their only part
+_HEAD: Final = "lm_head.weight"
+_EMBEDDING: Final = "model.embed_tokens.weight"  # what a head is tied to
 _TRANSPARENT: Final = (_COMPILED, _SHARDED, "_checkpoint_wrapped_module")  # never a part's name in a checkpoint
 
 
@@ -24,8 +28,24 @@ def unwrapped(module: Any) -> Any:
 
 
 def is_sharded(module: Any) -> bool:
-    """Whether FSDP1 has cut the parameters: only its own ``state_dict`` has them whole, and no forward pass of ours."""
-    return any(_SHARDED in part._modules for part in module.modules())
+    """Whether the parameters are cut over ranks, by FSDP1 or as DTensors: a forward pass then takes all ranks."""
+    return any(_SHARDED in part._modules for part in module.modules()) or any(map(_is_cut, module.parameters()))
+
+
+def whole(tensor: Any, name: str) -> Any:
+    """A DTensor that one rank has all of as the tensor that it is; any other value as it is.
+
+    Raises InvalidValue for one that is cut over several ranks: only all of them together could gather it.
+    """
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    if _is_cut(tensor):
+        allowed = (
+            "a whole tensor: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+            "cpu_offload=True)) on every rank, and its result on the one that commits"
+        )
+        raise InvalidValue(f"weights: {name}", f"one rank's part of a DTensor {tuple(tensor.shape)}", allowed)
+    return tensor.to_local()
 
 
 def state_of(module: Any) -> dict[str, Any]:
@@ -44,11 +64,20 @@ def renamed(tensors: Mapping[str, Any], wanted: Mapping[str, object]) -> dict[st
     """``tensors``, as of a wrapped module's ``state_dict``, by the names that are wanted; others keep theirs."""
     found = {}
     for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise InvalidValue("weights: name of a tensor", name, "a text")
         plain = plain_name(name)
         while plain not in wanted and plain.startswith(f"{_REPLICATED}."):
             plain = plain.removeprefix(f"{_REPLICATED}.")
         found[plain if name not in wanted and plain in wanted and plain not in tensors else name] = tensor
     return found
+
+
+def without_tied_head(tensors: Mapping[str, Any], wanted: Mapping[str, object]) -> Mapping[str, Any]:
+    """``tensors`` without a head that is the embedding: a state_dict has it twice, a checkpoint once."""
+    if not wanted or _HEAD in wanted or not _are_same(tensors.get(_HEAD), tensors.get(_EMBEDDING)):
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if name != _HEAD}
 
 
 def _inner(module: Any) -> Any:
@@ -57,6 +86,21 @@ def _inner(module: Any) -> Any:
         if name in parts:
             return parts[name]
     return parts[_REPLICATED] if set(parts) == {_REPLICATED} else None
+
+
+def _is_cut(tensor: Any) -> bool:
+    """Whether it is a DTensor of which this rank has a part, or a sum that is still to be made."""
+    if not hasattr(tensor, "full_tensor"):
+        return False
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return any(mesh.size(axis) > 1 and not each.is_replicate() for axis, each in enumerate(placements))
+
+
+def _are_same(tensor: Any, other: Any) -> bool:
+    """Whether two tensors, as one library has them, hold the same numbers."""
+    if getattr(tensor, "shape", ()) != getattr(other, "shape", None) or type(tensor) is not type(other):
+        return False
+    return bool((tensor == other).all())
 
 
 def _is_shard(module: Any) -> bool:

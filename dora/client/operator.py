@@ -2,7 +2,8 @@
 
 from collections.abc import AsyncIterator
 
-from dora.client.connection import Client
+from dora.client.connection import COUNT_MOST, Client
+from dora.errors import InvalidValue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.dora_pb2_grpc import OperatorStub
 
@@ -22,6 +23,7 @@ class Operator(Client):
 
     async def watch(self, period_ms: int = 500) -> AsyncIterator[pb.Status]:
         """The status at most every ``period_ms``, until the service ends the stream or the iterator is closed."""
+        _check_count("period_ms", period_ms)
         stream = self._stub.WatchStatus(pb.WatchRequest(period_ms=period_ms), metadata=self._connection.metadata)
         try:
             while (status := await self._connection.read(stream)) is not None:
@@ -31,6 +33,7 @@ class Operator(Client):
 
     async def trajectories(self, state: str = "", limit: int = 0) -> pb.TrajectoriesReply:
         """Those in ``state`` (empty: all), at most ``limit`` (0: 100)."""
+        _check_count("limit", limit)
         request = pb.TrajectoriesRequest(state=state, limit=limit)
         return await self._connection.call(self._stub.ListTrajectories, request, self._timeout_s)
 
@@ -47,3 +50,9 @@ class Operator(Client):
     @property
     def _stub(self) -> OperatorStub:
         return self._connection.stub(OperatorStub)
+
+
+def _check_count(field: str, value: int) -> None:
+    """Raises InvalidValue for what no message holds."""
+    if type(value) is not int or not 0 <= value <= COUNT_MOST:
+        raise InvalidValue(field, value, f"a whole number from 0 to {COUNT_MOST}")

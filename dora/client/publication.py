@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Union
 
 from dora.client.connection import Connection
-from dora.client.modules import is_module, is_sharded, plain_name, renamed, state_of, unwrapped
+from dora.client.modules import (
+    is_module,
+    is_sharded,
+    plain_name,
+    renamed,
+    state_of,
+    unwrapped,
+    whole,
+    without_tied_head,
+)
 from dora.errors import InvalidValue, is_full
 from dora.models.checkpoint_names import to_checkpoint
 from dora.rpc import dora_pb2 as pb
@@ -60,7 +69,7 @@ def _placed(weights: Weights, expected: Sequence[TensorHeader], folder: Path, li
     if isinstance(weights, str | Path) or _are_paths(weights):
         return _place_files(weight_paths(weights), expected, folder, link)
     wanted = {header.name: header for header in expected}
-    tensors = _checkpoint(weights, wanted)
+    tensors = without_tied_head(_checkpoint(weights, wanted), wanted)
     headers = {name: published_header(header_of(name, tensor), wanted.get(name)) for name, tensor in tensors.items()}
     if wanted:
         check_tensors(headers, expected)
@@ -123,14 +132,18 @@ async def _chunks(file: Path, header: pb.WeightFileHeader, chunk_bytes: int) -> 
 
 def _checkpoint(weights: object, wanted: Mapping[str, TensorHeader]) -> Mapping[str, Any]:
     if is_module(weights):
-        return to_checkpoint(state_of(weights), _config(unwrapped(weights)))
+        return to_checkpoint(_whole(state_of(weights)), _config(unwrapped(weights)))
     if isinstance(weights, Mapping) and weights:
-        return renamed(weights, wanted)
+        return renamed(_whole(weights), wanted)
     raise InvalidValue(
         "weights",
         type(weights).__name__,
         "a torch module, a mapping of names to torch tensors or numpy arrays, or safetensors files",
     )
+
+
+def _whole(tensors: Mapping[Any, Any]) -> dict[str, Any]:
+    return {name: whole(tensor, name) for name, tensor in tensors.items()}
 
 
 def _place_files(
@@ -165,5 +178,8 @@ def _are_paths(weights: object) -> bool:
 
 
 def _config(module: Any) -> dict[str, Any]:
+    """What ``module.config`` says, whatever it is: a transformers configuration, a mapping, or an object."""
     config = getattr(module, "config", None)
-    return config.to_dict() if config is not None else {}
+    if callable(to_dict := getattr(config, "to_dict", None)):
+        config = to_dict()
+    return dict(config) if isinstance(config, Mapping) else dict(getattr(config, "__dict__", {}))

@@ -6,12 +6,13 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import grpc
 
-from dora.client.connection import Connection, Patience
+from dora.client.connection import COUNT_MOST, Connection, Patience
 from dora.client.publication import Weights, place_weights, upload
 from dora.errors import MISSING, Conflict, InvalidValue
 from dora.rpc import dora_pb2 as pb
@@ -130,9 +131,9 @@ class Session:
         :meth:`Trainer.steps` does it by itself; call it to learn the model's folder before. Raises InvalidValue where
         the service refuses ``groups``, Unauthenticated, ServiceUnavailable when ``connect_s`` is over.
         """
-        if groups < 0:
-            raise InvalidValue("groups", groups, "1 or more, or 0 for what the service has")
-        self._groups_per_step, self._begun = groups, False
+        if isinstance(groups, bool) or not isinstance(groups, Integral) or not 0 <= groups <= COUNT_MOST:
+            raise InvalidValue("groups", groups, f"a number from 1 to {COUNT_MOST}, or 0 for what the service has")
+        self._groups_per_step, self._begun = int(groups), False
         patience = Patience(self._connect_s)
         while True:
             try:

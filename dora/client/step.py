@@ -13,6 +13,7 @@ from dora.errors import Conflict, InvalidValue, VersionRejected
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import canary_to_wire, group_from_wire
 from dora.rpc.errors import ServiceUnavailable
+from dora.strict_json import check_text
 from dora.trajectory import TrajectoryGroup
 from dora.types import Canary
 from dora.weights.files import WeightFile
@@ -218,8 +219,11 @@ class Step:
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Metrics as plain numbers; a tensor or array of one element is one. Raises InvalidValue for another value."""
+    if not isinstance(metrics, Mapping):
+        raise InvalidValue("metrics", metrics, "a mapping of names to numbers")
     numbers = {}
     for name, value in metrics.items():
+        check_text(str(name), "metrics: name")
         try:
             numbers[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -10,6 +10,7 @@ from dora.errors import InvalidValue, one_of
 from dora.models import tiny
 from dora.models.experts import experts_of
 from dora.models.smollm2 import gguf_file, prepare_smollm2, smollm2_folder
+from dora.outfile import path_of
 
 __all__ = ["context_tokens", "default_cache", "experts", "made_model", "resolve_model", "unwritable_cache"]
 
@@ -44,7 +45,7 @@ def resolve_model(name: str, cache: Path | None = None) -> Path:
         return prepare_smollm2(cache)
     if name in _TINY_KINDS:
         return tiny.make_tiny(_TINY_KINDS[name], _made_folder(name, cache))
-    folder = Path(name).expanduser()
+    folder = path_of(name, "--model")
     if not (folder / "config.json").is_file():
         raise InvalidValue("--model", name, f"{one_of(name, NAMES)}, or a folder with config.json")
     for what, pattern in (("weights", "*.safetensors"), ("a tokenizer", "tokenizer.json")):

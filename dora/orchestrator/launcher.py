@@ -42,6 +42,7 @@ class _Worker:
     waiting: bool = False  # its process has yet to be told what it is for
     leaving: bool = False
     excluded: bool = False  # it died too often: it is not started again
+    not_started: str = ""  # why its last process could not be: empty where it could
     restarts: int = 0
     died_s: deque[float] = field(default_factory=deque)  # within the last DEATHS_WITHIN_S
 
@@ -133,18 +134,17 @@ class Launcher:
         pause_s = RESTART_PAUSE_S
         while not worker.leaving:
             began_s = loop.time()
+            worker.not_started, code = "", 0
             try:
-                process = await self._told(worker)
-            except OSError as error:
-                self._fail(f"worker {worker.worker_id} could not be started: {error}")
-                return
-            code = await process.wait()
+                code = await (await self._told(worker)).wait()
+            except OSError as error:  # no memory, or too many processes or files: it passes, or it is a death
+                worker.not_started = f"it could not be started ({error.strerror})"
+                log.warning("worker %s: %s", worker.worker_id, worker.not_started)
             if worker.leaving:
                 return
             deaths = worker.dies(loop.time())
             if deaths > self._config.restarts:
-                tail = _tail(self._log_file(worker))
-                self._exclude(worker, f"ended {deaths} times lately, last with {code}: {tail}")
+                self._exclude(worker, f"ended {deaths} times lately, last with {code}: {self._last_words(worker)}")
                 return
             worker.restarts += 1
             pause_s = RESTART_PAUSE_S if loop.time() - began_s > HEALTHY_S else min(2 * pause_s, RESTART_PAUSE_MAX_S)
@@ -187,8 +187,12 @@ class Launcher:
         """Why a worker that never answered has died already twice; None while all is well."""
         for worker in self._workers.values():
             if worker.restarts >= 2:
-                return f"worker {worker.worker_id} ends at start: {_tail(self._log_file(worker))}"
+                return f"worker {worker.worker_id} ends at start: {self._last_words(worker)}"
         return None
+
+    def _last_words(self, worker: _Worker) -> str:
+        """Why a worker has ended, as far as it could say."""
+        return worker.not_started or _tail(self._log_file(worker))
 
     def _exclude(self, worker: _Worker, reason: str) -> None:
         """The worker is not started again; the others go on."""

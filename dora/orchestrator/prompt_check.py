@@ -112,6 +112,9 @@ class PromptCheck:
 
     def _check_length(self, token_ids: Sequence[int], sampling: SamplingParams, place: str) -> None:
         length, limit = len(token_ids), self._config.workers.context_tokens
+        if sampling.max_tokens >= limit:  # no prompt would be short enough
+            allowed = f"at most {limit - 1}, below workers.max_model_len_tokens {limit}"
+            raise InvalidValue(f"{place}: sampling.max_tokens", sampling.max_tokens, allowed)
         if length + sampling.max_tokens > limit:
             raise InvalidValue(
                 f"{place}: tokens",

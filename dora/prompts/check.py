@@ -11,15 +11,17 @@ from dora.strict_json import check_text, read_json
 def checked_messages(value: Any, field: str) -> list[dict[str, Any]]:
     """A list of at least one message, each an object with a ``role`` and a ``content``.
 
-    The content is a text, a list of parts, or null where there are tool calls; further fields are the template's to
-    read. Raises InvalidValue, naming ``field``.
+    The content is a text or a list of parts; where there are tool calls, it may be null or left out. Further fields are
+    the template's to read. Raises InvalidValue, naming ``field``.
     """
     if not isinstance(value, list) or not value:
         raise InvalidValue(field, value, "a list of {role, content} objects, at least one")
     for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidValue(field, message, "objects with role and content, of which role is a text")
-        content = message["content"]
+        if "content" not in message and "tool_calls" not in message:
+            raise InvalidValue(field, message, "objects with role and content, of which role is a text")
+        content = message.get("content")
         if not isinstance(content, str | list) and not (content is None and "tool_calls" in message):
             raise InvalidValue(
                 field, message, "objects whose content is a text, a list of parts, or null for tool calls"
@@ -32,6 +34,8 @@ def check_name(name: Any, field: str) -> None:
     if not isinstance(name, str) or not 1 <= len(name) <= ID_CHARACTERS_MOST:
         raise InvalidValue(field, name, f"a non-empty id of at most {ID_CHARACTERS_MOST} characters")
     check_text(name, field)
+    if not name.isprintable():  # it is shown on terminals and in logs
+        raise InvalidValue(field, name, "a printable id, in one line")
 
 
 def check_size(text: Any, field: str, bytes_most: int) -> None:

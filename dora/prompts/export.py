@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from dora.errors import InvalidValue
 from dora.models.prepared import prepare_once
 
-RECIPE: Final = 1
+RECIPE: Final = 2
 KEPT_MOST: Final = 16  # exported tokenizers in a cache; of more, those not used for longest are deleted
 EXPORT_TIMEOUT_S: Final = 300.0
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -139,8 +139,12 @@ def export(folder: Path, made: Path) -> None:
     sys.modules["torch"] = None  # type: ignore[assignment] # to transformers it is not installed: seconds less
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    loader = AutoTokenizer if (folder / "config.json").is_file() else PreTrainedTokenizerFast
-    loaded = loader.from_pretrained(folder, trust_remote_code=False)
+    try:
+        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception:
+        if (folder / "config.json").is_file():
+            raise
+        loaded = PreTrainedTokenizerFast.from_pretrained(folder)  # nothing in the folder names a class
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"{type(loaded).__name__} has no tokenizer of the library tokenizers")

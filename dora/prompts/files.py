@@ -9,10 +9,11 @@ from typing import Any, Final
 from dora.config import PromptsConfig
 from dora.errors import InvalidValue
 from dora.limits import ID_CHARACTERS_MOST
+from dora.outfile import path_of
 from dora.prompts.dataset import SUFFIXES, dataset_files
 from dora.prompts.epochs import EPOCHS_MOST, SUFFIX, permuted
 from dora.prompts.jsonl import jsonl_rows
-from dora.prompts.row import Columns, Place, prompt_of_row
+from dora.prompts.row import Columns, Place, prompt_of_row, without_nulls
 from dora.prompts.source import PromptSource, check_length
 from dora.prompts.store import PromptStore
 from dora.prompts.tables import table_rows
@@ -36,7 +37,7 @@ def file_source(
     Every row is checked here. Raises InvalidValue with the file, the row and the column for the first that is wrong,
     Conflict for an id that appeared before.
     """
-    path = Path(config.source).expanduser()
+    path = path_of(config.source, "--prompts")
     files = dataset_files(path, config.split) if path.is_dir() else [path]
     if config.split and not path.is_dir():
         raise InvalidValue("prompts.split", config.split, "empty: a file has no splits")
@@ -62,15 +63,18 @@ def file_source(
 
 
 def is_file_source(source: str) -> bool:
-    return source.endswith(SUFFIXES) or Path(source).expanduser().is_dir()
+    return source.endswith(SUFFIXES) or path_of(source, "--prompts").is_dir()
 
 
 def _rows(file: Path, columns: Columns) -> Iterator[tuple[Place, dict[str, Any]]]:
+    if file.exists() and not file.is_file():  # a pipe would be waited for, without end
+        raise InvalidValue("--prompts", str(file), "a regular file: all rows are read before anything starts")
     if file.suffix != ".jsonl":
         yield from table_rows(file, columns)
         return
     for place, row in jsonl_rows(file):
-        yield replace(place, columns=columns.used(row, place)), row
+        used = columns.used(row, place)
+        yield replace(place, columns=used), without_nulls(row, used)
 
 
 def _by_epochs(store: PromptStore, config: PromptsConfig) -> Callable[[int], Prompt | None]:

@@ -121,6 +121,12 @@ def prompt_of_row(
     )
 
 
+def without_nulls(row: Mapping[str, Any], used: Mapping[str, str]) -> dict[str, Any]:
+    """``row`` without its nulls, which are fields that it does not have; ``answer`` alone may be null."""
+    answer = used.get("answer")
+    return {name: value for name, value in row.items() if value is not None or name == answer}
+
+
 def _tokens(record: dict[str, Any], place: Place, tokenizer: ChatTokenizer) -> tuple[str, tuple[int, ...]]:
     forms = [form for form in FORMS if form in record]
     if len(forms) != 1:

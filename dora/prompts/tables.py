@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.errors import InvalidValue
-from dora.prompts.row import Columns, Place
+from dora.prompts.row import Columns, Place, without_nulls
 from dora.strict_json import read_json
 
 BATCH_ROWS: Final = 128  # decoded at once
@@ -24,6 +24,7 @@ def table_rows(path: Path, columns: Columns) -> Iterator[tuple[Place, dict[str, 
     number = 0
     for names, batch in _batches(path, columns):
         if first:
+            _check_names(names, path)
             used, first = columns.used(dict.fromkeys(names), Place(path, 0)), False
         for row in batch:
             number += 1
@@ -61,10 +62,16 @@ def _batches(path: Path, columns: Columns) -> Iterator[tuple[Sequence[str], Iter
         raise InvalidValue("--prompts", str(path), f"a file that pyarrow reads ({reason[:300]})") from error
 
 
+def _check_names(names: Sequence[str], path: Path) -> None:
+    """Raises InvalidValue for a column that a table has twice: a row would have one of them, silently."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InvalidValue("--prompts", str(path), f"a file whose columns have different names; twice: {twice[0][:80]}")
+
+
 def _cells(row: dict[str, Any], used: dict[str, str], place: Place) -> dict[str, Any]:
     """The row without its nulls, and with the objects that stand in it as JSON text."""
-    answer = used.get("answer")
-    found = {name: value for name, value in row.items() if value is not None or name == answer}
+    found = without_nulls(row, used)
     for name in _OBJECTS:
         column = used.get(name)
         if column not in found:

@@ -34,21 +34,35 @@ def load_function(spec: str, kind: Kind) -> UserFunction:
         raise ValueError(f"names no function of {module_name}: {function_name}")
     if not callable(function):
         raise ValueError(f"names no function: {spec} is of the type {type(function).__name__}")
-    _check_call(function, PARAMETERS[kind])
-    return function
+    return _callable(function, PARAMETERS[kind])
 
 
-def _check_call(function: UserFunction, parameters: tuple[str, ...]) -> None:
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+def _callable(function: UserFunction, parameters: tuple[str, ...]) -> UserFunction:
+    """``function``, to be called with values for ``parameters`` in their order, which it may take by name alone."""
+    if inspect.isclass(function):
+        raise ValueError("names a class, whose call makes an instance of it; name a function, or an instance")
+    if _yields(function):
         raise ValueError("contains yield, so that a call returns a generator; use return")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C without a signature: its first call tells
-        return
+        return function
     try:
         signature.bind(*parameters)
     except TypeError as error:
-        raise ValueError(f"takes {one_line(signature)[:200]} ({error})") from error
+        try:
+            signature.bind(**dict.fromkeys(parameters))
+        except TypeError:
+            raise ValueError(f"takes {one_line(signature)[:200]} ({error})") from error
+        return lambda *values: function(**dict(zip(parameters, values, strict=True)))
+    return function
+
+
+def _yields(function: UserFunction) -> bool:
+    """Whether it is a generator function, or an object or a decorated function that calls one."""
+    inner = inspect.unwrap(function)
+    called = [inner] if inspect.isroutine(inner) or hasattr(inner, "func") else [inner, type(inner).__call__]
+    return any(inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in called)
 
 
 class Caller:

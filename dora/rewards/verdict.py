@@ -57,7 +57,7 @@ def described(error: BaseException) -> str:
     """An exception of user code in one line, whatever its ``__str__`` does."""
     try:
         return one_line(f"{type(error).__name__}: {error}")
-    except Exception:
+    except BaseException:  # it may raise SystemExit too
         return type(error).__name__
 
 
@@ -65,7 +65,7 @@ def _guarded(read: Callable[[object], Message], result: object) -> Message:
     """``read(result)``, where a result of a class of the user's may raise anything while it is looked at."""
     try:
         return read(result)
-    except Exception as error:
+    except BaseException as error:  # SystemExit too, which would end the process without a reason
         return {"failure": f"returned a value that cannot be read: {described(error)}"}
 
 

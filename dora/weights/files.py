@@ -118,10 +118,21 @@ def header_of(name: str, tensor: Any) -> TensorHeader:
     names = _NUMPY_NAMES if isinstance(tensor, np.ndarray) else _TORCH_NAMES
     if not isinstance(tensor, np.ndarray) and not is_torch_tensor(tensor):
         raise InvalidValue(f"weights: {name}", type(tensor).__name__, "a torch tensor or a numpy array")
+    if isinstance(tensor, np.ma.MaskedArray) or not _has_elements(tensor):
+        kind = getattr(tensor, "layout", type(tensor).__name__)
+        found = "a tensor on the device meta" if getattr(tensor, "is_meta", False) else str(kind)
+        raise InvalidValue(f"weights: {name}", found, "a dense tensor, with a number for every element")
     dtype = names.get(str(tensor.dtype))
     if dtype is None:
         raise InvalidValue(f"weights: {name}: dtype", str(tensor.dtype), f"one of {', '.join(names)}")
     return TensorHeader(name, dtype, tuple(int(extent) for extent in tensor.shape))
+
+
+def _has_elements(tensor: Any) -> bool:
+    """Whether a torch tensor is more than a shape, and laid out as one array; an array of numpy is."""
+    if isinstance(tensor, np.ndarray):
+        return True
+    return not tensor.is_meta and str(tensor.layout) == "torch.strided"
 
 
 def published_header(found: TensorHeader, expected: TensorHeader | None) -> TensorHeader:
@@ -184,7 +195,7 @@ def _content(tensor: Any, header: TensorHeader) -> memoryview:
             array = np.ascontiguousarray(tensor, np.dtype(_NUMPY_OF[header.dtype]).newbyteorder("<"))
     else:
         torch = sys.modules["torch"]
-        host = tensor.detach().to("cpu", getattr(torch, _TORCH_OF[header.dtype])).contiguous()
+        host = tensor.detach().to("cpu", getattr(torch, _TORCH_OF[header.dtype])).resolve_neg().contiguous()
         array = host.reshape(-1).view(torch.uint8).numpy()
     content: memoryview = array.reshape(-1).view(np.uint8).data
     return content
