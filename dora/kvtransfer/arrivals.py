@@ -2,6 +2,9 @@
 
 A snapshot is expected under a *ticket*, any text that both ends were told, from one epoch of one worker; it travels
 under a *key* of its own, so that what is left of an earlier try is never mistaken for it. Nothing unexpected is let in.
+
+A snapshot of several rounds has a key for each round. Each names the key of the round before it, so that a round of an
+earlier try has no place in a later one; the key of the last round stands for the whole snapshot.
 """
 
 import re
@@ -17,20 +20,30 @@ from dora.errors import Conflict, InvalidValue, NotFound, SnapshotRefused
 PROBE: Final = ""  # the ticket of what is sent only to be timed
 PROBE_BYTES: Final = 4 << 20
 EXPECTED_MOST: Final = 1 << 16
+ROUNDS_MOST: Final = 64
+NO_HEAD: Final = b"\0"  # the head of a round that is not the last
 _KEY: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{32}\.kv")
 
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """One snapshot on its way here. ``head`` is there once it is whole and checked."""
+    """One round of a snapshot on its way here. ``head`` is there once it is whole and checked."""
 
     key: str
     ticket: str
     epoch: int  # of the worker that sends it
     body: np.ndarray
+    before: "Arrival | None" = None  # the round before it
     filled_bytes: int = 0
     sums: list[bytes] = field(default_factory=list)
     head: bytes = b""
+
+    def rounds(self) -> "list[Arrival]":
+        """This one and those before it, the first one first."""
+        found = [self]
+        while found[-1].before is not None:
+            found.append(found[-1].before)
+        return found[::-1]
 
 
 def check_key(key: str, epoch: int) -> None:
@@ -64,15 +77,17 @@ class Arrivals:
                 del self._expected[entry]
             self._drop(lambda arrival: arrival.ticket == ticket)
 
-    def take(self, key: str) -> tuple[bytes, np.ndarray]:
-        """Head and body of a snapshot that is here. Raises NotFound: it is not, or not any more."""
+    def take(self, key: str) -> tuple[bytes, list[np.ndarray]]:
+        """Head and bodies, one a round, of a snapshot that is here. Raises NotFound: it is not, or not any more."""
         with self._lock:
             arrival = self._here.get(key)
-            if arrival is None or not arrival.head:
+            if arrival is None or arrival.head in (b"", NO_HEAD):
                 raise NotFound("locator", key, "a snapshot that has arrived and was not taken")
-            del self._here[key]
+            rounds = arrival.rounds()
+            for each in rounds:
+                del self._here[each.key]
             self._expected.pop((arrival.epoch, arrival.ticket), None)
-        return arrival.head, arrival.body
+        return arrival.head, [each.body for each in rounds]
 
     def close(self) -> None:
         """Drops everything."""
@@ -82,8 +97,11 @@ class Arrivals:
 
     # For the connection that it comes by.
 
-    def check_opening(self, ticket: str, epoch: int, key: str, body_bytes: int) -> None:
-        """Raises SnapshotRefused for what is not expected, or is more than that."""
+    def check_opening(self, ticket: str, epoch: int, key: str, body_bytes: int, after: str = "") -> Arrival | None:
+        """The round before this one, which has the key ``after``; None for a first round.
+
+        Raises SnapshotRefused for what is not expected, is more than that, or follows on nothing that is here.
+        """
         try:
             check_key(key, epoch)
         except InvalidValue as error:
@@ -92,17 +110,32 @@ class Arrivals:
             most_bytes = PROBE_BYTES if ticket == PROBE else self._expected.get((epoch, ticket))
             if most_bytes is None:
                 raise SnapshotRefused(f"ticket {ticket!r} of epoch {epoch}: it is not expected here")
-            if not 0 < body_bytes <= most_bytes:
-                raise SnapshotRefused(f"body bytes = {body_bytes}, expected are at most {most_bytes}")
+            before = self._here.get(after)
+            if after and (before is None or (before.ticket, before.epoch, before.head) != (ticket, epoch, NO_HEAD)):
+                raise SnapshotRefused(f"round after {after!r}: that is no round of this snapshot which is here")
+            rounds = [] if before is None else before.rounds()
+            whole_bytes = body_bytes + sum(each.body.nbytes for each in rounds)
+            if not (0 < body_bytes and whole_bytes <= most_bytes and len(rounds) < ROUNDS_MOST):
+                raise SnapshotRefused(
+                    f"body bytes = {whole_bytes} in {len(rounds) + 1} rounds, expected are at most {most_bytes} "
+                    f"in {ROUNDS_MOST}"
+                )
             if key in self._here:
                 raise SnapshotRefused(f"key {key}: it is in use")
+        return before
 
     def begin(self, arrival: Arrival) -> None:
-        """In place of an earlier one of the same ticket. Raises SnapshotRefused where it is expected no longer."""
+        """In place of what came under the same ticket, but for the rounds that it follows on.
+
+        Raises SnapshotRefused where it is expected no longer.
+        """
+        rounds = {each.key for each in arrival.rounds()[:-1]}
         with self._lock:
-            if arrival.ticket != PROBE and (arrival.epoch, arrival.ticket) not in self._expected:
+            expected = arrival.ticket == PROBE or (arrival.epoch, arrival.ticket) in self._expected
+            if not expected or not rounds <= self._here.keys():
                 raise SnapshotRefused(f"ticket {arrival.ticket!r}: it is expected no longer")
-            self._drop(lambda other: (other.ticket, other.epoch) == (arrival.ticket, arrival.epoch))
+            of_it = (arrival.ticket, arrival.epoch)
+            self._drop(lambda other: (other.ticket, other.epoch) == of_it and other.key not in rounds)
             self._here[arrival.key] = arrival
 
     def find(self, key: str) -> Arrival | None:

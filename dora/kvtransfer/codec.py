@@ -15,7 +15,7 @@ the first rounds and the rest in the last. A body travels and is checked in chun
 BLAKE3 guards against damage, not against forgery: whoever may write snapshots may write any snapshot.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from struct import Struct
 from typing import Any, Final
@@ -27,7 +27,7 @@ from blake3 import blake3
 from dora.errors import SnapshotRefused
 from dora.kvtransfer.checksum import Buffer
 from dora.kvtransfer.layout import blocks_for, check_consistent
-from dora.kvtransfer.snapshot import SCHEMA, KvLayout, KvSnapshot
+from dora.kvtransfer.snapshot import SCHEMA, KvLayout, KvSnapshot, Pieces
 from dora.types import RequestSpec, SamplingParams
 
 MAGIC: Final = b"DORA-KV\0"
@@ -51,11 +51,15 @@ def head_of(snapshot: KvSnapshot, rounds: Sequence[int] = ()) -> bytes:
 def round_of(snapshot: KvSnapshot, first: int = 0, end: int | None = None) -> list[memoryview]:
     """The blocks ``first`` to ``end`` of each layer as buffers in a row; nothing is copied."""
     count = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens)
-    end = count if end is None else end
+    return parts_of(snapshot.layout, snapshot.blocks, first, count if end is None else end)
+
+
+def parts_of(layout: KvLayout, blocks: Mapping[str, Pieces], first: int, end: int) -> list[memoryview]:
+    """The same of any blocks."""
     parts: list[memoryview] = []
-    for name, _ in snapshot.layout.layers:
+    for name, _ in layout.layers:
         before = 0
-        for piece in snapshot.blocks[name]:
+        for piece in blocks[name]:
             shown = piece[max(0, first - before) : max(0, end - before)]
             if len(shown):
                 parts.append(shown.reshape(-1).data)
@@ -63,14 +67,16 @@ def round_of(snapshot: KvSnapshot, first: int = 0, end: int | None = None) -> li
     return parts
 
 
-def snapshot_of(head: Buffer, body: Buffer | np.ndarray) -> KvSnapshot:
-    """The snapshot of a head and a body whose chunks were checked; its arrays are views of ``body``.
+def snapshot_of(head: Buffer, *bodies: Buffer | np.ndarray) -> KvSnapshot:
+    """The snapshot of a head and a body whose chunks were checked, in one or more pieces of whole rounds.
+
+    Its arrays are views of ``bodies``.
 
     Raises SnapshotRefused, naming the field, where the head is truncated, damaged or of another schema, or where it
     does not fit the body or contradicts itself.
     """
     manifest = _unsealed(memoryview(head).cast("B"))
-    raw = np.frombuffer(body, np.uint8) if not isinstance(body, np.ndarray) else body
+    raw = [body if isinstance(body, np.ndarray) else np.frombuffer(body, np.uint8) for body in bodies]
     try:
         snapshot = _snapshot(msgpack.unpackb(manifest), raw)
     except (KeyError, TypeError, ValueError) as error:
@@ -109,7 +115,7 @@ def _manifest(snapshot: KvSnapshot, rounds: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _snapshot(manifest: dict[str, Any], body: np.ndarray) -> KvSnapshot:
+def _snapshot(manifest: dict[str, Any], bodies: list[np.ndarray]) -> KvSnapshot:
     layout_fields = dict(manifest["layout"])
     layout_fields["layers"] = tuple((str(name), int(block_bytes)) for name, block_bytes in layout_fields["layers"])
     layout = KvLayout(**layout_fields)
@@ -127,18 +133,24 @@ def _snapshot(manifest: dict[str, Any], body: np.ndarray) -> KvSnapshot:
         logprobs=tuple(np.frombuffer(manifest["logprobs"], "<f8").tolist()),
     )
     rounds = [int(count) for count in manifest["rounds"]]
-    blocks = _pieces(layout, rounds, body)
+    blocks = _pieces(layout, rounds, bodies)
     return KvSnapshot(layout, request, int(manifest["kv_tokens"]), int(manifest["rng_draws"]), blocks)
 
 
-def _pieces(layout: KvLayout, rounds: Sequence[int], body: np.ndarray) -> dict[str, list[np.ndarray]]:
+def _pieces(layout: KvLayout, rounds: Sequence[int], bodies: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
     if not 0 < len(rounds) <= ROUNDS_MOST or min(rounds) < 1:
         raise ValueError(f"rounds = {rounds[:8]}")
-    if sum(rounds) * layout.block_bytes != body.nbytes:
-        raise SnapshotRefused(f"body bytes = {body.nbytes}, the head makes it {sum(rounds) * layout.block_bytes}")
+    found_bytes = sum(body.nbytes for body in bodies)
+    if sum(rounds) * layout.block_bytes != found_bytes:
+        raise SnapshotRefused(f"body bytes = {found_bytes}, the head makes it {sum(rounds) * layout.block_bytes}")
     blocks: dict[str, list[np.ndarray]] = {name: [] for name, _ in layout.layers}
-    start = 0
+    rest = iter(bodies)
+    body, start = next(rest), 0
     for count in rounds:
+        if start == body.nbytes:
+            body, start = next(rest), 0
+        if start + count * layout.block_bytes > body.nbytes:
+            raise SnapshotRefused(f"rounds = {rounds[:8]}: the bodies end within one")
         for name, block_bytes in layout.layers:
             blocks[name].append(body[start : start + count * block_bytes].reshape(count, block_bytes))
             start += count * block_bytes

@@ -156,7 +156,8 @@ class _Connection:
         key, ticket, body_bytes = str(head["key"]), str(head["ticket"]), int(head["size"])
         try:
             receiver = self._receivers[str(head["transport"])]
-            self._arrivals.check_opening(ticket, self._peer.epoch, key, body_bytes)
+            after = str(head.get("after", ""))
+            before = self._arrivals.check_opening(ticket, self._peer.epoch, key, body_bytes, after)
             try:
                 landing = receiver.begin(head, body_bytes, self._pool)
             except SnapshotRefused as error:
@@ -164,7 +165,7 @@ class _Connection:
                 return
             use = _Use(receiver, landing.body)
             try:
-                self._arrivals.begin(Arrival(key, ticket, self._peer.epoch, landing.body))
+                self._arrivals.begin(Arrival(key, ticket, self._peer.epoch, landing.body, before))
             except SnapshotRefused:
                 use.end()
                 raise

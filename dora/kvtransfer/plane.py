@@ -7,8 +7,8 @@
                                        │                    │
     Transfer.done: Sent(key) ◀─────────┘             take(key): the snapshot
 
-``send`` returns at once. The copy reads the engine's blocks while they are frozen; it ends with the target's word that
-everything is there and checked, so a source may die from then on.
+``send`` returns at once. The copy reads the engine's blocks where they lie, while they do not change; it ends with the
+target's word that everything is there and checked, so a source may die from then on.
 """
 
 import socket
@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 
 from dora.errors import InvalidValue
-from dora.kvtransfer.arrivals import Arrivals
+from dora.kvtransfer.arrivals import NO_HEAD, Arrivals
 from dora.kvtransfer.codec import head_of, round_of, snapshot_of
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.incoming import Incoming, MakeReceiver
@@ -98,9 +98,14 @@ class DataPlane:
         """
         return self.send_parts(peer, ticket, round_of(snapshot), head_of(snapshot))
 
-    def send_parts(self, peer: Peer, ticket: str, parts: Sequence[memoryview], head: bytes) -> Transfer:
-        """The same for any bytes: ``parts`` in a row are the body."""
-        transfer = Transfer(ticket, parts, head)
+    def send_parts(
+        self, peer: Peer, ticket: str, parts: Sequence[memoryview], head: bytes = NO_HEAD, after: str = ""
+    ) -> Transfer:
+        """The same for any bytes: ``parts`` in a row are the body.
+
+        Without a head it is a round of a snapshot that goes on: the next one names this one's key as ``after``.
+        """
+        transfer = Transfer(ticket, parts, head, after)
         self._pair(peer).send(transfer)
         return transfer
 
@@ -115,9 +120,10 @@ class DataPlane:
         """
         return snapshot_of(*self.take_parts(key))
 
-    def take_parts(self, key: str) -> tuple[bytes, np.ndarray]:
-        """Head and body of what has arrived. Raises NotFound."""
-        return self._arrivals.take(key)
+    def take_parts(self, key: str) -> tuple[bytes, *tuple[np.ndarray, ...]]:
+        """The head of what has arrived, and after it a body for each round. Raises NotFound."""
+        head, bodies = self._arrivals.take(key)
+        return head, *bodies
 
     def forget(self, ticket: str) -> None:
         """Expects nothing under this ticket any more, and drops what has come."""

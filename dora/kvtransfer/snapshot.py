@@ -49,3 +49,15 @@ class KvSnapshot:
     kv_tokens: int
     rng_draws: int
     blocks: Mapping[str, Pieces]
+
+
+@dataclass(frozen=True, slots=True)
+class FullBlocks:
+    """Blocks of a request that decodes which are full, and have a later block after them: they do not change any more.
+
+    That holds for one *stay* of the request in its slot: a request that is preempted comes back with other blocks.
+    """
+
+    stay: int
+    end: int  # one after the last of them, counted from the request's first block
+    blocks: Mapping[str, Pieces]  # from the block that was asked for on; shown, not copied

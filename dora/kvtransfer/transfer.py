@@ -21,11 +21,15 @@ class Sent:
 
 @dataclass(eq=False)
 class Transfer:
-    """One snapshot on its way: ``parts`` in a row are its body, and must not change before it is done."""
+    """A snapshot, or one round of it, on its way: ``parts`` in a row are its body.
+
+    They must not change before it is done, or else it must be cancelled. ``after``: the key of the round before.
+    """
 
     ticket: str
     parts: Sequence[memoryview]
     head: bytes
+    after: str = ""
     done: "Future[Sent]" = field(default_factory=Future)  # its exception is TransferFailed
     cancelled: threading.Event = field(default_factory=threading.Event)
     fallbacks: list[str] = field(default_factory=list)

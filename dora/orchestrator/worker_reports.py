@@ -111,6 +111,11 @@ class WorkerReports:
             )
         )
 
+    def copy_began(self, session: WorkerSession, message: pb.CopyBegan) -> None:
+        """Tells the core that a request is being copied while it decodes."""
+        session.heard_s = time.monotonic()
+        self._post(on.CopyBegan(session.worker_id, session.epoch, message.command_id))
+
     def _checked(
         self, session: WorkerSession, outcome: pb.WorkerOutcome, command: do.WorkerCommand | None
     ) -> Canary | None:

@@ -601,14 +601,22 @@ class OperatorReply(_message.Message):
     def __init__(self, message: _Optional[str] = ..., moves: _Optional[int] = ..., loads: _Optional[int] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "report", "outcome")
+    __slots__ = ("hello", "report", "outcome", "copy_began")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    COPY_BEGAN_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     report: WorkerReport
     outcome: WorkerOutcome
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., outcome: _Optional[_Union[WorkerOutcome, _Mapping]] = ...) -> None: ...
+    copy_began: CopyBegan
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., outcome: _Optional[_Union[WorkerOutcome, _Mapping]] = ..., copy_began: _Optional[_Union[CopyBegan, _Mapping]] = ...) -> None: ...
+
+class CopyBegan(_message.Message):
+    __slots__ = ("command_id",)
+    COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
+    command_id: int
+    def __init__(self, command_id: _Optional[int] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("worker_id", "pid", "host", "fingerprint", "slots", "kv_tokens", "block_tokens", "max_model_len_tokens", "vocab_size", "dtype", "kv_address", "kv_transports")

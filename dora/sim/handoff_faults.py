@@ -11,7 +11,7 @@ from dora.sim.fault import Fault, pick
 from dora.sim.unreliable import SILENCE_LIMIT_S, UnreliableWorld
 from dora.sim.worker import SimWorker
 
-PHASES: Final = (Phase.PLANNED, Phase.COPYING, Phase.FROZEN, Phase.COMMITTED)
+PHASES: Final = (Phase.PLANNED, Phase.RESERVED, Phase.FROZEN, Phase.COMMITTED)  # in which a command is sent
 STRANDED_MOST_S: Final = 3.0  # until something befalls a stranded handoff: copies take some seconds
 
 

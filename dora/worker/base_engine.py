@@ -27,6 +27,7 @@ class BaseEngine(Generic[Live], ABC):
         self._canary_tolerance = canary_tolerance
         self._version: int | None = None
         self._live: dict[str, Live] = {}
+        self._reserved: set[str] = set()
         self._generated_tokens = 0
 
     @property
@@ -64,7 +65,16 @@ class BaseEngine(Generic[Live], ABC):
     def take_in(self, snapshot: KvSnapshot) -> None:
         self._check_new(snapshot.request)
         check_snapshot(snapshot, self._layout, self._version)
+        self.release(snapshot.request.request_id)
         self._enter(snapshot.request, snapshot)
+
+    def reserve(self, request_id: str) -> None:
+        self._reserved.add(request_id)
+        self._slots_changed()
+
+    def release(self, request_id: str) -> None:
+        self._reserved.discard(request_id)
+        self._slots_changed()
 
     @abstractmethod
     def _replace_weights(self, version: int, folder: Path) -> None:
@@ -73,6 +83,10 @@ class BaseEngine(Generic[Live], ABC):
     @abstractmethod
     def _score(self, token_ids: Sequence[int]) -> Sequence[float]:
         """The logprobs of a token sequence, from its second token on. Only while no request is held."""
+
+    @abstractmethod
+    def _slots_changed(self) -> None:
+        """Another number of slots is reserved."""
 
     @abstractmethod
     def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None) -> Any:

@@ -8,7 +8,7 @@ and ``fake_engine.FakeEngine``; both pass ``tests/contract/test_engine.py``.
 from pathlib import Path
 from typing import Protocol
 
-from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
+from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot
 from dora.types import Canary, EngineCapability, EngineLoad, RequestSpec, TokenDelta
 
 
@@ -64,10 +64,27 @@ class RolloutEngine(Protocol):
         or thawed. Raises NotFound, and Conflict for a request that is not frozen.
         """
 
-    def take_in(self, snapshot: KvSnapshot) -> None:
-        """Resumes a request from its snapshot with no token re-prefilled.
+    def full_blocks(self, request_id: str, first: int) -> FullBlocks:
+        """The final blocks of a request that decodes, from its block ``first`` on, to be copied while it goes on.
 
-        Where no slot or no room is free it waits, its snapshot held; the snapshot's arrays are kept until then.
+        The partial block at the end is never among them, nor the one before it where that is all there is. Blocks that
+        it shares with others of the same prompt are. They may be read from another thread until the stay is over, which
+        a later call tells; what was read in a stay that is over is void.
+        Raises NotFound as ``freeze`` does, and Conflict with the reason for a request that does not decode: it waits
+        for a slot, is preempted or in prefill, or its model's state is more than one list of blocks.
+        """
+
+    def reserve(self, request_id: str) -> None:
+        """Keeps a slot for a request that is to be taken in: no request that waits gets the last ones."""
+
+    def release(self, request_id: str) -> None:
+        """Undoes ``reserve``. Unknown ids are ignored."""
+
+    def take_in(self, snapshot: KvSnapshot) -> None:
+        """Resumes a request from its snapshot with no token re-prefilled, in the slot reserved for it if there is one.
+
+        Where no slot or no room is free it waits, its snapshot held, before all requests that have none; the snapshot's
+        arrays are kept until then.
         Raises SnapshotRefused where layout or version do not match or its parts contradict each other, Conflict for a
         known id, InvalidValue as ``add`` does.
         """

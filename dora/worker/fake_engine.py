@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from dora.errors import Conflict, InvalidValue
 from dora.kvtransfer.layout import blocks_for, rng_draws
-from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
+from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot
 from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
 from dora.weights.reference import read_reference
 from dora.worker.base_engine import BaseEngine
@@ -33,6 +33,7 @@ class _Live:
     watch: StopWatch | None
     kv: Kv = field(default_factory=dict)
     snapshot: KvSnapshot | None = None  # taken in and not yet in a slot
+    preemptions: int = 0
 
     @property
     def token_ids(self) -> list[int]:
@@ -129,6 +130,18 @@ class FakeEngine(BaseEngine[_Live]):
         blocks = {name: [self._to_blocks(raw)] for name, raw in live.kv.items()}
         return KvSnapshot(self._layout, request, live.kv_tokens, draws, blocks)
 
+    def full_blocks(self, request_id: str, first: int) -> FullBlocks:
+        live = self._find(request_id)
+        if not live.kv:
+            why = "is preempted" if live.preemptions else "waits for a slot"
+            raise Conflict("request_id", request_id, "a request that decodes", why)
+        end = max(first, (live.kv_tokens - 1) // self._capability.block_tokens)
+        block_bytes = self._capability.block_tokens * KV_BYTES
+        blocks = {
+            name: [self._to_blocks(raw[first * block_bytes : end * block_bytes])] for name, raw in live.kv.items()
+        }
+        return FullBlocks(live.preemptions, end, blocks)
+
     def remove(self, request_id: str) -> None:
         if self._live.pop(request_id, None) is None:
             return
@@ -158,11 +171,25 @@ class FakeEngine(BaseEngine[_Live]):
         watch = self._stop_strings.watch(request)
         live = _Live(request, length, list(request.output_token_ids), list(request.logprobs), watch, snapshot=snapshot)
         self._live[request.request_id] = live
-        self._waiting.append(request.request_id)
+        if snapshot is None:
+            self._waiting.append(request.request_id)
+        else:
+            self._waiting.insert(self._with_kv_waiting(), request.request_id)
+
+    def _with_kv_waiting(self) -> int:
+        """How many of the first that wait were taken in with their KV."""
+        snapshots = (self._live[request_id].snapshot for request_id in self._waiting)
+        return next((index for index, snapshot in enumerate(snapshots) if snapshot is None), len(self._waiting))
+
+    def _slots_changed(self) -> None:
+        """Slots are counted when they are given."""
 
     def _fill_slots(self) -> None:
-        while self._waiting and len(self._running) + sum(self._held.values()) < self._capability.slots:
+        while self._waiting:
             live = self._live[self._waiting[0]]
+            taken = len(self._running) + sum(self._held.values()) + len(self._reserved)
+            if taken >= self._capability.slots:
+                return
             if self._blocks_used() + self._blocks_for(len(live.token_ids)) > self._blocks():
                 return
             self._waiting.popleft()
@@ -192,6 +219,7 @@ class FakeEngine(BaseEngine[_Live]):
         ):
             victim = self._running.pop()
             self._live[victim].kv = {}
+            self._live[victim].preemptions += 1
             self._waiting.appendleft(victim)
             if victim == request_id:
                 return False

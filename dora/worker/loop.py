@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from dora.errors import (
     MISSING,
@@ -24,10 +25,11 @@ from dora.errors import (
 from dora.kvtransfer.layout import blocks_for
 from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import DataPlane
-from dora.kvtransfer.transfer import Sent, Transfer
+from dora.kvtransfer.transfer import Sent
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.types import TokenDelta
+from dora.worker.copying import Copying, NotMovable
 from dora.worker.engine import RolloutEngine
 
 log = logging.getLogger("dora.worker")
@@ -66,7 +68,8 @@ class EngineLoop:
         self._deltas: list[TokenDelta] = []
         self._reported_s = clock()
         self._reserved: set[str] = set()
-        self._copies: dict[str, Transfer] = {}  # of frozen requests, by their ids
+        self._copies: dict[str, _Copy] = {}  # by request
+        self._arrived: set[str] = set()  # taken in, and no token yet
         self._shutdown = False
 
     def run(self, stop: threading.Event) -> None:
@@ -79,6 +82,8 @@ class EngineLoop:
         while (command := self._orders.take(timeout_s)) is not None:
             self._obey(command)
             timeout_s = 0.0
+        for copy in list(self._copies.values()):
+            self._go_on(copy)
         if self._engine.has_work():
             self._deltas.extend(self._engine.step())
         if self._due():
@@ -86,7 +91,7 @@ class EngineLoop:
 
     def _due(self) -> bool:
         waited_s = self._clock() - self._reported_s
-        if any(delta.finish_reason for delta in self._deltas):
+        if any(delta.finish_reason or delta.request_id in self._arrived for delta in self._deltas):
             return True
         return waited_s >= (self._period_s if self._deltas else IDLE_S)
 
@@ -103,6 +108,7 @@ class EngineLoop:
             version=-1 if version is None else version,
             at=time.time(),
         )
+        self._arrived.difference_update([delta.request_id for delta in self._deltas])
         self._deltas.clear()
         self._reported_s = self._clock()
         self._orders.send(pb.WorkerMessage(report=report))
@@ -113,18 +119,19 @@ class EngineLoop:
             self._shutdown = True
             return
         outcome = pb.WorkerOutcome(command_id=command.command_id, ok=True, at=time.time())
-        copying: Transfer | None = None
         try:
-            copying = _OBEY[kind](self, getattr(command, kind), outcome)
+            if _OBEY[kind](self, getattr(command, kind), outcome) is LATER:
+                return
         except DoraError as error:
             _fail(kind, outcome, error)
             log.warning("%s: %s", kind, error)
-        if self._deltas or kind == "load_version":
+        self._answer(outcome, reports=kind == "load_version")
+
+    def _answer(self, outcome: pb.WorkerOutcome, reports: bool = False) -> None:
+        if self._deltas or reports:
             self._report()
-        if copying is None:
-            self._orders.send(pb.WorkerMessage(outcome=outcome))
-        else:  # the copy's thread answers: the request is frozen, so nothing of it is left to be reported before
-            copying.done.add_done_callback(lambda done: self._copied(done, outcome))
+        outcome.at = time.time()
+        self._orders.send(pb.WorkerMessage(outcome=outcome))
 
     def _load_version(self, order: pb.LoadVersion, outcome: pb.WorkerOutcome) -> None:
         began_s = self._clock()
@@ -138,6 +145,7 @@ class EngineLoop:
 
     def _remove_request(self, order: pb.RemoveRequest, outcome: pb.WorkerOutcome) -> None:
         self._end_copy(order.request_id)
+        self._arrived.discard(order.request_id)
         self._engine.remove(order.request_id)
 
     def _reserve_slot(self, order: pb.ReserveSlot, outcome: pb.WorkerOutcome) -> None:
@@ -153,30 +161,57 @@ class EngineLoop:
         most_bytes = blocks_for(capability.max_model_len_tokens, layout.block_tokens) * layout.block_bytes
         self._data_plane().expect(order.request_id, order.source_epoch, most_bytes)
         self._reserved.add(order.request_id)
+        self._engine.reserve(order.request_id)
 
     def _cancel_reservation(self, order: pb.CancelReservation, outcome: pb.WorkerOutcome) -> None:
         self._reserved.discard(order.request_id)
+        self._arrived.discard(order.request_id)
+        self._engine.release(order.request_id)
         if self._plane is not None:
             self._plane.forget(order.request_id)
         self._engine.remove(order.request_id)  # it may have been copied in before the handoff was undone
 
-    def _copy_out(self, order: pb.CopyOut, outcome: pb.WorkerOutcome) -> Transfer:
-        self._engine.freeze(order.request_id)
-        snapshot = self._engine.export(order.request_id)
-        if snapshot is None:
-            raise NotMovable(f"{order.request_id} cannot move exactly just now")
-        outcome.tokens = len(snapshot.request.output_token_ids)
+    def _copy_out(self, order: pb.CopyOut, outcome: pb.WorkerOutcome) -> object:
         target = order.target
         peer = Peer(target.worker_id, target.epoch, target.address, tuple(target.transports))
-        self._copies[order.request_id] = transfer = self._data_plane().send(peer, order.request_id, snapshot)
-        return transfer
+        self._end_copy(order.request_id)
+        copying = Copying(self._engine, self._data_plane(), peer, order.request_id)
+        self._copies[order.request_id] = _Copy(order.request_id, copying, outcome)
+        return LATER
+
+    def _go_on(self, copy: "_Copy") -> None:
+        """The next round of a copy, where it is time for one."""
+        if copy.is_last:
+            return
+        try:
+            last = copy.copying.advance()
+        except DoraError as error:
+            del self._copies[copy.request_id]
+            copy.copying.cancel()
+            _fail("copy_out", copy.outcome, error)
+            log.warning("copy_out: %s", error)
+            self._answer(copy.outcome)
+            return
+        if copy.copying.is_ahead and not copy.is_told:
+            copy.is_told = True
+            self._orders.send(pb.WorkerMessage(copy_began=pb.CopyBegan(command_id=copy.outcome.command_id)))
+        if last is not None:  # the copy's thread answers: the request is frozen, so what is left of it is reported now
+            copy.is_last = True
+            copy.outcome.tokens = copy.copying.tokens
+            copy.outcome.snapshot_bytes = sum(sent.body_bytes for sent in copy.copying.ahead)
+            for sent in copy.copying.ahead:
+                copy.outcome.kv_fallbacks.extend(reason[:REASON_MOST] for reason in sent.fallbacks)
+            if self._deltas:
+                self._report()
+            last.done.add_done_callback(lambda done: self._copied(done, copy.outcome))
 
     def _copied(self, done: "Future[Sent]", outcome: pb.WorkerOutcome) -> None:
         """In a thread of the data plane: the snapshot is at its target, or will not be."""
         error = done.exception()
         if error is None:
             sent = done.result()
-            outcome.locator, outcome.snapshot_bytes = sent.key, sent.body_bytes
+            outcome.locator = sent.key
+            outcome.snapshot_bytes += sent.body_bytes
             outcome.kv_transport = sent.transport
             outcome.kv_fallbacks.extend(reason[:REASON_MOST] for reason in sent.fallbacks)
         else:
@@ -189,9 +224,13 @@ class EngineLoop:
             log.info("the outcome of a copy was not sent: %s", gone)
 
     def _end_copy(self, request_id: str) -> None:
-        transfer = self._copies.pop(request_id, None)
-        if transfer is not None:
-            transfer.cancel()
+        copy = self._copies.pop(request_id, None)
+        if copy is None:
+            return
+        copy.copying.cancel()
+        if not copy.is_last:
+            _fail("copy_out", copy.outcome, TransferFailed("it was cancelled"))
+            self._answer(copy.outcome)
 
     def _data_plane(self) -> DataPlane:
         if self._plane is None:
@@ -208,17 +247,27 @@ class EngineLoop:
                 f"expected {order.request_id} version {order.version}"
             )
         self._engine.take_in(snapshot)
+        self._arrived.add(order.request_id)
 
     def _thaw(self, order: pb.Thaw, outcome: pb.WorkerOutcome) -> None:
         self._end_copy(order.request_id)
         self._engine.thaw(order.request_id)
 
 
-class NotMovable(DoraError):
-    """The request's KV cannot move exactly; it must be re-prefilled."""
+@dataclass(slots=True)
+class _Copy:
+    """A copy and the answer that it is to end with."""
+
+    request_id: str
+    copying: Copying
+    outcome: pb.WorkerOutcome
+    is_told: bool = False  # that it has begun
+    is_last: bool = False  # its last round is on its way
 
 
-_OBEY: dict[str, Callable[..., Transfer | None]] = {
+LATER: Final = object()  # the answer to a command follows by itself
+
+_OBEY: dict[str, Callable[..., object]] = {
     "load_version": EngineLoop._load_version,
     "start_request": EngineLoop._start_request,
     "remove_request": EngineLoop._remove_request,

@@ -149,7 +149,7 @@ class RemoveRequest(WorkerCommand):
 
 @dataclass(frozen=True, slots=True)
 class ReserveSlot(WorkerCommand):
-    """Handoff: does the target take this request?"""
+    """Handoff: does the target take this request? If so, it keeps a slot for it."""
 
     request_id: str
     version: int
@@ -165,7 +165,10 @@ class CancelReservation(WorkerCommand):
 
 @dataclass(frozen=True, slots=True)
 class CopyOut(WorkerCommand):
-    """Handoff: freeze the request after a step and write its snapshot; keep everything until told."""
+    """Handoff: copy the request to the target, full blocks while it decodes and the rest once it is frozen.
+
+    The source keeps everything until told.
+    """
 
     request_id: str
 

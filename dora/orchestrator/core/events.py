@@ -111,6 +111,15 @@ class CommandDone:
     canary_difference: float = 0.0  # LoadVersion: largest of a logprob, where the canary was not reproduced
 
 
+@dataclass(frozen=True, slots=True)
+class CopyBegan:
+    """The source of a handoff copies full blocks while the request decodes; the outcome of its CopyOut follows."""
+
+    worker_id: str
+    epoch: int
+    command_id: int  # of the CopyOut
+
+
 # ------------------------------------------------------------------------------------------------------------ trainer
 
 
@@ -192,6 +201,7 @@ Event = (
     | WorkerLost
     | Progress
     | CommandDone
+    | CopyBegan
     | TrainerAttached
     | StepRequested
     | StepCommitted

@@ -84,7 +84,7 @@ def done(state: State, pending: Pending, event: on.CommandDone) -> None:
     handoff = pending.handoff
     assert handoff is not None
     command = pending.command
-    if isinstance(command, do.CopyOut) and handoff.phase is not Phase.COPYING:
+    if isinstance(command, do.CopyOut) and handoff.phase not in (Phase.RESERVED, Phase.COPYING):
         if event.locator:  # the handoff was undone while the source copied
             state.out.append(do.ReleaseSnapshot(event.locator))
         return
@@ -97,6 +97,13 @@ def done(state: State, pending: Pending, event: on.CommandDone) -> None:
         signal_handoff(state, handoff, Signal.COPIED_IN if event.ok else Signal.COPY_REFUSED)
     elif isinstance(command, do.RemoveRequest) and handoff.phase is Phase.COMMITTED:
         signal_handoff(state, handoff, Signal.SOURCE_FREED)
+
+
+def copy_began(state: State, pending: Pending) -> None:
+    """The source of a handoff copies while the request decodes."""
+    handoff = pending.handoff
+    if handoff is not None and isinstance(pending.command, do.CopyOut) and handoff.phase is Phase.RESERVED:
+        signal_handoff(state, handoff, Signal.COPY_BEGAN)
 
 
 def _copy_out_signal(event: on.CommandDone) -> Signal:

@@ -1,16 +1,17 @@
 """The handoff of one live request between two workers of one version, as a table.
 
-    PLANNED ──reserved──▶ COPYING ──frozen──▶ FROZEN ──copied in──▶ COMMITTED ──released──▶ RELEASED
-       │                     │                  │  └──source lost──▶ STRANDED ──copied in──▶ RELEASED
-       └─────────────────────┴──────────────────┴──▶ ABORTED: the source goes on as if nothing had happened
+    PLANNED ─reserved─▶ RESERVED ─copy began─▶ COPYING ─frozen─▶ FROZEN ─copied in─▶ COMMITTED ─source freed─▶ RELEASED
+       │                   │ └───────frozen───────│────────────────▲│ └──source lost──▶ STRANDED ──copied in──▶ RELEASED
+       └───────────────────┴──────────────────────┴─────────────────┴──▶ ABORTED: the source goes on, nothing happened
 
 The source owns the request until COMMITTED, the target from then on: exactly one owner at any time, and the source
 frees its blocks only after COMMITTED. From there on the loss of either is an ordinary loss of a worker.
 
-In COPYING both ends are at it: the source was told where the target is, and the target, when it reserved, whom to let
-in. Whichever end is lost then, the other's half is void: a source fails to copy and thaws, a target is told to drop
-what has come. In FROZEN the target has everything, and needs the source no longer. Until blocks are copied ahead of the
-freeze, COPYING lasts as long as the copy. docs/architecture.md is drawn from TABLE.
+In RESERVED both ends have been told: the source where the target is, and the target, when it reserved, whom to let in.
+In COPYING full blocks travel in rounds, while the source decodes; a request that has few of them is frozen at once, and
+skips it. Either phase ends alike: whichever end is lost, the other's half is void. A source fails to copy and decodes
+on, thawed if it was frozen for the last round; a target is told to drop the rounds that have come, and the slot it
+kept. In FROZEN the target has everything, and needs the source no longer. docs/architecture.md is drawn from TABLE.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from dora.errors import IllegalTransition
 
 class Phase(Enum):
     PLANNED = auto()  # the target was asked whether it takes the request
-    COPYING = auto()  # the source was told to freeze and copy, to the target
+    RESERVED = auto()  # the target keeps a slot for it; the source was told to copy
+    COPYING = auto()  # full blocks are copied in rounds while the source decodes, then the rest
     FROZEN = auto()  # the target has the whole snapshot, and was told to take it in
     STRANDED = auto()  # FROZEN, but the source died: only the target's copy is left
     COMMITTED = auto()  # the target owns the request; the source was told to free
@@ -32,7 +34,8 @@ class Phase(Enum):
 class Signal(Enum):
     RESERVED = auto()
     REFUSED = auto()  # the target does not take it
-    FROZEN = auto()
+    COPY_BEGAN = auto()  # the source copies ahead of the freeze
+    FROZEN = auto()  # the source has frozen it, and all of it is at the target
     NOT_MOVABLE = auto()  # the source cannot move it exactly
     COPY_FAILED = auto()  # the source does not know it (it just finished) or could not write
     COPIED_IN = auto()
@@ -59,12 +62,20 @@ class Action(Enum):
 P, S, A = Phase, Signal, Action
 
 TABLE: dict[tuple[Phase, Signal], tuple[Phase, tuple[Action, ...]]] = {
-    (P.PLANNED, S.RESERVED): (P.COPYING, (A.COPY_OUT,)),
+    (P.PLANNED, S.RESERVED): (P.RESERVED, (A.COPY_OUT,)),
     (P.PLANNED, S.REFUSED): (P.ABORTED, ()),
     (P.PLANNED, S.FINISHED): (P.ABORTED, (A.CANCEL_TARGET,)),
     (P.PLANNED, S.SOURCE_LOST): (P.ABORTED, (A.CANCEL_TARGET, A.ORPHAN)),
     (P.PLANNED, S.TARGET_LOST): (P.ABORTED, ()),
     (P.PLANNED, S.UNDO): (P.ABORTED, (A.CANCEL_TARGET,)),
+    (P.RESERVED, S.COPY_BEGAN): (P.COPYING, ()),
+    (P.RESERVED, S.FROZEN): (P.FROZEN, (A.COPY_IN,)),
+    (P.RESERVED, S.NOT_MOVABLE): (P.ABORTED, (A.CANCEL_TARGET, A.RESTART_AT_TARGET)),
+    (P.RESERVED, S.COPY_FAILED): (P.ABORTED, (A.CANCEL_TARGET, A.THAW_SOURCE)),
+    (P.RESERVED, S.FINISHED): (P.ABORTED, (A.CANCEL_TARGET,)),
+    (P.RESERVED, S.SOURCE_LOST): (P.ABORTED, (A.CANCEL_TARGET, A.ORPHAN)),
+    (P.RESERVED, S.TARGET_LOST): (P.ABORTED, (A.THAW_SOURCE,)),
+    (P.RESERVED, S.UNDO): (P.ABORTED, (A.CANCEL_TARGET, A.THAW_SOURCE)),
     (P.COPYING, S.FROZEN): (P.FROZEN, (A.COPY_IN,)),
     (P.COPYING, S.NOT_MOVABLE): (P.ABORTED, (A.CANCEL_TARGET, A.RESTART_AT_TARGET)),
     (P.COPYING, S.COPY_FAILED): (P.ABORTED, (A.CANCEL_TARGET, A.THAW_SOURCE)),
@@ -85,7 +96,7 @@ TABLE: dict[tuple[Phase, Signal], tuple[Phase, tuple[Action, ...]]] = {
     (P.COMMITTED, S.SOURCE_FREED): (P.RELEASED, ()),
 }
 
-LIVE = frozenset({P.PLANNED, P.COPYING, P.FROZEN, P.STRANDED})  # the request is between two workers
+LIVE = frozenset({P.PLANNED, P.RESERVED, P.COPYING, P.FROZEN, P.STRANDED})  # the request is between two workers
 
 
 @dataclass(slots=True)

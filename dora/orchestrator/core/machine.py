@@ -118,6 +118,13 @@ def _done(state: State, event: on.CommandDone) -> None:
         _start_done(state, pending.command, event)
 
 
+def _copy_began(state: State, event: on.CopyBegan) -> None:
+    pending = state.pending.get(event.command_id)
+    if pending is None or (pending.command.worker_id, pending.command.epoch) != (event.worker_id, event.epoch):
+        return  # of an epoch, or a handoff, that is over
+    handoff.copy_began(state, pending)
+
+
 def _start_done(state: State, command: do.StartRequest, event: on.CommandDone) -> None:
     """A request that no engine can take is cancelled with its reason; an engine that disagrees with us is replaced."""
     row = state.request_row.get(command.request_id)
@@ -144,6 +151,7 @@ _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.WorkerLost: fleet.lost,
     on.Progress: lifecycle.progress,
     on.CommandDone: _done,
+    on.CopyBegan: _copy_began,
     on.TrainerAttached: lifecycle.attached,
     on.StepRequested: lifecycle.step_requested,
     on.StepCommitted: lifecycle.commit,

@@ -98,8 +98,10 @@ class WorkerService(stubs.WorkerServicer):
                     self._runtime.reports.report(session, message.report)
                 elif message.HasField("outcome"):
                     self._runtime.reports.outcome(session, message.outcome)
+                elif message.HasField("copy_began"):
+                    self._runtime.reports.copy_began(session, message.copy_began)
                 else:
-                    raise InvalidValue("kind", message.WhichOneof("kind"), "report or outcome")
+                    raise InvalidValue("kind", message.WhichOneof("kind"), "report, outcome or copy_began")
         except InvalidValue as error:
             self._runtime.telemetry.messages_refused += 1
             self._runtime.sessions.replace(session, str(error))

@@ -1,0 +1,98 @@
+"""One request on its way out of this worker: full blocks ahead in rounds, while it decodes, and the rest once frozen.
+
+    decodes  ─ round ─ round ─ ... ─ freeze ─ last round: what is left, and the request's state ─▶ it is all there
+
+A round copies the blocks that have become full since the round before. Nothing is copied by the engine's thread: it only
+shows the blocks, which do not change, and the data plane reads them beside the steps. Rounds end when little is left,
+when what is left does not shrink, or after ``ROUNDS_MOST``: only what is left then is copied while the request is frozen.
+"""
+
+from typing import Final
+
+from dora.errors import Conflict, DoraError
+from dora.kvtransfer.codec import head_of, parts_of, round_of
+from dora.kvtransfer.layout import blocks_for
+from dora.kvtransfer.peer import Peer
+from dora.kvtransfer.plane import DataPlane
+from dora.kvtransfer.snapshot import FullBlocks
+from dora.kvtransfer.transfer import Sent, Transfer
+from dora.worker.engine import RolloutEngine
+
+ROUNDS_MOST: Final = 8  # while it decodes
+LEFT_BLOCKS: Final = 2  # full blocks that are as well copied with the last round
+
+
+class NotMovable(DoraError):
+    """The request's KV cannot move exactly; it must be re-prefilled."""
+
+
+class Copying:
+    """``advance`` between two steps of the engine, until it has returned the last round."""
+
+    def __init__(self, engine: RolloutEngine, plane: DataPlane, peer: Peer, request_id: str) -> None:
+        self._engine = engine
+        self._plane = plane
+        self._peer = peer
+        self._request_id = request_id
+        self._stay = 0
+        self._rounds: list[int] = []  # blocks of each that has arrived, or is on its way
+        self._begun = 0
+        self.ahead: list[Sent] = []  # rounds that have arrived while it decoded
+        self._current: Transfer | None = None
+        self.tokens = -1  # response tokens when it was frozen; -1: it decodes
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether rounds are under way while the request decodes."""
+        return self._begun > 0 and self.tokens < 0
+
+    def cancel(self) -> None:
+        """What has arrived is void."""
+        if self._current is not None:
+            self._current.cancel()
+
+    def advance(self) -> Transfer | None:
+        """Begins the next round where the one before has arrived. Returns the last one, whose end is the copy's.
+
+        Raises NotFound for a request that has ended, NotMovable, TransferFailed where a round did not arrive.
+        """
+        if self._current is not None and not self._current.done.done():
+            return None
+        after = ""
+        if self._current is not None:
+            self.ahead.append(self._current.done.result())
+            after = self.ahead[-1].key
+        try:
+            full = self._engine.full_blocks(self._request_id, sum(self._rounds))
+        except Conflict as error:
+            self._rounds = []
+            return self._finish("", str(error))
+        if self._rounds and full.stay != self._stay:  # it was preempted meanwhile: all that was copied is void
+            after, self._rounds = "", []
+            full = self._engine.full_blocks(self._request_id, 0)
+        found = full.end - sum(self._rounds)
+        shrinks = not self._rounds or found < self._rounds[-1]
+        if found <= LEFT_BLOCKS or not shrinks or self._begun >= ROUNDS_MOST:
+            return self._finish(after)
+        self._send_round(full, found, after)
+        return None
+
+    def _send_round(self, full: FullBlocks, count: int, after: str) -> None:
+        self._stay = full.stay
+        self._begun += 1
+        self._rounds.append(count)
+        parts = parts_of(self._engine.layout, full.blocks, 0, count)
+        self._current = self._plane.send_parts(self._peer, self._request_id, parts, after=after)
+
+    def _finish(self, after: str, why: str = "it has no token") -> Transfer:
+        """Freezes the request and sends what is left of it."""
+        self._engine.freeze(self._request_id)
+        snapshot = self._engine.export(self._request_id)
+        if snapshot is None:
+            raise NotMovable(f"{self._request_id} cannot move exactly just now: {why}")
+        self.tokens = len(snapshot.request.output_token_ids)
+        done = sum(self._rounds)
+        left = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens) - done
+        head = head_of(snapshot, [*self._rounds, left])
+        self._current = self._plane.send_parts(self._peer, self._request_id, round_of(snapshot, done), head, after)
+        return self._current
