@@ -37,6 +37,10 @@ class WorkerDriver(Agenda, ABC):
     def to_core(self, worker: SimWorker, event: on.Event) -> None:
         """A worker's message goes on its way."""
 
+    @abstractmethod
+    def target_of(self, command: do.CopyOut) -> str:
+        """The worker that a request is to be copied to."""
+
     def copy_s(self, source: str, target: str, tokens: int) -> float:
         """Seconds until the KV of ``tokens`` has gone from one engine to another."""
         return self._links.copy_s(source, target, tokens * self.scenario.cluster.kv_token_bytes, self.now_s)
@@ -53,7 +57,10 @@ class WorkerDriver(Agenda, ABC):
             outcome = worker.obey(self, command, request)
             if isinstance(outcome, on.CommandDone):
                 self.to_core(worker, outcome)
-            elif outcome.after_s:
+                continue
+            if outcome.began is not None:
+                self.to_core(worker, outcome.began)
+            if outcome.after_s:
                 self.after(outcome.after_s, self._obeyed, worker, outcome.finish)
             else:
                 self.to_core(worker, outcome.finish())

@@ -150,7 +150,7 @@ class Meter:
         self._held[worker_id] = held
 
     def _sent(self, command: do.WorkerCommand, now_s: float) -> None:
-        if isinstance(command, do.CopyOut):
+        if isinstance(command, do.CopyIn):  # until then it decodes
             self._frozen[command.request_id] = now_s
         elif isinstance(command, (do.RemoveRequest, do.Thaw)):
             self._still_s += now_s - self._frozen.pop(command.request_id, now_s)

@@ -11,6 +11,7 @@ from dora.planning.engine import SimEngine, SimRequest
 from dora.sim.ledger import Ledger, Response, Violation
 
 STUCK: Final = "stuck"  # a fault: the load never ends
+AHEAD_LEAST_TOKENS: Final = 32  # a request with no more context is frozen at once
 FOREVER_S: Final = 1e9
 
 
@@ -22,6 +23,7 @@ class KvSnapshot:
     source: str  # worker id, and the epoch that copied
     epoch: int
     request: SimRequest
+    left_tokens: int  # of its context, copied while it is frozen
 
 
 class Surroundings(Protocol):
@@ -31,6 +33,7 @@ class Surroundings(Protocol):
     snapshots: dict[str, KvSnapshot]
     bad_weights: set[int]
 
+    def target_of(self, command: do.CopyOut) -> str: ...
     def copy_s(self, source: str, target: str, tokens: int) -> float: ...
     def load_s(self) -> float: ...
 
@@ -58,10 +61,11 @@ def resumed(response: Response, request_id: str) -> SimRequest:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """A command that takes time: ``finish`` is called ``after_s`` later and makes the outcome."""
+    """A command that takes time: ``finish`` is called ``after_s`` later and makes the outcome. ``began`` is told now."""
 
     after_s: float
     finish: Callable[[], on.CommandDone]
+    began: on.CopyBegan | None = None
 
 
 Outcome = on.CommandDone | Later
@@ -89,6 +93,7 @@ class SimWorker:
     wakes_s: float = inf  # the wake-up on the agenda, not after ``due_s``; any other is void
     orders: Parcel = field(default_factory=Parcel)  # what was last sent to it
     words: Parcel = field(default_factory=Parcel)  # and by it
+    outgoing: dict[str, int] = field(default_factory=dict)  # request that is copied while it decodes -> its CopyOut
     incoming: dict[str, int] = field(default_factory=dict)  # request whose KV is on its way here -> its CopyIn
     refusals: dict[type[do.WorkerCommand], list[str]] = field(default_factory=dict)  # faults: error kinds to come
 
@@ -103,6 +108,7 @@ class SimWorker:
                 return self._start(world, command, request, bad)
             case do.RemoveRequest(request_id=request_id) | do.CancelReservation(request_id=request_id):
                 self.incoming.pop(request_id, None)
+                self.outgoing.pop(request_id, None)
                 self.engine.remove(request_id)
             case do.ReserveSlot(version=version):
                 if version != self.version or bad:
@@ -112,6 +118,7 @@ class SimWorker:
             case do.CopyIn():
                 return self._copy_in(world, command, bad)
             case do.Thaw(request_id=request_id):
+                self.outgoing.pop(request_id, None)
                 self.engine.thaw(request_id)
         return self._done(command)
 
@@ -152,13 +159,32 @@ class SimWorker:
         return self._done(command)
 
     def _copy_out(self, world: Surroundings, command: do.CopyOut, bad: str) -> Outcome:
+        """Copies what is there while the request decodes on; frozen, it waits for what has come since."""
+        request = self.engine.requests.get(command.request_id)
+        ahead_tokens = 0 if request is None else request.context
+        if request is None or ahead_tokens <= AHEAD_LEAST_TOKENS:
+            return self._frozen(world, command, bad, 0)
+        self.outgoing[command.request_id] = command.command_id
+
+        def copied_ahead() -> on.CommandDone:
+            if self.outgoing.get(command.request_id) != command.command_id:
+                return self._failed(command, "cancelled while it was copied", "refused")
+            del self.outgoing[command.request_id]
+            return self._frozen(world, command, bad, ahead_tokens)
+
+        began = on.CopyBegan(self.worker_id, self.epoch, command.command_id)
+        copy_s = world.copy_s(self.worker_id, world.target_of(command), ahead_tokens)
+        return Later(copy_s, copied_ahead, began)
+
+    def _frozen(self, world: Surroundings, command: do.CopyOut, bad: str, ahead_tokens: int) -> on.CommandDone:
         request = self.engine.freeze(command.request_id)
         if request is None:
             return self._failed(command, f"{command.request_id} cannot be frozen now", "unknown_request")
         if bad:  # found not to be movable, or the copy failed
             return self._failed(command, "the copy failed", bad)
         locator = f"{self.worker_id}/{self.epoch}/{command.command_id}"
-        world.snapshots[locator] = KvSnapshot(self.version, self.worker_id, self.epoch, replace(request))
+        left_tokens = max(1, request.context - ahead_tokens)
+        world.snapshots[locator] = KvSnapshot(self.version, self.worker_id, self.epoch, replace(request), left_tokens)
         return self._done(command, locator, request.tokens)
 
     def _copy_in(self, world: Surroundings, command: do.CopyIn, bad: str) -> Outcome:
@@ -180,4 +206,4 @@ class SimWorker:
             self.engine.add(replace(snapshot.request, cached=True))
             return done
 
-        return Later(world.copy_s(snapshot.source, self.worker_id, snapshot.request.context), copied)
+        return Later(world.copy_s(snapshot.source, self.worker_id, snapshot.left_tokens), copied)

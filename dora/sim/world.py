@@ -187,6 +187,12 @@ class World(WorkerDriver):
             raise Violation(f"{command} is of a version that is rejected (C1)")
         self.send(worker, (command, request))
 
+    def target_of(self, command: do.CopyOut) -> str:
+        """The worker that a request is to be copied to; its own, where its handoff is over."""
+        pending = self.machine.state.pending.get(command.command_id)
+        handoff = pending.handoff if pending is not None else None
+        return command.worker_id if handoff is None else handoff.target
+
     def send(self, worker: SimWorker, order: Order) -> None:
         """An order goes on its way."""
         self._add(worker.orders, order, self._obey, worker)

@@ -68,6 +68,10 @@ class BaseEngine(Generic[Live], ABC):
         self.release(snapshot.request.request_id)
         self._enter(snapshot.request, snapshot)
 
+    @property
+    def reserved(self) -> int:
+        return len(self._reserved)
+
     def reserve(self, request_id: str) -> None:
         self._reserved.add(request_id)
         self._slots_changed()

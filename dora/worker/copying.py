@@ -38,7 +38,7 @@ class Copying:
         self._rounds: list[int] = []  # blocks of each that has arrived, or is on its way
         self._begun = 0
         self.ahead: list[Sent] = []  # rounds that have arrived while it decoded
-        self._current: Transfer | None = None
+        self.current: Transfer | None = None
         self.tokens = -1  # response tokens when it was frozen; -1: it decodes
 
     @property
@@ -48,19 +48,19 @@ class Copying:
 
     def cancel(self) -> None:
         """What has arrived is void."""
-        if self._current is not None:
-            self._current.cancel()
+        if self.current is not None:
+            self.current.cancel()
 
     def advance(self) -> Transfer | None:
         """Begins the next round where the one before has arrived. Returns the last one, whose end is the copy's.
 
         Raises NotFound for a request that has ended, NotMovable, TransferFailed where a round did not arrive.
         """
-        if self._current is not None and not self._current.done.done():
+        if self.current is not None and not self.current.done.done():
             return None
         after = ""
-        if self._current is not None:
-            self.ahead.append(self._current.done.result())
+        if self.current is not None:
+            self.ahead.append(self.current.done.result())
             after = self.ahead[-1].key
         try:
             full = self._engine.full_blocks(self._request_id, sum(self._rounds))
@@ -82,7 +82,7 @@ class Copying:
         self._begun += 1
         self._rounds.append(count)
         parts = parts_of(self._engine.layout, full.blocks, 0, count)
-        self._current = self._plane.send_parts(self._peer, self._request_id, parts, after=after)
+        self.current = self._plane.send_parts(self._peer, self._request_id, parts, after=after)
 
     def _finish(self, after: str, why: str = "it has no token") -> Transfer:
         """Freezes the request and sends what is left of it."""
@@ -94,5 +94,5 @@ class Copying:
         done = sum(self._rounds)
         left = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens) - done
         head = head_of(snapshot, [*self._rounds, left])
-        self._current = self._plane.send_parts(self._peer, self._request_id, round_of(snapshot, done), head, after)
-        return self._current
+        self.current = self._plane.send_parts(self._peer, self._request_id, round_of(snapshot, done), head, after)
+        return self.current

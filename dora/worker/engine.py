@@ -74,6 +74,10 @@ class RolloutEngine(Protocol):
         for a slot, is preempted or in prefill, or its model's state is more than one list of blocks.
         """
 
+    @property
+    def reserved(self) -> int:
+        """Slots that are kept."""
+
     def reserve(self, request_id: str) -> None:
         """Keeps a slot for a request that is to be taken in: no request that waits gets the last ones."""
 

@@ -67,7 +67,6 @@ class EngineLoop:
         self._clock = clock
         self._deltas: list[TokenDelta] = []
         self._reported_s = clock()
-        self._reserved: set[str] = set()
         self._copies: dict[str, _Copy] = {}  # by request
         self._arrived: set[str] = set()  # taken in, and no token yet
         self._shutdown = False
@@ -85,9 +84,16 @@ class EngineLoop:
         for copy in list(self._copies.values()):
             self._go_on(copy)
         if self._engine.has_work():
-            self._deltas.extend(self._engine.step())
+            self._step()
         if self._due():
             self._report()
+
+    def _step(self) -> None:
+        deltas = self._engine.step()
+        self._deltas.extend(deltas)
+        for delta in deltas:
+            if delta.finish_reason and delta.request_id in self._copies:
+                self._end_copy(delta.request_id, NotFound("request_id", delta.request_id, "one that has not ended"))
 
     def _due(self) -> bool:
         waited_s = self._clock() - self._reported_s
@@ -152,7 +158,7 @@ class EngineLoop:
         if order.version != self._engine.version:
             raise Conflict("version", order.version, f"{self._engine.version}, the one loaded", why="is not loaded")
         load, capability = self._engine.load(), self._engine.capability
-        held, limit = load.running + load.waiting + len(self._reserved), QUEUE_SLOTS * capability.slots
+        held, limit = load.running + load.waiting + self._engine.reserved, QUEUE_SLOTS * capability.slots
         if held >= limit:
             raise Conflict("requests held", held, f"below {limit}", why="is too much for another")
         if order.kv_tokens > capability.kv_tokens:
@@ -160,11 +166,9 @@ class EngineLoop:
         layout = self._engine.layout
         most_bytes = blocks_for(capability.max_model_len_tokens, layout.block_tokens) * layout.block_bytes
         self._data_plane().expect(order.request_id, order.source_epoch, most_bytes)
-        self._reserved.add(order.request_id)
         self._engine.reserve(order.request_id)
 
     def _cancel_reservation(self, order: pb.CancelReservation, outcome: pb.WorkerOutcome) -> None:
-        self._reserved.discard(order.request_id)
         self._arrived.discard(order.request_id)
         self._engine.release(order.request_id)
         if self._plane is not None:
@@ -223,13 +227,14 @@ class EngineLoop:
         except DoraError as gone:  # the engine's thread finds out by itself
             log.info("the outcome of a copy was not sent: %s", gone)
 
-    def _end_copy(self, request_id: str) -> None:
+    def _end_copy(self, request_id: str, why: DoraError | None = None) -> None:
+        """What was copied is void: ``why``, or it was told to."""
         copy = self._copies.pop(request_id, None)
         if copy is None:
             return
         copy.copying.cancel()
         if not copy.is_last:
-            _fail("copy_out", copy.outcome, TransferFailed("it was cancelled"))
+            _fail("copy_out", copy.outcome, why or TransferFailed("it was cancelled"))
             self._answer(copy.outcome)
 
     def _data_plane(self) -> DataPlane:
@@ -238,7 +243,6 @@ class EngineLoop:
         return self._plane
 
     def _copy_in(self, order: pb.CopyIn, outcome: pb.WorkerOutcome) -> None:
-        self._reserved.discard(order.request_id)
         snapshot = self._data_plane().take(order.locator)
         found = snapshot.request
         if (found.request_id, found.version) != (order.request_id, order.version):

@@ -35,7 +35,7 @@ class _Imports(KVConnectorMetadata):
 
 
 class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
-    """Named in vLLM's KVTransferConfig. Export needs no connector: between steps blocks are simply read."""
+    """Named in vLLM's KVTransferConfig. Export needs no connector: blocks that do not change are simply read."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

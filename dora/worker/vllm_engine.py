@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from dora.errors import Conflict, InvalidValue
 from dora.kvtransfer.layout import blocks_for, rng_draws
-from dora.kvtransfer.snapshot import KvSnapshot
+from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot
 from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
 from dora.weights.reference import read_reference
 from dora.worker import vllm_environment
@@ -131,6 +131,23 @@ class VllmEngine(BaseEngine[_Live]):
             blocks=self._store.show(block_ids[: blocks_for(kv_tokens, self._layout.block_tokens)]),
         )
 
+    def full_blocks(self, request_id: str, first: int) -> FullBlocks:
+        live = self._find(request_id)
+        state = self._scheduler.requests[live.engine_id]
+        kv_tokens = len(live.request.prompt_token_ids) + len(live.outputs) - 1
+        why = ""
+        if not self._movable:
+            why = "has more state than one list of blocks"
+        elif self._scheduler.connector.is_offered(live.engine_id):
+            why = "waits for a slot"
+        elif not live.outputs or state.num_computed_tokens != kv_tokens:
+            why = "is preempted" if state.num_preemptions else "waits for a slot, or is in prefill"
+        if why:
+            raise Conflict("request_id", request_id, "a request that decodes", why)
+        end = max(first, (kv_tokens - 1) // self._layout.block_tokens)
+        block_ids = self._scheduler.kv_cache_manager.get_block_ids(live.engine_id)[0]
+        return FullBlocks(state.num_preemptions, end, self._store.show(block_ids[first:end]))
+
     def remove(self, request_id: str) -> None:
         live = self._live.pop(request_id, None)
         if live is not None:
@@ -171,6 +188,9 @@ class VllmEngine(BaseEngine[_Live]):
         if snapshot is not None:
             self._scheduler.connector.offer(live.engine_id, snapshot)
         self._submit(core_request)
+
+    def _slots_changed(self) -> None:
+        self._scheduler.reserve_slots(len(self._reserved))
 
     def _next_engine_id(self, name: str) -> str:
         """Unique: the runner may still know the last request of this name, removed a moment ago."""

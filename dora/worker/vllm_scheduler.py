@@ -21,6 +21,12 @@ class HoldingScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self.held: dict[str, Request] = {}
         self.reprefilled_tokens = 0
+        self._reserved = 0
+
+    def reserve_slots(self, count: int) -> None:
+        """Keeps so many slots for requests that are to come with their KV."""
+        self._reserved = count
+        self._count_slots()
 
     def hold(self, request_id: str) -> None:
         """Takes a request out of its queue, with its blocks and its slot."""
@@ -31,7 +37,7 @@ class HoldingScheduler(Scheduler):
             self.waiting.remove_requests([request])
             self.deferred_waiting.discard(request)
         self.held[request_id] = request
-        self._reserve_slots()
+        self._count_slots()
 
     def take_up(self, request_id: str) -> None:
         """Undoes ``hold``."""
@@ -40,7 +46,7 @@ class HoldingScheduler(Scheduler):
             self.running.append(request)
         else:
             self.waiting.prepend_request(request)
-        self._reserve_slots()
+        self._count_slots()
 
     def add_request(self, request: Request) -> None:
         outputs = resumed_outputs(request.sampling_params.extra_args)
@@ -48,12 +54,17 @@ class HoldingScheduler(Scheduler):
             request.append_output_token_ids(outputs)
             request.prefill_stats = None  # they describe prompts; with outputs vLLM's own assertions would not hold
         super().add_request(request)
+        if self.connector.is_offered(request.request_id):  # it goes before those that have no KV
+            self.waiting.remove_request(request)
+            offered = map(self.connector.is_offered, [each.request_id for each in self.waiting])
+            place = next((index for index, is_offered in enumerate(offered) if not is_offered), len(self.waiting))
+            self.waiting.insert(place, request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self.held.pop(request.request_id, None)
-        self._reserve_slots()
+        self._count_slots()
         return finished
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -83,5 +94,5 @@ class HoldingScheduler(Scheduler):
     def _held_running(self) -> int:
         return sum(request.status == RequestStatus.RUNNING for request in self.held.values())
 
-    def _reserve_slots(self) -> None:
-        self.max_num_active_reqs = self.max_num_running_reqs - self._held_running()
+    def _count_slots(self) -> None:
+        self.max_num_active_reqs = self.max_num_running_reqs - self._held_running() - self._reserved

@@ -32,6 +32,7 @@ class Worker:
         self.outcomes: dict[int, pb.WorkerOutcome] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason | None] = {}
+        self.began: set[int] = set()  # copies that run ahead of their freeze
         self._number = 0
         clock = iter(range(1 << 40)).__next__  # every turn reports
         welcome = pb.Welcome(epoch=1, report_period_ms=1)
@@ -70,6 +71,12 @@ class Worker:
             raise AssertionError("no outcome came") from None
         return self.outcomes.pop(number)
 
+    def await_round(self, request_id: str) -> None:
+        """Until the round that is on its way has arrived; no step is done meanwhile."""
+        current = self.loop._copies[request_id].copying.current
+        assert current is not None
+        current.done.result(20)
+
     def finish(self, request_id: str) -> list[int]:
         while not self.ends.get(request_id):
             self.turn()
@@ -78,6 +85,9 @@ class Worker:
     def _hear(self, message: pb.WorkerMessage) -> None:
         if message.HasField("outcome"):
             self.outcomes[message.outcome.command_id] = message.outcome
+        if message.HasField("copy_began"):
+            assert message.copy_began.command_id not in self.outcomes, "told before its outcome"
+            self.began.add(message.copy_began.command_id)
         for delta in map(convert.delta_from_wire, message.report.deltas):
             known = self.tokens.setdefault(delta.request_id, [])
             assert delta.first_token == len(known), "each token is told once"
@@ -174,6 +184,62 @@ def test_the_source_decodes_others_while_it_copies_and_thaws_what_did_not_arrive
     assert source.obey(thaw=pb.Thaw(request_id="r1")).ok
     assert source.finish("r1") == alone(model, mover)
     assert source.finish("r2") == alone(model, other)
+
+
+def long_request() -> RequestSpec:
+    """With blocks that are full from the start."""
+    return make_request(1, LONG, 140)
+
+
+def test_full_blocks_are_copied_while_the_request_decodes(workers: tuple[Worker, Worker], model: Path) -> None:
+    source, target = workers
+    mover = long_request()
+    assert target.end is not None
+    started(source, [mover], 5)
+    reserved(target, "r1")
+    assert target.engine.reserved == 1
+    copying = source.order(copy_out=pb.CopyOut(request_id="r1", target=peer_of(target.end)))
+    source.turn()
+    assert source.began == {copying} and copying not in source.outcomes
+    source.await_round("r1")
+    copied = source.outcome(copying)
+    target.tokens["r1"] = moved = list(source.tokens["r1"])
+    assert copied.ok and copied.tokens == len(moved) > 5, "a token came while its blocks travelled"
+    assert copied.snapshot_bytes == 5 * source.engine.layout.block_bytes, "of all rounds"
+    assert target.obey(copy_in=pb.CopyIn(request_id="r1", version=1, locator=copied.locator)).ok
+    assert target.engine.reserved == 0
+    assert source.obey(remove_request=pb.RemoveRequest(request_id="r1")).ok
+    assert target.finish("r1") == alone(model, mover)
+    assert target.engine.load().reprefilled_tokens == 0
+
+
+def test_a_request_that_ends_while_its_blocks_travel_is_told_before_the_copys_end(
+    workers: tuple[Worker, Worker], transport: str, model: Path
+) -> None:
+    source, _ = workers
+    mover = long_request()
+    started(source, [mover], 5)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        peer = pb.KvPeer(worker_id="w9", epoch=9, address=f"127.0.0.1:{deaf.getsockname()[1]}", transports=[transport])
+        copying = source.order(copy_out=pb.CopyOut(request_id="r1", target=peer))
+        assert source.finish("r1") == alone(model, mover)
+        outcome = source.outcome(copying)
+    assert not outcome.ok and outcome.error_kind == "unknown_request"
+
+
+@pytest.mark.parametrize("order", ["thaw", "remove_request"])
+def test_an_undone_copy_ahead_is_answered_at_once(workers: tuple[Worker, Worker], transport: str, order: str) -> None:
+    source, _ = workers
+    started(source, [long_request()], 5)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        peer = pb.KvPeer(worker_id="w9", epoch=9, address=f"127.0.0.1:{deaf.getsockname()[1]}", transports=[transport])
+        copying = source.order(copy_out=pb.CopyOut(request_id="r1", target=peer))
+        undo = {"thaw": pb.Thaw(request_id="r1"), "remove_request": pb.RemoveRequest(request_id="r1")}[order]
+        source.turn()
+        assert source.obey(**{order: undo}).ok
+        outcome = source.outcomes[copying]
+    assert not outcome.ok and "cancelled" in outcome.error
+    assert source.engine.has_work() == (order == "thaw")
 
 
 def test_an_undone_handoff_leaves_nothing_at_the_target(workers: tuple[Worker, Worker], model: Path) -> None:

@@ -322,8 +322,9 @@ def drain_is_noted_before_it_is_refused(patch: Patch) -> None:
 
 
 def source_freed_before_commit(patch: Patch) -> None:
-    key = (Phase.COPYING, Signal.FROZEN)
-    patch.setitem(handoff_table.TABLE, key, (Phase.FROZEN, (Action.FREE_SOURCE, Action.COPY_IN)))
+    for phase in (Phase.RESERVED, Phase.COPYING):
+        key = (phase, Signal.FROZEN)
+        patch.setitem(handoff_table.TABLE, key, (Phase.FROZEN, (Action.FREE_SOURCE, Action.COPY_IN)))
 
 
 def failed_handoff_stays_frozen(patch: Patch) -> None:

@@ -1,0 +1,193 @@
+"""Full blocks are shown while their request decodes, and only those: what is copied in rounds goes on like the whole."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dora.errors import Conflict, NotFound
+from dora.kvtransfer.codec import head_of, parts_of, round_of, snapshot_of
+from dora.kvtransfer.layout import blocks_for
+from dora.kvtransfer.snapshot import KvSnapshot
+from dora.types import RequestSpec, SamplingParams
+from dora.worker.engine import RolloutEngine
+from tests.contract.driver import EVERYTHING, GREEDY, SAMPLED, SLOTS, Driver, Response, make_request, run
+
+LONG = 120  # prompt tokens: some full blocks from the start
+
+
+def long_requests(*samplings: SamplingParams) -> list[RequestSpec]:
+    return [make_request(index, sampling, LONG, max_tokens=90) for index, sampling in enumerate(samplings)]
+
+
+def take_out_in_rounds(driver: Driver, request_id: str, steps: int, rounds: int) -> KvSnapshot:
+    """As the loop does it: full blocks while it decodes, ``steps`` steps apart, then the rest; through the wire format."""
+    engine = driver.engine
+    counts: list[int] = []
+    bodies: list[bytes] = []
+    for _ in range(rounds):
+        full = engine.full_blocks(request_id, sum(counts))
+        if full.end > sum(counts):
+            counts.append(full.end - sum(counts))
+            bodies.append(b"".join(parts_of(engine.layout, full.blocks, 0, counts[-1])))
+        driver.step(steps)
+    engine.freeze(request_id)
+    snapshot = engine.export(request_id)
+    assert snapshot is not None and counts
+    left = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens) - sum(counts)
+    assert left >= 1, "the tail is always copied while it is frozen"
+    bodies.append(b"".join(round_of(snapshot, sum(counts))))
+    found = snapshot_of(head_of(snapshot, [*counts, left]), *bodies)
+    engine.remove(request_id)
+    return found
+
+
+@pytest.mark.parametrize(("steps", "rounds"), [(1, 2), (33, 2)])
+def test_a_request_copied_in_rounds_equals_an_unmoved_one_bitwise(
+    engine: RolloutEngine, driver: Driver, steps: int, rounds: int
+) -> None:
+    """Greedy, sampled, and with penalties, min_tokens and stop tokens."""
+    requests = long_requests(GREEDY, SAMPLED, replace(EVERYTHING, stop_token_ids=(), ignore_eos=True))
+    untouched = run(engine, requests)
+    before = engine.load().reprefilled_tokens
+    for request in requests:
+        driver.add(request)
+    driver.step(5)
+    for request in requests:
+        engine.take_in(take_out_in_rounds(driver, request.request_id, steps // 3 + 1, rounds))
+    assert driver.finish() == untouched
+    assert engine.load().reprefilled_tokens == before
+
+
+def test_samples_that_share_the_blocks_of_their_prompt_move_one_by_one(engine: RolloutEngine, driver: Driver) -> None:
+    one = make_request(1, SAMPLED, LONG, max_tokens=60)
+    samples = [replace(one, request_id=f"s{seed}", sampling=replace(one.sampling, seed=seed)) for seed in range(3)]
+    untouched = run(engine, samples)
+    for sample in samples:
+        driver.add(sample)
+    driver.step(4)
+    engine.take_in(take_out_in_rounds(driver, "s1", 12, 3))
+    driver.step(3)
+    engine.take_in(take_out_in_rounds(driver, "s0", 1, 2))
+    assert driver.finish() == untouched
+
+
+def test_no_half_filled_block_is_ever_shown(engine: RolloutEngine, driver: Driver) -> None:
+    """Each block as it was first shown is the block that the whole snapshot has at the end."""
+    request = make_request(1, replace(SAMPLED, ignore_eos=True), LONG, max_tokens=100)
+    driver.add(request)
+    driver.step()
+    shown: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
+    for _ in range(95):
+        full = engine.full_blocks("r1", 0)
+        kv_tokens = LONG + len(driver.responses["r1"].token_ids) - 1
+        assert full.end * engine.layout.block_tokens < kv_tokens
+        for name, pieces in full.blocks.items():
+            for index, block in enumerate(np.concatenate(pieces)):
+                shown[name].setdefault(index, block.copy())
+        driver.step()
+    engine.freeze("r1")
+    snapshot = engine.export("r1")
+    assert snapshot is not None
+    for name, blocks in shown.items():
+        whole = np.concatenate(snapshot.blocks[name])
+        assert len(blocks) >= 5
+        assert all(np.array_equal(whole[index], block) for index, block in blocks.items())
+
+
+def test_a_request_without_full_blocks_of_its_own_is_refused_with_the_reason(
+    engine: RolloutEngine, driver: Driver
+) -> None:
+    for index in range(SLOTS + 1):
+        driver.add(make_request(index, replace(GREEDY, ignore_eos=True), 20))
+    with pytest.raises(Conflict, match="slot"):
+        engine.full_blocks("r0", 0)
+    driver.step()
+    with pytest.raises(Conflict, match="slot"):
+        engine.full_blocks(f"r{SLOTS}", 0)
+    assert engine.full_blocks("r0", 0).end == 0
+    with pytest.raises(NotFound, match="nobody"):
+        engine.full_blocks("nobody", 0)
+
+
+def test_what_a_request_showed_before_it_was_preempted_is_void(engine: RolloutEngine, driver: Driver) -> None:
+    names = [f"r{index}" for index in range(SLOTS)]
+    for index in range(SLOTS):  # more KV than there is, at their ends
+        driver.add(make_request(index, replace(SAMPLED, ignore_eos=True), 100, max_tokens=90))
+    driver.step(2)
+    refused: set[str] = set()
+    before: dict[str, int] = {}
+    again: set[str] = set()
+    while driver.engine.has_work():
+        for name in driver.unfinished():
+            try:
+                stay = engine.full_blocks(name, 0).stay
+            except Conflict as error:
+                refused.add(str(error))
+                continue
+            if stay != before.setdefault(name, stay):
+                again.add(name)
+        driver.step()
+    assert any("is preempted" in reason for reason in refused)
+    assert again and again < set(names), "back in a slot, with other blocks"
+
+
+# The slot of a request that is to come.
+
+
+def test_a_reserved_slot_is_there_when_its_request_comes(engine: RolloutEngine, driver: Driver) -> None:
+    mover = replace(make_request(1, GREEDY, ignore_eos=True), request_id="mover")
+    untouched = run(engine, [mover])["mover"]
+    driver.add(mover)
+    driver.step(5)
+    snapshot = driver.take_out("mover")
+    for index in range(SLOTS - 1):
+        driver.add(make_request(index, GREEDY, 20))
+    engine.reserve("mover")
+    driver.add(make_request(SLOTS, GREEDY, 20))
+    driver.add(make_request(SLOTS + 1, GREEDY, 20))
+    driver.step(3)
+    assert (engine.load().running, engine.load().waiting) == (SLOTS - 1, 2), "the last slot is kept"
+    engine.take_in(snapshot)
+    driver.step()
+    assert len(driver.responses["mover"].token_ids) == 6, "a token with the first step"
+    assert driver.finish()["mover"] == untouched
+
+
+@pytest.mark.parametrize("undone", [True, False])
+def test_a_reservation_that_is_undone_keeps_nothing(engine: RolloutEngine, driver: Driver, undone: bool) -> None:
+    for index in range(SLOTS):
+        engine.reserve(f"r{index}")
+    for index in range(SLOTS):
+        if undone:
+            engine.release(f"r{index}")
+        driver.add(make_request(index, GREEDY, 20))
+    driver.step()
+    assert engine.load().running == (SLOTS if undone else 0)
+    for index in range(SLOTS):
+        engine.release(f"r{index}")
+    driver.finish()
+
+
+def test_who_comes_with_kv_goes_before_all_that_have_none(engine: RolloutEngine, driver: Driver) -> None:
+    """Into a full engine: it waits for the first slot, not for those that waited before it."""
+    movers = [replace(make_request(index, GREEDY), request_id=f"mover{index}") for index in (1, 2)]
+    for mover in movers:
+        driver.add(mover)
+    driver.step(3)
+    snapshots = [driver.take_out(mover.request_id) for mover in movers]
+    for index in range(SLOTS + 4):
+        driver.add(make_request(index, GREEDY, 20, max_tokens=10 + 3 * index))
+    driver.step(2)
+    for snapshot in snapshots:
+        engine.take_in(snapshot)
+    first: list[str] = []
+    tokens: Callable[[str], int] = lambda name: len(driver.responses.get(name, Response()).token_ids)  # noqa: E731
+    late = ["mover1", "mover2", *(f"r{SLOTS + index}" for index in range(4))]
+    before = {name: tokens(name) for name in late}
+    while engine.has_work():
+        driver.step()
+        first += [name for name in late if tokens(name) > before[name] and name not in first]
+    assert first == late
