@@ -115,7 +115,7 @@ class Arrivals:
                 raise SnapshotRefused(f"round after {after!r}: that is no round of this snapshot which is here")
             rounds = [] if before is None else before.rounds()
             whole_bytes = body_bytes + sum(each.body.nbytes for each in rounds)
-            if not (0 < body_bytes and whole_bytes <= most_bytes and len(rounds) < ROUNDS_MOST):
+            if not (body_bytes > 0 and whole_bytes <= most_bytes and len(rounds) < ROUNDS_MOST):
                 raise SnapshotRefused(
                     f"body bytes = {whole_bytes} in {len(rounds) + 1} rounds, expected are at most {most_bytes} "
                     f"in {ROUNDS_MOST}"

@@ -61,7 +61,7 @@ def resumed(response: Response, request_id: str) -> SimRequest:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """A command that takes time: ``finish`` is called ``after_s`` later and makes the outcome. ``began`` is told now."""
+    """A command that takes time: ``finish``, called ``after_s`` later, makes the outcome. ``began`` is told at once."""
 
     after_s: float
     finish: Callable[[], on.CommandDone]

@@ -2,14 +2,15 @@
 
     decodes  ─ round ─ round ─ ... ─ freeze ─ last round: what is left, and the request's state ─▶ it is all there
 
-A round copies the blocks that have become full since the round before. Nothing is copied by the engine's thread: it only
-shows the blocks, which do not change, and the data plane reads them beside the steps. Rounds end when little is left,
-when what is left does not shrink, or after ``ROUNDS_MOST``: only what is left then is copied while the request is frozen.
+A round copies the blocks that have become full since the round before. The engine's thread copies nothing, so a round
+takes no time of a step, whatever its size: the thread shows the blocks, which do not change, and the data plane reads
+them beside the steps. Rounds end when little is left, when what is left does not shrink, or after ``ROUNDS_MOST``: only
+what is left then is copied while the request is frozen.
 """
 
 from typing import Final
 
-from dora.errors import Conflict, DoraError
+from dora.errors import Conflict
 from dora.kvtransfer.codec import head_of, parts_of, round_of
 from dora.kvtransfer.layout import blocks_for
 from dora.kvtransfer.peer import Peer
@@ -17,13 +18,10 @@ from dora.kvtransfer.plane import DataPlane
 from dora.kvtransfer.snapshot import FullBlocks
 from dora.kvtransfer.transfer import Sent, Transfer
 from dora.worker.engine import RolloutEngine
+from dora.worker.failure import NotMovable
 
 ROUNDS_MOST: Final = 8  # while it decodes
 LEFT_BLOCKS: Final = 2  # full blocks that are as well copied with the last round
-
-
-class NotMovable(DoraError):
-    """The request's KV cannot move exactly; it must be re-prefilled."""
 
 
 class Copying:

@@ -14,10 +14,8 @@ from typing import Final, Protocol
 
 from dora.errors import (
     MISSING,
-    CanaryMismatch,
     Conflict,
     DoraError,
-    InvalidValue,
     NotFound,
     SnapshotRefused,
     TransferFailed,
@@ -29,8 +27,9 @@ from dora.kvtransfer.transfer import Sent
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.types import TokenDelta
-from dora.worker.copying import Copying, NotMovable
+from dora.worker.copying import Copying
 from dora.worker.engine import RolloutEngine
+from dora.worker.failure import fail
 
 log = logging.getLogger("dora.worker")
 
@@ -129,7 +128,7 @@ class EngineLoop:
             if _OBEY[kind](self, getattr(command, kind), outcome) is LATER:
                 return
         except DoraError as error:
-            _fail(kind, outcome, error)
+            fail(kind, outcome, error)
             log.warning("%s: %s", kind, error)
         self._answer(outcome, reports=kind == "load_version")
 
@@ -192,7 +191,7 @@ class EngineLoop:
         except DoraError as error:
             del self._copies[copy.request_id]
             copy.copying.cancel()
-            _fail("copy_out", copy.outcome, error)
+            fail("copy_out", copy.outcome, error)
             log.warning("copy_out: %s", error)
             self._answer(copy.outcome)
             return
@@ -220,7 +219,7 @@ class EngineLoop:
             outcome.kv_fallbacks.extend(reason[:REASON_MOST] for reason in sent.fallbacks)
         else:
             assert isinstance(error, DoraError), error
-            _fail("copy_out", outcome, error)
+            fail("copy_out", outcome, error)
         outcome.at = time.time()
         try:
             self._orders.send(pb.WorkerMessage(outcome=outcome))
@@ -234,7 +233,7 @@ class EngineLoop:
             return
         copy.copying.cancel()
         if not copy.is_last:
-            _fail("copy_out", copy.outcome, why or TransferFailed("it was cancelled"))
+            fail("copy_out", copy.outcome, why or TransferFailed("it was cancelled"))
             self._answer(copy.outcome)
 
     def _data_plane(self) -> DataPlane:
@@ -281,27 +280,3 @@ _OBEY: dict[str, Callable[..., object]] = {
     "copy_in": EngineLoop._copy_in,
     "thaw": EngineLoop._thaw,
 }
-
-
-def _fail(command: str | None, outcome: pb.WorkerOutcome, error: DoraError) -> None:
-    outcome.ok, outcome.error, outcome.error_kind = False, str(error), _error_kind(command, error)
-    if isinstance(error, CanaryMismatch):
-        outcome.canary_difference = error.difference
-
-
-def _error_kind(command: str | None, error: DoraError) -> str:
-    """What the orchestrator makes of it. ``weights``: not this worker is at fault, but what was published."""
-    if command == "load_version" and isinstance(error, (InvalidValue, CanaryMismatch)):
-        return "refused" if isinstance(error, (Conflict, NotFound)) or _unreadable(error) else "weights"
-    if isinstance(error, NotMovable):
-        return "not_movable"
-    if isinstance(error, NotFound):
-        return "unknown_request"
-    if isinstance(error, (Conflict, SnapshotRefused, TransferFailed)):
-        return "refused"
-    return "invalid" if isinstance(error, InvalidValue) else "refused"
-
-
-def _unreadable(error: DoraError) -> bool:
-    """Whether a file could not be read, which says nothing of what is in it."""
-    return isinstance(error.__cause__, OSError)

@@ -1,6 +1,8 @@
 """Data planes for tests: ends of one run, in this process or in several."""
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.kvtransfer.transport import is_installed
 
+WAIT_S = 20.0
 SECRET = bytes(range(32))
 TRANSPORTS = ("shm", "tcp", "gloo", "nixl")
 HERE = tuple(name for name in TRANSPORTS if is_installed(name))
@@ -48,3 +51,12 @@ def a_plane(
         yield End(plane, identity, door.address, transports)
     finally:
         plane.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for what other threads do."""
+    ends_s = time.monotonic() + WAIT_S
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < ends_s
+        pause.wait(0.005)

@@ -1,4 +1,4 @@
-"""Full blocks are shown while their request decodes, and only those: what is copied in rounds goes on like the whole."""
+"""Full blocks are shown while their request decodes, and only those: what came in rounds goes on like the whole."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def long_requests(*samplings: SamplingParams) -> list[RequestSpec]:
 
 
 def take_out_in_rounds(driver: Driver, request_id: str, steps: int, rounds: int) -> KvSnapshot:
-    """As the loop does it: full blocks while it decodes, ``steps`` steps apart, then the rest; through the wire format."""
+    """As the loop does it: full blocks ahead, ``steps`` steps apart, then the rest; through the wire format."""
     engine = driver.engine
     counts: list[int] = []
     bodies: list[bytes] = []

@@ -24,9 +24,8 @@ from dora.kvtransfer.segments import sweep
 from dora.kvtransfer.transfer import Sent, Transfer
 from dora.kvtransfer.transport import CHUNK_BYTES, is_installed
 from dora.kvtransfer.wire import Kind, Stream
-from tests.contract.planes import SECRET, TRANSPORTS, End, a_plane
+from tests.contract.planes import SECRET, TRANSPORTS, WAIT_S, End, a_plane, until
 
-WAIT_S = 20.0
 SIZES = (1, 7, 4096, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1)
 
 
@@ -75,15 +74,6 @@ def refusal(transfer: Transfer) -> str:
     error = transfer.done.exception(WAIT_S)
     assert isinstance(error, TransferFailed), error
     return str(error)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for what other threads do."""
-    ends_s = time.monotonic() + WAIT_S
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < ends_s
-        pause.wait(0.005)
 
 
 # What arrives.

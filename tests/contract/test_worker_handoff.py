@@ -2,7 +2,7 @@
 
 import queue
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ TURNS_MOST = 20_000
 class Worker:
     """One loop with a fake engine; a test gives it commands and reads what it says."""
 
-    def __init__(self, end: End | None, model: Path) -> None:
+    def __init__(self, end: End | None, model: Path, clock: Callable[[], float] | None = None) -> None:
         self.end = end
         self.engine = FakeEngine(slots=4, kv_tokens=2048, max_model_len_tokens=256, mean_tokens=25, model=model)
         self._commands: queue.SimpleQueue[pb.WorkerCommand] = queue.SimpleQueue()
@@ -34,7 +34,7 @@ class Worker:
         self.ends: dict[str, FinishReason | None] = {}
         self.began: set[int] = set()  # copies that run ahead of their freeze
         self._number = 0
-        clock = iter(range(1 << 40)).__next__  # every turn reports
+        clock = clock or iter(range(1 << 40)).__next__  # every turn reports
         welcome = pb.Welcome(epoch=1, report_period_ms=1)
         self.loop = EngineLoop(self.engine, self, welcome, None if end is None else end.plane, clock)
 
@@ -211,6 +211,21 @@ def test_full_blocks_are_copied_while_the_request_decodes(workers: tuple[Worker,
     assert source.obey(remove_request=pb.RemoveRequest(request_id="r1")).ok
     assert target.finish("r1") == alone(model, mover)
     assert target.engine.load().reprefilled_tokens == 0
+
+
+def test_the_first_token_at_the_target_is_reported_at_once(tmp_path: Path, model: Path) -> None:
+    with a_plane(tmp_path, 1) as one, a_plane(tmp_path, 2) as two:
+        source, target = Worker(one, model), Worker(two, model, clock=lambda: 0.0)  # no report is ever due by time
+        for worker in (source, target):
+            assert worker.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+        started(source, list(two_requests()), 5)
+        reserved(target, "r1")
+        copied = source.obey(copy_out=pb.CopyOut(request_id="r1", target=peer_of(two)))
+        target.tokens["r1"] = list(source.tokens["r1"])
+        assert target.obey(copy_in=pb.CopyIn(request_id="r1", version=1, locator=copied.locator)).ok
+        assert len(target.tokens["r1"]) == copied.tokens + 1
+        target.turn()
+        assert len(target.tokens["r1"]) == copied.tokens + 1, "the next ones with their period"
 
 
 def test_a_request_that_ends_while_its_blocks_travel_is_told_before_the_copys_end(

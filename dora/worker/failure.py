@@ -1,0 +1,41 @@
+"""A command's failure, as its outcome tells the orchestrator."""
+
+from dora.errors import (
+    CanaryMismatch,
+    Conflict,
+    DoraError,
+    InvalidValue,
+    NotFound,
+    SnapshotRefused,
+    TransferFailed,
+)
+from dora.rpc import dora_pb2 as pb
+
+
+class NotMovable(DoraError):
+    """The request's KV cannot move exactly; it must be re-prefilled."""
+
+
+def fail(command: str | None, outcome: pb.WorkerOutcome, error: DoraError) -> None:
+    """Makes it the outcome of a command that failed."""
+    outcome.ok, outcome.error, outcome.error_kind = False, str(error), _error_kind(command, error)
+    if isinstance(error, CanaryMismatch):
+        outcome.canary_difference = error.difference
+
+
+def _error_kind(command: str | None, error: DoraError) -> str:
+    """What the orchestrator makes of it. ``weights``: not this worker is at fault, but what was published."""
+    if command == "load_version" and isinstance(error, (InvalidValue, CanaryMismatch)):
+        return "refused" if isinstance(error, (Conflict, NotFound)) or _unreadable(error) else "weights"
+    if isinstance(error, NotMovable):
+        return "not_movable"
+    if isinstance(error, NotFound):
+        return "unknown_request"
+    if isinstance(error, (Conflict, SnapshotRefused, TransferFailed)):
+        return "refused"
+    return "invalid" if isinstance(error, InvalidValue) else "refused"
+
+
+def _unreadable(error: DoraError) -> bool:
+    """Whether a file could not be read, which says nothing of what is in it."""
+    return isinstance(error.__cause__, OSError)

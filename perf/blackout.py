@@ -1,0 +1,123 @@
+"""How long a request that moves goes without a token, by its context: copied ahead in rounds, and stopped and copied.
+
+    python perf/blackout.py --tokens 1024 4096 16384 --json
+
+One engine on a tiny model plays both ends, over two data planes of this process; a blackout is given in decode steps of
+the same engine beside the same request. Re-prefill, the alternative, computes the same context from its tokens. With
+``--json``: one object, of which ``blackout_steps_p50`` and ``blackout_16k_vs_1k`` (longest by shortest context) have
+bars.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from dora.kvtransfer.door import Door
+from dora.kvtransfer.peer import Identity, Peer, this_host
+from dora.kvtransfer.plane import DataPlane, PlaneSettings
+from dora.models import resolve_model
+from dora.types import RequestSpec, SamplingParams
+from dora.worker import copying
+from dora.worker.copying import Copying
+from dora.worker.vllm_engine import VllmEngine
+
+MOVES = 7
+WARM_STEPS = 8
+WAIT_S = 60.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="smollm2, tiny, tiny-moe, or a Hugging Face folder")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384], help="context lengths")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    folder = resolve_model(options.model)
+    longest = max(options.tokens) + 4096
+    engine = VllmEngine(folder, slots=4, kv_tokens=2 * longest, max_model_len_tokens=longest)
+    engine.load_weights(0, folder, None)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+        settings = PlaneSettings(os.urandom(32), Path(shared), ("shm",))
+        door, target_door = Door("127.0.0.1"), Door("127.0.0.1")
+        source = DataPlane(door, Identity("w1", 1, "f", this_host()), settings)
+        target = DataPlane(target_door, Identity("w2", 2, "f", this_host()), settings)
+        peer = Peer("w2", 2, target_door.address, ("shm",))
+        rows = [measure(engine, source, target, peer, tokens) for tokens in options.tokens]
+        source.close()
+        target.close()
+    engine.close()
+    found = {
+        "blackout_steps_p50": max(row["blackout_steps"] for row in rows),
+        "blackout_16k_vs_1k": round(rows[-1]["blackout_ms"] / rows[0]["blackout_ms"], 2),
+        "reprefill_vs_blackout_16k": round(rows[-1]["reprefill_ms"] / rows[-1]["blackout_ms"], 1),
+        "rows": rows,
+    }
+    print(json.dumps(found, indent=None if options.json else 2))
+
+
+def measure(engine: VllmEngine, source: DataPlane, target: DataPlane, peer: Peer, tokens: int) -> dict[str, Any]:
+    """Medians over moves of one request with ``tokens`` tokens of context."""
+    prompt = tuple(3 + index % 61 for index in range(tokens))
+    request = RequestSpec(f"r{tokens}", 0, prompt, SamplingParams(temperature=1.0, seed=1, max_tokens=4000))
+    request = replace(request, sampling=replace(request.sampling, ignore_eos=True))
+    began_s = time.perf_counter()
+    engine.add(request)
+    engine.step()
+    reprefill_ms = (time.perf_counter() - began_s) * 1000
+    steps_ms = [timed_step(engine) for _ in range(WARM_STEPS)][2:]
+    least = copying.LEFT_BLOCKS
+    ahead_ms, stopped_ms, rounds = [], [], []
+    for _ in range(MOVES):
+        took_ms, count = move(engine, source, target, peer, request.request_id)
+        ahead_ms.append(took_ms)
+        rounds.append(count)
+        steps_ms += [timed_step(engine) for _ in range(4)]
+    copying.LEFT_BLOCKS = tokens  # type: ignore[misc]  # all of it is little: it is frozen at once
+    for _ in range(MOVES):
+        stopped_ms.append(move(engine, source, target, peer, request.request_id)[0])
+        steps_ms += [timed_step(engine) for _ in range(4)]
+    copying.LEFT_BLOCKS = least  # type: ignore[misc]
+    engine.remove(request.request_id)
+    step_ms, blackout_ms = statistics.median(steps_ms), statistics.median(ahead_ms)
+    return {
+        "tokens": tokens,
+        "step_ms": round(step_ms, 2),
+        "rounds": statistics.median(rounds),
+        "blackout_ms": round(blackout_ms, 2),
+        "blackout_steps": round(blackout_ms / step_ms, 2),
+        "stop_and_copy_ms": round(statistics.median(stopped_ms), 2),
+        "reprefill_ms": round(reprefill_ms, 1),
+    }
+
+
+def move(engine: VllmEngine, source: DataPlane, target: DataPlane, peer: Peer, request_id: str) -> tuple[float, int]:
+    """Milliseconds between the last token here and the first one there, and the rounds ahead of the freeze."""
+    target.expect(request_id, 1, 1 << 30)
+    moving = Copying(engine, source, peer, request_id)
+    last_s = time.perf_counter()
+    while (last := moving.advance()) is None:
+        engine.step()
+        last_s = time.perf_counter()
+    key = last.done.result(WAIT_S).key
+    engine.remove(request_id)
+    engine.take_in(target.take(key))
+    engine.step()
+    return (time.perf_counter() - last_s) * 1000, len(moving.ahead)
+
+
+def timed_step(engine: VllmEngine) -> float:
+    began_s = time.perf_counter()
+    engine.step()
+    return (time.perf_counter() - began_s) * 1000
+
+
+if __name__ == "__main__":
+    main()
