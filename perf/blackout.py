@@ -23,28 +23,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
-from dora.models import resolve_model
+from dora.kvtransfer.transfer import Transfer
+from dora.models.tiny import make_tiny
 from dora.types import RequestSpec, SamplingParams
-from dora.worker import copying
 from dora.worker.copying import Copying
 from dora.worker.vllm_engine import VllmEngine
 
 MOVES = 7
 WARM_STEPS = 8
 WAIT_S = 60.0
+MOST_BYTES = 1 << 30
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="smollm2, tiny, tiny-moe, or a Hugging Face folder")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384], help="context lengths")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    folder = resolve_model(options.model)
-    longest = max(options.tokens) + 4096
-    engine = VllmEngine(folder, slots=4, kv_tokens=2 * longest, max_model_len_tokens=longest)
-    engine.load_weights(0, folder, None)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+        longest = max(options.tokens) + 4096
+        folder = long_model(Path(shared) / "model", longest)
+        engine = VllmEngine(folder, slots=4, kv_tokens=2 * longest, max_model_len_tokens=longest)
+        engine.load_weights(0, folder, None)
         settings = PlaneSettings(os.urandom(32), Path(shared), ("shm",))
         door, target_door = Door("127.0.0.1"), Door("127.0.0.1")
         source = DataPlane(door, Identity("w1", 1, "f", this_host()), settings)
@@ -53,7 +53,7 @@ def main() -> None:
         rows = [measure(engine, source, target, peer, tokens) for tokens in options.tokens]
         source.close()
         target.close()
-    engine.close()
+        engine.close()
     found = {
         "blackout_steps_p50": max(row["blackout_steps"] for row in rows),
         "blackout_16k_vs_1k": round(rows[-1]["blackout_ms"] / rows[0]["blackout_ms"], 2),
@@ -61,6 +61,14 @@ def main() -> None:
         "rows": rows,
     }
     print(json.dumps(found, indent=None if options.json else 2))
+
+
+def long_model(folder: Path, positions: int) -> Path:
+    """A tiny model whose context is long; its weights do not depend on that."""
+    make_tiny("dense", folder, seed=0)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
+    return folder
 
 
 def measure(engine: VllmEngine, source: DataPlane, target: DataPlane, peer: Peer, tokens: int) -> dict[str, Any]:
@@ -73,24 +81,18 @@ def measure(engine: VllmEngine, source: DataPlane, target: DataPlane, peer: Peer
     engine.step()
     reprefill_ms = (time.perf_counter() - began_s) * 1000
     steps_ms = [timed_step(engine) for _ in range(WARM_STEPS)][2:]
-    least = copying.LEFT_BLOCKS
-    ahead_ms, stopped_ms, rounds = [], [], []
+    ends = engine, source, target, peer, request.request_id
+    ahead_ms: list[float] = []
+    stopped_ms: list[float] = []
     for _ in range(MOVES):
-        took_ms, count = move(engine, source, target, peer, request.request_id)
-        ahead_ms.append(took_ms)
-        rounds.append(count)
-        steps_ms += [timed_step(engine) for _ in range(4)]
-    copying.LEFT_BLOCKS = tokens  # type: ignore[misc]  # all of it is little: it is frozen at once
-    for _ in range(MOVES):
-        stopped_ms.append(move(engine, source, target, peer, request.request_id)[0])
-        steps_ms += [timed_step(engine) for _ in range(4)]
-    copying.LEFT_BLOCKS = least  # type: ignore[misc]
+        for found, move in ((ahead_ms, copy_ahead), (stopped_ms, stop_and_copy)):
+            found.append(move(*ends))
+            steps_ms += [timed_step(engine) for _ in range(4)]
     engine.remove(request.request_id)
     step_ms, blackout_ms = statistics.median(steps_ms), statistics.median(ahead_ms)
     return {
         "tokens": tokens,
         "step_ms": round(step_ms, 2),
-        "rounds": statistics.median(rounds),
         "blackout_ms": round(blackout_ms, 2),
         "blackout_steps": round(blackout_ms / step_ms, 2),
         "stop_and_copy_ms": round(statistics.median(stopped_ms), 2),
@@ -98,19 +100,33 @@ def measure(engine: VllmEngine, source: DataPlane, target: DataPlane, peer: Peer
     }
 
 
-def move(engine: VllmEngine, source: DataPlane, target: DataPlane, peer: Peer, request_id: str) -> tuple[float, int]:
-    """Milliseconds between the last token here and the first one there, and the rounds ahead of the freeze."""
-    target.expect(request_id, 1, 1 << 30)
-    moving = Copying(engine, source, peer, request_id)
+def copy_ahead(engine: VllmEngine, source: DataPlane, target: DataPlane, peer: Peer, request_id: str) -> float:
+    """Milliseconds between the last token here and the first one there."""
+    target.expect(request_id, 1, MOST_BYTES)
+    copying = Copying(engine, source, peer, request_id)
     last_s = time.perf_counter()
-    while (last := moving.advance()) is None:
+    while (last := copying.advance()) is None:
         engine.step()
         last_s = time.perf_counter()
+    return taken_in(engine, target, last, last_s)
+
+
+def stop_and_copy(engine: VllmEngine, source: DataPlane, target: DataPlane, peer: Peer, request_id: str) -> float:
+    """The same where nothing is copied before the freeze."""
+    target.expect(request_id, 1, MOST_BYTES)
+    last_s = time.perf_counter()
+    engine.freeze(request_id)
+    snapshot = engine.export(request_id)
+    assert snapshot is not None
+    return taken_in(engine, target, source.send(peer, request_id, snapshot), last_s)
+
+
+def taken_in(engine: VllmEngine, target: DataPlane, last: Transfer, last_s: float) -> float:
     key = last.done.result(WAIT_S).key
-    engine.remove(request_id)
+    engine.remove(last.ticket)
     engine.take_in(target.take(key))
     engine.step()
-    return (time.perf_counter() - last_s) * 1000, len(moving.ahead)
+    return (time.perf_counter() - last_s) * 1000
 
 
 def timed_step(engine: VllmEngine) -> float:

@@ -10,6 +10,7 @@ from dora.limits import GROUPS_MOST
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core.handoff_table import Phase
 from dora.sim.invariants import check_state
 
 
@@ -149,6 +150,60 @@ def test_the_end_of_a_frozen_response_is_taken_from_its_owner() -> None:
     assert not bench.state.handoffs
     bench.answer(bench.given(do.CopyIn)[0])  # the target had taken it in meanwhile
     assert bench.owner("g0.0") == ""
+
+
+def copied_ahead(began: bool) -> tuple[Bench, str, str]:
+    """A handoff whose source was told to copy; ``began``: it copies ahead. The bench, source and target."""
+    bench = Bench()
+    bench.start("w0", "w1")
+    bench.offer(1)
+    source = bench.owner("g0.0")
+    target = "w1" if source == "w0" else "w0"
+    bench.obey(do.StartRequest)
+    bench.post(on.MigrateAsked("g0.0", target))
+    bench.answer(bench.given(do.ReserveSlot)[0])
+    (handoff,) = bench.state.handoffs.values()
+    assert handoff.phase is Phase.RESERVED
+    if began:
+        copy_out = bench.given(do.CopyOut)[0]
+        for _ in range(2):  # a message may come twice
+            assert bench.post(on.CopyBegan(source, copy_out.epoch, copy_out.command_id)) == []
+        assert handoff.phase is Phase.COPYING
+    return bench, source, target
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_a_copy_ends_alike_before_and_after_it_ran_ahead(began: bool) -> None:
+    bench, source, target = copied_ahead(began)
+    bench.answer(bench.given(do.CopyOut)[0], locator="snapshot", tokens=3)
+    bench.obey(do.CopyIn)
+    assert bench.owner("g0.0") == target
+    bench, source, target = copied_ahead(began)  # the target's refusal of a round
+    bench.answer(bench.given(do.CopyOut)[0], ok=False, error="refused", error_kind="refused")
+    assert {type(command) for command in bench.commands} >= {do.CancelReservation, do.Thaw}
+    assert bench.owner("g0.0") == source and not bench.state.handoffs
+    bench, source, target = copied_ahead(began)
+    bench.report("g0.0", 9, end=True)
+    assert bench.given(do.CancelReservation) and not bench.given(do.Thaw) and not bench.state.handoffs
+    bench, source, target = copied_ahead(began)
+    bench.now_s += bench.state.config.balance.handoff_timeout_s
+    bench.post(on.Tick())
+    assert bench.given(do.CancelReservation) and bench.given(do.Thaw) and bench.owner("g0.0") == source
+    bench, source, target = copied_ahead(began)
+    bench.post(on.WorkerLost(target, bench.state.workers[target].epoch, "killed"))
+    assert bench.given(do.Thaw) and bench.owner("g0.0") == source
+    bench, source, target = copied_ahead(began)
+    bench.post(on.WorkerLost(source, bench.state.workers[source].epoch, "killed"))
+    assert bench.given(do.CancelReservation) and bench.owner("g0.0") == target, "it resumes there by re-prefill"
+
+
+def test_a_copys_beginning_of_an_epoch_that_is_over_is_ignored() -> None:
+    bench, source, _ = copied_ahead(False)
+    copy_out = bench.given(do.CopyOut)[0]
+    assert bench.post(on.CopyBegan(source, copy_out.epoch - 1, copy_out.command_id)) == []
+    assert bench.post(on.CopyBegan(source, copy_out.epoch, copy_out.command_id + 999)) == []
+    (handoff,) = bench.state.handoffs.values()
+    assert handoff.phase is Phase.RESERVED
 
 
 def test_kv_goes_with_a_request_that_moves_before_anyone_reports() -> None:

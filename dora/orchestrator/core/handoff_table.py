@@ -1,8 +1,10 @@
 """The handoff of one live request between two workers of one version, as a table.
 
-    PLANNED ─reserved─▶ RESERVED ─copy began─▶ COPYING ─frozen─▶ FROZEN ─copied in─▶ COMMITTED ─source freed─▶ RELEASED
-       │                   │ └───────frozen───────│────────────────▲│ └──source lost──▶ STRANDED ──copied in──▶ RELEASED
-       └───────────────────┴──────────────────────┴─────────────────┴──▶ ABORTED: the source goes on, nothing happened
+                            ┌─────────────frozen: few blocks─────────────┐
+                            │                                            ▼
+    PLANNED ──reserved──▶ RESERVED ──copy began──▶ COPYING ──frozen──▶ FROZEN ──copied in──▶ COMMITTED ──▶ RELEASED
+       │                    │                         │                  │ └──source lost──▶ STRANDED ──▶ RELEASED
+       └────────────────────┴─────────────────────────┴──────────────────┴──▶ ABORTED: the source goes on
 
 The source owns the request until COMMITTED, the target from then on: exactly one owner at any time, and the source
 frees its blocks only after COMMITTED. From there on the loss of either is an ordinary loss of a worker.
