@@ -21,22 +21,27 @@ PROBE: Final = ""  # the ticket of what is sent only to be timed
 PROBE_BYTES: Final = 4 << 20
 EXPECTED_MOST: Final = 1 << 16
 ROUNDS_MOST: Final = 64
-NO_HEAD: Final = b"\0"  # the head of a round that is not the last
 _KEY: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{32}\.kv")
 
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """One round of a snapshot on its way here. ``head`` is there once it is whole and checked."""
+    """One round of a snapshot on its way here. One that ``goes_on`` has no head: that comes with the last."""
 
     key: str
     ticket: str
     epoch: int  # of the worker that sends it
     body: np.ndarray
     before: "Arrival | None" = None  # the round before it
+    goes_on: bool = False
     filled_bytes: int = 0
     sums: list[bytes] = field(default_factory=list)
     head: bytes = b""
+    is_whole: bool = False  # and checked
+
+    def leads_to(self, ticket: str, epoch: int) -> bool:
+        """Whether a further round of this ticket and epoch may follow."""
+        return (self.ticket, self.epoch) == (ticket, epoch) and self.is_whole and self.goes_on
 
     def rounds(self) -> "list[Arrival]":
         """This one and those before it, the first one first."""
@@ -81,7 +86,7 @@ class Arrivals:
         """Head and bodies, one a round, of a snapshot that is here. Raises NotFound: it is not, or not any more."""
         with self._lock:
             arrival = self._here.get(key)
-            if arrival is None or arrival.head in (b"", NO_HEAD):
+            if arrival is None or not arrival.is_whole or arrival.goes_on:
                 raise NotFound("locator", key, "a snapshot that has arrived and was not taken")
             rounds = arrival.rounds()
             for each in rounds:
@@ -111,7 +116,7 @@ class Arrivals:
             if most_bytes is None:
                 raise SnapshotRefused(f"ticket {ticket!r} of epoch {epoch}: it is not expected here")
             before = self._here.get(after)
-            if after and (before is None or (before.ticket, before.epoch, before.head) != (ticket, epoch, NO_HEAD)):
+            if after and (before is None or not before.leads_to(ticket, epoch)):
                 raise SnapshotRefused(f"round after {after!r}: that is no round of this snapshot which is here")
             rounds = [] if before is None else before.rounds()
             whole_bytes = body_bytes + sum(each.body.nbytes for each in rounds)
@@ -150,7 +155,7 @@ class Arrivals:
             if arrival.ticket == PROBE:
                 del self._here[arrival.key]
             arrival.body.flags.writeable = False
-            arrival.head = head
+            arrival.head, arrival.is_whole = head, True
             return True
 
     def drop(self, key: str) -> None:
@@ -160,7 +165,7 @@ class Arrivals:
     def arriving(self, epoch: int) -> list[str]:
         """Keys of what has begun and is not whole."""
         with self._lock:
-            return [key for key, arrival in self._here.items() if arrival.epoch == epoch and not arrival.head]
+            return [key for key, arrival in self._here.items() if arrival.epoch == epoch and not arrival.is_whole]
 
     def _drop(self, condition: Callable[[Arrival], bool]) -> None:
         for key in [key for key, arrival in self._here.items() if condition(arrival)]:

@@ -165,7 +165,8 @@ class _Connection:
                 return
             use = _Use(receiver, landing.body)
             try:
-                self._arrivals.begin(Arrival(key, ticket, self._peer.epoch, landing.body, before))
+                goes_on = bool(head.get("goes_on"))
+                self._arrivals.begin(Arrival(key, ticket, self._peer.epoch, landing.body, before, goes_on))
             except SnapshotRefused:
                 use.end()
                 raise
@@ -238,7 +239,7 @@ class _Connection:
             return "it is expected no longer"
         if arrival.filled_bytes != arrival.body.nbytes:
             return f"{arrival.filled_bytes} bytes came, {arrival.body.nbytes} were announced"
-        if not head or self._digest([*sums, head]) != expected:
+        if bool(head) == arrival.goes_on or self._digest([*sums, head]) != expected:
             return "checksum of the head: its bytes are not those that were sent"
         if sums != arrival.sums:
             pairs = enumerate(zip(sums, arrival.sums, strict=False), 1)

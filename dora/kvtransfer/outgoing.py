@@ -244,8 +244,7 @@ class Pair:
         sender = self._attached(name)
         body_bytes = transfer.body_bytes
         opening = {"key": key, "ticket": transfer.ticket, "transport": name, "size": body_bytes}
-        if transfer.after:
-            opening["after"] = transfer.after
+        opening.update(after=transfer.after, goes_on=not transfer.head)
         opening.update(sender.begin(body_bytes))  # where this raises, the transport has no room just now
         try:
             kind, answer = self._ask(Kind.OPEN, opening)

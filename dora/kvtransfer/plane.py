@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 
 from dora.errors import InvalidValue
-from dora.kvtransfer.arrivals import NO_HEAD, Arrivals
+from dora.kvtransfer.arrivals import Arrivals
 from dora.kvtransfer.codec import head_of, round_of, snapshot_of
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.incoming import Incoming, MakeReceiver
@@ -99,7 +99,7 @@ class DataPlane:
         return self.send_parts(peer, ticket, round_of(snapshot), head_of(snapshot))
 
     def send_parts(
-        self, peer: Peer, ticket: str, parts: Sequence[memoryview], head: bytes = NO_HEAD, after: str = ""
+        self, peer: Peer, ticket: str, parts: Sequence[memoryview], head: bytes = b"", after: str = ""
     ) -> Transfer:
         """The same for any bytes: ``parts`` in a row are the body.
 

@@ -24,6 +24,7 @@ class Transfer:
     """A snapshot, or one round of it, on its way: ``parts`` in a row are its body.
 
     They must not change before it is done, or else it must be cancelled. ``after``: the key of the round before.
+    Without a head another round follows.
     """
 
     ticket: str
