@@ -19,6 +19,7 @@ from dora.sim.invariants import (
     check_handoff,
     check_handoffs,
     check_load,
+    check_rejection,
     check_worker,
     counts_differ,
     is_idle,
@@ -74,12 +75,14 @@ class Watch:
         self._counted = 0  # changes of the two counts above
         self._stood = (-1, -1, -1, -1)  # the window as of the last event, and ``_counted``
         self._reports = 0  # since one was followed by a look at all that its worker holds
+        self._storage_fault = ""
         self._named = Named()
         self._notes: dict[type, Callable[[State, Any, Named], None]] = {
             on.Progress: self._reported,
             on.CommandDone: self._done,
             on.RequestScored: self._scored,
             on.WorkerLost: self._lost,
+            on.StorageChanged: self._stored,
             do.AdmitGroup: self._admitted,
             do.DeliverGroup: self._delivered,
             do.DropGroup: self._gone,
@@ -108,6 +111,8 @@ class Watch:
             self._check_group(state, group)
         for index in named.indexes:
             self._holds(state, index)
+        if state.rejected or state.doubts:
+            check_rejection(state)
         window = state.window
         stands = window.step, window.left, window.newest, self._counted
         if stands != self._stood:
@@ -118,7 +123,12 @@ class Watch:
 
     # --------------------------------------------------------------------------------------------------------- commands
 
+    def _stored(self, _state: State, event: on.StorageChanged, _named: Named) -> None:
+        self._storage_fault = event.fault
+
     def _admitted(self, state: State, command: do.AdmitGroup, named: Named) -> None:
+        if self._storage_fault:
+            raise Violation(f"{command.group_id} is admitted while storage is at fault: {self._storage_fault}")
         self._count(state, command.version, 1)
         group, size = state.group_row.get(command.group_id), len(command.request_ids)
         rows = state.members[group] if group is not None else ()  # else it is cancelled by the same event

@@ -87,7 +87,9 @@ def rejected_versions(status: pb.Status) -> list[int]:
 
 
 def printed(handle: ServiceHandle, command: str) -> str:
-    result = CliRunner().invoke(app, [command, "--address", handle.address, "--token", handle.token])
+    result = CliRunner(env={"COLUMNS": "500"}).invoke(
+        app, [command, "--address", handle.address, "--token", handle.token]
+    )
     return " ".join(result.stdout.split())
 
 

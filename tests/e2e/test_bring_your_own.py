@@ -20,8 +20,10 @@ import grpc
 import pytest
 from google.protobuf import json_format
 from safetensors.numpy import load_file
+from typer.testing import CliRunner
 
 import dora
+from dora.cli.app import app
 from dora.client import Operator
 from dora.config import Config
 from dora.orchestrator.main import ServiceHandle
@@ -151,7 +153,8 @@ async def test_a_worker_joins_by_hand_as_printed(folder: Path, tiny_dense: Path)
         Operator(handle.address, handle.token) as operator,
     ):
         argv = [handle.address if word == PRINTED else word for word in words[1:]]
-        environment = {**os.environ, "DORA_TOKEN": handle.token}
+        token = CliRunner(env={"DORA_TOKEN": handle.token}).invoke(app, ["token", "worker"]).stdout.strip()
+        environment = {**os.environ, "DORA_TOKEN": token}
         worker = await asyncio.create_subprocess_exec(sys.executable, *argv, "--engine", "fake", env=environment)
         await until(operator, lambda status: any(each.worker_id == "mine" for each in status.workers))
         await operator.drain("mine")

@@ -110,6 +110,7 @@ async def test_what_is_cancelled_is_queued_or_admitted_and_never_taken(tiny_dens
             await until(operator, lambda status: status.counters["groups_admitted"] == 2 * GROUPS)
             assert await cancel("p0") == [("dequeued", "")]  # of the core's backlog
             first = await anext(step)
+            await until(operator, lambda status: status.filling_step == 1)  # no more of them is taken before the commit
             open_groups = {
                 row.group_id: row.prompt_id
                 for row in (await operator.trajectories(limit=100)).trajectories
