@@ -11,6 +11,10 @@ from dora.models.tiny import make_tiny
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, not even asked for
 
+# A command's output is as wide in a test process of several as it is in one.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+
 # The same examples in every run, and none that fails because the machine is busy.
 settings.register_profile("dora", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dora")
