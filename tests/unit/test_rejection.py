@@ -7,7 +7,9 @@ import pytest
 from dora.errors import Conflict, VersionRejected
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core import rejection
 from dora.orchestrator.core.dispatcher import Dispatcher
+from dora.orchestrator.core.state import Doubt, Refusal
 from tests.unit.test_machine import Bench
 
 
@@ -252,6 +254,21 @@ def test_two_versions_may_be_rejected_at_once() -> None:
             bench.post(on.StepRequested(1, 2))
         bench.post(on.VersionRepublished(1, version))
     bench.post(on.StepRequested(1, 2))
+
+
+def test_who_tried_a_version_that_is_rejected_tries_the_other_one_in_doubt_at_once() -> None:
+    """Found as a seed: the other version was looked at first, while this worker was still taken."""
+    bench = Publications("w0", "w1", window=4)
+    bench.fill(1)
+    bench.post(on.StepCommitted(1, 1))
+    state = bench.state
+    refusals = {name: Refusal(state.workers[name].epoch, "the canary differs", 2.0) for name in ("w0", "w1")}
+    state.doubts[1] = Doubt({"w0": refusals["w0"]})
+    state.doubts[2] = Doubt(refusals, second="w1")
+    for version in state.doubts:
+        state.window.withhold(version)
+    rejection.judge(state)
+    assert list(state.rejected) == [2] and state.doubts[1].second == "w1" and state.workers["w1"].target == 1
 
 
 def test_a_load_without_an_end_is_ended() -> None:

@@ -61,16 +61,15 @@ def refused(state: State, worker: Worker, version: int, event: on.CommandDone) -
 
 def judge(state: State) -> None:
     """Rejects what has been refused by enough workers, and sees to it that another one tries the rest."""
-    for version in sorted(state.doubts):
-        doubt = state.doubts[version]
-        working = sorted((w for w in state.workers.values() if not w.draining), key=lambda w: w.index)
+    working = sorted((w for w in state.workers.values() if not w.draining), key=lambda w: w.index)
+    for version, doubt in sorted(state.doubts.items()):
         if version < state.window.oldest_kept:  # later versions have carried the window past it
             del state.doubts[version]
             _release(state, version)
         elif len(doubt.refusals) >= WITNESSES or (working and all(_has_refused(doubt, w) for w in working)):
             _reject(state, version, doubt)
-        else:
-            _ask_another(state, version, doubt, working)
+    for version, doubt in sorted(state.doubts.items()):  # who tried one that is settled now may try another
+        _ask_another(state, version, doubt, working)
 
 
 def republished(state: State, version: int) -> None:
