@@ -6,7 +6,7 @@ A *request* is one response being generated; its id is the trajectory's id.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 FinishReason = Literal["stop", "length"]
 Arrival = Literal["new", "migrated", "parked", "re-prefilled"]
@@ -44,6 +44,17 @@ class Prompt:
     sampling: Mapping[str, SamplingValue] = field(default_factory=dict)  # overrides of SamplingParams fields
     verifier_json: str = "{}"  # whatever the reward function needs: the answer, the entry, ...
     priority: int = 0  # of those that wait, the highest is admitted first
+
+
+@dataclass(frozen=True, slots=True)
+class KvEndpoint:
+    """Where other workers bring KV snapshots to a worker, and by what."""
+
+    address: str = ""  # host:port; empty: nowhere
+    transports: tuple[str, ...] = ()  # that it could use
+
+
+NO_KV: Final = KvEndpoint()
 
 
 @dataclass(frozen=True, slots=True)

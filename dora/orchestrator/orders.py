@@ -1,6 +1,5 @@
 """The core's commands to workers as wire messages, with what only the shell holds: tokens, weights, canaries."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -8,7 +7,7 @@ from dora.orchestrator.book import Book
 from dora.orchestrator.core import commands as do
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.types import Canary
+from dora.types import Canary, KvEndpoint
 
 
 class PublishedVersions(Protocol):
@@ -23,8 +22,7 @@ class Reached(Protocol):
 
     worker_id: str
     epoch: int
-    kv_address: str
-    kv_transports: Sequence[str]
+    kv: KvEndpoint
 
 
 def worker_message(
@@ -71,6 +69,5 @@ def worker_message(
 
 
 def _peer(worker: Reached) -> pb.KvPeer:
-    return pb.KvPeer(
-        worker_id=worker.worker_id, epoch=worker.epoch, address=worker.kv_address, transports=worker.kv_transports
-    )
+    kv = worker.kv
+    return pb.KvPeer(worker_id=worker.worker_id, epoch=worker.epoch, address=kv.address, transports=kv.transports)

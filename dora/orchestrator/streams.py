@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Container, Sequence
+from collections.abc import AsyncIterator, Callable, Container
 from typing import Protocol
 
 from dora.errors import DoraError
 from dora.orchestrator.telemetry import Rate
 from dora.rpc import dora_pb2 as pb
 from dora.trajectory import TrajectoryGroup
-from dora.types import EngineCapability
+from dora.types import NO_KV, EngineCapability, KvEndpoint
 
 log = logging.getLogger("dora.service")
 
@@ -29,16 +29,14 @@ class WorkerSession:
         pid: int,
         host: str,
         capability: EngineCapability,
-        kv_address: str = "",
-        kv_transports: Sequence[str] = (),
+        kv: KvEndpoint = NO_KV,
     ) -> None:
         self.worker_id = worker_id
         self.epoch = epoch
         self.pid = pid
         self.host = host
         self.capability = capability
-        self.kv_address = kv_address  # where other workers reach it with KV snapshots; empty: nowhere
-        self.kv_transports = kv_transports
+        self.kv = kv
         self.heard_s = time.monotonic()
         self.reprefilled_tokens = 0
         self.rate = Rate()
@@ -125,13 +123,12 @@ class Sessions:
         pid: int,
         host: str,
         capability: EngineCapability,
-        kv_address: str = "",
-        kv_transports: Sequence[str] = (),
+        kv: KvEndpoint = NO_KV,
     ) -> WorkerSession:
         """Begins a new epoch of this worker, which must not be connected."""
         assert worker_id not in self.workers, f"{worker_id} is connected"
         self._epochs += 1
-        session = WorkerSession(worker_id, self._epochs, pid, host, capability, kv_address, kv_transports)
+        session = WorkerSession(worker_id, self._epochs, pid, host, capability, kv)
         self.workers[worker_id] = session
         self.lost_reasons.pop(worker_id, None)
         return session

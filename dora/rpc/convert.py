@@ -17,10 +17,12 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import BATCH_BYTES, MAX_MESSAGE_BYTES, check_message_bytes
 from dora.trajectory import Decoder, EnvironmentEvent, Trajectory, TrajectoryGroup, own_array
 from dora.types import (
+    NO_KV,
     Arrival,
     Canary,
     EngineCapability,
     FinishReason,
+    KvEndpoint,
     Prompt,
     RequestSpec,
     SamplingParams,
@@ -239,21 +241,24 @@ def hello_to_wire(
     pid: int,
     host: str,
     capability: EngineCapability,
-    kv_address: str = "",
-    kv_transports: Sequence[str] = (),
+    kv: KvEndpoint = NO_KV,
 ) -> pb.WorkerHello:
     return pb.WorkerHello(
         worker_id=worker_id,
         pid=pid,
         host=host,
-        kv_address=kv_address,
-        kv_transports=kv_transports,
+        kv_address=kv.address,
+        kv_transports=kv.transports,
         **_named(capability, _CAPABILITY),
     )
 
 
 def capability_from_wire(message: pb.WorkerHello) -> EngineCapability:
     return EngineCapability(**_named(message, _CAPABILITY))
+
+
+def kv_endpoint_from_wire(message: pb.WorkerHello) -> KvEndpoint:
+    return KvEndpoint(message.kv_address, tuple(message.kv_transports))
 
 
 def _stop_reason_to_wire(reason: str | int | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dora.kvtransfer.door import Door
 from dora.kvtransfer.peer import Identity, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings, installed, local_host
 from dora.rpc import dora_pb2 as pb
+from dora.types import KvEndpoint
 from dora.worker.engine import RolloutEngine
 from dora.worker.link import Link
 from dora.worker.loop import EngineLoop
@@ -47,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
             stack.callback(engine.close)
             door = Door(options.kv_host or local_host(options.orchestrator))
             stack.callback(door.close)
-            link = Link(options.orchestrator, token, options.worker_id, engine.capability, door.address, installed())
+            kv = KvEndpoint(door.address, installed())
+            link = Link(options.orchestrator, token, options.worker_id, engine.capability, kv)
             stack.callback(link.close)
             welcome = link.open()
             plane = open_plane(door, options.worker_id, engine.capability.fingerprint, welcome)

@@ -6,7 +6,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import grpc
 
@@ -16,7 +16,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import bearer, open_channel
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
-from dora.types import EngineCapability
+from dora.types import NO_KV, EngineCapability, KvEndpoint
 
 MESSAGES_QUEUED_MAX = 65536  # reports the service has not read; beyond that it is as good as gone
 OPEN_TIMEOUT_S = 60.0
@@ -35,13 +35,12 @@ class Link:
         token: str,
         worker_id: str,
         capability: EngineCapability,
-        kv_address: str = "",
-        kv_transports: Sequence[str] = (),
+        kv: KvEndpoint = NO_KV,
     ) -> None:
         self._address = address
         self._token = token
         host = socket.gethostname()
-        self._hello = convert.hello_to_wire(worker_id, os.getpid(), host, capability, kv_address, kv_transports)
+        self._hello = convert.hello_to_wire(worker_id, os.getpid(), host, capability, kv)
         self._inbox: queue.SimpleQueue[pb.WorkerCommand | DoraError] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue(MESSAGES_QUEUED_MAX)

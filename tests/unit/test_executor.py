@@ -20,7 +20,7 @@ from dora.orchestrator.streams import Sessions, StepStream, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
 from dora.record import CANCELLED_FILE, TRAJECTORIES_FILE, Recorder
-from dora.types import Canary, EngineCapability, Prompt, Reward, TokenDelta
+from dora.types import Canary, EngineCapability, KvEndpoint, Prompt, Reward, TokenDelta
 
 CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
 PROMPT = Prompt("p0", "task", (1, 2), group_size=2, verifier_json='{"reward": 0.5}')
@@ -203,7 +203,7 @@ async def test_workers_get_their_commands_as_messages() -> None:
 
 async def test_the_ends_of_a_handoff_are_told_of_each_other() -> None:
     parts = Parts()
-    parts.sessions.workers["w1"] = WorkerSession("w1", 5, 8, "host", CAPABILITY, "host:9", ("tcp",))
+    parts.sessions.workers["w1"] = WorkerSession("w1", 5, 8, "host", CAPABILITY, KvEndpoint("host:9", ("tcp",)))
     parts.handoffs |= {
         2: Handoff(row=0, request_id="g0.0", source="w1", target="w0", began_s=0.0),
         3: Handoff(row=0, request_id="g0.0", source="w0", target="w1", began_s=0.0),

@@ -14,6 +14,7 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.streams import WorkerSession
 from dora.orchestrator.worker_checks import checked_hello
+from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import PermissionDenied, ServicerContext
@@ -86,9 +87,8 @@ class WorkerService(stubs.WorkerServicer):
         if any(other.capability.fingerprint != capability.fingerprint for other in workers.values()):
             allowed = "that of the other workers: of the same model, engine, KV layout and dtype"  # it is not told
             raise Conflict("fingerprint", "(not shown)", allowed, why="is another")
-        return runtime.sessions.open(
-            hello.worker_id, hello.pid, hello.host, capability, hello.kv_address, tuple(hello.kv_transports)
-        )
+        kv = convert.kv_endpoint_from_wire(hello)
+        return runtime.sessions.open(hello.worker_id, hello.pid, hello.host, capability, kv)
 
     async def _read(self, session: WorkerSession, messages: AsyncIterator[pb.WorkerMessage]) -> None:
         """Raises InvalidValue, of which the worker is told, for a message that is wrong; the worker is replaced."""
