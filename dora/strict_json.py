@@ -5,6 +5,7 @@ kinds (RecursionError, ValueError); what it reads may still be too deep for whoe
 """
 
 import json
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from dora.errors import InvalidValue
@@ -30,6 +31,22 @@ def read_json(text: str, field: str, bytes_most: int) -> Any:
         raise InvalidValue(field, text[:80], f"JSON ({error})") from error
     _check(value, field, text)
     return value
+
+
+def json_object(file: Path, field: str) -> dict[str, Any]:
+    """The object in a JSON file of a folder that a user gave, such as a model's config.json.
+
+    Raises InvalidValue, naming ``field`` and the file, where there is none.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidValue(field, str(file), f"a readable file ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidValue(field, str(file), f"a file of JSON in UTF-8 ({error})") from error
+    if not isinstance(found, dict):
+        raise InvalidValue(field, str(file), "a file that holds a JSON object")
+    return found
 
 
 _DEPTH: Final = f"JSON of at most {DEPTH_MOST} objects and lists within each other"

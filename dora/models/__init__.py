@@ -1,16 +1,15 @@
 """Models by name: ``smollm2``, ``tiny``, ``tiny-moe``, or any Hugging Face folder."""
 
-import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from dora.errors import InvalidValue, one_of
 from dora.models import tiny
 from dora.models.experts import experts_of
 from dora.models.smollm2 import gguf_file, prepare_smollm2, smollm2_folder
 from dora.outfile import path_of
+from dora.strict_json import json_object
 
 __all__ = ["context_tokens", "default_cache", "experts", "made_model", "resolve_model", "unwritable_cache"]
 
@@ -79,7 +78,7 @@ def _made_folder(name: str, cache: Path) -> Path:
 
 def _check_config(folder: Path, name: str) -> None:
     """Raises InvalidValue where no engine could tell what model this is: it would say so half a minute later."""
-    config = _config(folder)
+    config = json_object(folder / "config.json", "--model")
     architectures, kind = config.get("architectures"), config.get("model_type")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
         allowed = 'a folder whose config.json names its "architectures", e.g. ["Qwen3ForCausalLM"]'
@@ -92,21 +91,9 @@ def _check_config(folder: Path, name: str) -> None:
             raise InvalidValue("--model", name, f'a folder whose config.json has a "{field}" above 0, not {tokens!r}')
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """The object in config.json. Raises InvalidValue where there is none."""
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidValue("--model", str(folder), f"a folder whose config.json is JSON in UTF-8 ({error})") from error
-    if not isinstance(config, dict):
-        raise InvalidValue("--model", str(folder), "a folder whose config.json is a JSON object")
-    return config
-
-
 def context_tokens(folder: Path) -> int | None:
     """The longest context that the model in a Hugging Face folder was made for; None where it does not say."""
-    config = _config(folder)
+    config = json_object(folder / "config.json", "--model")
     text = config.get("text_config")  # of a model that also sees or hears
     said = {**config, **text} if isinstance(text, dict) else config
     found = [tokens for key in CONTEXT_KEYS if type(tokens := said.get(key)) is int and tokens > 0]
@@ -115,4 +102,4 @@ def context_tokens(folder: Path) -> int | None:
 
 def experts(folder: Path) -> tuple[int, int] | None:
     """``experts_of`` the config.json of a Hugging Face folder."""
-    return experts_of(_config(folder), str(folder / "config.json"))
+    return experts_of(json_object(folder / "config.json", "--model"), str(folder / "config.json"))

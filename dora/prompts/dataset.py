@@ -5,7 +5,6 @@ A folder is what ``datasets.save_to_disk`` leaves (a dataset, or a folder of the
 in ``train-00000-of-00002.parquet`` and ``data/test.jsonl``.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from itertools import islice
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.errors import InvalidValue
+from dora.strict_json import json_object
 
 SUFFIXES: Final = (".parquet", ".jsonl")
 ENTRIES_MOST: Final = 100_000  # files and folders in a dataset's folder
@@ -43,7 +43,7 @@ def dataset_files(folder: Path, split: str) -> list[Path]:
 
 def _saved(folder: Path) -> list[Path]:
     """What ``save_to_disk`` wrote of one dataset."""
-    state = _object(folder / "state.json")
+    state = json_object(folder / "state.json", "--prompts")
     files = state.get("_data_files")
     listed = files if isinstance(files, list) else []
     names: list[Any] = [each.get("filename") if isinstance(each, dict) else None for each in listed]
@@ -96,7 +96,7 @@ def _chosen(splits: Sequence[str], split: str, folder: Path) -> str:
 
 
 def _listed(file: Path, name: str) -> list[str]:
-    values = _object(file).get(name)
+    values = json_object(file, "--prompts").get(name)
     if not isinstance(values, list) or not values or not all(map(_is_name, values)):
         raise InvalidValue("--prompts", str(file), f"a JSON object with a list of {name}")
     return values
@@ -105,13 +105,3 @@ def _listed(file: Path, name: str) -> list[str]:
 def _is_name(value: Any) -> bool:
     """Of a file or folder in the dataset's own."""
     return isinstance(value, str) and Path(value).name == value
-
-
-def _object(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidValue("--prompts", str(file), f"a readable JSON file ({error})") from error
-    if not isinstance(value, dict):
-        raise InvalidValue("--prompts", str(file), "a JSON object")
-    return value

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.errors import MISSING, InvalidValue
+from dora.strict_json import json_object
 
 # Bytes of one element, by the name that safetensors gives a dtype.
 DTYPE_BYTES: Final[Mapping[str, int]] = {
@@ -65,7 +66,7 @@ class Reference:
 def read_reference(folder: Path) -> Reference:
     """The tensors of a Hugging Face folder, sharded or not. Raises InvalidValue where it is none."""
     files = weight_files(folder)
-    config = _json(folder / "config.json")
+    config = json_object(folder / "config.json", "model")
     tied = bool(config.get("tie_word_embeddings", False))
     tensors: dict[str, TensorHeader] = {}
     for file in files:
@@ -79,7 +80,7 @@ def read_reference(folder: Path) -> Reference:
 def weight_files(folder: Path) -> tuple[str, ...]:
     """Names of the safetensors files that a loader reads from ``folder``: of its index, else the one, else all."""
     if (folder / INDEX_FILE).is_file():
-        weight_map = _json(folder / INDEX_FILE).get("weight_map")
+        weight_map = json_object(folder / INDEX_FILE, "model").get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise InvalidValue(f"{INDEX_FILE}: weight_map", weight_map, "an object of file names")
         return tuple(sorted(set(weight_map.values())))
@@ -207,15 +208,3 @@ def _entry(file_name: str, name: str, entry: Any) -> tuple[TensorHeader, int, in
 
 def _are_counts(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < _ELEMENTS_MAX for value in values)
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidValue("model", str(file), f"a readable file ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidValue("model", str(file), f"a JSON file ({error})") from error
-    if not isinstance(content, dict):
-        raise InvalidValue("model", str(file), "a JSON object")
-    return content
