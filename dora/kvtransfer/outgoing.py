@@ -1,7 +1,7 @@
 """The sending side of one pair of workers: all snapshots to that worker, one after the other, on one stream.
 
-A thread of its own connects, chooses the transport, and sends; a second one hears what the other end says. A transport
-that fails is left for the next one; the pair itself fails only with its stream.
+A thread of its own connects, and sends each snapshot by the transport that ``Choice`` names; a second one hears what
+the other end says. A transport that fails is left for the next one; the pair itself fails only with its stream.
 """
 
 import contextlib
@@ -12,15 +12,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from dora.errors import TransferFailed
 from dora.kvtransfer.arrivals import PROBE, PROBE_BYTES
 from dora.kvtransfer.checksum import Digest, digest_with
+from dora.kvtransfer.choice import Choice
 from dora.kvtransfer.peer import Identity, Peer, greet
+from dora.kvtransfer.replies import Answer, Replies
 from dora.kvtransfer.throttle import Throttle
-from dora.kvtransfer.transfer import Sent, Transfer
+from dora.kvtransfer.transfer import Transfer
 from dora.kvtransfer.transport import Sender, Sum, cut, summed
 from dora.kvtransfer.wire import Kind, Stream
 
@@ -29,19 +30,8 @@ log = logging.getLogger("dora.worker")
 TICK_S: Final = 0.25
 IDLE_S: Final = 60.0  # a pair without snapshots is closed after this
 QUEUED_MOST: Final = 1024  # snapshots of one pair that wait; a further one fails
-FASTER: Final = 1.25  # a later transport is taken where it was measured faster by this factor
-MEASURED_LEAST_BYTES: Final = 1 << 20
-SMOOTHING: Final = 0.3  # share of the newest measurement
 
 MakeSender = Callable[[Identity, Stream], Sender]
-
-
-@dataclass(slots=True)
-class _Unacknowledged:
-    transfer: Transfer
-    transport: str
-    began_s: float
-    committed_s: float
 
 
 class Pair:
@@ -62,24 +52,17 @@ class Pair:
         self._own = own
         self._peer = peer
         self._secret = secret
-        self._make = {name: make for name, make in senders.items() if name in peer.transports}
+        self._make = senders
+        self._choice = Choice(name for name in senders if name in peer.transports)
         self._throttle = throttle
         self._timeout_s = timeout_s
         self._idle_s = idle_s
         self._waiting: queue.Queue[Transfer | None] = queue.Queue()
-        self._answers: queue.Queue[tuple[Kind, dict[str, Any]]] = queue.Queue()
-        self._unacknowledged: dict[str, _Unacknowledged] = {}
+        self._lock = threading.RLock()
+        self._replies = Replies(self._choice, self._waiting.put, self._lock)
         self._current: Transfer | None = None  # being sent
-        self._sending = ""  # its key, from the target's consent to the commit
-        self._sending_by = ""  # and its transport
-        self._refused = ""  # why the target has refused it since then
-        self._to_leave: dict[str, str] = {}  # transports that the target has found not to work
-        self._lock = threading.Lock()
         self._stream: Stream | None = None
         self._senders: dict[str, Sender] = {}
-        self._failed: set[str] = set()
-        self._news: list[str] = []  # transports that failed, of which no transfer has told yet
-        self._bytes_per_s: dict[str, float] = {}
         self._digest: Digest = digest_with("xxh3", secret)
         self._thread = threading.Thread(target=self._run, name=f"kv-out-{peer.worker_id}", daemon=True)
         self._thread.start()
@@ -102,7 +85,7 @@ class Pair:
 
     def measured(self) -> dict[str, float]:
         """Bytes a second of each transport, as far as one was used."""
-        return dict(self._bytes_per_s)
+        return self._choice.measured()
 
     # ------------------------------------------------------------------------------------------------- the own thread
 
@@ -142,18 +125,19 @@ class Pair:
             raise TransferFailed(f"{self._peer.worker_id}: {error}") from error
         if found.host != self._own.host:
             self._digest = digest_with("blake3", self._secret)
-            self._make.pop("shm", None)
+            self._choice.rule_out("shm")
         return stream
 
     def _probe(self) -> None:
         """Times each transport once where there is a choice. Under a cap all are alike, and the first is as good."""
-        if len(self._make) < 2 or self._throttle.is_capped:
+        names = self._choice.order()
+        if len(names) < 2 or self._throttle.is_capped:
             return
         zeros = memoryview(bytes(PROBE_BYTES))
-        for name in list(self._make):
+        for name in names:
             try:
                 for _ in range(2):  # memory that is touched for the first time is slow
-                    self._bytes_per_s.pop(name, None)
+                    self._choice.forget_measured(name)
                     probe = Transfer(PROBE, [zeros], b"probe")
                     self._copy(probe, name)
                     probe.done.result(self._timeout_s)
@@ -170,7 +154,7 @@ class Pair:
             try:
                 transfer = self._waiting.get(timeout=TICK_S)
             except queue.Empty:
-                self._check_acknowledged()
+                self._check_due()
                 if time.monotonic() - busy_s > self._idle_s and self._retires():
                     return
                 continue
@@ -180,10 +164,14 @@ class Pair:
                 self._current = None
                 busy_s = time.monotonic()
 
+    def _check_due(self) -> None:
+        if self._replies.are_overdue(self._timeout_s):
+            raise TransferFailed(f"{self._peer.worker_id} acknowledges nothing for {self._timeout_s:g} s")
+
     def _retires(self) -> bool:
         """Whether nothing is under way: then nothing more is taken either."""
         with self._lock:
-            if self._unacknowledged or not self._waiting.empty():
+            if self._replies.are_due() or not self._waiting.empty():
                 return False
             self.broken = f"idle for {self._idle_s:g} s"
             return True
@@ -194,10 +182,10 @@ class Pair:
         if transfer.cancelled.is_set():
             transfer.fail("it was cancelled")
         while not transfer.done.done():
-            while self._to_leave:
-                self._leave(*self._to_leave.popitem())
-            transfer.fallbacks, self._news = [*transfer.fallbacks, *self._news], []
-            name = next((name for name in self._order() if name not in tried), None)
+            for doubted, reason in self._choice.take_doubts().items():
+                self._leave(doubted, reason)
+            transfer.fallbacks += self._choice.take_news()
+            name = next((name for name in self._choice.order() if name not in tried), None)
             if name is None:
                 said = "; ".join(transfer.fallbacks) or "the two workers have none in common"
                 transfer.fail(f"no transport is left: {said}")
@@ -213,25 +201,12 @@ class Pair:
                 if self.broken:
                     transfer.fail(self.broken)
                     return
-                if name not in self._failed:  # it has no room just now
-                    self._news.append(f"{name}: {error}")
-
-    def _order(self) -> list[str]:
-        """Transports that work, the best first: as preferred, but for a later one that was measured faster."""
-        usable = [name for name in self._make if name not in self._failed]
-        best: list[str] = []
-        for name in usable:
-            rate = self._bytes_per_s.get(name, 0.0)
-            place = next(
-                (i for i, other in enumerate(best) if rate > FASTER * self._bytes_per_s.get(other, rate)), len(best)
-            )
-            best.insert(place, name)
-        return best
+                if self._choice.works(name):  # it has no room just now
+                    self._choice.pass_over(name, str(error))
 
     def _leave(self, name: str, reason: str) -> None:
         """The transport does not work between these two."""
-        self._failed.add(name)
-        self._news.append(f"{name}: {reason}")
+        self._choice.leave(name, reason)
         log.warning("kv: %s to %s fails: %s", name, self._peer.worker_id, reason)
         sender = self._senders.pop(name, None)
         if sender is not None:
@@ -247,11 +222,10 @@ class Pair:
         opening.update(after=transfer.after, goes_on=not transfer.head)
         opening.update(sender.begin(body_bytes))  # where this raises, the transport has no room just now
         try:
-            kind, answer = self._ask(Kind.OPEN, opening)
+            kind, answer = self._ask(Kind.OPEN, opening, Kind.OPENED)
             if kind is Kind.REFUSED:
                 raise (_NoRoom if answer.get("transport") else _Void)(str(answer.get("reason")))
-            with self._lock:
-                self._sending, self._sending_by, self._refused = key, name, ""
+            self._replies.begin(key, name)
             sender.begun(answer)
             begun = self._send_chunks(transfer, key, sender)
             sender.finish()
@@ -269,7 +243,7 @@ class Pair:
                 self._leave(name, str(error))
                 self._say(Kind.CANCEL, {"key": key})
             raise
-        self._await(key, _Unacknowledged(transfer, name, began_s, time.monotonic()))
+        self._replies.committed(key, transfer, name, began_s)
         total = self._digest([*sums, transfer.head])
         body = [memoryview(b"".join(sums)), memoryview(transfer.head)]
         self._say(Kind.COMMIT, {"key": key, "sum": total, "chunks": len(sums)}, body)
@@ -284,24 +258,15 @@ class Pair:
             self._throttle.pass_bytes(size)
             if transfer.cancelled.is_set():
                 raise _Void("it was cancelled")
-            if name in self._to_leave:
-                raise TransferFailed(self._to_leave.pop(name))
-            if self._refused:
-                raise _Void(self._refused)
+            if doubt := self._choice.take_doubt(name):
+                raise TransferFailed(doubt)
+            if self._replies.refused:
+                raise _Void(self._replies.refused)
             if self.broken:
                 raise TransferFailed(self.broken)
             sums.append(sender.chunk(self._stream, {"key": key, "at": at, "size": size}, parts, self._digest))
             at += size
         return sums
-
-    def _await(self, key: str, waiting: _Unacknowledged) -> None:
-        """From here on the target's word on this key is the transfer's end."""
-        with self._lock:
-            self._sending = ""
-            if self._refused:
-                waiting.transfer.fail(self._refused)
-            else:
-                self._unacknowledged[key] = waiting
 
     def _attached(self, name: str) -> Sender:
         sender = self._senders.get(name)
@@ -311,7 +276,7 @@ class Pair:
         sender = self._make[name](self._own, self._stream)
 
         def ask(offer: dict[str, Any]) -> dict[str, Any]:
-            kind, answer = self._ask(Kind.ATTACH, {**offer, "transport": name})
+            kind, answer = self._ask(Kind.ATTACH, {**offer, "transport": name}, Kind.ATTACHED)
             if kind is Kind.REFUSED:
                 raise TransferFailed(f"the other end refuses it: {answer.get('reason')}")
             return answer
@@ -333,22 +298,18 @@ class Pair:
             self._break(str(error))
             raise
 
-    def _ask(self, kind: Kind, head: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
-        """Says something and waits for the answer."""
+    def _ask(self, kind: Kind, head: dict[str, Any], expected: Kind) -> Answer:
+        """Says something and waits for the answer, which is of the kind ``expected`` or a refusal."""
+        self._replies.ask(expected, str(head.get("key", "")))
         self._say(kind, head)
         try:
-            answer = self._answers.get(timeout=self._timeout_s)
+            answer = self._replies.wait(self._timeout_s)
         except queue.Empty:
             self._break(f"{self._peer.worker_id} does not answer for {self._timeout_s:g} s")
             raise TransferFailed(self.broken) from None
         if self.broken:
             raise TransferFailed(self.broken)
         return answer
-
-    def _check_acknowledged(self) -> None:
-        oldest_s = min((each.committed_s for each in list(self._unacknowledged.values())), default=None)
-        if oldest_s is not None and time.monotonic() - oldest_s > self._timeout_s:
-            raise TransferFailed(f"{self._peer.worker_id} acknowledges nothing for {self._timeout_s:g} s")
 
     # -------------------------------------------------------------------------------------------- what the other says
 
@@ -363,34 +324,7 @@ class Pair:
     def _heard(self, stream: Stream) -> None:
         frame = stream.receive()
         stream.drain(frame.body_bytes)
-        key = str(frame.head.get("key", ""))
-        reason = str(frame.head.get("reason"))
-        with self._lock:
-            waiting = self._unacknowledged.pop(key, None)
-            refused = frame.kind is Kind.REFUSED and key != "" and key == self._sending
-            fails = bool(frame.head.get("transport"))  # the transport, not the snapshot
-            if refused and fails:
-                self._to_leave[self._sending_by] = reason
-            elif refused:
-                self._refused = reason
-        if waiting is not None:
-            if frame.kind is Kind.ARRIVED:
-                self._arrived(key, waiting)
-            elif fails:  # once more, by another one
-                self._to_leave[waiting.transport] = reason
-                self._waiting.put(waiting.transfer)
-            else:
-                waiting.transfer.fail(reason)
-        elif not refused:
-            self._answers.put((frame.kind, frame.head))
-
-    def _arrived(self, key: str, waiting: _Unacknowledged) -> None:
-        transfer, took_s = waiting.transfer, time.monotonic() - waiting.began_s
-        if transfer.body_bytes >= MEASURED_LEAST_BYTES:
-            rate = transfer.body_bytes / max(took_s, 1e-9)
-            before = self._bytes_per_s.get(waiting.transport, rate)
-            self._bytes_per_s[waiting.transport] = before + SMOOTHING * (rate - before)
-        transfer.succeed(Sent(key, waiting.transport, transfer.body_bytes, took_s, tuple(transfer.fallbacks)))
+        self._replies.hear(frame)
 
     def _break(self, reason: str) -> None:
         """The pair is over, and all that waits on it has failed. Any thread may say so; the first reason holds."""
@@ -398,15 +332,13 @@ class Pair:
             if self.broken:
                 return
             self.broken = reason
-            failed = [each.transfer for each in self._unacknowledged.values()]
-            self._unacknowledged.clear()
+            failed = self._replies.end(reason)
             with contextlib.suppress(queue.Empty):
                 while True:
                     waiting = self._waiting.get_nowait()
                     if waiting is not None:
                         failed.append(waiting)
         self._waiting.put(None)
-        self._answers.put((Kind.REFUSED, {"reason": reason}))
         if self._stream is not None:
             self._stream.stop()
         for transfer in failed:

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from dora.errors import TransferFailed
@@ -44,9 +45,9 @@ class Transfer:
         return sum(part.nbytes for part in self.parts)
 
     def succeed(self, sent: Sent) -> None:
-        if not self.done.done():
+        with suppress(InvalidStateError):  # another thread was first
             self.done.set_result(sent)
 
     def fail(self, reason: str) -> None:
-        if not self.done.done():
+        with suppress(InvalidStateError):
             self.done.set_exception(TransferFailed(reason))
