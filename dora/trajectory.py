@@ -13,6 +13,7 @@ from typing import Any, Final, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
+from dora.advantages import centred, normalized
 from dora.errors import MISSING, Conflict, InvalidValue, one_of
 from dora.types import Arrival, FinishReason, SamplingParams, Segment
 
@@ -23,8 +24,6 @@ Float64Array = npt.NDArray[np.float64]
 Uint8Array = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
 Decoder = Callable[[Sequence[int], bool], str]  # token ids, and whether special tokens are shown
-
-STD_LEAST: Final = 1e-6  # of a group's rewards; if they differ by less, they are the same reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,20 +236,10 @@ class TrajectoryGroup:
 
             A_i = (r_i - mean(r)) / std(r)
 
-        Mean and population standard deviation are over the *valid* rewards. A response whose reward is not valid has
-        advantage 0, so its tokens have no gradient. All are 0 where fewer than two rewards are valid, or where the
-        valid ones are equal: such a group teaches nothing. ``normalize=False`` leaves the division out.
-
-        Source: *DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models*, section 4.1.2;
-        without the division, *Understanding R1-Zero-Like Training: A Critical Perspective*, section 3.
+        Mean and population standard deviation are over the *valid* rewards; ``normalize=False`` leaves the division
+        out. :mod:`dora.advantages` has both, other estimators, and what they say where a reward is not valid.
         """
-        rewards, valid = self.rewards, self.rewards_valid
-        advantages = np.zeros(len(self), np.float32)
-        chosen = rewards[valid]
-        deviation = chosen.std() if len(chosen) >= 2 else 0.0
-        if deviation > STD_LEAST:
-            advantages[valid] = (chosen - chosen.mean()) / (deviation if normalize else 1.0)
-        return advantages
+        return (normalized if normalize else centred)(self.rewards, self.rewards_valid)
 
     def tokens(self, pad: int = 0) -> Int32Array:
         """(group, longest): response token ids, padded on the right with ``pad``."""

@@ -1,6 +1,7 @@
-"""The reference trainer: GRPO with DAPO's token-level loss and clip-higher, on one process.
+"""The reference trainer, on one process: any objective of ``objectives/presets.py``, DAPO's by default.
 
     python -m dora.trainers.grpo --address 127.0.0.1:7070 --token SECRET --groups 16 --steps 100 --lr 1e-5
+    python -m dora.trainers.grpo --objective gspo --anchor proximal --correction mask --kl-coefficient 0.01
 
 The importance ratio is present policy / behaviour policy, both of the *raw* model: the recorded logprobs are taken
 before temperature, top-p and penalties. At temperature 1 without truncation or penalties that is the distribution the
@@ -27,6 +28,7 @@ import torch
 from dora.client import Attachment, Step, Trainer
 from dora.errors import MISSING, Conflict, DoraError, InvalidValue, VersionRejected
 from dora.trainers.learner import Learner, LearnerConfig, StepMetrics, multiplies_bfloat16
+from dora.trainers.objectives.presets import add_objective, objective_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
     """The configuration, and whether each step is to be printed as a JSON line."""
     parser = argparse.ArgumentParser(
         prog="python -m dora.trainers.grpo",
-        description="Reference GRPO trainer for a running 'dora serve'.",
+        description="Reference trainer for a running 'dora serve'.",
         epilog="example: python -m dora.trainers.grpo --address 127.0.0.1:7070 --token SECRET --groups 16 --lr 1e-5",
     )
     defaults = LearnerConfig()
@@ -169,9 +171,6 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
     parser.add_argument("--groups", type=int, default=0, help="prompt groups a step; 0: what the service has")
     parser.add_argument("--steps", type=int, default=0, help="0: until the prompts are exhausted")
     parser.add_argument("--lr", type=float, default=defaults.learning_rate, help="AdamW's rate (%(default)s)")
-    parser.add_argument("--eps-low", type=float, default=defaults.eps_low)
-    parser.add_argument("--eps-high", type=float, default=defaults.eps_high)
-    parser.add_argument("--kl", type=float, default=defaults.kl_coefficient, help="weight of KL to the first policy")
     parser.add_argument("--grad-norm-max", type=float, default=defaults.grad_norm_max)
     parser.add_argument("--weight-decay", type=float, default=defaults.weight_decay)
     parser.add_argument("--micro-batch-tokens", type=int, default=defaults.micro_batch_tokens)
@@ -185,12 +184,11 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
         help="matrix products in bfloat16: faster, rougher ratios; auto: where the processor multiplies them itself",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a step instead of a line for people")
+    add_objective(parser)
     given = parser.parse_args(arguments)
     learner = LearnerConfig(
         learning_rate=given.lr,
-        eps_low=given.eps_low,
-        eps_high=given.eps_high,
-        kl_coefficient=given.kl,
+        objective=objective_of(given),
         weight_decay=given.weight_decay,
         grad_norm_max=given.grad_norm_max,
         micro_batch_tokens=given.micro_batch_tokens,

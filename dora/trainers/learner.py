@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from dora.errors import InvalidValue
-from dora.trainers.loss import clipped_token_loss, kl_sum
+from dora.trainers.objectives.batch import Objective, Row, TokenBatch, TokenTerms
+from dora.trainers.objectives.presets import OBJECTIVES
 from dora.trajectory import Trajectory, TrajectoryGroup
 
 
@@ -19,23 +20,18 @@ class LearnerConfig:
     """Hyper-parameters; defaults are DAPO's where it names one."""
 
     learning_rate: float = 1e-6
-    eps_low: float = 0.2
-    eps_high: float = 0.28
-    kl_coefficient: float = 0.0  # 0: no reference policy is held
+    objective: Objective = OBJECTIVES["dapo"]
     weight_decay: float = 0.0
     grad_norm_max: float = 1.0
     micro_batch_tokens: int = 4096  # rows times longest row, prompt included
     autocast: bool = False  # matrix products in bfloat16; weights, gradients, logprobs and optimiser stay as they are
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps_low", "eps_high", "grad_norm_max", "micro_batch_tokens"):
+        for name in ("learning_rate", "grad_norm_max", "micro_batch_tokens"):
             if not getattr(self, name) > 0:
                 raise InvalidValue(name, getattr(self, name), "above 0")
-        for name in ("kl_coefficient", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise InvalidValue(name, getattr(self, name), "0 or more")
-        if self.eps_low >= 1:
-            raise InvalidValue("eps_low", self.eps_low, "below 1")
+        if not self.weight_decay >= 0:
+            raise InvalidValue("weight_decay", self.weight_decay, "0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +60,7 @@ class StepMetrics:
 @dataclass(slots=True)
 class _Sums:
     loss: float = 0.0
+    units: float = 0.0  # what the step's loss and gradient are divided by
     tokens: int = 0
     tokens_clipped: int = 0
     ratio_max: float = 0.0
@@ -85,41 +82,35 @@ class Learner:
         self._config = config
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._optimiser = torch.optim.AdamW(self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
-        self._reference = copy.deepcopy(module).requires_grad_(False) if config.kl_coefficient else None
+        needs_reference = config.objective.needs_reference
+        self._reference = copy.deepcopy(module).requires_grad_(False) if needs_reference else None
         self._sums = _Sums()
 
     def add_group(self, group: TrajectoryGroup) -> None:
-        """Adds the group's gradient, summed over its tokens. Groups that teach nothing cost no forward pass."""
+        """Adds the group's gradient, not yet divided. Groups that teach nothing cost no forward pass."""
         self._sums.groups += 1
         self._sums.rewards.extend(group.rewards[group.rewards_valid].tolist())
         self._sums.rewards_invalid += int((~group.rewards_valid).sum())
         self._sums.staleness.extend(group.staleness.tolist())
-        advantages = group.advantages()
-        rows = [
-            (trajectory, float(advantage))
-            for trajectory, advantage, valid in zip(group.trajectories, advantages, group.rewards_valid, strict=True)
-            if valid and trajectory.length_tokens
-        ]
-        if not advantages.any():
-            return
-        self._sums.groups_trained += 1
+        rows = self._config.objective.rows(group)
+        self._sums.groups_trained += bool(rows)
         for batch in micro_batches(rows, self._config.micro_batch_tokens):
-            self._backward([trajectory for trajectory, _ in batch], [advantage for _, advantage in batch])
+            self._backward(batch)
 
     def finish_step(self) -> StepMetrics:
-        """Divides the gradient by the step's tokens, clips it and takes one optimiser step; begins a new step."""
+        """Divides the gradient by the step's units, clips it and takes one optimiser step; begins a new step."""
         sums, self._sums = self._sums, _Sums()
-        tokens = max(sums.tokens, 1)  # a step that taught nothing has a gradient of zero
+        units, tokens = max(sums.units, 1.0), max(sums.tokens, 1)  # a step that taught nothing has a gradient of zero
         for parameter in self._parameters:
             if parameter.grad is not None:
-                parameter.grad.div_(tokens)
+                parameter.grad.div_(units)
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_norm_max))
         skipped = not (math.isfinite(norm) and math.isfinite(sums.loss))
         if sums.tokens and not skipped:
             self._optimiser.step()
         self._optimiser.zero_grad(set_to_none=True)
         return StepMetrics(
-            loss=sums.loss / tokens,
+            loss=sums.loss / units,
             reward_mean=float(np.mean(sums.rewards)) if sums.rewards else math.nan,
             rewards_invalid=sums.rewards_invalid,
             groups=sums.groups,
@@ -134,47 +125,48 @@ class Learner:
             step_skipped=skipped,
         )
 
-    def _backward(self, trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> None:
-        device = self._parameters[0].device
-        behaviour = _padded([trajectory.logprobs for trajectory in trajectories], torch.float32).to(device)
-        mask = _padded([trajectory.loss_mask for trajectory in trajectories], torch.bool).to(device)
-        logprobs = self._logprobs(self.module, trajectories)
-        weight = torch.tensor(advantages, dtype=torch.float32, device=device)
-        limits = {"eps_low": self._config.eps_low, "eps_high": self._config.eps_high}
-        found = clipped_token_loss(logprobs, behaviour, weight, mask, **limits)
-        loss = found.loss_sum
+    def _backward(self, rows: Sequence[Row]) -> None:
+        trajectories = [row.trajectory for row in rows]
+        reference = None
         if self._reference is not None:
             with torch.no_grad():
                 reference = self._logprobs(self._reference, trajectories)
-            loss = loss + self._config.kl_coefficient * kl_sum(logprobs, reference, mask)
+        batch = TokenBatch.of(rows, self._logprobs(self.module, trajectories), reference=reference)
+        terms = self._config.objective.terms(batch)
+        loss, units = self._config.objective.sum(batch, terms)
         loss.backward()
-        sums = self._sums
-        sums.loss += float(loss.detach())
-        sums.tokens += found.tokens
-        sums.tokens_clipped += found.tokens_clipped
-        sums.ratio_max = max(sums.ratio_max, found.ratio_max)
-        sums.logprob += found.logprob_sum
-        sums.logprob_diff += found.logprob_diff_sum
+        self._sums.loss += float(loss.detach())
+        self._sums.units += units
+        self._count(batch, terms)
+
+    @torch.no_grad()
+    def _count(self, batch: TokenBatch, terms: TokenTerms) -> None:
+        sums, mask = self._sums, batch.mask
+        sums.tokens += int(mask.sum())
+        sums.tokens_clipped += int(terms.clipped.sum())
+        sums.ratio_max = max(sums.ratio_max, float(torch.where(mask, terms.ratios, 0.0).max()))
+        sums.logprob += float(torch.where(mask, batch.logprobs, 0.0).sum())
+        sums.logprob_diff += float(torch.where(mask, batch.logprobs - batch.behaviour, 0.0).abs().sum())
 
     def _logprobs(self, module: Any, trajectories: Sequence[Trajectory]) -> torch.Tensor:
         device = self._parameters[0].device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=self._config.autocast):
-            return response_logprobs(module, trajectories)
+            padded = response_logprobs(module, trajectories)
+        return torch.cat([row[: each.length_tokens] for row, each in zip(padded, trajectories, strict=True)])
 
 
-def micro_batches(
-    rows: Sequence[tuple[Trajectory, float]], tokens_max: int
-) -> Iterator[list[tuple[Trajectory, float]]]:
+def micro_batches(rows: Sequence[Row], tokens_max: int) -> Iterator[list[Row]]:
     """Rows of similar length together, ``rows * longest`` within ``tokens_max``; a longer row is alone.
 
     A new batch begins where padding would cost more than reading the prompt once more does.
     """
-    batch: list[tuple[Trajectory, float]] = []
+    batch: list[Row] = []
     padding = 0
-    for row in sorted(rows, key=lambda row: (-_length(row[0]), row[0].sample_index)):
-        longest = _length(batch[0][0]) if batch else _length(row[0])
-        padding += longest - _length(row[0])
-        if batch and ((len(batch) + 1) * longest > tokens_max or padding > len(row[0].prompt_token_ids)):
+    for row in sorted(rows, key=lambda row: (-row.length_tokens, row.trajectory.sample_index)):
+        longest = (batch[0] if batch else row).length_tokens
+        padding += longest - row.length_tokens
+        prompt_tokens = len(row.trajectory.prompt_token_ids)
+        if batch and ((len(batch) + 1) * longest > tokens_max or padding > prompt_tokens):
             yield batch
             batch, padding = [], 0
         batch.append(row)
@@ -195,7 +187,8 @@ def response_logprobs(module: Any, trajectories: Sequence[Trajectory]) -> torch.
     read = module(input_ids=prompt, use_cache=True, logits_to_keep=1)
     cache = read.past_key_values
     cache.batch_repeat_interleave(rows)
-    known = [np.ones(_length(each) - 1, np.uint8) for each in trajectories]  # the last token is only a target
+    beside = prompt.shape[1] - 1  # the prompt is attended to as well, and the last token is only a target
+    known = [np.ones(beside + each.length_tokens, np.uint8) for each in trajectories]
     logits = read.logits.expand(rows, -1, -1).float()
     if longest > 1:
         attention_mask = _padded(known, torch.int64).to(device)
@@ -212,10 +205,6 @@ def multiplies_bfloat16(capability: str | None = None) -> bool:
     a SmolLM2 layer's took 58 times as long as in fp32.
     """
     return (capability or torch.backends.cpu.get_cpu_capability()).startswith("AVX512")
-
-
-def _length(trajectory: Trajectory) -> int:
-    return len(trajectory.prompt_token_ids) + trajectory.length_tokens
 
 
 def _padded(rows: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> torch.Tensor:

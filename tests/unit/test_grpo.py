@@ -1,4 +1,4 @@
-"""The reference trainer's mathematics, against hand computations, and whether it learns."""
+"""The reference trainer: its batches and gradients, and whether it learns."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ from dora.trainers.learner import (
     multiplies_bfloat16,
     response_logprobs,
 )
-from dora.trainers.loss import clipped_token_loss, kl_sum
+from dora.trainers.objectives.batch import Row
+from dora.trainers.objectives.presets import OBJECTIVES, objective
 from dora.trajectory import Trajectory, TrajectoryGroup
 from dora.verify.recompute import recomputed_logprobs
 from tests.contract.trainer_service import TOKEN, make_group, make_trajectory, start_service
@@ -47,55 +48,15 @@ def responses(texts: Sequence[Sequence[int]], rewards: Sequence[float], logprob:
     return TrajectoryGroup("s0-g0", members)
 
 
-def test_token_loss_against_a_hand_computation() -> None:
-    # ratios: 1.5 (clipped at 1.28 for a gain), 0.5 (clipped at 0.8 for a loss), 1.1, 0.9; one token is masked
-    ratios = torch.tensor([[1.5, 0.5, 1.1], [1.5, 0.5, 0.9]])
-    behaviour = torch.full((2, 3), -2.0)
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    found = clipped_token_loss(
-        behaviour + ratios.log(), behaviour, torch.tensor([2.0, -1.0]), mask, eps_low=0.2, eps_high=0.28
-    )
-    gain = 2.0 * 1.28 + 2.0 * 0.5  # min(3.0, 2.56), min(1.0, 1.6)
-    loss = -1.5 + -0.8 + -0.9  # min(-1.5, -1.28), min(-0.5, -0.8), unclipped
-    assert float(found.loss_sum) == pytest.approx(-(gain + loss), rel=1e-5)
-    assert (found.tokens, found.tokens_clipped) == (5, 2)
-    assert found.ratio_max == pytest.approx(1.5)
-    assert found.logprob_diff_sum == pytest.approx(2 * abs(math.log(1.5)) + 2 * math.log(2) - math.log(0.9), rel=1e-5)
-
-
-def test_clipped_and_masked_tokens_have_no_gradient_and_others_the_policy_gradient() -> None:
-    logprobs = torch.tensor([[-2.0 + math.log(1.5), -2.0, math.nan]], requires_grad=True)
-    behaviour = torch.tensor([[-2.0, -2.0, 0.0]])
-    mask = torch.tensor([[True, True, False]])
-    found = clipped_token_loss(logprobs, behaviour, torch.tensor([3.0]), mask, eps_low=0.2, eps_high=0.28)
-    found.loss_sum.backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad[0].tolist() == pytest.approx([0.0, -3.0, 0.0])
-
-
-def test_the_gradient_agrees_with_finite_differences() -> None:
-    generator = torch.Generator().manual_seed(0)
-    behaviour = -torch.rand(2, 4, generator=generator, dtype=torch.float64)
-    logprobs = (behaviour + 0.1 * torch.randn(2, 4, generator=generator, dtype=torch.float64)).requires_grad_()
-    mask = torch.tensor([[True] * 4, [True] * 2 + [False] * 2])
-    advantages = torch.tensor([1.0, -0.5], dtype=torch.float64)
-
-    def loss(values: torch.Tensor) -> torch.Tensor:
-        found = clipped_token_loss(values, behaviour, advantages, mask, eps_low=0.2, eps_high=0.28)
-        return found.loss_sum + 0.3 * kl_sum(values, behaviour, mask)
-
-    assert torch.autograd.gradcheck(loss, (logprobs,))
-
-
 def test_micro_batches_hold_every_row_once_within_the_limit() -> None:
     rows = [
-        (trajectory, 1.0)
+        Row(trajectory, 1.0)
         for trajectory in responses([[5] * length for length in (3, 9, 1, 4, 4, 30)], [0.0] * 6).trajectories
     ]
     batches = list(micro_batches(rows, tokens_max=24))
-    assert sorted(row[0].sample_index for batch in batches for row in batch) == list(range(6))
+    assert sorted(row.trajectory.sample_index for batch in batches for row in batch) == list(range(6))
     for batch in batches:
-        longest = max(len(row[0].prompt_token_ids) + row[0].length_tokens for row in batch)
+        longest = max(row.length_tokens for row in batch)
         assert len(batch) == 1 or len(batch) * longest <= 24
 
 
@@ -203,10 +164,12 @@ class Bandit(torch.nn.Module):
         return SimpleNamespace(logits=logits, past_key_values=DynamicCache())
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("kl_coefficient", [0.0, 0.1])
-def test_a_bandit_learns_the_arm_that_pays(kl_coefficient: float) -> None:
+def test_a_bandit_learns_the_arm_that_pays(name: str, kl_coefficient: float) -> None:
     bandit = Bandit()
-    learner = Learner(bandit, LearnerConfig(learning_rate=0.1, kl_coefficient=kl_coefficient))
+    chosen = objective(name, kl_coefficient=kl_coefficient)
+    learner = Learner(bandit, LearnerConfig(learning_rate=0.1, objective=chosen))
     generator = torch.Generator().manual_seed(0)
     for _ in range(30):
         policy = torch.log_softmax(bandit.logits.detach(), 0)
@@ -261,7 +224,7 @@ async def test_a_rejected_version_is_published_anew_once(tmp_path: Path, model_f
 def test_arguments_and_limits() -> None:
     config, as_json = parse_arguments(["--token", "t", "--lr", "0.5", "--groups", "3", "--json"])
     assert (config.learner.learning_rate, config.groups, as_json) == (0.5, 3, True)
-    for changes in ({"learning_rate": 0.0}, {"eps_low": 1.0}, {"kl_coefficient": -1.0}, {"grad_norm_max": math.nan}):
+    for changes in ({"learning_rate": 0.0}, {"weight_decay": -1.0}, {"grad_norm_max": math.nan}):
         with pytest.raises(InvalidValue, match=next(iter(changes))):
             LearnerConfig(**changes)
     with pytest.raises(InvalidValue, match="threads = 0"):

@@ -1,0 +1,106 @@
+"""What an objective reads and what it says: the tokens of a micro-batch, without padding.
+
+All of it comes from the record (:class:`dora.trajectory.Trajectory`) and from forward passes of the trainer's model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from dora.trajectory import Trajectory, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One response that is trained on."""
+
+    trajectory: Trajectory
+    advantage: float
+
+    @property
+    def length_tokens(self) -> int:
+        """Prompt and response."""
+        return len(self.trajectory.prompt_token_ids) + self.trajectory.length_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """The response tokens of some rows, one row after the other: n tokens of r rows.
+
+    Logprobs are natural logarithms of the raw model's probabilities. Only ``logprobs`` carries a gradient.
+    """
+
+    logprobs: torch.Tensor  # (n,): of the policy that is trained
+    behaviour: torch.Tensor  # (n,): of the policy that sampled, as the engine computed them
+    mask: torch.Tensor  # (n,), bool: sampled by the policy; the rest may hold anything, NaN included
+    advantages: torch.Tensor  # (r,)
+    lengths: torch.Tensor  # (r,), int64: response tokens of each row, n in all
+    proximal: torch.Tensor | None = None  # (n,): of the policy at the step's start; None: it is the one trained
+    reference: torch.Tensor | None = None  # (n,): of the reference version; None: no KL term is asked for
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], logprobs: torch.Tensor, **others: Any) -> "TokenBatch":
+        """``logprobs`` (n,) beside what the record says of ``rows``, on its device and in its dtype."""
+        members = [row.trajectory for row in rows]
+        behaviour = torch.from_numpy(np.concatenate([each.logprobs for each in members]))
+        mask = torch.from_numpy(np.concatenate([each.loss_mask for each in members]))
+        return cls(
+            logprobs,
+            behaviour.to(logprobs),
+            mask.to(logprobs.device, torch.bool),
+            torch.tensor([row.advantage for row in rows]).to(logprobs),
+            torch.tensor([each.length_tokens for each in members], device=logprobs.device),
+            **others,
+        )
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """(n,): the row of each token."""
+        return torch.repeat_interleave(torch.arange(len(self.lengths), device=self.lengths.device), self.lengths)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """(r,): masked-in tokens of each row, at least 1, so that it divides."""
+        return self.row_sums(self.mask.to(self.logprobs.dtype)).clamp(min=1.0)
+
+    def row_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """(r,): the sum of ``values`` (n,) over each row."""
+        return values.new_zeros(len(self.lengths)).index_add(0, self.rows, values)
+
+    def spread(self, of_rows: torch.Tensor) -> torch.Tensor:
+        """(n,): each row's value at each of its tokens."""
+        return of_rows[self.rows]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTerms:
+    """What an objective says of each token of a batch; shape (n,). Only ``losses`` carries a gradient."""
+
+    losses: torch.Tensor  # 0 where the mask is
+    ratios: torch.Tensor  # the importance ratio that is clipped, to the objective's anchor; 1 where the mask is 0
+    clipped: torch.Tensor  # bool: clipping took the gradient away, or bounded its weight
+    weights: torch.Tensor  # of the correction; 1 where there is none
+
+
+class Objective(Protocol):
+    """A loss over whole steps that can be added up group by group. ``dora.trainers.objectives.presets`` has some.
+
+    The loss of a step is ``(sum of sums) / (sum of units)`` over its micro-batches, however it was cut into them, so
+    nothing has to be known of groups that are still to come: gradients are added up as they are, and divided once.
+    """
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether ``TokenBatch.reference`` has to be there."""
+
+    def rows(self, group: TrajectoryGroup) -> list[Row]:
+        """What is trained on of a group, with advantages; none where the group teaches nothing."""
+
+    def terms(self, batch: TokenBatch) -> TokenTerms:
+        """The loss of each token, and what is reported of it."""
+
+    def sum(self, batch: TokenBatch, terms: TokenTerms) -> tuple[torch.Tensor, float]:
+        """The batch's part of the step's loss, a scalar with a gradient, and its units: what the step divides by."""
