@@ -102,7 +102,7 @@ def measure(engine: VllmEngine, source: DataPlane, target: DataPlane, peer: Peer
 
 def copy_ahead(engine: VllmEngine, source: DataPlane, target: DataPlane, peer: Peer, request_id: str) -> float:
     """Milliseconds between the last token here and the first one there."""
-    target.expect(request_id, 1, MOST_BYTES)
+    target.expect(request_id, 1, MOST_BYTES, engine.reserve(request_id, engine.load().kv_used_tokens))
     copying = Copying(engine, source, peer, request_id)
     last_s = time.perf_counter()
     while (last := copying.advance()) is None:

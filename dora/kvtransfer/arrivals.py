@@ -4,14 +4,15 @@ A snapshot is expected under a *ticket*, any text that both ends were told, from
 under a *key* of its own, so that what is left of an earlier try is never mistaken for it. Nothing unexpected is let in.
 
 A snapshot of several rounds has a key for each round. Each names the key of the round before it, so that a round of an
-earlier try has no place in a later one; the key of the last round stands for the whole snapshot.
+earlier try has no place in a later one; the key of the last round stands for the whole snapshot. A round that another
+one follows is written where the request is to be taken in, as soon as it is whole and checked, if there is room.
 """
 
 import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -22,6 +23,20 @@ PROBE_BYTES: Final = 4 << 20
 EXPECTED_MOST: Final = 1 << 16
 ROUNDS_MOST: Final = 64
 _KEY: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{32}\.kv")
+
+
+class Ahead(Protocol):
+    """Where rounds go that come ahead of a snapshot's last one. One thread at a time uses it, any."""
+
+    def write(self, first_bytes: int, body: np.ndarray) -> bool:
+        """Writes a round that follows on ``first_bytes`` bytes of rounds. False: there is no room for it here."""
+
+
+@dataclass(slots=True, eq=False)
+class _Expected:
+    most_bytes: int
+    ahead: Ahead | None
+    writing: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +53,11 @@ class Arrival:
     sums: list[bytes] = field(default_factory=list)
     head: bytes = b""
     is_whole: bool = False  # and checked
+    ahead_bytes: int = 0  # all of it, where it was written ahead: then ``body`` is empty
+
+    @property
+    def size_bytes(self) -> int:
+        return self.body.nbytes + self.ahead_bytes
 
     def leads_to(self, ticket: str, epoch: int) -> bool:
         """Whether a further round of this ticket and epoch may follow."""
@@ -63,17 +83,20 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._expected: dict[tuple[int, str], int] = {}
+        self._expected: dict[tuple[int, str], _Expected] = {}
         self._here: dict[str, Arrival] = {}
 
-    def expect(self, ticket: str, epoch: int, most_bytes: int) -> None:
-        """Lets in one snapshot of this ticket, from this epoch of a worker. Raises Conflict where too many are."""
+    def expect(self, ticket: str, epoch: int, most_bytes: int, ahead: Ahead | None = None) -> None:
+        """Lets in one snapshot of this ticket, from this epoch of a worker. Raises Conflict where too many are.
+
+        ``ahead``: where its rounds before the last are written; None: they are kept here.
+        """
         with self._lock:
             if len(self._expected) >= EXPECTED_MOST:
                 raise Conflict(
                     "snapshots expected", len(self._expected), f"below {EXPECTED_MOST}", why="is too much for another"
                 )
-            self._expected[epoch, ticket] = most_bytes
+            self._expected[epoch, ticket] = _Expected(most_bytes, ahead)
 
     def forget(self, ticket: str) -> None:
         """Expects the ticket no longer, and drops what has come under it."""
@@ -82,8 +105,11 @@ class Arrivals:
                 del self._expected[entry]
             self._drop(lambda arrival: arrival.ticket == ticket)
 
-    def take(self, key: str) -> tuple[bytes, list[np.ndarray]]:
-        """Head and bodies, one a round, of a snapshot that is here. Raises NotFound: it is not, or not any more."""
+    def take(self, key: str) -> tuple[bytes, list[np.ndarray], int]:
+        """Head and bodies, one a round, of a snapshot that is here, and the bytes of rounds that were written ahead.
+
+        Raises NotFound: it is not here, or not any more.
+        """
         with self._lock:
             arrival = self._here.get(key)
             if arrival is None or not arrival.is_whole or arrival.goes_on:
@@ -92,7 +118,8 @@ class Arrivals:
             for each in rounds:
                 del self._here[each.key]
             self._expected.pop((arrival.epoch, arrival.ticket), None)
-        return arrival.head, [each.body for each in rounds]
+        kept = [each.body for each in rounds if not each.ahead_bytes]
+        return arrival.head, kept, sum(each.ahead_bytes for each in rounds)
 
     def close(self) -> None:
         """Drops everything."""
@@ -112,14 +139,15 @@ class Arrivals:
         except InvalidValue as error:
             raise SnapshotRefused(str(error)) from error
         with self._lock:
-            most_bytes = PROBE_BYTES if ticket == PROBE else self._expected.get((epoch, ticket))
-            if most_bytes is None:
+            expected = _Expected(PROBE_BYTES, None) if ticket == PROBE else self._expected.get((epoch, ticket))
+            if expected is None:
                 raise SnapshotRefused(f"ticket {ticket!r} of epoch {epoch}: it is not expected here")
             before = self._here.get(after)
             if after and (before is None or not before.leads_to(ticket, epoch)):
                 raise SnapshotRefused(f"round after {after!r}: that is no round of this snapshot which is here")
             rounds = [] if before is None else before.rounds()
-            whole_bytes = body_bytes + sum(each.body.nbytes for each in rounds)
+            whole_bytes = body_bytes + sum(each.size_bytes for each in rounds)
+            most_bytes = expected.most_bytes
             if not (body_bytes > 0 and whole_bytes <= most_bytes and len(rounds) < ROUNDS_MOST):
                 raise SnapshotRefused(
                     f"body bytes = {whole_bytes} in {len(rounds) + 1} rounds, expected are at most {most_bytes} "
@@ -148,7 +176,8 @@ class Arrivals:
             return self._here.get(key)
 
     def complete(self, arrival: Arrival, head: bytes) -> bool:
-        """It is whole. False where nobody wants it any more."""
+        """It is whole, and written ahead if it can be. False where nobody wants it any more."""
+        self._write_ahead(arrival)
         with self._lock:
             if self._here.get(arrival.key) is not arrival:
                 return False
@@ -157,6 +186,21 @@ class Arrivals:
             arrival.body.flags.writeable = False
             arrival.head, arrival.is_whole = head, True
             return True
+
+    def _write_ahead(self, arrival: Arrival) -> None:
+        """Rounds of several tries never mix: each is written whole, and none that a later try has dropped."""
+        with self._lock:
+            expected = self._expected.get((arrival.epoch, arrival.ticket))
+        before = arrival.rounds()[:-1]
+        if expected is None or expected.ahead is None or not arrival.goes_on:
+            return
+        if not all(each.ahead_bytes for each in before):
+            return
+        with expected.writing:
+            if self.find(arrival.key) is not arrival:
+                return
+            if expected.ahead.write(sum(each.ahead_bytes for each in before), arrival.body):
+                arrival.ahead_bytes, arrival.body = arrival.body.nbytes, np.empty(0, np.uint8)
 
     def drop(self, key: str) -> None:
         with self._lock:

@@ -67,10 +67,10 @@ def parts_of(layout: KvLayout, blocks: Mapping[str, Pieces], first: int, end: in
     return parts
 
 
-def snapshot_of(head: Buffer, *bodies: Buffer | np.ndarray) -> KvSnapshot:
+def snapshot_of(head: Buffer, *bodies: Buffer | np.ndarray, ahead_bytes: int = 0) -> KvSnapshot:
     """The snapshot of a head and a body whose chunks were checked, in one or more pieces of whole rounds.
 
-    Its arrays are views of ``bodies``.
+    Its arrays are views of ``bodies``. ``ahead_bytes``: of the first rounds, which are not among them.
 
     Raises SnapshotRefused, naming the field, where the head is truncated, damaged or of another schema, or where it
     does not fit the body or contradicts itself.
@@ -78,7 +78,7 @@ def snapshot_of(head: Buffer, *bodies: Buffer | np.ndarray) -> KvSnapshot:
     manifest = _unsealed(memoryview(head).cast("B"))
     raw = [body if isinstance(body, np.ndarray) else np.frombuffer(body, np.uint8) for body in bodies]
     try:
-        snapshot = _snapshot(msgpack.unpackb(manifest), raw)
+        snapshot = _snapshot(msgpack.unpackb(manifest), raw, ahead_bytes)
     except (KeyError, TypeError, ValueError) as error:
         raise SnapshotRefused(f"head: {error!r}") from error
     check_consistent(snapshot)
@@ -115,7 +115,7 @@ def _manifest(snapshot: KvSnapshot, rounds: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _snapshot(manifest: dict[str, Any], bodies: list[np.ndarray]) -> KvSnapshot:
+def _snapshot(manifest: dict[str, Any], bodies: list[np.ndarray], ahead_bytes: int) -> KvSnapshot:
     layout_fields = dict(manifest["layout"])
     layout_fields["layers"] = tuple((str(name), int(block_bytes)) for name, block_bytes in layout_fields["layers"])
     layout = KvLayout(**layout_fields)
@@ -133,13 +133,26 @@ def _snapshot(manifest: dict[str, Any], bodies: list[np.ndarray]) -> KvSnapshot:
         logprobs=tuple(np.frombuffer(manifest["logprobs"], "<f8").tolist()),
     )
     rounds = [int(count) for count in manifest["rounds"]]
-    blocks = _pieces(layout, rounds, bodies)
-    return KvSnapshot(layout, request, int(manifest["kv_tokens"]), int(manifest["rng_draws"]), blocks)
+    left = _left(layout, rounds, ahead_bytes)
+    blocks = _pieces(layout, left, bodies)
+    ahead = sum(rounds) - sum(left)
+    return KvSnapshot(layout, request, int(manifest["kv_tokens"]), int(manifest["rng_draws"]), blocks, ahead)
+
+
+def _left(layout: KvLayout, rounds: Sequence[int], ahead_bytes: int) -> Sequence[int]:
+    """The rounds after the first ones, which make up ``ahead_bytes``."""
+    if not 0 < len(rounds) <= ROUNDS_MOST or min(rounds) < 1:
+        raise ValueError(f"rounds = {rounds[:8]}")
+    first = 0
+    while ahead_bytes > 0 and first < len(rounds):
+        ahead_bytes -= rounds[first] * layout.block_bytes
+        first += 1
+    if ahead_bytes or first == len(rounds):
+        raise SnapshotRefused(f"rounds = {rounds[:8]}: those that came ahead end within one, or are all of them")
+    return rounds[first:]
 
 
 def _pieces(layout: KvLayout, rounds: Sequence[int], bodies: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
-    if not 0 < len(rounds) <= ROUNDS_MOST or min(rounds) < 1:
-        raise ValueError(f"rounds = {rounds[:8]}")
     found_bytes = sum(body.nbytes for body in bodies)
     if sum(rounds) * layout.block_bytes != found_bytes:
         raise SnapshotRefused(f"body bytes = {found_bytes}, the head makes it {sum(rounds) * layout.block_bytes}")

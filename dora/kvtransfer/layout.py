@@ -56,7 +56,9 @@ def check_consistent(snapshot: KvSnapshot) -> None:
     names = tuple(name for name, _ in layout.layers)
     if set(snapshot.blocks) != set(names):
         raise SnapshotRefused(f"blocks: layers {_short(sorted(snapshot.blocks))}, the layout has {_short(names)}")
-    count = blocks_for(kv_tokens, layout.block_tokens)
+    count = blocks_for(kv_tokens, layout.block_tokens) - snapshot.ahead
+    if snapshot.ahead < 0 or count < 1:
+        raise SnapshotRefused(f"ahead = {snapshot.ahead}, of {count + snapshot.ahead} blocks: the last never is")
     for name, block_bytes in layout.layers:
         pieces = snapshot.blocks[name]
         wrong = [piece for piece in pieces if piece.dtype != np.uint8 or piece.shape[1:] != (block_bytes,)]

@@ -1,7 +1,7 @@
 """A worker's part of the data plane: snapshots go out to other workers and come in from them, beside the engine's loop.
 
     source                                           target
-    send(peer, ticket, snapshot) ──────┐             expect(ticket, epoch, most_bytes)
+    send(peer, ticket, snapshot) ──────┐             expect(ticket, epoch, most_bytes, ahead)
                                        ▼                    │
                     Pair, one a target: chunks ─────▶ Door, one a worker
                                        │                    │
@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 
 from dora.errors import InvalidValue
-from dora.kvtransfer.arrivals import Arrivals
+from dora.kvtransfer.arrivals import Ahead, Arrivals
 from dora.kvtransfer.codec import head_of, round_of, snapshot_of
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.incoming import Incoming, MakeReceiver
@@ -109,20 +109,24 @@ class DataPlane:
         self._pair(peer).send(transfer)
         return transfer
 
-    def expect(self, ticket: str, epoch: int, most_bytes: int) -> None:
-        """Lets in one snapshot under this ticket, from the worker of this epoch. Raises Conflict where too many are."""
-        self._arrivals.expect(ticket, epoch, most_bytes)
+    def expect(self, ticket: str, epoch: int, most_bytes: int, ahead: Ahead | None = None) -> None:
+        """Lets in one snapshot under this ticket, from the worker of this epoch. Raises Conflict where too many are.
+
+        Its rounds before the last are written to ``ahead`` as they come, in a thread of the plane.
+        """
+        self._arrivals.expect(ticket, epoch, most_bytes, ahead)
 
     def take(self, key: str) -> KvSnapshot:
         """A snapshot that has arrived. Raises NotFound for one that has not, SnapshotRefused for a damaged one.
 
         Its arrays are read-only and lie in the plane's memory, which is lent for as long as one of them lives.
         """
-        return snapshot_of(*self.take_parts(key))
+        head, bodies, ahead_bytes = self._arrivals.take(key)
+        return snapshot_of(head, *bodies, ahead_bytes=ahead_bytes)
 
     def take_parts(self, key: str) -> tuple[bytes, *tuple[np.ndarray, ...]]:
-        """The head of what has arrived, and after it a body for each round. Raises NotFound."""
-        head, bodies = self._arrivals.take(key)
+        """The head of what has arrived, and after it a body for each round that is kept here. Raises NotFound."""
+        head, bodies, _ = self._arrivals.take(key)
         return head, *bodies
 
     def forget(self, ticket: str) -> None:

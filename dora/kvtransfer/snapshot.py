@@ -42,6 +42,7 @@ class KvSnapshot:
     the number of draws. ``kv_tokens`` is ``len(prompt) + len(outputs) - 1``: the last sampled token has no KV yet.
     ``blocks[layer]`` are the layer's blocks in one or more pieces, so that neither end has to copy them together; the
     last block may be partly filled. An engine's own snapshot shows its KV-cache, as long as the request is frozen.
+    ``ahead`` blocks before them are not among them: they were written where the request is to be taken in.
     """
 
     layout: KvLayout
@@ -49,6 +50,7 @@ class KvSnapshot:
     kv_tokens: int
     rng_draws: int
     blocks: Mapping[str, Pieces]
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)

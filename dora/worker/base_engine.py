@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from dora.errors import Conflict, InvalidValue, NotFound
-from dora.kvtransfer.layout import check_snapshot
+from dora.errors import Conflict, InvalidValue, NotFound, SnapshotRefused
+from dora.kvtransfer.layout import blocks_for, check_snapshot
 from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
 from dora.types import Canary, EngineCapability, RequestSpec
 from dora.weights.canary import CANARY_TOKENS, canary_token_ids, check_canary
 from dora.worker.engine_checks import check_finite, check_reproduced, check_request, check_version
+from dora.worker.reservation import MARGIN_BLOCKS, Reservation
 
 Live = TypeVar("Live")
 
@@ -18,7 +19,7 @@ Live = TypeVar("Live")
 class BaseEngine(Generic[Live], ABC):
     """The common half of a ``RolloutEngine``; ``Live`` is what the engine keeps of one request.
 
-    A kind of engine adds ``_replace_weights``, ``_score`` and ``_enter`` to the methods of the protocol.
+    A kind of engine adds the abstract methods to those of the protocol.
     """
 
     def __init__(self, capability: EngineCapability, layout: KvLayout, canary_tolerance: float) -> None:
@@ -27,7 +28,7 @@ class BaseEngine(Generic[Live], ABC):
         self._canary_tolerance = canary_tolerance
         self._version: int | None = None
         self._live: dict[str, Live] = {}
-        self._reserved: set[str] = set()
+        self._reserved: dict[str, Reservation] = {}
         self._generated_tokens = 0
 
     @property
@@ -43,8 +44,9 @@ class BaseEngine(Generic[Live], ABC):
         return self._version
 
     def load_weights(self, version: int, folder: Path, canary: Canary | None) -> Canary:
-        if self._live:
-            raise Conflict("requests held", len(self._live), "0 while weights are replaced", why="is too much")
+        held = len(self._live) + len(self._reserved)
+        if held:
+            raise Conflict("requests held", held, "0 while weights are replaced", why="is too much")
         self._version = None
         if canary is not None:
             self._check_canary(canary)
@@ -60,25 +62,45 @@ class BaseEngine(Generic[Live], ABC):
     def add(self, request: RequestSpec) -> None:
         self._check_new(request)
         check_version(request.version, self._version)
-        self._enter(request, None)
+        self._enter(request, None, None)
 
     def take_in(self, snapshot: KvSnapshot) -> None:
         self._check_new(snapshot.request)
         check_snapshot(snapshot, self._layout, self._version)
-        self.release(snapshot.request.request_id)
-        self._enter(snapshot.request, snapshot)
+        reservation = self._reserved.get(snapshot.request.request_id)
+        written = 0 if reservation is None else reservation.written
+        if snapshot.ahead > written:
+            raise SnapshotRefused(f"ahead = {snapshot.ahead}, {written} blocks have come ahead")
+        if reservation is not None:
+            reservation.close()
+            del self._reserved[snapshot.request.request_id]
+            self._slots_changed()
+        self._enter(snapshot.request, snapshot, reservation)
 
     @property
     def reserved(self) -> int:
         return len(self._reserved)
 
-    def reserve(self, request_id: str) -> None:
-        self._reserved.add(request_id)
+    def reserve(self, request_id: str, kv_tokens: int) -> Reservation:
+        if request_id in self._reserved:
+            raise Conflict("request_id", request_id, "an id that is not reserved here", why="is reserved")
+        count = 0
+        if self._slots_left() > len(self._reserved):
+            needed = blocks_for(kv_tokens, self._layout.block_tokens)
+            free = self._free_blocks()
+            if needed >= free:
+                raise Conflict("kv blocks", needed, f"below the {free} that are free here", why="is too much")
+            count = min(needed + MARGIN_BLOCKS, free)
+        reservation = self._reserved[request_id] = self._reserve(count)
         self._slots_changed()
+        return reservation
 
     def release(self, request_id: str) -> None:
-        self._reserved.discard(request_id)
-        self._slots_changed()
+        reservation = self._reserved.pop(request_id, None)
+        if reservation is not None:
+            reservation.close()
+            self._free(reservation)
+            self._slots_changed()
 
     @abstractmethod
     def _replace_weights(self, version: int, folder: Path) -> None:
@@ -89,12 +111,28 @@ class BaseEngine(Generic[Live], ABC):
         """The logprobs of a token sequence, from its second token on. Only while no request is held."""
 
     @abstractmethod
+    def _slots_left(self) -> int:
+        """Slots that nobody has or waits for with its KV; those that are reserved are among them."""
+
+    @abstractmethod
+    def _free_blocks(self) -> int:
+        """Blocks that nobody has, but for one that each request with a slot may want next."""
+
+    @abstractmethod
+    def _reserve(self, count: int) -> Reservation:
+        """Takes so many blocks, which are free."""
+
+    @abstractmethod
+    def _free(self, reservation: Reservation) -> None:
+        """Gives the blocks of a reservation back, which is closed."""
+
+    @abstractmethod
     def _slots_changed(self) -> None:
         """Another number of slots is reserved."""
 
     @abstractmethod
-    def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None) -> Any:
-        """Takes over a request that was checked, with its KV where a snapshot has it."""
+    def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None, reservation: Reservation | None) -> Any:
+        """Takes over a request that was checked, with its KV where a snapshot has it, and what was kept for it."""
 
     def _find(self, request_id: str) -> Live:
         live = self._live.get(request_id)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot
 from dora.types import Canary, EngineCapability, EngineLoad, RequestSpec, TokenDelta
+from dora.worker.reservation import Reservation
 
 
 class RolloutEngine(Protocol):
@@ -30,9 +31,9 @@ class RolloutEngine(Protocol):
         """Replaces the weights in place by ``folder/*.safetensors`` (Hugging Face names) and fences caches by version.
 
         Returns the canary as this engine reproduces it (for ``canary=None``: of a built-in prompt).
-        Raises Conflict while requests are still held, which changes nothing; InvalidValue for missing, unknown or
-        misshapen tensors, before any weight is touched; CanaryMismatch where logprobs differ from ``canary`` by more
-        than the tolerance, or are not finite. After the latter two ``version`` is None until a load succeeds.
+        Raises Conflict while requests are still held or expected, which changes nothing; InvalidValue for missing,
+        unknown or misshapen tensors, before any weight is touched; CanaryMismatch where logprobs differ from ``canary``
+        by more than the tolerance, or are not finite. After the latter two ``version`` is None until a load succeeds.
         """
 
     def add(self, request: RequestSpec) -> None:
@@ -78,19 +79,24 @@ class RolloutEngine(Protocol):
     def reserved(self) -> int:
         """Slots that are kept."""
 
-    def reserve(self, request_id: str) -> None:
-        """Keeps a slot for a request that is to be taken in: no request that waits gets the last ones."""
+    def reserve(self, request_id: str, kv_tokens: int) -> Reservation:
+        """Keeps a slot for a request that is to be taken in: no request that waits gets the last ones.
+
+        Where a slot is free it comes with blocks for ``kv_tokens`` tokens and a margin, into which the request's KV is
+        written before it is taken in; they count as used. A request that has to wait for a slot gets no blocks.
+        Raises Conflict where a slot is free and those blocks are not, or where the id is reserved already.
+        """
 
     def release(self, request_id: str) -> None:
         """Undoes ``reserve``. Unknown ids are ignored."""
 
     def take_in(self, snapshot: KvSnapshot) -> None:
-        """Resumes a request from its snapshot with no token re-prefilled, in the slot reserved for it if there is one.
+        """Resumes a request from its snapshot with no token re-prefilled, in what is reserved for it if anything is.
 
-        Where no slot or no room is free it waits, its snapshot held, before all requests that have none; the snapshot's
-        arrays are kept until then.
-        Raises SnapshotRefused where layout or version do not match or its parts contradict each other, Conflict for a
-        known id, InvalidValue as ``add`` does.
+        The blocks that went ahead of the snapshot are taken over where they lie. Where no slot or no room is free the
+        request waits, its snapshot held, before all requests that have none; the snapshot's arrays are kept until then.
+        Raises SnapshotRefused where layout or version do not match, its parts contradict each other, or what went ahead
+        of it is not here; Conflict for a known id, InvalidValue as ``add`` does.
         """
 
     def remove(self, request_id: str) -> None:

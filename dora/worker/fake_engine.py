@@ -18,7 +18,8 @@ from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot
 from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
 from dora.weights.reference import read_reference
 from dora.worker.base_engine import BaseEngine
-from dora.worker.fake_model import KV_BYTES, LAYERS, STOP_TOKEN_ID, FakeModel, Kv
+from dora.worker.fake_model import KV_BYTES, LAYERS, STOP_TOKEN_ID, FakeBlocks, FakeModel, Kv
+from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopStrings, StopWatch
 
 
@@ -33,6 +34,7 @@ class _Live:
     watch: StopWatch | None
     kv: Kv = field(default_factory=dict)
     snapshot: KvSnapshot | None = None  # taken in and not yet in a slot
+    reserved: Reservation | None = None  # where the blocks are that went ahead of the snapshot
     preemptions: int = 0
 
     @property
@@ -121,7 +123,7 @@ class FakeEngine(BaseEngine[_Live]):
         if request_id not in self._held:
             raise Conflict("request_id", request_id, "a frozen request", why="is not frozen")
         if live.snapshot is not None:
-            return live.snapshot
+            return replace(live.snapshot, blocks=_with_ahead(live.snapshot, live.reserved), ahead=0)
         if not live.kv:
             return None
         outputs = tuple(live.outputs)
@@ -166,10 +168,11 @@ class FakeEngine(BaseEngine[_Live]):
 
     # Requests.
 
-    def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None) -> None:
+    def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None, reservation: Reservation | None) -> None:
         length = self._model.length(request)
         watch = self._stop_strings.watch(request)
         live = _Live(request, length, list(request.output_token_ids), list(request.logprobs), watch, snapshot=snapshot)
+        live.reserved = reservation
         self._live[request.request_id] = live
         if snapshot is None:
             self._waiting.append(request.request_id)
@@ -184,13 +187,26 @@ class FakeEngine(BaseEngine[_Live]):
     def _slots_changed(self) -> None:
         """Slots are counted when they are given."""
 
+    def _slots_left(self) -> int:
+        return self._capability.slots - len(self._running) - sum(self._held.values()) - self._with_kv_waiting()
+
+    def _free_blocks(self) -> int:
+        return self._blocks() - self._blocks_used() - len(self._running) - sum(self._held.values())
+
+    def _reserve(self, count: int) -> Reservation:
+        return Reservation(self._layout, range(count), FakeBlocks(self._layout, count))
+
+    def _free(self, reservation: Reservation) -> None:
+        """Blocks are counted when they are needed."""
+
     def _fill_slots(self) -> None:
         while self._waiting:
             live = self._live[self._waiting[0]]
             taken = len(self._running) + sum(self._held.values()) + len(self._reserved)
             if taken >= self._capability.slots:
                 return
-            if self._blocks_used() + self._blocks_for(len(live.token_ids)) > self._blocks():
+            kept = 0 if live.reserved is None else len(live.reserved.block_ids)
+            if self._blocks_used() - kept + self._blocks_for(len(live.token_ids)) > self._blocks():
                 return
             self._waiting.popleft()
             self._running.append(live.request.request_id)
@@ -200,9 +216,10 @@ class FakeEngine(BaseEngine[_Live]):
         """KV of all tokens but the last sampled one: out of the snapshot, else computed."""
         if live.snapshot is not None:
             kv_bytes = live.snapshot.kv_tokens * KV_BYTES
-            whole = {name: b"".join(piece.tobytes() for piece in live.snapshot.blocks[name]) for name in LAYERS}
+            blocks = _with_ahead(live.snapshot, live.reserved)
+            whole = {name: b"".join(piece.tobytes() for piece in pieces) for name, pieces in blocks.items()}
             live.kv = {name: bytearray(raw[:kv_bytes]) for name, raw in whole.items()}
-            live.snapshot = None
+            live.snapshot = live.reserved = None
             return
         live.kv = {name: bytearray() for name in LAYERS}
         known = live.token_ids if not live.outputs else live.token_ids[:-1]
@@ -259,10 +276,21 @@ class FakeEngine(BaseEngine[_Live]):
         return blocks_for(tokens, self._capability.block_tokens)
 
     def _blocks_used(self) -> int:
-        return sum(self._blocks_for(live.kv_tokens) for live in self._live.values())
+        kept = [*self._reserved.values(), *(live.reserved for live in self._live.values() if live.reserved)]
+        blocks = sum(len(reservation.block_ids) for reservation in kept)
+        return blocks + sum(self._blocks_for(live.kv_tokens) for live in self._live.values())
 
     def _to_blocks(self, raw: bytearray) -> np.ndarray:
         block_bytes = self._capability.block_tokens * KV_BYTES
         blocks = np.zeros((blocks_for(len(raw), block_bytes), block_bytes), np.uint8)
         blocks.reshape(-1)[: len(raw)] = np.frombuffer(raw, np.uint8)
         return blocks
+
+
+def _with_ahead(snapshot: KvSnapshot, reserved: Reservation | None) -> dict[str, list[np.ndarray]]:
+    """All blocks of a snapshot, those first that went ahead of it."""
+    blocks = {name: list(pieces) for name, pieces in snapshot.blocks.items()}
+    if reserved is None:
+        return blocks
+    shown = reserved.show(snapshot.ahead)
+    return {name: [*shown[name], *pieces] for name, pieces in blocks.items()}

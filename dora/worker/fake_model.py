@@ -5,13 +5,14 @@ the weights, all KV so far, the last token and, unless greedy, the seed.
 """
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from blake3 import blake3
 
+from dora.kvtransfer.snapshot import KvLayout, Pieces
 from dora.types import RequestSpec
 from dora.weights.reference import Reference, TensorHeader, check_tensors, read_header, weight_files
 
@@ -79,6 +80,20 @@ class FakeModel:
             digest.update(len(raw).to_bytes(8, "little"))
             digest.update(raw)
         return int.from_bytes(digest.digest(8), "little")
+
+
+class FakeBlocks:
+    """Blocks apart from those of requests; their ids count from 0."""
+
+    def __init__(self, layout: KvLayout, count: int) -> None:
+        self._layers = {name: np.zeros((count, block_bytes), np.uint8) for name, block_bytes in layout.layers}
+
+    def show(self, block_ids: Sequence[int]) -> dict[str, list[np.ndarray]]:
+        return {name: [raw[list(block_ids)]] for name, raw in self._layers.items()}
+
+    def write(self, block_ids: Sequence[int], blocks: Mapping[str, Pieces]) -> None:
+        for name, raw in self._layers.items():
+            raw[list(block_ids)] = np.concatenate(blocks[name])
 
 
 def _seed_of(request: RequestSpec) -> list[int]:

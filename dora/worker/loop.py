@@ -164,8 +164,13 @@ class EngineLoop:
             raise Conflict("kv_tokens", order.kv_tokens, f"at most {capability.kv_tokens}", why="is too much")
         layout = self._engine.layout
         most_bytes = blocks_for(capability.max_model_len_tokens, layout.block_tokens) * layout.block_bytes
-        self._data_plane().expect(order.request_id, order.source_epoch, most_bytes)
-        self._engine.reserve(order.request_id)
+        plane = self._data_plane()
+        reservation = self._engine.reserve(order.request_id, order.kv_tokens)
+        try:
+            plane.expect(order.request_id, order.source_epoch, most_bytes, reservation)
+        except DoraError:
+            self._engine.release(order.request_id)
+            raise
 
     def _cancel_reservation(self, order: pb.CancelReservation, outcome: pb.WorkerOutcome) -> None:
         self._arrived.discard(order.request_id)

@@ -27,11 +27,13 @@ class BlockStore:
 
     def write(self, block_ids: Sequence[int], blocks: Mapping[str, Pieces]) -> None:
         """Overwrites some blocks of every layer."""
-        chosen = np.asarray(block_ids, np.intp)
         for name, raw in self._layers.items():
             at = 0
             for piece in blocks[name]:
-                raw[chosen[at : at + len(piece)]] = piece
+                from_piece = 0
+                for first, end in _runs(block_ids[at : at + len(piece)]):  # other threads run during large copies
+                    np.copyto(raw[first:end], piece[from_piece : from_piece + end - first])
+                    from_piece += end - first
                 at += len(piece)
 
 

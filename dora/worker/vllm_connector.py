@@ -1,7 +1,8 @@
 """How KV from another engine enters vLLM: its KV connector, in both of its roles.
 
 The scheduler's half is asked, whenever a request gets a slot and blocks, how many tokens come from outside; the
-runner's half writes them before the forward pass of that very step. Until then the snapshot waits here, held.
+runner's half writes them before the forward pass of that very step. Until then the snapshot waits here, held. What
+went ahead of the snapshot is in the KV-cache already.
 """
 
 from collections.abc import Mapping
@@ -57,6 +58,9 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
     def is_offered(self, request_id: str) -> bool:
         return request_id in self._offered
 
+    def offered_count(self) -> int:
+        return len(self._offered)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         snapshot = self._offered.get(request.request_id)
         return (0, False) if snapshot is None else (snapshot.kv_tokens - num_computed_tokens, False)
@@ -64,8 +68,8 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0:
             snapshot = self._offered.pop(request.request_id)
-            count = sum(len(piece) for piece in next(iter(snapshot.blocks.values())))
-            self._imports.append(_Import(blocks.get_block_ids()[0][:count], snapshot.blocks))
+            end = snapshot.ahead + sum(len(piece) for piece in next(iter(snapshot.blocks.values())))
+            self._imports.append(_Import(blocks.get_block_ids()[0][snapshot.ahead : end], snapshot.blocks))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         imports, self._imports = self._imports, []

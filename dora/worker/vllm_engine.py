@@ -6,7 +6,7 @@ engine; one process has one engine, as vLLM's KV connector is the process's.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -17,6 +17,7 @@ from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, 
 from dora.weights.reference import read_reference
 from dora.worker import vllm_environment
 from dora.worker.base_engine import BaseEngine
+from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopStrings, StopWatch
 
 Dtype = Literal["float32", "bfloat16"]
@@ -110,7 +111,9 @@ class VllmEngine(BaseEngine[_Live]):
             raise Conflict("request_id", request_id, "a frozen request", why="is not frozen")
         waiting: KvSnapshot | None = self._scheduler.connector.offered(live.engine_id)
         if waiting is not None:  # taken in and not yet scheduled: it moves on as it came
-            return waiting
+            shown = self._store.show(self._scheduler.brought(live.engine_id))
+            blocks = {name: [*shown[name], *pieces] for name, pieces in waiting.blocks.items()}
+            return replace(waiting, blocks=blocks, ahead=0)
         state = self._scheduler.requests[live.engine_id]
         kv_tokens = len(live.request.prompt_token_ids) + len(live.outputs) - 1
         if not (self._movable and live.outputs and state.num_computed_tokens == kv_tokens):
@@ -180,14 +183,28 @@ class VllmEngine(BaseEngine[_Live]):
     def _scheduler(self) -> Any:
         return self._core.scheduler
 
-    def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None) -> None:
+    def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None, reservation: Reservation | None) -> None:
         watch, engine_id = self._stop_strings.watch(request), self._next_engine_id(request.request_id)
         live = _Live(request, engine_id, watch, list(request.output_token_ids), list(request.logprobs))
         core_request = self._requests.to_vllm(request, live.engine_id, self._stops)
         self._live[request.request_id] = self._by_engine_id[live.engine_id] = live
         if snapshot is not None:
             self._scheduler.connector.offer(live.engine_id, snapshot)
+        if snapshot is not None and reservation is not None:
+            self._scheduler.bring(live.engine_id, reservation.block_ids, snapshot.ahead)
         self._submit(core_request)
+
+    def _slots_left(self) -> int:
+        return self._capability.slots - self._scheduler.running_count() - self._scheduler.connector.offered_count()
+
+    def _free_blocks(self) -> int:
+        return int(self._scheduler.free_blocks())
+
+    def _reserve(self, count: int) -> Reservation:
+        return Reservation(self._layout, self._scheduler.take_blocks(count if self._movable else 0), self._store)
+
+    def _free(self, reservation: Reservation) -> None:
+        self._scheduler.give_back(reservation.block_ids)
 
     def _slots_changed(self) -> None:
         self._scheduler.reserve_slots(len(self._reserved))

@@ -1,10 +1,13 @@
-"""vLLM's scheduler, in which a request can be held, and may begin with outputs.
+"""vLLM's scheduler, in which a request can be held, may begin with outputs, and may bring blocks of its own.
 
 A held request is in no queue: vLLM's model runner takes a request that is not scheduled out of its batch and keeps its
 state, so taking it up again goes on bitwise. It keeps its blocks and its slot, so it can always be taken up again.
+
+Blocks that were reserved for a request, and written while it was elsewhere, are shown to vLLM as a hit of its prefix
+cache: vLLM then gives them to the request as they are, and asks the connector only for what comes after them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,6 +25,34 @@ class HoldingScheduler(Scheduler):
         self.held: dict[str, Request] = {}
         self.reprefilled_tokens = 0
         self._reserved = 0
+        self._kept: dict[str, list[int]] = {}  # by request: blocks that it brings, and those after them
+        self._ahead: dict[str, int] = {}  # how many of these are written
+        self._unknown: dict[str, int] = {}  # the same of requests that have them, until the prefix cache knows them
+
+    @property
+    def _pool(self) -> Any:
+        return self.kv_cache_manager.block_pool
+
+    def free_blocks(self) -> int:
+        """Blocks that nobody has, but for one that each request with a slot may want next."""
+        return int(self._pool.get_num_free_blocks()) - self.running_count()
+
+    def take_blocks(self, count: int) -> list[int]:
+        """Ids of blocks that belong to no request. They must be given back, or brought along."""
+        return [block.block_id for block in self._pool.get_new_blocks(count)]
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        """Undoes ``take_blocks``."""
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
+
+    def bring(self, request_id: str, block_ids: Sequence[int], ahead: int) -> None:
+        """Blocks that a request which is about to be added brings; the first ``ahead`` of them have its KV."""
+        if block_ids:
+            self._kept[request_id], self._ahead[request_id] = list(block_ids), ahead
+
+    def brought(self, request_id: str) -> list[int]:
+        """The blocks with KV that a request brings which was not scheduled yet."""
+        return self._kept.get(request_id, [])[: self._ahead.get(request_id, 0)]
 
     def reserve_slots(self, count: int) -> None:
         """Keeps so many slots for requests that are to come with their KV."""
@@ -64,13 +95,18 @@ class HoldingScheduler(Scheduler):
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self.held.pop(request.request_id, None)
+            self._let_go(request.request_id)
         self._count_slots()
         return finished
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self._make_known()
         output = super().schedule(throttle_prefills)
         arrived = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         for request_id in arrived:
+            if request_id in self._kept:
+                self._unknown[request_id] = self._ahead[request_id]
+                self._let_go(request_id)  # the request has its own part in them now
             if self.requests[request_id].num_output_tokens > 0:
                 # All but the last sampled token had KV before: on another engine, or here before a preemption.
                 self.reprefilled_tokens += output.num_scheduled_tokens[request_id] - 1
@@ -88,8 +124,31 @@ class HoldingScheduler(Scheduler):
     def _get_local_prefix_cache_hit(self, request: Request) -> Any:
         if self.connector.is_offered(request.request_id):
             # Its own KV comes with it: a neighbour's, equal but for rounding, must not take its place.
-            return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
+            return *self._own_blocks(request.request_id), 0, False
         return super()._get_local_prefix_cache_hit(request)
+
+    def _own_blocks(self, request_id: str) -> tuple[Any, int]:
+        """The blocks that a request brings, and their tokens. Those beyond are free from now on, also for itself."""
+        kept, ahead = self._kept.get(request_id, []), self._ahead.get(request_id, 0)
+        self.give_back(kept[ahead:])
+        del kept[ahead:]
+        blocks = [self._pool.blocks[block_id] for block_id in kept]
+        return self.kv_cache_manager.create_kv_cache_blocks((blocks,)), ahead * self.block_size
+
+    def _let_go(self, request_id: str) -> None:
+        self.give_back(self._kept.pop(request_id, ()))
+        self._ahead.pop(request_id, None)
+
+    def _make_known(self) -> None:
+        """Brought blocks enter the prefix cache, for later requests and after a preemption: not in the first step."""
+        for request_id, ahead in self._unknown.items():
+            (manager,) = self.kv_cache_manager.coordinator.single_type_managers
+            blocks = manager.req_to_blocks.get(request_id)
+            if blocks:  # it has not ended since
+                known = next((place for place, block in enumerate(blocks[:ahead]) if block.block_hash is None), ahead)
+                group = manager.kv_cache_group_id
+                self._pool.cache_full_blocks(self.requests[request_id], blocks, known, ahead, self.block_size, group)
+        self._unknown.clear()
 
     def _held_running(self) -> int:
         return sum(request.status == RequestStatus.RUNNING for request in self.held.values())

@@ -1,4 +1,7 @@
-"""Full blocks are shown while their request decodes, and only those: what came in rounds goes on like the whole."""
+"""Full blocks are shown while their request decodes, and only those: what came in rounds goes on like the whole.
+
+What came ahead of the freeze lies in the target's blocks already, which are reserved for it and given back else.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -7,13 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dora.errors import Conflict, NotFound
+from dora.errors import Conflict, NotFound, SnapshotRefused
 from dora.kvtransfer.codec import head_of, parts_of, round_of, snapshot_of
 from dora.kvtransfer.layout import blocks_for
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.types import RequestSpec, SamplingParams
 from dora.worker.engine import RolloutEngine
-from tests.contract.driver import EVERYTHING, GREEDY, SAMPLED, SLOTS, Driver, Response, make_request, run
+from dora.worker.reservation import Reservation
+from tests.contract.driver import EVERYTHING, GREEDY, SAMPLED, SLOTS, Driver, Response, VersionFolder, make_request, run
 
 LONG = 120  # prompt tokens: some full blocks from the start
 
@@ -22,16 +26,26 @@ def long_requests(*samplings: SamplingParams) -> list[RequestSpec]:
     return [make_request(index, sampling, LONG, max_tokens=90) for index, sampling in enumerate(samplings)]
 
 
-def take_out_in_rounds(driver: Driver, request_id: str, steps: int, rounds: int) -> KvSnapshot:
-    """As the loop does it: full blocks ahead, ``steps`` steps apart, then the rest; through the wire format."""
+def take_out_in_rounds(
+    driver: Driver, request_id: str, steps: int, rounds: int, reservation: Reservation | None = None
+) -> KvSnapshot:
+    """As the loop does it: full blocks ahead, ``steps`` steps apart, then the rest; through the wire format.
+
+    They are written to the reservation as far as it takes them.
+    """
     engine = driver.engine
     counts: list[int] = []
     bodies: list[bytes] = []
+    ahead_bytes = 0
     for _ in range(rounds):
         full = engine.full_blocks(request_id, sum(counts))
         if full.end > sum(counts):
             counts.append(full.end - sum(counts))
-            bodies.append(b"".join(parts_of(engine.layout, full.blocks, 0, counts[-1])))
+            body = b"".join(parts_of(engine.layout, full.blocks, 0, counts[-1]))
+            if reservation is not None and not bodies and reservation.write(ahead_bytes, np.frombuffer(body, np.uint8)):
+                ahead_bytes += len(body)
+            else:
+                bodies.append(body)
         driver.step(steps)
     engine.freeze(request_id)
     snapshot = engine.export(request_id)
@@ -39,7 +53,7 @@ def take_out_in_rounds(driver: Driver, request_id: str, steps: int, rounds: int)
     left = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens) - sum(counts)
     assert left >= 1, "the tail is always copied while it is frozen"
     bodies.append(b"".join(round_of(snapshot, sum(counts))))
-    found = snapshot_of(head_of(snapshot, [*counts, left]), *bodies)
+    found = snapshot_of(head_of(snapshot, [*counts, left]), *bodies, ahead_bytes=ahead_bytes)
     engine.remove(request_id)
     return found
 
@@ -134,7 +148,156 @@ def test_what_a_request_showed_before_it_was_preempted_is_void(engine: RolloutEn
     assert again and again < set(names), "back in a slot, with other blocks"
 
 
-# The slot of a request that is to come.
+# The place of a request that is to come.
+
+
+def used_blocks(engine: RolloutEngine) -> int:
+    return engine.load().kv_used_tokens // engine.layout.block_tokens
+
+
+@pytest.mark.parametrize(("kv_tokens", "ahead"), [(LONG, [4, 4, 4]), (30, [3, 0, 0])])
+def test_a_request_goes_on_in_the_blocks_that_were_written_ahead(
+    engine: RolloutEngine, driver: Driver, kv_tokens: int, ahead: list[int]
+) -> None:
+    """Bitwise, also where only some rounds had room; and no block is left over."""
+    requests = long_requests(GREEDY, SAMPLED, replace(EVERYTHING, stop_token_ids=(), ignore_eos=True))
+    untouched = run(engine, requests)
+    before = engine.load().reprefilled_tokens
+    for request in requests:
+        driver.add(request)
+    driver.step(5)
+    for request, written in zip(requests, ahead, strict=True):
+        used = used_blocks(engine)
+        reservation = engine.reserve(request.request_id, kv_tokens)
+        assert used_blocks(engine) == used + len(reservation.block_ids) > used
+        snapshot = take_out_in_rounds(driver, request.request_id, 6, 2, reservation)
+        assert snapshot.ahead == written
+        engine.take_in(snapshot)
+        tokens = len(driver.responses[request.request_id].token_ids)
+        driver.step()
+        assert len(driver.responses[request.request_id].token_ids) == tokens + 1
+    driver.step(2)
+    assert driver.finish() == untouched
+    assert (engine.load().reprefilled_tokens, engine.load().kv_used_tokens) == (before, 0)
+
+
+def test_blocks_that_came_ahead_are_not_computed_again_after_a_preemption(
+    engine: RolloutEngine, driver: Driver
+) -> None:
+    """They are in the prefix cache like any others, if there is one; what follows is the same up to rounding."""
+    mover = make_request(1, replace(GREEDY, ignore_eos=True), LONG, max_tokens=60)
+    untouched = run(engine, [mover])["r1"]
+    driver.add(mover)
+    driver.step(4)
+    engine.take_in(take_out_in_rounds(driver, "r1", 2, 1, engine.reserve("r1", LONG)))
+    driver.step(4)
+    response = driver.responses["r1"]
+    engine.remove("r1")
+    before = engine.load().reprefilled_tokens
+    resumed = replace(mover, output_token_ids=tuple(response.token_ids), logprobs=tuple(response.logprobs))
+    driver.add(resumed)
+    driver.finish()
+    assert response.token_ids == untouched.token_ids[: len(response.token_ids)]
+    again = engine.load().reprefilled_tokens - before
+    assert again < 32 or again == LONG + len(response.token_ids) - 1  # an engine without a prefix cache
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_reservation_that_is_released_gives_its_blocks_back(
+    engine: RolloutEngine, driver: Driver, written: int
+) -> None:
+    mover = long_requests(SAMPLED)[0]
+    untouched = run(engine, [mover])["r0"]
+    driver.add(mover)
+    driver.step(5)
+    used = used_blocks(engine)
+    reservation = engine.reserve("r0", LONG)
+    body = np.zeros(engine.layout.block_bytes * 2, np.uint8)
+    for _ in range(written):
+        assert reservation.write(0, body)
+    engine.release("r0")
+    engine.release("r0")
+    assert used_blocks(engine) == used
+    assert not reservation.write(0, body), "it is nobody's any more"
+    assert driver.finish()["r0"] == untouched
+    assert engine.load().kv_used_tokens == 0
+
+
+def test_a_request_that_is_cancelled_before_its_first_step_gives_its_blocks_back(
+    engine: RolloutEngine, driver: Driver
+) -> None:
+    driver.add(make_request(1, SAMPLED, LONG))
+    driver.step(4)
+    engine.take_in(take_out_in_rounds(driver, "r1", 1, 1, engine.reserve("r1", LONG)))
+    assert engine.load().kv_used_tokens > 0
+    engine.remove("r1")
+    assert (engine.load().kv_used_tokens, engine.reserved) == (0, 0)
+
+
+def test_a_request_that_waits_for_a_slot_moves_on_with_its_blocks(engine: RolloutEngine, driver: Driver) -> None:
+    mover = replace(make_request(1, replace(SAMPLED, ignore_eos=True), LONG, max_tokens=60), request_id="mover")
+    untouched = run(engine, [mover])["mover"]
+    driver.add(mover)
+    driver.step(4)
+    reservation = engine.reserve("mover", LONG)
+    snapshot = take_out_in_rounds(driver, "mover", 2, 1, reservation)
+    engine.take_in(snapshot)
+    again = driver.take_out("mover")
+    assert (snapshot.ahead, again.ahead) == (3, 0)
+    assert engine.load().kv_used_tokens == 0
+    engine.take_in(again)
+    assert driver.finish()["mover"] == untouched
+
+
+def test_a_snapshot_whose_first_blocks_are_not_here_is_refused(engine: RolloutEngine, driver: Driver) -> None:
+    driver.add(make_request(1, SAMPLED, LONG))
+    driver.step(4)
+    snapshot = take_out_in_rounds(driver, "r1", 1, 1, engine.reserve("r1", LONG))
+    engine.release("r1")
+    with pytest.raises(SnapshotRefused, match="ahead = 3, 0 blocks"):
+        engine.take_in(snapshot)
+    engine.reserve("r1", LONG)
+    with pytest.raises(SnapshotRefused, match="ahead = 3, 0 blocks"):
+        engine.take_in(snapshot)
+    engine.release("r1")
+    assert not engine.has_work() and engine.load().kv_used_tokens == 0
+
+
+def test_a_round_is_written_only_where_it_fits(engine: RolloutEngine) -> None:
+    block_bytes = engine.layout.block_bytes
+    reservation = engine.reserve("r1", 2 * engine.layout.block_tokens)
+    assert len(reservation.block_ids) == 4
+    for first_bytes, size_bytes in ((0, 5 * block_bytes), (0, block_bytes + 1), (1, block_bytes), (block_bytes,) * 2):
+        assert not reservation.write(first_bytes, np.zeros(size_bytes, np.uint8))
+    assert reservation.write(0, np.zeros(3 * block_bytes, np.uint8)) and reservation.written == 3
+    assert not reservation.write(3 * block_bytes, np.zeros(2 * block_bytes, np.uint8))
+    engine.release("r1")
+
+
+def test_a_request_without_room_is_refused_and_one_without_a_slot_waits_in_host_memory(
+    engine: RolloutEngine, driver: Driver
+) -> None:
+    tokens = engine.capability.kv_tokens
+    with pytest.raises(Conflict, match="kv blocks"):
+        engine.reserve("r1", tokens)
+    with pytest.raises(Conflict, match="r2"):
+        for _ in range(2):
+            engine.reserve("r2", 20)
+    engine.release("r2")
+    for index in range(SLOTS):
+        driver.add(make_request(index, GREEDY, 20))
+    driver.step()
+    reservation = engine.reserve("waits", 20)
+    assert len(reservation.block_ids) == 0 and not reservation.write(0, np.zeros(engine.layout.block_bytes, np.uint8))
+    engine.release("waits")
+
+
+def test_weights_are_not_replaced_under_a_reservation(engine: RolloutEngine, version_folder: VersionFolder) -> None:
+    engine.reserve("r1", 20)
+    with pytest.raises(Conflict, match="requests held = 1"):
+        engine.load_weights(2, version_folder(2), None)
+    engine.release("r1")
+    engine.load_weights(2, version_folder(2), None)
 
 
 def test_a_reserved_slot_is_there_when_its_request_comes(engine: RolloutEngine, driver: Driver) -> None:
@@ -145,7 +308,7 @@ def test_a_reserved_slot_is_there_when_its_request_comes(engine: RolloutEngine, 
     snapshot = driver.take_out("mover")
     for index in range(SLOTS - 1):
         driver.add(make_request(index, GREEDY, 20))
-    engine.reserve("mover")
+    engine.reserve("mover", 40)
     driver.add(make_request(SLOTS, GREEDY, 20))
     driver.add(make_request(SLOTS + 1, GREEDY, 20))
     driver.step(3)
@@ -159,7 +322,7 @@ def test_a_reserved_slot_is_there_when_its_request_comes(engine: RolloutEngine, 
 @pytest.mark.parametrize("undone", [True, False])
 def test_a_reservation_that_is_undone_keeps_nothing(engine: RolloutEngine, driver: Driver, undone: bool) -> None:
     for index in range(SLOTS):
-        engine.reserve(f"r{index}")
+        engine.reserve(f"r{index}", 20)
     for index in range(SLOTS):
         if undone:
             engine.release(f"r{index}")

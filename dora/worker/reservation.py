@@ -1,0 +1,73 @@
+"""The place that an engine keeps for a request on its way to it: a slot, and blocks of its KV-cache."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
+
+import numpy as np
+
+from dora.kvtransfer.snapshot import KvLayout, Pieces
+
+SLICE_BYTES: Final = 1 << 20  # written at once; so long the engine may have to wait to give the blocks back
+MARGIN_BLOCKS: Final = 2  # beyond what the request fills when it is asked for: it decodes while it is copied
+
+
+class Store(Protocol):
+    """Blocks of an engine's KV-cache, by their ids."""
+
+    def show(self, block_ids: Sequence[int]) -> dict[str, list[np.ndarray]]:
+        """Some blocks of every layer, in the order of ``block_ids``."""
+
+    def write(self, block_ids: Sequence[int], blocks: Mapping[str, Pieces]) -> None:
+        """Overwrites some blocks of every layer."""
+
+
+class Reservation:
+    """What one engine keeps for one request. Without blocks, what comes for it is kept in host memory.
+
+    The engine's thread makes and closes it. In between, any one thread writes blocks, beside the engine's steps: nobody
+    else uses them until the request is taken in.
+    """
+
+    def __init__(self, layout: KvLayout, block_ids: Sequence[int], store: Store) -> None:
+        self.block_ids = block_ids
+        self.written = 0  # blocks, from the first one on
+        self._layout = layout
+        self._store = store
+        self._is_open = True
+        self._lock = threading.Lock()
+
+    def show(self, count: int) -> dict[str, list[np.ndarray]]:
+        """The first blocks of every layer."""
+        return self._store.show(self.block_ids[:count])
+
+    def write(self, first_bytes: int, body: np.ndarray) -> bool:
+        """Writes a round of whole blocks after ``first_bytes`` of others. False: it has no room here, or is given back.
+
+        ``body``: the blocks of the first layer, then those of the second, in the layout's order.
+        """
+        first, odd = divmod(first_bytes, self._layout.block_bytes)
+        count, more = divmod(body.nbytes, self._layout.block_bytes)
+        if odd or more or first > self.written or first + count > len(self.block_ids):
+            return False
+        layers: dict[str, np.ndarray] = {}
+        at = 0
+        for name, block_bytes in self._layout.layers:
+            layers[name] = body[at : at + count * block_bytes].reshape(count, block_bytes)
+            at += count * block_bytes
+        self.written = first
+        step = max(1, SLICE_BYTES // self._layout.block_bytes)
+        for begin in range(0, count, step):
+            with self._lock:
+                if not self._is_open:
+                    return False
+                end = min(begin + step, count)
+                block_ids = self.block_ids[first + begin : first + end]
+                self._store.write(block_ids, {name: [rows[begin:end]] for name, rows in layers.items()})
+        self.written = first + count
+        return True
+
+    def close(self) -> None:
+        """Nothing is written any more once this returns."""
+        with self._lock:
+            self._is_open = False
