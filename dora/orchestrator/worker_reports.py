@@ -92,7 +92,7 @@ class WorkerReports:
         error = outcome.error[:ERROR_CHARACTERS_MOST]
         if not outcome.ok:  # an unknown request is one that finished a moment before: expected
             level = logging.DEBUG if outcome.error_kind == "unknown_request" else logging.WARNING
-            log.log(level, "%s: command %d: %s", session.worker_id, outcome.command_id, error)
+            log.log(level, "%s: %s: %s", session.worker_id, _named(command), error)
         if isinstance(command, do.CopyOut):
             self._note_copy(session, outcome)
         if outcome.ok and isinstance(command, do.LoadVersion) and canary is not None:
@@ -153,3 +153,14 @@ class WorkerReports:
         if self._machine.counts_load(worker_id, version) and self._store.canary(version) is None:
             with self._storage.tidying(RUN_FOLDER):
                 self._store.keep_canary(version, canary)
+
+
+def _named(command: do.WorkerCommand | None) -> str:
+    """What a worker was to do, and with what."""
+    match command:
+        case None:
+            return "a command of an epoch that is over"
+        case do.LoadVersion(version=version):
+            return f"LoadVersion {version}"
+        case _:
+            return f"{type(command).__name__} {getattr(command, 'request_id', '')}"

@@ -85,12 +85,11 @@ class Link:
             self._inbox.put(ServiceUnavailable(f"{self._address} reads nothing: {MESSAGES_QUEUED_MAX} messages wait"))
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_until_complete(self._talk())
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._talk())
         finally:
             self._inbox.put(ServiceUnavailable(f"the stream to {self._address} has ended"))
-            self._loop.close()
 
     async def _talk(self) -> None:
         async with open_channel(self._address, proxied=False) as channel:

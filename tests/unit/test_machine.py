@@ -197,6 +197,16 @@ def test_a_copy_ends_alike_before_and_after_it_ran_ahead(began: bool) -> None:
     assert bench.given(do.CancelReservation) and bench.owner("g0.0") == target, "it resumes there by re-prefill"
 
 
+@pytest.mark.parametrize(
+    ("error_kind", "counter"), [("refused", "migrations_failed"), ("unknown_request", "migrations_overtaken")]
+)
+def test_a_copy_that_fails_is_told_from_one_whose_response_had_ended(error_kind: str, counter: str) -> None:
+    bench, _, _ = copied_ahead(True)
+    before = getattr(bench.state.counters, counter)
+    bench.answer(bench.given(do.CopyOut)[0], ok=False, error="why", error_kind=error_kind)
+    assert getattr(bench.state.counters, counter) == before + 1
+
+
 def test_a_copys_beginning_of_an_epoch_that_is_over_is_ignored() -> None:
     bench, source, _ = copied_ahead(False)
     copy_out = bench.given(do.CopyOut)[0]

@@ -92,6 +92,7 @@ def done(state: State, pending: Pending, event: on.CommandDone) -> None:
         signal_handoff(state, handoff, Signal.RESERVED if event.ok else Signal.REFUSED)
     elif isinstance(command, do.CopyOut):
         handoff.locator = event.locator
+        handoff.had_ended = event.error_kind == "unknown_request"
         signal_handoff(state, handoff, _copy_out_signal(event))
     elif isinstance(command, do.CopyIn) and handoff.phase in (Phase.FROZEN, Phase.STRANDED):
         signal_handoff(state, handoff, Signal.COPIED_IN if event.ok else Signal.COPY_REFUSED)
@@ -151,7 +152,7 @@ def _close(state: State, handoff: Handoff, signal: Signal) -> None:
     state.worklist.wake()
     if signal in (Signal.REFUSED, Signal.COPY_REFUSED, Signal.COPY_FAILED, Signal.UNDO):
         state.requests["rests_until_s"][row] = state.now_s + MOVE_REST_S
-    if signal in (Signal.FINISHED, Signal.COPY_FAILED):
+    if signal is Signal.FINISHED or handoff.had_ended:
         state.counters.migrations_overtaken += 1
     elif handoff.phase is Phase.ABORTED and signal is not Signal.NOT_MOVABLE:
         state.counters.migrations_failed += 1

@@ -39,7 +39,7 @@ class Signal(Enum):
     COPY_BEGAN = auto()  # the source copies ahead of the freeze
     FROZEN = auto()  # the source has frozen it, and all of it is at the target
     NOT_MOVABLE = auto()  # the source cannot move it exactly
-    COPY_FAILED = auto()  # the source does not know it (it just finished) or could not write
+    COPY_FAILED = auto()  # the source does not know it (it just finished) or could not bring it to the target
     COPIED_IN = auto()
     COPY_REFUSED = auto()  # the target refused the snapshot
     SOURCE_FREED = auto()
@@ -112,6 +112,7 @@ class Handoff:
     began_s: float
     phase: Phase = Phase.PLANNED
     locator: str = ""
+    had_ended: bool = False  # its source knew it no more: the response ended just before
 
     def advance(self, signal: Signal) -> tuple[Action, ...]:
         """Moves on and says what to do. Raises IllegalTransition, unchanged, for a pair that is not in the table."""

@@ -1,0 +1,106 @@
+"""The first host of ``test_hosts``: a service, a trainer and an operator. ``python -m tests.e2e.service_host ORDERS``.
+
+ORDERS is JSON: model (folder), listen, and settings. It prints how workers join, then obeys lines of JSON: ``until``, a
+counter, grows by ``more`` while the operator moves requests; an empty line ends training and gives what was seen.
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import dora
+from dora.client import Operator
+from dora.rpc.roles import Role
+from dora.trajectory import Trajectory, TrajectoryGroup
+from dora.types import RequestSpec
+from dora.worker.fake_engine import FakeEngine
+from tests.contract.driver import Response, farthest, run
+from tests.service import ask_move, check_promises, configured, during, running, until
+
+GROUPS = 4
+WINDOW = 2
+WORKERS = 2
+CONTEXT_TOKENS = 2048
+
+
+async def main(orders: dict[str, Any]) -> None:
+    model = Path(orders["model"])
+    config = configured(model, window__size=WINDOW, **orders["settings"])
+    async with (
+        running(config) as handle,
+        Operator(handle.address, handle.token) as operator,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        say({"address": handle.address, "token": handle.tokens[Role.WORKER]})
+        await until(operator, lambda status: len(status.workers) == WORKERS)
+        say({"workers": WORKERS})
+        steps: list[list[TrajectoryGroup]] = []
+        enough = asyncio.Event()
+        training = asyncio.create_task(train(trainer, model, steps, enough))
+        while line := (await asyncio.to_thread(sys.stdin.readline)).strip():
+            order = json.loads(line)
+            say(await during(training, grown(operator, order["until"], order["more"])))
+        enough.set()
+        await training
+        status = await until(operator, lambda status: all(not worker.running for worker in status.workers))
+        check_promises(steps, window=WINDOW, groups=GROUPS)
+        moved = [
+            each for step in steps for group in step for each in group.trajectories if len(each.worker_history) > 1
+        ]
+        found = {
+            "counters": dict(status.counters),
+            "moved": len(moved),
+            "kv_use": sum(worker.kv_use for worker in status.workers),
+            "farthest_logprob": farthest_of(moved, model),
+        }
+    say(found)
+
+
+async def train(trainer: dora.Trainer, model: Path, steps: list[list[TrajectoryGroup]], enough: asyncio.Event) -> None:
+    """Until it is enough, and all that had moved by then is trained on; every version is the model itself."""
+    left = WINDOW
+    async for step in trainer.steps(groups=GROUPS):
+        steps.append([group async for group in step])
+        left -= enough.is_set()
+        if not left:
+            return
+        await step.commit(weights=model)
+
+
+async def grown(operator: Operator, counter: str, more: int) -> dict[str, float]:
+    """The counters, once this one has grown by so many."""
+    before = (await operator.status()).counters[counter]
+    async for status in operator.watch(period_ms=50):
+        if status.counters[counter] >= before + more:
+            return dict(status.counters)
+        await ask_move(operator, status)
+    raise AssertionError("the service stopped being watched")
+
+
+def farthest_of(moved: list[Trajectory], model: Path) -> float:
+    """The largest difference of a logprob from a run in which nothing moved."""
+    farthest_yet = 0.0
+    for version in sorted({each.behaviour_version for each in moved}):
+        engine = FakeEngine(slots=8, kv_tokens=16384, max_model_len_tokens=CONTEXT_TOKENS, model=model)
+        engine.load_weights(version, model, None)
+        of_version = [each for each in moved if each.behaviour_version == version]
+        requests = [
+            RequestSpec(each.trajectory_id, version, tuple(each.prompt_token_ids.tolist()), each.sampling)
+            for each in of_version
+        ]
+        found = {
+            each.trajectory_id: Response(each.response_token_ids.tolist(), each.logprobs.tolist())
+            for each in of_version
+        }
+        farthest_yet = max(farthest_yet, farthest(found, run(engine, requests)))
+    return farthest_yet
+
+
+def say(content: dict[str, Any]) -> None:
+    print(json.dumps(content), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(json.loads(sys.argv[1])))

@@ -1,0 +1,98 @@
+"""A service over three hosts, whose workers' link is slow, lossy or cut: requests move over it, or stay.
+
+The hosts are network namespaces that the test makes; workers find each other by addresses, and share no loopback and no
+shared memory for KV.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts import GOOD, Hosts, Link, address_of, has_hosts
+
+pytestmark = pytest.mark.skipif(not has_hosts(), reason="no network namespaces and TUN devices for this user")
+
+SETTINGS = {
+    "workers__engine": "fake",
+    "workers__count": 0,
+    "workers__max_model_len_tokens": 2048,
+    "workers__kv_tokens": 16384,
+    "workers__slots": 8,
+    "rollout__ignore_eos": True,
+    "rollout__max_tokens": 1500,
+    "service__listen": f"{address_of(0)}:0",
+    "kv__timeout_s": 1.0,
+    "balance__handoff_timeout_s": 4.0,
+}
+
+
+class Run:
+    """The three hosts' processes: a service with its trainer, and two workers."""
+
+    def __init__(self, hosts: Hosts, model: Path, folder: Path, **settings: Any) -> None:
+        self.hosts = hosts
+        orders = json.dumps({"model": str(model), "settings": {**SETTINGS, **settings}})
+        self._logs = [folder / f"host-{host}.log" for host in range(3)]
+        python = [sys.executable, "-m"]
+        with self._logs[0].open("w") as log:
+            self._service = hosts.start(0, [*python, "tests.e2e.service_host", orders], stderr=log)
+        reached = self._said()
+        for host in (1, 2):
+            argv = [*python, "dora.worker", "--orchestrator", reached["address"], "--worker-id", f"w{host}"]
+            argv += ["--engine", "fake", "--model", str(model), "--slots", "8", "--kv-tokens", "16384"]
+            with self._logs[host].open("w") as log:
+                hosts.start(host, argv, {"DORA_TOKEN": reached["token"]}, stderr=log)
+        assert self._said() == {"workers": 2}
+
+    def until(self, counter: str, more: int) -> dict[str, float]:
+        """The counters, once moves that an operator asks for have made this one grow by so many."""
+        self._tell(json.dumps({"until": counter, "more": more}))
+        return self._said()
+
+    def end(self) -> dict[str, Any]:
+        self._tell("")
+        return self._said()
+
+    def log(self, host: int) -> str:
+        return self._logs[host].read_text()
+
+    def _tell(self, line: str) -> None:
+        assert self._service.stdin is not None
+        self._service.stdin.write(line + "\n")
+        self._service.stdin.flush()
+
+    def _said(self) -> dict[str, Any]:
+        assert self._service.stdout is not None
+        line = self._service.stdout.readline()
+        assert line, self.log(0)
+        return json.loads(line)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with Hosts(3) as three:
+        yield three
+
+
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+def test_requests_move_over_bad_links_or_stay(hosts: Hosts, tiny_dense: Path, tmp_path: Path, transport: str) -> None:
+    run = Run(hosts, tiny_dense, tmp_path, kv__transports=transport)
+    run.until("migrations_kv", 2)
+    for bad in (Link(delay_s=0.05), Link(loss=0.03), Link(bytes_per_s=200e3)):
+        hosts.link(1, 2, bad)
+        run.until("migrations_kv", 2)
+    before = run.until("migrations_kv", 1)
+    hosts.link(1, 2, Link(is_up=False))
+    cut = run.until("migrations_failed", 2)
+    assert cut["tokens_reprefilled"] == before["tokens_reprefilled"] == 0, "what cannot move goes on where it is"
+    hosts.link(1, 2, GOOD)
+    run.until("migrations_kv", 2)
+    found = run.end()
+    assert found["moved"] >= 8 and found["farthest_logprob"] == 0.0
+    counters = found["counters"]
+    assert counters["groups_lost"] == counters["c1_violations"] == counters["workers_lost"] == 0
+    assert found["kv_use"] == 0
