@@ -156,7 +156,9 @@ class WorkersConfig(Section):
         0, ge=0, description="prompt and response together, at least 16; 0: the model's context, or kv_tokens if less"
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights and KV")
-    threads: int = Field(1, ge=1, le=256, description="CPU threads of one worker")
+    tensor_parallel: int = Field(1, ge=1, le=8, description="ranks that share each layer of an engine, each a process")
+    pipeline_parallel: int = Field(1, ge=1, le=64, description="stages of an engine's layers, each of so many ranks")
+    threads: int = Field(1, ge=1, le=256, description="CPU threads of one rank")
     report_period_ms: int = Field(20, ge=1, le=10000, description="tokens are reported at least this often")
     silence_timeout_s: Timeout = Field(60.0, description="a worker silent for so long is lost")
     load_timeout_s: Timeout = Field(
@@ -172,6 +174,9 @@ class WorkersConfig(Section):
         if 0 < self.max_model_len_tokens < CONTEXT_LEAST:
             allowed = f"at least {CONTEXT_LEAST}, or 0 for the model's"
             raise InvalidValue("workers.max_model_len_tokens", self.max_model_len_tokens, allowed)
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            if self.engine == "fake" and getattr(self, name) > 1:
+                raise InvalidValue(f"workers.{name}", getattr(self, name), "1 where workers.engine is fake")
         return self
 
     @property

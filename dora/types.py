@@ -97,6 +97,8 @@ class EngineCapability:
     max_model_len_tokens: int
     vocab_size: int
     dtype: str
+    tensor_parallel: int = 1  # ranks that share each layer
+    pipeline_parallel: int = 1  # stages, each of so many ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from dora.engine_patches.parts import runner_of
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
 
 NAME: Final = "exact_resume"
@@ -74,8 +73,7 @@ def _apply() -> None:
     cpu_worker.CPUModelRunner = ResumingModelRunner  # the name under which the CPU worker makes its runner
 
 
-def _verify(core: Any) -> None:
-    runner = runner_of(core)
+def _verify(runner: Any) -> None:
     if not isinstance(runner, ResumingModelRunner):
         raise PatchFailed(NAME, f"the model runner is {type(runner).__name__}")
     sampler = runner.sampler.topk_topp_sampler

@@ -13,7 +13,6 @@ import torch.nn.functional as functional
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-from dora.engine_patches.parts import model_of
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
 
 NAME: Final = "moe_experts"
@@ -36,9 +35,9 @@ def _repack(model: torch.nn.Module) -> None:
 
 
 @torch.inference_mode()
-def _verify(core: Any) -> None:
+def _verify(runner: Any) -> None:
     """Writes known raw weights into one layer, repairs, and compares one expert with plain PyTorch."""
-    for layer, experts in _layers(model_of(core)):
+    for layer, experts in _layers(runner.get_model()):
         kept = {name: getattr(layer, name).data.clone() for name in _WEIGHTS}
         intermediate = experts.moe_config.intermediate_size_per_partition
         if kept["w2_weight"].numel() != kept["w2_weight"].shape[0] * experts.moe_config.hidden_dim * intermediate:

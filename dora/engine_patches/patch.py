@@ -19,7 +19,7 @@ class PatchFailed(DoraError):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One change to vLLM. ``core`` below is vLLM's EngineCore, ``model`` the torch module that it runs."""
+    """One change to vLLM, in each rank's process. ``runner`` below is its model runner, ``model`` its torch module."""
 
     name: str
     vllm_range: str  # PEP 440 specifiers of the versions it is written for

@@ -19,10 +19,10 @@ def apply(patches: Sequence[Patch] = PATCHES) -> None:
         patch.apply()
 
 
-def verify(core: Any, patches: Sequence[Patch] = PATCHES) -> None:
-    """Proves on a fresh engine that every patch took. Raises PatchFailed, naming the first that did not."""
+def verify(runner: Any, patches: Sequence[Patch] = PATCHES) -> None:
+    """Proves on one rank of a fresh engine that every patch took. Raises PatchFailed, naming the first that did not."""
     for patch in patches:
-        patch.verify(core)
+        patch.verify(runner)
 
 
 def after_reload(model: Any, patches: Sequence[Patch] = PATCHES) -> None:

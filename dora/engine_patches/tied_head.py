@@ -12,7 +12,6 @@ import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from dora.engine_patches.parts import model_of
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
 
 NAME: Final = "tied_head"
@@ -31,9 +30,9 @@ def _repack(model: torch.nn.Module) -> None:
 
 
 @torch.inference_mode()
-def _verify(core: Any) -> None:
+def _verify(runner: Any) -> None:
     """Changes one row of each layer, repairs, and compares what the layer computes with what it should."""
-    model = model_of(core)
+    model = runner.get_model()
     for layer in _packed_layers(model):
         row = layer.weight.data[0]
         kept = row.clone()

@@ -118,6 +118,8 @@ def _manifest(snapshot: KvSnapshot, rounds: Sequence[int]) -> dict[str, Any]:
 def _snapshot(manifest: dict[str, Any], bodies: list[np.ndarray], ahead_bytes: int) -> KvSnapshot:
     layout_fields = dict(manifest["layout"])
     layout_fields["layers"] = tuple((str(name), int(block_bytes)) for name, block_bytes in layout_fields["layers"])
+    layout_fields["shards"] = int(layout_fields["shards"])
+    layout_fields["heads"] = tuple(int(heads) for heads in layout_fields["heads"])
     layout = KvLayout(**layout_fields)
     sampling_fields = dict(manifest["sampling"])
     for name in ("stop", "stop_token_ids"):

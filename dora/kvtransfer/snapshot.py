@@ -11,7 +11,7 @@ import numpy as np
 
 from dora.types import RequestSpec
 
-SCHEMA = 2
+SCHEMA = 3
 
 Pieces = Sequence[np.ndarray]  # each uint8 of shape (blocks, bytes per block), contiguous; in the order of the blocks
 
@@ -25,8 +25,8 @@ class KvLayout:
     dtype: str
     block_tokens: int
     layers: tuple[tuple[str, int], ...]  # (layer name, bytes per block)
-    tp_rank: int = 0
-    tp_size: int = 1
+    shards: int = 1  # of each layer, as ``reslice`` names them: parts that tensor parallelism splits its KV heads into
+    heads: tuple[int, ...] = ()  # of each layer: KV heads that lie one after the other in a block; 0, or empty: none do
 
     @property
     def block_bytes(self) -> int:

@@ -100,6 +100,26 @@ def context_tokens(folder: Path) -> int | None:
     return min(found, default=None)
 
 
+def check_parallel(folder: Path, tensor_parallel: int, pipeline_parallel: int) -> None:
+    """Raises InvalidValue where a model cannot be divided between so many ranks: by heads in a layer, and by layers.
+
+    Ranks hold the same KV head where there are fewer heads than ranks. Source: vLLM, vllm/config/model.py,
+    ``verify_with_parallel_config``, and vllm/model_executor/layers/linear.py, ``QKVParallelLinear``.
+    """
+    config = _config(folder)
+    text = config.get("text_config")
+    said = {**config, **text} if isinstance(text, dict) else config
+    heads, layers = said.get("num_attention_heads"), said.get("num_hidden_layers")
+    kv_heads = said.get("num_key_value_heads", heads)
+    if type(heads) is int and heads % tensor_parallel:
+        raise InvalidValue("workers.tensor_parallel", tensor_parallel, f"a divisor of the model's {heads} heads")
+    if type(kv_heads) is int and kv_heads > 0 and kv_heads % tensor_parallel and tensor_parallel % kv_heads:
+        allowed = f"a divisor or a multiple of the model's {kv_heads} KV heads"
+        raise InvalidValue("workers.tensor_parallel", tensor_parallel, allowed)
+    if type(layers) is int and layers < pipeline_parallel:
+        raise InvalidValue("workers.pipeline_parallel", pipeline_parallel, f"at most the model's {layers} layers")
+
+
 def experts(folder: Path) -> tuple[int, int] | None:
     """``experts_of`` the config.json of a Hugging Face folder."""
     return experts_of(json_object(folder / "config.json", "--model"), str(folder / "config.json"))

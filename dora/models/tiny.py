@@ -19,8 +19,6 @@ _COMMON: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
     "head_dim": 64,
     "max_position_embeddings": CONTEXT_TOKENS,
     "rms_norm_eps": 1e-6,
@@ -47,27 +45,31 @@ _MOE = {
 }
 
 
-def make_tiny(kind: TinyKind, folder: Path, seed: int = 0) -> Path:
+def make_tiny(kind: TinyKind, folder: Path, seed: int = 0, kv_heads: int = 1) -> Path:
     """Writes a random model with its tokenizer to ``folder`` and returns it; a folder of the same recipe is re-used.
 
     The folder holds config.json, generation_config.json, model.safetensors (fp32, checkpoint names), tokenizer.json,
-    tokenizer_config.json. The same seed gives the same bytes. torch's global random state is left as it was.
+    tokenizer_config.json. There are two attention heads to a KV head. The same seed gives the same bytes. torch's
+    global random state is left as it was.
     Raises InvalidValue for an unknown kind, Conflict where ``folder`` holds something else.
     """
     if kind not in ("dense", "moe"):
         raise InvalidValue("kind", kind, "dense or moe")
     recipe: dict[str, str | int] = {"model": f"tiny-{kind}", "recipe": RECIPE, "seed": seed}
-    return prepare_once(folder, recipe, lambda made: _write(kind, made, seed))
+    if kv_heads > 1:
+        recipe["kv_heads"] = kv_heads
+    return prepare_once(folder, recipe, lambda made: _write(kind, made, seed, kv_heads))
 
 
-def _write(kind: TinyKind, folder: Path, seed: int) -> None:
+def _write(kind: TinyKind, folder: Path, seed: int, kv_heads: int) -> None:
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3MoeConfig
 
     from dora.models.checkpoint_names import to_checkpoint
 
-    config = Qwen3Config(**_DENSE) if kind == "dense" else Qwen3MoeConfig(**_MOE)
+    heads = {"num_attention_heads": 2 * kv_heads, "num_key_value_heads": kv_heads}
+    config = Qwen3Config(**{**_DENSE, **heads}) if kind == "dense" else Qwen3MoeConfig(**{**_MOE, **heads})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

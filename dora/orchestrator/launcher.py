@@ -218,6 +218,8 @@ def worker_argv(config: WorkersConfig, worker_id: str, address: str, model: Path
         "--block-tokens": config.block_tokens,
         "--max-model-len-tokens": config.max_model_len_tokens,
         "--dtype": config.dtype,
+        "--tensor-parallel": config.tensor_parallel,
+        "--pipeline-parallel": config.pipeline_parallel,
         **({"--kv-host": kv_host} if kv_host else {}),
     }
     return ["-m", WORKER_MODULE, *(str(part) for option in options.items() for part in option)]

@@ -16,7 +16,7 @@ from typing import Final
 
 from dora.config import Config, validated
 from dora.errors import InvalidValue
-from dora.models import context_tokens, default_cache, made_model, resolve_model
+from dora.models import check_parallel, context_tokens, default_cache, made_model, resolve_model
 from dora.orchestrator.eventlog import EventLogWriter, new_log
 from dora.outfile import try_folder
 from dora.ownership import hold, hold_new, is_abandoned
@@ -74,9 +74,11 @@ def with_context(config: Config, model: Path) -> Config:
 
     It is at most ``workers.kv_tokens``, whole blocks: one request has to fit into a worker's KV-cache, whatever the
     model was made for. A model that does not say what it was made for has ``CONTEXT_UNSAID_TOKENS``. Raises
-    InvalidValue where engines are asked for longer contexts than the model has: they would not start; or where
-    ``rollout.max_tokens`` leaves no room for a prompt.
+    InvalidValue where engines are asked for longer contexts than the model has, or for more ranks than divide it: they
+    would not start; or where ``rollout.max_tokens`` leaves no room for a prompt.
     """
+    if config.workers.count and config.workers.engine == "vllm":
+        check_parallel(model, config.workers.tensor_parallel, config.workers.pipeline_parallel)
     most = context_tokens(model)
     asked = config.workers.max_model_len_tokens
     if not asked:

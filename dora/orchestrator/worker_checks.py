@@ -39,6 +39,8 @@ def checked_hello(hello: pb.WorkerHello, config: Config, vocab_size: int) -> Eng
         ("block_tokens", 1, COUNT_MOST),
         ("max_model_len_tokens", least_tokens, TOKENS_MOST),
         ("vocab_size", vocab_size or 2, vocab_size or COUNT_MOST),
+        ("tensor_parallel", 1, COUNT_MOST),
+        ("pipeline_parallel", 1, COUNT_MOST),
     ):
         if not least <= getattr(hello, name) <= most:
             raise InvalidValue(name, getattr(hello, name), f"{least} to {most}" if least < most else f"{most}")

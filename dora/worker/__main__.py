@@ -113,6 +113,8 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
         block_tokens=options.block_tokens,
         max_model_len_tokens=options.max_model_len_tokens,
         dtype=options.dtype,
+        tensor_parallel=options.tensor_parallel,
+        pipeline_parallel=options.pipeline_parallel,
     )
 
 
@@ -127,6 +129,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--block-tokens", type=int, default=32)
     parser.add_argument("--max-model-len-tokens", type=int, default=2048)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share each layer, each a process")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, help="stages, each of so many ranks")
     parser.add_argument("--kv-host", default="", help="address at which other workers reach this one with KV")
     return parser
 

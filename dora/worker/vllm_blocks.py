@@ -1,40 +1,114 @@
-"""The engine's KV-cache as raw blocks. The inside of a block is the attention kernel's own: blocks move whole."""
+"""The engine's KV-cache as raw blocks. The inside of a block is the attention kernel's own: blocks move whole.
 
+An engine of several ranks has its KV in several processes, each in memory that all of them may map, so the engine's
+process sees and writes all of it. Tensor parallelism splits a layer's KV heads into *shards*: a layer ``n`` of two
+shards is shown as ``n@0`` and ``n@1``. Where ranks hold the same heads, one of them is shown and all are written.
+Pipeline parallelism splits the layers themselves, of which each rank shows its own.
+"""
+
+import mmap
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from dora.kvtransfer.snapshot import Pieces
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBlocks:
+    """Where one layer's blocks lie in a rank's KV memory, and what they are."""
+
+    name: str
+    offset: int  # bytes from the memory's begin
+    blocks: int
+    block_bytes: int
+    heads: int  # KV heads that lie one after the other in a block; 0: they do not
 
 
 class BlockStore:
     """Views of the KV tensors in host memory: layer name -> uint8 of shape (blocks, bytes per block)."""
 
-    def __init__(self, kv_caches: Mapping[str, Any], block_count: int) -> None:
-        self._layers = {name: _raw_blocks(tensor, block_count) for name, tensor in sorted(kv_caches.items())}
+    def __init__(self, layers: Mapping[str, Sequence[np.ndarray]]) -> None:
+        """``layers``: each layer's blocks, as often as ranks hold them."""
+        self._layers = dict(sorted(layers.items()))
 
     @property
     def layers(self) -> tuple[tuple[str, int], ...]:
         """(layer name, bytes per block), sorted by name."""
-        return tuple((name, raw.shape[1]) for name, raw in self._layers.items())
+        return tuple((name, held[0].shape[1]) for name, held in self._layers.items())
 
     def show(self, block_ids: Sequence[int]) -> dict[str, list[np.ndarray]]:
         """Some blocks of every layer, in the order of ``block_ids``: views, one for each run of neighbours."""
         runs = _runs(block_ids)
-        return {name: [raw[first:end] for first, end in runs] for name, raw in self._layers.items()}
+        return {name: [held[0][first:end] for first, end in runs] for name, held in self._layers.items()}
 
     def write(self, block_ids: Sequence[int], blocks: Mapping[str, Pieces]) -> None:
         """Overwrites some blocks of every layer."""
-        for name, raw in self._layers.items():
+        for name, held in self._layers.items():
             at = 0
             for piece in blocks[name]:
                 from_piece = 0
                 for first, end in _runs(block_ids[at : at + len(piece)]):  # other threads run during large copies
-                    np.copyto(raw[first:end], piece[from_piece : from_piece + end - first])
+                    for raw in held:
+                        np.copyto(raw[first:end], piece[from_piece : from_piece + end - first])
                     from_piece += end - first
                 at += len(piece)
+
+
+class KvMemory(TorchFunctionMode):
+    """While it is entered, vLLM's allocation of the KV-cache is made in memory that another process may map.
+
+    The memory is a file without a name: it is gone with the last process that has it, however that ends.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.descriptor = -1  # none: the KV lies in this process's own memory
+        self.size_bytes = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.zeros or self.descriptor >= 0:
+            return function(*args, **(kwargs or {}))
+        (self.size_bytes,) = args
+        self.descriptor = os.memfd_create("dora-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, self.size_bytes)
+        return torch.frombuffer(mmap.mmap(self.descriptor, self.size_bytes), dtype=kwargs["dtype"])
+
+
+def mapped(pid: int, descriptor: int, size_bytes: int) -> np.ndarray:
+    """A rank's KV memory, as uint8."""
+    own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return np.frombuffer(mmap.mmap(own, size_bytes), np.uint8)
+    finally:
+        os.close(own)
+
+
+def rows_of(memory: np.ndarray, layer: LayerBlocks) -> np.ndarray:
+    """One layer's blocks in a rank's KV memory."""
+    end = layer.offset + layer.blocks * layer.block_bytes
+    return memory[layer.offset : end].reshape(layer.blocks, layer.block_bytes)
+
+
+def layer_of(name: str, tensor: torch.Tensor, block_count: int) -> LayerBlocks:
+    """Where a layer's KV tensor lies in its memory."""
+    if tensor.shape[0] != block_count or not tensor.is_contiguous():
+        raise RuntimeError(
+            f"KV tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()}: not {block_count} blocks"
+        )
+    block_bytes = tensor[0].numel() * tensor.element_size()
+    heads = tensor.shape[1] if tensor.dim() == 4 else 0
+    return LayerBlocks(name, tensor.storage_offset() * tensor.element_size(), block_count, block_bytes, heads)
+
+
+def memory_of(tensor: torch.Tensor) -> np.ndarray:
+    """All of the memory that a KV tensor of this process lies in."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
 
 
 def _runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
@@ -46,11 +120,3 @@ def _runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((block_id, block_id + 1))
     return runs
-
-
-def _raw_blocks(tensor: torch.Tensor, block_count: int) -> np.ndarray:
-    if tensor.shape[0] != block_count or not tensor.is_contiguous():
-        raise RuntimeError(
-            f"KV tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()}: not {block_count} blocks"
-        )
-    return tensor.view(block_count, -1).view(torch.uint8).numpy()

@@ -1,14 +1,14 @@
 """How KV from another engine enters vLLM: its KV connector, in both of its roles.
 
-The scheduler's half is asked, whenever a request gets a slot and blocks, how many tokens come from outside; the
-runner's half writes them before the forward pass of that very step. Until then the snapshot waits here, held. What
-went ahead of the snapshot is in the KV-cache already.
+The scheduler's half is asked, whenever a request gets a slot and blocks, how many tokens come from outside, and writes
+them at once: no step is under way then. Until then the snapshot waits here, held. What went ahead of the snapshot is in
+the KV-cache already. The runner's half, one in each rank, only says where its KV lies: what the scheduler's half tells
+it travels between processes, pickled by vLLM.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -16,23 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from dora.kvtransfer.snapshot import KvSnapshot, Pieces
-from dora.worker.vllm_blocks import BlockStore
+from dora.kvtransfer.reslice import resliced
+from dora.kvtransfer.snapshot import KvSnapshot
+from dora.worker.vllm_blocks import BlockStore, KvMemory, LayerBlocks, layer_of
 
 
-@dataclass
-class _Import:
-    """Blocks to write, and where."""
-
-    block_ids: list[int]
-    blocks: Mapping[str, Pieces]
-
-
-@dataclass
-class _Imports(KVConnectorMetadata):
-    """What one step brings in."""
-
-    imports: list[_Import]
+class _Nothing(KVConnectorMetadata):
+    """What a step tells the ranks."""
 
 
 class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
@@ -41,9 +31,13 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._offered: dict[str, KvSnapshot] = {}
-        self._imports: list[_Import] = []
         self._block_count: int = kv_cache_config.num_blocks
-        self._store: BlockStore | None = None
+        self._is_alone = vllm_config.parallel_config.world_size == 1
+        self.store: BlockStore | None = None  # of the scheduler's half, once the engine has started
+        self.shards = 1  # of the store's layers
+        self.memory = KvMemory()  # of the runner's half, which has several ranks
+        self.layers: tuple[LayerBlocks, ...] = ()
+        self.tensor: torch.Tensor | None = None  # one that lies in the KV-cache's memory
 
     # The scheduler's half.
 
@@ -67,13 +61,14 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0:
+            assert self.store is not None
             snapshot = self._offered.pop(request.request_id)
-            end = snapshot.ahead + sum(len(piece) for piece in next(iter(snapshot.blocks.values())))
-            self._imports.append(_Import(blocks.get_block_ids()[0][snapshot.ahead : end], snapshot.blocks))
+            found = resliced(snapshot, self.shards)
+            end = found.ahead + sum(len(piece) for piece in next(iter(found.blocks.values())))
+            self.store.write(blocks.get_block_ids()[0][found.ahead : end], found.blocks)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        imports, self._imports = self._imports, []
-        return _Imports(imports)
+        return _Nothing()
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         self._offered.pop(request.request_id, None)
@@ -81,21 +76,18 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
 
     # The runner's half.
 
-    @property
-    def store(self) -> BlockStore:
-        """The KV-cache; it exists once the engine has started."""
-        assert self._store is not None
-        return self._store
+    def get_mem_pool_context(self) -> KvMemory | None:
+        return None if self._is_alone else self.memory
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._store = BlockStore(kv_caches, self._block_count)
+        self.layers = tuple(layer_of(name, kv_caches[name], self._block_count) for name in sorted(kv_caches))
+        self.tensor = next(iter(kv_caches.values()))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        for entry in self._get_connector_metadata().imports:
-            self.store.write(entry.block_ids, entry.blocks)
+        """Nothing is left to be written."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: ``start_load_kv`` has written everything."""
+        """Nothing to wait for."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing is saved on the way."""

@@ -1,8 +1,10 @@
 """Starting vLLM in this process, patched and verified, and what identifies the engine that came up."""
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +13,6 @@ import torch
 import vllm
 from blake3 import blake3
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import ModelRegistry
 from vllm.v1.engine.core import EngineCore
@@ -23,9 +24,12 @@ from dora.errors import InvalidValue
 from dora.kvtransfer.snapshot import KvLayout
 from dora.weights.reference import Reference
 from dora.worker.vllm_connector import SnapshotConnector
+from dora.worker.vllm_rank import WORKER_CLASS
+from dora.worker.vllm_ranks import Ranks
 from dora.worker.vllm_scheduler import HoldingScheduler
 
 _INCIDENTAL: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")  # config.json: not the model's
+_RPC_FOLDER: Final = "VLLM_RPC_BASE_PATH"
 _PROFILE_BYTES: Final = 1 << 20  # vLLM wants a size here; the number of blocks overrides it
 
 
@@ -38,10 +42,16 @@ class EngineSettings:
     block_tokens: int
     max_model_len_tokens: int
     dtype: str
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 def start(model: Path, settings: EngineSettings) -> EngineCore:
-    """A patched engine with random weights. Raises InvalidValue for settings that vLLM refuses, naming its reason."""
+    """An engine with random weights, each rank patched. Raises InvalidValue for what vLLM refuses: it says why."""
     registry.apply()
     # torch may have been imported before the environment was set. More threads than one split a matrix product by its
     # rows, so that a request's last bits depend on its neighbours (measured: 2e-6).
@@ -53,7 +63,10 @@ def start(model: Path, settings: EngineSettings) -> EngineCore:
         load_format="dummy",  # weights arrive with their version
         dtype=settings.dtype,
         enforce_eager=True,
-        distributed_executor_backend="uni",
+        distributed_executor_backend="uni" if settings.ranks == 1 else "mp",
+        tensor_parallel_size=settings.tensor_parallel,
+        pipeline_parallel_size=settings.pipeline_parallel,
+        worker_cls=WORKER_CLASS,
         max_model_len=settings.max_model_len_tokens,
         max_num_seqs=settings.slots,
         # Chunked prefill breaks seeded requests on CPU, so a step must have room for the longest prompt beside decodes.
@@ -76,11 +89,30 @@ def start(model: Path, settings: EngineSettings) -> EngineCore:
     _import_architectures(model)
     try:
         vllm_config = arguments.create_engine_config()
-        core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+        with _meeting_place():
+            core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     except ValueError as error:
         raise InvalidValue("engine settings", settings, f"what vLLM takes ({error})") from error
-    registry.verify(core)
     return core
+
+
+@contextlib.contextmanager
+def _meeting_place() -> Iterator[None]:
+    """A folder for the files and sockets by which ranks find each other: none is needed once they have.
+
+    vLLM would leave them in the folder for temporary files.
+    """
+    before, rpc_before = tempfile.tempdir, os.environ.get(_RPC_FOLDER)
+    with tempfile.TemporaryDirectory(prefix="dora-ranks-") as folder:
+        tempfile.tempdir = os.environ[_RPC_FOLDER] = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+            if rpc_before is None:
+                del os.environ[_RPC_FOLDER]
+            else:
+                os.environ[_RPC_FOLDER] = rpc_before
 
 
 def _import_architectures(model: Path) -> None:
@@ -95,39 +127,24 @@ def _import_architectures(model: Path) -> None:
             ModelRegistry.register_model(architecture, known.load_model_cls())
 
 
-def runner_connector() -> SnapshotConnector:
-    """The runner's half of the connector: a process has one."""
-    connector = get_kv_transfer_group()
-    assert isinstance(connector, SnapshotConnector)
-    return connector
-
-
 def is_movable(core: EngineCore) -> bool:
     """Whether a request's whole state is its tokens and one list of blocks: full attention, one group."""
     groups = core.scheduler.kv_cache_config.kv_cache_groups
     return len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
 
 
-def layout_of(core: EngineCore, reference: Reference, settings: EngineSettings) -> KvLayout:
+def layout_of(ranks: Ranks, reference: Reference, settings: EngineSettings) -> KvLayout:
     """What must agree for this engine's KV to mean the same in another one."""
-    layers = runner_connector().store.layers
-    backend = _backend(core, [name for name, _ in layers])
+    layers, shards = ranks.store.layers, ranks.shards
+    backend = f"{ranks.backend},vllm-{vllm.__version__}"
     identity = {
         "config": _model_config(reference.folder),
         "tensors": [(tensor.name, tensor.dtype, tensor.shape) for tensor in reference.tensors],
-        "kv": [backend, settings.block_tokens, layers],
+        "kv": [backend, settings.block_tokens, ranks.whole_layers()],  # however many ranks share it
         "dtype": settings.dtype,
     }
     fingerprint = blake3(json.dumps(identity, sort_keys=True).encode()).hexdigest(32)
-    return KvLayout(fingerprint, backend, settings.dtype, settings.block_tokens, layers)
-
-
-def _backend(core: EngineCore, layers: Sequence[str]) -> str:
-    """Attention backends, instruction sets and vLLM release: what shapes the inside of a block."""
-    context = core.vllm_config.compilation_config.static_forward_context
-    attentions = [context[name] for name in layers]
-    kinds = {f"{layer.attn_backend.get_name()}/{getattr(layer, 'isa', 'any')}" for layer in attentions}
-    return ",".join([*sorted(kinds), f"vllm-{vllm.__version__}"])
+    return KvLayout(fingerprint, backend, settings.dtype, settings.block_tokens, layers, shards, ranks.heads())
 
 
 def _model_config(folder: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ resumes requests, ``vllm_connector`` brings KV in, ``vllm_weights`` replaces wei
 engine; one process has one engine, as vLLM's KV connector is the process's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -56,20 +56,30 @@ class VllmEngine(BaseEngine[_Live]):
         dtype: Dtype = "float32",
         block_tokens: int = 32,
         canary_tolerance: float | None = None,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        lost: Callable[[str], None] | None = None,
     ) -> None:
-        """Raises InvalidValue for a folder that is no model or settings that vLLM refuses, PatchFailed."""
+        """Raises InvalidValue for a folder that is no model or settings that vLLM refuses, PatchFailed.
+
+        ``lost`` is told of a rank that has ended by itself, in a thread of its own; None: this process ends with it.
+        """
         if dtype not in CANARY_TOLERANCE:
             raise InvalidValue("dtype", dtype, " or ".join(CANARY_TOLERANCE))
         self._reference = read_reference(model)
         vllm_environment.prepare()
-        from dora.worker import vllm_core, vllm_requests, vllm_weights
+        from dora.worker import vllm_core, vllm_ranks, vllm_requests, vllm_weights
 
         self._requests, self._weights = vllm_requests, vllm_weights
-        settings = vllm_core.EngineSettings(slots, kv_tokens, block_tokens, max_model_len_tokens, dtype)
+        settings = vllm_core.EngineSettings(
+            slots, kv_tokens, block_tokens, max_model_len_tokens, dtype, tensor_parallel, pipeline_parallel
+        )
         self._core: Any = vllm_core.start(model, settings)
-        self._store = vllm_core.runner_connector().store
+        self._ranks = vllm_ranks.Ranks(self._core, lost or vllm_ranks.end_process)
+        self._store = self._scheduler.connector.store = self._ranks.store
+        self._scheduler.connector.shards = self._ranks.shards
         self._movable = vllm_core.is_movable(self._core)
-        layout = vllm_core.layout_of(self._core, self._reference, settings)
+        layout = vllm_core.layout_of(self._ranks, self._reference, settings)
         self._stops = vllm_requests.stop_tokens(model)
         self._stop_strings = StopStrings(model)
         capability = EngineCapability(
@@ -80,13 +90,16 @@ class VllmEngine(BaseEngine[_Live]):
             max_model_len_tokens=max_model_len_tokens,
             vocab_size=self._reference.vocab_size,
             dtype=dtype,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
         )
         super().__init__(capability, layout, CANARY_TOLERANCE[dtype] if canary_tolerance is None else canary_tolerance)
         self._by_engine_id: dict[str, _Live] = {}
         self._serial = 0
 
     def _replace_weights(self, version: int, folder: Path) -> None:
-        self._weights.replace(self._core, self._weights.check_files(folder, self._reference))
+        files = self._weights.check_files(folder, self._reference)
+        self._ranks.replace_weights([str(file) for file in files])
         self._reset_prefix_cache()
 
     def step(self) -> list[TokenDelta]:
@@ -172,12 +185,18 @@ class VllmEngine(BaseEngine[_Live]):
         return self._scheduler.get_num_unfinished_requests() > 0
 
     def close(self) -> None:
+        self._ranks.close()
         self._core.shutdown()
 
     @property
     def core(self) -> Any:
         """vLLM's EngineCore, for looking at; only this object steps it."""
         return self._core
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Processes of its ranks; empty where the only one is in this process."""
+        return self._ranks.pids
 
     @property
     def _scheduler(self) -> Any:

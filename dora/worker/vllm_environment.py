@@ -16,6 +16,8 @@ _DEFAULTS: Final = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else an engine of several ranks needs a NUMA node for each
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # a rank has nothing to tidy up
 }
 # What this engine is built on, whatever the operator has set.
 _REQUIRED: Final = {

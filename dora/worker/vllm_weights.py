@@ -8,7 +8,6 @@ import torch
 from safetensors import safe_open
 
 from dora.engine_patches import registry
-from dora.engine_patches.parts import model_of
 from dora.weights.reference import Reference, TensorHeader, check_tensors, read_header, weight_files
 
 
@@ -25,13 +24,13 @@ def check_files(folder: Path, reference: Reference) -> tuple[Path, ...]:
     return files
 
 
-def replace(core: Any, files: Sequence[Path]) -> None:
-    """Loads checked files into the running model, layer by layer, then repairs what vLLM leaves behind."""
-    core.collective_rpc("reload_weights", kwargs={"weights_iterator": _tensors(files)})
-    registry.after_reload(model_of(core))
+def replace(runner: Any, files: Sequence[str]) -> None:
+    """Loads one rank's part of checked files into its model, layer by layer, then repairs what vLLM leaves behind."""
+    runner.reload_weights(weights_iterator=_tensors(files))
+    registry.after_reload(runner.get_model())
 
 
-def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(files: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - a safetensors file is no mapping

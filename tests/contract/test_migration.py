@@ -122,7 +122,7 @@ def test_a_snapshot_is_refused_by_name_of_what_differs(
         ({"layout": replace(layout, fingerprint="another")}, "fingerprint"),
         ({"layout": replace(layout, dtype="bfloat16")}, "dtype"),
         ({"layout": replace(layout, backend="cuda/flash")}, "backend"),
-        ({"layout": replace(layout, tp_size=2)}, "tp_size"),
+        ({"layout": replace(layout, shards=2)}, "shards"),
         ({"kv_tokens": snapshot.kv_tokens - 1}, "kv_tokens"),
         ({"rng_draws": snapshot.rng_draws + 1}, "rng_draws"),
         ({"request": replace(snapshot.request, version=2)}, "version"),

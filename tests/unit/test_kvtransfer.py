@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import msgpack
 import numpy as np
@@ -132,6 +132,8 @@ def test_each_refusal_names_its_field() -> None:
         ("rounds", [1] * 5000),
         ("layout", {}),
         ("layout", None),
+        ("layout", {**asdict(LAYOUT), "shards": "two"}),
+        ("layout", {**asdict(LAYOUT), "heads": 2}),
         ("sampling", {"temperature": 1.0, "stop_token_ids": []}),
         ("prompt_token_ids", b"abc"),
         ("logprobs", b""),
@@ -154,8 +156,8 @@ def test_layouts_are_compared_field_by_field() -> None:
         {"dtype": "bfloat16"},
         {"block_tokens": 8},
         {"layers": LAYOUT.layers[:1]},
-        {"tp_rank": 1},
-        {"tp_size": 2},
+        {"shards": 2},
+        {"shards": 0},
     ):
         with pytest.raises(SnapshotRefused, match=rf"layout\.{next(iter(change))}"):
             check_layout(replace(LAYOUT, **change), LAYOUT)

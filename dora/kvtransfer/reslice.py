@@ -1,0 +1,100 @@
+"""KV of an engine whose ranks share each layer, made into that of one with more or fewer of them.
+
+Tensor parallelism gives each rank some of a layer's KV heads (vLLM's ``QKVParallelLinear``), so a layer comes in
+*shards*: ``n@0``, ``n@1``, ... of equal size. Where the heads of a block lie one after the other, other shards are made
+by cutting and joining blocks between heads: bytes move, none is computed, and nothing has to be known of a head's
+inside. A pipeline's stages need nothing of that: each layer is whole in one of them. KV that all ranks hold alike, as
+of MLA, is one shard however many they are.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from dora.errors import SnapshotRefused
+from dora.kvtransfer.snapshot import KvLayout, KvSnapshot, Pieces
+
+SHARDS_MOST: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A layer of all shards together."""
+
+    block_bytes: int
+    heads: int  # 0: they do not lie one after the other
+
+
+def shard_name(layer: str, shard: int, shards: int) -> str:
+    """How a layer's shard is named: as the layer itself where it is the only one."""
+    return layer if shards == 1 else f"{layer}@{shard}"
+
+
+def resharded(layout: KvLayout, shards: int) -> KvLayout:
+    """The layout of the same KV in so many shards.
+
+    Raises SnapshotRefused where it cannot be made exactly: the heads of a block do not lie one after the other, or so
+    many shards do not divide them.
+    """
+    if layout.shards == shards:
+        return layout
+    layers, heads = [], []
+    for name, whole in _wholes(layout).items():
+        if not whole.heads or whole.heads % shards or whole.block_bytes % whole.heads:
+            what = f"{whole.heads} KV heads in a row" if whole.heads else "no KV heads in a row"
+            raise SnapshotRefused(f"layout.shards = {layout.shards}, this engine has {shards}: {name} has {what}")
+        for shard in range(shards):
+            layers.append((shard_name(name, shard, shards), whole.block_bytes // shards))
+            heads.append(whole.heads // shards)
+    return replace(layout, layers=tuple(layers), heads=tuple(heads), shards=shards)
+
+
+def resliced(snapshot: KvSnapshot, shards: int) -> KvSnapshot:
+    """The same snapshot with its KV in so many shards, to be written.
+
+    Where blocks are only cut, they are views of the same memory with gaps; where they are joined, they are copies.
+    Raises SnapshotRefused as ``resharded`` does.
+    """
+    found = snapshot.layout
+    layout = resharded(found, shards)
+    if layout is found:
+        return snapshot
+    blocks: dict[str, Pieces] = {}
+    for name, whole in _wholes(found).items():
+        held = [snapshot.blocks[shard_name(name, shard, found.shards)] for shard in range(found.shards)]
+        size = whole.block_bytes // shards
+        for shard in range(shards):
+            blocks[shard_name(name, shard, shards)] = _cut(held, shard * size, (shard + 1) * size)
+    return replace(snapshot, layout=layout, blocks=blocks)
+
+
+def _cut(held: list[Pieces], begin: int, end: int) -> Pieces:
+    """The bytes ``begin`` to ``end`` of each block, out of shards of one size that lie in a row."""
+    size = held[0][0].shape[1]
+    parts = []
+    for shard in range(begin // size, -(-end // size)):
+        at = shard * size
+        parts.append([piece[:, max(0, begin - at) : min(size, end - at)] for piece in held[shard]])
+    if len(parts) == 1:
+        return parts[0]
+    return [np.concatenate([np.concatenate(part) for part in parts], axis=1)]
+
+
+def _wholes(layout: KvLayout) -> dict[str, _Whole]:
+    """The layers, of which each shard has an equal part."""
+    if not 1 <= layout.shards <= SHARDS_MOST or len(layout.heads) not in (0, len(layout.layers)):
+        raise SnapshotRefused(f"layout.shards = {layout.shards}, layout.heads of {len(layout.heads)} layers")
+    heads = layout.heads or (0,) * len(layout.layers)
+    found = {name: (size, count) for (name, size), count in zip(layout.layers, heads, strict=True)}
+    names = list(dict.fromkeys(name if layout.shards == 1 else name.rpartition("@")[0] for name in found))
+    wholes: dict[str, _Whole] = {}
+    for name in names:
+        parts = {found.get(shard_name(name, shard, layout.shards)) for shard in range(layout.shards)}
+        part = parts.pop()
+        if parts or part is None:
+            raise SnapshotRefused(f"layout.shards = {layout.shards}, {name!r} has not so many of one size")
+        wholes[name] = _Whole(part[0] * layout.shards, part[1] * layout.shards)
+    if len(wholes) * layout.shards != len(found):
+        raise SnapshotRefused(f"layout.shards = {layout.shards}, layout.layers are {len(found)} of {len(wholes)}")
+    return wholes

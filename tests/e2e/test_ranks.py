@@ -1,0 +1,143 @@
+"""A service whose worker has two ranks, beside one that has one: versions are loaded, requests move, a rank is killed."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dora.client import Operator
+from dora.errors import Conflict, NotFound
+from dora.models.tiny import make_tiny
+from dora.orchestrator.launcher import worker_argv, worker_environment
+from dora.orchestrator.main import ServiceHandle
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.roles import Role
+from dora.trainers.grpo import GrpoConfig, train
+from dora.trainers.learner import LearnerConfig
+from dora.verify import verify
+from tests.service import configured, during, running, until
+
+pytestmark = pytest.mark.e2e
+
+GROUPS = 6
+STEPS = 6
+PAIR, ALONE = "w0", "alone"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Two KV heads: one for each of two ranks."""
+    return make_tiny("dense", tmp_path / "model", kv_heads=2)
+
+
+@asynccontextmanager
+async def started_by_hand(handle: ServiceHandle, operator: Operator) -> AsyncIterator[None]:
+    """A further worker, of one rank, once it is ready."""
+    config = configured(handle.model, workers__max_model_len_tokens=256).workers
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *worker_argv(config, ALONE, handle.address, handle.model),
+        env={**os.environ, **worker_environment(config, handle.tokens[Role.WORKER])},
+    )
+    try:
+        await until(operator, lambda status: any(worker.worker_id == ALONE for worker in status.workers))
+        yield
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def pid_of(status: pb.Status, worker_id: str) -> int:
+    """Of a worker's process; 0 where it is not connected."""
+    return next((worker.pid for worker in status.workers if worker.worker_id == worker_id), 0)
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The processes of a worker's ranks."""
+    children = psutil.Process(pid).children()
+    return [child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+async def move_both_ways(operator: Operator) -> None:
+    """Moves requests as an operator does until one has moved each way with its KV."""
+    asked: dict[str, tuple[str, str]] = {}  # the latest move of each
+    moved: set[tuple[str, str]] = set()
+    async for status in operator.watch(period_ms=50):
+        hosts = {worker.worker_id: worker.version for worker in status.workers if worker.state == "ready"}
+        listed = (await operator.trajectories("running", limit=1000)).trajectories
+        moved |= {
+            ways for request in listed if (ways := asked.get(request.trajectory_id)) and ways[1] == request.worker
+        }
+        if {(PAIR, ALONE), (ALONE, PAIR)} <= moved:
+            return
+        for request in sorted(listed, key=lambda request: request.tokens):
+            ways = (request.worker, ALONE if request.worker == PAIR else PAIR)
+            if ways in moved or hosts.get(ways[1]) != request.version:
+                continue
+            with contextlib.suppress(Conflict, NotFound):  # it has ended or changed hands since
+                await operator.migrate(request.trajectory_id, ways[1])
+                asked[request.trajectory_id] = ways
+                break
+
+
+def moves_in(record: Path) -> set[tuple[str, str]]:
+    """From where to where the trajectories of a record were migrated."""
+    found = set()
+    for line in (record / "trajectories.jsonl").read_text(encoding="utf-8").splitlines():
+        history = json.loads(line)["worker_history"]
+        for before, after in itertools.pairwise(history):
+            if after["arrival"] == "migrated":
+                found.add((before["worker"], after["worker"]))
+    return found
+
+
+async def test_two_ranks_load_decode_move_and_lose_one(model: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    fields = {
+        "workers__count": 1,
+        "workers__tensor_parallel": 2,
+        "window__size": 2,
+        "rollout__max_tokens": 96,
+        "balance__period_s": 1.0,
+    }
+    async with (
+        running(configured(model, record=str(record), **fields)) as handle,
+        Operator(handle.address, handle.token) as operator,
+        started_by_hand(handle, operator),
+    ):
+        config = GrpoConfig(
+            handle.address, handle.token, groups=GROUPS, steps=STEPS, learner=LearnerConfig(learning_rate=1e-3)
+        )
+        training = asyncio.create_task(train(config))
+        await during(training, move_both_ways(operator))
+        status = await operator.status()
+        assert status.counters["migrations_kv"] > 1
+        assert status.counters["tokens_reprefilled"] == 0
+        pid = pid_of(status, PAIR)
+        survivor, victim = ranks_of(pid)
+        os.kill(victim, signal.SIGKILL)
+        status = await during(training, until(operator, lambda status: pid_of(status, PAIR) not in (0, pid)))
+        assert not psutil.pid_exists(survivor)
+        latest = ranks_of(pid_of(status, PAIR))
+        assert len(latest) == 2
+        report = await training
+        counters = (await operator.status()).counters
+    assert counters["workers_lost"] == 1
+    assert counters["groups_lost"] == counters["c1_violations"] == 0
+    assert counters["staleness_max"] <= 1
+    assert not any(psutil.pid_exists(rank) for rank in latest)
+    assert {(PAIR, ALONE), (ALONE, PAIR)} <= moves_in(record)
+    trained = [group_id for step in report.steps for group_id in step.group_ids]
+    assert len(trained) == len(set(trained)) == STEPS * GROUPS
+    found = verify(record, atol=1e-3, window_versions=2)
+    assert found.ok, found.violations

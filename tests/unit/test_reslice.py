@@ -1,0 +1,118 @@
+"""KV heads cut and joined between shards: no byte is lost, moved elsewhere, or made up."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora.errors import SnapshotRefused
+from dora.kvtransfer.codec import head_of, round_of, snapshot_of
+from dora.kvtransfer.layout import blocks_for, check_consistent, check_layout
+from dora.kvtransfer.reslice import resharded, resliced, shard_name
+from dora.kvtransfer.snapshot import KvLayout, KvSnapshot, Pieces
+from dora.types import RequestSpec, SamplingParams
+
+HEAD_BYTES = 12
+BLOCK_TOKENS = 4
+LAYERS = ("layers.0.attn", "layers.1.attn")
+COUNTS = st.sampled_from([1, 2, 4, 8])  # of shards; 8 heads are divided by each
+
+
+def whole(heads: int = 8, tokens: int = 11, seed: int = 0) -> KvSnapshot:
+    """A snapshot in one shard, each layer in one piece of random bytes."""
+    size = heads * HEAD_BYTES
+    layout = KvLayout("f", "cpu", "float32", BLOCK_TOKENS, tuple((name, size) for name in LAYERS), 1, (heads, heads))
+    random = np.random.default_rng(seed)
+    count = blocks_for(tokens, BLOCK_TOKENS)
+    blocks = {name: [random.integers(0, 256, (count, size), np.uint8)] for name in LAYERS}
+    request = RequestSpec("r", 1, tuple(range(tokens)), SamplingParams(temperature=0.0), (5,), (-1.0,))
+    return KvSnapshot(layout, request, tokens, 0, blocks)
+
+
+def sharded(snapshot: KvSnapshot, shards: int) -> KvSnapshot:
+    """What ranks hold that have so many shards, made head by head."""
+    layout = resharded(snapshot.layout, shards)
+    blocks: dict[str, Pieces] = {}
+    for name in LAYERS:
+        (piece,) = snapshot.blocks[name]
+        heads = piece.reshape(len(piece), -1, HEAD_BYTES)
+        for shard, part in enumerate(np.split(heads, shards, axis=1)):
+            blocks[shard_name(name, shard, shards)] = [np.ascontiguousarray(part).reshape(len(piece), -1)]
+    return replace(snapshot, layout=layout, blocks=blocks)
+
+
+def in_pieces(snapshot: KvSnapshot, cuts: list[int]) -> KvSnapshot:
+    """The same, each layer in as many pieces as a copy in rounds leaves."""
+    return replace(
+        snapshot,
+        blocks={
+            name: [part for part in np.split(pieces[0], sorted(set(cuts))) if len(part)]
+            for name, pieces in snapshot.blocks.items()
+        },
+    )
+
+
+def bytes_of(snapshot: KvSnapshot) -> dict[str, bytes]:
+    return {name: np.concatenate(list(pieces)).tobytes() for name, pieces in snapshot.blocks.items()}
+
+
+@given(found=COUNTS, wanted=COUNTS, cuts=st.lists(st.integers(0, 3), max_size=3), seed=st.integers(0, 99))
+def test_any_shards_are_made_of_any_others_and_back(found: int, wanted: int, cuts: list[int], seed: int) -> None:
+    original = whole(seed=seed)
+    made = resliced(in_pieces(sharded(original, found), cuts), wanted)
+    assert bytes_of(made) == bytes_of(sharded(original, wanted))
+    assert made.layout == sharded(original, wanted).layout
+    check_consistent(made)
+    back = resliced(made, found)
+    assert bytes_of(back) == bytes_of(sharded(original, found))
+    assert back.layout == sharded(original, found).layout
+
+
+@given(shards=st.sampled_from([2, 4]), seed=st.integers(0, 9))
+def test_shards_travel_rank_by_rank_and_one_that_is_damaged_or_missing_voids_all(shards: int, seed: int) -> None:
+    sent = sharded(whole(seed=seed), shards)
+    head, body = head_of(sent), b"".join(round_of(sent))
+    assert bytes_of(snapshot_of(head, body)) == bytes_of(sent)
+    last = sent.blocks[shard_name(LAYERS[-1], shards - 1, shards)][0].nbytes
+    with pytest.raises(SnapshotRefused, match="body bytes"):
+        snapshot_of(head, body[:-last])
+
+
+def test_layouts_that_differ_in_shards_alone_agree() -> None:
+    ours = whole().layout
+    for shards in (1, 2, 8):
+        check_layout(resharded(ours, shards), ours)
+        check_layout(ours, resharded(ours, shards))
+
+
+def test_what_cannot_be_cut_between_heads_is_refused_with_the_reason() -> None:
+    packed = replace(whole().layout, heads=())
+    with pytest.raises(SnapshotRefused, match=r"shards = 1, this engine has 2: .* no KV heads in a row"):
+        resharded(packed, 2)
+    for shards in (3, 16):
+        with pytest.raises(SnapshotRefused, match=r"layers\.0\.attn has 8 KV heads in a row"):
+            resharded(whole().layout, shards)
+    odd = replace(whole().layout, layers=tuple((name, 97) for name in LAYERS))
+    with pytest.raises(SnapshotRefused, match="KV heads in a row"):
+        resharded(odd, 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shards": 0},
+        {"shards": 2},
+        {"shards": 1 << 40},
+        {"heads": (8,)},
+        {"shards": 2, "layers": (("a@0", 8), ("a@1", 16)), "heads": (1, 1)},
+        {"shards": 2, "layers": (("a@0", 8), ("a@1", 8), ("b@0", 8), ("a@2", 8)), "heads": (1, 1, 1, 1)},
+        {"shards": 2, "layers": (("@0", 8), ("a@1", 8)), "heads": (1, 1)},
+    ],
+)
+def test_a_layout_whose_shards_are_not_there_is_refused(change: dict[str, object]) -> None:
+    layout = replace(whole().layout, **change)
+    with pytest.raises(SnapshotRefused, match=re.escape("layout.shards")):
+        resharded(layout, 4)
