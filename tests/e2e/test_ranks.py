@@ -1,4 +1,4 @@
-"""A service whose worker has two ranks, beside one that has one: versions are loaded, requests move, a rank is killed."""
+"""A service whose worker has two ranks, beside one of one rank: versions load, requests move, a rank is killed."""
 
 import asyncio
 import contextlib
@@ -126,12 +126,12 @@ async def test_two_ranks_load_decode_move_and_lose_one(model: Path, tmp_path: Pa
         pid = pid_of(status, PAIR)
         survivor, victim = ranks_of(pid)
         os.kill(victim, signal.SIGKILL)
-        status = await during(training, until(operator, lambda status: pid_of(status, PAIR) not in (0, pid)))
+        report = await training
+        status = await until(operator, lambda status: pid_of(status, PAIR) not in (0, pid))
         assert not psutil.pid_exists(survivor)
         latest = ranks_of(pid_of(status, PAIR))
         assert len(latest) == 2
-        report = await training
-        counters = (await operator.status()).counters
+        counters = status.counters
     assert counters["workers_lost"] == 1
     assert counters["groups_lost"] == counters["c1_violations"] == 0
     assert counters["staleness_max"] <= 1
