@@ -35,7 +35,9 @@ class SplitReport:
     rollout_gpus: Annotated[int, "accelerators that generate"]
     train_gpus: Annotated[int, "accelerators that train"]
     engines: Annotated[int, "workers, one engine each"]
-    gpus_per_engine: Annotated[int, "accelerators of one worker: its `workers.tensor_parallel` times its `workers.pipeline_parallel`"]
+    gpus_per_engine: Annotated[
+        int, "accelerators of one worker: its `workers.tensor_parallel` times its `workers.pipeline_parallel`"
+    ]
     layout: Annotated[TrainerLayout, "how the accelerators that train divide the model"]
     generation_s: Annotated[float, "generation of a batch: the longer of the next two"]
     work_s: Annotated[float, "its work: the bubble-free bound times `--efficiency`"]

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dora.errors import CanaryMismatch
+from dora.kvtransfer.reslice import resliced
+from dora.kvtransfer.snapshot import KvSnapshot
 from dora.models.tiny import make_tiny
 from dora.types import Canary
 from dora.worker.vllm_engine import VllmEngine
@@ -60,14 +63,20 @@ class Alone:
 
     canary: Canary
     responses: dict[str, Response]
+    snapshot: KvSnapshot  # of the first request, on its way
 
 
 @pytest.fixture(scope="module")
 def alone(version_folder: VersionFolder) -> Alone:
     engine = make_ranked(version_folder(1), Losses())
-    found = Alone(engine.load_weights(1, version_folder(1), None), run(engine, REQUESTS))
+    canary = engine.load_weights(1, version_folder(1), None)
+    responses = run(engine, REQUESTS)
+    driver = Driver(engine)
+    driver.add(REQUESTS[1])
+    driver.step(30)
+    snapshot = driver.take_out(REQUESTS[1].request_id)
     engine.close()
-    return found
+    return Alone(canary, responses, snapshot)
 
 
 @pytest.fixture(scope="module", params=["tensor_parallel", "pipeline_parallel"])
@@ -122,6 +131,27 @@ def test_a_request_that_leaves_and_returns_goes_on_bitwise(engine: VllmEngine, d
     assert driver.finish() == undisturbed
     assert engine.load().reprefilled_tokens == 0
     assert engine.load().kv_used_tokens == 0
+
+
+def test_a_request_of_one_rank_goes_on_in_two_with_its_kv_bit_for_bit(
+    engine: VllmEngine, driver: Driver, alone: Alone
+) -> None:
+    request, taken = alone.snapshot.request, alone.snapshot
+    driver.responses[request.request_id] = Response(list(request.output_token_ids), list(request.logprobs))
+    engine.take_in(taken)
+    driver.step()
+    full = taken.kv_tokens // engine.capability.block_tokens
+    engine.freeze(request.request_id)
+    shown = engine.export(request.request_id)
+    assert shown is not None and full > 0
+    back = resliced(shown, taken.layout.shards)
+    assert back.layout == taken.layout
+    for name, pieces in taken.blocks.items():
+        assert np.array_equal(np.concatenate(back.blocks[name])[:full], np.concatenate(pieces)[:full])
+    engine.thaw(request.request_id)
+    found = driver.finish()
+    assert farthest(found, {name: alone.responses[name] for name in found}) < ROUNDING
+    assert engine.load().reprefilled_tokens == 0
 
 
 def test_a_killed_rank_is_told_of_and_the_others_end_with_the_engine(pair: tuple[VllmEngine, Losses]) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, PreTrainedModel
 
 from dora.errors import Conflict, InvalidValue
-from dora.models import default_cache, experts, resolve_model
+from dora.models import check_parallel, default_cache, experts, resolve_model
 from dora.models.checkpoint_names import to_checkpoint
 from dora.models.prepared import prepare_once
 from dora.models.tiny import make_tiny
@@ -180,3 +180,16 @@ def test_smollm2_answers(smollm2: Path) -> None:
     output = load(smollm2).generate(prompt, max_new_tokens=20, do_sample=False)[0, prompt.shape[1] :]
     assert "4" in tokenizer.decode(output) and output[-1] == tokenizer.eos_token_id
     assert "quantization_config" not in json.loads((smollm2 / "config.json").read_text())
+
+
+def test_ranks_that_do_not_divide_a_model_are_refused_with_what_does(tmp_path: Path) -> None:
+    config = {"num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for tensor, pipeline in ((1, 1), (2, 3), (4, 2), (12, 1)):
+        check_parallel(tmp_path, tensor, pipeline)
+    with pytest.raises(InvalidValue, match=r"workers\.tensor_parallel = 5.* a divisor of the model's 12 heads"):
+        check_parallel(tmp_path, 5, 1)
+    with pytest.raises(InvalidValue, match=r"workers\.tensor_parallel = 6.* multiple of the model's 4 KV heads"):
+        check_parallel(tmp_path, 6, 1)
+    with pytest.raises(InvalidValue, match=r"workers\.pipeline_parallel = 4.* at most the model's 3 layers"):
+        check_parallel(tmp_path, 1, 4)
