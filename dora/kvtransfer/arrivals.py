@@ -28,6 +28,10 @@ _KEY: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{32}\.kv")
 class Ahead(Protocol):
     """Where rounds go that come ahead of a snapshot's last one. One thread at a time uses it, any."""
 
+    @property
+    def layout(self) -> str:
+        """The digest of its blocks' layout: what has another one is not written here."""
+
     def write(self, first_bytes: int, body: np.ndarray) -> bool:
         """Writes a round that follows on ``first_bytes`` bytes of rounds. False: there is no room for it here."""
 
@@ -49,6 +53,7 @@ class Arrival:
     body: np.ndarray
     before: "Arrival | None" = None  # the round before it
     goes_on: bool = False
+    layout: str = ""  # the digest of its blocks' layout, as its sender says
     filled_bytes: int = 0
     sums: list[bytes] = field(default_factory=list)
     head: bytes = b""
@@ -194,7 +199,7 @@ class Arrivals:
         before = arrival.rounds()[:-1]
         if expected is None or expected.ahead is None or not arrival.goes_on:
             return
-        if not all(each.ahead_bytes for each in before):
+        if arrival.layout != expected.ahead.layout or not all(each.ahead_bytes for each in before):
             return
         with expected.writing:
             if self.find(arrival.key) is not arrival:

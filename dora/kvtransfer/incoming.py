@@ -166,7 +166,8 @@ class _Connection:
             use = _Use(receiver, landing.body)
             try:
                 goes_on = bool(head.get("goes_on"))
-                self._arrivals.begin(Arrival(key, ticket, self._peer.epoch, landing.body, before, goes_on))
+                layout = str(head.get("layout", ""))
+                self._arrivals.begin(Arrival(key, ticket, self._peer.epoch, landing.body, before, goes_on, layout))
             except SnapshotRefused:
                 use.end()
                 raise

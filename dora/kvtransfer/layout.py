@@ -23,6 +23,8 @@ def check_snapshot(snapshot: KvSnapshot, layout: KvLayout, loaded: int | None) -
     """What every engine asks of a snapshot before it takes it in. Raises SnapshotRefused for the first misfit."""
     check_version(snapshot.request.version, loaded)
     check_layout(snapshot.layout, layout)
+    if snapshot.ahead and snapshot.layout != layout:
+        raise SnapshotRefused(f"ahead = {snapshot.ahead}: blocks of another layout are not written before it is known")
     check_consistent(snapshot)
 
 

@@ -4,10 +4,12 @@
 it from worker to worker.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
+from blake3 import blake3
 
 from dora.types import RequestSpec
 
@@ -27,6 +29,11 @@ class KvLayout:
     layers: tuple[tuple[str, int], ...]  # (layer name, bytes per block)
     shards: int = 1  # of each layer, as ``reslice`` names them: parts that tensor parallelism splits its KV heads into
     heads: tuple[int, ...] = ()  # of each layer: KV heads that lie one after the other in a block; 0, or empty: none do
+
+    @property
+    def digest(self) -> str:
+        """The same text for layouts whose blocks may be copied as they are."""
+        return blake3(json.dumps(asdict(self)).encode()).hexdigest(16)
 
     @property
     def block_bytes(self) -> int:

@@ -3,6 +3,7 @@
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from dora.errors import InvalidValue, one_of
 from dora.models import tiny
@@ -11,7 +12,10 @@ from dora.models.smollm2 import gguf_file, prepare_smollm2, smollm2_folder
 from dora.outfile import path_of
 from dora.strict_json import json_object
 
-__all__ = ["context_tokens", "default_cache", "experts", "made_model", "resolve_model", "unwritable_cache"]
+__all__ = [
+    *("check_parallel", "context_tokens", "default_cache", "experts"),
+    *("made_model", "resolve_model", "unwritable_cache"),
+]
 
 # What config.json calls the longest context; the least of them holds. Source: vLLM,
 # transformers_utils/model_arch_config_convertor.py, ``derive_max_model_len_and_key``.
@@ -93,9 +97,7 @@ def _check_config(folder: Path, name: str) -> None:
 
 def context_tokens(folder: Path) -> int | None:
     """The longest context that the model in a Hugging Face folder was made for; None where it does not say."""
-    config = json_object(folder / "config.json", "--model")
-    text = config.get("text_config")  # of a model that also sees or hears
-    said = {**config, **text} if isinstance(text, dict) else config
+    said = _text_config(folder)
     found = [tokens for key in CONTEXT_KEYS if type(tokens := said.get(key)) is int and tokens > 0]
     return min(found, default=None)
 
@@ -106,9 +108,7 @@ def check_parallel(folder: Path, tensor_parallel: int, pipeline_parallel: int) -
     Ranks hold the same KV head where there are fewer heads than ranks. Source: vLLM, vllm/config/model.py,
     ``verify_with_parallel_config``, and vllm/model_executor/layers/linear.py, ``QKVParallelLinear``.
     """
-    config = _config(folder)
-    text = config.get("text_config")
-    said = {**config, **text} if isinstance(text, dict) else config
+    said = _text_config(folder)
     heads, layers = said.get("num_attention_heads"), said.get("num_hidden_layers")
     kv_heads = said.get("num_key_value_heads", heads)
     if type(heads) is int and heads % tensor_parallel:
@@ -118,6 +118,13 @@ def check_parallel(folder: Path, tensor_parallel: int, pipeline_parallel: int) -
         raise InvalidValue("workers.tensor_parallel", tensor_parallel, allowed)
     if type(layers) is int and layers < pipeline_parallel:
         raise InvalidValue("workers.pipeline_parallel", pipeline_parallel, f"at most the model's {layers} layers")
+
+
+def _text_config(folder: Path) -> dict[str, Any]:
+    """config.json; of a model that also sees or hears what it says of the part that reads."""
+    config = json_object(folder / "config.json", "--model")
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
 
 
 def experts(folder: Path) -> tuple[int, int] | None:

@@ -37,6 +37,11 @@ class Reservation:
         self._is_open = True
         self._lock = threading.Lock()
 
+    @property
+    def layout(self) -> str:
+        """The digest of the blocks' layout."""
+        return self._layout.digest
+
     def show(self, count: int) -> dict[str, list[np.ndarray]]:
         """The first blocks of every layer."""
         return self._store.show(self.block_ids[:count])

@@ -123,7 +123,9 @@ class VllmEngine(BaseEngine[_Live]):
         if live.engine_id not in self._scheduler.held:
             raise Conflict("request_id", request_id, "a frozen request", why="is not frozen")
         waiting: KvSnapshot | None = self._scheduler.connector.offered(live.engine_id)
-        if waiting is not None:  # taken in and not yet scheduled: it moves on as it came
+        if waiting is not None and not waiting.ahead:  # taken in and not yet scheduled: it moves on as it came
+            return waiting
+        if waiting is not None:
             shown = self._store.show(self._scheduler.brought(live.engine_id))
             blocks = {name: [*shown[name], *pieces] for name, pieces in waiting.blocks.items()}
             return replace(waiting, blocks=blocks, ahead=0)

@@ -2,12 +2,14 @@
 
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dora.kvtransfer.checksum import digest_with
+from dora.kvtransfer.snapshot import KvLayout
 from dora.kvtransfer.wire import Kind, Stream
 from dora.models.tiny import make_tiny
 from dora.rpc import dora_pb2 as pb
@@ -144,7 +146,7 @@ def test_a_target_without_room_refuses_with_the_reason(workers: tuple[Worker, Wo
 
 
 def test_what_a_bad_peer_sends_is_never_written(tmp_path: Path, model: Path) -> None:
-    """A round with a wrong checksum, one that is short, one of no whole blocks, one that follows on none."""
+    """A round with a wrong checksum, one that is short, of no whole blocks, that follows on none, of another layout."""
     with a_plane(tmp_path, 2, ("tcp",)) as end:
         target = Worker(end, model)
         assert target.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
@@ -153,20 +155,21 @@ def test_what_a_bad_peer_sends_is_never_written(tmp_path: Path, model: Path) -> 
         with hostile(end) as stream:
             stream.send(Kind.ATTACH, {"transport": "tcp"})
             assert stream.receive().kind is Kind.ATTACHED
-            for number, damage in enumerate(("wrong", "short", "odd", "late")):
-                assert a_round(stream, number, damage, target.engine.layout.block_bytes) is (
-                    Kind.ARRIVED if damage == "odd" else Kind.REFUSED
+            for number, damage in enumerate(("wrong", "short", "odd", "late", "foreign")):
+                assert a_round(stream, number, damage, target.engine.layout) is (
+                    Kind.ARRIVED if damage in ("odd", "foreign") else Kind.REFUSED
                 )
                 assert reservation(target).written == 0
         assert target.obey(cancel_reservation=pb.CancelReservation(request_id="r1")).ok
         until(lambda: is_empty(target))
 
 
-def a_round(stream: Stream, number: int, damage: str, block_bytes: int) -> Kind:
+def a_round(stream: Stream, number: int, damage: str, layout: KvLayout) -> Kind:
     """Sends a round of two blocks that is wrong; what the target says to it."""
     key = f"9-{number:032x}.kv"
-    body = np.arange(2 * block_bytes, dtype=np.uint8)[: 2 * block_bytes - (damage == "odd")]
+    body = np.arange(2 * layout.block_bytes, dtype=np.uint8)[: 2 * layout.block_bytes - (damage == "odd")]
     opening = {"key": key, "ticket": "r1", "transport": "tcp", "size": body.nbytes, "goes_on": True}
+    opening["layout"] = (layout if damage != "foreign" else replace(layout, block_tokens=1)).digest
     stream.send(Kind.OPEN, {**opening, "after": "9-nothing.kv" if damage == "late" else ""})
     if (answer := stream.receive().kind) is not Kind.OPENED:
         return answer

@@ -76,9 +76,10 @@ async def move_both_ways(operator: Operator) -> None:
         listed = (await operator.trajectories("running", limit=1000)).trajectories
         for request in listed:
             ways = asked.get(request.trajectory_id)
-            if ways and ways[1] == request.worker:
-                if request.tokens > arrived.setdefault(request.trajectory_id, request.tokens):
-                    moved.add(ways)
+            if not ways or ways[1] != request.worker:
+                continue
+            if request.tokens > arrived.setdefault(request.trajectory_id, request.tokens):
+                moved.add(ways)
         if {(PAIR, ALONE), (ALONE, PAIR)} <= moved:
             return
         for request in sorted(listed, key=lambda request: request.tokens):
