@@ -17,7 +17,8 @@ _DEFAULTS: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else an engine of several ranks needs a NUMA node for each
-    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # a rank has nothing to tidy up
+    # A rank is killed at the end, and Python's tracker removes what shared memory it had: nothing to warn of.
+    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
 }
 # What this engine is built on, whatever the operator has set.
 _REQUIRED: Final = {

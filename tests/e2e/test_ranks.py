@@ -1,4 +1,4 @@
-"""A service whose worker has two ranks, beside one of one rank: versions load, requests move, a rank is killed."""
+"""A worker of two ranks beside one of one rank: versions load, requests move, a rank is killed, then the worker."""
 
 import asyncio
 import contextlib
@@ -120,13 +120,15 @@ async def test_two_ranks_load_decode_move_and_lose_one(model: Path, tmp_path: Pa
         report = await training
         status = await until(operator, lambda status: pid_of(status, PAIR) not in (0, pid))
         assert not psutil.pid_exists(survivor)
-        latest = ranks_of(pid_of(status, PAIR))
-        assert len(latest) == 2
         counters = status.counters
+        latest = [psutil.Process(rank) for rank in ranks_of(pid_of(status, PAIR))]
+        assert len(latest) == 2
+        os.kill(pid_of(status, PAIR), signal.SIGKILL)
+        _, left = await asyncio.to_thread(psutil.wait_procs, latest, 10)
+        assert not left
     assert counters["workers_lost"] == 1
     assert counters["groups_lost"] == counters["c1_violations"] == 0
     assert counters["staleness_max"] <= 1
-    assert not any(psutil.pid_exists(rank) for rank in latest)
     trained = [group_id for step in report.steps for group_id in step.group_ids]
     assert len(trained) == len(set(trained)) == STEPS * GROUPS
     found = verify(record, atol=1e-3, window_versions=2)
