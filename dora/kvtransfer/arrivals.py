@@ -28,6 +28,10 @@ _KEY: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{32}\.kv")
 class Ahead(Protocol):
     """Where rounds go that come ahead of a snapshot's last one. One thread at a time uses it, any."""
 
+    @property
+    def block_bytes(self) -> int:
+        """Of its blocks: rounds of other blocks are kept elsewhere."""
+
     def write(self, first_bytes: int, body: np.ndarray) -> bool:
         """Writes a round that follows on ``first_bytes`` bytes of rounds. False: there is no room for it here."""
 
@@ -49,6 +53,7 @@ class Arrival:
     body: np.ndarray
     before: "Arrival | None" = None  # the round before it
     goes_on: bool = False
+    block_bytes: int = 0  # of the blocks that it consists of
     filled_bytes: int = 0
     sums: list[bytes] = field(default_factory=list)
     head: bytes = b""
@@ -193,6 +198,8 @@ class Arrivals:
             expected = self._expected.get((arrival.epoch, arrival.ticket))
         before = arrival.rounds()[:-1]
         if expected is None or expected.ahead is None or not arrival.goes_on:
+            return
+        if arrival.block_bytes != expected.ahead.block_bytes:  # they are to be made into blocks of another size
             return
         if not all(each.ahead_bytes for each in before):
             return

@@ -166,7 +166,9 @@ class _Connection:
             use = _Use(receiver, landing.body)
             try:
                 goes_on = bool(head.get("goes_on"))
-                self._arrivals.begin(Arrival(key, ticket, self._peer.epoch, landing.body, before, goes_on))
+                block_bytes = int(head.get("block_bytes", 0))
+                arrival = Arrival(key, ticket, self._peer.epoch, landing.body, before, goes_on, block_bytes)
+                self._arrivals.begin(arrival)
             except SnapshotRefused:
                 use.end()
                 raise

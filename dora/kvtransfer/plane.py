@@ -99,13 +99,19 @@ class DataPlane:
         return self.send_parts(peer, ticket, round_of(snapshot), head_of(snapshot))
 
     def send_parts(
-        self, peer: Peer, ticket: str, parts: Sequence[memoryview], head: bytes = b"", after: str = ""
+        self,
+        peer: Peer,
+        ticket: str,
+        parts: Sequence[memoryview],
+        head: bytes = b"",
+        after: str = "",
+        block_bytes: int = 0,
     ) -> Transfer:
-        """The same for any bytes: ``parts`` in a row are the body.
+        """The same for any bytes: ``parts`` in a row are the body, in whole blocks of ``block_bytes`` if it has any.
 
         Without a head it is a round of a snapshot that goes on: the next one names this one's key as ``after``.
         """
-        transfer = Transfer(ticket, parts, head, after)
+        transfer = Transfer(ticket, parts, head, after, block_bytes)
         self._pair(peer).send(transfer)
         return transfer
 

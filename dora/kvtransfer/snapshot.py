@@ -11,9 +11,12 @@ import numpy as np
 
 from dora.types import RequestSpec
 
-SCHEMA = 2
+SCHEMA = 3
 
 Pieces = Sequence[np.ndarray]  # each uint8 of shape (blocks, bytes per block), contiguous; in the order of the blocks
+# What one layer's block is made of: strips in a row, the whole row so many times (once a KV head, as a rule). A strip
+# of (outer, inner) is an array of shape (outer, tokens of the block, inner bytes).
+Interior = tuple[int, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,14 @@ class KvLayout:
     layers: tuple[tuple[str, int], ...]  # (layer name, bytes per block)
     tp_rank: int = 0
     tp_size: int = 1
+    windows: tuple[int, ...] = ()  # of each layer: how many last tokens it reads, 0 for all; empty: all layers read all
+    interiors: tuple[Interior, ...] = ()  # of each layer; empty: nobody knows, so its blocks move whole or not at all
+
+    @property
+    def windowed(self) -> dict[str, int]:
+        """The layers that read the last tokens alone, and how many."""
+        named = zip(self.layers, self.windows, strict=bool(self.windows))
+        return {name: window for (name, _), window in named if window}
 
     @property
     def block_bytes(self) -> int:
@@ -40,9 +51,10 @@ class KvSnapshot:
 
     ``request`` carries prompt, outputs, logprobs, sampling and version; the random stream is re-made from the seed and
     the number of draws. ``kv_tokens`` is ``len(prompt) + len(outputs) - 1``: the last sampled token has no KV yet.
-    ``blocks[layer]`` are the layer's blocks in one or more pieces, so that neither end has to copy them together; the
-    last block may be partly filled. An engine's own snapshot shows its KV-cache, as long as the request is frozen.
-    ``ahead`` blocks before them are not among them: they were written where the request is to be taken in.
+    ``blocks[layer]`` are the layer's blocks in one or more pieces, so that neither end has to copy them together: from
+    the first one that the layer still reads (``layout.first_block``) to the last, which may be partly filled. An
+    engine's own snapshot shows its KV-cache, as long as the request is frozen. ``ahead`` blocks before them are not
+    among them: they were written where the request is to be taken in.
     """
 
     layout: KvLayout
@@ -58,6 +70,7 @@ class FullBlocks:
     """Blocks of a request that decodes which are full, and have a later block after them: they do not change any more.
 
     That holds for one *stay* of the request in its slot: a request that is preempted comes back with other blocks.
+    Layers with a window have none: the engine takes their blocks back while the request decodes.
     """
 
     stay: int

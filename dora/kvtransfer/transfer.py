@@ -32,6 +32,7 @@ class Transfer:
     parts: Sequence[memoryview]
     head: bytes
     after: str = ""
+    block_bytes: int = 0  # of one block in all layers, where it consists of whole ones
     done: "Future[Sent]" = field(default_factory=Future)  # its exception is TransferFailed
     cancelled: threading.Event = field(default_factory=threading.Event)
     fallbacks: list[str] = field(default_factory=list)

@@ -80,7 +80,8 @@ class Copying:
         self._begun += 1
         self._rounds.append(count)
         parts = parts_of(self._engine.layout, full.blocks, 0, count)
-        self.current = self._plane.send_parts(self._peer, self._request_id, parts, after=after)
+        block_bytes = self._engine.layout.block_bytes
+        self.current = self._plane.send_parts(self._peer, self._request_id, parts, after=after, block_bytes=block_bytes)
 
     def _finish(self, after: str, why: str = "it has no token") -> Transfer:
         """Freezes the request and sends what is left of it."""

@@ -7,31 +7,36 @@ import numpy as np
 import torch
 
 from dora.kvtransfer.snapshot import Pieces
+from dora.worker.vllm_groups import LayerGroup
 
 
 class BlockStore:
-    """Views of the KV tensors in host memory: layer name -> uint8 of shape (blocks, bytes per block)."""
+    """Views of the KV tensors in host memory: layer name -> uint8 of shape (blocks, bytes per block).
 
-    def __init__(self, kv_caches: Mapping[str, Any], block_count: int) -> None:
-        self._layers = {name: _raw_blocks(tensor, block_count) for name, tensor in sorted(kv_caches.items())}
+    Layers of one group have their blocks under the same ids; ids of two groups are never the same block's.
+    """
+
+    def __init__(self, kv_caches: Mapping[str, Any], block_count: int, groups: Sequence[LayerGroup]) -> None:
+        self._groups = {name: number for number, group in enumerate(groups) for name in group.layers}
+        self._layers = {name: _raw_blocks(kv_caches[name], block_count) for name in sorted(self._groups)}
 
     @property
     def layers(self) -> tuple[tuple[str, int], ...]:
         """(layer name, bytes per block), sorted by name."""
         return tuple((name, raw.shape[1]) for name, raw in self._layers.items())
 
-    def show(self, block_ids: Sequence[int]) -> dict[str, list[np.ndarray]]:
-        """Some blocks of every layer, in the order of ``block_ids``: views, one for each run of neighbours."""
-        runs = _runs(block_ids)
-        return {name: [raw[first:end] for first, end in runs] for name, raw in self._layers.items()}
+    def show(self, block_ids: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
+        """Some blocks of every layer, in the order of its group's ids: views, one for each run of neighbours."""
+        runs = [_runs(ids) for ids in block_ids]
+        return {name: [raw[first:end] for first, end in runs[self._groups[name]]] for name, raw in self._layers.items()}
 
-    def write(self, block_ids: Sequence[int], blocks: Mapping[str, Pieces]) -> None:
-        """Overwrites some blocks of every layer."""
+    def write(self, block_ids: Sequence[Sequence[int]], blocks: Mapping[str, Pieces]) -> None:
+        """Overwrites some blocks of every layer, of each group those of its ids."""
         for name, raw in self._layers.items():
-            at = 0
+            chosen, at = block_ids[self._groups[name]], 0
             for piece in blocks[name]:
                 from_piece = 0
-                for first, end in _runs(block_ids[at : at + len(piece)]):  # other threads run during large copies
+                for first, end in _runs(chosen[at : at + len(piece)]):  # other threads run during large copies
                     np.copyto(raw[first:end], piece[from_piece : from_piece + end - first])
                     from_piece += end - first
                 at += len(piece)

@@ -5,7 +5,7 @@ runner's half writes them before the forward pass of that very step. Until then 
 went ahead of the snapshot is in the KV-cache already.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from dora.kvtransfer.snapshot import KvSnapshot, Pieces
 from dora.worker.vllm_blocks import BlockStore
+from dora.worker.vllm_groups import groups_of
 
 
 @dataclass
 class _Import:
     """Blocks to write, and where."""
 
-    block_ids: list[int]
+    block_ids: list[Sequence[int]]  # of each group
     blocks: Mapping[str, Pieces]
 
 
@@ -43,6 +44,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         self._offered: dict[str, KvSnapshot] = {}
         self._imports: list[_Import] = []
         self._block_count: int = kv_cache_config.num_blocks
+        self._groups = groups_of(kv_cache_config)
         self._store: BlockStore | None = None
 
     # The scheduler's half.
@@ -68,8 +70,9 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0:
             snapshot = self._offered.pop(request.request_id)
-            end = snapshot.ahead + sum(len(piece) for piece in next(iter(snapshot.blocks.values())))
-            self._imports.append(_Import(blocks.get_block_ids()[0][snapshot.ahead : end], snapshot.blocks))
+            ids = zip(self._groups, blocks.get_block_ids(), strict=True)
+            chosen = [group.kept(block_ids, snapshot.kv_tokens)[snapshot.ahead :] for group, block_ids in ids]
+            self._imports.append(_Import(chosen, snapshot.blocks))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         imports, self._imports = self._imports, []
@@ -88,7 +91,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         return self._store
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._store = BlockStore(kv_caches, self._block_count)
+        self._store = BlockStore(kv_caches, self._block_count, self._groups)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for entry in self._get_connector_metadata().imports:
