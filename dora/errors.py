@@ -95,6 +95,10 @@ class SnapshotRefused(DoraError):
     """A KV snapshot failed its check (identity, layout, version or checksum); the request must be re-prefilled."""
 
 
+class LayoutMisfit(SnapshotRefused):
+    """Its KV is laid out otherwise than this engine's, and cannot be converted exactly, however often it is tried."""
+
+
 class TransferFailed(DoraError):
     """A KV snapshot did not reach its target: the request goes on at its source."""
 

@@ -90,7 +90,7 @@ class TokenDelta:
 class EngineCapability:
     """What a worker's engine can hold; sent once at registration."""
 
-    fingerprint: str  # hash of the model's config and tensor names/shapes, the KV layout and dtype
+    fingerprint: str  # hash of the model's config and tensor names/shapes, dtype, and KV layout but for a block's size
     slots: int  # requests decoded at once
     kv_tokens: int  # tokens that fit in the KV-cache
     block_tokens: int

@@ -5,10 +5,10 @@ from typing import Any, Final
 
 import vllm
 
-from dora.engine_patches import exact_resume, moe_experts, tied_head
+from dora.engine_patches import exact_resume, interleaved_rope, moe_experts, tied_head
 from dora.engine_patches.patch import Patch
 
-PATCHES: Final[tuple[Patch, ...]] = (exact_resume.PATCH, tied_head.PATCH, moe_experts.PATCH)
+PATCHES: Final[tuple[Patch, ...]] = (exact_resume.PATCH, tied_head.PATCH, moe_experts.PATCH, interleaved_rope.PATCH)
 
 
 def apply(patches: Sequence[Patch] = PATCHES) -> None:

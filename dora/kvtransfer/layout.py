@@ -1,17 +1,41 @@
 """Does a snapshot fit an engine? Each refusal names the one field that differs and both values."""
 
 from dataclasses import fields
+from typing import Final
 
 import numpy as np
 
-from dora.errors import SnapshotRefused
+from dora.errors import LayoutMisfit, SnapshotRefused
 from dora.kvtransfer.reslice import resharded
 from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
+
+BLOCK_TOKENS_MOST: Final = 1024  # of another engine, whose blocks are to fit this one's
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:
     """How many blocks hold ``tokens`` tokens."""
     return -(-tokens // block_tokens)
+
+
+def first_block(kv_tokens: int, block_tokens: int, window_tokens: int) -> int:
+    """The first block that a layer reads for the token after ``kv_tokens`` tokens; ``window_tokens`` 0: it reads all.
+
+    With the next token itself a window covers ``window_tokens`` tokens (vLLM's ``SlidingWindowManager``).
+    """
+    return max(0, kv_tokens + 1 - window_tokens) // block_tokens if window_tokens else 0
+
+
+def block_counts(layout: KvLayout, kv_tokens: int, blocks: int, is_last: bool = True) -> list[int]:
+    """How many blocks each layer has in a round of ``blocks`` blocks: those with a window come in the last, alone."""
+    windowed, end = layout.windowed, blocks_for(kv_tokens, layout.block_tokens)
+    in_window = {name: end - first_block(kv_tokens, layout.block_tokens, size) for name, size in windowed.items()}
+    return [in_window[name] * is_last if name in windowed else blocks for name, _ in layout.layers]
+
+
+def body_bytes_most(layout: KvLayout, tokens: int) -> int:
+    """The most that a snapshot of ``tokens`` tokens may weigh, in blocks of this size or of another that fits it."""
+    spare_tokens = BLOCK_TOKENS_MOST if _of_interiors(layout) else 0
+    return blocks_for(tokens + spare_tokens, layout.block_tokens) * layout.block_bytes
 
 
 def rng_draws(outputs: int, temperature: float) -> int:
@@ -20,22 +44,42 @@ def rng_draws(outputs: int, temperature: float) -> int:
 
 
 def check_snapshot(snapshot: KvSnapshot, layout: KvLayout, loaded: int | None) -> None:
-    """What every engine asks of a snapshot before it takes it in. Raises SnapshotRefused for the first misfit."""
+    """What every engine asks of a snapshot before it takes it in. Raises SnapshotRefused for the first misfit.
+
+    It may be in other shards and in blocks of another size, where ``reblock.reblocked`` can make this engine's of them.
+    """
     check_version(snapshot.request.version, loaded)
     check_layout(snapshot.layout, layout)
-    if snapshot.ahead and snapshot.layout != layout:
-        raise SnapshotRefused(f"ahead = {snapshot.ahead}: blocks of another layout are not written before it is known")
     check_consistent(snapshot)
 
 
 def check_layout(found: KvLayout, expected: KvLayout) -> None:
-    """Raises SnapshotRefused for the first field that differs, and that ``reslice`` cannot make alike."""
+    """Raises LayoutMisfit for the first field that differs, and that nothing can convert exactly."""
+    resized = False
     for field in fields(KvLayout):
-        if field.name == "layers":  # all that says what it is comes before
+        if field.name == "block_tokens":  # what follows can be converted, and says what of
             found = resharded(found, expected.shards)
+            resized = _is_resized(found, expected)
         theirs, ours = getattr(found, field.name), getattr(expected, field.name)
-        if theirs != ours:
-            raise SnapshotRefused(f"layout.{field.name} = {_short(theirs)}, this engine has {_short(ours)}")
+        if theirs != ours and not (resized and field.name in ("block_tokens", "layers")):
+            raise LayoutMisfit(f"layout.{field.name} = {_short(theirs)}, this engine has {_short(ours)}")
+
+
+def _is_resized(found: KvLayout, expected: KvLayout) -> bool:
+    """Whether two layouts differ in the size of a block alone, and it is known what their blocks are made of."""
+    return (
+        found.interiors == expected.interiors
+        and found.block_tokens <= BLOCK_TOKENS_MOST
+        and _of_interiors(found)
+        and _of_interiors(expected)
+        and [name for name, _ in found.layers] == [name for name, _ in expected.layers]
+    )
+
+
+def _of_interiors(layout: KvLayout) -> bool:
+    """Whether the blocks of all layers are what the layout says that they are made of, to the byte."""
+    made = [times * sum(outer * inner for outer, inner in strips) for times, strips in layout.interiors]
+    return bool(made) and [size for _, size in layout.layers] == [layout.block_tokens * token for token in made]
 
 
 def check_version(found: int, loaded: int | None) -> None:
@@ -61,10 +105,11 @@ def check_consistent(snapshot: KvSnapshot) -> None:
     names = tuple(name for name, _ in layout.layers)
     if set(snapshot.blocks) != set(names):
         raise SnapshotRefused(f"blocks: layers {_short(sorted(snapshot.blocks))}, the layout has {_short(names)}")
-    count = blocks_for(kv_tokens, layout.block_tokens) - snapshot.ahead
-    if snapshot.ahead < 0 or count < 1:
-        raise SnapshotRefused(f"ahead = {snapshot.ahead}, of {count + snapshot.ahead} blocks: the last never is")
-    for name, block_bytes in layout.layers:
+    count = blocks_for(kv_tokens, layout.block_tokens)
+    if not 0 <= snapshot.ahead < count:
+        raise SnapshotRefused(f"ahead = {snapshot.ahead}, of {count} blocks: the last never is")
+    counts = block_counts(layout, kv_tokens, count - snapshot.ahead)
+    for (name, block_bytes), count in zip(layout.layers, counts, strict=True):
         pieces = snapshot.blocks[name]
         wrong = [piece for piece in pieces if piece.dtype != np.uint8 or piece.shape[1:] != (block_bytes,)]
         found = sum(len(piece) for piece in pieces)

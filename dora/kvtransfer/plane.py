@@ -99,12 +99,18 @@ class DataPlane:
         return self.send_parts(peer, ticket, round_of(snapshot), head_of(snapshot))
 
     def send_parts(
-        self, peer: Peer, ticket: str, parts: Sequence[memoryview], head: bytes = b"", after: str = "", layout: str = ""
+        self,
+        peer: Peer,
+        ticket: str,
+        parts: Sequence[memoryview],
+        head: bytes = b"",
+        after: str = "",
+        layout: str = "",
     ) -> Transfer:
         """The same for any bytes: ``parts`` in a row are the body.
 
         Without a head it is a round of a snapshot that goes on: the next one names this one's key as ``after``.
-        ``layout``: the digest of what the blocks are laid out by.
+        ``layout``: the digest of its blocks' layout, where it consists of whole ones.
         """
         transfer = Transfer(ticket, parts, head, after, layout)
         self._pair(peer).send(transfer)

@@ -3,8 +3,8 @@
 Tensor parallelism gives each rank some of a layer's KV heads (vLLM's ``QKVParallelLinear``), so a layer comes in
 *shards*: ``n@0``, ``n@1``, ... of equal size. Where the heads of a block lie one after the other, other shards are made
 by cutting and joining blocks between heads: bytes move, none is computed, and nothing has to be known of a head's
-inside. A pipeline's stages need nothing of that: each layer is whole in one of them. KV that all ranks hold alike, as
-of MLA, is one shard however many they are.
+inside, nor of the size of a block. A pipeline's stages need nothing of that: each layer is whole in one of them. KV
+that all ranks hold alike, as of MLA, is one shard however many they are.
 """
 
 from dataclasses import dataclass, replace
@@ -12,8 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from dora.errors import SnapshotRefused
-from dora.kvtransfer.snapshot import KvLayout, KvSnapshot, Pieces
+from dora.errors import LayoutMisfit, SnapshotRefused
+from dora.kvtransfer.snapshot import UNKNOWN, Interior, KvLayout, KvSnapshot, Pieces
 
 SHARDS_MOST: Final = 1024
 
@@ -23,7 +23,13 @@ class _Whole:
     """A layer of all shards together."""
 
     block_bytes: int
-    heads: int  # 0: they do not lie one after the other
+    window: int
+    interior: Interior
+
+    @property
+    def heads(self) -> int:
+        """That lie one after the other in a block."""
+        return self.interior[0]
 
 
 def shard_name(layer: str, shard: int, shards: int) -> str:
@@ -34,20 +40,27 @@ def shard_name(layer: str, shard: int, shards: int) -> str:
 def resharded(layout: KvLayout, shards: int) -> KvLayout:
     """The layout of the same KV in so many shards.
 
-    Raises SnapshotRefused where it cannot be made exactly: the heads of a block do not lie one after the other, or so
-    many shards do not divide them.
+    Raises LayoutMisfit where it cannot be made exactly: the heads of a block do not lie one after the other, or so
+    many shards do not divide them. Raises SnapshotRefused where a layout's shards are not all there.
     """
     if layout.shards == shards:
         return layout
-    layers, heads = [], []
+    layers, windows, interiors = [], [], []
     for name, whole in _wholes(layout).items():
         if not whole.heads or whole.heads % shards or whole.block_bytes % whole.heads:
             what = f"{whole.heads} KV heads in a row" if whole.heads else "no KV heads in a row"
-            raise SnapshotRefused(f"layout.shards = {layout.shards}, this engine has {shards}: {name} has {what}")
+            raise LayoutMisfit(f"layout.shards = {layout.shards}, this engine has {shards}: {name} has {what}")
         for shard in range(shards):
             layers.append((shard_name(name, shard, shards), whole.block_bytes // shards))
-            heads.append(whole.heads // shards)
-    return replace(layout, layers=tuple(layers), heads=tuple(heads), shards=shards)
+            windows.append(whole.window)
+            interiors.append((whole.heads // shards, whole.interior[1]))
+    return replace(
+        layout,
+        layers=tuple(layers),
+        shards=shards,
+        windows=tuple(windows) if layout.windows else (),
+        interiors=tuple(interiors),
+    )
 
 
 def resliced(snapshot: KvSnapshot, shards: int) -> KvSnapshot:
@@ -83,18 +96,23 @@ def _cut(held: list[Pieces], begin: int, end: int) -> Pieces:
 
 def _wholes(layout: KvLayout) -> dict[str, _Whole]:
     """The layers, of which each shard has an equal part."""
-    if not 1 <= layout.shards <= SHARDS_MOST or len(layout.heads) not in (0, len(layout.layers)):
-        raise SnapshotRefused(f"layout.shards = {layout.shards}, layout.heads of {len(layout.heads)} layers")
-    heads = layout.heads or (0,) * len(layout.layers)
-    found = {name: (size, count) for (name, size), count in zip(layout.layers, heads, strict=True)}
+    count = len(layout.layers)
+    if not 1 <= layout.shards <= SHARDS_MOST or {len(layout.windows), len(layout.interiors)} - {0, count}:
+        raise SnapshotRefused(f"layout.shards = {layout.shards}, layout.interiors of {len(layout.interiors)} layers")
+    windows, interiors = layout.windows or (0,) * count, layout.interiors or (UNKNOWN,) * count
+    found = {
+        name: (size, window, interior)
+        for (name, size), window, interior in zip(layout.layers, windows, interiors, strict=True)
+    }
     names = list(dict.fromkeys(name if layout.shards == 1 else name.rpartition("@")[0] for name in found))
     wholes: dict[str, _Whole] = {}
     for name in names:
         parts = {found.get(shard_name(name, shard, layout.shards)) for shard in range(layout.shards)}
         part = parts.pop()
         if parts or part is None:
-            raise SnapshotRefused(f"layout.shards = {layout.shards}, {name!r} has not so many of one size")
-        wholes[name] = _Whole(part[0] * layout.shards, part[1] * layout.shards)
-    if len(wholes) * layout.shards != len(found):
-        raise SnapshotRefused(f"layout.shards = {layout.shards}, layout.layers are {len(found)} of {len(wholes)}")
+            raise SnapshotRefused(f"layout.shards = {layout.shards}, {name!r} has not so many that are alike")
+        size, window, (heads, strips) = part
+        wholes[name] = _Whole(size * layout.shards, window, (heads * layout.shards, strips))
+    if len(wholes) * layout.shards != count:
+        raise SnapshotRefused(f"layout.shards = {layout.shards}, layout.layers are {count} of {len(wholes)}")
     return wholes

@@ -1,16 +1,19 @@
 """Random models of a few hundred thousand parameters, for tests and for ``make demo MODEL=tiny``.
 
-Architectures of real families (Qwen3, Qwen3-MoE) at the smallest size that the CPU engine runs: heads of 64, fp32.
+Architectures of real families at the smallest size that the CPU engine runs: heads of 64, fp32. ``dense`` is Qwen3,
+``moe`` Qwen3-MoE, ``mla`` DeepSeek-V2 (latent attention: on CPU 512 values and 64 of the position, no others), and
+``window`` Gemma 3 (two layers that read the last 64 tokens, and one that reads all).
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dora.errors import InvalidValue
 from dora.models.prepared import prepare_once
 from dora.models.tiny_vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCABULARY, write_tokenizer
 
-TinyKind = Literal["dense", "moe"]
+TinyKind = Literal["dense", "moe", "mla", "window"]
+WINDOW_TOKENS = 64
 RECIPE = 1  # raise it with any change of what is written here
 CONTEXT_TOKENS = 512
 
@@ -44,17 +47,50 @@ _MOE = {
     "mlp_only_layers": [],
 }
 
+_MLA = {
+    **_COMMON,
+    "tie_word_embeddings": False,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+}
+_WINDOW = {
+    **{name: value for name, value in _COMMON.items() if name != "use_sliding_window"},
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": WINDOW_TOKENS,
+    "query_pre_attn_scalar": 64,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+    },
+}
+
 
 def make_tiny(kind: TinyKind, folder: Path, seed: int = 0, kv_heads: int = 1) -> Path:
     """Writes a random model with its tokenizer to ``folder`` and returns it; a folder of the same recipe is re-used.
 
     The folder holds config.json, generation_config.json, model.safetensors (fp32, checkpoint names), tokenizer.json,
-    tokenizer_config.json. There are two attention heads to a KV head. The same seed gives the same bytes. torch's
+    tokenizer_config.json. There are two attention heads to a KV head, of which
+    latent attention has none. The same seed gives the same bytes. torch's
     global random state is left as it was.
     Raises InvalidValue for an unknown kind, Conflict where ``folder`` holds something else.
     """
-    if kind not in ("dense", "moe"):
-        raise InvalidValue("kind", kind, "dense or moe")
+    if kind not in get_args(TinyKind):
+        raise InvalidValue("kind", kind, " or ".join(get_args(TinyKind)))
     recipe: dict[str, str | int] = {"model": f"tiny-{kind}", "recipe": RECIPE, "seed": seed}
     if kv_heads > 1:
         recipe["kv_heads"] = kv_heads
@@ -64,12 +100,26 @@ def make_tiny(kind: TinyKind, folder: Path, seed: int = 0, kv_heads: int = 1) ->
 def _write(kind: TinyKind, folder: Path, seed: int, kv_heads: int) -> None:
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3MoeConfig
+    from transformers import (
+        AutoModelForCausalLM,
+        DeepseekV2Config,
+        Gemma3TextConfig,
+        GenerationConfig,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
     from dora.models.checkpoint_names import to_checkpoint
 
+    made: dict[TinyKind, tuple[Any, dict[str, Any]]] = {
+        "dense": (Qwen3Config, _DENSE),
+        "moe": (Qwen3MoeConfig, _MOE),
+        "mla": (DeepseekV2Config, _MLA),
+        "window": (Gemma3TextConfig, _WINDOW),
+    }
+    config_class, values = made[kind]
     heads = {"num_attention_heads": 2 * kv_heads, "num_key_value_heads": kv_heads}
-    config = Qwen3Config(**{**_DENSE, **heads}) if kind == "dense" else Qwen3MoeConfig(**{**_MOE, **heads})
+    config = config_class(**{**heads, **values})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

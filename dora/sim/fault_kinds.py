@@ -26,6 +26,7 @@ REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
     (do.LoadVersion, "refused"),
     (do.StartRequest, "refused"),
     (do.StartRequest, "invalid"),
+    (do.CopyIn, "not_movable"),
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from dora.errors import Conflict, InvalidValue, NotFound, SnapshotRefused
 from dora.kvtransfer.layout import blocks_for, check_snapshot
+from dora.kvtransfer.reblock import reblocked
 from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
 from dora.types import Canary, EngineCapability, RequestSpec
 from dora.weights.canary import CANARY_TOKENS, canary_token_ids, check_canary
@@ -67,6 +68,7 @@ class BaseEngine(Generic[Live], ABC):
     def take_in(self, snapshot: KvSnapshot) -> None:
         self._check_new(snapshot.request)
         check_snapshot(snapshot, self._layout, self._version)
+        fitting = reblocked(snapshot, self._layout)
         reservation = self._reserved.get(snapshot.request.request_id)
         written = 0 if reservation is None else reservation.written
         if snapshot.ahead > written:
@@ -75,7 +77,7 @@ class BaseEngine(Generic[Live], ABC):
             reservation.close()
             del self._reserved[snapshot.request.request_id]
             self._slots_changed()
-        self._enter(snapshot.request, snapshot, reservation)
+        self._enter(snapshot.request, fitting, reservation)
 
     @property
     def reserved(self) -> int:

@@ -5,6 +5,7 @@ from dora.errors import (
     Conflict,
     DoraError,
     InvalidValue,
+    LayoutMisfit,
     NotFound,
     SnapshotRefused,
     TransferFailed,
@@ -27,7 +28,7 @@ def _error_kind(command: str | None, error: DoraError) -> str:
     """What the orchestrator makes of it. ``weights``: not this worker is at fault, but what was published."""
     if command == "load_version" and isinstance(error, (InvalidValue, CanaryMismatch)):
         return "refused" if isinstance(error, (Conflict, NotFound)) or _unreadable(error) else "weights"
-    if isinstance(error, NotMovable):
+    if isinstance(error, NotMovable | LayoutMisfit):
         return "not_movable"
     if isinstance(error, NotFound):
         return "unknown_request"

@@ -13,7 +13,7 @@ import numpy as np
 from blake3 import blake3
 
 from dora.errors import Conflict, InvalidValue
-from dora.kvtransfer.layout import blocks_for, rng_draws
+from dora.kvtransfer.layout import blocks_for, first_block, rng_draws
 from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot
 from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
 from dora.weights.reference import read_reference
@@ -50,7 +50,8 @@ class FakeEngine(BaseEngine[_Live]):
     """A ``RolloutEngine``. Re-prefilled tokens: prompt and outputs without the last, at each resume and preemption.
 
     ``mean_tokens``: mean of the responses' lengths, which are geometric; ``model``: a Hugging Face folder whose tensors
-    every version must have and whose vocabulary is used, None accepts any weights with a vocabulary of ``vocab_size``.
+    every version must have and whose vocabulary is used, None accepts any weights with a vocabulary of ``vocab_size``;
+    ``window_tokens``: how many last tokens the second layer reads, 0 for all.
     """
 
     def __init__(
@@ -65,13 +66,14 @@ class FakeEngine(BaseEngine[_Live]):
         seed: int = 0,
         model: Path | None = None,
         canary_tolerance: float = 1e-3,
+        window_tokens: int = 0,
     ) -> None:
         if kv_tokens < max_model_len_tokens:
             raise InvalidValue("kv_tokens", kv_tokens, f"at least max_model_len_tokens = {max_model_len_tokens}")
         self._reference = None if model is None else read_reference(model)
         vocab_size = vocab_size if self._reference is None else self._reference.vocab_size
-        self._model = FakeModel(vocab_size, mean_tokens, seed)
-        fingerprint = blake3(repr(("fake", block_tokens, vocab_size, seed)).encode()).hexdigest(32)
+        self._model = FakeModel(vocab_size, mean_tokens, seed, window_tokens)
+        fingerprint = blake3(repr(("fake", vocab_size, seed, window_tokens)).encode()).hexdigest(32)
         capability = EngineCapability(
             fingerprint=fingerprint,
             slots=slots,
@@ -81,8 +83,16 @@ class FakeEngine(BaseEngine[_Live]):
             vocab_size=vocab_size,
             dtype="float32",
         )
-        layers = tuple((name, block_tokens * KV_BYTES) for name in LAYERS)
-        super().__init__(capability, KvLayout(fingerprint, "fake", "float32", block_tokens, layers), canary_tolerance)
+        layout = KvLayout(
+            fingerprint=fingerprint,
+            backend="fake",
+            dtype="float32",
+            block_tokens=block_tokens,
+            layers=tuple((name, block_tokens * KV_BYTES) for name in LAYERS),
+            windows=(0, window_tokens) if window_tokens else (),
+            interiors=tuple((1, ((1, KV_BYTES),)) for _ in LAYERS),
+        )
+        super().__init__(capability, layout, canary_tolerance)
         self._stop_strings = StopStrings(model)
         self._waiting: deque[str] = deque()
         self._running: list[str] = []
@@ -129,7 +139,10 @@ class FakeEngine(BaseEngine[_Live]):
         outputs = tuple(live.outputs)
         request = replace(live.request, output_token_ids=outputs, logprobs=tuple(live.logprobs))
         draws = rng_draws(len(outputs), request.sampling.temperature)
-        blocks = {name: [self._to_blocks(raw)] for name, raw in live.kv.items()}
+        blocks = {
+            name: [self._to_blocks(raw[self._first_block(name, live.kv_tokens) * self._block_bytes :])]
+            for name, raw in live.kv.items()
+        }
         return KvSnapshot(self._layout, request, live.kv_tokens, draws, blocks)
 
     def full_blocks(self, request_id: str, first: int) -> FullBlocks:
@@ -138,9 +151,11 @@ class FakeEngine(BaseEngine[_Live]):
             why = "is preempted" if live.preemptions else "waits for a slot"
             raise Conflict("request_id", request_id, "a request that decodes", why)
         end = max(first, (live.kv_tokens - 1) // self._capability.block_tokens)
-        block_bytes = self._capability.block_tokens * KV_BYTES
         blocks = {
-            name: [self._to_blocks(raw[first * block_bytes : end * block_bytes])] for name, raw in live.kv.items()
+            name: []
+            if name in self._layout.windowed
+            else [self._to_blocks(raw[first * self._block_bytes : end * self._block_bytes])]
+            for name, raw in live.kv.items()
         }
         return FullBlocks(live.preemptions, end, blocks)
 
@@ -194,6 +209,7 @@ class FakeEngine(BaseEngine[_Live]):
         return self._blocks() - self._blocks_used() - len(self._running) - sum(self._held.values())
 
     def _reserve(self, count: int) -> Reservation:
+        count = 0 if self._layout.windows else count
         return Reservation(self._layout, range(count), FakeBlocks(self._layout, count))
 
     def _free(self, reservation: Reservation) -> None:
@@ -215,10 +231,11 @@ class FakeEngine(BaseEngine[_Live]):
     def _bring_kv(self, live: _Live) -> None:
         """KV of all tokens but the last sampled one: out of the snapshot, else computed."""
         if live.snapshot is not None:
-            kv_bytes = live.snapshot.kv_tokens * KV_BYTES
-            blocks = _with_ahead(live.snapshot, live.reserved)
-            whole = {name: b"".join(piece.tobytes() for piece in pieces) for name, pieces in blocks.items()}
-            live.kv = {name: bytearray(raw[:kv_bytes]) for name, raw in whole.items()}
+            kv_tokens, blocks = live.snapshot.kv_tokens, _with_ahead(live.snapshot, live.reserved)
+            for name, pieces in blocks.items():
+                before = bytes(self._first_block(name, kv_tokens) * self._block_bytes)
+                whole = before + b"".join(piece.tobytes() for piece in pieces)
+                live.kv[name] = bytearray(whole[: kv_tokens * KV_BYTES])
             live.snapshot = live.reserved = None
             return
         live.kv = {name: bytearray() for name in LAYERS}
@@ -280,9 +297,15 @@ class FakeEngine(BaseEngine[_Live]):
         blocks = sum(len(reservation.block_ids) for reservation in kept)
         return blocks + sum(self._blocks_for(live.kv_tokens) for live in self._live.values())
 
+    @property
+    def _block_bytes(self) -> int:
+        return self._capability.block_tokens * KV_BYTES
+
+    def _first_block(self, layer: str, kv_tokens: int) -> int:
+        return first_block(kv_tokens, self._capability.block_tokens, self._layout.windowed.get(layer, 0))
+
     def _to_blocks(self, raw: bytearray) -> np.ndarray:
-        block_bytes = self._capability.block_tokens * KV_BYTES
-        blocks = np.zeros((blocks_for(len(raw), block_bytes), block_bytes), np.uint8)
+        blocks = np.zeros((blocks_for(len(raw), self._block_bytes), self._block_bytes), np.uint8)
         blocks.reshape(-1)[: len(raw)] = np.frombuffer(raw, np.uint8)
         return blocks
 

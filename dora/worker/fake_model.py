@@ -25,13 +25,15 @@ Kv = dict[str, bytearray]  # layer -> KV of all tokens, one after the other
 
 
 class FakeModel:
-    """``mean_tokens``: mean of the responses' lengths, which are geometric."""
+    """``mean_tokens``: mean of the responses' lengths, which are geometric; ``window_tokens``: how many last tokens the
+    second layer reads, 0 for all."""
 
-    def __init__(self, vocab_size: int, mean_tokens: int, seed: int) -> None:
+    def __init__(self, vocab_size: int, mean_tokens: int, seed: int, window_tokens: int = 0) -> None:
         self._vocab_size = vocab_size
         self._mean_tokens = mean_tokens
         self._seed = seed.to_bytes(8, "little")
         self._weights = b""
+        self._window_tokens = window_tokens
 
     def load(self, version: int, folder: Path, reference: Reference | None) -> None:
         """Takes the bytes of ``folder`` as weights. Raises InvalidValue unless they are sound, and the reference's."""
@@ -58,13 +60,20 @@ class FakeModel:
         self, request: RequestSpec, kv: Kv, last_token_id: int, ends: bool, forbidden: Container[int]
     ) -> tuple[int, float]:
         """The next token, which is the stop token where the response ``ends``, and its logprob."""
-        drawn = self._hash("token", b"".join(kv.values()), [last_token_id], _seed_of(request))
+        drawn = self._hash("token", self._read(kv), [last_token_id], _seed_of(request))
         if ends:
             return STOP_TOKEN_ID, _logprob(drawn)
         ordinary = drawn % (self._vocab_size - _FIRST_TOKEN_ID)
         while _FIRST_TOKEN_ID + ordinary in forbidden:
             ordinary = (ordinary + 1) % (self._vocab_size - _FIRST_TOKEN_ID)
         return _FIRST_TOKEN_ID + ordinary, _logprob(drawn)
+
+    def _read(self, kv: Kv) -> bytes:
+        """What the layers read of their KV: the last sampled token has none yet."""
+        if not self._window_tokens:
+            return b"".join(kv.values())
+        whole, windowed = (kv[name] for name in LAYERS)
+        return bytes(whole + windowed[max(0, len(windowed) - (self._window_tokens - 1) * KV_BYTES) :])
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """A logprob for each token but the first, given those before it."""
@@ -83,17 +92,17 @@ class FakeModel:
 
 
 class FakeBlocks:
-    """Blocks apart from those of requests; their ids count from 0."""
+    """Blocks apart from those of requests, of one group; their ids count from 0."""
 
     def __init__(self, layout: KvLayout, count: int) -> None:
         self._layers = {name: np.zeros((count, block_bytes), np.uint8) for name, block_bytes in layout.layers}
 
-    def show(self, block_ids: Sequence[int]) -> dict[str, list[np.ndarray]]:
-        return {name: [raw[list(block_ids)]] for name, raw in self._layers.items()}
+    def show(self, block_ids: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
+        return {name: [raw[list(block_ids[0])]] for name, raw in self._layers.items()}
 
-    def write(self, block_ids: Sequence[int], blocks: Mapping[str, Pieces]) -> None:
+    def write(self, block_ids: Sequence[Sequence[int]], blocks: Mapping[str, Pieces]) -> None:
         for name, raw in self._layers.items():
-            raw[list(block_ids)] = np.concatenate(blocks[name])
+            raw[list(block_ids[0])] = np.concatenate(blocks[name])
 
 
 def _seed_of(request: RequestSpec) -> list[int]:

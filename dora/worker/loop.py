@@ -20,7 +20,7 @@ from dora.errors import (
     SnapshotRefused,
     TransferFailed,
 )
-from dora.kvtransfer.layout import blocks_for
+from dora.kvtransfer.layout import body_bytes_most
 from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import DataPlane
 from dora.kvtransfer.transfer import Sent
@@ -162,8 +162,7 @@ class EngineLoop:
             raise Conflict("requests held", held, f"below {limit}", why="is too much for another")
         if order.kv_tokens > capability.kv_tokens:
             raise Conflict("kv_tokens", order.kv_tokens, f"at most {capability.kv_tokens}", why="is too much")
-        layout = self._engine.layout
-        most_bytes = blocks_for(capability.max_model_len_tokens, layout.block_tokens) * layout.block_bytes
+        most_bytes = body_bytes_most(self._engine.layout, capability.max_model_len_tokens)
         plane = self._data_plane()
         reservation = self._engine.reserve(order.request_id, order.kv_tokens)
         try:

@@ -13,17 +13,19 @@ MARGIN_BLOCKS: Final = 2  # beyond what the request fills when it is asked for: 
 
 
 class Store(Protocol):
-    """Blocks of an engine's KV-cache, by their ids."""
+    """Blocks of an engine's KV-cache, by their ids: a list for each group of layers."""
 
-    def show(self, block_ids: Sequence[int]) -> dict[str, list[np.ndarray]]:
-        """Some blocks of every layer, in the order of ``block_ids``."""
+    def show(self, block_ids: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
+        """Some blocks of every layer, in the order of its group's ids."""
 
-    def write(self, block_ids: Sequence[int], blocks: Mapping[str, Pieces]) -> None:
+    def write(self, block_ids: Sequence[Sequence[int]], blocks: Mapping[str, Pieces]) -> None:
         """Overwrites some blocks of every layer."""
 
 
 class Reservation:
     """What one engine keeps for one request. Without blocks, what comes for it is kept in host memory.
+
+    Blocks are kept where all layers are of one group, and none has a window.
 
     The engine's thread makes and closes it. In between, any one thread writes blocks, beside the engine's steps: nobody
     else uses them until the request is taken in.
@@ -44,7 +46,7 @@ class Reservation:
 
     def show(self, count: int) -> dict[str, list[np.ndarray]]:
         """The first blocks of every layer."""
-        return self._store.show(self.block_ids[:count])
+        return self._store.show([self.block_ids[:count]])
 
     def write(self, first_bytes: int, body: np.ndarray) -> bool:
         """Writes a round of whole blocks after ``first_bytes`` of others. False: it has no room here, or is given back.
@@ -68,7 +70,7 @@ class Reservation:
                     return False
                 end = min(begin + step, count)
                 block_ids = self.block_ids[first + begin : first + end]
-                self._store.write(block_ids, {name: [rows[begin:end]] for name, rows in layers.items()})
+                self._store.write([block_ids], {name: [rows[begin:end]] for name, rows in layers.items()})
         self.written = first + count
         return True
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from dora.kvtransfer.snapshot import Pieces
+from dora.kvtransfer.snapshot import Interior, Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,35 +25,43 @@ class LayerBlocks:
 
     name: str
     offset: int  # bytes from the memory's begin
-    blocks: int
     block_bytes: int
-    heads: int  # KV heads that lie one after the other in a block; 0: they do not
+    blocks: int
+    group: int  # its number
+    window_tokens: int  # how many last tokens it reads, 0: all
+    interior: Interior
 
 
 class BlockStore:
-    """Views of the KV tensors in host memory: layer name -> uint8 of shape (blocks, bytes per block)."""
+    """Views of the KV tensors in host memory: layer name -> uint8 of shape (blocks, bytes per block).
 
-    def __init__(self, layers: Mapping[str, Sequence[np.ndarray]]) -> None:
-        """``layers``: each layer's blocks, as often as ranks hold them."""
+    Layers of one group have their blocks under the same ids; ids of two groups are never the same block's.
+    """
+
+    def __init__(self, layers: Mapping[str, Sequence[np.ndarray]], groups: Mapping[str, int]) -> None:
+        """``layers``: each layer's blocks, as often as ranks hold them; ``groups``: which group it is of."""
         self._layers = dict(sorted(layers.items()))
+        self._groups = groups
 
     @property
     def layers(self) -> tuple[tuple[str, int], ...]:
         """(layer name, bytes per block), sorted by name."""
         return tuple((name, held[0].shape[1]) for name, held in self._layers.items())
 
-    def show(self, block_ids: Sequence[int]) -> dict[str, list[np.ndarray]]:
-        """Some blocks of every layer, in the order of ``block_ids``: views, one for each run of neighbours."""
-        runs = _runs(block_ids)
-        return {name: [held[0][first:end] for first, end in runs] for name, held in self._layers.items()}
+    def show(self, block_ids: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
+        """Some blocks of every layer, in the order of its group's ids: views, one for each run of neighbours."""
+        runs = [_runs(ids) for ids in block_ids]
+        return {
+            name: [held[0][first:end] for first, end in runs[self._groups[name]]] for name, held in self._layers.items()
+        }
 
-    def write(self, block_ids: Sequence[int], blocks: Mapping[str, Pieces]) -> None:
-        """Overwrites some blocks of every layer."""
+    def write(self, block_ids: Sequence[Sequence[int]], blocks: Mapping[str, Pieces]) -> None:
+        """Overwrites some blocks of every layer, of each group those of its ids."""
         for name, held in self._layers.items():
-            at = 0
+            chosen, at = block_ids[self._groups[name]], 0
             for piece in blocks[name]:
                 from_piece = 0
-                for first, end in _runs(block_ids[at : at + len(piece)]):  # other threads run during large copies
+                for first, end in _runs(chosen[at : at + len(piece)]):  # other threads run during large copies
                     for raw in held:
                         np.copyto(raw[first:end], piece[from_piece : from_piece + end - first])
                     from_piece += end - first
@@ -95,15 +103,13 @@ def rows_of(memory: np.ndarray, layer: LayerBlocks) -> np.ndarray:
     return memory[layer.offset : end].reshape(layer.blocks, layer.block_bytes)
 
 
-def layer_of(name: str, tensor: torch.Tensor, block_count: int) -> LayerBlocks:
-    """Where a layer's KV tensor lies in its memory."""
+def span_of(tensor: torch.Tensor, block_count: int) -> tuple[int, int]:
+    """Where a layer's KV tensor begins in its memory, and the bytes of one of its blocks."""
     if tensor.shape[0] != block_count or not tensor.is_contiguous():
         raise RuntimeError(
             f"KV tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()}: not {block_count} blocks"
         )
-    block_bytes = tensor[0].numel() * tensor.element_size()
-    heads = tensor.shape[1] if tensor.dim() == 4 else 0
-    return LayerBlocks(name, tensor.storage_offset() * tensor.element_size(), block_count, block_bytes, heads)
+    return tensor.storage_offset() * tensor.element_size(), tensor[0].numel() * tensor.element_size()
 
 
 def memory_of(tensor: torch.Tensor) -> np.ndarray:

@@ -16,9 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from dora.kvtransfer.reslice import resliced
 from dora.kvtransfer.snapshot import KvSnapshot
-from dora.worker.vllm_blocks import BlockStore, KvMemory, LayerBlocks, layer_of
+from dora.worker.vllm_blocks import BlockStore, KvMemory
+from dora.worker.vllm_groups import groups_of
 
 
 class _Nothing(KVConnectorMetadata):
@@ -31,13 +31,12 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._offered: dict[str, KvSnapshot] = {}
-        self._block_count: int = kv_cache_config.num_blocks
         self._is_alone = vllm_config.parallel_config.world_size == 1
+        self._groups = groups_of(kv_cache_config)
         self.store: BlockStore | None = None  # of the scheduler's half, once the engine has started
-        self.shards = 1  # of the store's layers
+        self.kv_cache_config = kv_cache_config
         self.memory = KvMemory()  # of the runner's half, which has several ranks
-        self.layers: tuple[LayerBlocks, ...] = ()
-        self.tensor: torch.Tensor | None = None  # one that lies in the KV-cache's memory
+        self.tensors: dict[str, torch.Tensor] = {}  # by layer, in that memory
 
     # The scheduler's half.
 
@@ -63,9 +62,9 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens > 0:
             assert self.store is not None
             snapshot = self._offered.pop(request.request_id)
-            found = resliced(snapshot, self.shards)
-            end = found.ahead + sum(len(piece) for piece in next(iter(found.blocks.values())))
-            self.store.write(blocks.get_block_ids()[0][found.ahead : end], found.blocks)
+            ids = zip(self._groups, blocks.get_block_ids(), strict=True)
+            chosen = [group.kept(block_ids, snapshot.kv_tokens)[snapshot.ahead :] for group, block_ids in ids]
+            self.store.write(chosen, snapshot.blocks)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return _Nothing()
@@ -80,8 +79,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._is_alone else self.memory
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self.layers = tuple(layer_of(name, kv_caches[name], self._block_count) for name in sorted(kv_caches))
-        self.tensor = next(iter(kv_caches.values()))
+        self.tensors = dict(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is left to be written."""

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,22 +16,26 @@ from blake3 import blake3
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import ModelRegistry
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from dora.engine_patches import registry
 from dora.errors import InvalidValue
 from dora.kvtransfer.snapshot import KvLayout
 from dora.weights.reference import Reference
 from dora.worker.vllm_connector import SnapshotConnector
+from dora.worker.vllm_groups import groups_of, unmovable
 from dora.worker.vllm_rank import WORKER_CLASS
 from dora.worker.vllm_ranks import Ranks
 from dora.worker.vllm_scheduler import HoldingScheduler
 
 _INCIDENTAL: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")  # config.json: not the model's
 _RPC_FOLDER: Final = "VLLM_RPC_BASE_PATH"
-_PROFILE_BYTES: Final = 1 << 20  # vLLM wants a size here; the number of blocks overrides it
+_PROFILE_BYTES: Final = 1 << 20  # vLLM wants a size here; ``_Core`` overrides it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +55,34 @@ class EngineSettings:
         return self.tensor_parallel * self.pipeline_parallel
 
 
+class _Core(EngineCore):
+    """A core whose KV-cache holds ``kv_tokens`` tokens whatever the model: each group of layers has blocks of its own.
+
+    A window needs one block more than its tokens: it may begin within one.
+    """
+
+    def __init__(self, vllm_config: Any, executor_class: Any, kv_tokens: int) -> None:
+        self._kv_tokens = kv_tokens
+        super().__init__(vllm_config, executor_class, log_stats=False)
+
+    def _initialize_kv_caches(self, vllm_config: Any) -> Any:
+        register_all_kvcache_specs(vllm_config)
+        specs = {name: spec for each in self.model_executor.get_kv_cache_specs() for name, spec in each.items()}
+        layouts = self.model_executor.get_supported_kv_cache_layouts()
+        resolve_kv_cache_layout(vllm_config, layouts, list(specs.values()))  # which groups there are depends on it
+        groups = get_kv_cache_groups(vllm_config, specs)
+        windows = sum(isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in groups)
+        blocks = self._kv_tokens // vllm_config.cache_config.block_size
+        vllm_config.cache_config.num_gpu_blocks_override = blocks * len(groups) + windows + 1  # vLLM keeps one
+        return super()._initialize_kv_caches(vllm_config)
+
+
 def start(model: Path, settings: EngineSettings) -> EngineCore:
     """An engine with random weights, each rank patched. Raises InvalidValue for what vLLM refuses: it says why."""
     registry.apply()
     # torch may have been imported before the environment was set. More threads than one split a matrix product by its
     # rows, so that a request's last bits depend on its neighbours (measured: 2e-6).
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    blocks = settings.kv_tokens // settings.block_tokens
     arguments = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -76,7 +102,6 @@ def start(model: Path, settings: EngineSettings) -> EngineCore:
         enable_prefix_caching=True,
         block_size=settings.block_tokens,
         kv_cache_memory_bytes=_PROFILE_BYTES,
-        num_gpu_blocks_override=blocks + 1,  # vLLM keeps one block for itself
         logprobs_mode="raw_logprobs",
         scheduler_cls=HoldingScheduler,
         kv_transfer_config=KVTransferConfig(
@@ -90,7 +115,7 @@ def start(model: Path, settings: EngineSettings) -> EngineCore:
     try:
         vllm_config = arguments.create_engine_config()
         with _meeting_place():
-            core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+            core = _Core(vllm_config, Executor.get_class(vllm_config), settings.kv_tokens)
     except ValueError as error:
         raise InvalidValue("engine settings", settings, f"what vLLM takes ({error})") from error
     return core
@@ -127,24 +152,51 @@ def _import_architectures(model: Path) -> None:
             ModelRegistry.register_model(architecture, known.load_model_cls())
 
 
-def is_movable(core: EngineCore) -> bool:
-    """Whether a request's whole state is its tokens and one list of blocks: full attention, one group."""
-    groups = core.scheduler.kv_cache_config.kv_cache_groups
-    return len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+def why_unmovable(core: EngineCore) -> str:
+    """Why no request can move with its KV; empty: each can."""
+    return unmovable(core.scheduler.kv_cache_config, block_tokens_of(core))
 
 
-def layout_of(ranks: Ranks, reference: Reference, settings: EngineSettings) -> KvLayout:
-    """What must agree for this engine's KV to mean the same in another one."""
-    layers, shards = ranks.store.layers, ranks.shards
-    backend = f"{ranks.backend},vllm-{vllm.__version__}"
+def takes_ahead(core: EngineCore) -> bool:
+    """Whether blocks can be written for a request that is still elsewhere: vLLM takes them for a prefix that it has."""
+    groups = groups_of(core.scheduler.kv_cache_config)
+    has_one = len(groups) == 1 and not groups[0].window_tokens and not why_unmovable(core)
+    return has_one and bool(core.vllm_config.cache_config.enable_prefix_caching)
+
+
+def block_tokens_of(core: EngineCore) -> int:
+    """Tokens of a block: what was asked for, or what the model's attention needs."""
+    return int(core.vllm_config.cache_config.block_size)
+
+
+def layout_of(core: EngineCore, ranks: Ranks, reference: Reference, settings: EngineSettings) -> KvLayout:
+    """What must agree for this engine's KV to mean the same in another one, or to be made into it.
+
+    The fingerprint holds what no conversion can change: workers whose ranks, or whose blocks differ in size, are of one
+    service.
+    """
+    block_tokens = block_tokens_of(core)
+    backend = ",".join([*ranks.kinds, f"vllm-{vllm.__version__}"])
+    whole_bytes: Counter[tuple[str, int]] = Counter()
+    for layer in ranks.layers.values():
+        whole_bytes[layer.name, layer.window_tokens] += layer.block_bytes
     identity = {
         "config": _model_config(reference.folder),
         "tensors": [(tensor.name, tensor.dtype, tensor.shape) for tensor in reference.tensors],
-        "kv": [backend, settings.block_tokens, ranks.whole_layers()],  # however many ranks share it
+        "kv": [backend, [(name, size / block_tokens, window) for (name, window), size in sorted(whole_bytes.items())]],
         "dtype": settings.dtype,
     }
-    fingerprint = blake3(json.dumps(identity, sort_keys=True).encode()).hexdigest(32)
-    return KvLayout(fingerprint, backend, settings.dtype, settings.block_tokens, layers, shards, ranks.heads())
+    windows = tuple(layer.window_tokens for layer in ranks.layers.values())
+    return KvLayout(
+        fingerprint=blake3(json.dumps(identity, sort_keys=True).encode()).hexdigest(32),
+        backend=backend,
+        dtype=settings.dtype,
+        block_tokens=block_tokens,
+        layers=ranks.store.layers,
+        shards=ranks.shards,
+        windows=windows if any(windows) else (),
+        interiors=tuple(layer.interior for layer in ranks.layers.values()),
+    )
 
 
 def _model_config(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from dora.errors import Conflict, InvalidValue
-from dora.kvtransfer.layout import blocks_for, rng_draws
+from dora.kvtransfer.layout import rng_draws
 from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot
 from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
 from dora.weights.reference import read_reference
@@ -68,7 +68,7 @@ class VllmEngine(BaseEngine[_Live]):
             raise InvalidValue("dtype", dtype, " or ".join(CANARY_TOLERANCE))
         self._reference = read_reference(model)
         vllm_environment.prepare()
-        from dora.worker import vllm_core, vllm_ranks, vllm_requests, vllm_weights
+        from dora.worker import vllm_core, vllm_groups, vllm_ranks, vllm_requests, vllm_weights
 
         self._requests, self._weights = vllm_requests, vllm_weights
         settings = vllm_core.EngineSettings(
@@ -77,16 +77,17 @@ class VllmEngine(BaseEngine[_Live]):
         self._core: Any = vllm_core.start(model, settings)
         self._ranks = vllm_ranks.Ranks(self._core, lost or vllm_ranks.end_process)
         self._store = self._scheduler.connector.store = self._ranks.store
-        self._scheduler.connector.shards = self._ranks.shards
-        self._movable = vllm_core.is_movable(self._core)
-        layout = vllm_core.layout_of(self._ranks, self._reference, settings)
+        self._why_unmovable = vllm_core.why_unmovable(self._core)
+        self._groups = vllm_groups.groups_of(self._core.scheduler.kv_cache_config)
+        self._takes_ahead = vllm_core.takes_ahead(self._core)
+        layout = vllm_core.layout_of(self._core, self._ranks, self._reference, settings)
         self._stops = vllm_requests.stop_tokens(model)
         self._stop_strings = StopStrings(model)
         capability = EngineCapability(
             fingerprint=layout.fingerprint,
             slots=slots,
-            kv_tokens=kv_tokens // block_tokens * block_tokens,
-            block_tokens=block_tokens,
+            kv_tokens=kv_tokens // layout.block_tokens * layout.block_tokens,
+            block_tokens=layout.block_tokens,
             max_model_len_tokens=max_model_len_tokens,
             vocab_size=self._reference.vocab_size,
             dtype=dtype,
@@ -123,17 +124,15 @@ class VllmEngine(BaseEngine[_Live]):
         if live.engine_id not in self._scheduler.held:
             raise Conflict("request_id", request_id, "a frozen request", why="is not frozen")
         waiting: KvSnapshot | None = self._scheduler.connector.offered(live.engine_id)
-        if waiting is not None and not waiting.ahead:  # taken in and not yet scheduled: it moves on as it came
-            return waiting
-        if waiting is not None:
-            shown = self._store.show(self._scheduler.brought(live.engine_id))
+        if waiting is not None:  # taken in and not yet scheduled: it moves on as it came
+            shown = self._store.show([self._scheduler.brought(live.engine_id)] * len(self._groups))
             blocks = {name: [*shown[name], *pieces] for name, pieces in waiting.blocks.items()}
             return replace(waiting, blocks=blocks, ahead=0)
         state = self._scheduler.requests[live.engine_id]
         kv_tokens = len(live.request.prompt_token_ids) + len(live.outputs) - 1
-        if not (self._movable and live.outputs and state.num_computed_tokens == kv_tokens):
+        if self._why_unmovable or not live.outputs or state.num_computed_tokens != kv_tokens:
             return None
-        block_ids = self._scheduler.kv_cache_manager.get_block_ids(live.engine_id)[0]
+        ids = zip(self._groups, self._scheduler.kv_cache_manager.get_block_ids(live.engine_id), strict=True)
         return KvSnapshot(
             layout=self._layout,
             request=RequestSpec(
@@ -146,7 +145,7 @@ class VllmEngine(BaseEngine[_Live]):
             ),
             kv_tokens=kv_tokens,
             rng_draws=rng_draws(len(live.outputs), live.request.sampling.temperature),
-            blocks=self._store.show(block_ids[: blocks_for(kv_tokens, self._layout.block_tokens)]),
+            blocks=self._store.show([group.kept(block_ids, kv_tokens) for group, block_ids in ids]),
         )
 
     def full_blocks(self, request_id: str, first: int) -> FullBlocks:
@@ -154,8 +153,8 @@ class VllmEngine(BaseEngine[_Live]):
         state = self._scheduler.requests[live.engine_id]
         kv_tokens = len(live.request.prompt_token_ids) + len(live.outputs) - 1
         why = ""
-        if not self._movable:
-            why = "has more state than one list of blocks"
+        if self._why_unmovable:
+            why = f"has state that does not move: {self._why_unmovable}"
         elif self._scheduler.connector.is_offered(live.engine_id):
             why = "waits for a slot"
         elif not live.outputs or state.num_computed_tokens != kv_tokens:
@@ -163,8 +162,11 @@ class VllmEngine(BaseEngine[_Live]):
         if why:
             raise Conflict("request_id", request_id, "a request that decodes", why)
         end = max(first, (kv_tokens - 1) // self._layout.block_tokens)
-        block_ids = self._scheduler.kv_cache_manager.get_block_ids(live.engine_id)[0]
-        return FullBlocks(state.num_preemptions, end, self._store.show(block_ids[first:end]))
+        if all(group.window_tokens for group in self._groups):
+            end = first
+        ids = zip(self._groups, self._scheduler.kv_cache_manager.get_block_ids(live.engine_id), strict=True)
+        final = [() if group.window_tokens else block_ids[first:end] for group, block_ids in ids]
+        return FullBlocks(state.num_preemptions, end, self._store.show(final))
 
     def remove(self, request_id: str) -> None:
         live = self._live.pop(request_id, None)
@@ -174,11 +176,13 @@ class VllmEngine(BaseEngine[_Live]):
 
     def load(self) -> EngineLoad:
         pool = self._scheduler.kv_cache_manager.block_pool
-        blocks_used = self._capability.kv_tokens // self._capability.block_tokens - pool.get_num_free_blocks()
+        blocks_used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         return EngineLoad(
             running=self._scheduler.running_count(),
             waiting=self._scheduler.waiting_count(),
-            kv_used_tokens=blocks_used * self._capability.block_tokens,
+            kv_used_tokens=min(
+                -(-blocks_used * self._capability.block_tokens // len(self._groups)), self._capability.kv_tokens
+            ),
             reprefilled_tokens=self._scheduler.reprefilled_tokens,
             generated_tokens=self._generated_tokens,
         )
@@ -222,7 +226,7 @@ class VllmEngine(BaseEngine[_Live]):
         return int(self._scheduler.free_blocks())
 
     def _reserve(self, count: int) -> Reservation:
-        return Reservation(self._layout, self._scheduler.take_blocks(count if self._movable else 0), self._store)
+        return Reservation(self._layout, self._scheduler.take_blocks(count if self._takes_ahead else 0), self._store)
 
     def _free(self, reservation: Reservation) -> None:
         self._scheduler.give_back(reservation.block_ids)

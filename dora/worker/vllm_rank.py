@@ -18,8 +18,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from dora.engine_patches import registry
 from dora.engine_patches.patch import PatchFailed
-from dora.worker import vllm_environment, vllm_weights
-from dora.worker.vllm_blocks import LayerBlocks
+from dora.worker import vllm_environment, vllm_groups, vllm_weights
+from dora.worker.vllm_blocks import LayerBlocks, span_of
 from dora.worker.vllm_connector import SnapshotConnector
 
 WORKER_CLASS: Final = f"{__name__}.CpuRank"  # as vLLM's ``worker_cls`` names it
@@ -34,7 +34,7 @@ class RankKv:
     descriptor: int  # -1: in this process's own memory
     size_bytes: int
     layers: tuple[LayerBlocks, ...]
-    backend: str  # attention backends and instruction sets of its layers: what shapes the inside of a block
+    kinds: frozenset[str]  # attention backends and instruction sets of its layers: what shapes the inside of a block
 
 
 class CpuRank(CPUWorker):
@@ -65,11 +65,23 @@ class CpuRank(CPUWorker):
         """Where this rank's KV lies."""
         connector = get_kv_transfer_group()
         assert isinstance(connector, SnapshotConnector)
-        context = self.vllm_config.compilation_config.static_forward_context
-        attentions = [context[layer.name] for layer in connector.layers]
-        kinds = {f"{each.attn_backend.get_name()}/{getattr(each, 'isa', 'any')}" for each in attentions}
-        memory = connector.memory
-        return RankKv(os.getpid(), memory.descriptor, memory.size_bytes, connector.layers, ",".join(sorted(kinds)))
+        config, memory = connector.kv_cache_config, connector.memory
+        context, specs = self.vllm_config.compilation_config.static_forward_context, vllm_groups.layer_specs(config)
+        kinds = {name: vllm_groups.kind_of(context[name]) for name in specs}
+        layers = tuple(
+            LayerBlocks(
+                name,
+                *span_of(connector.tensors[name], config.num_blocks),
+                config.num_blocks,
+                group=number,
+                window_tokens=group.window_tokens,
+                interior=vllm_groups.interior_of(specs[name], *kinds[name]),
+            )
+            for number, group in enumerate(vllm_groups.groups_of(config))
+            for name in group.layers
+        )
+        named = frozenset("/".join(kind) for kind in kinds.values())
+        return RankKv(os.getpid(), memory.descriptor, memory.size_bytes, layers, named)
 
     def replace_weights(self, files: Sequence[str]) -> None:
         """Loads this rank's part of checked files into the running model."""

@@ -17,7 +17,7 @@ from vllm.v1.engine.core import EngineCore
 
 from dora.engine_patches.patch import PatchFailed
 from dora.kvtransfer.reslice import shard_name
-from dora.worker.vllm_blocks import BlockStore, mapped, memory_of, rows_of
+from dora.worker.vllm_blocks import BlockStore, LayerBlocks, mapped, memory_of, rows_of
 from dora.worker.vllm_connector import SnapshotConnector
 from dora.worker.vllm_rank import RankKv
 
@@ -51,26 +51,16 @@ class Ranks:
             if finding:
                 raise PatchFailed(f"rank {rank}", finding)
         shown: list[RankKv] = core.collective_rpc("shown_kv")
-        self.backend = ",".join(sorted({each.backend for each in shown}))
+        self.kinds = sorted({kind for each in shown for kind in each.kinds})  # as ``RankKv`` has them
         self.shards = 1 if core.vllm_config.model_config.use_mla else _shards(core, parallel.tensor_parallel_size)
-        self._layer_heads = {layer.name: layer.heads for each in shown for layer in each.layers}  # of one shard
-        self.store = BlockStore(self._layers(shown, parallel.tensor_parallel_size))
+        held = self._held(shown, parallel.tensor_parallel_size)
+        self.layers = {name: held[name][0][0] for name in sorted(held)}  # each shard of each layer, under its own name
+        groups = {name: layer.group for name, layer in self.layers.items()}
+        self.store = BlockStore({name: [rows for _, rows in each] for name, each in held.items()}, groups)
 
     def replace_weights(self, files: Sequence[str]) -> None:
         """Each rank loads its part of checked files into the running model."""
         self._core.collective_rpc("replace_weights", args=(files,))
-
-    def heads(self) -> tuple[int, ...]:
-        """Of each of the store's layers: KV heads that lie one after the other in a block; 0: they do not."""
-        return tuple(self._layer_heads[name.rpartition("@")[0] or name] for name, _ in self.store.layers)
-
-    def whole_layers(self) -> list[tuple[str, int]]:
-        """(layer name, bytes per block of all its shards)."""
-        sizes: dict[str, int] = {}
-        for name, size in self.store.layers:
-            layer = name.rpartition("@")[0] or name
-            sizes[layer] = sizes.get(layer, 0) + size
-        return list(sizes.items())
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -90,15 +80,16 @@ class Ranks:
         for process in self._processes:
             process.join()
 
-    def _layers(self, shown: Sequence[RankKv], tensor_parallel: int) -> dict[str, list[np.ndarray]]:
+    def _held(self, shown: Sequence[RankKv], tensor_parallel: int) -> dict[str, list[tuple[LayerBlocks, np.ndarray]]]:
         """Each layer's shards, as often as ranks hold them (vLLM's ``QKVParallelLinear``: neighbours hold the same)."""
-        layers: dict[str, list[np.ndarray]] = {}
+        held: dict[str, list[tuple[LayerBlocks, np.ndarray]]] = {}
         for rank, kv in enumerate(shown):
             memory = _memory(kv)
             shard = rank % tensor_parallel * self.shards // tensor_parallel
             for layer in kv.layers:
-                layers.setdefault(shard_name(layer.name, shard, self.shards), []).append(rows_of(memory, layer))
-        return layers
+                name = shard_name(layer.name, shard, self.shards)
+                held.setdefault(name, []).append((layer, rows_of(memory, layer)))
+        return held
 
     def _look(self, lost: Lost) -> None:
         """Until this end is closed, or a rank has ended."""
@@ -121,5 +112,5 @@ def _memory(kv: RankKv) -> np.ndarray:
     if kv.descriptor >= 0:
         return mapped(kv.pid, kv.descriptor, kv.size_bytes)
     connector = get_kv_transfer_group()
-    assert isinstance(connector, SnapshotConnector) and connector.tensor is not None
-    return memory_of(connector.tensor)
+    assert isinstance(connector, SnapshotConnector)
+    return memory_of(next(iter(connector.tensors.values())))

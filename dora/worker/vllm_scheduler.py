@@ -129,7 +129,9 @@ class HoldingScheduler(Scheduler):
 
     def _own_blocks(self, request_id: str) -> tuple[Any, int]:
         """The blocks that a request brings, and their tokens. Those beyond are free from now on, also for itself."""
-        kept, ahead = self._kept.get(request_id, []), self._ahead.get(request_id, 0)
+        if request_id not in self._kept:
+            return self.kv_cache_manager.empty_kv_cache_blocks, 0
+        kept, ahead = self._kept[request_id], self._ahead[request_id]
         self.give_back(kept[ahead:])
         del kept[ahead:]
         blocks = [self._pool.blocks[block_id] for block_id in kept]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.errors import SnapshotRefused
+from dora.errors import LayoutMisfit, SnapshotRefused
 from dora.kvtransfer.codec import head_of, round_of, snapshot_of
 from dora.kvtransfer.layout import blocks_for, check_consistent, check_layout
 from dora.kvtransfer.reslice import resharded, resliced, shard_name
@@ -24,7 +24,9 @@ COUNTS = st.sampled_from([1, 2, 4, 8])  # of shards; 8 heads are divided by each
 def whole(heads: int = 8, tokens: int = 11, seed: int = 0) -> KvSnapshot:
     """A snapshot in one shard, each layer in one piece of random bytes."""
     size = heads * HEAD_BYTES
-    layout = KvLayout("f", "cpu", "float32", BLOCK_TOKENS, tuple((name, size) for name in LAYERS), 1, (heads, heads))
+    layout = KvLayout(
+        "f", "cpu", "float32", BLOCK_TOKENS, tuple((name, size) for name in LAYERS), interiors=((heads, ()),) * 2
+    )
     random = np.random.default_rng(seed)
     count = blocks_for(tokens, BLOCK_TOKENS)
     blocks = {name: [random.integers(0, 256, (count, size), np.uint8)] for name in LAYERS}
@@ -89,14 +91,14 @@ def test_layouts_that_differ_in_shards_alone_agree() -> None:
 
 
 def test_what_cannot_be_cut_between_heads_is_refused_with_the_reason() -> None:
-    packed = replace(whole().layout, heads=())
-    with pytest.raises(SnapshotRefused, match=r"shards = 1, this engine has 2: .* no KV heads in a row"):
+    packed = replace(whole().layout, interiors=())
+    with pytest.raises(LayoutMisfit, match=r"shards = 1, this engine has 2: .* no KV heads in a row"):
         resharded(packed, 2)
     for shards in (3, 16):
-        with pytest.raises(SnapshotRefused, match=r"layers\.0\.attn has 8 KV heads in a row"):
+        with pytest.raises(LayoutMisfit, match=r"layers\.0\.attn has 8 KV heads in a row"):
             resharded(whole().layout, shards)
     odd = replace(whole().layout, layers=tuple((name, 97) for name in LAYERS))
-    with pytest.raises(SnapshotRefused, match="KV heads in a row"):
+    with pytest.raises(LayoutMisfit, match="KV heads in a row"):
         resharded(odd, 2)
 
 
@@ -106,10 +108,13 @@ def test_what_cannot_be_cut_between_heads_is_refused_with_the_reason() -> None:
         {"shards": 0},
         {"shards": 2},
         {"shards": 1 << 40},
-        {"heads": (8,)},
-        {"shards": 2, "layers": (("a@0", 8), ("a@1", 16)), "heads": (1, 1)},
-        {"shards": 2, "layers": (("a@0", 8), ("a@1", 8), ("b@0", 8), ("a@2", 8)), "heads": (1, 1, 1, 1)},
-        {"shards": 2, "layers": (("@0", 8), ("a@1", 8)), "heads": (1, 1)},
+        {"interiors": ((8, ()),)},
+        {"windows": (0, 8, 8)},
+        {"shards": 2, "layers": (("a@0", 8), ("a@1", 16))},
+        {"shards": 2, "layers": (("a@0", 8), ("a@1", 8)), "windows": (0, 8)},
+        {"shards": 2, "layers": (("a@0", 8), ("a@1", 8)), "interiors": ((1, ()), (2, ()))},
+        {"shards": 2, "layers": (("a@0", 8), ("a@1", 8), ("b@0", 8), ("a@2", 8)), "interiors": ((1, ()),) * 4},
+        {"shards": 2, "layers": (("@0", 8), ("a@1", 8))},
     ],
 )
 def test_a_layout_whose_shards_are_not_there_is_refused(change: dict[str, object]) -> None:

@@ -95,7 +95,7 @@ def done(state: State, pending: Pending, event: on.CommandDone) -> None:
         handoff.had_ended = event.error_kind == "unknown_request"
         signal_handoff(state, handoff, _copy_out_signal(event))
     elif isinstance(command, do.CopyIn) and handoff.phase in (Phase.FROZEN, Phase.STRANDED):
-        signal_handoff(state, handoff, Signal.COPIED_IN if event.ok else Signal.COPY_REFUSED)
+        signal_handoff(state, handoff, _copy_in_signal(event))
     elif isinstance(command, do.RemoveRequest) and handoff.phase is Phase.COMMITTED:
         signal_handoff(state, handoff, Signal.SOURCE_FREED)
 
@@ -111,6 +111,12 @@ def _copy_out_signal(event: on.CommandDone) -> Signal:
     if event.ok:
         return Signal.FROZEN
     return Signal.NOT_MOVABLE if event.error_kind == "not_movable" else Signal.COPY_FAILED
+
+
+def _copy_in_signal(event: on.CommandDone) -> Signal:
+    if event.ok:
+        return Signal.COPIED_IN
+    return Signal.NOT_MOVABLE if event.error_kind == "not_movable" else Signal.COPY_REFUSED
 
 
 def lost(state: State, worker: Worker) -> None:

@@ -38,7 +38,7 @@ class Signal(Enum):
     REFUSED = auto()  # the target does not take it
     COPY_BEGAN = auto()  # the source copies ahead of the freeze
     FROZEN = auto()  # the source has frozen it, and all of it is at the target
-    NOT_MOVABLE = auto()  # the source cannot move it exactly
+    NOT_MOVABLE = auto()  # the source cannot move it exactly, or the target cannot make its own blocks of it
     COPY_FAILED = auto()  # the source does not know it (it just finished) or could not bring it to the target
     COPIED_IN = auto()
     COPY_REFUSED = auto()  # the target refused the snapshot
@@ -87,12 +87,14 @@ TABLE: dict[tuple[Phase, Signal], tuple[Phase, tuple[Action, ...]]] = {
     (P.COPYING, S.UNDO): (P.ABORTED, (A.CANCEL_TARGET, A.THAW_SOURCE)),
     (P.FROZEN, S.COPIED_IN): (P.COMMITTED, (A.COMMIT, A.FREE_SOURCE, A.RELEASE_SNAPSHOT)),
     (P.FROZEN, S.COPY_REFUSED): (P.ABORTED, (A.CANCEL_TARGET, A.THAW_SOURCE, A.RELEASE_SNAPSHOT)),
+    (P.FROZEN, S.NOT_MOVABLE): (P.ABORTED, (A.CANCEL_TARGET, A.RESTART_AT_TARGET, A.RELEASE_SNAPSHOT)),
     (P.FROZEN, S.FINISHED): (P.ABORTED, (A.CANCEL_TARGET, A.RELEASE_SNAPSHOT)),
     (P.FROZEN, S.SOURCE_LOST): (P.STRANDED, ()),
     (P.FROZEN, S.TARGET_LOST): (P.ABORTED, (A.THAW_SOURCE, A.RELEASE_SNAPSHOT)),
     (P.FROZEN, S.UNDO): (P.ABORTED, (A.CANCEL_TARGET, A.THAW_SOURCE, A.RELEASE_SNAPSHOT)),
     (P.STRANDED, S.COPIED_IN): (P.RELEASED, (A.COMMIT, A.RELEASE_SNAPSHOT)),
     (P.STRANDED, S.COPY_REFUSED): (P.ABORTED, (A.CANCEL_TARGET, A.ORPHAN, A.RELEASE_SNAPSHOT)),
+    (P.STRANDED, S.NOT_MOVABLE): (P.ABORTED, (A.CANCEL_TARGET, A.ORPHAN, A.RELEASE_SNAPSHOT)),
     (P.STRANDED, S.TARGET_LOST): (P.ABORTED, (A.ORPHAN, A.RELEASE_SNAPSHOT)),
     (P.STRANDED, S.UNDO): (P.ABORTED, (A.CANCEL_TARGET, A.ORPHAN, A.RELEASE_SNAPSHOT)),
     (P.COMMITTED, S.SOURCE_FREED): (P.RELEASED, ()),

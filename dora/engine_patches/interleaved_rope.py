@@ -1,0 +1,53 @@
+"""Rotary positions of interleaved pairs, as DeepSeek's models have them, must be those of each head.
+
+vLLM's CPU kernel turns the pairs of the first head alone as it should (measured: another model's logprobs, which also
+change with what else is in the batch, and no error). Here layers of that style use vLLM's own arithmetic in PyTorch.
+"""
+
+from typing import Any, Final
+
+import torch
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from dora.engine_patches.patch import Patch, PatchFailed, nothing
+
+NAME: Final = "interleaved_rope"
+_TOLERANCE: Final = 0.05  # absolute, of values about 1; half precision stays well below, a pair left as it is does not
+
+_kernel: Final = RotaryEmbedding.forward_cpu
+
+
+def _forward_cpu(
+    self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+) -> Any:
+    return (_kernel if self.is_neox_style else RotaryEmbedding.forward_native)(self, positions, query, key)
+
+
+def _apply() -> None:
+    RotaryEmbedding.forward_cpu = _forward_cpu
+
+
+@torch.inference_mode()
+def _verify(runner: Any) -> None:
+    """Turns two heads of a layer of that style, cut out of a wider array as the models do it."""
+    for module in runner.get_model().modules():
+        if isinstance(module, RotaryEmbedding) and not module.is_neox_style:
+            wide = torch.randn(3, 2, module.head_size + 8, generator=torch.Generator().manual_seed(1))
+            heads = wide.to(module.cos_sin_cache.dtype)[..., 8:]
+            positions = torch.arange(1, 4)
+            expected, _ = module.forward_native(positions, heads.clone(), heads[:, :1].clone())
+            found, _ = module(positions, heads.clone(), heads[:, :1].clone())
+            error = float((found - expected).abs().max())
+            if not error < _TOLERANCE:
+                raise PatchFailed(NAME, f"positions turn a head by {error:g} too much or too little")
+            return
+
+
+PATCH = Patch(
+    name=NAME,
+    vllm_range=">=0.32,<0.33",
+    reason="on CPU vLLM turns interleaved pairs of one head alone",
+    apply=_apply,
+    verify=_verify,
+    after_reload=nothing,
+)

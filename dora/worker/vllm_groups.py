@@ -1,0 +1,104 @@
+"""vLLM's KV cache groups, as far as they decide what of a request moves: which layers, which blocks, made of what.
+
+A group is the layers that share one list of block ids. A layer with a sliding window keeps the blocks of its window
+alone: the others are given back while the request decodes, and their ids become that of the null block.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from dora.kvtransfer.layout import blocks_for, first_block
+from dora.kvtransfer.snapshot import UNKNOWN, Interior
+
+# Instruction sets of vLLM's CPU attention (csrc/cpu/cpu_attn_*.hpp) whose blocks hold, for each KV head, the keys as
+# (head size, tokens), then the values as (tokens, head size). AMX packs tokens in pairs.
+_PLAIN_ISA: Final = ("vec", "vec16")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose blocks have the same ids. ``window_tokens``: they read so many last tokens, 0: all."""
+
+    layers: tuple[str, ...]
+    block_tokens: int
+    window_tokens: int
+
+    def kept(self, block_ids: Sequence[int], kv_tokens: int) -> Sequence[int]:
+        """Of a request's blocks in this group those which hold what its first ``kv_tokens`` tokens leave to be read."""
+        first = first_block(kv_tokens, self.block_tokens, self.window_tokens)
+        return block_ids[first : blocks_for(kv_tokens, self.block_tokens)]
+
+
+def groups_of(kv_cache_config: Any) -> tuple[LayerGroup, ...]:
+    """The groups of an engine, in vLLM's order, which is that of a request's lists of block ids."""
+    firsts = [next(iter(_specs(group.kv_cache_spec).values())) for group in kv_cache_config.kv_cache_groups]
+    return tuple(
+        LayerGroup(
+            tuple(group.layer_names),
+            spec.block_size,
+            spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
+        )
+        for group, spec in zip(kv_cache_config.kv_cache_groups, firsts, strict=True)
+    )
+
+
+def unmovable(kv_cache_config: Any, block_tokens: int) -> str:
+    """Why no request of this engine can move with its KV; empty: each can.
+
+    A request's whole state has to be its tokens and, of each group, the blocks of all tokens or of the last ones.
+    """
+    if kv_cache_config.needs_kv_cache_zeroing:  # what is written when blocks are taken would be lost
+        return "kv_cache_config.needs_kv_cache_zeroing: each step empties the blocks that are taken for it"
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        for spec in _specs(group.kv_cache_spec).values():
+            # By their exact type: others derive from these, and keep other state or other blocks.
+            if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+                return f"kv_cache_groups[{number}] is of {type(spec).__name__}"
+            if spec.block_size != block_tokens:
+                return f"kv_cache_groups[{number}].block_size = {spec.block_size}, other groups have {block_tokens}"
+            if getattr(spec, "sliding_window", None) == 1:
+                return f"kv_cache_groups[{number}].sliding_window = 1: nothing is kept"
+            if getattr(spec, "extra_retained_tokens", 0):
+                return f"kv_cache_groups[{number}].extra_retained_tokens = {spec.extra_retained_tokens}"
+            if spec.tokens_per_state != 1:
+                return f"kv_cache_groups[{number}].tokens_per_state = {spec.tokens_per_state}"
+    return ""
+
+
+def kind_of(attention: Any) -> tuple[str, str]:
+    """Attention backend and instruction set, which shape the inside of a block."""
+    return attention.attn_backend.get_name(), getattr(attention, "isa", "any")
+
+
+def interior_of(spec: KVCacheSpec, backend: str, isa: str) -> Interior:
+    """What a block of a layer is made of, as far as it is known."""
+    if type(spec) is MLAAttentionSpec and backend == "CPU_MLA" and spec.page_size_padded is None:
+        return 1, ((1, spec.page_size_bytes // spec.block_size),)
+    if type(spec) in (FullAttentionSpec, SlidingWindowSpec) and backend == "CPU_ATTN":  # heads lie in a row
+        number_bytes = spec.dtype.itemsize
+        strips = ((spec.head_size, number_bytes), (1, spec.head_size_v * number_bytes))
+        return spec.num_kv_heads, strips if isa in _PLAIN_ISA else ()
+    return UNKNOWN
+
+
+def layer_specs(kv_cache_config: Any) -> dict[str, KVCacheSpec]:
+    """Of each layer that has KV of its own."""
+    found: dict[str, KVCacheSpec] = {}
+    for group in kv_cache_config.kv_cache_groups:
+        specs = _specs(group.kv_cache_spec)
+        found.update({name: specs.get(name) or specs[""] for name in group.layer_names})
+    return found
+
+
+def _specs(spec: KVCacheSpec) -> Mapping[str, KVCacheSpec]:
+    """By layer; by "" where those of all layers are alike."""
+    return spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}

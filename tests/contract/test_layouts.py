@@ -1,0 +1,188 @@
+"""Models whose KV is not one list of alike blocks: latent attention, and layers that read the last tokens alone."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dora.engine_patches.patch import PatchFailed
+from dora.models.tiny import WINDOW_TOKENS, make_tiny
+from dora.types import RequestSpec
+from dora.weights.canary import compute_canary
+from dora.worker.vllm_engine import VllmEngine
+from tests.contract.driver import (
+    EVERYTHING,
+    GREEDY,
+    KV_TOKENS,
+    MAX_MODEL_LEN_TOKENS,
+    SAMPLED,
+    SLOTS,
+    Driver,
+    VersionFolder,
+    make_request,
+    run,
+)
+from tests.contract.test_precopy import take_out_in_rounds
+
+LONG = 120  # prompt tokens: beyond the window from the start
+KINDS = {"vllm-mla": "mla", "vllm-window": "window"}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def version_folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> VersionFolder:
+    base = tmp_path_factory.mktemp(kind)
+    return lambda version: make_tiny(KINDS[kind], base / f"v{version}", seed=version)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def started_engine(version_folder: VersionFolder) -> Iterator[VllmEngine]:
+    engine = VllmEngine(version_folder(1), slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS)
+    yield engine
+    engine.close()
+
+
+def requests_of(prompt_tokens: int, max_tokens: int) -> list[RequestSpec]:
+    samplings = (GREEDY, SAMPLED, replace(EVERYTHING, stop_token_ids=(), ignore_eos=True))
+    return [
+        make_request(index, sampling, prompt_tokens, max_tokens=max_tokens) for index, sampling in enumerate(samplings)
+    ]
+
+
+@pytest.mark.parametrize(("prompt_tokens", "at_step"), [(20, 5), (20, 60), (LONG, 1), (LONG, 40)])
+def test_a_moved_request_equals_an_unmoved_one_bitwise(
+    engine: VllmEngine, driver: Driver, prompt_tokens: int, at_step: int
+) -> None:
+    requests = requests_of(prompt_tokens, 100)
+    untouched = run(engine, requests)
+    before = engine.load().reprefilled_tokens
+    for request in requests:
+        driver.add(request)
+    driver.step(at_step)
+    snapshots = [driver.take_out(request.request_id) for request in requests]
+    assert engine.load().kv_used_tokens == 0
+    for snapshot in reversed(snapshots):
+        engine.take_in(snapshot)
+    assert driver.finish() == untouched
+    assert engine.load().reprefilled_tokens == before
+
+
+def test_a_request_copied_in_rounds_equals_an_unmoved_one_bitwise(engine: VllmEngine, driver: Driver) -> None:
+    requests = requests_of(LONG, 100)
+    untouched = run(engine, requests)
+    for request in requests:
+        driver.add(request)
+    driver.step(5)
+    for request in requests:
+        engine.take_in(take_out_in_rounds(driver, request.request_id, 8, 3))
+    assert driver.finish() == untouched
+
+
+def test_only_what_a_window_still_covers_is_sent(engine: VllmEngine, driver: Driver, kind: str) -> None:
+    driver.add(make_request(1, GREEDY, LONG, max_tokens=60))
+    driver.step(40)
+    snapshot = driver.take_out("r1")
+    layout, windowed = snapshot.layout, snapshot.layout.windowed
+    counts = {name: sum(map(len, pieces)) for name, pieces in snapshot.blocks.items()}
+    whole = -(-snapshot.kv_tokens // layout.block_tokens)
+    assert len(windowed) == (2 if kind == "vllm-window" else 0)
+    for name, count in counts.items():
+        assert count == whole if name not in windowed else count <= WINDOW_TOKENS // layout.block_tokens + 1
+        assert all(np.any(block) for piece in snapshot.blocks[name] for block in piece), "no null block"
+
+
+def test_as_many_tokens_fit_as_were_asked_for(engine: VllmEngine, driver: Driver) -> None:
+    assert engine.capability.kv_tokens == KV_TOKENS
+    for index in range(SLOTS):
+        driver.add(make_request(index, GREEDY, 100, max_tokens=20))
+    driver.step(10)
+    load = engine.load()
+    assert load.running == SLOTS, "eight times 110 tokens, whatever the groups of layers"
+    assert 0 < load.kv_used_tokens <= KV_TOKENS
+
+
+def test_a_preempted_request_comes_back_with_its_windows(engine: VllmEngine, driver: Driver) -> None:
+    requests = [make_request(index, GREEDY, 100, max_tokens=90) for index in range(SLOTS)]  # more KV than there is
+    before = engine.load().reprefilled_tokens
+    for request in requests:
+        driver.add(request)
+    found = driver.finish()
+    again = {request.request_id: run(engine, [request])[request.request_id] for request in requests}
+    assert {name: response.token_ids for name, response in found.items()} == {
+        name: response.token_ids for name, response in again.items()
+    }
+    assert engine.load().reprefilled_tokens > before or len(engine.layout.windowed) > 0
+
+
+def test_logprobs_are_those_of_transformers(engine: VllmEngine, version_folder: VersionFolder) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(version_folder(2), dtype=torch.float32).eval()
+    engine.load_weights(2, version_folder(2), compute_canary(reference))
+    requests = [replace(request, version=2) for request in requests_of(LONG, 40)]
+    for request, response in zip(requests, run(engine, requests).values(), strict=True):
+        tokens = torch.tensor([[*request.prompt_token_ids, *response.token_ids]])
+        with torch.no_grad():
+            logprobs = reference(tokens).logits[0, :-1].float().log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        expected = logprobs[len(request.prompt_token_ids) - 1 :]
+        assert float((torch.tensor(response.logprobs) - expected).abs().max()) < 1e-3
+
+
+def test_a_patched_rope_is_proven(engine: VllmEngine, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    from dora.engine_patches import interleaved_rope, registry
+
+    runner = engine.core.model_executor.driver_worker.worker.model_runner
+    registry.verify(runner)
+    if kind == "vllm-mla":
+        for module in runner.get_model().modules():
+            if isinstance(module, RotaryEmbedding):
+                monkeypatch.setattr(module, "_forward_method", partial(interleaved_rope._kernel, module))
+        with pytest.raises(PatchFailed, match="'interleaved_rope'"):
+            registry.verify(runner)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("found", "wanted"), [(32, 64), (96, 32)])
+def test_blocks_of_another_size_are_what_the_kernel_would_have_written(
+    dtype: torch.dtype, found: int, wanted: int
+) -> None:
+    """vLLM's CPU kernel writes the same keys and values into both."""
+    from vllm import _custom_ops
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from dora.kvtransfer.reblock import _resized
+    from dora.worker.vllm_groups import interior_of
+
+    tokens, heads, size = 150, 2, 64
+    generator = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(tokens, heads, size, generator=generator).to(dtype) for _ in range(2))
+
+    def written(block_tokens: int) -> np.ndarray:
+        blocks = -(-tokens // block_tokens)
+        cache = torch.zeros(blocks, heads, block_tokens, 2 * size, dtype=dtype)
+        key_cache, value_cache = cache.view(blocks, heads, 2 * block_tokens, size).chunk(2, dim=2)
+        _custom_ops.cpu_attn_reshape_and_cache(
+            keys,
+            values,
+            key_cache,
+            value_cache,
+            torch.arange(tokens),
+            "vec",
+            k_scale=1.0,
+            v_scale=1.0,
+            kv_cache_dtype="auto",
+        )
+        return cache.view(blocks, -1).view(torch.uint8).numpy()
+
+    interior = interior_of(
+        FullAttentionSpec(block_size=found, num_kv_heads=heads, head_size=size, dtype=dtype), "CPU_ATTN", "vec"
+    )
+    assert np.array_equal(_resized(written(found), interior, 0, 0, tokens, wanted), written(wanted))
