@@ -17,7 +17,7 @@ from dora.kvtransfer.wire import Frame, Stream
 
 class ShmSender(Sender):
     name = "shm"
-    chunk_bytes: ClassVar = 2 << 20
+    chunk_bytes: ClassVar = 4 << 20
 
     def __init__(self, segments: SegmentPool) -> None:
         self._segments = segments

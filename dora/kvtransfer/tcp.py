@@ -17,7 +17,7 @@ from dora.kvtransfer.wire import Frame, Stream
 
 class TcpSender(Sender):
     name = "tcp"
-    chunk_bytes: ClassVar = 4 << 20
+    chunk_bytes: ClassVar = 8 << 20
 
     def __init__(self, helpers: Executor) -> None:
         self._helpers = helpers

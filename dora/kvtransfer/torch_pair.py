@@ -24,7 +24,7 @@ from dora.kvtransfer.transport import Landing, Receiver, Sender, Sum, copied, po
 from dora.kvtransfer.wire import Frame, Stream
 
 DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
-STAGES: Final = 4  # chunks on their way at once
+STAGES: Final = 2  # chunks on their way at once
 DIRECT_BYTES: Final = 64 << 10  # a smaller part costs more as a message of its own than as a copy
 _SOURCE, _TARGET = 0, 1  # ranks
 _TAG: Final = 0
@@ -50,7 +50,7 @@ def make_group(backend: str, store: Any, rank: int, host: str, timeout_s: float)
 class TorchSender(Sender):
     """Sends a chunk's parts from where they lie; small ones, and all to a GPU, from a copy in memory of its own."""
 
-    chunk_bytes: ClassVar = 4 << 20
+    chunk_bytes: ClassVar = 8 << 20
 
     def __init__(self, backend: str, stream: Stream, timeout_s: float, helpers: Executor) -> None:
         self.name = backend

@@ -26,7 +26,7 @@ from dora.kvtransfer.memory import Pool
 from dora.kvtransfer.wire import Frame, Kind, Stream
 
 CHUNK_BYTES: Final = 1 << 20
-PIECE_BYTES: Final = 256 << 10  # fits the second-level cache, out of which the checksum is made
+PIECE_BYTES: Final = 1 << 20  # is still in the cache when its checksum is made, and costs little of Python
 SMALL_BYTES: Final = 32 << 10
 CHUNK_MOST: Final = 8 << 20
 NAMES: Final = ("shm", "tcp", "gloo", "nccl", "nixl")
