@@ -74,6 +74,7 @@ def measured(size_bytes: int, part_bytes: int, rounds: int) -> dict[str, Row]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
         child = context.Process(target=serve, args=(theirs, str(folder), size_bytes), daemon=True)
         child.start()
+        theirs.close()  # the child's death ends what waits for its word
         stack.callback(child.join)
         stack.callback(ours.send, ("end",))
         told = ours.recv()
