@@ -100,6 +100,17 @@ class EngineCapability:
 
 
 @dataclass(frozen=True, slots=True)
+class TierLoad:
+    """What one worker has of the shared KV tier; numbers are cumulative."""
+
+    is_up: bool = False
+    found_tokens: int = 0  # whose KV came from the tier, so that it was not computed
+    kept_tokens: int = 0  # whose KV this worker has put there
+    damaged_chunks: int = 0  # found there and not whole: computed instead
+    losses: int = 0  # times that the tier went down
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """A momentary view of one engine."""
 
@@ -108,6 +119,7 @@ class EngineLoad:
     kv_used_tokens: int
     reprefilled_tokens: int  # cumulative: tokens whose KV was computed a second time
     generated_tokens: int  # cumulative
+    tier: TierLoad | None = None  # None: it has no shared tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""How KV from another engine enters vLLM: its KV connector, in both of its roles.
+"""How KV from outside enters vLLM: its KV connector, in both of its roles.
 
 The scheduler's half is asked, whenever a request gets a slot and blocks, how many tokens come from outside; the
-runner's half writes them before the forward pass of that very step. Until then the snapshot waits here, held. What
-went ahead of the snapshot is in the KV-cache already.
+runner's half writes them before the forward pass of that very step. Until then a snapshot waits here, held. What went
+ahead of it is in the KV-cache already. A request that has its own snapshot takes nothing else; for others the shared
+tier is asked, where there is one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from dora.kvtransfer.snapshot import KvSnapshot, Pieces
 from dora.worker.vllm_blocks import BlockStore
 from dora.worker.vllm_groups import groups_of
+from dora.worker.vllm_tier import TierPrefixes
 
 
 @dataclass
@@ -43,6 +45,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._offered: dict[str, KvSnapshot] = {}
         self._imports: list[_Import] = []
+        self.tier: TierPrefixes | None = None
         self._block_count: int = kv_cache_config.num_blocks
         self._groups = groups_of(kv_cache_config)
         self._store: BlockStore | None = None
@@ -63,16 +66,25 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
     def offered_count(self) -> int:
         return len(self._offered)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         snapshot = self._offered.get(request.request_id)
-        return (0, False) if snapshot is None else (snapshot.kv_tokens - num_computed_tokens, False)
+        if snapshot is not None:
+            return snapshot.kv_tokens - num_computed_tokens, False
+        if self.tier is not None:
+            return self.tier.found_tokens(request, num_computed_tokens), False
+        return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if num_external_tokens > 0:
-            snapshot = self._offered.pop(request.request_id)
+        snapshot = self._offered.pop(request.request_id, None) if num_external_tokens > 0 else None
+        if snapshot is not None:
             ids = zip(self._groups, blocks.get_block_ids(), strict=True)
             chosen = [group.kept(block_ids, snapshot.kv_tokens)[snapshot.ahead :] for group, block_ids in ids]
             self._imports.append(_Import(chosen, snapshot.blocks))
+        elif self.tier is not None:
+            first, found = self.tier.take(request.request_id, num_external_tokens)
+            count = sum(len(piece) for piece in next(iter(found.values()), ()))
+            if count:  # an engine with a tier has one group
+                self._imports.append(_Import([blocks.get_block_ids()[0][first : first + count]], found))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         imports, self._imports = self._imports, []
@@ -80,6 +92,8 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         self._offered.pop(request.request_id, None)
+        if self.tier is not None:
+            self.tier.forget(request.request_id)
         return False, None
 
     # The runner's half.

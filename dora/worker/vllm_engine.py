@@ -5,6 +5,7 @@ resumes requests, ``vllm_connector`` brings KV in, ``vllm_weights`` replaces wei
 engine; one process has one engine, as vLLM's KV connector is the process's.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from dora.worker import vllm_environment
 from dora.worker.base_engine import BaseEngine
 from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopStrings, StopWatch
+
+log = logging.getLogger("dora.worker")
 
 Dtype = Literal["float32", "bfloat16"]
 # Largest difference of a logprob that is still rounding. Measured against transformers in fp32: 5e-5, and in bfloat16
@@ -56,8 +59,12 @@ class VllmEngine(BaseEngine[_Live]):
         dtype: Dtype = "float32",
         block_tokens: int = 32,
         canary_tolerance: float | None = None,
+        tier_endpoint: str = "",
     ) -> None:
-        """Raises InvalidValue for a folder that is no model or settings that vLLM refuses, PatchFailed."""
+        """``tier_endpoint``: where the server of the shared KV tier listens; empty: there is none.
+
+        Raises InvalidValue for a folder that is no model or settings that vLLM refuses, PatchFailed.
+        """
         if dtype not in CANARY_TOLERANCE:
             raise InvalidValue("dtype", dtype, " or ".join(CANARY_TOLERANCE))
         self._reference = read_reference(model)
@@ -86,6 +93,9 @@ class VllmEngine(BaseEngine[_Live]):
         super().__init__(capability, layout, CANARY_TOLERANCE[dtype] if canary_tolerance is None else canary_tolerance)
         self._by_engine_id: dict[str, _Live] = {}
         self._serial = 0
+        self._tier: Any = None
+        if tier_endpoint:
+            self._tier = self._open_tier(tier_endpoint)
 
     def _replace_weights(self, version: int, folder: Path) -> None:
         self._weights.replace(self._core, self._weights.check_files(folder, self._reference))
@@ -95,7 +105,10 @@ class VllmEngine(BaseEngine[_Live]):
         if not self.has_work():
             return []
         outputs, _ = self._core.step()
-        return [self._delta(output) for batch in outputs.values() for output in batch.outputs]
+        deltas = [self._delta(output) for batch in outputs.values() for output in batch.outputs]
+        if self._tier is not None:
+            self._tier.keep_new()
+        return deltas
 
     def freeze(self, request_id: str) -> None:
         live = self._find(request_id)
@@ -173,12 +186,15 @@ class VllmEngine(BaseEngine[_Live]):
             ),
             reprefilled_tokens=self._scheduler.reprefilled_tokens,
             generated_tokens=self._generated_tokens,
+            tier=None if self._tier is None else self._tier.load,
         )
 
     def has_work(self) -> bool:
         return self._scheduler.get_num_unfinished_requests() > 0
 
     def close(self) -> None:
+        if self._tier is not None:
+            self._tier.close()
         self._core.shutdown()
 
     @property
@@ -199,7 +215,23 @@ class VllmEngine(BaseEngine[_Live]):
             self._scheduler.connector.offer(live.engine_id, snapshot)
         if snapshot is not None and reservation is not None:
             self._scheduler.bring(live.engine_id, reservation.block_ids, snapshot.ahead)
+        if self._tier is not None:
+            self._tier.begin(live.engine_id, request.version)
         self._submit(core_request)
+
+    def _open_tier(self, endpoint: str) -> Any:
+        """This engine's part of the shared tier; None for a model whose state is more than one list of blocks."""
+        from dora.kvtier.chunks import ChunkShape
+        from dora.kvtier.tier import Tier
+        from dora.worker.vllm_tier import TIER_BYTES, TierPrefixes
+
+        if not self._movable:
+            log.warning("no KV tier: this model has more state than one list of blocks")
+            return None
+        shape = ChunkShape.of(self._layout)
+        tier = Tier(endpoint, shape, TIER_BYTES)
+        self._scheduler.connector.tier = TierPrefixes(tier, shape, self._store, self._scheduler)
+        return self._scheduler.connector.tier
 
     def _slots_left(self) -> int:
         return self._capability.slots - self._scheduler.running_count() - self._scheduler.connector.offered_count()
