@@ -181,7 +181,7 @@ class WorkersConfig(Section):
 
 
 class KvConfig(Section):
-    """How KV snapshots travel between workers."""
+    """How KV snapshots travel between workers, and the tier of KV that workers share."""
 
     transports: str = Field(
         "shm,tcp",
@@ -192,6 +192,11 @@ class KvConfig(Section):
     bandwidth_mb_per_s: float = Field(0.0, ge=0.0, le=1e6, description="cap on what one worker sends; 0: none")
     memory_mb: int = Field(1024, ge=16, le=1 << 20, description="snapshots in flight at one worker, each way")
     timeout_s: Timeout = Field(10.0, description="a peer that stops for so long has failed")
+    tier: Literal["none", "lmcache"] = Field(
+        "none", description="lmcache: a server of the service keeps KV that any worker of the version may find again"
+    )
+    tier_mb: int = Field(1024, ge=16, le=1 << 22, description="size of the tier, in shared memory")
+    tier_python: str = Field("", description="Python of an environment that has LMCache; empty: the service's own")
 
 
 class ServiceConfig(Section):

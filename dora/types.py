@@ -103,7 +103,7 @@ class EngineCapability:
 class TierLoad:
     """What one worker has of the shared KV tier; numbers are cumulative."""
 
-    is_up: bool = False
+    up: bool = False
     found_tokens: int = 0  # whose KV came from the tier, so that it was not computed
     kept_tokens: int = 0  # whose KV this worker has put there
     damaged_chunks: int = 0  # found there and not whole: computed instead

@@ -60,6 +60,11 @@ def models(incomplete: str) -> Found:
     return [*NAMES, *(f"{folder}/" for folder in _beside(incomplete) if folder.is_dir())]
 
 
+def kv_tiers(incomplete: str) -> Found:
+    """What ``dora serve --kv-tier`` takes."""
+    return ["none", "lmcache"]
+
+
 def planned_models(incomplete: str) -> Found:
     """The models that ``dora plan`` knows."""
     from dora.planning.models import MODELS

@@ -33,7 +33,7 @@ def chunk_tokens_of(block_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChunkShape:
-    """What chunks of one engine look like: the blocks of a layer lie together, the layers in the order of their names."""
+    """What chunks of one engine look like: the blocks of a layer lie together, the layers in the layout's order."""
 
     fingerprint: str
     block_tokens: int

@@ -1,4 +1,4 @@
-"""LMCache's multi-process server for one service: ``python -P server.py SOCKET SEGMENT SIZE_MB CHUNK_TOKENS``.
+"""LMCache's multi-process server for one service: ``python -P server.py RUN_FOLDER SIZE_MB CHUNK_TOKENS``.
 
 A script that imports nothing of DORA: ``kv.tier_python`` may name the Python of an environment that has little more
 than LMCache, whose requirements (numpy, protobuf, setuptools, OpenTelemetry) are older than those of vLLM.
@@ -11,12 +11,14 @@ It ends at SIGTERM, or when nobody reads its stdout any more.
 """
 
 import argparse
+import hashlib
 import importlib.metadata
 import json
 import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 VERSION = "0.5.6"  # of LMCache: its protocol has no version of its own
@@ -33,6 +35,8 @@ ANSWERED = {
     "unregister_kv_cache_engine_driven_context",
     "wait_prefetch_status",
 }
+SEGMENT_PREFIX = "lmcache_l1_pool_"
+SOCKET_PATH_MOST = 107  # bytes
 FORGET_S = 60  # a worker that was not heard of for so long is forgotten
 TELL_S = 1.0
 
@@ -45,13 +49,13 @@ def main() -> None:
         except importlib.metadata.PackageNotFoundError:
             print("none")
         return
-    socket, segment, size_mb, chunk_tokens = sys.argv[1:]
+    run_folder, size_mb, chunk_tokens = sys.argv[1:]
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")  # nothing is told to anybody
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    server, cache = start(socket, segment, float(size_mb) / 1024, chunk_tokens)
+    server, cache = start(Path(run_folder), float(size_mb) / 1024, chunk_tokens)
     try:
         tell(cache)
         while not stop.wait(TELL_S):
@@ -63,7 +67,23 @@ def main() -> None:
     os._exit(0)  # LMCache's threads would go on
 
 
-def start(socket: str, segment: str, size_gb: float, chunk_tokens: str) -> tuple[Any, Any]:
+def socket_of(run_folder: Path) -> Path:
+    """Where the server of this service listens."""
+    return run_folder / "kv-tier.sock"
+
+
+def segment_of(run_folder: Path) -> str:
+    """The name of its shared memory, which LMCache puts after ``SEGMENT_PREFIX``."""
+    return f"dora-{hashlib.sha256(os.fsencode(run_folder.resolve())).hexdigest()[:16]}"
+
+
+def remove_left(run_folder: Path) -> None:
+    """Removes what a server leaves that was killed."""
+    Path("/dev/shm", SEGMENT_PREFIX + segment_of(run_folder)).unlink(missing_ok=True)
+    socket_of(run_folder).unlink(missing_ok=True)
+
+
+def start(run_folder: Path, size_gb: float, chunk_tokens: str) -> tuple[Any, Any]:
     """The server as LMCache's own command makes it, but for the socket and the requests that it answers."""
     from lmcache.v1.distributed.config import add_storage_manager_args, parse_args_to_config
     from lmcache.v1.mp_observability.config import add_observability_args, parse_args_to_observability_config
@@ -75,11 +95,11 @@ def start(socket: str, segment: str, size_gb: float, chunk_tokens: str) -> tuple
     add_storage_manager_args(parser)
     add_observability_args(parser)
     arguments = ["--host", "127.0.0.1", "--port", "0", "--disable-observability", "--eviction-policy", "LRU"]
-    arguments += ["--supported-transfer-mode", "engine_driven", "--chunk-size", chunk_tokens]
-    arguments += ["--l1-size-gb", repr(size_gb), "--no-l1-use-lazy", "--shm-name", segment]
+    arguments += ["--max-workers", "4", "--supported-transfer-mode", "engine_driven", "--chunk-size", chunk_tokens]
+    arguments += ["--l1-size-gb", repr(size_gb), "--no-l1-use-lazy", "--shm-name", segment_of(run_folder)]
     arguments += ["--worker-reap-timeout-seconds", str(FORGET_S), "--worker-registration-grace-seconds", str(FORGET_S)]
     options = parser.parse_args(arguments)
-    server.create_request_server = lambda modules, settings, **_: on_socket(modules, settings, socket)
+    server.create_request_server = lambda modules, settings, **_: on_socket(modules, settings, socket_of(run_folder))
     request_server, cache = server.run_cache_server(
         config.parse_args_to_mp_server_config(options),
         parse_args_to_config(options),
@@ -93,7 +113,7 @@ def start(socket: str, segment: str, size_gb: float, chunk_tokens: str) -> tuple
     return request_server, cache
 
 
-def on_socket(modules: list[Any], settings: Any, socket: str) -> Any:
+def on_socket(modules: list[Any], settings: Any, socket: Path) -> Any:
     """LMCache's request server, which serves nothing yet, moved from its TCP port to a Unix socket."""
     import zmq
     from lmcache.v1.multiprocess.transport.zmq_impl.server import build_zmq_request_server

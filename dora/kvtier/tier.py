@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -75,9 +76,10 @@ class Tier:
         self._shape = shape
         self._timeout_s = timeout_s
         self._connection = Connection(endpoint, timeout_s)
-        self._instance = secrets.randbits(53)
+        self.instance = secrets.randbits(53)
         self._outgoing, self._incoming = Pool(memory_bytes), Pool(memory_bytes)
         self._segment: np.ndarray | None = None
+        self._segment_id = 0
         self._searches: deque[Search] = deque()
         self._keepings: deque[_Keeping] = deque()
         self._ended: deque[str] = deque(maxlen=ENDED_MOST)
@@ -149,22 +151,32 @@ class Tier:
                     self._lost(str(error))
             with contextlib.suppress(TransferFailed):
                 if self.up.is_set():
-                    self._connection.call("unregister_kv_cache_engine_driven_context", self._instance)
+                    self._connection.call("unregister_kv_cache_engine_driven_context", self.instance)
         finally:
             self._closing = True
             self._lost("its thread has ended")
             self._connection.close()
 
     def _open(self) -> None:
-        shape = self._shape
-        own = registration(self._instance, shape.name, shape.block_tokens, shape.sealed_bytes)
-        found = self._connection.call("register_kv_cache_engine_driven_context", own)
-        self._segment = _mapped(found)
-        self._connection.call("ping", self._instance)
+        self._segment_id, self._segment = _mapped(self._greet())
         self.opened += 1
-        self._tell(is_up=True)
+        self._tell(up=True)
         self.up.set()
         log.info("the KV tier is up: %d MiB", len(self._segment) >> 20)
+
+    def _greet(self) -> Path:
+        """Says that this worker lives; a server that does not know it (any more) gets to know it. Where its memory is.
+
+        A registration alone is forgotten late, and a ping of a stranger is answered too.
+        """
+        shape = self._shape
+        own = registration(self.instance, shape.name, shape.block_tokens, shape.sealed_bytes)
+        answer = self._connection.call("register_kv_cache_engine_driven_context", own)
+        self._connection.call("ping", self.instance)
+        name = _field(answer, "shm_name", str)
+        if not SEGMENT.fullmatch(name):
+            raise TransferFailed("LMCache's server has no shared memory")
+        return Path("/dev/shm", name)
 
     def _work(self) -> None:
         """Searches first: requests wait for them. Returns only when the worker ends."""
@@ -190,7 +202,8 @@ class Tier:
                 self._connection.call("end_session", self._session(session))
                 self._ended.popleft()
             if time.monotonic() > pinged_s + PING_S:
-                self._connection.call("ping", self._instance)
+                if _id_of(self._greet()) != self._segment_id:
+                    raise TransferFailed("its server was replaced")
                 pinged_s = time.monotonic()
 
     def _has_job(self) -> bool:
@@ -198,8 +211,10 @@ class Tier:
 
     def _lost(self, reason: str) -> None:
         """The tier is down: nothing that was asked is found, nothing is kept; a pause before it is looked for again."""
-        was_up = self.up.is_set()
         with self._wake:
+            if self.up.is_set() and not self._closing:
+                self._tell(up=False, losses=self._load.losses + 1)
+                log.warning("the KV tier is down: %s", reason)
             self.up.clear()
             for search in self._searches:
                 search.done.set()
@@ -208,10 +223,6 @@ class Tier:
             self._ended.clear()
             self._segment = None
             self._wake.notify_all()
-        if was_up and not self._closing:
-            self._tell(is_up=False, losses=self._load.losses + 1)
-            log.warning("the KV tier is down: %s", reason)
-        with self._wake:
             self._wake.wait_for(lambda: self._closing, RETRY_S)
 
     def _search(self, search: Search) -> None:
@@ -238,13 +249,13 @@ class Tier:
         """Copies chunks that the server holds for us, then looks at the copies."""
         passage = search.passage
         key = self._key(passage, search.first, held)
-        answer = self._connection.call("prepare_retrieve", key, self._instance)
+        answer = self._connection.call("prepare_retrieve", key, self.instance)
         slots = _field(answer, "context", dict).get("slots", ())
         if len(slots) != len(chunks):
             return
         for chunk, slot in zip(chunks, slots, strict=True):
             chunk[:] = self._slot(slot)
-        self._connection.call("commit_retrieve", key, self._instance)
+        self._connection.call("commit_retrieve", key, self.instance)
         whole = 0
         while whole < len(chunks) and is_sealed(chunks[whole], passage.digests[search.first + whole]):
             whole += 1
@@ -258,14 +269,14 @@ class Tier:
         for chunk, digest in zip(keeping.chunks, passage.digests[first:], strict=True):
             seal(chunk, digest)
         key = self._key(passage, first, first + len(keeping.chunks))
-        context = _field(self._connection.call("prepare_store", key, self._instance), "context", dict)
+        context = _field(self._connection.call("prepare_store", key, self.instance), "context", dict)
         slots, indices = context.get("slots", []), context.get("chunk_indices", [])
         if len(slots) != len(indices) or not set(indices) <= set(range(len(keeping.chunks))):
             raise TransferFailed("LMCache's server wants other chunks than it was offered")
         for slot, index in zip(slots, indices, strict=True):
             self._slot(slot)[:] = keeping.chunks[index]
         if slots:  # none: it has them all, or no room
-            self._connection.call("commit_store", key, self._instance, b"")
+            self._connection.call("commit_store", key, self.instance, b"")
             self._tell(kept_tokens=self._load.kept_tokens + len(slots) * self._shape.chunk_tokens)
 
     def _key(self, passage: Passage, first: int, end: int, *, is_lookup: bool = False) -> dict[str, Any]:
@@ -284,7 +295,7 @@ class Tier:
 
     def _session(self, name: str) -> str:
         """Workers share a server."""
-        return f"{self._instance:x}-{name}"
+        return f"{self.instance:x}-{name}"
 
     def _slot(self, slot: Any) -> np.ndarray:
         """A chunk's place in the server's memory."""
@@ -305,16 +316,20 @@ def _field(answer: Any, name: str, kind: type) -> Any:
     return value
 
 
-def _mapped(answer: Any) -> np.ndarray:
-    """The server's shared memory."""
-    name, size = _field(answer, "shm_name", str), _field(answer, "pool_size", int)
-    if not SEGMENT.fullmatch(name):
-        raise TransferFailed("LMCache's server has no shared memory")
+def _mapped(segment: Path) -> tuple[int, np.ndarray]:
+    """The server's shared memory, and what tells it from another of the same name."""
     try:
-        descriptor = os.open(f"/dev/shm/{name}", os.O_RDWR | os.O_NOFOLLOW)
+        descriptor = os.open(segment, os.O_RDWR | os.O_NOFOLLOW)
         try:
-            return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+            return os.fstat(descriptor).st_ino, np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
         finally:
             os.close(descriptor)
     except (OSError, ValueError) as error:
+        raise TransferFailed(f"the shared memory of LMCache's server: {error}") from error
+
+
+def _id_of(segment: Path) -> int:
+    try:
+        return segment.stat().st_ino
+    except OSError as error:
         raise TransferFailed(f"the shared memory of LMCache's server: {error}") from error

@@ -206,8 +206,13 @@ class Launcher:
             self.failed.set_exception(WorkerStartError(reason))
 
 
-def worker_argv(config: WorkersConfig, worker_id: str, address: str, model: Path, kv_host: str = "") -> list[str]:
-    """The arguments of the Python that runs one worker. ``kv_host``: where others reach it; empty: it finds out."""
+def worker_argv(
+    config: WorkersConfig, worker_id: str, address: str, model: Path, kv_host: str = "", kv_tier: str = ""
+) -> list[str]:
+    """The arguments of the Python that runs one worker.
+
+    ``kv_host``: where others reach it; empty: it finds out. ``kv_tier``: where the shared tier listens; empty: none.
+    """
     options = {
         "--orchestrator": address,
         "--worker-id": worker_id,
@@ -219,6 +224,7 @@ def worker_argv(config: WorkersConfig, worker_id: str, address: str, model: Path
         "--max-model-len-tokens": config.max_model_len_tokens,
         "--dtype": config.dtype,
         **({"--kv-host": kv_host} if kv_host else {}),
+        **({"--kv-tier": kv_tier} if kv_tier else {}),
     }
     return ["-m", WORKER_MODULE, *(str(part) for option in options.items() for part in option)]
 

@@ -29,7 +29,7 @@ from dora.orchestrator.feed import PromptFeed
 from dora.orchestrator.presence import TrainerPresence
 from dora.orchestrator.record_queue import RecordQueue
 from dora.orchestrator.storage import EVENT_LOG, RUN_FOLDER, Storage
-from dora.orchestrator.streams import Sessions, WorkerProcesses, WorkerSession
+from dora.orchestrator.streams import KvTier, Sessions, WorkerProcesses, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.orchestrator.worker_reports import WorkerReports
 from dora.record import Recorder
@@ -95,6 +95,7 @@ class Runtime:
             spawn=self.spawn,
         )
         self.trainer = TrainerPresence()
+        self.tier: KvTier | None = None
         self.started_at = time.time()
         self._tasks: set[asyncio.Task[None]] = set()
         self._posting = False

@@ -10,7 +10,7 @@ from dora.errors import DoraError
 from dora.orchestrator.telemetry import Rate
 from dora.rpc import dora_pb2 as pb
 from dora.trajectory import TrajectoryGroup
-from dora.types import NO_KV, EngineCapability, KvEndpoint
+from dora.types import NO_KV, EngineCapability, KvEndpoint, TierLoad
 
 log = logging.getLogger("dora.service")
 
@@ -39,6 +39,7 @@ class WorkerSession:
         self.kv = kv
         self.heard_s = time.monotonic()
         self.reprefilled_tokens = 0
+        self.tier = TierLoad()
         self.rate = Rate()
         self._outbox: asyncio.Queue[pb.WorkerCommand | None] = asyncio.Queue(COMMANDS_QUEUED_MAX)
 
@@ -97,6 +98,13 @@ class StepStream:
                     return
                 batch.append(following)
             yield batch
+
+
+class KvTier(Protocol):
+    """The server of the shared KV tier, as operators see it."""
+
+    def status(self, workers: int) -> pb.KvTierStatus:
+        """``workers``: that reach it."""
 
 
 class WorkerProcesses(Protocol):

@@ -61,6 +61,9 @@ def checked_deltas(report: pb.WorkerReport, kv_tokens: int, vocab_size: int) -> 
     ):
         if getattr(report, name) > most:
             raise InvalidValue(name, getattr(report, name), f"at most {most}")
+    for name in ("found_tokens", "kept_tokens", "damaged_chunks", "losses"):
+        if getattr(report.kv_tier, name) > _TOTAL_MOST:
+            raise InvalidValue(f"kv_tier.{name}", getattr(report.kv_tier, name), f"at most {_TOTAL_MOST}")
     deltas = [convert.delta_from_wire(message) for message in report.deltas]
     for delta in deltas:
         what = f"{delta.request_id[:80]}: "

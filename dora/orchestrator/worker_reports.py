@@ -65,6 +65,9 @@ class WorkerReports:
         session.rate.observe(now, report.generated_tokens)
         self._telemetry.tokens_reprefilled += max(0, report.reprefilled_tokens - session.reprefilled_tokens)
         session.reprefilled_tokens = report.reprefilled_tokens
+        tier = convert.tier_from_wire(report.kv_tier)
+        self._telemetry.tier(session.tier, tier)
+        session.tier = tier
         for delta in () if mixed else deltas:
             self._append(session.worker_id, delta, at)
         taken = mixed or deltas

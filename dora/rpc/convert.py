@@ -27,6 +27,7 @@ from dora.types import (
     RequestSpec,
     SamplingParams,
     Segment,
+    TierLoad,
     TokenDelta,
 )
 
@@ -41,6 +42,7 @@ _HISTORY_BYTES: Final = 128 << 10  # of a trajectory, beside its tokens: half fo
 # Fields that bear the same name on both sides and need no conversion.
 _SAMPLING: Final = tuple(each.name for each in fields(SamplingParams))
 _CAPABILITY: Final = tuple(each.name for each in fields(EngineCapability))
+_TIER: Final = tuple(each.name for each in fields(TierLoad))
 _TRAJECTORY: Final = (
     *("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size"),
     *("behaviour_version", "reference_version", "trained_step", "staleness"),
@@ -178,6 +180,14 @@ def request_from_wire(message: pb.StartRequest) -> RequestSpec:
         output_token_ids=outputs,
         logprobs=logprobs,
     )
+
+
+def tier_to_wire(load: TierLoad) -> pb.KvTierLoad:
+    return pb.KvTierLoad(**_named(load, _TIER))
+
+
+def tier_from_wire(message: pb.KvTierLoad) -> TierLoad:
+    return TierLoad(**_named(message, _TIER))
 
 
 def delta_to_wire(delta: TokenDelta) -> pb.TokenDelta:

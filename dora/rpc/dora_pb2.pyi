@@ -389,7 +389,7 @@ class WatchRequest(_message.Message):
     def __init__(self, period_ms: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "prompts_failed")
+    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "kv_tier", "prompts_failed")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -415,6 +415,7 @@ class Status(_message.Message):
     SOURCE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     SOURCE_INDEX_FIELD_NUMBER: _ClassVar[int]
     STORAGE_FAULTS_FIELD_NUMBER: _ClassVar[int]
+    KV_TIER_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FAILED_FIELD_NUMBER: _ClassVar[int]
     model: str
     uptime_s: float
@@ -434,8 +435,27 @@ class Status(_message.Message):
     source_epoch: int
     source_index: int
     storage_faults: _containers.RepeatedCompositeFieldContainer[StorageFault]
+    kv_tier: KvTierStatus
     prompts_failed: str
-    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., prompts_failed: _Optional[str] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., kv_tier: _Optional[_Union[KvTierStatus, _Mapping]] = ..., prompts_failed: _Optional[str] = ...) -> None: ...
+
+class KvTierStatus(_message.Message):
+    __slots__ = ("up", "used_bytes", "size_bytes", "chunks", "workers", "restarts", "reason")
+    UP_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    up: bool
+    used_bytes: int
+    size_bytes: int
+    chunks: int
+    workers: int
+    restarts: int
+    reason: str
+    def __init__(self, up: _Optional[bool] = ..., used_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., workers: _Optional[int] = ..., restarts: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class StorageFault(_message.Message):
     __slots__ = ("place", "reason", "since")
@@ -647,7 +667,7 @@ class WorkerHello(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., fingerprint: _Optional[str] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_model_len_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_address: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("deltas", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at")
+    __slots__ = ("deltas", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at", "kv_tier")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -656,6 +676,7 @@ class WorkerReport(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     AT_FIELD_NUMBER: _ClassVar[int]
+    KV_TIER_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
     running: int
     waiting: int
@@ -664,7 +685,22 @@ class WorkerReport(_message.Message):
     generated_tokens: int
     version: int
     at: float
-    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ...) -> None: ...
+    kv_tier: KvTierLoad
+    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ..., kv_tier: _Optional[_Union[KvTierLoad, _Mapping]] = ...) -> None: ...
+
+class KvTierLoad(_message.Message):
+    __slots__ = ("up", "found_tokens", "kept_tokens", "damaged_chunks", "losses")
+    UP_FIELD_NUMBER: _ClassVar[int]
+    FOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    up: bool
+    found_tokens: int
+    kept_tokens: int
+    damaged_chunks: int
+    losses: int
+    def __init__(self, up: _Optional[bool] = ..., found_tokens: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., damaged_chunks: _Optional[int] = ..., losses: _Optional[int] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("request_id", "version", "first_token", "token_ids", "logprobs", "finish_reason", "stop")

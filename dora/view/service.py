@@ -6,7 +6,7 @@ from typing import Final
 
 from rich.text import Text
 
-from dora.rpc.dora_pb2 import Status, StepMetrics, TrajectoryStatus, VersionStatus, WorkerStatus
+from dora.rpc.dora_pb2 import KvTierStatus, Status, StepMetrics, TrajectoryStatus, VersionStatus, WorkerStatus
 from dora.view.numbers import NONE, duration, measured, number
 from dora.view.tables import Column, Facts, Sheet, version_cell
 
@@ -49,6 +49,10 @@ COUNTERS: Final = {
     "rewards_failed": "verdicts that the reward function did not give: it raised, hung, or returned no number",
     "storage_faults": "times that a place could not be written: nothing is admitted meanwhile",
     "staleness_max": "largest staleness of a taken group, step less version: at most window - 1",
+    "tier_chunks_damaged": "chunks found in the KV tier that were not whole: their KV was computed",
+    "tier_losses": "times that a worker lost the KV tier",
+    "tier_tokens_found": "tokens whose KV a worker took from the KV tier, in place of computing it",
+    "tier_tokens_kept": "tokens whose KV was put into the KV tier",
     "tokens_generated": "tokens delivered",
     "tokens_per_s": "their rate between the first token and the last",
     "tokens_reprefilled": "tokens whose KV was computed a second time",
@@ -162,6 +166,8 @@ def status_table(status: Status) -> Facts:
         table.add_row("weights", line)
     table.add_row("workers", _workers_line(status.workers))
     table.add_row("generation", pace(status))
+    if status.HasField("kv_tier"):
+        table.add_row("KV tier", tier(status.kv_tier, len(status.workers)))
     if status.prompts_failed:
         table.add_row("prompts", Text(f"failed: {status.prompts_failed}", "bold red"))
     table.add_row("prompts queued", f"{status.prompts_queued:,}")
@@ -284,6 +290,14 @@ def storage(status: Status) -> Text:
 def faults_of(status: Status) -> str:
     """The places that cannot be written now, each with its reason; empty: there is none."""
     return "; ".join(f"{fault.place}: {fault.reason}" for fault in status.storage_faults)
+
+
+def tier(found: KvTierStatus, workers: int) -> Text:
+    """Whether the shared KV tier is there, what it holds, and who reaches it."""
+    if not found.up:
+        return Text(f"down: {found.reason}; workers compute what they would find there", "yellow")
+    used, size = found.used_bytes / 2**20, found.size_bytes / 2**20
+    return Text(f"up, {used:,.0f} of {size:,.0f} MiB in {found.chunks:,} chunks, {found.workers} of {workers} workers")
 
 
 def pace(status: Status) -> str:

@@ -113,6 +113,7 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
         block_tokens=options.block_tokens,
         max_model_len_tokens=options.max_model_len_tokens,
         dtype=options.dtype,
+        tier_endpoint=options.kv_tier,
     )
 
 
@@ -128,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-model-len-tokens", type=int, default=2048)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--kv-host", default="", help="address at which other workers reach this one with KV")
+    parser.add_argument("--kv-tier", default="", help="address of the service's shared KV tier; empty: none")
     return parser
 
 

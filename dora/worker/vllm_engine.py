@@ -9,9 +9,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from dora.errors import Conflict, InvalidValue
+from dora.kvtier.chunks import ChunkShape
 from dora.kvtransfer.layout import rng_draws
 from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot
 from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
@@ -20,6 +21,9 @@ from dora.worker import vllm_environment
 from dora.worker.base_engine import BaseEngine
 from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopStrings, StopWatch
+
+if TYPE_CHECKING:
+    from dora.kvtier.tier import Tier
 
 log = logging.getLogger("dora.worker")
 
@@ -203,6 +207,11 @@ class VllmEngine(BaseEngine[_Live]):
         return self._core
 
     @property
+    def tier(self) -> "Tier | None":
+        """This worker's part of the shared KV tier."""
+        return None if self._tier is None else self._tier.tier
+
+    @property
     def _scheduler(self) -> Any:
         return self._core.scheduler
 
@@ -221,7 +230,6 @@ class VllmEngine(BaseEngine[_Live]):
 
     def _open_tier(self, endpoint: str) -> Any:
         """This engine's part of the shared tier; None for a model whose state is more than one list of blocks."""
-        from dora.kvtier.chunks import ChunkShape
         from dora.kvtier.tier import Tier
         from dora.worker.vllm_tier import TIER_BYTES, TierPrefixes
 

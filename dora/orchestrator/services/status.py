@@ -47,8 +47,15 @@ def of_service(runtime: Runtime, model: str) -> pb.Status:
         prompts_failed=runtime.feed.failure,
         source_epoch=position.epoch,
         source_index=position.index,
+        kv_tier=_tier(runtime),
         dp_groups_to_add=runtime.telemetry.groups_to_add(sum(not w.draining for w in state.workers.values())),
     )
+
+
+def _tier(runtime: Runtime) -> pb.KvTierStatus | None:
+    if runtime.tier is None:
+        return None
+    return runtime.tier.status(sum(session.tier.up for session in runtime.sessions.workers.values()))
 
 
 def counters(runtime: Runtime) -> dict[str, float]:
