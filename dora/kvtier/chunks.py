@@ -115,10 +115,10 @@ class Chain:
 
 def seal(chunk: np.ndarray, digest: bytes) -> None:
     """Ends a chunk (uint8 of ``sealed_bytes``) with what it is and the digest of its bytes."""
-    written = digest + xxh3_128_digest(memoryview(chunk[:-SEAL_BYTES]))
+    written = digest + xxh3_128_digest(chunk[:-SEAL_BYTES].data)
     chunk[-SEAL_BYTES:] = np.frombuffer(written, np.uint8)
 
 
 def is_sealed(chunk: np.ndarray, digest: bytes) -> bool:
     """Whether this is the chunk with that digest, whole."""
-    return bytes(chunk[-SEAL_BYTES:]) == digest + xxh3_128_digest(memoryview(chunk[:-SEAL_BYTES]))
+    return bytes(chunk[-SEAL_BYTES:]) == digest + xxh3_128_digest(chunk[:-SEAL_BYTES].data)

@@ -55,7 +55,7 @@ def check_socket(run_folder: Path) -> None:
     over = len(os.fsencode(server.socket_of(run_folder))) - server.SOCKET_PATH_MOST
     if over > 0:
         allowed = f"shorter by {over} bytes, for the socket of the KV tier in it"
-        raise InvalidValue(RUN_FOLDER, str(run_folder), allowed)
+        raise InvalidValue("service.run_folder", str(run_folder), allowed)
 
 
 async def _version(kv: KvConfig) -> str:
