@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from dora.kvtransfer.snapshot import KvLayout, Pieces
 
@@ -35,7 +35,7 @@ def chunk_tokens_of(block_tokens: int) -> int:
 class ChunkShape:
     """What chunks of one engine look like: the blocks of a layer lie together, the layers in the layout's order."""
 
-    fingerprint: str
+    fingerprint: str  # of all that has to agree for the bytes of a block to mean the same
     block_tokens: int
     chunk_tokens: int
     layers: tuple[tuple[str, int], ...]  # (layer name, bytes per block)
@@ -43,7 +43,8 @@ class ChunkShape:
     @classmethod
     def of(cls, layout: KvLayout) -> "ChunkShape":
         """For an engine whose KV has this layout."""
-        return cls(layout.fingerprint, layout.block_tokens, chunk_tokens_of(layout.block_tokens), layout.layers)
+        whole = xxh3_128_hexdigest(repr(layout).encode())  # the layout's own lets blocks differ that can be converted
+        return cls(whole, layout.block_tokens, chunk_tokens_of(layout.block_tokens), layout.layers)
 
     @property
     def name(self) -> str:

@@ -27,6 +27,7 @@ ANSWERED = {
     "commit_store",
     "end_session",
     "free_lookup_locks",
+    "get_chunk_size",
     "lookup",
     "ping",
     "prepare_retrieve",

@@ -86,6 +86,7 @@ class Tier:
         self._wake = threading.Condition()
         self._closing = False
         self._load = TierLoad()
+        self._why_down = ""
         self.up = threading.Event()
         self.opened = 0  # times that a server was found: each may be an empty one
         self._thread = threading.Thread(target=self._run, name="kv-tier", daemon=True)
@@ -158,8 +159,12 @@ class Tier:
             self._connection.close()
 
     def _open(self) -> None:
+        chunk_tokens = self._connection.call("get_chunk_size")
+        if chunk_tokens != self._shape.chunk_tokens:
+            raise TransferFailed(f"its chunks have {chunk_tokens} tokens, this engine's {self._shape.chunk_tokens}")
         self._segment_id, self._segment = _mapped(self._greet())
         self.opened += 1
+        self._why_down = ""
         self._tell(up=True)
         self.up.set()
         log.info("the KV tier is up: %d MiB", len(self._segment) >> 20)
@@ -214,7 +219,9 @@ class Tier:
         with self._wake:
             if self.up.is_set() and not self._closing:
                 self._tell(up=False, losses=self._load.losses + 1)
+            if reason != self._why_down and not self._closing:
                 log.warning("the KV tier is down: %s", reason)
+            self._why_down = reason
             self.up.clear()
             for search in self._searches:
                 search.done.set()

@@ -24,6 +24,7 @@ _OPERATIONS: Final = {
     "commit_store": 17,
     "prepare_retrieve": 18,
     "commit_retrieve": 19,
+    "get_chunk_size": 21,
     "ping": 22,
 }
 

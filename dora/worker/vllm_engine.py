@@ -229,12 +229,12 @@ class VllmEngine(BaseEngine[_Live]):
         self._submit(core_request)
 
     def _open_tier(self, endpoint: str) -> Any:
-        """This engine's part of the shared tier; None for a model whose state is more than one list of blocks."""
+        """This engine's part of the shared tier; None where a request's state is more than one list of blocks."""
         from dora.kvtier.tier import Tier
         from dora.worker.vllm_tier import TIER_BYTES, TierPrefixes
 
-        if not self._movable:
-            log.warning("no KV tier: this model has more state than one list of blocks")
+        if not self._takes_ahead:
+            log.warning("no KV tier: a request of this model has more state than one list of blocks of all its tokens")
             return None
         shape = ChunkShape.of(self._layout)
         tier = Tier(endpoint, shape, TIER_BYTES)

@@ -140,7 +140,7 @@ class TierPrefixes:
             return 0
         block_ids = self._scheduler.kv_cache_manager.get_block_ids(state.request_id)[0]
         blocks = block_ids[first * self._shape.blocks : end * self._shape.blocks]
-        self._shape.write(self._store.show(blocks), room)
+        self._shape.write(self._store.show([blocks]), room)  # an engine with a tier has one group
         self._tier.keep(self._passage(state, request, end), first, room)
         request.kept = end
         if len(self._known) > KNOWN_MOST:

@@ -93,6 +93,15 @@ def test_kv_of_another_version_or_another_model_is_never_found(tier_process: Tie
         assert find(stranger, passage("c", tokens, 17, changed)).held == 0
 
 
+def test_an_engine_whose_chunks_have_another_size_uses_no_tier(
+    tier_process: TierProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = Tier(tier_process.endpoint, replace(SHAPE, block_tokens=64, chunk_tokens=64), 1 << 20)
+    assert not tier.up.wait(2 * TIMEOUT_S) and find(tier, passage("a", TOKENS)).held is None
+    tier.close()
+    assert "its chunks have 32 tokens, this engine's 64" in caplog.text
+
+
 def test_what_is_there_is_not_kept_again(one: Tier, other: Tier) -> None:
     tokens = [8] * 96
     keep(one, passage("a", tokens[:64]), bodies(4, 2))
