@@ -213,3 +213,26 @@ def test_without_its_server_a_worker_goes_on(
     settle(engine, weights)
     response_of(engine, request("e", 60))
     assert found(engine) - before == 3 * CHUNK_TOKENS, "the new server got what the old one had"
+
+
+@pytest.mark.parametrize("with_tier", [True, False])
+def test_a_preempted_request_finds_what_it_had(
+    engine: VllmEngine, tier_process: TierProcess, weights: dict[int, Path], with_tier: bool
+) -> None:
+    """Its blocks have gone to others meanwhile, so that the engine's own prefix cache has nothing of it."""
+    wanted = request("a", 70, sampling=replace(SAMPLED, max_tokens=80))
+    whole = response_of(engine, replace(wanted, request_id="alone"))
+    driver = Driver(engine)
+    driver.add(wanted)
+    driver.step(45)
+    kv_tokens = PROMPT_TOKENS + 45 - 1
+    assert engine.tier is not None and engine.tier.drain(WAIT_S)
+    if not with_tier:
+        tier_process.kill()
+    found_before, computed_before = found(engine), engine.load().reprefilled_tokens
+    assert engine.core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    response = driver.finish()["a"]
+    assert farthest({"": response}, {"": whole}) <= ROUNDING
+    in_tier = kv_tokens // CHUNK_TOKENS * CHUNK_TOKENS if with_tier else 0
+    assert found(engine) - found_before == in_tier
+    assert engine.load().reprefilled_tokens - computed_before == kv_tokens - in_tier
