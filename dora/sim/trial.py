@@ -176,7 +176,7 @@ def check_books(world: UnreliableWorld) -> None:
     if world.ledger.groups:
         raise Lost(f"neither trained nor cancelled: {', '.join(world.ledger.groups)} (C2)")
     check_empty(world.machine.state)
-    for worker in world.workers.values():
+    for worker in (*world.workers.values(), *world.pools.values()):
         if worker.alive and worker.engine.requests:
             raise Violation(f"{worker.worker_id} still holds {', '.join(worker.engine.requests)}")
     if world.snapshots:
