@@ -165,6 +165,10 @@ class World(WorkerDriver):
         self.post(on.PoolJoined(pool_id, pool.epoch, pool.kv_tokens))
         return pool
 
+    def end(self, name: str) -> SimWorker | None:
+        """The worker or the pool in session with this id."""
+        return self.workers.get(name) or self.pools.get(name)
+
     def lose(self, worker: SimWorker, reason: str) -> None:
         """The worker is gone, with all that it held."""
         if not worker.alive:
@@ -178,7 +182,7 @@ class World(WorkerDriver):
 
     def addressed(self, command: do.WorkerCommand | do.EvictWorker | do.StopWorker) -> SimWorker | None:
         """Whom a command is for, a worker or a pool; None where that epoch is over."""
-        worker = self.workers.get(command.worker_id) or self.pools.get(command.worker_id)
+        worker = self.end(command.worker_id)
         return worker if worker is not None and worker.epoch == command.epoch else None
 
     def to_worker(self, command: do.WorkerCommand) -> None:
