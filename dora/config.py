@@ -105,6 +105,7 @@ class CostConfig(Section):
     request_s: StepSeconds = Field(description="k3: a step's seconds for each running request")
     step_s: StepSeconds = Field(description="k4: a step's other seconds")
     prefill_token_s: StepSeconds = Field(0.0, description="seconds for each prefilled token")
+    copy_token_s: StepSeconds = Field(1e-5, description="seconds to copy a token's KV into a pool, or out of it")
     expert_fraction: float = Field(1.0, ge=1e-6, le=1.0, description="share of the experts one token reads; 1: dense")
     imbalance: float = Field(0.0, ge=0.0, le=1e4, description="extra k3 from uneven experts, times 1/sqrt(requests)")
     shared_fraction: Fraction = Field(0.0, description="share of the weights that every token reads")

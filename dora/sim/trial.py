@@ -130,7 +130,6 @@ class Trial:
         )
         return scenario.model_copy(update={"balance": balance})
 
-
     def _pools(self) -> dict[str, int]:
         """Of the cluster: in a third of the seeds there is none, and there the strategies decide as ever."""
         random = Random(f"pools {self.seed}")

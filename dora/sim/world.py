@@ -34,7 +34,9 @@ Observer = Callable[[float, on.Event, list[do.Command]], None]  # now_s, the eve
 
 def core_config(scenario: Scenario) -> Config:
     """The configuration of the core in this scenario."""
-    balance = scenario.balance.model_copy(update={"cost": scenario.balance.cost or scenario.cluster.cost})
+    cluster = scenario.cluster
+    known = cluster.cost.model_copy(update={"copy_token_s": cluster.kv_token_bytes / cluster.pool_bytes_per_s})
+    balance = scenario.balance.model_copy(update={"cost": scenario.balance.cost or known})
     # without end it is beyond what a service may ask for
     window = scenario.window.model_copy(update={"size": partial.window_steps(scenario)})
     selection = SelectionConfig(redundant_fraction=scenario.redundant_fraction)

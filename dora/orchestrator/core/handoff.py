@@ -19,7 +19,7 @@ def begin(state: State, row: int, target: Worker | Pool) -> None:
     source = state.owner(row)
     assert source is not None and source is not target, "a handoff is between two workers, or a worker and a pool"
     kind = Kind.PARK if isinstance(target, Pool) else Kind.MOVE
-    _begin(state, kind, row, source, target, _kv_tokens(state, row))
+    _begin(state, kind, row, source, target, kv_tokens(state, row))
 
 
 def resume(state: State, row: int, pool: Pool, target: Worker) -> None:
@@ -27,32 +27,38 @@ def resume(state: State, row: int, pool: Pool, target: Worker) -> None:
     _begin(state, Kind.RESUME, row, pool, target, int(state.requests["claim"][row]))
 
 
-def _begin(state: State, kind: Kind, row: int, source: Worker | Pool, target: Worker | Pool, kv_tokens: int) -> None:
+def _begin(state: State, kind: Kind, row: int, source: Worker | Pool, target: Worker | Pool, claim: int) -> None:
     request_id = state.request_id[row]
     handoff = Handoff(row, request_id, source.worker_id, target.worker_id, state.now_s, kind)
     state.handoffs[row] = handoff
     state.requests["moving"][row] = True
     target.inbound += 1
-    target.kv_claimed += kv_tokens
+    target.kv_claimed += claim
     if isinstance(target, Worker):
         state.loads.changed(target.index)
         state.worklist.given(target.index)
-        target.kv_inbound += kv_tokens
+        target.kv_inbound += claim
     reserve = do.ReserveSlot(
         target.worker_id,
         target.epoch,
         state.command_id(),
         request_id,
         int(state.requests["version"][row]),
-        kv_tokens,
+        claim,
     )
-    state.requests["claim_inbound"][row] = kv_tokens
+    state.requests["claim_inbound"][row] = claim
     state.send(reserve, handoff)
 
 
+def send_back(state: State, row: int) -> None:
+    """The request leaves its worker without its KV, and waits in line to be re-prefilled."""
+    source = state.move_off(row)
+    state.send(do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), state.request_id[row]))
+    state.wait_first(row)
+
+
 def asked(state: State, event: on.MigrateAsked) -> None:
-    """An operator moves one request, to a worker or into a pool. Raises NotFound or Conflict where it cannot go there.
-    """
+    """An operator moves one request, to a worker or into a pool. Raises NotFound or Conflict where it cannot go there."""
     row = state.request_row.get(event.request_id)
     target = state.end(event.target_worker)
     if row is None:
@@ -70,8 +76,8 @@ def asked(state: State, event: on.MigrateAsked) -> None:
     if state.owner(row) is target:
         raise Conflict("--to", event.target_worker, "another worker", why=f"is where {event.request_id} is")
     if isinstance(target, Pool):
-        if target.free < _kv_tokens(state, row):
-            allowed = f"a pool with room for {_kv_tokens(state, row):,} tokens of KV"
+        if target.free < kv_tokens(state, row):
+            allowed = f"a pool with room for {kv_tokens(state, row):,} tokens of KV"
             raise Conflict("--to", event.target_worker, allowed, why=f"has room for {target.free:,}")
     elif target.hosts != version:
         why = "hosts no version" if target.hosts is None else f"hosts version {target.hosts}"
@@ -165,13 +171,13 @@ def _close(state: State, handoff: Handoff, signal: Signal) -> None:
     row = handoff.row
     del state.handoffs[row]
     state.requests["moving"][row] = False
-    target, kv_tokens = state.end(handoff.target), int(state.requests["claim_inbound"][row])
+    target, claim = state.end(handoff.target), int(state.requests["claim_inbound"][row])
     if target is not None:
         target.inbound -= 1
-        target.kv_claimed -= kv_tokens
+        target.kv_claimed -= claim
     if isinstance(target, Worker):
         state.loads.changed(target.index)
-        target.kv_inbound -= kv_tokens
+        target.kv_inbound -= claim
         state.worklist.changed(target.index)
     state.requests["claim_inbound"][row] = 0
     state.worklist.wake()
@@ -274,11 +280,10 @@ def _restart_at_target(state: State, handoff: Handoff) -> None:
     """In a pool nothing is restarted: there the request waits to be re-prefilled."""
     if handoff.kind is Kind.RESUME:
         return  # it waits again (``_close``)
-    source = state.move_off(handoff.row)
-    state.send(do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), handoff.request_id))
+    send_back(state, handoff.row)
     if handoff.kind is Kind.PARK:
-        state.wait_first(handoff.row)
         return
+    state.waiting[int(state.requests["version"][handoff.row])].remove(handoff.row)
     start(state, handoff.row, state.workers[handoff.target])
     state.requests["moves"][handoff.row] += 1
 
@@ -295,7 +300,8 @@ def _release_snapshot(state: State, handoff: Handoff) -> None:
     state.out.append(do.ReleaseSnapshot(handoff.locator))
 
 
-def _kv_tokens(state: State, row: int) -> int:
+def kv_tokens(state: State, row: int) -> int:
+    """KV of a request, as far as its worker has told."""
     requests = state.requests
     return int(requests["prompt_tokens"][row] + requests["tokens"][row])
 

@@ -13,8 +13,8 @@ from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.handoff_table import Handoff
 from dora.orchestrator.core.hosting import Hosting
 from dora.orchestrator.core.line import Backlog, Line
-from dora.orchestrator.core.pool import Pool
 from dora.orchestrator.core.loads import Loads
+from dora.orchestrator.core.pool import Pool
 from dora.orchestrator.core.prediction import PREDICTORS, PromptTraits
 from dora.orchestrator.core.rhythm import Rhythm
 from dora.orchestrator.core.table import Column, Table
