@@ -227,7 +227,7 @@ def check_handoffs(state: State) -> None:
 
 
 def check_handoff(state: State, row: int, handoff: Handoff) -> None:
-    """A live handoff is between the worker or pool that has the request and another living end; STRANDED: that is gone."""
+    """A live handoff is between who has the request and another living worker or pool; STRANDED: the former is gone."""
     owner = state.pool_of(row) if handoff.kind is Kind.RESUME else state.owner(row)
     source = None if handoff.phase is Phase.STRANDED else handoff.source
     targets = state.pools if handoff.kind is Kind.PARK else state.workers

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 from dora.config import BalanceConfig, CostConfig, DoraConfig, WindowConfig
 from dora.errors import InvalidValue, one_of
@@ -130,15 +130,19 @@ class Trial:
         )
         return scenario.model_copy(update={"balance": balance})
 
-    def _pools(self) -> dict[str, int]:
+    def _pools(self) -> dict[str, Any]:
         """Of the cluster: in a third of the seeds there is none, and there the strategies decide as ever."""
         random = Random(f"pools {self.seed}")
         if POOL not in kinds_of(self.kinds):
             return {}
-        return {"pools": random.choice((1, 2)), "pool_tokens": random.choice((0, 60, 500))}
+        return {
+            "pools": random.choice((1, 2)),
+            "pool_tokens": random.choice((0, 60, 500)),
+            "pool_bytes_per_s": random.choice((50.0, 200.0, 1000.0)),
+        }
 
 
-def _cluster(random: Random, workers: int, cost: CostConfig, pools: dict[str, int]) -> Cluster:
+def _cluster(random: Random, workers: int, cost: CostConfig, pools: dict[str, Any]) -> Cluster:
     """Slots and KV are scarce; a copy may take as long as many tokens, so that much happens meanwhile.
 
     Where KV or requests cost time a full engine is much slower: strategies have fast and slow places to choose from.

@@ -58,7 +58,7 @@ def send_back(state: State, row: int) -> None:
 
 
 def asked(state: State, event: on.MigrateAsked) -> None:
-    """An operator moves one request, to a worker or into a pool. Raises NotFound or Conflict where it cannot go there."""
+    """An operator moves one request to a worker or a pool. Raises NotFound or Conflict where it cannot go there."""
     row = state.request_row.get(event.request_id)
     target = state.end(event.target_worker)
     if row is None:
