@@ -74,6 +74,8 @@ def counters(runtime: Runtime) -> dict[str, float]:
         "groups_lost": lost,
         "groups_open": held,
         "handoffs_now": len(state.handoffs),
+        "requests_parked_now": sum(len(pool.rows) for pool in state.pools.values()),
+        "kv_tokens_parked": sum(pool.kv_claimed for pool in state.pools.values()),
     }
 
 
