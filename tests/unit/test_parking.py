@@ -244,3 +244,24 @@ def test_parked_tokens_are_seen() -> None:
     view = view_of(bench.state)
     assert (view.pools, view.parked_tokens) == ((988,), 12)
     assert view.requests.parked.nonzero()[0].tolist() == [bench.row] and view.requests.worker[bench.row] == -1
+
+
+def test_a_worker_without_room_is_asked_once_more_after_a_rest() -> None:
+    bench = PoolBench()
+    bench.park()
+
+    def refuse() -> None:
+        (reserve,) = (p.command for p in bench.state.pending.values() if isinstance(p.command, do.ReserveSlot))
+        bench.answer(reserve, ok=False, error="no room", error_kind="refused")
+
+    refuse()
+    assert bench.parked and not bench.state.handoffs
+    bench.post(on.Tick())
+    assert not bench.state.handoffs, "the worker rests"
+    bench.now_s += 1.0
+    bench.post(on.Tick())
+    refuse()
+    assert not bench.parked and bench.sent(do.RemoveRequest, "pool-0")
+    bench.now_s += 1.0
+    bench.post(on.Tick())
+    assert bench.given(do.StartRequest)[-1].arrival == "re-prefilled" and bench.owner("g0.0") == "w0"

@@ -50,7 +50,8 @@ class Dispatcher:
     def candidates(self, version: int) -> list[Worker]:
         """Those of them that may have room: something has left them or their ration grew since they were found full."""
         state = self._state
-        return [worker for worker in state.workers_of(version) if state.worklist.has_room(worker.index)]
+        roomy = (worker for worker in state.workers_of(version) if state.worklist.has_room(worker.index))
+        return [worker for worker in roomy if worker.rests_until_s <= state.now_s]
 
     def loading(self, version: int) -> int:
         """How many workers are loading this version, and will soon host it."""

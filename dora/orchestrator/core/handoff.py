@@ -12,6 +12,7 @@ from dora.orchestrator.core.state import RUNNING, Pending, State
 from dora.orchestrator.core.worker import Worker, one_of_workers
 
 MOVE_REST_S = 5.0  # what one worker has refused it would refuse again at once
+REFUSED_REST_S = 1.0  # a worker that had no room for a parked request is asked again after this
 
 
 def begin(state: State, row: int, target: Worker | Pool) -> None:
@@ -194,12 +195,18 @@ def _close(state: State, handoff: Handoff, signal: Signal) -> None:
 
 
 def _wait_again(state: State, handoff: Handoff, signal: Signal) -> None:
-    """A parked request could not be resumed. Only a target that was lost says nothing against its KV in the pool."""
-    row = handoff.row
-    if signal is not Signal.TARGET_LOST:
+    """A parked request could not be resumed. A target that was lost, or has no room, says nothing against its KV.
+
+    One that is refused a second time is dropped all the same: re-prefilled it waits inside an engine.
+    """
+    row, pool, target = handoff.row, state.pool_of(handoff.row), state.workers.get(handoff.target)
+    if signal is Signal.REFUSED and pool is not None and target is not None and row not in pool.refused:
+        pool.refused.add(row)
+        target.rests_until_s = state.now_s + REFUSED_REST_S
+    elif signal is not Signal.TARGET_LOST:
         state.counters.parked_lost += 1
-        if state.requests["pool"][row]:
-            pool = state.unpark(row)
+        if pool is not None:
+            state.unpark(row)
             if signal is not Signal.SOURCE_LOST:
                 remove = do.RemoveRequest(pool.pool_id, pool.epoch, state.command_id(), handoff.request_id)
                 state.send(remove)

@@ -17,6 +17,7 @@ class Pool:
     rows: set[int] = field(default_factory=set)  # requests parked here
     inbound: int = 0  # handoffs on their way to it
     kv_claimed: int = 0  # of both: never above its capacity
+    refused: set[int] = field(default_factory=set)  # of ``rows``, those that a worker has refused to take from here
 
     @property
     def worker_id(self) -> str:

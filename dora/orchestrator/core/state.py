@@ -290,6 +290,7 @@ class State:
         pool = self.pool_of(row)
         assert pool is not None, f"request {self.request_id[row]} is in no pool"
         pool.rows.discard(row)
+        pool.refused.discard(row)
         pool.kv_claimed -= int(self.requests["claim"][row])
         self.requests["pool"][row] = self.requests["claim"][row] = 0
         return pool
