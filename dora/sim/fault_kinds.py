@@ -251,5 +251,5 @@ KINDS: Final[dict[str, Kind]] = {
     "strand": Kind("a source dies in a handoff, and then something happens to what is left of it", strand),
     "storage": Kind("storage is full for a while: nothing may be admitted", _storage, 0.5),
     "publish": Kind("the trainer publishes what no worker can reproduce, and then publishes it anew", _publish),
-    POOL: Kind("requests are parked, and a pool is lost, silent, refuses or drops what it holds", befall_pool, 4.0),
+    POOL: Kind("requests are parked, and a pool is lost, silent, refuses or drops what it holds", befall_pool, 2.0),
 }

@@ -11,14 +11,19 @@ from dora.sim.worker import SimWorker
 
 PARKS_MOST: Final = 4  # that one fault asks for
 LATER_MOST_S: Final = 4.0  # until something befalls the worker that parks, and then the pool
-# Which commands fail, and how the pool, or the worker that is to park, says so.
+# Which commands fail, and how the pool, or a worker that is to park or to resume, says so.
 POOL_REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
     (do.ReserveSlot, "refused"),
     (do.CopyIn, "refused"),
     (do.Resume, "unknown_request"),
     (do.Resume, "not_movable"),
 )
-PARK_REFUSALS: Final = ("refused", "not_movable", "unknown_request")
+WORKER_REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
+    (do.Park, "refused"),
+    (do.Park, "not_movable"),
+    (do.ReserveSlot, "refused"),
+    (do.CopyIn, "refused"),
+)
 
 
 def befall_pool(world: UnreliableWorld, fault: Fault) -> None:
@@ -65,10 +70,9 @@ def _befall(world: UnreliableWorld, fault: Fault, pool: SimPool) -> None:
             command, error_kind = POOL_REFUSALS[fault.subject // 512 % len(POOL_REFUSALS)]
             pool.refusals[command] = [error_kind] * (1 + int(fault.amount * 2.99))
         case 7:
-            worker = pick(world.running(), fault.subject // 512)
-            if worker is not None:
-                error_kind = PARK_REFUSALS[fault.subject // 4096 % len(PARK_REFUSALS)]
-                worker.refusals[do.Park] = [error_kind] * (1 + int(fault.amount * 2.99))
+            command, error_kind = WORKER_REFUSALS[fault.subject // 512 % len(WORKER_REFUSALS)]
+            for worker in world.running():
+                worker.refusals[command] = [error_kind] * (1 + int(fault.amount * 2.99))
         case 8:
             _cancel_parked(world, fault)
 
