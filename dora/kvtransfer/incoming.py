@@ -13,9 +13,9 @@ import numpy as np
 
 from dora.errors import SnapshotRefused, TransferFailed
 from dora.kvtransfer.arrivals import Arrival, Arrivals
-from dora.kvtransfer.checksum import DIGEST_BYTES, Digest, digest_with
+from dora.kvtransfer.checksum import DIGEST_BYTES, Checksum, Digest, digest_with
 from dora.kvtransfer.door import TICK_S
-from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.peer import Identity, answer
 from dora.kvtransfer.transport import CHUNK_MOST, Receiver, Sum, summed
 from dora.kvtransfer.wire import Frame, Kind, Stream
@@ -37,7 +37,7 @@ class Incoming:
         own: Identity,
         secret: bytes,
         arrivals: Arrivals,
-        pool: Pool,
+        pool: Memory,
         receivers: Mapping[str, MakeReceiver],
         timeout_s: float,
     ) -> None:
@@ -54,7 +54,9 @@ class Incoming:
         except TransferFailed as error:
             log.warning("kv: %s", error)
             return
-        connection = _Connection(stream, peer, self._arrivals, self._pool, self._receivers, self._digest(peer))
+        checksum: Checksum = "xxh3" if peer.host == self._own.host else "blake3"
+        digest = digest_with(checksum, self._secret)
+        connection = _Connection(stream, peer, self._arrivals, self._pool, self._receivers, checksum, digest)
         try:
             connection.run(stopping, self._timeout_s)
         except TransferFailed as error:
@@ -62,9 +64,6 @@ class Incoming:
                 log.info("kv: from %s: %s", peer.worker_id, error)
         finally:
             connection.close()
-
-    def _digest(self, peer: Identity) -> Digest:
-        return digest_with("xxh3" if peer.host == self._own.host else "blake3", self._secret)
 
 
 @dataclass(slots=True)
@@ -86,8 +85,9 @@ class _Connection:
         stream: Stream,
         peer: Identity,
         arrivals: Arrivals,
-        pool: Pool,
+        pool: Memory,
         receivers: Mapping[str, MakeReceiver],
+        checksum: Checksum,
         digest: Digest,
     ) -> None:
         self._stream = stream
@@ -95,6 +95,7 @@ class _Connection:
         self._arrivals = arrivals
         self._pool = pool
         self._make = receivers
+        self._checksum: Checksum = checksum
         self._digest = digest
         self._receivers: dict[str, Receiver] = {}
         self._uses: dict[str, _Use] = {}  # by key
@@ -168,6 +169,7 @@ class _Connection:
                 goes_on = bool(head.get("goes_on"))
                 block_bytes = int(head.get("block_bytes", 0))
                 arrival = Arrival(key, ticket, self._peer.epoch, landing.body, before, goes_on, block_bytes)
+                arrival.checksum = self._checksum
                 self._arrivals.begin(arrival)
             except SnapshotRefused:
                 use.end()
@@ -194,6 +196,7 @@ class _Connection:
             raise TransferFailed(f"{key}: bytes {at} to {at + size} of {whole}, after {before}")
         target = arrival.body[at : at + size].data
         arrival.filled_bytes += size
+        arrival.chunk_bytes = max(arrival.chunk_bytes, size)
         try:
             found = receiver.chunk(self._stream, frame, target, self._digest)
         except SnapshotRefused as error:

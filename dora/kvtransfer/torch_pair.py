@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final
 
 from dora.errors import DoraError, SnapshotRefused, TransferFailed
 from dora.kvtransfer.checksum import Digest
-from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.transport import Landing, Receiver, Sender, Sum, copied, pool_landing, send_chunk, summed
 from dora.kvtransfer.wire import Frame, Stream
 
@@ -135,7 +135,7 @@ class TorchReceiver(Receiver):
             self._group = make_group(self._backend, store, _TARGET, self._stream.own_host(), self._timeout_s)
         return {}
 
-    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Pool) -> Landing:
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory) -> Landing:
         return Landing(pool_landing(body_bytes, pool), {})
 
     def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from dora.errors import TransferFailed
+from dora.kvtransfer.checksum import Seal
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Transfer:
     """A snapshot, or one round of it, on its way: ``parts`` in a row are its body.
 
     They must not change before it is done, or else it must be cancelled. ``after``: the key of the round before.
-    Without a head another round follows.
+    Without a head another round follows. A body that was received before has its ``seal``.
     """
 
     ticket: str
@@ -33,6 +34,7 @@ class Transfer:
     head: bytes
     after: str = ""
     block_bytes: int = 0  # of one block in all layers, where it consists of whole ones
+    seal: Seal | None = None
     done: "Future[Sent]" = field(default_factory=Future)  # its exception is TransferFailed
     cancelled: threading.Event = field(default_factory=threading.Event)
     fallbacks: list[str] = field(default_factory=list)

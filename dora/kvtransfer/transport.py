@@ -22,7 +22,7 @@ import numpy as np
 
 from dora.errors import SnapshotRefused
 from dora.kvtransfer.checksum import Digest
-from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.wire import Frame, Kind, Stream
 
 CHUNK_BYTES: Final = 1 << 20
@@ -104,7 +104,7 @@ class Receiver(ABC):
         return {}
 
     @abstractmethod
-    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Pool) -> Landing:
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory) -> Landing:
         """Memory for a body. ``opening``: what the sending half said."""
 
     @abstractmethod
@@ -124,7 +124,7 @@ class Receiver(ABC):
         return  # most have nothing to do here
 
 
-def pool_landing(body_bytes: int, pool: Pool) -> np.ndarray:
+def pool_landing(body_bytes: int, pool: Memory) -> np.ndarray:
     """Memory of the pool. Raises SnapshotRefused where there is no room."""
     array = pool.array(body_bytes)
     if array is None:
