@@ -97,6 +97,15 @@ class EngineCapability:
     max_model_len_tokens: int
     vocab_size: int
     dtype: str
+    kv_token_bytes: int = 0  # KV of one token, rounded up; 0: not known
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCapability:
+    """What a pool holds of parked requests' KV."""
+
+    memory_bytes: int
+    spill_bytes: int  # on disk
 
 
 @dataclass(frozen=True, slots=True)

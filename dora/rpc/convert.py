@@ -23,6 +23,7 @@ from dora.types import (
     EngineCapability,
     FinishReason,
     KvEndpoint,
+    PoolCapability,
     Prompt,
     RequestSpec,
     SamplingParams,
@@ -263,11 +264,23 @@ def hello_to_wire(
     )
 
 
+def pool_hello_to_wire(pool_id: str, pid: int, host: str, capability: PoolCapability, kv: KvEndpoint) -> pb.PoolHello:
+    return pb.PoolHello(
+        pool_id=pool_id,
+        pid=pid,
+        host=host,
+        memory_bytes=capability.memory_bytes,
+        spill_bytes=capability.spill_bytes,
+        kv_address=kv.address,
+        kv_transports=kv.transports,
+    )
+
+
 def capability_from_wire(message: pb.WorkerHello) -> EngineCapability:
     return EngineCapability(**_named(message, _CAPABILITY))
 
 
-def kv_endpoint_from_wire(message: pb.WorkerHello) -> KvEndpoint:
+def kv_endpoint_from_wire(message: pb.WorkerHello | pb.PoolHello) -> KvEndpoint:
     return KvEndpoint(message.kv_address, tuple(message.kv_transports))
 
 
