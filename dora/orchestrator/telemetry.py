@@ -63,6 +63,8 @@ class Telemetry:
         self.messages_refused = 0
         self.kv_bytes = 0
         self.kv_fallbacks = 0
+        self.pool_spilled = 0
+        self.pool_dropped = 0
         self.blackouts_ms: deque[float] = deque(maxlen=BLACKOUTS_KEPT)
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._stepped_s = 0.0
@@ -151,6 +153,8 @@ class Telemetry:
             "tier_tokens_kept": self.tier_tokens_kept,
             "tier_chunks_damaged": self.tier_chunks_damaged,
             "tier_losses": self.tier_losses,
+            "pool_spilled": self.pool_spilled,
+            "pool_dropped": self.pool_dropped,
             "blackout_ms_p50": float(np.percentile(blackouts, 50)),
             "blackout_ms_p99": float(np.percentile(blackouts, 99)),
         }

@@ -200,6 +200,7 @@ async def test_workers_get_their_commands_as_messages() -> None:
     orders = await parts.orders()
     assert [order.command_id for order in orders] == list(range(10)), "none of another epoch or worker"
     assert orders[0].load_version.folder == "versions/2" and orders[4].copy_in.locator == "there"
+    assert [order.copy_out.request_id for order in orders[8:]] == ["g0.0", "g0.0"]
     assert orders[2].reserve_slot.source_epoch == 0 and orders[3].copy_out.target.address == "", "of no handoff"
 
 
