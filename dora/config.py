@@ -198,6 +198,15 @@ class KvConfig(Section):
     )
     tier_mb: int = Field(1024, ge=16, le=1 << 22, description="size of the tier, in shared memory")
     tier_python: str = Field("", description="Python of an environment that has LMCache; empty: the service's own")
+    pool_mb: int = Field(2048, ge=0, le=1 << 24, description="host memory for parked requests; 0: none are parked")
+    spill_mb: int = Field(0, ge=0, le=1 << 26, description="and behind it on a disk; 0: none")
+    spill_folder: str = Field("", description="the folder on that disk")
+
+    @model_validator(mode="after")
+    def _spills_somewhere(self) -> Self:
+        if self.spill_mb and not self.spill_folder:
+            raise InvalidValue("kv.spill_folder", "", "a folder on a disk, where kv.spill_mb is above 0")
+        return self
 
 
 class ServiceConfig(Section):

@@ -18,7 +18,7 @@ from dora.memory import collecting_rarely, keep_freed_memory
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.policies import check_live
 from dora.orchestrator.feed import PromptFeed
-from dora.orchestrator.launcher import Launcher, WorkerStartError, worker_argv, worker_environment
+from dora.orchestrator.launcher import POOL_ID, Launcher, WorkerStartError, pool_argv, worker_argv, worker_environment
 from dora.orchestrator.plugins import load_strategies
 from dora.orchestrator.prompt_check import PromptCheck
 from dora.orchestrator.runtime import Runtime
@@ -91,12 +91,15 @@ async def serve(
         tier = await _tier_of(config, run_folder, storage, stack)
         launcher = Launcher(
             config.workers,
-            lambda worker_id: worker_argv(
-                config.workers, worker_id, address, model, config.kv.host, tier.endpoint if tier else ""
+            lambda name: (
+                pool_argv(config.kv, name, address)
+                if name == POOL_ID
+                else worker_argv(config.workers, name, address, model, config.kv.host, tier.endpoint if tier else "")
             ),
             lambda worker_id: worker_environment(config.workers, tokens.started(worker_id)),
             run_folder / "logs",
             storage,
+            [POOL_ID] if config.kv.pool_mb else [],
         )
         stack.push_async_callback(launcher.close)
         await launcher.begin()
