@@ -163,7 +163,7 @@ class Pair:
             if transfer is not None:
                 self._current = transfer
                 self._bring(transfer)
-                self._current = None
+                self._current = transfer = None  # its memory may be wanted
                 busy_s = time.monotonic()
 
     def _check_due(self) -> None:

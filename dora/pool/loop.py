@@ -102,7 +102,7 @@ class PoolLoop:
                 return
         except DoraError as error:
             fail(kind, outcome, error)
-            log.warning("%s: %s", kind, error)
+            log.warning("%s: %s", kind, outcome.error)  # not the error: its traceback holds what has come
         self._answer(outcome)
 
     def _answer(self, outcome: pb.WorkerOutcome) -> None:
@@ -161,7 +161,7 @@ class PoolLoop:
     def _sent(self, outcome: pb.WorkerOutcome, error: DoraError | None) -> None:
         if error is not None:
             fail("copy_out", outcome, error)
-            log.warning("copy_out: %s", error)
+            log.warning("copy_out: %s", outcome.error)
         self._answer(outcome)
 
     def _thaw(self, command: pb.WorkerCommand, outcome: pb.WorkerOutcome) -> bool:
