@@ -147,9 +147,9 @@ class Store:
     def forget(self, request_id: str) -> None:
         """Its KV is wanted no more. Unknown ids are ignored."""
         with self._lock:
-            parked = self._parked.pop(request_id, None)
+            parked = self._parked.get(request_id)
             if parked is not None:
-                self._remove_file(parked)
+                self._forget(parked)
             self.let_out(request_id)
 
     def open(self, request_id: str) -> "tuple[Parked, Future[Bodies]]":
@@ -179,8 +179,7 @@ class Store:
         """Its KV is lost, which is to be told."""
         with self._lock:
             if self._parked.get(parked.request_id) is parked:
-                del self._parked[parked.request_id]
-                self._remove_file(parked)
+                self._forget(parked)
                 self._dropped.append((parked.request_id, reason))
                 log.warning("pool: %s is dropped: %s", parked.request_id, reason)
             self._make_room()
@@ -275,10 +274,16 @@ class Store:
         )
 
     def _settle(self, parked: Parked) -> None:
-        """Memory of what is on disk is free, unless somebody reads there."""
-        if parked.file is not None and not parked.readers:
+        """Memory of what is on disk, or was forgotten, is free unless somebody reads there."""
+        is_kept = self._parked.get(parked.request_id) is parked
+        if not parked.readers and (parked.file is not None or not is_kept):
             parked.bodies = ()
             self._make_room()
+
+    def _forget(self, parked: Parked) -> None:
+        del self._parked[parked.request_id]
+        self._settle(parked)
+        self._remove_file(parked)
 
     def _remove_file(self, parked: Parked) -> None:
         if parked.file is not None and self._spill is not None:
