@@ -159,6 +159,17 @@ def workers(context: typer.Context, incomplete: str) -> Found:
     return _asked(context, ask)
 
 
+def ends(context: typer.Context, incomplete: str) -> Found:
+    """The workers and the pools of the service that the command is for."""
+
+    async def ask(operator: "Operator") -> Found:
+        status = await operator.status()
+        found: Found = [(worker.worker_id, f"{worker.state}, v{worker.version}") for worker in status.workers]
+        return [*found, *((pool.pool_id, f"a pool, {pool.state}") for pool in status.pools)]
+
+    return _asked(context, ask)
+
+
 def requests(context: typer.Context, incomplete: str) -> Found:
     """The running requests of the service that the command is for."""
 

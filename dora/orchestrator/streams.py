@@ -140,7 +140,8 @@ class Sessions:
         self.workers: dict[str, WorkerSession] = {}
         self.pools: dict[str, PoolSession] = {}
         self.stream: StepStream | None = None  # the trainer's
-        self.lost_reasons: dict[str, str] = {}
+        self.lost_reasons: dict[str, str] = {}  # of workers
+        self.lost_pools: dict[str, str] = {}
         self.processes = processes
         self._lost = lost
         self._epochs = 0
@@ -167,7 +168,8 @@ class Sessions:
     def _begin_epoch(self, name: str) -> int:
         assert self.end(name) is None, f"{name} is connected"
         self._epochs += 1
-        self.lost_reasons.pop(name, None)
+        for lost in (self.lost_reasons, self.lost_pools):
+            lost.pop(name, None)
         return self._epochs
 
     def end(self, name: str) -> WorkerSession | PoolSession | None:
@@ -197,23 +199,21 @@ class Sessions:
         self.workers.pop(session.worker_id, None)
         self.pools.pop(session.worker_id, None)
         session.give_up()
-        reason = self.lost_reasons.get(session.worker_id, reason)
-        self.keep_reason(session.worker_id, reason)
+        lost = self.lost_pools if isinstance(session, PoolSession) else self.lost_reasons
+        reason = lost.get(session.worker_id, reason)
+        _keep(lost, session.worker_id, reason)
         log.info("%s is gone (epoch %d): %s", session.worker_id, session.epoch, reason)
         self._lost(session, reason)
 
     def keep_reason(self, worker_id: str, reason: str) -> None:
-        """Why a worker has gone, for operators; of the last ones, as some come under a new name each time."""
-        self.lost_reasons[worker_id] = reason
-        if len(self.lost_reasons) > LOST_KEPT:
-            del self.lost_reasons[next(iter(self.lost_reasons))]
+        """Why a worker has gone, for operators."""
+        _keep(self.lost_reasons, worker_id, reason)
 
     def replace(self, session: Session, reason: str) -> None:
         """Ends a worker or pool that is silent or cannot be trusted; whoever started it starts it again."""
         if self.end(session.worker_id) is not session:
             return
         log.error("%s is replaced: %s", session.worker_id, reason)
-        self.keep_reason(session.worker_id, reason)
         self.lose(session, reason)
         if self.processes is not None:
             self.processes.kill(session.worker_id)
@@ -235,3 +235,10 @@ class Sessions:
         if session is not None:
             session.send(pb.WorkerCommand(shutdown=pb.Shutdown()))
             session.finish()
+
+
+def _keep(reasons: dict[str, str], name: str, reason: str) -> None:
+    """Of the last ones that are gone, as some come under a new name each time."""
+    reasons[name] = reason
+    if len(reasons) > LOST_KEPT:
+        del reasons[next(iter(reasons))]

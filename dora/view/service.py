@@ -8,6 +8,7 @@ from rich.text import Text
 
 from dora.rpc.dora_pb2 import KvTierStatus, Status, StepMetrics, TrajectoryStatus, VersionStatus, WorkerStatus
 from dora.view.numbers import NONE, duration, measured, number
+from dora.view.pools import pools_line
 from dora.view.tables import Column, Facts, Sheet, version_cell
 
 STATE_STYLES: Final = {
@@ -33,7 +34,7 @@ COUNTERS: Final = {
     "groups_taken": "groups that a step has taken",
     "groups_trained": "groups that the trainer has committed",
     "handoffs_now": "handoffs in flight",
-    "kv_bytes": "KV that moved from worker to worker",
+    "kv_bytes": "KV that moved between workers and pools",
     "kv_fallbacks": "times that a KV transport failed between two workers and the next one was taken",
     "kv_tokens_parked": "KV in pools now, or on its way there, in tokens",
     "loads_failed": "weights that a worker could not load",
@@ -43,6 +44,8 @@ COUNTERS: Final = {
     "migrations_overtaken": "handoffs that the response's end made needless",
     "migrations_reprefill": "requests that went on elsewhere by computing their KV again",
     "parked_lost": "parked requests whose KV a pool lost, dropped or could not give out: computed again",
+    "pool_dropped": "snapshots that pools dropped: the disk failed or was slow, or they were damaged",
+    "pool_spilled": "snapshots that pools wrote to disk",
     "prompt_sources_failed": "prompt sources that failed: only submitted prompts come since",
     "prompts_cancelled": "prompts taken back before they were admitted",
     "prompts_refused": "prompts that cannot be sampled, such as one longer than the context",
@@ -141,13 +144,14 @@ TRAJECTORY_COLUMNS: Final[Sequence[Column[TrajectoryStatus]]] = (
     Column("trajectory", "the request's id, as `migrate` takes it", lambda row: row.trajectory_id, words=True),
     Column(
         "state",
-        "`waiting`, `running`, `moving` (in a handoff), `finished`, or `leased` (with the trainer, not committed)",
+        "`waiting`, `running`, `moving` (in a handoff), `parked` (waiting, with its KV in a pool), `finished`, or "
+        "`leased` (with the trainer, not committed)",
         lambda row: row.state,
         words=True,
     ),
     Column("version", "the version that samples it", lambda row: version_cell(row.version), words=True),
     Column("deadline\nstep", "the last step that may train on it", lambda row: f"{row.deadline_step:,}", rank=2),
-    Column("worker", "where it runs", lambda row: row.worker or NONE, words=True),
+    Column("worker", "where it runs, or the pool where it is parked", lambda row: row.worker or NONE, words=True),
     Column("tokens", "tokens it has, of those it may have", lambda row: f"{row.tokens:,}/{row.max_tokens:,}"),
     Column("age", "time since its group was admitted", lambda row: duration(row.age_s), rank=1),
     Column("moves", "handoffs so far", lambda row: f"{row.moves:,}", rank=3),
@@ -170,6 +174,7 @@ def status_table(status: Status) -> Facts:
     for line in refusals(status):
         table.add_row("weights", line)
     table.add_row("workers", _workers_line(status.workers))
+    table.add_row("pools", pools_line(status))
     table.add_row("generation", pace(status))
     if status.HasField("kv_tier"):
         table.add_row("KV tier", tier(status.kv_tier, len(status.workers)))
