@@ -216,7 +216,33 @@ def test_another_requests_snapshot_is_not_kept(ends: Ends) -> None:
     until(lambda: drained(pool))
 
 
+def test_a_worker_of_another_host_gets_it_under_strong_checksums(tmp_path: Path, model: Path) -> None:
+    """Those that it came with are not for what leaves the host: it is checked here, and new ones are made."""
+    requests = [a_request(index) for index in (1, 2)]
+    with (
+        a_plane(tmp_path, 1) as one,
+        a_plane(tmp_path, 2, host="another") as two,
+        a_pool(tmp_path, 3, ("shm", "tcp")) as pool,
+    ):
+        source, target = loaded(Worker(one, model), model), loaded(Worker(two, model), model)
+        started(source, requests, 5)
+        for request in requests:
+            park(source, pool, request.request_id)
+        assert resume(pool, target, "r1", source.tokens["r1"]).kv_transport == "tcp"
+        assert target.finish("r1") == alone(model, requests[0])
+        damage(pool, "r2")
+        damaged = sent_on(pool, target, "r2")
+        assert damaged.error_kind == "not_movable" and "chunk 1" in damaged.error
+
+
 # Damage.
+
+
+def damage(pool: PoolEnd, request_id: str) -> None:
+    """Changes one byte of what is parked."""
+    body = pool.store._parked[request_id].bodies[0]
+    body.flags.writeable = True
+    body[100] ^= 1
 
 
 def test_damage_in_memory_is_seen_at_the_target(ends: Ends) -> None:
@@ -224,10 +250,7 @@ def test_damage_in_memory_is_seen_at_the_target(ends: Ends) -> None:
     source, target, pool = ends
     started(source, [a_request()], 5)
     park(source, pool, "r1")
-    body = pool.store._parked["r1"].bodies[0]
-    body.flags.writeable = True
-    body[100] ^= 1
-    del body
+    damage(pool, "r1")
     damaged = sent_on(pool, target, "r1")
     assert not damaged.ok and damaged.error_kind == "not_movable" and "chunk 1" in damaged.error
     until(lambda: drained(pool))
