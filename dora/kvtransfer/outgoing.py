@@ -145,6 +145,8 @@ class Pair:
                     probe.done.result(self._timeout_s)
             except TimeoutError as error:
                 raise TransferFailed(f"the other end answers no probe for {self._timeout_s:g} s") from error
+            except _NoRoom:
+                continue  # which says nothing of the transport: it is timed as it is used
             except (TransferFailed, _Void) as error:
                 if self.broken:
                     raise TransferFailed(self.broken) from error
@@ -236,9 +238,9 @@ class Pair:
             sender.abandon()
             self._say(Kind.CANCEL, {"key": key})
             raise
-        except _NoRoom as error:
+        except _NoRoom:
             sender.abandon()
-            raise TransferFailed(str(error)) from error
+            raise
         except TransferFailed as error:
             sender.abandon()
             if not self.broken:
@@ -363,5 +365,5 @@ class _Void(Exception):
     """The snapshot is not wanted any more: no transport could do better."""
 
 
-class _NoRoom(Exception):
+class _NoRoom(TransferFailed):
     """The target cannot take it by this transport; by another one it may."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dora.kvtransfer.arena import STEP_BYTES
+from dora.kvtransfer.layout import blocks_for
 from dora.rpc import dora_pb2 as pb
 from dora.worker.engine import RolloutEngine
 from tests.contract.driver import MAX_MODEL_LEN_TOKENS, SLOTS, Driver, Response, VersionFolder, mixed_requests, run
@@ -47,7 +49,8 @@ def test_parked_requests_equal_unparked_ones_bitwise(
     others = mixed_requests(SLOTS)
     untouched = run(engine, requests) | run(engine, others)
     before = engine.load().reprefilled_tokens
-    one_bytes = (MAX_MODEL_LEN_TOKENS // engine.layout.block_tokens + 1) * engine.layout.block_bytes
+    longest_bytes = blocks_for(MAX_MODEL_LEN_TOKENS, engine.layout.block_tokens) * engine.layout.block_bytes
+    one_bytes = -(-longest_bytes // STEP_BYTES) * STEP_BYTES
     with (
         a_plane(tmp_path, 2, fingerprint=engine.layout.fingerprint) as end,
         a_pool(tmp_path, POOL_EPOCH, ("shm", "tcp"), one_bytes * (1 if spills else SLOTS), tmp_path / "spill") as pool,
