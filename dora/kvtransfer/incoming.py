@@ -17,7 +17,7 @@ from dora.kvtransfer.checksum import DIGEST_BYTES, Checksum, Digest, digest_with
 from dora.kvtransfer.door import TICK_S
 from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.peer import Identity, answer
-from dora.kvtransfer.transport import CHUNK_MOST, Receiver, Sum, summed
+from dora.kvtransfer.transport import CHUNK_MOST, NoRoom, Receiver, Sum, summed
 from dora.kvtransfer.wire import Frame, Kind, Stream
 
 log = logging.getLogger("dora.worker")
@@ -162,7 +162,7 @@ class _Connection:
             try:
                 landing = receiver.begin(head, body_bytes, self._pool)
             except SnapshotRefused as error:
-                self._refuse(key, str(error), transport=True)
+                self._refuse(key, str(error), transport=True, full=isinstance(error, NoRoom))
                 return
             use = _Use(receiver, landing.body)
             try:
@@ -260,8 +260,8 @@ class _Connection:
             self._arrivals.drop(key)
             use.end()
 
-    def _refuse(self, key: str, reason: str, transport: bool = False) -> None:
-        """``transport``: another one might do."""
+    def _refuse(self, key: str, reason: str, transport: bool = False, full: bool = False) -> None:
+        """``transport``: another one might do; ``full``: so might this one, later."""
         use = self._uses.pop(key, None)
         if use is not None:
             self._void[key] = use
@@ -269,4 +269,4 @@ class _Connection:
                 raise TransferFailed(f"{len(self._void)} snapshots were refused, and neither ended nor cancelled")
         self._arrivals.drop(key)
         log.warning("kv: %s from %s is refused: %s", key, self._peer.worker_id, reason)
-        self._stream.send(Kind.REFUSED, {"key": key, "reason": reason, "transport": transport})
+        self._stream.send(Kind.REFUSED, {"key": key, "reason": reason, "transport": transport, "full": full})

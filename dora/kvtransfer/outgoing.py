@@ -145,12 +145,11 @@ class Pair:
                     probe.done.result(self._timeout_s)
             except TimeoutError as error:
                 raise TransferFailed(f"the other end answers no probe for {self._timeout_s:g} s") from error
-            except _NoRoom:
-                continue  # which says nothing of the transport: it is timed as it is used
             except (TransferFailed, _Void) as error:
                 if self.broken:
                     raise TransferFailed(self.broken) from error
-                self._leave(name, str(error))
+                if not isinstance(error, _Full):  # that says nothing of the transport, which is timed as it is used
+                    self._leave(name, str(error))
 
     def _work(self) -> None:
         busy_s = time.monotonic()
@@ -228,7 +227,7 @@ class Pair:
         try:
             kind, answer = self._ask(Kind.OPEN, opening, Kind.OPENED)
             if kind is Kind.REFUSED:
-                raise (_NoRoom if answer.get("transport") else _Void)(str(answer.get("reason")))
+                raise _refusal(answer)
             self._replies.begin(key, name)
             sender.begun(answer)
             begun = self._send_chunks(transfer, key, sender)
@@ -238,7 +237,7 @@ class Pair:
             sender.abandon()
             self._say(Kind.CANCEL, {"key": key})
             raise
-        except _NoRoom:
+        except _NotThisWay:
             sender.abandon()
             raise
         except TransferFailed as error:
@@ -365,5 +364,15 @@ class _Void(Exception):
     """The snapshot is not wanted any more: no transport could do better."""
 
 
-class _NoRoom(TransferFailed):
+class _NotThisWay(TransferFailed):
     """The target cannot take it by this transport; by another one it may."""
+
+
+class _Full(_NotThisWay):
+    """It has no room for it now."""
+
+
+def _refusal(answer: dict[str, Any]) -> Exception:
+    """What a target's refusal of a body means."""
+    kind = _Full if answer.get("full") else _NotThisWay if answer.get("transport") else _Void
+    return kind(str(answer.get("reason")))

@@ -55,6 +55,10 @@ class Landing:
     answer: dict[str, Any]
 
 
+class NoRoom(SnapshotRefused):
+    """Too much is in flight just now."""
+
+
 Sum = bytes | Callable[[], bytes]  # of a chunk; or what waits for it
 
 
@@ -125,10 +129,10 @@ class Receiver(ABC):
 
 
 def pool_landing(body_bytes: int, pool: Memory) -> np.ndarray:
-    """Memory of the pool. Raises SnapshotRefused where there is no room."""
+    """Memory of the pool. Raises NoRoom, and SnapshotRefused where none can be had."""
     array = pool.array(body_bytes)
     if array is None:
-        raise SnapshotRefused(f"body bytes = {body_bytes}: too much is in flight, {pool.lent_bytes()} bytes")
+        raise NoRoom(f"body bytes = {body_bytes}: too much is in flight, {pool.lent_bytes()} bytes")
     return array
 
 
