@@ -92,6 +92,11 @@ class Arena:
         weakref.finalize(root, self._back.append, (at, wanted)).atexit = False
         return root
 
+    def prepare(self, size_bytes: int) -> None:
+        """Takes memory for so much, so that nobody who writes has to wait for it. Raises SnapshotRefused as above."""
+        with self._lock:
+            self._grow(STATE_BYTES + min(size_bytes, self.most_bytes))
+
     def place(self, array: np.ndarray) -> int:
         """Where in the file an array of this memory begins."""
         return int(array.ctypes.data) - self._address

@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from dora.errors import Conflict, DoraError, TransferFailed
+from dora.errors import Conflict, DoraError, SnapshotRefused, TransferFailed
 from dora.kvtransfer.arena import STEP_BYTES, Arena
 from dora.kvtransfer.arrivals import Arrival
 from dora.kvtransfer.checksum import Seal
@@ -107,7 +107,8 @@ class Store:
     def let_in(self, request_id: str, kv_bytes: int) -> "Future[None]":
         """Keeps room for a request that is to come. The future ends once there is some.
 
-        Raises Conflict where there will be none, or where the request is here.
+        Raises Conflict where there will be none, or where the request is here; SnapshotRefused, as which the future may
+        end too: the system has no memory for it.
         """
         with self._lock:
             if request_id in self._parked:
@@ -235,6 +236,11 @@ class Store:
         """Lets in who waits, in the order in which they came, as far as there is room; begins to make more."""
         while self._waiting and self._waiting[0].kv_bytes <= self._room_bytes():
             first = self._waiting.popleft()
+            try:
+                self._arena.prepare(self._arena.most_bytes - self._room_bytes() + first.kv_bytes)
+            except SnapshotRefused as error:
+                first.done.set_exception(error)
+                continue
             self._let_in[first.request_id] = first.kv_bytes
             first.done.set_result(None)
         while self._waiting:
