@@ -61,9 +61,10 @@ class Sending:
             self._end(TransferFailed("it was cancelled"))
             return
         head = self._parked.head if number == len(self._bodies) - 1 else b""
-        body, seal = [self._bodies[number].data], self._parked.seals[number]
+        body, known = [self._bodies[number].data], self._parked.rounds[number]
+        ticket, block_bytes = self._parked.request_id, known.block_bytes
         try:
-            sending = self._plane.send_parts(self._peer, self._parked.request_id, body, head, after, seal)
+            sending = self._plane.send_parts(self._peer, ticket, body, head, after, block_bytes, known.seal)
         except DoraError as error:
             self._end(error)
             return

@@ -37,15 +37,23 @@ WAIT_S: Final = 2.0  # for a disk
 Bodies = Sequence[np.ndarray]  # of a snapshot's rounds, uint8
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What is known of a round beside its bytes."""
+
+    seal: Seal
+    size_bytes: int
+    block_bytes: int  # as it was said with it
+
+
 @dataclass(slots=True, eq=False)
 class Parked:
-    """The snapshot of one request, as it arrived: its head, and for each round its bytes and their sums."""
+    """The snapshot of one request, as it arrived."""
 
     request_id: str
     tokens: int  # of the response
     head: bytes
-    seals: tuple[Seal, ...]
-    sizes_bytes: tuple[int, ...]
+    rounds: tuple[Round, ...]
     bodies: Bodies  # empty: only the file has them
     file: Path | None = None
     is_writing: bool = False
@@ -53,12 +61,12 @@ class Parked:
 
     @property
     def size_bytes(self) -> int:
-        return sum(self.sizes_bytes)
+        return sum(each.size_bytes for each in self.rounds)
 
     @property
     def memory_bytes(self) -> int:
         """Of its places in the arena."""
-        return sum(-(-size // STEP_BYTES) * STEP_BYTES for size in self.sizes_bytes) if self.bodies else 0
+        return sum(-(-each.size_bytes // STEP_BYTES) * STEP_BYTES for each in self.rounds) if self.bodies else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -132,15 +140,8 @@ class Store:
 
     def keep(self, request_id: str, tokens: int, head: bytes, rounds: Sequence[Arrival]) -> None:
         """A request has come."""
-        bodies = [each.body for each in rounds]
-        parked = Parked(
-            request_id,
-            tokens,
-            head,
-            tuple(each.seal for each in rounds),
-            tuple(body.nbytes for body in bodies),
-            bodies,
-        )
+        known = tuple(Round(each.seal, each.body.nbytes, each.block_bytes) for each in rounds)
+        parked = Parked(request_id, tokens, head, known, [each.body for each in rounds])
         with self._lock:
             self._let_in.pop(request_id, None)
             self._parked[request_id] = parked
@@ -207,8 +208,8 @@ class Store:
 
     def check(self, parked: Parked, bodies: Bodies) -> str:
         """What is wrong with bytes that were kept; empty: nothing."""
-        for number, (seal, body) in enumerate(zip(parked.seals, bodies, strict=True), 1):
-            chunk = seal.damaged(body.data, self._secret)
+        for number, (each, body) in enumerate(zip(parked.rounds, bodies, strict=True), 1):
+            chunk = each.seal.damaged(body.data, self._secret)
             if chunk:
                 return f"round {number}, chunk {chunk}: its bytes are not those that came"
         return ""
@@ -331,7 +332,7 @@ class Store:
         file = parked.file
         if file is None:
             raise NotMovable(f"{parked.request_id} was forgotten meanwhile")
-        bodies = [self._back.array(size) for size in parked.sizes_bytes]
+        bodies = [self._back.array(each.size_bytes) for each in parked.rounds]
         taken = [body for body in bodies if body is not None]
         if len(taken) < len(bodies):
             lent = self._back.lent_bytes()
