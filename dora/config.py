@@ -105,6 +105,7 @@ class CostConfig(Section):
     request_s: StepSeconds = Field(description="k3: a step's seconds for each running request")
     step_s: StepSeconds = Field(description="k4: a step's other seconds")
     prefill_token_s: StepSeconds = Field(0.0, description="seconds for each prefilled token")
+    copy_token_s: StepSeconds = Field(1e-5, description="seconds to copy a token's KV into a pool, or out of it")
     expert_fraction: float = Field(1.0, ge=1e-6, le=1.0, description="share of the experts one token reads; 1: dense")
     imbalance: float = Field(0.0, ge=0.0, le=1e4, description="extra k3 from uneven experts, times 1/sqrt(requests)")
     shared_fraction: Fraction = Field(0.0, description="share of the weights that every token reads")
@@ -186,7 +187,7 @@ class WorkersConfig(Section):
 
 
 class KvConfig(Section):
-    """How KV snapshots travel between workers."""
+    """How KV snapshots travel between workers, and the tier of KV that workers share."""
 
     transports: str = Field(
         "shm,tcp",
@@ -197,6 +198,20 @@ class KvConfig(Section):
     bandwidth_mb_per_s: float = Field(0.0, ge=0.0, le=1e6, description="cap on what one worker sends; 0: none")
     memory_mb: int = Field(1024, ge=16, le=1 << 20, description="snapshots in flight at one worker, each way")
     timeout_s: Timeout = Field(10.0, description="a peer that stops for so long has failed")
+    tier: Literal["none", "lmcache"] = Field(
+        "none", description="lmcache: a server of the service keeps KV that any worker of the version may find again"
+    )
+    tier_mb: int = Field(1024, ge=16, le=1 << 22, description="size of the tier, in shared memory")
+    tier_python: str = Field("", description="Python of an environment that has LMCache; empty: the service's own")
+    pool_mb: int = Field(2048, ge=0, le=1 << 24, description="host memory for parked requests; 0: none are parked")
+    spill_mb: int = Field(0, ge=0, le=1 << 26, description="and behind it on a disk; 0: none")
+    spill_folder: str = Field("", description="the folder on that disk")
+
+    @model_validator(mode="after")
+    def _spills_somewhere(self) -> Self:
+        if self.spill_mb and not self.spill_folder:
+            raise InvalidValue("kv.spill_folder", "", "a folder on a disk, where kv.spill_mb is above 0")
+        return self
 
 
 class ServiceConfig(Section):

@@ -97,8 +97,28 @@ class EngineCapability:
     max_model_len_tokens: int
     vocab_size: int
     dtype: str
+    kv_token_bytes: int = 0  # KV of one token, rounded up; 0: not known
     tensor_parallel: int = 1  # ranks that share each layer
     pipeline_parallel: int = 1  # stages, each of so many ranks
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCapability:
+    """What a pool holds of parked requests' KV."""
+
+    memory_bytes: int
+    spill_bytes: int  # on disk
+
+
+@dataclass(frozen=True, slots=True)
+class TierLoad:
+    """What one worker has of the shared KV tier; numbers are cumulative."""
+
+    up: bool = False
+    found_tokens: int = 0  # whose KV came from the tier, so that it was not computed
+    kept_tokens: int = 0  # whose KV this worker has put there
+    damaged_chunks: int = 0  # found there and not whole: computed instead
+    losses: int = 0  # times that the tier went down
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +130,7 @@ class EngineLoad:
     kv_used_tokens: int
     reprefilled_tokens: int  # cumulative: tokens whose KV was computed a second time
     generated_tokens: int  # cumulative
+    tier: TierLoad | None = None  # None: it has no shared tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ VENV_PYTHON = os.path.join(VENV, "bin", "python")
 LOG = os.path.join(VENV, "setup.log")
 STAMP = os.path.join(VENV, "setup.stamp")
 PYTHON_MIN = (3, 11)
-DISK_FREE_MIN_GB = 6  # the environment takes 2.3, pip's downloads and unpacking the rest
+DISK_FREE_MIN_GB = 6  # the environment takes 2.7, pip's downloads and unpacking the rest
 LOG_TAIL_LINES = 30
 CHECK = """
 import importlib.util, sys

@@ -1,14 +1,9 @@
 """How long a request that moves goes without a token, by its context: copied ahead in rounds, and stopped and copied.
 
-    python perf/blackout.py --tokens 1024 4096 16384 --json
-
 One engine on a tiny model plays both ends, over two data planes of this process; a blackout is given in decode steps of
-the same engine beside the same request. Re-prefill, the alternative, computes the same context from its tokens. With
-``--json``: one object, of which ``blackout_steps_p50`` and ``blackout_16k_vs_1k`` (longest by shortest context) have
-bars.
+the same engine beside the same request. Re-prefill, the alternative, computes the same context from its tokens.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -19,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from rich.table import Table
 
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.peer import Identity, Peer, this_host
@@ -35,13 +32,10 @@ WAIT_S = 60.0
 MOST_BYTES = 1 << 30
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384], help="context lengths")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def measured(all_tokens: list[int]) -> list[dict[str, Any]]:
+    """One row for each length of context, the shortest first."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
-        longest = max(options.tokens) + 4096
+        longest = max(all_tokens) + 4096
         folder = long_model(Path(shared) / "model", longest)
         engine = VllmEngine(folder, slots=4, kv_tokens=2 * longest, max_model_len_tokens=longest)
         engine.load_weights(0, folder, None)
@@ -50,17 +44,29 @@ def main() -> None:
         source = DataPlane(door, Identity("w1", 1, "f", this_host()), settings)
         target = DataPlane(target_door, Identity("w2", 2, "f", this_host()), settings)
         peer = Peer("w2", 2, target_door.address, ("shm",))
-        rows = [measure(engine, source, target, peer, tokens) for tokens in options.tokens]
+        rows = [measure(engine, source, target, peer, tokens) for tokens in sorted(all_tokens)]
         source.close()
         target.close()
         engine.close()
-    found = {
+    return rows
+
+
+def values(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The worst context's median, and the longest context by the shortest."""
+    return {
         "blackout_steps_p50": max(row["blackout_steps"] for row in rows),
         "blackout_16k_vs_1k": round(rows[-1]["blackout_ms"] / rows[0]["blackout_ms"], 2),
         "reprefill_vs_blackout_16k": round(rows[-1]["reprefill_ms"] / rows[-1]["blackout_ms"], 1),
-        "rows": rows,
     }
-    print(json.dumps(found, indent=None if options.json else 2))
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    found = Table(title="A request that moves, by its context")
+    for heading in rows[0]:
+        found.add_column(heading.replace("_", " "), justify="right")
+    for row in rows:
+        found.add_row(*map(str, row.values()))
+    return found
 
 
 def long_model(folder: Path, positions: int) -> Path:
@@ -133,7 +139,3 @@ def timed_step(engine: VllmEngine) -> float:
     began_s = time.perf_counter()
     engine.step()
     return (time.perf_counter() - began_s) * 1000
-
-
-if __name__ == "__main__":
-    main()

@@ -60,6 +60,11 @@ def models(incomplete: str) -> Found:
     return [*NAMES, *(f"{folder}/" for folder in _beside(incomplete) if folder.is_dir())]
 
 
+def kv_tiers(incomplete: str) -> Found:
+    """What ``dora serve --kv-tier`` takes."""
+    return ["none", "lmcache"]
+
+
 def planned_models(incomplete: str) -> Found:
     """The models that ``dora plan`` knows."""
     from dora.planning.models import MODELS
@@ -150,6 +155,17 @@ def workers(context: typer.Context, incomplete: str) -> Found:
     async def ask(operator: "Operator") -> Found:
         status = await operator.status()
         return [(worker.worker_id, f"{worker.state}, v{worker.version}") for worker in status.workers]
+
+    return _asked(context, ask)
+
+
+def ends(context: typer.Context, incomplete: str) -> Found:
+    """The workers and the pools of the service that the command is for."""
+
+    async def ask(operator: "Operator") -> Found:
+        status = await operator.status()
+        found: Found = [(worker.worker_id, f"{worker.state}, v{worker.version}") for worker in status.workers]
+        return [*found, *((pool.pool_id, f"a pool, {pool.state}") for pool in status.pools)]
 
     return _asked(context, ask)
 

@@ -44,7 +44,9 @@ MEANINGS = {
 
 
 # The commands that ask a service: elsewhere what is not found, or does not fit, was given by the user.
-ASKING = frozenset({"status", "versions", "groups", "trajectories", "cancel", "migrate", "drain", "rebalance", "watch"})
+ASKING = frozenset(
+    {"status", "versions", "groups", "pools", "trajectories", "cancel", "migrate", "drain", "rebalance", "watch"}
+)
 
 
 class OutputFailed(Exception):

@@ -29,6 +29,7 @@ from dora.validation import kind_of, limits_of, section_of
 from dora.verify import VerifyReport
 from dora.view import comparison, plan, service
 from dora.view.decisions import ReplayTree
+from dora.view.pools import POOL_COLUMNS
 from dora.view.profile import ProfileReport
 from dora.view.simulation import LINES, Division
 from dora.view.tables import Column, in_a_line
@@ -63,6 +64,7 @@ def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
     yield "Settings of a service: `dora serve`", SETTINGS, _settings(Config)
     yield "Counters since the start: `dora status`", ("counter", "meaning"), _named(service.COUNTERS)
     yield "Workers: `dora groups`", COLUMNS, _columns(service.WORKER_COLUMNS)
+    yield "Pools: `dora pools`", COLUMNS, _columns(POOL_COLUMNS)
     yield "Versions: `dora versions`", COLUMNS, _columns(service.VERSION_COLUMNS)
     yield "Trajectories: `dora trajectories`", COLUMNS, _columns(service.TRAJECTORY_COLUMNS)
     yield "The demo's `report.json`", FIELDS, _fields(DemoReport)

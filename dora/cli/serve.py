@@ -66,6 +66,10 @@ def serve(
         typer.Option(metavar="MODULE:FUNCTION", autocompletion=completion.rewards, help="Verifier (reward.function)."),
     ] = None,
     record: Annotated[str | None, typer.Option(metavar="DIR", help="Record trajectories and versions here.")] = None,
+    kv_tier: Annotated[
+        str | None,
+        typer.Option(metavar="TIER", autocompletion=completion.kv_tiers, help="Shared KV: none or lmcache (kv.tier)."),
+    ] = None,
     listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address (service.listen).")] = None,
     token: Annotated[
         str | None,
@@ -91,6 +95,7 @@ def serve(
             "prompts": prompts,
             "reward.function": reward,
             "record": record,
+            "kv.tier": kv_tier,
             "service.listen": listen,
             "service.token": token or None,
         }

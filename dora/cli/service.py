@@ -30,6 +30,7 @@ class TrajectoryState(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     MOVING = "moving"
+    PARKED = "parked"
     FINISHED = "finished"
     LEASED = "leased"
 
@@ -58,10 +59,18 @@ def groups(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, 
     print_result({"groups": [plain(worker) for worker in by_version(answer.workers)]}, workers_table(answer), as_json)
 
 
+def pools(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
+    """List the pools: what they keep of parked requests, in memory and on disk."""
+    from dora.view.pools import pools_table
+
+    answer = ask(address, token, lambda operator: operator.status())
+    print_result({"pools": [plain(pool) for pool in answer.pools]}, pools_table(answer), as_json)
+
+
 def trajectories(
     state: Annotated[
         TrajectoryState | None,
-        typer.Option(metavar="STATE", help="Only those waiting, running, moving, finished or leased."),
+        typer.Option(metavar="STATE", help="Only those waiting, running, moving, parked, finished or leased."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="At most so many.")] = 100,
     address: AddressOption = DEFAULT_ADDRESS,
@@ -86,14 +95,17 @@ def migrate(
     worker: Annotated[
         str,
         typer.Option(
-            "--to", metavar="WORKER", autocompletion=completion.workers, help="A worker that hosts the same version."
+            "--to",
+            metavar="WORKER",
+            autocompletion=completion.ends,
+            help="A worker that hosts the same version, or a pool, which parks it.",
         ),
     ],
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Move a running request, with its KV-cache, to another worker of its version."""
+    """Move a running request, with its KV-cache, to another worker of its version, or park it in a pool."""
     print_reply(ask(address, token, lambda operator: operator.migrate(request, worker)), as_json)
 
 
@@ -167,6 +179,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "status": (status, "dora status --address 127.0.0.1:7070"),
     "versions": (versions, "dora versions --json"),
     "groups": (groups, "dora groups --address 127.0.0.1:7070"),
+    "pools": (pools, "dora pools --json"),
     "trajectories": (trajectories, "dora trajectories --state running --limit 20"),
     "migrate": (migrate, "dora migrate g12.0 --to w1"),
     "drain": (drain, "dora drain w1"),

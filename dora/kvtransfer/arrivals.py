@@ -17,6 +17,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from dora.errors import Conflict, InvalidValue, NotFound, SnapshotRefused
+from dora.kvtransfer.checksum import Checksum, Seal
 
 PROBE: Final = ""  # the ticket of what is sent only to be timed
 PROBE_BYTES: Final = 4 << 20
@@ -55,6 +56,8 @@ class Arrival:
     goes_on: bool = False
     layout: str = ""  # the digest of its blocks' layout, as its sender says
     filled_bytes: int = 0
+    checksum: Checksum = "xxh3"
+    chunk_bytes: int = 0  # of its largest chunk
     sums: list[bytes] = field(default_factory=list)
     head: bytes = b""
     is_whole: bool = False  # and checked
@@ -67,6 +70,10 @@ class Arrival:
     def leads_to(self, ticket: str, epoch: int) -> bool:
         """Whether a further round of this ticket and epoch may follow."""
         return (self.ticket, self.epoch) == (ticket, epoch) and self.is_whole and self.goes_on
+
+    @property
+    def seal(self) -> Seal:
+        return Seal(self.checksum, self.chunk_bytes, tuple(self.sums))
 
     def rounds(self) -> "list[Arrival]":
         """This one and those before it, the first one first."""
@@ -110,8 +117,8 @@ class Arrivals:
                 del self._expected[entry]
             self._drop(lambda arrival: arrival.ticket == ticket)
 
-    def take(self, key: str) -> tuple[bytes, list[np.ndarray], int]:
-        """Head and bodies, one a round, of a snapshot that is here, and the bytes of rounds that were written ahead.
+    def take(self, key: str) -> tuple[bytes, list[Arrival]]:
+        """Head and rounds of a snapshot that is here; the first of them may have been written ahead.
 
         Raises NotFound: it is not here, or not any more.
         """
@@ -123,8 +130,7 @@ class Arrivals:
             for each in rounds:
                 del self._here[each.key]
             self._expected.pop((arrival.epoch, arrival.ticket), None)
-        kept = [each.body for each in rounds if not each.ahead_bytes]
-        return arrival.head, kept, sum(each.ahead_bytes for each in rounds)
+        return arrival.head, rounds
 
     def close(self) -> None:
         """Drops everything."""

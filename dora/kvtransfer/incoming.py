@@ -13,11 +13,11 @@ import numpy as np
 
 from dora.errors import SnapshotRefused, TransferFailed
 from dora.kvtransfer.arrivals import Arrival, Arrivals
-from dora.kvtransfer.checksum import DIGEST_BYTES, Digest, digest_with
+from dora.kvtransfer.checksum import DIGEST_BYTES, Checksum, Digest, digest_with
 from dora.kvtransfer.door import TICK_S
-from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.peer import Identity, answer
-from dora.kvtransfer.transport import CHUNK_MOST, Receiver, Sum, summed
+from dora.kvtransfer.transport import CHUNK_MOST, NoRoom, Receiver, Sum, summed
 from dora.kvtransfer.wire import Frame, Kind, Stream
 
 log = logging.getLogger("dora.worker")
@@ -37,7 +37,7 @@ class Incoming:
         own: Identity,
         secret: bytes,
         arrivals: Arrivals,
-        pool: Pool,
+        pool: Memory,
         receivers: Mapping[str, MakeReceiver],
         timeout_s: float,
     ) -> None:
@@ -54,7 +54,9 @@ class Incoming:
         except TransferFailed as error:
             log.warning("kv: %s", error)
             return
-        connection = _Connection(stream, peer, self._arrivals, self._pool, self._receivers, self._digest(peer))
+        checksum: Checksum = "xxh3" if peer.host == self._own.host else "blake3"
+        digest = digest_with(checksum, self._secret)
+        connection = _Connection(stream, peer, self._arrivals, self._pool, self._receivers, checksum, digest)
         try:
             connection.run(stopping, self._timeout_s)
         except TransferFailed as error:
@@ -62,9 +64,6 @@ class Incoming:
                 log.info("kv: from %s: %s", peer.worker_id, error)
         finally:
             connection.close()
-
-    def _digest(self, peer: Identity) -> Digest:
-        return digest_with("xxh3" if peer.host == self._own.host else "blake3", self._secret)
 
 
 @dataclass(slots=True)
@@ -86,8 +85,9 @@ class _Connection:
         stream: Stream,
         peer: Identity,
         arrivals: Arrivals,
-        pool: Pool,
+        pool: Memory,
         receivers: Mapping[str, MakeReceiver],
+        checksum: Checksum,
         digest: Digest,
     ) -> None:
         self._stream = stream
@@ -95,6 +95,7 @@ class _Connection:
         self._arrivals = arrivals
         self._pool = pool
         self._make = receivers
+        self._checksum: Checksum = checksum
         self._digest = digest
         self._receivers: dict[str, Receiver] = {}
         self._uses: dict[str, _Use] = {}  # by key
@@ -161,13 +162,15 @@ class _Connection:
             try:
                 landing = receiver.begin(head, body_bytes, self._pool)
             except SnapshotRefused as error:
-                self._refuse(key, str(error), transport=True)
+                self._refuse(key, str(error), transport=True, full=isinstance(error, NoRoom))
                 return
             use = _Use(receiver, landing.body)
             try:
                 goes_on = bool(head.get("goes_on"))
                 layout = str(head.get("layout", ""))
-                self._arrivals.begin(Arrival(key, ticket, self._peer.epoch, landing.body, before, goes_on, layout))
+                arrival = Arrival(key, ticket, self._peer.epoch, landing.body, before, goes_on, layout)
+                arrival.checksum = self._checksum
+                self._arrivals.begin(arrival)
             except SnapshotRefused:
                 use.end()
                 raise
@@ -193,6 +196,7 @@ class _Connection:
             raise TransferFailed(f"{key}: bytes {at} to {at + size} of {whole}, after {before}")
         target = arrival.body[at : at + size].data
         arrival.filled_bytes += size
+        arrival.chunk_bytes = max(arrival.chunk_bytes, size)
         try:
             found = receiver.chunk(self._stream, frame, target, self._digest)
         except SnapshotRefused as error:
@@ -256,8 +260,8 @@ class _Connection:
             self._arrivals.drop(key)
             use.end()
 
-    def _refuse(self, key: str, reason: str, transport: bool = False) -> None:
-        """``transport``: another one might do."""
+    def _refuse(self, key: str, reason: str, transport: bool = False, full: bool = False) -> None:
+        """``transport``: another one might do; ``full``: so might this one, later."""
         use = self._uses.pop(key, None)
         if use is not None:
             self._void[key] = use
@@ -265,4 +269,4 @@ class _Connection:
                 raise TransferFailed(f"{len(self._void)} snapshots were refused, and neither ended nor cancelled")
         self._arrivals.drop(key)
         log.warning("kv: %s from %s is refused: %s", key, self._peer.worker_id, reason)
-        self._stream.send(Kind.REFUSED, {"key": key, "reason": reason, "transport": transport})
+        self._stream.send(Kind.REFUSED, {"key": key, "reason": reason, "transport": transport, "full": full})

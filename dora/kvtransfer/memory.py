@@ -7,12 +7,22 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import numpy as np
 
 STEP_BYTES: Final = 64 << 10  # capacities are multiples of it
 WASTE_MOST: Final = 4  # a buffer is not used for what is smaller than its capacity by this factor
+
+
+class Memory(Protocol):
+    """Where what arrives is put."""
+
+    def array(self, size_bytes: int) -> np.ndarray | None:
+        """An array of so many bytes; None where too much is in use. Raises SnapshotRefused where none can be had."""
+
+    def lent_bytes(self) -> int:
+        """In use now."""
 
 
 class Sized(ABC):

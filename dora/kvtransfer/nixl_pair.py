@@ -17,7 +17,7 @@ import numpy as np
 
 from dora.errors import DoraError, SnapshotRefused, TransferFailed
 from dora.kvtransfer.checksum import Digest
-from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.transport import Landing, Receiver, Sender, Sum, copied, nixl_package, pool_landing, send_chunk
 from dora.kvtransfer.wire import Frame, Stream
 
@@ -129,7 +129,7 @@ class NixlReceiver(Receiver):
             self._agent = _agent()
         return {}
 
-    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Pool) -> Landing:
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory) -> Landing:
         body = pool_landing(body_bytes, pool)
         with _failing(SnapshotRefused):
             address, size, device = _place(body)

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from dora.errors import TransferFailed
 from dora.kvtransfer.arrivals import PROBE, PROBE_BYTES
-from dora.kvtransfer.checksum import Digest, digest_with
+from dora.kvtransfer.checksum import Checksum, Digest, Seal, digest_with
 from dora.kvtransfer.choice import Choice
 from dora.kvtransfer.peer import Identity, Peer, greet
 from dora.kvtransfer.replies import Answer, Replies
@@ -63,6 +63,7 @@ class Pair:
         self._current: Transfer | None = None  # being sent
         self._stream: Stream | None = None
         self._senders: dict[str, Sender] = {}
+        self._checksum: Checksum = "xxh3"
         self._digest: Digest = digest_with("xxh3", secret)
         self._thread = threading.Thread(target=self._run, name=f"kv-out-{peer.worker_id}", daemon=True)
         self._thread.start()
@@ -124,6 +125,7 @@ class Pair:
         except TransferFailed as error:
             raise TransferFailed(f"{self._peer.worker_id}: {error}") from error
         if found.host != self._own.host:
+            self._checksum = "blake3"
             self._digest = digest_with("blake3", self._secret)
             self._choice.rule_out("shm")
         return stream
@@ -146,7 +148,8 @@ class Pair:
             except (TransferFailed, _Void) as error:
                 if self.broken:
                     raise TransferFailed(self.broken) from error
-                self._leave(name, str(error))
+                if not isinstance(error, _Full):  # that says nothing of the transport, which is timed as it is used
+                    self._leave(name, str(error))
 
     def _work(self) -> None:
         busy_s = time.monotonic()
@@ -161,7 +164,7 @@ class Pair:
             if transfer is not None:
                 self._current = transfer
                 self._bring(transfer)
-                self._current = None
+                self._current = transfer = None  # its memory may be wanted
                 busy_s = time.monotonic()
 
     def _check_due(self) -> None:
@@ -224,7 +227,7 @@ class Pair:
         try:
             kind, answer = self._ask(Kind.OPEN, opening, Kind.OPENED)
             if kind is Kind.REFUSED:
-                raise (_NoRoom if answer.get("transport") else _Void)(str(answer.get("reason")))
+                raise _refusal(answer)
             self._replies.begin(key, name)
             sender.begun(answer)
             begun = self._send_chunks(transfer, key, sender)
@@ -234,9 +237,9 @@ class Pair:
             sender.abandon()
             self._say(Kind.CANCEL, {"key": key})
             raise
-        except _NoRoom as error:
+        except _NotThisWay:
             sender.abandon()
-            raise TransferFailed(str(error)) from error
+            raise
         except TransferFailed as error:
             sender.abandon()
             if not self.broken:
@@ -251,6 +254,7 @@ class Pair:
     def _send_chunks(self, transfer: Transfer, key: str, sender: Sender) -> list[Sum]:
         sums: list[Sum] = []
         name = sender.name
+        seal = self._usable_seal(transfer, sender)
         at = 0
         assert self._stream is not None
         for parts in cut(transfer.parts, sender.chunk_bytes):
@@ -264,9 +268,20 @@ class Pair:
                 raise _Void(self._replies.refused)
             if self.broken:
                 raise TransferFailed(self.broken)
-            sums.append(sender.chunk(self._stream, {"key": key, "at": at, "size": size}, parts, self._digest))
+            digest = self._digest if seal is None else seal.digest_of(len(sums))
+            sums.append(sender.chunk(self._stream, {"key": key, "at": at, "size": size}, parts, digest))
             at += size
         return sums
+
+    def _usable_seal(self, transfer: Transfer, sender: Sender) -> Seal | None:
+        """The body's own sums, where this way has the same chunks; elsewhere the body is checked, and gets new ones."""
+        seal = transfer.seal
+        if seal is None or seal.fits(self._checksum, sender.chunk_bytes, transfer.body_bytes):
+            return seal
+        number = seal.damaged(transfer.parts[0], self._secret)
+        if number:
+            raise _Void(f"chunk {number} has changed since it arrived here")
+        return None
 
     def _attached(self, name: str) -> Sender:
         sender = self._senders.get(name)
@@ -349,5 +364,15 @@ class _Void(Exception):
     """The snapshot is not wanted any more: no transport could do better."""
 
 
-class _NoRoom(Exception):
+class _NotThisWay(TransferFailed):
     """The target cannot take it by this transport; by another one it may."""
+
+
+class _Full(_NotThisWay):
+    """It has no room for it now."""
+
+
+def _refusal(answer: dict[str, Any]) -> Exception:
+    """What a target's refusal of a body means."""
+    kind = _Full if answer.get("full") else _NotThisWay if answer.get("transport") else _Void
+    return kind(str(answer.get("reason")))

@@ -20,6 +20,7 @@ from dora.kvtransfer.wire import Kind, Stream
 
 PROTOCOL: Final = 1
 SECRET_BYTES: Final = 32
+ANY_MODEL: Final = ""
 _NONCE_BYTES: Final = 16
 _TEXT_MOST: Final = 256
 
@@ -30,7 +31,7 @@ class Identity:
 
     worker_id: str
     epoch: int
-    fingerprint: str  # EngineCapability.fingerprint
+    fingerprint: str  # EngineCapability.fingerprint; ANY_MODEL of who only keeps what others send
     host: str  # ``this_host()``: alike where shared memory may be shared
 
 
@@ -84,7 +85,7 @@ def answer(stream: Stream, own: Identity, secret: bytes) -> Identity:
     found = _identity(greeting)
     if greeting.get("wanted") != [own.worker_id, own.epoch]:
         raise _refused(stream, f"wanted is {greeting.get('wanted')!r}, this is {own.worker_id} in epoch {own.epoch}")
-    if found.fingerprint != own.fingerprint:
+    if found.fingerprint != own.fingerprint and ANY_MODEL not in (found.fingerprint, own.fingerprint):
         raise _refused(stream, f"fingerprint = {found.fingerprint!r}, this worker has {own.fingerprint!r}")
     stream.send(Kind.WELCOME, {})
     return found

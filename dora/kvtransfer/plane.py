@@ -22,16 +22,18 @@ from typing import Final
 import numpy as np
 
 from dora.errors import InvalidValue
-from dora.kvtransfer.arrivals import Ahead, Arrivals
+from dora.kvtransfer.arena import Arena
+from dora.kvtransfer.arrivals import Ahead, Arrival, Arrivals
+from dora.kvtransfer.checksum import Seal
 from dora.kvtransfer.codec import head_of, round_of, snapshot_of
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.incoming import Incoming, MakeReceiver
-from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.memory import Memory, Pool
 from dora.kvtransfer.nixl_pair import NixlReceiver, NixlSender
 from dora.kvtransfer.outgoing import MakeSender, Pair
 from dora.kvtransfer.peer import SECRET_BYTES, Identity, Peer
 from dora.kvtransfer.segments import SegmentPool
-from dora.kvtransfer.shm import ShmReceiver, ShmSender
+from dora.kvtransfer.shm import ShmArenaReceiver, ShmReceiver, ShmSender
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.kvtransfer.tcp import TcpReceiver, TcpSender
 from dora.kvtransfer.throttle import Throttle
@@ -75,20 +77,22 @@ def local_host(address: str) -> str:
 class DataPlane:
     """Any thread may use it. ``door`` is opened here, and closed with everything else."""
 
-    def __init__(self, door: Door, own: Identity, settings: PlaneSettings) -> None:
+    def __init__(self, door: Door, own: Identity, settings: PlaneSettings, arena_bytes: int = 0) -> None:
+        """``arena_bytes``: of a pool, which keeps what arrives where it arrives."""
         if len(settings.secret) != SECRET_BYTES:
             raise InvalidValue("kv secret", f"{len(settings.secret)} bytes", f"{SECRET_BYTES} bytes")
         self._own = own
         self._settings = settings
         self._door = door
         self._arrivals = Arrivals()
-        self._pool = Pool(settings.memory_bytes)
         self._segments = SegmentPool(settings.folder, str(own.epoch), settings.memory_bytes)
+        self.arena = Arena(settings.folder, str(own.epoch), arena_bytes) if arena_bytes else None
+        self._memory: Memory = self.arena or Pool(settings.memory_bytes)
         self._helpers = ThreadPoolExecutor(HELPERS, "kv-sum")  # make checksums while bytes are sent and received
         self._throttle = Throttle(settings.bandwidth_bytes_per_s)
         self._pairs: dict[tuple[str, int], Pair] = {}
         self._lock = threading.Lock()
-        incoming = Incoming(own, settings.secret, self._arrivals, self._pool, self._receivers(), settings.timeout_s)
+        incoming = Incoming(own, settings.secret, self._arrivals, self._memory, self._receivers(), settings.timeout_s)
         door.open(incoming.serve, settings.timeout_s)
 
     def send(self, peer: Peer, ticket: str, snapshot: KvSnapshot) -> Transfer:
@@ -106,13 +110,15 @@ class DataPlane:
         head: bytes = b"",
         after: str = "",
         layout: str = "",
+        seal: Seal | None = None,
     ) -> Transfer:
         """The same for any bytes: ``parts`` in a row are the body.
 
         Without a head it is a round of a snapshot that goes on: the next one names this one's key as ``after``.
-        ``layout``: the digest of its blocks' layout, where it consists of whole ones.
+        ``layout``: the digest of its blocks' layout, where it consists of whole ones. A body that came from elsewhere
+        is one part, sent on with its ``seal``.
         """
-        transfer = Transfer(ticket, parts, head, after, layout)
+        transfer = Transfer(ticket, parts, head, after, layout, seal)
         self._pair(peer).send(transfer)
         return transfer
 
@@ -128,13 +134,18 @@ class DataPlane:
 
         Its arrays are read-only and lie in the plane's memory, which is lent for as long as one of them lives.
         """
-        head, bodies, ahead_bytes = self._arrivals.take(key)
-        return snapshot_of(head, *bodies, ahead_bytes=ahead_bytes)
+        head, rounds = self._arrivals.take(key)
+        bodies = [each.body for each in rounds if not each.ahead_bytes]
+        return snapshot_of(head, *bodies, ahead_bytes=sum(each.ahead_bytes for each in rounds))
 
     def take_parts(self, key: str) -> tuple[bytes, *tuple[np.ndarray, ...]]:
         """The head of what has arrived, and after it a body for each round that is kept here. Raises NotFound."""
-        head, bodies, _ = self._arrivals.take(key)
-        return head, *bodies
+        head, rounds = self.take_rounds(key)
+        return head, *(each.body for each in rounds if not each.ahead_bytes)
+
+    def take_rounds(self, key: str) -> tuple[bytes, list[Arrival]]:
+        """The same with the checksums of each round, for who sends it on. Raises NotFound."""
+        return self._arrivals.take(key)
 
     def forget(self, ticket: str) -> None:
         """Expects nothing under this ticket any more, and drops what has come."""
@@ -146,7 +157,7 @@ class DataPlane:
 
     def held_bytes(self) -> tuple[int, int]:
         """Memory in use for what is sent by shared memory, and for what was received."""
-        return self._segments.lent_bytes(), self._pool.lent_bytes()
+        return self._segments.lent_bytes(), self._memory.lent_bytes()
 
     def measured(self) -> dict[str, dict[str, float]]:
         """Bytes a second of each transport to each worker, as far as one was used."""
@@ -162,6 +173,8 @@ class DataPlane:
         self._door.close()
         self._arrivals.close()
         self._helpers.shutdown(cancel_futures=True)
+        if self.arena is not None:
+            self.arena.close()
         self._segments.close()
 
     def _pair(self, peer: Peer) -> Pair:
@@ -170,13 +183,14 @@ class DataPlane:
             pair = self._pairs.get((peer.worker_id, peer.epoch))
             if pair is None:
                 settings = self._settings
-                pair = Pair(self._own, peer, settings.secret, self._senders(), self._throttle, settings.timeout_s)
+                senders = self._senders(str(peer.epoch))
+                pair = Pair(self._own, peer, settings.secret, senders, self._throttle, settings.timeout_s)
                 self._pairs[peer.worker_id, peer.epoch] = pair
             return pair
 
-    def _senders(self) -> Mapping[str, MakeSender]:
+    def _senders(self, target: str) -> Mapping[str, MakeSender]:
         known: dict[str, MakeSender] = {
-            "shm": lambda _own, _stream: ShmSender(self._segments),
+            "shm": lambda _own, _stream: ShmSender(self._segments, self._settings.folder, target),
             "tcp": lambda _own, _stream: TcpSender(self._helpers),
             "gloo": lambda _own, stream: TorchSender("gloo", stream, self._settings.timeout_s, self._helpers),
             "nixl": lambda _own, _stream: NixlSender(self._settings.timeout_s),
@@ -186,10 +200,13 @@ class DataPlane:
 
     def _receivers(self) -> Mapping[str, MakeReceiver]:
         known: dict[str, MakeReceiver] = {
-            "shm": lambda peer, _stream: ShmReceiver(self._settings.folder, str(peer.epoch)),
+            "shm": lambda peer, _stream: self._shm_receiver(str(peer.epoch)),
             "tcp": lambda _peer, _stream: TcpReceiver(self._helpers),
             "gloo": lambda _peer, stream: TorchReceiver("gloo", stream, self._settings.timeout_s),
             "nixl": lambda _peer, _stream: NixlReceiver(),
             "nccl": lambda _peer, stream: TorchReceiver("nccl", stream, self._settings.timeout_s),
         }
         return {name: known[name] for name in self._settings.transports if name in known and is_installed(name)}
+
+    def _shm_receiver(self, owner: str) -> ShmReceiver | ShmArenaReceiver:
+        return ShmReceiver(self._settings.folder, owner) if self.arena is None else ShmArenaReceiver(self.arena)

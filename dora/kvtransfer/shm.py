@@ -1,30 +1,47 @@
-"""Shared memory, between workers of one host: one copy, out of the engine's blocks into a segment both have mapped.
+"""Shared memory, between workers of one host: one copy, out of the engine's blocks into memory both have mapped.
 
-The checksum of a chunk is made right after its copy, from the copy and out of the cache.
+That is a segment of the source's, which the target gives back, or the arena of a pool, where what arrives stays. The
+checksum of a chunk is made right after its copy, from the copy and out of the cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from dora.errors import SnapshotRefused, TransferFailed
+from dora.kvtransfer.arena import Arena, MappedArena
 from dora.kvtransfer.checksum import Digest
-from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.segments import MappedSegments, Segment, SegmentPool
-from dora.kvtransfer.transport import Landing, Receiver, Sender, Sum, copied, send_chunk
+from dora.kvtransfer.transport import Landing, Receiver, Sender, Sum, copied, pool_landing, send_chunk
 from dora.kvtransfer.wire import Frame, Stream
 
 
 class ShmSender(Sender):
     name = "shm"
-    chunk_bytes: ClassVar = 2 << 20
+    chunk_bytes: ClassVar = 4 << 20
 
-    def __init__(self, segments: SegmentPool) -> None:
+    def __init__(self, segments: SegmentPool, folder: Path, target: str) -> None:
+        """``target``: the owner whose arena this pair may write to, where it has one."""
         self._segments = segments
+        self._folder, self._target = folder, target
+        self._arena: MappedArena | None = None
+        self._place: np.ndarray | None = None
+        self._at = 0  # of the place within the arena
         self._lent: list[tuple[Segment, int]] = []  # to this pair, as far as is known; and its turn
         self._current: Segment | None = None
 
+    def attach(self, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        answer = ask({})
+        if "arena" in answer:
+            mark = answer.get("mark")
+            self._arena = MappedArena(self._folder, self._target, str(answer["arena"]), bytes(mark or b""))
+
     def begin(self, body_bytes: int) -> dict[str, Any]:
+        if self._arena is not None:
+            return {}
         try:
             segment = self._segments.lend(body_bytes)
         except SnapshotRefused as error:
@@ -37,18 +54,31 @@ class ShmSender(Sender):
         self._current = segment
         return {"segment": segment.name, "mark": segment.mark}
 
+    def begun(self, answer: dict[str, Any]) -> None:
+        if self._arena is not None:
+            at, size_bytes = answer.get("at"), answer.get("size")
+            if not isinstance(at, int) or not isinstance(size_bytes, int):
+                raise TransferFailed("arena: no place in it is named")
+            self._at, self._place = at, self._arena.array(at, size_bytes)
+
     def chunk(self, stream: Stream, head: dict[str, Any], parts: Sequence[memoryview], digest: Digest) -> Sum:
-        assert self._current is not None
-        target = self._current.raw[head["at"] : head["at"] + head["size"]]
+        if self._arena is not None and self._place is not None:
+            self._arena.touch(self._at + head["at"], head["size"])
+            memory = self._place
+        else:
+            assert self._current is not None
+            memory = self._current.raw
+        target = memory[head["at"] : head["at"] + head["size"]]
         found = digest(copied(target, parts))
         send_chunk(stream, head)
         return found
 
     def finish(self) -> None:
-        self._current = None
+        self._current = self._place = None
 
     def abandon(self) -> None:
         """The target may have mapped the segment, and still look at it."""
+        self._place = None
         if self._current is not None:
             self._segments.discard(*self._lent.pop())
             self._current = None
@@ -64,11 +94,30 @@ class ShmReceiver(Receiver):
     def __init__(self, folder: Path, owner: str) -> None:
         self._segments = MappedSegments(folder, owner)
 
-    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Pool) -> Landing:
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory) -> Landing:
         name, mark = opening.get("segment"), opening.get("mark")
         if not isinstance(name, str) or not isinstance(mark, bytes):
             raise SnapshotRefused("segment: none is named")
         return Landing(self._segments.array(name, mark, body_bytes), {})
+
+    def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:
+        """It is there already."""
+        stream.drain(frame.body_bytes)
+        return digest([target])
+
+
+class ShmArenaReceiver(Receiver):
+    """Of a pool: every body has its place in the arena."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def attach(self, offer: dict[str, Any]) -> dict[str, Any]:
+        return {"arena": self._arena.name, "mark": self._arena.mark}
+
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory) -> Landing:
+        body = pool_landing(body_bytes, pool)
+        return Landing(body, {"at": self._arena.place(body), "size": body_bytes})
 
     def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:
         """It is there already."""

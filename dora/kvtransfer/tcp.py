@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 from dora.errors import TransferFailed
 from dora.kvtransfer.checksum import Digest
-from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.transport import Landing, Receiver, Sender, Sum, pool_landing, send_chunk
 from dora.kvtransfer.wire import Frame, Stream
 
 
 class TcpSender(Sender):
     name = "tcp"
-    chunk_bytes: ClassVar = 4 << 20
+    chunk_bytes: ClassVar = 8 << 20
 
     def __init__(self, helpers: Executor) -> None:
         self._helpers = helpers
@@ -32,7 +32,7 @@ class TcpReceiver(Receiver):
     def __init__(self, helpers: Executor) -> None:
         self._helpers = helpers
 
-    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Pool) -> Landing:
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory) -> Landing:
         return Landing(pool_landing(body_bytes, pool), {})
 
     def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:

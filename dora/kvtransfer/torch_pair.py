@@ -19,12 +19,12 @@ from typing import Any, ClassVar, Final
 
 from dora.errors import DoraError, SnapshotRefused, TransferFailed
 from dora.kvtransfer.checksum import Digest
-from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.transport import Landing, Receiver, Sender, Sum, copied, pool_landing, send_chunk, summed
 from dora.kvtransfer.wire import Frame, Stream
 
 DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
-STAGES: Final = 4  # chunks on their way at once
+STAGES: Final = 2  # chunks on their way at once
 DIRECT_BYTES: Final = 64 << 10  # a smaller part costs more as a message of its own than as a copy
 _SOURCE, _TARGET = 0, 1  # ranks
 _TAG: Final = 0
@@ -50,7 +50,7 @@ def make_group(backend: str, store: Any, rank: int, host: str, timeout_s: float)
 class TorchSender(Sender):
     """Sends a chunk's parts from where they lie; small ones, and all to a GPU, from a copy in memory of its own."""
 
-    chunk_bytes: ClassVar = 4 << 20
+    chunk_bytes: ClassVar = 8 << 20
 
     def __init__(self, backend: str, stream: Stream, timeout_s: float, helpers: Executor) -> None:
         self.name = backend
@@ -135,7 +135,7 @@ class TorchReceiver(Receiver):
             self._group = make_group(self._backend, store, _TARGET, self._stream.own_host(), self._timeout_s)
         return {}
 
-    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Pool) -> Landing:
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory) -> Landing:
         return Landing(pool_landing(body_bytes, pool), {})
 
     def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:

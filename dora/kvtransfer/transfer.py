@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from dora.errors import TransferFailed
+from dora.kvtransfer.checksum import Seal
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Transfer:
 
     They must not change before it is done, or else it must be cancelled. ``after``: the key of the round before.
     Without a head another round follows. ``layout``: the digest of its blocks' (``KvLayout``), where a target may write
-    them into its KV-cache before the head comes.
+    them into its KV-cache before the head comes. A body that was received before has its ``seal``.
     """
 
     ticket: str
@@ -34,6 +35,7 @@ class Transfer:
     head: bytes
     after: str = ""
     layout: str = ""
+    seal: Seal | None = None
     done: "Future[Sent]" = field(default_factory=Future)  # its exception is TransferFailed
     cancelled: threading.Event = field(default_factory=threading.Event)
     fallbacks: list[str] = field(default_factory=list)

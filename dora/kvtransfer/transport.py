@@ -22,11 +22,11 @@ import numpy as np
 
 from dora.errors import SnapshotRefused
 from dora.kvtransfer.checksum import Digest
-from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.wire import Frame, Kind, Stream
 
 CHUNK_BYTES: Final = 1 << 20
-PIECE_BYTES: Final = 256 << 10  # fits the second-level cache, out of which the checksum is made
+PIECE_BYTES: Final = 1 << 20  # is still in the cache when its checksum is made, and costs little of Python
 SMALL_BYTES: Final = 32 << 10
 CHUNK_MOST: Final = 8 << 20
 NAMES: Final = ("shm", "tcp", "gloo", "nccl", "nixl")
@@ -53,6 +53,10 @@ class Landing:
 
     body: np.ndarray
     answer: dict[str, Any]
+
+
+class NoRoom(SnapshotRefused):
+    """Too much is in flight just now."""
 
 
 Sum = bytes | Callable[[], bytes]  # of a chunk; or what waits for it
@@ -104,7 +108,7 @@ class Receiver(ABC):
         return {}
 
     @abstractmethod
-    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Pool) -> Landing:
+    def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory) -> Landing:
         """Memory for a body. ``opening``: what the sending half said."""
 
     @abstractmethod
@@ -124,11 +128,11 @@ class Receiver(ABC):
         return  # most have nothing to do here
 
 
-def pool_landing(body_bytes: int, pool: Pool) -> np.ndarray:
-    """Memory of the pool. Raises SnapshotRefused where there is no room."""
+def pool_landing(body_bytes: int, pool: Memory) -> np.ndarray:
+    """Memory of the pool. Raises NoRoom, and SnapshotRefused where none can be had."""
     array = pool.array(body_bytes)
     if array is None:
-        raise SnapshotRefused(f"body bytes = {body_bytes}: too much is in flight, {pool.lent_bytes()} bytes")
+        raise NoRoom(f"body bytes = {body_bytes}: too much is in flight, {pool.lent_bytes()} bytes")
     return array
 
 

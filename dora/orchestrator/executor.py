@@ -13,16 +13,17 @@ from dora.errors import VersionRejected
 from dora.orchestrator.book import Book, Entry
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core.handoff_table import Handoff
+from dora.orchestrator.core.handoff_table import Handoff, Kind
 from dora.orchestrator.core.selection import REDUNDANT
 from dora.orchestrator.orders import PublishedVersions, worker_message
 from dora.orchestrator.record_queue import RecordQueue
 from dora.orchestrator.storage import RUN_FOLDER, Storage
-from dora.orchestrator.streams import Sessions, WorkerSession
+from dora.orchestrator.streams import Sessions
 from dora.orchestrator.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
 from dora.record import CancelledGroup
 from dora.rewards import GroupFilter
+from dora.rpc import dora_pb2 as pb
 from dora.types import Prompt, Reward
 
 log = logging.getLogger("dora.service")
@@ -219,15 +220,15 @@ class Executor:
     def _to_worker(self, command: do.WorkerCommand) -> None:
         session = self._sessions.of_epoch(command.worker_id, command.epoch)
         if session is not None:  # else it broke a moment ago; its loss is on the way to the core
-            source, target = self._ends(command)
-            session.send(worker_message(command, self._book, self._store, source, target))
+            session.send(self._message(command))
 
-    def _ends(self, command: do.WorkerCommand) -> tuple[WorkerSession | None, WorkerSession | None]:
-        """Source and target of the handoff that a command belongs to, as far as they are connected."""
+    def _message(self, command: do.WorkerCommand) -> pb.WorkerCommand:
+        """Tells each end of a handoff of the other one, where that is connected."""
         handoff = self._handoff_of(command.command_id)
         if handoff is None:
-            return None, None
-        return self._sessions.workers.get(handoff.source), self._sessions.workers.get(handoff.target)
+            return worker_message(command, self._book, self._store)
+        source, target = self._sessions.end(handoff.source), self._sessions.end(handoff.target)
+        return worker_message(command, self._book, self._store, source, target, handoff.kind is Kind.RESUME)
 
     def _release_snapshot(self, command: do.ReleaseSnapshot) -> None:
         """Nothing is left to be deleted: a snapshot lies at its target, which was told to take it in or to drop it."""

@@ -1,4 +1,4 @@
-"""Starts the rollout workers as processes of their own, starts dead ones again, stops all at the end."""
+"""Starts the rollout workers and the pool as processes of their own, starts dead ones again, stops all at the end."""
 
 import asyncio
 import contextlib
@@ -8,12 +8,12 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from dora.config import WorkersConfig
+from dora.config import KvConfig, WorkersConfig
 from dora.errors import DoraError
 from dora.orchestrator.storage import RUN_FOLDER, Storage
 
@@ -25,6 +25,8 @@ HEALTHY_S = 30.0  # a process that lived so long has earned a quick restart
 DEATHS_WITHIN_S = 600.0  # deaths count for so long: ``workers.restarts`` is a rate, not a whole life's sum
 LOG_TAIL_BYTES = 2000
 WORKER_MODULE: Final = "dora.worker"
+POOL_MODULE: Final = "dora.pool"
+POOL_ID: Final = "pool-0"
 WAIT_OPTION: Final = "--wait"  # of a worker: its arguments come on stdin, once its engine is imported
 STOP_GRACE_S = 10.0
 
@@ -35,9 +37,10 @@ class WorkerStartError(DoraError):
 
 @dataclass(slots=True)
 class _Worker:
-    """One worker id and its process at present."""
+    """One worker id, or pool id, and its process at present."""
 
     worker_id: str
+    is_pool: bool = False
     process: asyncio.subprocess.Process | None = None
     waiting: bool = False  # its process has yet to be told what it is for
     leaving: bool = False
@@ -64,7 +67,7 @@ class Launcher:
     added to this process's.
 
     A worker that dies more often than ``workers.restarts`` times in ten minutes is not started again. The service goes
-    on with the others; ``failed`` is set once none is left.
+    on with the others; ``failed`` is set once none is left. It goes on without its pools (``pool_ids``).
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Launcher:
         environment: Callable[[str], Mapping[str, str]],
         log_folder: Path,
         storage: Storage,
+        pool_ids: Iterable[str] = (),
     ) -> None:
         self._config = config
         self._command = command
@@ -81,6 +85,7 @@ class Launcher:
         self._log_folder = log_folder
         self._storage = storage
         self._workers = {name: _Worker(name) for name in (f"w{i}" for i in range(config.count))}
+        self._workers |= {name: _Worker(name, is_pool=True) for name in pool_ids}
         self._tasks: list[asyncio.Task[None]] = []
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -92,7 +97,7 @@ class Launcher:
         """
         if self._config.engine != "vllm":
             return
-        for worker in list(self._workers.values())[: os.cpu_count() or 1]:
+        for worker in [each for each in self._workers.values() if not each.is_pool][: os.cpu_count() or 1]:
             worker.process = await self._spawn(worker, ["-m", WORKER_MODULE, WAIT_OPTION])
             worker.waiting = True
 
@@ -139,7 +144,7 @@ class Launcher:
                 code = await (await self._told(worker)).wait()
             except OSError as error:  # no memory, or too many processes or files: it passes, or it is a death
                 worker.not_started = f"it could not be started ({error.strerror})"
-                log.warning("worker %s: %s", worker.worker_id, worker.not_started)
+                log.warning("%s: %s", worker.worker_id, worker.not_started)
             if worker.leaving:
                 return
             deaths = worker.dies(loop.time())
@@ -186,7 +191,7 @@ class Launcher:
     def early_death(self) -> str | None:
         """Why a worker that never answered has died already twice; None while all is well."""
         for worker in self._workers.values():
-            if worker.restarts >= 2:
+            if worker.restarts >= 2 and not worker.is_pool:
                 return f"worker {worker.worker_id} ends at start: {self._last_words(worker)}"
         return None
 
@@ -197,8 +202,9 @@ class Launcher:
     def _exclude(self, worker: _Worker, reason: str) -> None:
         """The worker is not started again; the others go on."""
         worker.excluded = True
-        log.error("worker %s is not started again: it %s", worker.worker_id, reason)
-        if all(each.excluded or each.leaving for each in self._workers.values()):
+        log.error("%s is not started again: it %s", worker.worker_id, reason)
+        left = [each for each in self._workers.values() if not (each.is_pool or each.excluded or each.leaving)]
+        if not left and not worker.is_pool:
             self._fail(f"no worker is left: {worker.worker_id} {reason}")
 
     def _fail(self, reason: str) -> None:
@@ -206,8 +212,13 @@ class Launcher:
             self.failed.set_exception(WorkerStartError(reason))
 
 
-def worker_argv(config: WorkersConfig, worker_id: str, address: str, model: Path, kv_host: str = "") -> list[str]:
-    """The arguments of the Python that runs one worker. ``kv_host``: where others reach it; empty: it finds out."""
+def worker_argv(
+    config: WorkersConfig, worker_id: str, address: str, model: Path, kv_host: str = "", kv_tier: str = ""
+) -> list[str]:
+    """The arguments of the Python that runs one worker.
+
+    ``kv_host``: where others reach it; empty: it finds out. ``kv_tier``: where the shared tier listens; empty: none.
+    """
     options = {
         "--orchestrator": address,
         "--worker-id": worker_id,
@@ -221,8 +232,22 @@ def worker_argv(config: WorkersConfig, worker_id: str, address: str, model: Path
         "--tensor-parallel": config.tensor_parallel,
         "--pipeline-parallel": config.pipeline_parallel,
         **({"--kv-host": kv_host} if kv_host else {}),
+        **({"--kv-tier": kv_tier} if kv_tier else {}),
     }
     return ["-m", WORKER_MODULE, *(str(part) for option in options.items() for part in option)]
+
+
+def pool_argv(config: KvConfig, pool_id: str, address: str) -> list[str]:
+    """The same of a pool."""
+    options = {
+        "--orchestrator": address,
+        "--pool-id": pool_id,
+        "--memory-mb": config.pool_mb,
+        "--spill-mb": config.spill_mb,
+        **({"--spill-folder": config.spill_folder} if config.spill_folder else {}),
+        **({"--kv-host": config.host} if config.host else {}),
+    }
+    return ["-m", POOL_MODULE, *(str(part) for option in options.items() for part in option)]
 
 
 def worker_environment(config: WorkersConfig, token: str) -> dict[str, str]:

@@ -13,11 +13,12 @@ from typing import Any, TypeAlias
 
 from dora.config import Config
 from dora.errors import DoraError
+from dora.kvtier.chunks import chunk_tokens_of
 from dora.memory import collecting_rarely, keep_freed_memory
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.policies import check_live
 from dora.orchestrator.feed import PromptFeed
-from dora.orchestrator.launcher import Launcher, WorkerStartError, worker_argv, worker_environment
+from dora.orchestrator.launcher import POOL_ID, Launcher, WorkerStartError, pool_argv, worker_argv, worker_environment
 from dora.orchestrator.plugins import load_strategies
 from dora.orchestrator.prompt_check import PromptCheck
 from dora.orchestrator.runtime import Runtime
@@ -36,6 +37,7 @@ from dora.orchestrator.setup import (
     with_context,
 )
 from dora.orchestrator.storage import Storage
+from dora.orchestrator.tier_server import TierServer, check_tier
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.rpc.roles import Role, Tokens
 
@@ -78,6 +80,7 @@ async def serve(
     load_strategies()
     check_live(config.balance, config.window.size)
     check_engine(config)
+    await check_tier(config)
     open_many_files()
     tokens = await asyncio.to_thread(Tokens, config.service.token)
     async with contextlib.AsyncExitStack() as stack:
@@ -85,12 +88,18 @@ async def serve(
         keep_freed_memory()
         run_folder = stack.enter_context(run_folder_of(config))
         storage = Storage()
+        tier = await _tier_of(config, run_folder, storage, stack)
         launcher = Launcher(
             config.workers,
-            lambda worker_id: worker_argv(config.workers, worker_id, address, model, config.kv.host),
+            lambda name: (
+                pool_argv(config.kv, name, address)
+                if name == POOL_ID
+                else worker_argv(config.workers, name, address, model, config.kv.host, tier.endpoint if tier else "")
+            ),
             lambda worker_id: worker_environment(config.workers, tokens.started(worker_id)),
             run_folder / "logs",
             storage,
+            [POOL_ID] if config.kv.pool_mb else [],
         )
         stack.push_async_callback(launcher.close)
         await launcher.begin()
@@ -123,6 +132,7 @@ async def serve(
         stack.push_async_callback(runtime.close)
         address = await stack.enter_async_context(serving(config, runtime, model, snapshots, tokens))
         runtime.sessions.processes = launcher
+        runtime.tier = tier
         stack.push_async_callback(launcher.close)  # a second time: workers end before what they talk to
         launcher.start()
         ticking = asyncio.create_task(runtime.ticks())
@@ -135,6 +145,18 @@ async def serve(
             progress("draining")
             await _drain(config, runtime, failures)
     return 0
+
+
+async def _tier_of(
+    config: Config, run_folder: Path, storage: Storage, stack: contextlib.AsyncExitStack
+) -> TierServer | None:
+    """The shared KV tier's server, started; None: there is to be none."""
+    if config.kv.tier == "none":
+        return None
+    tier = TierServer(config.kv, chunk_tokens_of(config.workers.block_tokens), run_folder, storage)
+    stack.push_async_callback(tier.close)
+    tier.start()
+    return tier
 
 
 async def _until_ready(

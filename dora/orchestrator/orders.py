@@ -1,13 +1,15 @@
 """The core's commands to workers as wire messages, with what only the shell holds: tokens, weights, canaries."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from dora.orchestrator.book import Book
 from dora.orchestrator.core import commands as do
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.types import Canary, KvEndpoint
+from dora.types import Canary, EngineCapability, KvEndpoint, PoolCapability
+
+GROWTH_BLOCKS: Final = 2  # by which a request may grow while its blocks are copied ahead
 
 
 class PublishedVersions(Protocol):
@@ -18,11 +20,14 @@ class PublishedVersions(Protocol):
 
 
 class Reached(Protocol):
-    """A worker that is connected (streams.py), as others reach it with KV snapshots."""
+    """A worker or pool that is connected (streams.py), as others reach it with KV snapshots."""
 
     worker_id: str
     epoch: int
     kv: KvEndpoint
+
+    @property
+    def capability(self) -> EngineCapability | PoolCapability: ...
 
 
 def worker_message(
@@ -31,11 +36,13 @@ def worker_message(
     store: PublishedVersions,
     source: Reached | None = None,
     target: Reached | None = None,
+    was_parked: bool = False,
 ) -> pb.WorkerCommand:
     """The message of ``command``. Notes in the book how a request is to arrive at its worker.
 
     ``source`` and ``target``: of the handoff that it belongs to, those that are connected. Each is told of the other,
-    so that they talk without the service; a message that names nobody is answered with a failure.
+    so that they talk without the service; a message that names nobody is answered with a failure. ``was_parked``: the
+    source is, or was, a pool.
     """
     message = pb.WorkerCommand(command_id=command.command_id)
     match command:
@@ -51,21 +58,33 @@ def worker_message(
         case do.RemoveRequest(request_id=request_id):
             message.remove_request.request_id = request_id
         case do.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens):
-            epoch = source.epoch if source is not None else 0
-            message.reserve_slot.CopyFrom(
-                pb.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens, source_epoch=epoch)
-            )
+            reserve = pb.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens)
+            if source is not None:
+                reserve.source_epoch = source.epoch
+                reserve.kv_bytes, reserve.most_bytes = _kv_bytes(source, kv_tokens)
+            message.reserve_slot.CopyFrom(reserve)
         case do.CancelReservation(request_id=request_id):
             message.cancel_reservation.request_id = request_id
         case do.CopyOut(request_id=request_id):
             peer = pb.KvPeer() if target is None else _peer(target)
             message.copy_out.CopyFrom(pb.CopyOut(request_id=request_id, target=peer))
         case do.CopyIn(request_id=request_id, version=version, locator=locator):
-            book[request_id].arrivals[command.worker_id] = "migrated"
+            book[request_id].arrivals[command.worker_id] = "parked" if was_parked else "migrated"
             message.copy_in.CopyFrom(pb.CopyIn(request_id=request_id, version=version, locator=locator))
         case do.Thaw(request_id=request_id):
             message.thaw.request_id = request_id
     return message
+
+
+def _kv_bytes(source: Reached, kv_tokens: int) -> tuple[int, int]:
+    """How large a snapshot of this source is expected to be, and how large it may be; 0: unknown, as of a pool's."""
+    capability = source.capability
+    if isinstance(capability, PoolCapability):
+        return 0, 0
+    blocks = -(-kv_tokens // capability.block_tokens) + GROWTH_BLOCKS
+    most_blocks = -(-capability.max_model_len_tokens // capability.block_tokens)
+    block_bytes = capability.kv_token_bytes * capability.block_tokens
+    return min(blocks, most_blocks) * block_bytes, most_blocks * block_bytes
 
 
 def _peer(worker: Reached) -> pb.KvPeer:

@@ -24,6 +24,7 @@ from dora.orchestrator.setup import (
     check_run_folder,
     with_context,
 )
+from dora.orchestrator.tier_server import check_tier
 from dora.outfile import try_folder
 from dora.prompts import ChatTokenizer, PromptSource, resolve_prompts
 from dora.weights.reference import read_reference
@@ -41,6 +42,7 @@ async def rehearse(config: Config, said: Said) -> None:
     check_engine(config)
     vocab_size = 0
     said("workers", f"{config.workers.count}, engine {config.workers.engine}")
+    said("KV tier", await check_tier(config))
     model = await asyncio.to_thread(made_model, config.model, cache_of(config))
     if model is None:
         await asyncio.to_thread(_check_cache, config)

@@ -34,6 +34,8 @@ ACKNOWLEDGEMENTS: Final = frozenset(
         do.ReleaseSnapshot,
         do.RemoveRequest,
         do.CopyOut,
+        do.Park,
+        do.Resume,
         do.CopyIn,
     }
 )

@@ -29,7 +29,7 @@ from dora.orchestrator.feed import PromptFeed
 from dora.orchestrator.presence import TrainerPresence
 from dora.orchestrator.record_queue import RecordQueue
 from dora.orchestrator.storage import EVENT_LOG, RUN_FOLDER, Storage
-from dora.orchestrator.streams import Sessions, WorkerProcesses, WorkerSession
+from dora.orchestrator.streams import KvTier, Session, Sessions, WorkerProcesses, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.orchestrator.worker_reports import WorkerReports
 from dora.record import Recorder
@@ -71,7 +71,7 @@ class Runtime:
         self.storage = storage or Storage()
         self.storage.tell(lambda fault: self.post_soon(on.StorageChanged(fault)))
         self.recorder = RecordQueue(recorder, self.storage, self.spawn)
-        self.sessions = Sessions(self._worker_lost, processes)
+        self.sessions = Sessions(self._end_lost, processes)
         self.reports = WorkerReports(
             machine=self.machine,
             book=self.book,
@@ -95,6 +95,7 @@ class Runtime:
             spawn=self.spawn,
         )
         self.trainer = TrainerPresence()
+        self.tier: KvTier | None = None
         self.started_at = time.time()
         self._tasks: set[asyncio.Task[None]] = set()
         self._posting = False
@@ -128,8 +129,9 @@ class Runtime:
         """Posts after what is being handled now."""
         asyncio.get_running_loop().call_soon(self.post, event)
 
-    def _worker_lost(self, session: WorkerSession, reason: str) -> None:
-        self.post_soon(on.WorkerLost(session.worker_id, session.epoch, reason))
+    def _end_lost(self, session: Session, reason: str) -> None:
+        lost = on.WorkerLost if isinstance(session, WorkerSession) else on.PoolLost
+        self.post_soon(lost(session.worker_id, session.epoch, reason))
 
     def trainer_present(self) -> bool:
         """Whether a trainer streams, trains on leased groups, or did so a moment ago."""

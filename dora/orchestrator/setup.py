@@ -16,6 +16,7 @@ from typing import Final
 
 from dora.config import Config, validated
 from dora.errors import InvalidValue
+from dora.kvtier.server import remove_left
 from dora.models import check_parallel, context_tokens, default_cache, made_model, resolve_model
 from dora.orchestrator.eventlog import EventLogWriter, new_log
 from dora.outfile import try_folder
@@ -115,6 +116,7 @@ def run_folder_of(config: Config) -> Iterator[Path]:
     for left in parent.glob(f"{MADE_PREFIX}*"):
         if is_abandoned(left / MADE_LOCK_FILE):
             log.warning("%s is removed: its service was killed", left)
+            remove_left(left)
             shutil.rmtree(left, ignore_errors=True)
     with writable(RUN_FOLDER, parent):
         folder = Path(tempfile.mkdtemp(prefix=MADE_PREFIX, dir=parent))
@@ -161,6 +163,7 @@ def _taken_over(folder: Path) -> Iterator[Path]:
         _check_left(folder, ours)
         for left in (folder / WEIGHTS_FOLDER, folder / SNAPSHOTS_FOLDER):
             shutil.rmtree(left, ignore_errors=True)
+        remove_left(folder)
         yield folder
     finally:
         os.close(held)

@@ -10,7 +10,7 @@ from dora.errors import DoraError
 from dora.orchestrator.telemetry import Rate
 from dora.rpc import dora_pb2 as pb
 from dora.trajectory import TrajectoryGroup
-from dora.types import NO_KV, EngineCapability, KvEndpoint
+from dora.types import NO_KV, EngineCapability, KvEndpoint, PoolCapability, TierLoad
 
 log = logging.getLogger("dora.service")
 
@@ -19,27 +19,16 @@ LOST_KEPT = 256  # workers that are gone, and still shown with the reason
 COMMANDS_QUEUED_MAX = 65536  # a worker this far behind is as good as hung
 
 
-class WorkerSession:
-    """One epoch of one worker."""
+class Session:
+    """One epoch of one worker, or of one pool."""
 
-    def __init__(
-        self,
-        worker_id: str,
-        epoch: int,
-        pid: int,
-        host: str,
-        capability: EngineCapability,
-        kv: KvEndpoint = NO_KV,
-    ) -> None:
+    def __init__(self, worker_id: str, epoch: int, pid: int, host: str, kv: KvEndpoint) -> None:
         self.worker_id = worker_id
         self.epoch = epoch
         self.pid = pid
         self.host = host
-        self.capability = capability
         self.kv = kv
         self.heard_s = time.monotonic()
-        self.reprefilled_tokens = 0
-        self.rate = Rate()
         self._outbox: asyncio.Queue[pb.WorkerCommand | None] = asyncio.Queue(COMMANDS_QUEUED_MAX)
 
     def send(self, command: pb.WorkerCommand) -> None:
@@ -65,6 +54,37 @@ class WorkerSession:
     async def commands(self) -> AsyncIterator[pb.WorkerCommand]:
         while (command := await self._outbox.get()) is not None:
             yield command
+
+
+class WorkerSession(Session):
+    """One epoch of one worker."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: int,
+        pid: int,
+        host: str,
+        capability: EngineCapability,
+        kv: KvEndpoint = NO_KV,
+    ) -> None:
+        super().__init__(worker_id, epoch, pid, host, kv)
+        self.capability = capability
+        self.reprefilled_tokens = 0
+        self.tier = TierLoad()
+        self.rate = Rate()
+
+
+class PoolSession(Session):
+    """One epoch of one pool. The core knows it once ``kv_tokens`` is known: what it holds, by the workers' KV."""
+
+    def __init__(
+        self, pool_id: str, epoch: int, pid: int, host: str, capability: PoolCapability, kv: KvEndpoint = NO_KV
+    ) -> None:
+        super().__init__(pool_id, epoch, pid, host, kv)
+        self.capability = capability
+        self.kv_tokens = 0
+        self.report = pb.PoolReport()  # the latest
 
 
 class StepStream:
@@ -99,6 +119,13 @@ class StepStream:
             yield batch
 
 
+class KvTier(Protocol):
+    """The server of the shared KV tier, as operators see it."""
+
+    def status(self, workers: int) -> pb.KvTierStatus:
+        """``workers``: that reach it."""
+
+
 class WorkerProcesses(Protocol):
     """Whoever started the workers."""
 
@@ -107,12 +134,14 @@ class WorkerProcesses(Protocol):
 
 
 class Sessions:
-    """Who is connected now. ``lost`` is told of each worker's epoch that is over, with the reason."""
+    """Who is connected now. ``lost`` is told of each epoch of a worker or pool that is over, with the reason."""
 
-    def __init__(self, lost: Callable[[WorkerSession, str], None], processes: WorkerProcesses | None = None) -> None:
+    def __init__(self, lost: Callable[[Session, str], None], processes: WorkerProcesses | None = None) -> None:
         self.workers: dict[str, WorkerSession] = {}
+        self.pools: dict[str, PoolSession] = {}
         self.stream: StepStream | None = None  # the trainer's
-        self.lost_reasons: dict[str, str] = {}
+        self.lost_reasons: dict[str, str] = {}  # of workers
+        self.lost_pools: dict[str, str] = {}
         self.processes = processes
         self._lost = lost
         self._epochs = 0
@@ -126,17 +155,35 @@ class Sessions:
         kv: KvEndpoint = NO_KV,
     ) -> WorkerSession:
         """Begins a new epoch of this worker, which must not be connected."""
-        assert worker_id not in self.workers, f"{worker_id} is connected"
-        self._epochs += 1
-        session = WorkerSession(worker_id, self._epochs, pid, host, capability, kv)
+        session = WorkerSession(worker_id, self._begin_epoch(worker_id), pid, host, capability, kv)
         self.workers[worker_id] = session
-        self.lost_reasons.pop(worker_id, None)
         return session
 
-    def of_epoch(self, worker_id: str, epoch: int) -> WorkerSession | None:
-        """The connection of this worker's epoch; None once it is over."""
-        session = self.workers.get(worker_id)
+    def open_pool(self, pool_id: str, pid: int, host: str, capability: PoolCapability, kv: KvEndpoint) -> PoolSession:
+        """The same of a pool."""
+        session = PoolSession(pool_id, self._begin_epoch(pool_id), pid, host, capability, kv)
+        self.pools[pool_id] = session
+        return session
+
+    def _begin_epoch(self, name: str) -> int:
+        assert self.end(name) is None, f"{name} is connected"
+        self._epochs += 1
+        for lost in (self.lost_reasons, self.lost_pools):
+            lost.pop(name, None)
+        return self._epochs
+
+    def end(self, name: str) -> WorkerSession | PoolSession | None:
+        """The worker or pool of this id, if it is connected: an end of a handoff."""
+        return self.workers.get(name) or self.pools.get(name)
+
+    def of_epoch(self, worker_id: str, epoch: int) -> WorkerSession | PoolSession | None:
+        """The connection of this epoch of a worker or a pool; None once it is over."""
+        session = self.end(worker_id)
         return session if session is not None and session.epoch == epoch else None
+
+    def kv_token_bytes(self) -> int:
+        """KV of one token, as the workers say it; 0: none has said it yet."""
+        return max((worker.capability.kv_token_bytes for worker in self.workers.values()), default=0)
 
     def stream_of(self, trainer_epoch: int, step: int) -> StepStream | None:
         """The trainer's stream, where it is open and of this step."""
@@ -145,37 +192,36 @@ class Sessions:
             return stream
         return None
 
-    def lose(self, session: WorkerSession, reason: str) -> None:
-        """The worker's epoch is over, now and not only once its stream has ended: a hung one might never end."""
-        if self.workers.get(session.worker_id) is not session:
+    def lose(self, session: Session, reason: str) -> None:
+        """The epoch is over, now and not only once its stream has ended: a hung one might never end."""
+        if self.end(session.worker_id) is not session:
             return
-        del self.workers[session.worker_id]
+        self.workers.pop(session.worker_id, None)
+        self.pools.pop(session.worker_id, None)
         session.give_up()
-        reason = self.lost_reasons.get(session.worker_id, reason)
-        self.keep_reason(session.worker_id, reason)
-        log.info("worker %s is gone (epoch %d): %s", session.worker_id, session.epoch, reason)
+        lost = self.lost_pools if isinstance(session, PoolSession) else self.lost_reasons
+        reason = lost.get(session.worker_id, reason)
+        _keep(lost, session.worker_id, reason)
+        log.info("%s is gone (epoch %d): %s", session.worker_id, session.epoch, reason)
         self._lost(session, reason)
 
     def keep_reason(self, worker_id: str, reason: str) -> None:
-        """Why a worker has gone, for operators; of the last ones, as some come under a new name each time."""
-        self.lost_reasons[worker_id] = reason
-        if len(self.lost_reasons) > LOST_KEPT:
-            del self.lost_reasons[next(iter(self.lost_reasons))]
+        """Why a worker has gone, for operators."""
+        _keep(self.lost_reasons, worker_id, reason)
 
-    def replace(self, session: WorkerSession, reason: str) -> None:
-        """Ends a worker that is silent or cannot be trusted; whoever started it starts it again."""
-        if self.workers.get(session.worker_id) is not session:
+    def replace(self, session: Session, reason: str) -> None:
+        """Ends a worker or pool that is silent or cannot be trusted; whoever started it starts it again."""
+        if self.end(session.worker_id) is not session:
             return
-        log.error("worker %s is replaced: %s", session.worker_id, reason)
-        self.keep_reason(session.worker_id, reason)
+        log.error("%s is replaced: %s", session.worker_id, reason)
         self.lose(session, reason)
         if self.processes is not None:
             self.processes.kill(session.worker_id)
 
     def replace_silent(self, limit_s: float, loading: Container[str] = ()) -> None:
-        """Replaces each worker that has said nothing for longer than ``limit_s``; but not those that are ``loading``,
-        which say nothing meanwhile: the core limits that time itself."""
-        for session in list(self.workers.values()):
+        """Replaces each worker and pool that has said nothing for longer than ``limit_s``; but not those workers that
+        are ``loading``, which say nothing meanwhile: the core limits that time itself."""
+        for session in [*self.workers.values(), *self.pools.values()]:
             silent_s = time.monotonic() - session.heard_s
             if silent_s > limit_s and session.worker_id not in loading:
                 self.replace(session, f"silent for {silent_s:.0f} s")
@@ -189,3 +235,10 @@ class Sessions:
         if session is not None:
             session.send(pb.WorkerCommand(shutdown=pb.Shutdown()))
             session.finish()
+
+
+def _keep(reasons: dict[str, str], name: str, reason: str) -> None:
+    """Of the last ones that are gone, as some come under a new name each time."""
+    reasons[name] = reason
+    if len(reasons) > LOST_KEPT:
+        del reasons[next(iter(reasons))]

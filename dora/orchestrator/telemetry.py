@@ -7,6 +7,7 @@ import numpy as np
 
 from dora.orchestrator.core.adjustment import groups_to_add
 from dora.trajectory import TrajectoryGroup
+from dora.types import TierLoad
 
 BLACKOUTS_KEPT = 4096
 STEPS_KEPT = 512
@@ -52,12 +53,18 @@ class Telemetry:
     def __init__(self) -> None:
         self.tokens_delivered = 0
         self.tokens_reprefilled = 0
+        self.tier_tokens_found = 0
+        self.tier_tokens_kept = 0
+        self.tier_chunks_damaged = 0
+        self.tier_losses = 0
         self.trajectories_finished = 0
         self.rewards_failed = 0
         self.groups_filtered = 0
         self.messages_refused = 0
         self.kv_bytes = 0
         self.kv_fallbacks = 0
+        self.pool_spilled = 0
+        self.pool_dropped = 0
         self.blackouts_ms: deque[float] = deque(maxlen=BLACKOUTS_KEPT)
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._stepped_s = 0.0
@@ -69,6 +76,13 @@ class Telemetry:
             self.first_token_at = self.first_token_at or at
             self.last_token_at = at
             self.tokens_delivered += count
+
+    def tier(self, before: TierLoad, now: TierLoad) -> None:
+        """What a worker had of the shared tier when it last reported, and has now."""
+        self.tier_tokens_found += max(0, now.found_tokens - before.found_tokens)
+        self.tier_tokens_kept += max(0, now.kept_tokens - before.kept_tokens)
+        self.tier_chunks_damaged += max(0, now.damaged_chunks - before.damaged_chunks)
+        self.tier_losses += max(0, now.losses - before.losses)
 
     def step(
         self,
@@ -135,6 +149,12 @@ class Telemetry:
             "messages_refused": self.messages_refused,
             "kv_bytes": self.kv_bytes,
             "kv_fallbacks": self.kv_fallbacks,
+            "tier_tokens_found": self.tier_tokens_found,
+            "tier_tokens_kept": self.tier_tokens_kept,
+            "tier_chunks_damaged": self.tier_chunks_damaged,
+            "tier_losses": self.tier_losses,
+            "pool_spilled": self.pool_spilled,
+            "pool_dropped": self.pool_dropped,
             "blackout_ms_p50": float(np.percentile(blackouts, 50)),
             "blackout_ms_p99": float(np.percentile(blackouts, 99)),
         }

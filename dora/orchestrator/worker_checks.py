@@ -5,6 +5,7 @@ Every check raises InvalidValue; the worker's stream ends with it, the worker is
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Final
 
 from dora.config import Config
@@ -14,13 +15,14 @@ from dora.limits import COUNT_MOST, KV_TOKENS_MOST, TOKENS_MOST
 from dora.orchestrator.book import Book, BookError
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.types import EngineCapability, TokenDelta
+from dora.types import EngineCapability, PoolCapability, TokenDelta
 from dora.weights.canary import LOGPROB_MOST
 
 WORKER_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ERROR_KINDS: Final = ("", "refused", "not_movable", "unknown_request", "invalid", "weights")
 _REASON_MOST: Final = 2000  # characters of why a KV transport failed
 _TEXT_MOST: Final = 256  # characters of a host's name, a fingerprint, a dtype
+KV_TOKEN_BYTES_MOST: Final = 1 << 40
 _TOTAL_MOST: Final = 1 << 53  # of counters over a worker's life: beyond it a double is not exact
 
 
@@ -29,9 +31,7 @@ def checked_hello(hello: pb.WorkerHello, config: Config, vocab_size: int) -> Eng
     if not WORKER_ID.fullmatch(hello.worker_id):
         raise InvalidValue("worker_id", hello.worker_id, "1 to 64 letters, digits, '.', '_' or '-'")
     for name in ("host", "fingerprint", "dtype", "kv_address"):
-        text = getattr(hello, name)
-        if not text.isprintable() or len(text) > _TEXT_MOST:
-            raise InvalidValue(name, text, f"printable, of at most {_TEXT_MOST} characters")
+        _check_text(name, getattr(hello, name))
     least_tokens = config.workers.context_tokens
     for name, least, most in (
         ("slots", 1, COUNT_MOST),
@@ -41,14 +41,45 @@ def checked_hello(hello: pb.WorkerHello, config: Config, vocab_size: int) -> Eng
         ("vocab_size", vocab_size or 2, vocab_size or COUNT_MOST),
         ("tensor_parallel", 1, COUNT_MOST),
         ("pipeline_parallel", 1, COUNT_MOST),
+        ("kv_token_bytes", 0, KV_TOKEN_BYTES_MOST),
     ):
         if not least <= getattr(hello, name) <= most:
             raise InvalidValue(name, getattr(hello, name), f"{least} to {most}" if least < most else f"{most}")
-    if len(hello.kv_transports) > len(NAMES) or not set(hello.kv_transports) <= set(NAMES):
-        raise InvalidValue("kv_transports", list(hello.kv_transports)[:9], f"of {', '.join(NAMES)}")
+    _check_transports(hello.kv_transports)
     if not hello.fingerprint:
         raise InvalidValue("fingerprint", "", "the hash of what workers must have alike")
     return convert.capability_from_wire(hello)
+
+
+def checked_pool_hello(hello: pb.PoolHello) -> PoolCapability:
+    """What the pool can hold."""
+    if not WORKER_ID.fullmatch(hello.pool_id):
+        raise InvalidValue("pool_id", hello.pool_id, "1 to 64 letters, digits, '.', '_' or '-'")
+    for name in ("host", "kv_address"):
+        _check_text(name, getattr(hello, name))
+    _check_transports(hello.kv_transports)
+    for name, least in (("memory_bytes", 1), ("spill_bytes", 0)):
+        if not least <= getattr(hello, name) <= _TOTAL_MOST:
+            raise InvalidValue(name, getattr(hello, name), f"{least} to {_TOTAL_MOST}")
+    return PoolCapability(hello.memory_bytes, hello.spill_bytes)
+
+
+def checked_pool_report(report: pb.PoolReport) -> None:
+    """What a pool holds, and what it has dropped."""
+    for name in ("memory_bytes", "spill_bytes", "pinned_bytes", "spilled"):
+        if getattr(report, name) > _TOTAL_MOST:
+            raise InvalidValue(name, getattr(report, name), f"at most {_TOTAL_MOST}")
+    _check_text("reason", report.reason, _REASON_MOST)
+
+
+def _check_text(name: str, text: str, most: int = _TEXT_MOST) -> None:
+    if not text.isprintable() or len(text) > most:
+        raise InvalidValue(name, text, f"printable, of at most {most} characters")
+
+
+def _check_transports(names: Sequence[str]) -> None:
+    if len(names) > len(NAMES) or not set(names) <= set(NAMES):
+        raise InvalidValue("kv_transports", list(names)[:9], f"of {', '.join(NAMES)}")
 
 
 def checked_deltas(report: pb.WorkerReport, kv_tokens: int, vocab_size: int) -> list[TokenDelta]:
@@ -63,6 +94,9 @@ def checked_deltas(report: pb.WorkerReport, kv_tokens: int, vocab_size: int) -> 
     ):
         if getattr(report, name) > most:
             raise InvalidValue(name, getattr(report, name), f"at most {most}")
+    for name in ("found_tokens", "kept_tokens", "damaged_chunks", "losses"):
+        if getattr(report.kv_tier, name) > _TOTAL_MOST:
+            raise InvalidValue(f"kv_tier.{name}", getattr(report.kv_tier, name), f"at most {_TOTAL_MOST}")
     deltas = [convert.delta_from_wire(message) for message in report.deltas]
     for delta in deltas:
         what = f"{delta.request_id[:80]}: "

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from dora.errors import InvalidValue
 from dora.kvtransfer.arrivals import check_key
 from dora.orchestrator import worker_checks as checks
 from dora.orchestrator.book import Book, BookError
@@ -12,7 +13,7 @@ from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.storage import RUN_FOLDER, Storage
-from dora.orchestrator.streams import WorkerSession
+from dora.orchestrator.streams import PoolSession, Session, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
@@ -65,6 +66,9 @@ class WorkerReports:
         session.rate.observe(now, report.generated_tokens)
         self._telemetry.tokens_reprefilled += max(0, report.reprefilled_tokens - session.reprefilled_tokens)
         session.reprefilled_tokens = report.reprefilled_tokens
+        tier = convert.tier_from_wire(report.kv_tier)
+        self._telemetry.tier(session.tier, tier)
+        session.tier = tier
         for delta in () if mixed else deltas:
             self._append(session.worker_id, delta, at)
         taken = mixed or deltas
@@ -80,8 +84,20 @@ class WorkerReports:
             )
         )
 
-    def outcome(self, session: WorkerSession, outcome: pb.WorkerOutcome) -> None:
-        """Tells the core how a command to this worker went. Raises InvalidValue for an outcome that is wrong."""
+    def pool(self, session: PoolSession, report: pb.PoolReport) -> None:
+        """Takes note of what a pool holds, and tells the core what it has dropped. Raises InvalidValue."""
+        checks.checked_pool_report(report)
+        session.heard_s = time.monotonic()
+        self._telemetry.pool_spilled += max(0, report.spilled - session.report.spilled)
+        session.report.CopyFrom(report)
+        if report.dropped:
+            self._telemetry.pool_dropped += len(report.dropped)
+            log.warning("%s: dropped %d snapshots: %s", session.worker_id, len(report.dropped), report.reason)
+            dropped = on.PoolDropped(session.worker_id, session.epoch, tuple(report.dropped), report.reason)
+            self._post(dropped)
+
+    def outcome(self, session: WorkerSession | PoolSession, outcome: pb.WorkerOutcome) -> None:
+        """Tells the core how a command to this worker or pool went. Raises InvalidValue where that cannot be."""
         pending = self._machine.state.pending.get(outcome.command_id)
         if pending is None or (pending.command.worker_id, pending.command.epoch) != (session.worker_id, session.epoch):
             command = None  # of an epoch that is over
@@ -117,15 +133,18 @@ class WorkerReports:
         self._post(on.CopyBegan(session.worker_id, session.epoch, message.command_id))
 
     def _checked(
-        self, session: WorkerSession, outcome: pb.WorkerOutcome, command: do.WorkerCommand | None
+        self, session: WorkerSession | PoolSession, outcome: pb.WorkerOutcome, command: do.WorkerCommand | None
     ) -> Canary | None:
         """The canary in an outcome. Raises InvalidValue for what the engine of this worker cannot have answered."""
         checks.checked_outcome(outcome)
         if outcome.locator or (outcome.ok and isinstance(command, do.CopyOut)):
             check_key(outcome.locator, session.epoch)
         canary = convert.canary_from_wire(outcome.canary)
-        if canary is not None:
-            check_canary(canary, self._vocab_size(session))
+        if canary is None:
+            return None
+        if isinstance(session, PoolSession):
+            raise InvalidValue("canary", f"{len(canary.token_ids)} tokens", "none, of a pool")
+        check_canary(canary, self._vocab_size(session))
         return canary
 
     def _vocab_size(self, session: WorkerSession) -> int:
@@ -140,7 +159,7 @@ class WorkerReports:
             self._telemetry.blackouts_ms.append((at - last_at) * 1000)
         self._telemetry.tokens(len(entry.tokens) - before, at)
 
-    def _note_copy(self, session: WorkerSession, outcome: pb.WorkerOutcome) -> None:
+    def _note_copy(self, session: Session, outcome: pb.WorkerOutcome) -> None:
         """One line for what did not go as it should have; numbers for the rest."""
         for reason in outcome.kv_fallbacks:
             log.warning("%s: a KV transport failed: %s", session.worker_id, reason)

@@ -23,10 +23,12 @@ from dora.types import (
     EngineCapability,
     FinishReason,
     KvEndpoint,
+    PoolCapability,
     Prompt,
     RequestSpec,
     SamplingParams,
     Segment,
+    TierLoad,
     TokenDelta,
 )
 
@@ -41,6 +43,7 @@ _HISTORY_BYTES: Final = 128 << 10  # of a trajectory, beside its tokens: half fo
 # Fields that bear the same name on both sides and need no conversion.
 _SAMPLING: Final = tuple(each.name for each in fields(SamplingParams))
 _CAPABILITY: Final = tuple(each.name for each in fields(EngineCapability))
+_TIER: Final = tuple(each.name for each in fields(TierLoad))
 _TRAJECTORY: Final = (
     *("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size"),
     *("behaviour_version", "reference_version", "trained_step", "staleness"),
@@ -180,6 +183,14 @@ def request_from_wire(message: pb.StartRequest) -> RequestSpec:
     )
 
 
+def tier_to_wire(load: TierLoad) -> pb.KvTierLoad:
+    return pb.KvTierLoad(**_named(load, _TIER))
+
+
+def tier_from_wire(message: pb.KvTierLoad) -> TierLoad:
+    return TierLoad(**_named(message, _TIER))
+
+
 def delta_to_wire(delta: TokenDelta) -> pb.TokenDelta:
     return pb.TokenDelta(
         request_id=delta.request_id,
@@ -253,11 +264,23 @@ def hello_to_wire(
     )
 
 
+def pool_hello_to_wire(pool_id: str, pid: int, host: str, capability: PoolCapability, kv: KvEndpoint) -> pb.PoolHello:
+    return pb.PoolHello(
+        pool_id=pool_id,
+        pid=pid,
+        host=host,
+        memory_bytes=capability.memory_bytes,
+        spill_bytes=capability.spill_bytes,
+        kv_address=kv.address,
+        kv_transports=kv.transports,
+    )
+
+
 def capability_from_wire(message: pb.WorkerHello) -> EngineCapability:
     return EngineCapability(**_named(message, _CAPABILITY))
 
 
-def kv_endpoint_from_wire(message: pb.WorkerHello) -> KvEndpoint:
+def kv_endpoint_from_wire(message: pb.WorkerHello | pb.PoolHello) -> KvEndpoint:
     return KvEndpoint(message.kv_address, tuple(message.kv_transports))
 
 

@@ -389,7 +389,7 @@ class WatchRequest(_message.Message):
     def __init__(self, period_ms: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "prompts_failed")
+    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "kv_tier", "prompts_failed", "pools")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -415,7 +415,9 @@ class Status(_message.Message):
     SOURCE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     SOURCE_INDEX_FIELD_NUMBER: _ClassVar[int]
     STORAGE_FAULTS_FIELD_NUMBER: _ClassVar[int]
+    KV_TIER_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     model: str
     uptime_s: float
     window_versions: int
@@ -434,8 +436,60 @@ class Status(_message.Message):
     source_epoch: int
     source_index: int
     storage_faults: _containers.RepeatedCompositeFieldContainer[StorageFault]
+    kv_tier: KvTierStatus
     prompts_failed: str
-    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., prompts_failed: _Optional[str] = ...) -> None: ...
+    pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
+    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., kv_tier: _Optional[_Union[KvTierStatus, _Mapping]] = ..., prompts_failed: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ...) -> None: ...
+
+class PoolStatus(_message.Message):
+    __slots__ = ("pool_id", "epoch", "state", "parked", "kv_tokens", "capacity_tokens", "memory_bytes", "memory_most_bytes", "spill_bytes", "spill_most_bytes", "pid", "host", "reason", "pinned_bytes")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_MOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPILL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPILL_MOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    epoch: int
+    state: str
+    parked: int
+    kv_tokens: int
+    capacity_tokens: int
+    memory_bytes: int
+    memory_most_bytes: int
+    spill_bytes: int
+    spill_most_bytes: int
+    pid: int
+    host: str
+    reason: str
+    pinned_bytes: int
+    def __init__(self, pool_id: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., parked: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_most_bytes: _Optional[int] = ..., spill_bytes: _Optional[int] = ..., spill_most_bytes: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., reason: _Optional[str] = ..., pinned_bytes: _Optional[int] = ...) -> None: ...
+
+class KvTierStatus(_message.Message):
+    __slots__ = ("up", "used_bytes", "size_bytes", "chunks", "workers", "restarts", "reason")
+    UP_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    up: bool
+    used_bytes: int
+    size_bytes: int
+    chunks: int
+    workers: int
+    restarts: int
+    reason: str
+    def __init__(self, up: _Optional[bool] = ..., used_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., workers: _Optional[int] = ..., restarts: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class StorageFault(_message.Message):
     __slots__ = ("place", "reason", "since")
@@ -601,16 +655,58 @@ class OperatorReply(_message.Message):
     def __init__(self, message: _Optional[str] = ..., moves: _Optional[int] = ..., loads: _Optional[int] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "report", "outcome", "copy_began")
+    __slots__ = ("hello", "report", "outcome", "copy_began", "pool_hello", "pool_report")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     COPY_BEGAN_FIELD_NUMBER: _ClassVar[int]
+    POOL_HELLO_FIELD_NUMBER: _ClassVar[int]
+    POOL_REPORT_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     report: WorkerReport
     outcome: WorkerOutcome
     copy_began: CopyBegan
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., outcome: _Optional[_Union[WorkerOutcome, _Mapping]] = ..., copy_began: _Optional[_Union[CopyBegan, _Mapping]] = ...) -> None: ...
+    pool_hello: PoolHello
+    pool_report: PoolReport
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., outcome: _Optional[_Union[WorkerOutcome, _Mapping]] = ..., copy_began: _Optional[_Union[CopyBegan, _Mapping]] = ..., pool_hello: _Optional[_Union[PoolHello, _Mapping]] = ..., pool_report: _Optional[_Union[PoolReport, _Mapping]] = ...) -> None: ...
+
+class PoolHello(_message.Message):
+    __slots__ = ("pool_id", "pid", "host", "memory_bytes", "spill_bytes", "kv_address", "kv_transports")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPILL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    pid: int
+    host: str
+    memory_bytes: int
+    spill_bytes: int
+    kv_address: str
+    kv_transports: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pool_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., spill_bytes: _Optional[int] = ..., kv_address: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PoolReport(_message.Message):
+    __slots__ = ("parked", "memory_bytes", "spill_bytes", "pinned_bytes", "spilled", "dropped", "reason", "at")
+    PARKED_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPILL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPILLED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    parked: int
+    memory_bytes: int
+    spill_bytes: int
+    pinned_bytes: int
+    spilled: int
+    dropped: _containers.RepeatedScalarFieldContainer[str]
+    reason: str
+    at: float
+    def __init__(self, parked: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., spill_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., spilled: _Optional[int] = ..., dropped: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., at: _Optional[float] = ...) -> None: ...
 
 class CopyBegan(_message.Message):
     __slots__ = ("command_id",)
@@ -619,7 +715,7 @@ class CopyBegan(_message.Message):
     def __init__(self, command_id: _Optional[int] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "pid", "host", "fingerprint", "slots", "kv_tokens", "block_tokens", "max_model_len_tokens", "vocab_size", "dtype", "kv_address", "kv_transports", "tensor_parallel", "pipeline_parallel")
+    __slots__ = ("worker_id", "pid", "host", "fingerprint", "slots", "kv_tokens", "block_tokens", "max_model_len_tokens", "vocab_size", "dtype", "kv_address", "kv_transports", "kv_token_bytes", "tensor_parallel", "pipeline_parallel")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -632,6 +728,7 @@ class WorkerHello(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     KV_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
@@ -646,12 +743,13 @@ class WorkerHello(_message.Message):
     dtype: str
     kv_address: str
     kv_transports: _containers.RepeatedScalarFieldContainer[str]
+    kv_token_bytes: int
     tensor_parallel: int
     pipeline_parallel: int
-    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., fingerprint: _Optional[str] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_model_len_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_address: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., fingerprint: _Optional[str] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_model_len_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_address: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., kv_token_bytes: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("deltas", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at")
+    __slots__ = ("deltas", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at", "kv_tier")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -660,6 +758,7 @@ class WorkerReport(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     AT_FIELD_NUMBER: _ClassVar[int]
+    KV_TIER_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
     running: int
     waiting: int
@@ -668,7 +767,22 @@ class WorkerReport(_message.Message):
     generated_tokens: int
     version: int
     at: float
-    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ...) -> None: ...
+    kv_tier: KvTierLoad
+    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ..., kv_tier: _Optional[_Union[KvTierLoad, _Mapping]] = ...) -> None: ...
+
+class KvTierLoad(_message.Message):
+    __slots__ = ("up", "found_tokens", "kept_tokens", "damaged_chunks", "losses")
+    UP_FIELD_NUMBER: _ClassVar[int]
+    FOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    up: bool
+    found_tokens: int
+    kept_tokens: int
+    damaged_chunks: int
+    losses: int
+    def __init__(self, up: _Optional[bool] = ..., found_tokens: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., damaged_chunks: _Optional[int] = ..., losses: _Optional[int] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("request_id", "version", "first_token", "token_ids", "logprobs", "finish_reason", "stop")
@@ -813,16 +927,20 @@ class RemoveRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ReserveSlot(_message.Message):
-    __slots__ = ("request_id", "version", "kv_tokens", "source_epoch")
+    __slots__ = ("request_id", "version", "kv_tokens", "source_epoch", "kv_bytes", "most_bytes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     version: int
     kv_tokens: int
     source_epoch: int
-    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., source_epoch: _Optional[int] = ...) -> None: ...
+    kv_bytes: int
+    most_bytes: int
+    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., source_epoch: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., most_bytes: _Optional[int] = ...) -> None: ...
 
 class CancelReservation(_message.Message):
     __slots__ = ("request_id",)

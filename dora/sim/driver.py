@@ -12,6 +12,7 @@ from dora.planning.engine import Phase, SimRequest
 from dora.sim.agenda import Agenda, Links
 from dora.sim.ledger import Ledger
 from dora.sim.partial import window_steps
+from dora.sim.pool import SimPool
 from dora.sim.scenario import Scenario
 from dora.sim.worker import KvSnapshot, SimWorker
 
@@ -29,9 +30,11 @@ class WorkerDriver(Agenda, ABC):
         batch = scenario.trainer.groups_per_step
         self.ledger = Ledger(window_steps(scenario), batch, spare_groups(scenario.redundant_fraction, batch))
         self.workers: dict[str, SimWorker] = {}  # in session, by id
+        self.pools: dict[str, SimPool] = {}  # the same
         self.snapshots: dict[str, KvSnapshot] = {}
         self.bad_weights: set[int] = set()  # versions that no worker can reproduce, as they are published now
         self._links = Links(scenario.cluster.link_bytes_per_s, scenario.cluster.link_latency_s)
+        self._pool_links = Links(scenario.cluster.pool_bytes_per_s, scenario.cluster.link_latency_s)
 
     @abstractmethod
     def to_core(self, worker: SimWorker, event: on.Event) -> None:
@@ -39,11 +42,12 @@ class WorkerDriver(Agenda, ABC):
 
     @abstractmethod
     def target_of(self, command: do.CopyOut) -> str:
-        """The worker that a request is to be copied to."""
+        """The worker or the pool that a request is to be copied to."""
 
     def copy_s(self, source: str, target: str, tokens: int) -> float:
-        """Seconds until the KV of ``tokens`` has gone from one engine to another."""
-        return self._links.copy_s(source, target, tokens * self.scenario.cluster.kv_token_bytes, self.now_s)
+        """Seconds until the KV of ``tokens`` has gone from one engine to another, into a pool or out of it."""
+        links = self._pool_links if source in self.pools or target in self.pools else self._links
+        return links.copy_s(source, target, tokens * self.scenario.cluster.kv_token_bytes, self.now_s)
 
     def load_s(self) -> float:
         return self.scenario.cluster.load_s

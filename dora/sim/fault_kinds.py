@@ -10,6 +10,7 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.sim.fault import Fault, pick
 from dora.sim.handoff_faults import kill_in_handoff, migrate, strand
+from dora.sim.pool_faults import befall_pool
 from dora.sim.unreliable import SILENCE_LIMIT_S, UnreliableWorld
 from dora.sim.wire import GAP_LIMIT_S, Trouble
 from dora.sim.worker import STUCK, SimWorker
@@ -17,6 +18,7 @@ from dora.sim.worker import STUCK, SimWorker
 SLOWEST: Final = 20.0
 SUBJECTS: Final = 1 << 16
 FULL_MOST_S: Final = 30.0
+POOL: Final = "pool"  # where this is among the kinds, clusters may have pools
 # Which commands fail, and how a worker says so (dora/worker/loop.py).
 REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
     (do.CopyOut, "refused"),
@@ -249,4 +251,5 @@ KINDS: Final[dict[str, Kind]] = {
     "strand": Kind("a source dies in a handoff, and then something happens to what is left of it", strand),
     "storage": Kind("storage is full for a while: nothing may be admitted", _storage, 0.5),
     "publish": Kind("the trainer publishes what no worker can reproduce, and then publishes it anew", _publish),
+    POOL: Kind("requests are parked, and a pool is lost, silent, refuses or drops what it holds", befall_pool, 2.0),
 }

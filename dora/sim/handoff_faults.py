@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core.handoff_table import Handoff, Phase
+from dora.orchestrator.core.handoff_table import Handoff, Kind, Phase
 from dora.sim.fault import Fault, pick
 from dora.sim.unreliable import SILENCE_LIMIT_S, UnreliableWorld
 from dora.sim.worker import SimWorker
@@ -20,7 +20,7 @@ def kill_in_handoff(world: UnreliableWorld, fault: Fault) -> None:
     kills_source = fault.subject // 4 % 2 == 0
 
     def kill(handoff: Handoff) -> None:
-        worker = world.workers.get(handoff.source if kills_source else handoff.target)
+        worker = world.end(handoff.source if kills_source else handoff.target)
         if worker is not None:
             delay_s = fault.amount * 4.0 * world.scenario.cluster.link_latency_s
             world.after(delay_s, _if_alive, partial(world.kill, worker, fault.amount), worker)
@@ -38,7 +38,7 @@ def strand(world: UnreliableWorld, fault: Fault) -> None:
     befalls = AFTERMATHS[fault.subject // 64 % len(AFTERMATHS)]
 
     def end_source(handoff: Handoff) -> None:
-        source, target = world.workers.get(handoff.source), world.workers.get(handoff.target)
+        source, target = world.end(handoff.source), world.end(handoff.target)
         if source is None or target is None:
             return
         world.lose(source, "killed")
@@ -52,17 +52,18 @@ def strand(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def migrate(world: UnreliableWorld, fault: Fault) -> None:
-    """A request is to move: mostly to a worker that hosts its version where there is one, else to any."""
+    """A request is to move: mostly to a worker that hosts its version, or a pool, where there is one, else to any."""
     state = world.machine.state
     row = pick(sorted(row for worker in state.workers.values() for row in worker.rows), fault.subject)
     if row is None:
         return
     version, owner = state.requests["version"][row], state.owner(row)
-    hosts = [host for host in state.workers.values() if host.hosts == version and host is not owner]
+    hosts = [host.worker_id for host in state.workers.values() if host.hosts == version and host is not owner]
+    hosts += state.pools
     strays = not hosts or fault.subject // 64 % 8 == 0
-    target = pick(list(state.workers.values()) if strays else hosts, fault.subject // 512)
+    target = pick(list(state.workers) if strays else hosts, fault.subject // 512)
     if target is not None:
-        world.ask(on.MigrateAsked(state.request_id[row], target.worker_id))
+        world.ask(on.MigrateAsked(state.request_id[row], target))
 
 
 def _at_phase(world: UnreliableWorld, phase: Phase, count: int, act: Callable[[Handoff], None]) -> None:
@@ -120,8 +121,9 @@ def _cancel_group(world: UnreliableWorld, handoff: Handoff, _target: SimWorker) 
 
 
 def _end_source_again(world: UnreliableWorld, handoff: Handoff, _target: SimWorker) -> None:
-    if handoff.source not in world.workers:
-        world.lose(world.join(handoff.source), "killed")
+    if world.end(handoff.source) is None:
+        again = world.join_pool if handoff.kind is Kind.RESUME else world.join
+        world.lose(again(handoff.source), "killed")
 
 
 def _nothing(_world: UnreliableWorld, _handoff: Handoff, _target: SimWorker) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dora.orchestrator.core import commands as do
-from dora.orchestrator.core.handoff_table import LIVE, Handoff, Phase
+from dora.orchestrator.core.handoff_table import LIVE, Handoff, Kind, Phase
 from dora.orchestrator.core.hosting import HOSTING_COLUMNS, hosting_row
 from dora.orchestrator.core.state import Doubt, GroupStatus, RequestStatus, State
 from dora.orchestrator.core.table import Table
@@ -30,6 +30,7 @@ def check_state(state: State) -> None:
     check_rejection(state)
     check_hosting(state)
     check_requests(state)
+    check_pools(state)
     check_groups(state)
     check_handoffs(state)
     check_pending(state)
@@ -126,7 +127,7 @@ def check_requests(state: State) -> None:
     inbound: dict[str, list[int]] = defaultdict(list)
     for row, handoff in state.handoffs.items():
         inbound[handoff.target].append(row)
-        if handoff.phase is Phase.STRANDED:
+        if handoff.phase is Phase.STRANDED or handoff.kind is Kind.RESUME:
             _place(unplaced, (row,), state)
     for worker in state.workers.values():
         if state.worker_list[worker.index] is not worker:
@@ -165,6 +166,41 @@ def check_worker(state: State, worker: Worker, inbound: Sequence[int] | None = N
         raise Violation(f"{name} has {worker.kv_claimed} KV tokens claimed, not {claimed}")
 
 
+def check_pools(state: State) -> None:
+    """C2: a request whose KV lies in a pool is parked, or just being resumed; what pools claim agrees, and fits."""
+    requests, pool_of = state.requests, state.requests["pool"]
+    inbound: dict[str, list[int]] = defaultdict(list)
+    for row, handoff in state.handoffs.items():
+        inbound[handoff.target].append(row)
+        if handoff.kind is Kind.RESUME and bool(pool_of[row]) != (handoff.phase is not Phase.STRANDED):
+            raise Violation(f"{handoff.request_id} is resumed in {handoff.phase.name}, from index {pool_of[row]} (C2)")
+    parked = 0
+    for pool in state.pools.values():
+        parked += len(pool.rows)
+        rows, coming = list(pool.rows), inbound[pool.pool_id]
+        if state.pool_list[pool.index] is not pool or (pool_of[rows] != pool.index + 1).any():
+            raise Violation(f"{pool.pool_id} holds {_names(state, rows)}, which do not all lie there (C2)")
+        away = [row for row in rows if not _waits(state, row)]
+        if away:
+            raise Violation(f"{pool.pool_id} holds {_names(state, away)}: not waiting, nor being resumed (C2)")
+        claimed = int(requests["claim"][rows].sum() + requests["claim_inbound"][coming].sum())
+        if (pool.kv_claimed, pool.inbound) != (claimed, len(coming)) or claimed > pool.kv_tokens:
+            counted = f"{pool.kv_claimed} KV tokens of {pool.kv_tokens} claimed, {pool.inbound} inbound handoffs"
+            raise Violation(f"{pool.pool_id} counts {counted}, not {claimed} and {len(coming)}")
+    if np.count_nonzero(pool_of) != parked:
+        raise Violation(f"{np.count_nonzero(pool_of)} requests are parked, while pools hold {parked} (C2)")
+
+
+def _waits(state: State, row: int) -> bool:
+    if row in state.handoffs:
+        return state.handoffs[row].kind is Kind.RESUME
+    return row in state.waiting.get(int(state.requests["version"][row]), ())
+
+
+def _names(state: State, rows: Iterable[int]) -> str:
+    return ", ".join(str(state.request_id.get(row, row)) for row in rows)
+
+
 def check_groups(state: State) -> None:
     """Counts of unfinished and unscored responses agree with the requests; finished groups wait exactly once."""
     (status,) = _columns(state.requests, state.request_id, "status")
@@ -191,10 +227,11 @@ def check_handoffs(state: State) -> None:
 
 
 def check_handoff(state: State, row: int, handoff: Handoff) -> None:
-    """A live handoff is between its owner and another living worker; STRANDED: its owner is gone."""
-    owner = state.owner(row)
+    """A live handoff is between who has the request and another living worker or pool; STRANDED: the former is gone."""
+    owner = state.pool_of(row) if handoff.kind is Kind.RESUME else state.owner(row)
     source = None if handoff.phase is Phase.STRANDED else handoff.source
-    if handoff.phase not in LIVE or (owner and owner.worker_id) != source or handoff.target not in state.workers:
+    targets = state.pools if handoff.kind is Kind.PARK else state.workers
+    if handoff.phase not in LIVE or (owner and owner.worker_id) != source or handoff.target not in targets:
         raise Violation(
             f"handoff of {handoff.request_id} from {handoff.source} to {handoff.target} is {handoff.phase.name}, "
             f"its owner {owner and owner.worker_id} (C2)"
@@ -206,9 +243,9 @@ def check_pending(state: State) -> None:
     loading = set()
     for pending in state.pending.values():
         command = pending.command
-        worker = state.workers.get(command.worker_id)
-        if worker is None or worker.epoch != command.epoch:
-            raise Violation(f"{command} waits for a worker that is gone")
+        end = state.end(command.worker_id)
+        if end is None or end.epoch != command.epoch:
+            raise Violation(f"{command} waits for a worker or a pool that is gone")
         if isinstance(command, do.LoadVersion):
             loading.add(command.worker_id)
     for worker in state.workers.values():
@@ -245,6 +282,9 @@ def check_empty(state: State) -> None:
     for worker in state.workers.values():
         if worker.held or worker.kv_claimed or worker.kv_inbound:
             raise Violation(f"{worker.worker_id} still claims {worker.kv_claimed} KV tokens after the last step")
+    for pool in state.pools.values():
+        if pool.rows or pool.inbound or pool.kv_claimed:
+            raise Violation(f"{pool.pool_id} still claims {pool.kv_claimed} KV tokens after the last step")
 
 
 def _columns(table: Table, rows: Iterable[int], *names: str) -> list[dict[int, int]]:

@@ -184,7 +184,8 @@ class Meter:
         state = self.world.machine.state
         row = state.request_row.get(command.request_id)
         owner = state.owner(row) if row is not None else None
-        if row is not None and owner is not None and self.timeline is not None:
+        from_worker = command.worker_id in state.workers  # else it is resumed from a pool
+        if from_worker and row is not None and owner is not None and self.timeline is not None:
             source, target = _number(command.worker_id), _number(owner.worker_id)
             self.timeline.arrows.append(Arrow(now_s, source, target, int(state.requests["version"][row])))
 

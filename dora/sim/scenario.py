@@ -9,6 +9,7 @@ from dora.config import BalanceConfig, CostConfig, Section, WindowConfig
 from dora.errors import InvalidValue
 from dora.limits import (
     GROUPS_MOST,
+    KV_TOKENS_MOST,
     PROMPT_TOKENS_MOST,
     WINDOW_MOST,
     AddedTokens,
@@ -76,6 +77,11 @@ class Cluster(Section):
     )
     link_bytes_per_s: PositiveBytes = Field(50e9, description="KV between two engines")
     link_latency_s: Latency = Field(0.001, description="control message, one way")
+    pools: Count = Field(1, description="pools of host memory, where pool_tokens is not 0")
+    pool_tokens: int = Field(
+        0, ge=0, le=KV_TOKENS_MOST, description="KV that each pool holds of parked requests; 0: there is no pool"
+    )
+    pool_bytes_per_s: PositiveBytes = Field(25e9, description="KV between an engine and a pool")
     load_s: Seconds = Field(2.0, description="one engine takes a version's weights")
     cost: CostConfig = COST
 

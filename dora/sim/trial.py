@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 from dora.config import BalanceConfig, CostConfig, DoraConfig, WindowConfig
 from dora.errors import InvalidValue, one_of
 from dora.orchestrator.core.policies import POLICIES, nearest_window
 from dora.sim.fault import Fault
-from dora.sim.fault_kinds import draw_faults, kinds_of, strike
+from dora.sim.fault_kinds import POOL, draw_faults, kinds_of, strike
 from dora.sim.invariants import check_empty
 from dora.sim.ledger import Failure, Lost, Stalled, Violation, failure_of
 from dora.sim.scenario import COST, Cluster, Lengths, Scenario, TrainerPace, Turns, Workload
@@ -104,7 +104,7 @@ class Trial:
             window=WindowConfig(size=nearest_window(self.policy, window)),
             filter_fraction=filters,
             redundant_fraction=redundant,
-            cluster=_cluster(random, self.workers or workers, cost),
+            cluster=_cluster(random, self.workers or workers, cost, self._pools()),
             trainer=TrainerPace(
                 groups_per_step=random.randint(1, 5),
                 step_s=random.choice((1.0, 4.0, 8.0)),
@@ -130,8 +130,19 @@ class Trial:
         )
         return scenario.model_copy(update={"balance": balance})
 
+    def _pools(self) -> dict[str, Any]:
+        """Of the cluster: in a third of the seeds there is none, and there the strategies decide as ever."""
+        random = Random(f"pools {self.seed}")
+        if POOL not in kinds_of(self.kinds):
+            return {}
+        return {
+            "pools": random.choice((1, 2)),
+            "pool_tokens": random.choice((0, 60, 500)),
+            "pool_bytes_per_s": random.choice((50.0, 200.0, 1000.0)),
+        }
 
-def _cluster(random: Random, workers: int, cost: CostConfig) -> Cluster:
+
+def _cluster(random: Random, workers: int, cost: CostConfig, pools: dict[str, Any]) -> Cluster:
     """Slots and KV are scarce; a copy may take as long as many tokens, so that much happens meanwhile.
 
     Where KV or requests cost time a full engine is much slower: strategies have fast and slow places to choose from.
@@ -147,6 +158,7 @@ def _cluster(random: Random, workers: int, cost: CostConfig) -> Cluster:
         link_bytes_per_s=random.choice((20.0, 100.0, 1000.0)),
         load_s=random.choice((0.5, 2.0)),
         cost=cost,
+        **pools,
     )
 
 
@@ -176,7 +188,7 @@ def check_books(world: UnreliableWorld) -> None:
     if world.ledger.groups:
         raise Lost(f"neither trained nor cancelled: {', '.join(world.ledger.groups)} (C2)")
     check_empty(world.machine.state)
-    for worker in world.workers.values():
+    for worker in (*world.workers.values(), *world.pools.values()):
         if worker.alive and worker.engine.requests:
             raise Violation(f"{worker.worker_id} still holds {', '.join(worker.engine.requests)}")
     if world.snapshots:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
+from typing import Any
 from zlib import crc32
 
 from dora.errors import DoraError
@@ -17,6 +18,7 @@ from dora.orchestrator.core import events as on
 from dora.sim.driver import Order
 from dora.sim.invariants import check_state, fingerprint
 from dora.sim.ledger import Violation
+from dora.sim.pool import SimPool
 from dora.sim.scenario import Scenario
 from dora.sim.wire import Session, Wire
 from dora.sim.worker import SimWorker
@@ -83,7 +85,7 @@ class UnreliableWorld(World):
 
     def _sweep_snapshots(self) -> None:
         """As the service does at each tick: what workers that are gone have left, and no handoff knows."""
-        epochs = {worker.epoch for worker in self.workers.values()}
+        epochs = {worker.epoch for worker in (*self.workers.values(), *self.pools.values())}
         kept = {handoff.locator for handoff in self.machine.state.handoffs.values()}
         for locator, snapshot in list(self.snapshots.items()):
             if snapshot.epoch not in epochs and locator not in kept:
@@ -156,7 +158,7 @@ class UnreliableWorld(World):
 
     def _hear(self, worker: SimWorker, event: on.Event) -> None:
         """Also from a worker whose epoch is over: it is the core that must tell them apart."""
-        if isinstance(event, on.WorkerLost):
+        if isinstance(event, on.WorkerLost | on.PoolLost):
             self.fence(worker, event.reason)
         else:
             self.post(event)
@@ -185,7 +187,7 @@ class UnreliableWorld(World):
     def kill(self, worker: SimWorker, share: float) -> None:
         """The process dies. That ``share`` of what it has sent still arrives, and then the end of its stream."""
         self._bury(worker)
-        self.session(worker).to_core.end(on.WorkerLost(worker.worker_id, worker.epoch, "killed"), share)
+        self.session(worker).to_core.end(_lost(worker, "killed"), share)
 
     def lose(self, worker: SimWorker, reason: str) -> None:
         """Process and session end together: the stream broke, or the orchestrator ended the worker."""
@@ -194,9 +196,10 @@ class UnreliableWorld(World):
 
     def fence(self, worker: SimWorker, reason: str, starts_again: bool = True) -> None:
         """To the orchestrator this epoch is over, whatever the process does."""
-        if self.workers.get(worker.worker_id) is worker:
-            del self.workers[worker.worker_id]
-            self.post(on.WorkerLost(worker.worker_id, worker.epoch, reason))
+        members: dict[str, Any] = self.pools if isinstance(worker, SimPool) else self.workers
+        if members.get(worker.worker_id) is worker:
+            del members[worker.worker_id]
+            self.post(_lost(worker, reason))
             if starts_again:
                 self.after(self.random.random() * RESTART_MOST_S, self._start_again, worker.worker_id)
 
@@ -238,7 +241,10 @@ class UnreliableWorld(World):
             self.wake_later(worker)
 
     def _start_again(self, worker_id: str) -> None:
-        if worker_id not in self.workers:
+        if worker_id.startswith("pool-"):
+            if worker_id not in self.pools:
+                self.join_pool(worker_id)
+        elif worker_id not in self.workers:
             self.join(worker_id)
 
     def _bury(self, worker: SimWorker) -> None:
@@ -340,5 +346,10 @@ class UnreliableWorld(World):
             raise Violation(f"replayed, the state differs in {changed}")
         self.machine = machine
         self.lose_trainer()
-        for worker in list(self.workers.values()):
+        for worker in (*self.workers.values(), *self.pools.values()):
             self.lose(worker, "the orchestrator was lost")
+
+
+def _lost(worker: SimWorker, reason: str) -> on.WorkerLost | on.PoolLost:
+    kind = on.PoolLost if isinstance(worker, SimPool) else on.WorkerLost
+    return kind(worker.worker_id, worker.epoch, reason)

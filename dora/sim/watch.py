@@ -8,7 +8,7 @@ second place is found, and one that nobody has any more. What changes without be
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
@@ -19,6 +19,7 @@ from dora.sim.invariants import (
     check_handoff,
     check_handoffs,
     check_load,
+    check_pools,
     check_rejection,
     check_worker,
     counts_differ,
@@ -32,6 +33,8 @@ LEASED = int(GroupStatus.LEASED)
 IN_LINE: Final = -1
 STRANDED: Final = -2  # its source is lost, its snapshot on the way
 NOWHERE: Final = -3  # not admitted yet, or ended
+RESUMED: Final = -4  # on its way from a pool to a worker
+TO_ENDS: Final = tuple(kind for kind in get_args(do.Command) if issubclass(kind, do.WorkerCommand))
 REPORTS: Final = 7  # after one in so many full reports all of its worker is looked at: prime, so that all have turns
 
 
@@ -88,7 +91,9 @@ class Watch:
             do.DropGroup: self._gone,
             do.ForgetGroup: self._gone,
             do.ScoreRequest: self._ended,
-            **dict.fromkeys(do.WorkerCommand.__subclasses__(), self._ordered),
+            on.PoolLost: self._pool_lost,
+            on.PoolDropped: self._pool_dropped,
+            **dict.fromkeys(TO_ENDS, self._ordered),
         }
         self._begin(machine().state)
 
@@ -204,9 +209,21 @@ class Watch:
         for command_id in over:
             if isinstance(self._sent.pop(command_id), do.LoadVersion):
                 del self._loading[event.worker_id]
-        left = {STRANDED, *(index for index, worker in enumerate(state.worker_list) if worker is None)}
+        left = {STRANDED, RESUMED, *(index for index, worker in enumerate(state.worker_list) if worker is None)}
         named.rows.update(row for row, place in self._places.items() if place in left)
         check_handoffs(state)
+
+    def _pool_lost(self, state: State, event: on.PoolLost, named: Named) -> None:
+        """What was on its way there or from there, and every handoff, is looked at."""
+        over = [n for n, each in self._sent.items() if (each.worker_id, each.epoch) == (event.pool_id, event.epoch)]
+        for command_id in over:
+            del self._sent[command_id]
+        named.rows.update(row for row, place in self._places.items() if place in (IN_LINE, STRANDED, RESUMED))
+        check_handoffs(state)
+        check_pools(state)
+
+    def _pool_dropped(self, state: State, _event: on.PoolDropped, _named: Named) -> None:
+        check_pools(state)
 
     # ---------------------------------------------------------------------------------------------------------- looking
 
@@ -259,6 +276,10 @@ class Watch:
             return index
         if status == RUNNING and row in state.handoffs:
             return STRANDED
+        if status == WAITING and row in state.handoffs:
+            if row in state.waiting.get(int(version), ()):
+                raise Violation(f"{state.request_id[row]} is in line, and being resumed (C2)")
+            return RESUMED
         if status == WAITING and row in state.waiting.get(int(version), ()):
             return IN_LINE
         if status in (WAITING, RUNNING):

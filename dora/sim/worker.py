@@ -111,7 +111,7 @@ class SimWorker:
                 self.outgoing.pop(request_id, None)
                 self.engine.remove(request_id)
             case do.ReserveSlot(version=version):
-                if version != self.version or bad:
+                if not self.takes(version) or bad:
                     return self._failed(command, "no room", bad or "refused")
             case do.CopyOut():
                 return self._copy_out(world, command, bad)
@@ -121,6 +121,14 @@ class SimWorker:
                 self.outgoing.pop(request_id, None)
                 self.engine.thaw(request_id)
         return self._done(command)
+
+    def takes(self, version: int) -> bool:
+        """Whether KV of this version may come here."""
+        return version == self.version
+
+    def version_of(self, request: SimRequest) -> int:
+        """Under which version a request stands here."""
+        return self.version
 
     # -------------------------------------------------------------------------------------------------------- details
 
@@ -184,14 +192,15 @@ class SimWorker:
             return self._failed(command, "the copy failed", bad)
         locator = f"{self.worker_id}/{self.epoch}/{command.command_id}"
         left_tokens = max(1, request.context - ahead_tokens)
-        world.snapshots[locator] = KvSnapshot(self.version, self.worker_id, self.epoch, replace(request), left_tokens)
+        version = self.version_of(request)
+        world.snapshots[locator] = KvSnapshot(version, self.worker_id, self.epoch, replace(request), left_tokens)
         return self._done(command, locator, request.tokens)
 
     def _copy_in(self, world: Surroundings, command: do.CopyIn, bad: str) -> Outcome:
         snapshot = world.snapshots.get(command.locator)  # an undone handoff has released it
         if snapshot is None or bad or snapshot.request.request_id != command.request_id:
             return self._failed(command, f"the snapshot {command.locator} is not whole", bad or "refused")
-        if not command.version == self.version == snapshot.version:
+        if command.version != snapshot.version or not self.takes(snapshot.version):
             return self._failed(command, f"version {snapshot.version} under {self.version}", "refused")
         self.incoming[command.request_id] = command.command_id
 
@@ -202,7 +211,7 @@ class SimWorker:
             del self.incoming[command.request_id]
             if command.request_id in self.engine.requests:
                 raise Violation(f"{command.request_id} is copied to {self.worker_id}, where it is already (C2)")
-            world.ledger.sampled(command.request_id, self.version)
+            world.ledger.sampled(command.request_id, self.version_of(snapshot.request))
             self.engine.add(replace(snapshot.request, cached=True))
             return done
 

@@ -20,6 +20,7 @@ from dora.planning.engine import SimEngine
 from dora.sim import partial
 from dora.sim.driver import Order, WorkerDriver
 from dora.sim.ledger import Violation
+from dora.sim.pool import SimPool
 from dora.sim.scenario import Scenario
 from dora.sim.trainer import SimTrainer
 from dora.sim.worker import Parcel, SimWorker, resumed
@@ -33,7 +34,9 @@ Observer = Callable[[float, on.Event, list[do.Command]], None]  # now_s, the eve
 
 def core_config(scenario: Scenario) -> Config:
     """The configuration of the core in this scenario."""
-    balance = scenario.balance.model_copy(update={"cost": scenario.balance.cost or scenario.cluster.cost})
+    cluster = scenario.cluster
+    known = cluster.cost.model_copy(update={"copy_token_s": cluster.kv_token_bytes / cluster.pool_bytes_per_s})
+    balance = scenario.balance.model_copy(update={"cost": scenario.balance.cost or known})
     # without end it is beyond what a service may ask for
     window = scenario.window.model_copy(update={"size": partial.window_steps(scenario)})
     selection = SelectionConfig(redundant_fraction=scenario.redundant_fraction)
@@ -85,6 +88,8 @@ class World(WorkerDriver):
         self.trainer.attach()
         for index in range(scenario.cluster.engines):
             self.join(f"w{index}")
+        for index in range(scenario.cluster.pools if scenario.cluster.pool_tokens else 0):
+            self.join_pool(f"pool-{index}")
         self.after(TICK_S, self._tick)
 
     def _tick(self) -> None:
@@ -153,6 +158,19 @@ class World(WorkerDriver):
         self.after(self.report_period_s * (0.5 + 0.5 * (self._epochs % 16) / 16), self._report, worker)
         return worker
 
+    def join_pool(self, pool_id: str) -> SimPool:
+        """A new epoch of a pool, empty."""
+        self._epochs += 1
+        pool = SimPool.of(pool_id, self._epochs, self.cost, self.scenario.cluster.pool_tokens)
+        pool.engine.clock_s = self.now_s
+        self.pools[pool_id] = pool
+        self.post(on.PoolJoined(pool_id, pool.epoch, pool.kv_tokens))
+        return pool
+
+    def end(self, name: str) -> SimWorker | None:
+        """The worker or the pool in session with this id."""
+        return self.workers.get(name) or self.pools.get(name)
+
     def lose(self, worker: SimWorker, reason: str) -> None:
         """The worker is gone, with all that it held."""
         if not worker.alive:
@@ -165,8 +183,8 @@ class World(WorkerDriver):
         self.post(on.WorkerLost(worker.worker_id, worker.epoch, reason))
 
     def addressed(self, command: do.WorkerCommand | do.EvictWorker | do.StopWorker) -> SimWorker | None:
-        """Whom a command is for; None where that epoch is over."""
-        worker = self.workers.get(command.worker_id)
+        """Whom a command is for, a worker or a pool; None where that epoch is over."""
+        worker = self.end(command.worker_id)
         return worker if worker is not None and worker.epoch == command.epoch else None
 
     def to_worker(self, command: do.WorkerCommand) -> None:
@@ -188,7 +206,7 @@ class World(WorkerDriver):
         self.send(worker, (command, request))
 
     def target_of(self, command: do.CopyOut) -> str:
-        """The worker that a request is to be copied to; its own, where its handoff is over."""
+        """The worker or the pool that a request is to be copied to; its own, where its handoff is over."""
         pending = self.machine.state.pending.get(command.command_id)
         handoff = pending.handoff if pending is not None else None
         return command.worker_id if handoff is None else handoff.target

@@ -39,3 +39,11 @@ def duration(seconds: float) -> str:
     if seconds >= 60:
         return f"{int(seconds // 60)} min {int(seconds % 60)} s"
     return f"{seconds:.1f} s"
+
+
+def size(size_bytes: float) -> str:
+    """``2_048_000_000`` as ``2.05 GB``, ``512`` as ``512 B``."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.3g} {unit}"
+    return f"{size_bytes:.0f} B"

@@ -6,8 +6,9 @@ from typing import Final
 
 from rich.text import Text
 
-from dora.rpc.dora_pb2 import Status, StepMetrics, TrajectoryStatus, VersionStatus, WorkerStatus
+from dora.rpc.dora_pb2 import KvTierStatus, Status, StepMetrics, TrajectoryStatus, VersionStatus, WorkerStatus
 from dora.view.numbers import NONE, duration, measured, number
+from dora.view.pools import pools_line
 from dora.view.tables import Column, Facts, Sheet, version_cell
 
 STATE_STYLES: Final = {
@@ -33,22 +34,33 @@ COUNTERS: Final = {
     "groups_taken": "groups that a step has taken",
     "groups_trained": "groups that the trainer has committed",
     "handoffs_now": "handoffs in flight",
-    "kv_bytes": "KV that moved from worker to worker",
+    "kv_bytes": "KV that moved between workers and pools",
     "kv_fallbacks": "times that a KV transport failed between two workers and the next one was taken",
+    "kv_tokens_parked": "KV in pools now, or on its way there, in tokens",
     "loads_failed": "weights that a worker could not load",
     "messages_refused": "wrong reports of workers: nothing of such a one was believed, and its worker was replaced",
     "migrations_failed": "handoffs that were undone; the request stayed where it was",
     "migrations_kv": "requests that moved with their KV-cache",
     "migrations_overtaken": "handoffs that the response's end made needless",
     "migrations_reprefill": "requests that went on elsewhere by computing their KV again",
+    "parked_lost": "parked requests whose KV a pool lost, dropped or could not give out: computed again",
+    "pool_dropped": "snapshots that pools dropped: the disk failed or was slow, or they were damaged",
+    "pool_spilled": "snapshots that pools wrote to disk",
     "prompt_sources_failed": "prompt sources that failed: only submitted prompts come since",
     "prompts_cancelled": "prompts taken back before they were admitted",
     "prompts_refused": "prompts that cannot be sampled, such as one longer than the context",
     "rebalances": "re-balancing cycles run",
     "requests_orphaned": "requests that lost their worker",
+    "requests_parked": "requests that were parked in a pool",
+    "requests_parked_now": "requests that are parked now",
+    "requests_resumed": "requests that went on from a pool, with their KV",
     "rewards_failed": "verdicts that the reward function did not give: it raised, hung, or returned no number",
     "storage_faults": "times that a place could not be written: nothing is admitted meanwhile",
     "staleness_max": "largest staleness of a taken group, step less version: at most window - 1",
+    "tier_chunks_damaged": "chunks found in the KV tier that were not whole: their KV was computed",
+    "tier_losses": "times that a worker lost the KV tier",
+    "tier_tokens_found": "tokens whose KV a worker took from the KV tier, in place of computing it",
+    "tier_tokens_kept": "tokens whose KV was put into the KV tier",
     "tokens_generated": "tokens delivered",
     "tokens_per_s": "their rate between the first token and the last",
     "tokens_reprefilled": "tokens whose KV was computed a second time",
@@ -132,13 +144,14 @@ TRAJECTORY_COLUMNS: Final[Sequence[Column[TrajectoryStatus]]] = (
     Column("trajectory", "the request's id, as `migrate` takes it", lambda row: row.trajectory_id, words=True),
     Column(
         "state",
-        "`waiting`, `running`, `moving` (in a handoff), `finished`, or `leased` (with the trainer, not committed)",
+        "`waiting`, `running`, `moving` (in a handoff), `parked` (waiting, with its KV in a pool), `finished`, or "
+        "`leased` (with the trainer, not committed)",
         lambda row: row.state,
         words=True,
     ),
     Column("version", "the version that samples it", lambda row: version_cell(row.version), words=True),
     Column("deadline\nstep", "the last step that may train on it", lambda row: f"{row.deadline_step:,}", rank=2),
-    Column("worker", "where it runs", lambda row: row.worker or NONE, words=True),
+    Column("worker", "where it runs, or the pool where it is parked", lambda row: row.worker or NONE, words=True),
     Column("tokens", "tokens it has, of those it may have", lambda row: f"{row.tokens:,}/{row.max_tokens:,}"),
     Column("age", "time since its group was admitted", lambda row: duration(row.age_s), rank=1),
     Column("moves", "handoffs so far", lambda row: f"{row.moves:,}", rank=3),
@@ -161,7 +174,10 @@ def status_table(status: Status) -> Facts:
     for line in refusals(status):
         table.add_row("weights", line)
     table.add_row("workers", _workers_line(status.workers))
+    table.add_row("pools", pools_line(status))
     table.add_row("generation", pace(status))
+    if status.HasField("kv_tier"):
+        table.add_row("KV tier", tier(status.kv_tier, len(status.workers)))
     if status.prompts_failed:
         table.add_row("prompts", Text(f"failed: {status.prompts_failed}", "bold red"))
     table.add_row("prompts queued", f"{status.prompts_queued:,}")
@@ -284,6 +300,14 @@ def storage(status: Status) -> Text:
 def faults_of(status: Status) -> str:
     """The places that cannot be written now, each with its reason; empty: there is none."""
     return "; ".join(f"{fault.place}: {fault.reason}" for fault in status.storage_faults)
+
+
+def tier(found: KvTierStatus, workers: int) -> Text:
+    """Whether the shared KV tier is there, what it holds, and who reaches it."""
+    if not found.up:
+        return Text(f"down: {found.reason}; workers compute what they would find there", "yellow")
+    used, size = found.used_bytes / 2**20, found.size_bytes / 2**20
+    return Text(f"up, {used:,.0f} of {size:,.0f} MiB in {found.chunks:,} chunks, {found.workers} of {workers} workers")
 
 
 def pace(status: Status) -> str:

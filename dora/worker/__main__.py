@@ -13,12 +13,10 @@ from typing import Final
 
 from dora.errors import DoraError, InvalidValue
 from dora.kvtransfer.door import Door
-from dora.kvtransfer.peer import Identity, this_host
-from dora.kvtransfer.plane import DataPlane, PlaneSettings, installed, local_host
-from dora.rpc import dora_pb2 as pb
+from dora.kvtransfer.plane import installed, local_host
 from dora.types import KvEndpoint
 from dora.worker.engine import RolloutEngine
-from dora.worker.link import Link
+from dora.worker.link import Link, plane_of
 from dora.worker.loop import EngineLoop
 
 SWITCH_S: Final = 0.5e-3
@@ -52,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             link = Link(options.orchestrator, token, options.worker_id, engine.capability, kv)
             stack.callback(link.close)
             welcome = link.open()
-            plane = open_plane(door, options.worker_id, engine.capability.fingerprint, welcome)
+            plane = plane_of(door, options.worker_id, engine.capability.fingerprint, welcome)
             stack.callback(plane.close)
             EngineLoop(engine, link, welcome, plane).run(stop)
     except DoraError as error:
@@ -78,20 +76,6 @@ def _awaited_arguments() -> list[str]:
     return command[2:]  # without -m and the module
 
 
-def open_plane(door: Door, worker_id: str, fingerprint: str, welcome: pb.Welcome) -> DataPlane:
-    """This worker's part of the data plane, as the service wants it."""
-    identity = Identity(worker_id, welcome.epoch, fingerprint, this_host())
-    settings = PlaneSettings(
-        secret=welcome.kv.secret,
-        folder=Path(welcome.snapshot_folder),
-        transports=tuple(welcome.kv.transports),
-        bandwidth_bytes_per_s=welcome.kv.bandwidth_bytes_per_s,
-        memory_bytes=welcome.kv.memory_bytes,
-        timeout_s=welcome.kv.timeout_s,
-    )
-    return DataPlane(door, identity, settings)
-
-
 def make_engine(options: argparse.Namespace) -> RolloutEngine:
     """The engine by name; vLLM is imported only here."""
     if options.engine == "fake":
@@ -115,6 +99,7 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
         dtype=options.dtype,
         tensor_parallel=options.tensor_parallel,
         pipeline_parallel=options.pipeline_parallel,
+        tier_endpoint=options.kv_tier,
     )
 
 
@@ -132,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share each layer, each a process")
     parser.add_argument("--pipeline-parallel", type=int, default=1, help="stages, each of so many ranks")
     parser.add_argument("--kv-host", default="", help="address at which other workers reach this one with KV")
+    parser.add_argument("--kv-tier", default="", help="address of the service's shared KV tier; empty: none")
     return parser
 
 

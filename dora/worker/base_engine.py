@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -24,7 +25,8 @@ class BaseEngine(Generic[Live], ABC):
     """
 
     def __init__(self, capability: EngineCapability, layout: KvLayout, canary_tolerance: float) -> None:
-        self._capability = capability
+        token_bytes = -(-layout.block_bytes // layout.block_tokens)
+        self._capability = replace(capability, kv_token_bytes=token_bytes)
         self._layout = layout
         self._canary_tolerance = canary_tolerance
         self._version: int | None = None

@@ -1,4 +1,4 @@
-"""A worker's stream to the orchestrator: gRPC in a thread of its own, plain queues towards the engine's thread."""
+"""A worker's or pool's stream to the orchestrator: gRPC in a thread of its own, plain queues towards the main one."""
 
 import asyncio
 import contextlib
@@ -7,20 +7,37 @@ import queue
 import socket
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 
 from dora.errors import DoraError
+from dora.kvtransfer.door import Door
+from dora.kvtransfer.peer import Identity, this_host
+from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import bearer, open_channel
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
-from dora.types import NO_KV, EngineCapability, KvEndpoint
+from dora.types import NO_KV, EngineCapability, KvEndpoint, PoolCapability
 
 MESSAGES_QUEUED_MAX = 65536  # reports the service has not read; beyond that it is as good as gone
 OPEN_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
+
+
+def plane_of(door: Door, name: str, fingerprint: str, welcome: pb.Welcome, arena_bytes: int = 0) -> DataPlane:
+    """This process's part of the data plane, as the service wants it. ``arena_bytes``: of a pool."""
+    settings = PlaneSettings(
+        secret=welcome.kv.secret,
+        folder=Path(welcome.snapshot_folder),
+        transports=tuple(welcome.kv.transports),
+        bandwidth_bytes_per_s=welcome.kv.bandwidth_bytes_per_s,
+        memory_bytes=welcome.kv.memory_bytes,
+        timeout_s=welcome.kv.timeout_s,
+    )
+    return DataPlane(door, Identity(name, welcome.epoch, fingerprint, this_host()), settings, arena_bytes)
 
 
 class Link:
@@ -33,14 +50,19 @@ class Link:
         self,
         address: str,
         token: str,
-        worker_id: str,
-        capability: EngineCapability,
+        name: str,
+        capability: EngineCapability | PoolCapability,
         kv: KvEndpoint = NO_KV,
     ) -> None:
+        """``name``: of the worker, or of the pool, as ``capability`` is of the one or the other."""
         self._address = address
         self._token = token
-        host = socket.gethostname()
-        self._hello = convert.hello_to_wire(worker_id, os.getpid(), host, capability, kv)
+        process, host = os.getpid(), socket.gethostname()
+        self._hello = (
+            pb.WorkerMessage(pool_hello=convert.pool_hello_to_wire(name, process, host, capability, kv))
+            if isinstance(capability, PoolCapability)
+            else pb.WorkerMessage(hello=convert.hello_to_wire(name, process, host, capability, kv))
+        )
         self._inbox: queue.SimpleQueue[pb.WorkerCommand | DoraError] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue(MESSAGES_QUEUED_MAX)
@@ -51,7 +73,7 @@ class Link:
         self._thread.start()
         first = self.take(OPEN_TIMEOUT_S)
         if first is None or not first.HasField("welcome"):
-            raise ServiceUnavailable(f"{self._address} did not welcome this worker within {OPEN_TIMEOUT_S:g} s")
+            raise ServiceUnavailable(f"{self._address} did not say welcome within {OPEN_TIMEOUT_S:g} s")
         return first.welcome
 
     def take(self, timeout_s: float) -> pb.WorkerCommand | None:
@@ -101,6 +123,6 @@ class Link:
                 self._inbox.put(from_rpc_error(error))
 
     async def _messages(self) -> AsyncIterator[pb.WorkerMessage]:
-        yield pb.WorkerMessage(hello=self._hello)
+        yield self._hello
         while (message := await self._outbox.get()) is not None:
             yield message

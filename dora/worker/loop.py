@@ -112,6 +112,7 @@ class EngineLoop:
             generated_tokens=load.generated_tokens,
             version=-1 if version is None else version,
             at=time.time(),
+            kv_tier=None if load.tier is None else convert.tier_to_wire(load.tier),
         )
         self._arrived.difference_update([delta.request_id for delta in self._deltas])
         self._deltas.clear()

@@ -1,11 +1,13 @@
-"""How KV from another engine enters vLLM: its KV connector, in both of its roles.
+"""How KV from outside enters vLLM: its KV connector, in both of its roles.
 
 The scheduler's half is asked, whenever a request gets a slot and blocks, how many tokens come from outside, and writes
-them at once: no step is under way then. Until then the snapshot waits here, held. What went ahead of the snapshot is in
-the KV-cache already. The runner's half, one in each rank, only says where its KV lies: what the scheduler's half tells
-it travels between processes, pickled by vLLM.
+them at once: no step is under way then. Until then a snapshot waits here, held. What went ahead of it is in the
+KV-cache already. A request that has its own snapshot takes nothing else; for others the shared tier is asked, where
+there is one. The runner's half, one in each rank, only says where its KV lies: what the scheduler's half tells it
+travels between processes, pickled by vLLM.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from dora.kvtransfer.snapshot import KvSnapshot
+from dora.kvtransfer.snapshot import KvSnapshot, Pieces
 from dora.worker.vllm_blocks import BlockStore, KvMemory
 from dora.worker.vllm_groups import groups_of
+from dora.worker.vllm_tier import TierPrefixes
 
 
 class _Nothing(KVConnectorMetadata):
@@ -31,6 +34,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._offered: dict[str, KvSnapshot] = {}
+        self.tier: TierPrefixes | None = None
         self._is_alone = vllm_config.parallel_config.world_size == 1
         self._groups = groups_of(kv_cache_config)
         self.store: BlockStore | None = None  # of the scheduler's half, once the engine has started
@@ -54,23 +58,37 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
     def offered_count(self) -> int:
         return len(self._offered)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         snapshot = self._offered.get(request.request_id)
-        return (0, False) if snapshot is None else (snapshot.kv_tokens - num_computed_tokens, False)
+        if snapshot is not None:
+            return snapshot.kv_tokens - num_computed_tokens, False
+        if self.tier is not None:
+            return self.tier.found_tokens(request, num_computed_tokens), False
+        return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if num_external_tokens > 0:
-            assert self.store is not None
-            snapshot = self._offered.pop(request.request_id)
+        snapshot = self._offered.pop(request.request_id, None) if num_external_tokens > 0 else None
+        if snapshot is not None:
             ids = zip(self._groups, blocks.get_block_ids(), strict=True)
             chosen = [group.kept(block_ids, snapshot.kv_tokens)[snapshot.ahead :] for group, block_ids in ids]
-            self.store.write(chosen, snapshot.blocks)
+            self._write(chosen, snapshot.blocks)
+        elif self.tier is not None:
+            first, found = self.tier.take(request.request_id, num_external_tokens)
+            count = sum(len(piece) for piece in next(iter(found.values()), ()))
+            if count:  # an engine with a tier has one group
+                self._write([blocks.get_block_ids()[0][first : first + count]], found)
+
+    def _write(self, block_ids: list[Sequence[int]], blocks: Mapping[str, Pieces]) -> None:
+        assert self.store is not None
+        self.store.write(block_ids, blocks)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return _Nothing()
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         self._offered.pop(request.request_id, None)
+        if self.tier is not None:
+            self.tier.forget(request.request_id)
         return False, None
 
     # The runner's half.

@@ -5,12 +5,14 @@ resumes requests, ``vllm_connector`` brings KV in, ``vllm_weights`` replaces wei
 engine; one process has one engine, as vLLM's KV connector is the process's.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from dora.errors import Conflict, InvalidValue
+from dora.kvtier.chunks import ChunkShape
 from dora.kvtransfer.layout import rng_draws
 from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot
 from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
@@ -19,6 +21,11 @@ from dora.worker import vllm_environment
 from dora.worker.base_engine import BaseEngine
 from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopStrings, StopWatch
+
+if TYPE_CHECKING:
+    from dora.kvtier.tier import Tier
+
+log = logging.getLogger("dora.worker")
 
 Dtype = Literal["float32", "bfloat16"]
 # Largest difference of a logprob that is still rounding. Measured against transformers in fp32: 5e-5, and in bfloat16
@@ -59,10 +66,12 @@ class VllmEngine(BaseEngine[_Live]):
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
         lost: Callable[[str], None] | None = None,
+        tier_endpoint: str = "",
     ) -> None:
-        """Raises InvalidValue for a folder that is no model or settings that vLLM refuses, PatchFailed.
+        """``tier_endpoint``: where the server of the shared KV tier listens; empty: there is none.
 
         ``lost`` is told of a rank that has ended by itself, in a thread of its own; None: this process ends with it.
+        Raises InvalidValue for a folder that is no model or settings that vLLM refuses, PatchFailed.
         """
         if dtype not in CANARY_TOLERANCE:
             raise InvalidValue("dtype", dtype, " or ".join(CANARY_TOLERANCE))
@@ -97,6 +106,9 @@ class VllmEngine(BaseEngine[_Live]):
         super().__init__(capability, layout, CANARY_TOLERANCE[dtype] if canary_tolerance is None else canary_tolerance)
         self._by_engine_id: dict[str, _Live] = {}
         self._serial = 0
+        self._tier: Any = None
+        if tier_endpoint:
+            self._tier = self._open_tier(tier_endpoint)
 
     def _replace_weights(self, version: int, folder: Path) -> None:
         files = self._weights.check_files(folder, self._reference)
@@ -107,7 +119,10 @@ class VllmEngine(BaseEngine[_Live]):
         if not self.has_work():
             return []
         outputs, _ = self._core.step()
-        return [self._delta(output) for batch in outputs.values() for output in batch.outputs]
+        deltas = [self._delta(output) for batch in outputs.values() for output in batch.outputs]
+        if self._tier is not None:
+            self._tier.keep_new()
+        return deltas
 
     def freeze(self, request_id: str) -> None:
         live = self._find(request_id)
@@ -185,12 +200,15 @@ class VllmEngine(BaseEngine[_Live]):
             ),
             reprefilled_tokens=self._scheduler.reprefilled_tokens,
             generated_tokens=self._generated_tokens,
+            tier=None if self._tier is None else self._tier.load,
         )
 
     def has_work(self) -> bool:
         return self._scheduler.get_num_unfinished_requests() > 0
 
     def close(self) -> None:
+        if self._tier is not None:
+            self._tier.close()
         self._ranks.close()
         self._core.shutdown()
 
@@ -205,6 +223,11 @@ class VllmEngine(BaseEngine[_Live]):
         return self._ranks.pids
 
     @property
+    def tier(self) -> "Tier | None":
+        """This worker's part of the shared KV tier."""
+        return None if self._tier is None else self._tier.tier
+
+    @property
     def _scheduler(self) -> Any:
         return self._core.scheduler
 
@@ -217,7 +240,22 @@ class VllmEngine(BaseEngine[_Live]):
             self._scheduler.connector.offer(live.engine_id, snapshot)
         if snapshot is not None and reservation is not None:
             self._scheduler.bring(live.engine_id, reservation.block_ids, snapshot.ahead)
+        if self._tier is not None:
+            self._tier.begin(live.engine_id, request.version)
         self._submit(core_request)
+
+    def _open_tier(self, endpoint: str) -> Any:
+        """This engine's part of the shared tier; None where a request's state is more than one list of blocks."""
+        from dora.kvtier.tier import Tier
+        from dora.worker.vllm_tier import TIER_BYTES, TierPrefixes
+
+        if not self._takes_ahead:
+            log.warning("no KV tier: a request of this model has more state than one list of blocks of all its tokens")
+            return None
+        shape = ChunkShape.of(self._layout)
+        tier = Tier(endpoint, shape, TIER_BYTES)
+        self._scheduler.connector.tier = TierPrefixes(tier, shape, self._store, self._scheduler)
+        return self._scheduler.connector.tier
 
     def _slots_left(self) -> int:
         return self._capability.slots - self._scheduler.running_count() - self._scheduler.connector.offered_count()

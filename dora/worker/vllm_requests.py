@@ -11,6 +11,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from dora.engine_patches.exact_resume import OUTPUTS_KEY
 from dora.errors import InvalidValue
+from dora.kvtier.chunks import salt_of
 from dora.sampling import DOMAINS
 from dora.types import RequestSpec
 
@@ -53,8 +54,7 @@ def to_vllm(request: RequestSpec, engine_id: str, stops: Sequence[int]) -> Engin
         if name != "ignore_eos" and getattr(sampling, name) != getattr(wanted, name):
             allowed = f"what the engine samples with: it would take {getattr(sampling, name)}"
             raise InvalidValue(f"sampling.{name}", getattr(wanted, name), allowed)
-    # A salt for each version: KV of one version is never found by a request of another.
-    return _core_request(engine_id, request.prompt_token_ids, sampling, f"version-{request.version}")
+    return _core_request(engine_id, request.prompt_token_ids, sampling, salt_of(request.version))
 
 
 def scoring(token_ids: Sequence[int], engine_id: str) -> EngineCoreRequest:

@@ -41,12 +41,13 @@ def a_plane(
     fingerprint: str = "f",
     host: str = "",
     secret: bytes = SECRET,
+    arena_bytes: int = 0,
     **settings: Any,
 ) -> Iterator[End]:
-    """A plane in its own epoch. ``host``: another name makes it another host."""
+    """A plane in its own epoch. ``host``: another name makes it another host; ``arena_bytes``: it is a pool's."""
     door = Door("127.0.0.1")
     identity = Identity(f"w{epoch}", epoch, fingerprint, host or this_host())
-    plane = DataPlane(door, identity, PlaneSettings(secret, folder, transports, **settings))
+    plane = DataPlane(door, identity, PlaneSettings(secret, folder, transports, **settings), arena_bytes)
     try:
         yield End(plane, identity, door.address, transports)
     finally:

@@ -15,6 +15,7 @@ from dora.orchestrator.core import (
     handoff_table,
     lifecycle,
     machine,
+    parking,
     placement,
     rejection,
     scheduler,
@@ -27,6 +28,7 @@ from dora.orchestrator.core.handoff_table import Action, Phase, Signal
 from dora.orchestrator.core.hosting import Hosting
 from dora.orchestrator.core.line import Line
 from dora.orchestrator.core.policies.base import BasePolicy
+from dora.orchestrator.core.pool import Pool
 from dora.orchestrator.core.state import State
 from dora.orchestrator.core.window import Window
 from dora.orchestrator.core.worker import Worker
@@ -363,6 +365,76 @@ def snapshot_is_never_released(patch: Patch) -> None:
 def reservation_is_not_cancelled(patch: Patch) -> None:
     """The target goes on with what it has copied in, though the handoff was undone."""
     patch.setitem(handoff._ACTIONS, Action.CANCEL_TARGET, lambda state, handoff: None)
+
+
+# ----------------------------------------------------------------------------------------------------------- host tier
+
+
+def lost_pool_is_still_counted_on(patch: Patch) -> None:
+    """Its requests wait for KV that nobody has any more."""
+
+    def lost(state: State, event: on.PoolLost) -> bool:
+        pool = state.pools.get(event.pool_id)
+        if pool is None or pool.epoch != event.epoch:
+            return False
+        state.answers_no_more(event.pool_id, event.epoch)
+        handoff.lost(state, pool)
+        state.remove_pool(pool)
+        return True
+
+    patch.setitem(machine._HANDLERS, on.PoolLost, lost)
+
+
+def lost_pools_requests_are_forgotten(patch: Patch) -> None:
+    unpark = State.unpark
+
+    def forgetful(self: State, row: int) -> Any:
+        line = self.waiting.get(int(self.requests["version"][row]), ())
+        if row in line and row not in self.handoffs:
+            line.remove(row)
+        return unpark(self, row)
+
+    def lost(state: State, event: on.PoolLost) -> bool:
+        with patch.context() as forgetting:
+            forgetting.setattr(State, "unpark", forgetful)
+            return parking.lost(state, event)
+
+    patch.setitem(machine._HANDLERS, on.PoolLost, lost)
+
+
+def parked_claims_are_never_given_back(patch: Patch) -> None:
+    unpark = State.unpark
+
+    def leak(self: State, row: int) -> Any:
+        claim = int(self.requests["claim"][row])
+        pool = unpark(self, row)
+        pool.kv_claimed += claim
+        return pool
+
+    patch.setattr(State, "unpark", leak)
+
+
+def pool_takes_more_than_it_holds(patch: Patch) -> None:
+    patch.setattr(Pool, "free", property(lambda self: self.kv_tokens))
+
+
+def failed_resume_is_not_tried_again(patch: Patch) -> None:
+    patch.setattr(handoff, "_wait_again", lambda state, handoff, signal: None)
+
+
+def cancelled_request_stays_parked(patch: Patch) -> None:
+    """The core lets it go, and does not tell the pool."""
+    patch.setattr(parking, "forget", lambda state, row: state.unpark(row))
+
+
+def resumed_request_stays_in_line(patch: Patch) -> None:
+    resume = handoff.resume
+
+    def lined_up(state: State, row: int, pool: Pool, target: Worker) -> None:
+        resume(state, row, pool, target)
+        state.wait_first(row)
+
+    patch.setattr(handoff, "resume", lined_up)
 
 
 # -------------------------------------------------------------------------------------------------- groups and trainer

@@ -8,7 +8,7 @@ import pytest
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.dispatcher import Dispatcher
-from dora.orchestrator.core.handoff_table import TABLE, Action, Handoff, Phase, Signal
+from dora.orchestrator.core.handoff_table import TABLE, Action, Handoff, Kind, Phase, Signal
 from dora.orchestrator.core.policies import POLICIES
 from dora.orchestrator.core.policies.dora import DoraPolicy
 from dora.sim.fault_kinds import KINDS
@@ -120,7 +120,7 @@ def test_whatever_befalls_a_stranded_handoff_is_tried(met: Counter[tuple[Phase, 
 def test_faults_meet_what_they_are_for(met: Counter[tuple[Phase, Signal]]) -> None:
     """Seeds that pass prove little where faults meet nothing: nearly every transition of a handoff must be taken."""
     totals: Counter[str] = Counter()
-    for seed in range(40):
+    for seed in range(56):
         trial = Trial(seed, "dora")
         world = UnreliableWorld(trial.cluster(), seed)
         conduct(world, trial.faults, trial.steps_after)
@@ -138,15 +138,35 @@ def test_faults_meet_what_they_are_for(met: Counter[tuple[Phase, Signal]]) -> No
             reprefilled=counters.migrations_reprefill,
             loads_failed=counters.loads_failed,
             stale=counters.staleness_max > 0,
+            parked=counters.requests_parked,
+            resumed=counters.requests_resumed,
+            parked_lost=counters.parked_lost,
             refused=sum(isinstance(outcome, str) for _, _, outcome in world.log),
             trainers=world.trainer.epoch - 1,
         )
     assert len(TABLE) - len(met) <= 8, f"never: {[key for key in TABLE if key not in met]}"
     floors = {"lost": 40, "cancelled": 5, "moved": 60, "reprefilled": 40, "loads_failed": 5, "stale": 10, "refused": 20}
+    floors |= {"parked": 20, "resumed": 15, "parked_lost": 3}
     assert {name: count for name, count in floors.items() if totals[name] < count} == {}
     assert totals["trainers"] >= 10 and totals["exhausted"] >= 2
     assert min(totals[FILTERED], totals["redundant"]) >= 5
     assert all(totals[kind.__name__] >= 3 for kind in ASKED)
+
+
+def test_whatever_befalls_a_pool_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most transitions of a handoff into a pool are taken, and most of one out of it, where no response can end."""
+    taken: set[tuple[Kind, Phase, Signal]] = set()
+    advance = Handoff.advance
+
+    def recorded(self: Handoff, signal: Signal) -> tuple[Action, ...]:
+        taken.add((self.kind, self.phase, signal))
+        return advance(self, signal)
+
+    monkeypatch.setattr(Handoff, "advance", recorded)
+    assert not failures(sweep(range(60), ("dora",), "pool,handoff,strand,hang"))
+    into = {key for key in TABLE if (Kind.PARK, *key) not in taken}
+    out_of = {key for key in TABLE if (Kind.RESUME, *key) not in taken and key[1] is not Signal.FINISHED}
+    assert len(into) <= 8 and len(out_of) <= 10, f"never: {into}, {out_of}"
 
 
 def test_groups_of_a_rejected_version_wait_for_its_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:

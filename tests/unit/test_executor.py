@@ -190,14 +190,17 @@ async def test_workers_get_their_commands_as_messages() -> None:
         do.RemoveRequest("w0", 1, 5, "g0.0"),
         do.CancelReservation("w0", 1, 6, "g0.0"),
         do.Thaw("w0", 1, 7, "g0.0"),
+        do.Park("w0", 1, 8, "g0.0"),
+        do.Resume("w0", 1, 9, "g0.0"),
     ]
     assert {type(command) for command in commands} == {
         kind for kind in get_args(do.Command) if issubclass(kind, do.WorkerCommand)
     }
-    await parts.carry_out(*commands, do.Thaw("w0", 2, 8, "g0.0"), do.Thaw("w1", 1, 9, "g0.0"))
+    await parts.carry_out(*commands, do.Thaw("w0", 2, 10, "g0.0"), do.Thaw("w1", 1, 11, "g0.0"))
     orders = await parts.orders()
-    assert [order.command_id for order in orders] == list(range(8)), "none of another epoch or worker"
+    assert [order.command_id for order in orders] == list(range(10)), "none of another epoch or worker"
     assert orders[0].load_version.folder == "versions/2" and orders[4].copy_in.locator == "there"
+    assert [order.copy_out.request_id for order in orders[8:]] == ["g0.0", "g0.0"]
     assert orders[2].reserve_slot.source_epoch == 0 and orders[3].copy_out.target.address == "", "of no handoff"
 
 

@@ -8,10 +8,10 @@ from dora.orchestrator.core import events as on
 from dora.orchestrator.core import handoff, rejection
 from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.observation import view_of
-from dora.orchestrator.core.plan import Move, Trigger
+from dora.orchestrator.core.plan import LINE, POOL, Move, Trigger
 from dora.orchestrator.core.policy import Policy
 from dora.orchestrator.core.state import State
-from dora.orchestrator.core.worker import QUEUE_SLOTS
+from dora.orchestrator.core.worker import QUEUE_SLOTS, Worker
 
 PRESSURE_REST_S: Final = 5.0  # pressure is looked at again after this
 RELIEF_REST_S: Final = 1.0  # between two looks for moves: else one would be taken at every response's end
@@ -83,11 +83,24 @@ class Balance:
         state = self._state
         while self._moves and len(state.handoffs) < state.config.balance.moves_at_once:
             move = self._moves.popleft()
-            target, source = state.worker_list[move.target], state.owner(move.row)
-            if source is None or target is None or source is target or move.row in state.handoffs:
+            source = state.owner(move.row)
+            if source is None or move.row in state.handoffs:
                 continue
-            if target.hosts == state.requests["version"][move.row] and target.held < QUEUE_SLOTS * target.slots:
-                handoff.begin(state, move.row, target)
+            if move.target == LINE:
+                handoff.send_back(state, move.row)
+            elif move.target == POOL:
+                pool = state.pool_with(handoff.kv_tokens(state, move.row))
+                if pool is not None:
+                    handoff.begin(state, move.row, pool)
+            else:
+                self._begin_move(move, source)
+
+    def _begin_move(self, move: Move, source: Worker) -> None:
+        state, target = self._state, self._state.worker_list[move.target]
+        if target is None or source is target or not self._takes_one(target):
+            return
+        if target.hosts == state.requests["version"][move.row]:
+            handoff.begin(state, move.row, target)
 
     def relieve(self) -> None:
         """Looks for moves where workers are to be left; again soon only if the last look found some, or might now."""
@@ -102,7 +115,7 @@ class Balance:
         if not leaving or (leaving <= self._no_free_slot and not rested):
             return
         displaced = frozenset(worker.loaded for worker in state.hosting.vacating() if worker.rows)
-        if not self._has_free_slot(displaced):
+        if not self._has_free_slot(displaced) and not any(pool.free for pool in state.pools.values()):
             return
         self._relief_s = state.now_s + RELIEF_REST_S
         self._moves.extend(self.policy.relieve(view_of(state)))
@@ -112,7 +125,11 @@ class Balance:
     def _has_free_slot(self, versions: Iterable[int]) -> bool:
         """Whether a worker hosts one of these versions and takes one more request."""
         hosts = (worker for version in versions for worker in self._state.workers_of(version))
-        return any(worker.held < QUEUE_SLOTS * worker.slots for worker in hosts)
+        return any(map(self._takes_one, hosts))
+
+    def _takes_one(self, worker: Worker) -> bool:
+        """Whether a request may move to this worker: into a free slot; without a pool it may queue for one."""
+        return worker.held < (1 if self._state.pools else QUEUE_SLOTS) * worker.slots
 
     def _retarget(self, index: int, version: int) -> None:
         """The worker with this index is to host this version from now on; if that is withheld, the newest that is not.

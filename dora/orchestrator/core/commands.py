@@ -1,6 +1,7 @@
 """What the core wants done. The shell runs each command; its outcome, where it has one, is exactly one event.
 
-Commands to a worker carry that worker's epoch and a ``command_id`` that their ``CommandDone`` repeats.
+Commands to a worker carry that worker's epoch and a ``command_id`` that their ``CommandDone`` repeats. An end of a
+handoff may be a pool: it gets the same commands, with its id and epoch.
 """
 
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ class StopWorker:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCommand:
-    worker_id: str
+    worker_id: str  # or a pool's id
     epoch: int
     command_id: int
 
@@ -174,8 +175,18 @@ class CopyOut(WorkerCommand):
 
 
 @dataclass(frozen=True, slots=True)
+class Park(CopyOut):
+    """CopyOut to a pool, which then keeps the request until a worker has a slot for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(CopyOut):
+    """CopyOut from a pool, to the worker that is to go on with the request."""
+
+
+@dataclass(frozen=True, slots=True)
 class CopyIn(WorkerCommand):
-    """Handoff: check the snapshot and go on with the request."""
+    """Handoff: check the snapshot and go on with the request; a pool keeps it."""
 
     request_id: str
     version: int
@@ -209,6 +220,8 @@ Command = (
     | ReserveSlot
     | CancelReservation
     | CopyOut
+    | Park
+    | Resume
     | CopyIn
     | Thaw
 )

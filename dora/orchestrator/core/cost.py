@@ -34,6 +34,7 @@ class CostModel:
     request_s: float  # k3: seconds a step for each running request
     step_s: float  # k4: seconds a step for everything else
     prefill_token_s: float = 0.0  # seconds for each token whose KV is computed in one go
+    copy_token_s: float = 1e-5  # seconds for each token whose KV goes into a pool, or out of it: 25 GB/s, 256 KiB each
     expert_fraction: float = 1.0  # of the weights not shared, those that one token reads: its experts; 1: dense
     imbalance: float = 0.0  # k3 grows by this share when one request runs, and by its 1/sqrt(n) when n run
     shared_fraction: float = 0.0  # of all weights, those that every token reads: attention, embeddings, shared experts

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from dora.errors import IllegalTransition
-from dora.orchestrator.core import admission, placement
+from dora.orchestrator.core import admission, handoff, placement
 from dora.orchestrator.core.cost import CostModel
 from dora.orchestrator.core.line import Backlog, Entry, Line
 from dora.orchestrator.core.state import State, unfinished
@@ -40,7 +40,7 @@ class Dispatcher:
         return range(self.newest, self.window.oldest_live - 1, -1)
 
     def line(self, version: int) -> Line:
-        """Admitted requests of this version that no worker holds."""
+        """Admitted requests of this version that no worker holds, the parked ones among them."""
         return self._state.waiting.get(version, NO_LINE)
 
     def workers_of(self, version: int) -> Sequence[Worker]:
@@ -50,7 +50,8 @@ class Dispatcher:
     def candidates(self, version: int) -> list[Worker]:
         """Those of them that may have room: something has left them or their ration grew since they were found full."""
         state = self._state
-        return [worker for worker in state.workers_of(version) if state.worklist.has_room(worker.index)]
+        roomy = (worker for worker in state.workers_of(version) if state.worklist.has_room(worker.index))
+        return [worker for worker in roomy if worker.rests_until_s <= state.now_s]
 
     def loading(self, version: int) -> int:
         """How many workers are loading this version, and will soon host it."""
@@ -76,6 +77,10 @@ class Dispatcher:
         requests = self._state.requests
         return int(requests["prompt_tokens"][row] + requests["tokens"][row]) + 1
 
+    def parked(self, row: int) -> bool:
+        """Whether the KV of a waiting request lies in a pool, so that it need not be computed again."""
+        return bool(self._state.requests["pool"][row])
+
     def lacking(self) -> float:
         """Share of a step's groups that have not finished yet, of those that this step still takes."""
         state = self._state
@@ -95,12 +100,16 @@ class Dispatcher:
         return self._state.hosting.staying()[1]
 
     def place(self, row: int, worker: Worker) -> None:
-        """Starts (or resumes) a waiting request on a worker that hosts its version."""
+        """Starts a waiting request on a worker that hosts its version, or resumes it there: from its pool if parked."""
         version = int(self._state.requests["version"][row])
         if worker.hosts != version:
             raise IllegalTransition(f"a request of version {version} does not run on {worker.worker_id} (C1)")
         self._state.waiting[version].remove(row)
-        placement.start(self._state, row, worker)
+        pool = self._state.pool_of(row)
+        if pool is None:
+            placement.start(self._state, row, worker)
+        else:
+            handoff.resume(self._state, row, pool, worker)
 
     def admit(self, entry: Entry, version: int, rank: Callable[[Entry, float], float] | None = None) -> None:
         """A prompt on offer becomes a group of this version; its requests stand in line. Raises where C3 forbids it.

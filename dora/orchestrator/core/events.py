@@ -98,16 +98,16 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class CommandDone:
-    """The one outcome of a command to a worker."""
+    """The one outcome of a command to a worker, or to a pool."""
 
-    worker_id: str
+    worker_id: str  # or the pool's id
     epoch: int
     command_id: int
     ok: bool = True
     error: str = ""
     error_kind: str = ""  # refused | not_movable | unknown_request | invalid | weights
-    locator: str = ""  # CopyOut: where the snapshot lies
-    tokens: int = 0  # CopyOut: response tokens in the snapshot
+    locator: str = ""  # CopyOut, Park, Resume: where the snapshot lies
+    tokens: int = 0  # the same: response tokens in the snapshot
     canary_difference: float = 0.0  # LoadVersion: largest of a logprob, where the canary was not reproduced
 
 
@@ -117,7 +117,38 @@ class CopyBegan:
 
     worker_id: str
     epoch: int
-    command_id: int  # of the CopyOut
+    command_id: int  # of the CopyOut, Park or Resume
+
+
+# ---------------------------------------------------------------------------------------------------------- host tier
+
+
+@dataclass(frozen=True, slots=True)
+class PoolJoined:
+    """A pool of host memory, with what it may spill to disk: it holds parked requests of ``kv_tokens`` in all."""
+
+    pool_id: str  # that no worker has
+    epoch: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLost:
+    """A pool is gone with all that it held: what was parked there is re-prefilled."""
+
+    pool_id: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDropped:
+    """A pool has lost the KV of these requests (memory and disk are full, a snapshot is damaged): re-prefill them."""
+
+    pool_id: str
+    epoch: int
+    request_ids: tuple[str, ...]
+    reason: str = ""
 
 
 # ------------------------------------------------------------------------------------------------------------ trainer
@@ -202,6 +233,9 @@ Event = (
     | Progress
     | CommandDone
     | CopyBegan
+    | PoolJoined
+    | PoolLost
+    | PoolDropped
     | TrainerAttached
     | StepRequested
     | StepCommitted

@@ -14,8 +14,8 @@ LOAD_ATTEMPTS = 3
 
 
 def joined(state: State, event: on.WorkerJoined) -> None:
-    """A new epoch of a worker. Raises Conflict while the earlier epoch still lives."""
-    if event.worker_id in state.workers:
+    """A new epoch of a worker. Raises Conflict while the earlier epoch still lives, or a pool has the id."""
+    if event.worker_id in state.workers or event.worker_id in state.pools:
         raise Conflict("worker_id", event.worker_id, "an id that no living worker has", why="is taken")
     state.add_worker(Worker(event.worker_id, event.epoch, state.free_index(), event.slots, event.kv_tokens))
 
@@ -25,11 +25,7 @@ def lost(state: State, event: on.WorkerLost) -> bool:
     worker = state.worker_at(event.worker_id, event.epoch)
     if worker is None:
         return False
-    state.pending = {
-        number: pending
-        for number, pending in state.pending.items()
-        if (pending.command.worker_id, pending.command.epoch) != (event.worker_id, event.epoch)
-    }
+    state.answers_no_more(event.worker_id, event.epoch)
     handoff.lost(state, worker)
     for row in sorted(worker.rows, reverse=True):  # appended left: the earliest ends up first in line
         state.take_away(row)

@@ -1,46 +1,67 @@
 """Runs the handoff table: signals in, commands out, ownership moved exactly once."""
 
+from typing import Final
+
 from dora.errors import Conflict, NotFound
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core.handoff_table import LIVE, Action, Handoff, Phase, Signal
+from dora.orchestrator.core.handoff_table import LIVE, Action, Handoff, Kind, Phase, Signal
 from dora.orchestrator.core.placement import orphan, start
+from dora.orchestrator.core.pool import Pool
 from dora.orchestrator.core.state import RUNNING, Pending, State
 from dora.orchestrator.core.worker import Worker, one_of_workers
 
 MOVE_REST_S = 5.0  # what one worker has refused it would refuse again at once
+REFUSED_REST_S = 1.0  # a worker that had no room for a parked request is asked again after this
 
 
-def begin(state: State, row: int, target: Worker) -> None:
+def begin(state: State, row: int, target: Worker | Pool) -> None:
     """Asks ``target`` to take the request of ``row``; the source goes on decoding meanwhile."""
     source = state.owner(row)
-    assert source is not None and source is not target, "a handoff is between two workers"
+    assert source is not None and source is not target, "a handoff is between two workers, or a worker and a pool"
+    kind = Kind.PARK if isinstance(target, Pool) else Kind.MOVE
+    _begin(state, kind, row, source, target, kv_tokens(state, row))
+
+
+def resume(state: State, row: int, pool: Pool, target: Worker) -> None:
+    """Asks ``target`` to take a parked request that has just left its line."""
+    _begin(state, Kind.RESUME, row, pool, target, int(state.requests["claim"][row]))
+
+
+def _begin(state: State, kind: Kind, row: int, source: Worker | Pool, target: Worker | Pool, claim: int) -> None:
     request_id = state.request_id[row]
-    handoff = Handoff(row, request_id, source.worker_id, target.worker_id, state.now_s)
+    handoff = Handoff(row, request_id, source.worker_id, target.worker_id, state.now_s, kind)
     state.handoffs[row] = handoff
     state.requests["moving"][row] = True
-    kv_tokens = _kv_tokens(state, row)
     target.inbound += 1
-    state.loads.changed(target.index)
-    state.worklist.given(target.index)
-    target.kv_claimed += kv_tokens
-    target.kv_inbound += kv_tokens
+    target.kv_claimed += claim
+    if isinstance(target, Worker):
+        state.loads.changed(target.index)
+        state.worklist.given(target.index)
+        target.kv_inbound += claim
     reserve = do.ReserveSlot(
         target.worker_id,
         target.epoch,
         state.command_id(),
         request_id,
         int(state.requests["version"][row]),
-        kv_tokens,
+        claim,
     )
-    state.requests["claim_inbound"][row] = kv_tokens
+    state.requests["claim_inbound"][row] = claim
     state.send(reserve, handoff)
 
 
+def send_back(state: State, row: int) -> None:
+    """The request leaves its worker without its KV, and waits in line to be re-prefilled."""
+    source = state.move_off(row)
+    state.send(do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), state.request_id[row]))
+    state.wait_first(row)
+
+
 def asked(state: State, event: on.MigrateAsked) -> None:
-    """An operator moves one request. Raises NotFound or Conflict where it cannot move there."""
+    """An operator moves one request to a worker or a pool. Raises NotFound or Conflict where it cannot go there."""
     row = state.request_row.get(event.request_id)
-    target = state.workers.get(event.target_worker)
+    target = state.end(event.target_worker)
     if row is None:
         raise NotFound(
             "request", event.request_id, "an admitted request that is not finished", why="is not in progress"
@@ -55,7 +76,11 @@ def asked(state: State, event: on.MigrateAsked) -> None:
         raise Conflict("request", event.request_id, movable, why="is not running")
     if state.owner(row) is target:
         raise Conflict("--to", event.target_worker, "another worker", why=f"is where {event.request_id} is")
-    if target.hosts != version:
+    if isinstance(target, Pool):
+        if target.free < kv_tokens(state, row):
+            allowed = f"a pool with room for {kv_tokens(state, row):,} tokens of KV"
+            raise Conflict("--to", event.target_worker, allowed, why=f"has room for {target.free:,}")
+    elif target.hosts != version:
         why = "hosts no version" if target.hosts is None else f"hosts version {target.hosts}"
         raise Conflict(
             "--to", event.target_worker, f"a worker that hosts version {version}, as the request needs (C1)", why
@@ -91,11 +116,11 @@ def done(state: State, pending: Pending, event: on.CommandDone) -> None:
     if isinstance(command, do.ReserveSlot) and handoff.phase is Phase.PLANNED:
         signal_handoff(state, handoff, Signal.RESERVED if event.ok else Signal.REFUSED)
     elif isinstance(command, do.CopyOut):
-        handoff.locator = event.locator
+        handoff.locator, handoff.tokens = event.locator, event.tokens
         handoff.had_ended = event.error_kind == "unknown_request"
         signal_handoff(state, handoff, _copy_out_signal(event))
     elif isinstance(command, do.CopyIn) and handoff.phase in (Phase.FROZEN, Phase.STRANDED):
-        signal_handoff(state, handoff, _copy_in_signal(event))
+        signal_handoff(state, handoff, _copy_in_signal(state, handoff, event))
     elif isinstance(command, do.RemoveRequest) and handoff.phase is Phase.COMMITTED:
         signal_handoff(state, handoff, Signal.SOURCE_FREED)
 
@@ -113,21 +138,21 @@ def _copy_out_signal(event: on.CommandDone) -> Signal:
     return Signal.NOT_MOVABLE if event.error_kind == "not_movable" else Signal.COPY_FAILED
 
 
-def _copy_in_signal(event: on.CommandDone) -> Signal:
+def _copy_in_signal(state: State, handoff: Handoff, event: on.CommandDone) -> Signal:
     if event.ok:
-        return Signal.COPIED_IN
+        return Signal.COPIED_IN if handoff.kind is not Kind.PARK or _has_room(state, handoff) else Signal.COPY_REFUSED
     return Signal.NOT_MOVABLE if event.error_kind == "not_movable" else Signal.COPY_REFUSED
 
 
-def lost(state: State, worker: Worker) -> None:
-    """A worker died: settle every handoff it took part in.
+def lost(state: State, end: Worker | Pool) -> None:
+    """A worker or a pool died: settle every handoff it took part in.
 
-    The source of a stranded one has died before: this is a later life of the same worker, which has no part in it.
+    The source of a stranded one has died before: this is a later life of the same source, which has no part in it.
     """
     for handoff in list(state.handoffs.values()):
-        if handoff.source == worker.worker_id and handoff.phase is not Phase.STRANDED:
+        if handoff.source == end.worker_id and handoff.phase is not Phase.STRANDED:
             signal_handoff(state, handoff, Signal.SOURCE_LOST)
-        elif handoff.target == worker.worker_id:
+        elif handoff.target == end.worker_id:
             signal_handoff(state, handoff, Signal.TARGET_LOST)
 
 
@@ -143,19 +168,24 @@ def overdue(state: State) -> None:
 
 
 def _close(state: State, handoff: Handoff, signal: Signal) -> None:
-    """The request is no longer between two workers."""
+    """The request is no longer between two ends."""
     row = handoff.row
     del state.handoffs[row]
     state.requests["moving"][row] = False
-    target = state.workers.get(handoff.target)
+    target, claim = state.end(handoff.target), int(state.requests["claim_inbound"][row])
     if target is not None:
         target.inbound -= 1
+        target.kv_claimed -= claim
+    if isinstance(target, Worker):
         state.loads.changed(target.index)
-        target.kv_claimed -= int(state.requests["claim_inbound"][row])
-        target.kv_inbound -= int(state.requests["claim_inbound"][row])
+        target.kv_inbound -= claim
         state.worklist.changed(target.index)
     state.requests["claim_inbound"][row] = 0
     state.worklist.wake()
+    if handoff.kind is Kind.RESUME:
+        if handoff.phase is Phase.ABORTED:
+            _wait_again(state, handoff, signal)
+        return
     if signal in (Signal.REFUSED, Signal.COPY_REFUSED, Signal.COPY_FAILED, Signal.UNDO):
         state.requests["rests_until_s"][row] = state.now_s + MOVE_REST_S
     if signal is Signal.FINISHED or handoff.had_ended:
@@ -164,28 +194,74 @@ def _close(state: State, handoff: Handoff, signal: Signal) -> None:
         state.counters.migrations_failed += 1
 
 
+def _wait_again(state: State, handoff: Handoff, signal: Signal) -> None:
+    """A parked request could not be resumed. A target that was lost, or has no room, says nothing against its KV.
+
+    One that is refused a second time is dropped all the same: re-prefilled it waits inside an engine.
+    """
+    row, pool, target = handoff.row, state.pool_of(handoff.row), state.workers.get(handoff.target)
+    if signal is Signal.REFUSED and pool is not None and target is not None and row not in pool.refused:
+        pool.refused.add(row)
+        target.rests_until_s = state.now_s + REFUSED_REST_S
+    elif signal is not Signal.TARGET_LOST:
+        state.counters.parked_lost += 1
+        if pool is not None:
+            state.unpark(row)
+            if signal is not Signal.SOURCE_LOST:
+                remove = do.RemoveRequest(pool.pool_id, pool.epoch, state.command_id(), handoff.request_id)
+                state.send(remove)
+    state.wait_first(row)
+
+
 def _commit(state: State, handoff: Handoff) -> None:
-    if state.owner(handoff.row) is not None:
-        state.move_off(handoff.row)
-    state.give(handoff.row, state.workers[handoff.target])
-    state.requests["moves"][handoff.row] += 1
-    state.counters.migrations_kv += 1
+    row, target = handoff.row, state.end(handoff.target)
+    assert target is not None, "a target that is lost ends its handoff"
+    if state.owner(row) is not None:
+        state.move_off(row)
+    elif state.requests["pool"][row]:
+        state.unpark(row)
+    if isinstance(target, Pool):
+        state.park(row, target, _parked_tokens(state, handoff))
+        state.wait_first(row)
+        state.counters.requests_parked += 1
+        return
+    state.give(row, target)
+    state.requests["moves"][row] += 1
+    if handoff.kind is Kind.RESUME:
+        state.counters.requests_resumed += 1
+    else:
+        state.counters.migrations_kv += 1
+
+
+def _parked_tokens(state: State, handoff: Handoff) -> int:
+    """KV of a request as it was frozen: its worker may have told less of it."""
+    requests, row = state.requests, handoff.row
+    return int(requests["prompt_tokens"][row]) + max(int(requests["tokens"][row]), handoff.tokens)
+
+
+def _has_room(state: State, handoff: Handoff) -> bool:
+    """Whether a pool may keep what has come: the request has grown since the pool was asked for a place."""
+    more = _parked_tokens(state, handoff) - int(state.requests["claim_inbound"][handoff.row])
+    return more <= state.pools[handoff.target].free
 
 
 def _free_source(state: State, handoff: Handoff) -> None:
-    source = state.workers[handoff.source]
+    source = state.end(handoff.source)
+    assert source is not None, "a source that is lost strands its handoff"
     command = do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), handoff.request_id)
     state.send(command, handoff)
 
 
 def _copy_out(state: State, handoff: Handoff) -> None:
-    source = state.workers[handoff.source]
-    command = do.CopyOut(source.worker_id, source.epoch, state.command_id(), handoff.request_id)
+    source = state.end(handoff.source)
+    assert source is not None
+    command = _COPIES[handoff.kind](source.worker_id, source.epoch, state.command_id(), handoff.request_id)
     state.send(command, handoff)
 
 
 def _copy_in(state: State, handoff: Handoff) -> None:
-    target = state.workers[handoff.target]
+    target = state.end(handoff.target)
+    assert target is not None
     version = int(state.requests["version"][handoff.row])
     command = do.CopyIn(
         target.worker_id, target.epoch, state.command_id(), handoff.request_id, version, handoff.locator
@@ -194,23 +270,34 @@ def _copy_in(state: State, handoff: Handoff) -> None:
 
 
 def _thaw_source(state: State, handoff: Handoff) -> None:
-    source = state.workers[handoff.source]
+    source = state.end(handoff.source)
+    assert source is not None
+    if handoff.kind is Kind.RESUME and not state.requests["pool"][handoff.row]:
+        return  # the pool was told to forget it
     state.send(do.Thaw(source.worker_id, source.epoch, state.command_id(), handoff.request_id))
 
 
 def _cancel_target(state: State, handoff: Handoff) -> None:
-    target = state.workers[handoff.target]
+    target = state.end(handoff.target)
+    assert target is not None
     state.send(do.CancelReservation(target.worker_id, target.epoch, state.command_id(), handoff.request_id))
 
 
 def _restart_at_target(state: State, handoff: Handoff) -> None:
-    source = state.move_off(handoff.row)
-    state.send(do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), handoff.request_id))
+    """In a pool nothing is restarted: there the request waits to be re-prefilled."""
+    if handoff.kind is Kind.RESUME:
+        return  # it waits again (``_close``)
+    send_back(state, handoff.row)
+    if handoff.kind is Kind.PARK:
+        return
+    state.waiting[int(state.requests["version"][handoff.row])].remove(handoff.row)
     start(state, handoff.row, state.workers[handoff.target])
     state.requests["moves"][handoff.row] += 1
 
 
 def _orphan(state: State, handoff: Handoff) -> None:
+    if handoff.kind is Kind.RESUME:
+        return  # it waits again (``_close``)
     if state.owner(handoff.row) is not None:
         state.take_away(handoff.row)
     orphan(state, handoff.row)
@@ -220,11 +307,17 @@ def _release_snapshot(state: State, handoff: Handoff) -> None:
     state.out.append(do.ReleaseSnapshot(handoff.locator))
 
 
-def _kv_tokens(state: State, row: int) -> int:
+def kv_tokens(state: State, row: int) -> int:
+    """KV of a request, as far as its worker has told."""
     requests = state.requests
     return int(requests["prompt_tokens"][row] + requests["tokens"][row])
 
 
+_COPIES: Final[dict[Kind, type[do.CopyOut]]] = {
+    Kind.MOVE: do.CopyOut,
+    Kind.PARK: do.Park,
+    Kind.RESUME: do.Resume,
+}
 _ACTIONS = {
     Action.COPY_OUT: _copy_out,
     Action.COPY_IN: _copy_in,

@@ -1,4 +1,4 @@
-"""The handoff of one live request between two workers of one version, as a table.
+"""The handoff of one live request between two workers of one version, or a worker and a pool, as a table.
 
                             ┌─────────────frozen: few blocks─────────────┐
                             │                                            ▼
@@ -14,6 +14,9 @@ In COPYING full blocks travel in rounds, while the source decodes; a request tha
 skips it. Either phase ends alike: whichever end is lost, the other's half is void. A source fails to copy and decodes
 on, thawed if it was frozen for the last round; a target is told to drop the rounds that have come, and the slot it
 kept. In FROZEN the target has everything, and needs the source no longer. docs/architecture.md is drawn from TABLE.
+
+To park a request is a handoff whose target is a pool: once COMMITTED it waits. To resume it is one whose source is a
+pool. Where that is ABORTED the request waits again; its KV is re-prefilled, unless only the target was lost.
 """
 
 from dataclasses import dataclass
@@ -59,6 +62,12 @@ class Action(Enum):
     RESTART_AT_TARGET = auto()  # stop at the source, re-prefill at the target
     ORPHAN = auto()  # nobody holds it: it waits for another worker and is re-prefilled
     RELEASE_SNAPSHOT = auto()
+
+
+class Kind(Enum):
+    MOVE = auto()  # from worker to worker
+    PARK = auto()  # from worker to pool
+    RESUME = auto()  # from pool to worker
 
 
 P, S, A = Phase, Signal, Action
@@ -112,9 +121,11 @@ class Handoff:
     source: str
     target: str
     began_s: float
+    kind: Kind = Kind.MOVE
     phase: Phase = Phase.PLANNED
     locator: str = ""
     had_ended: bool = False  # its source knew it no more: the response ended just before
+    tokens: int = 0  # response tokens in the snapshot
 
     def advance(self, signal: Signal) -> tuple[Action, ...]:
         """Moves on and says what to do. Raises IllegalTransition, unchanged, for a pair that is not in the table."""

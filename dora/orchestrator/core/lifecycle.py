@@ -9,7 +9,7 @@ from dora.errors import Conflict, InvalidValue, NotFound
 from dora.limits import GROUPS_MOST
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core import fleet, handoff, rejection
+from dora.orchestrator.core import fleet, handoff, parking, rejection
 from dora.orchestrator.core.handoff_table import Signal
 from dora.orchestrator.core.state import FINISHED, GROUP_FINISHED, LEASED, RUNNING, SCORED, WAITING, State
 
@@ -261,6 +261,8 @@ def cancel(state: State, event: on.GroupCancelled) -> None:
             state.send(do.RemoveRequest(worker.worker_id, worker.epoch, state.command_id(), request_id))
         elif status == WAITING:
             state.waiting[version].remove(row)
+            if state.requests["pool"][row]:
+                parking.forget(state, row)
     if state.groups["status"][group] == GROUP_FINISHED:
         state.finished[version].remove(group)
     state.window.give_back(version)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from dora.config import Config
-from dora.orchestrator.core import admission, fleet, handoff, lifecycle, rejection, selection
+from dora.orchestrator.core import admission, fleet, handoff, lifecycle, parking, rejection, selection
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.balance import Balance
@@ -152,6 +152,9 @@ _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.Progress: lifecycle.progress,
     on.CommandDone: _done,
     on.CopyBegan: _copy_began,
+    on.PoolJoined: parking.joined,
+    on.PoolLost: parking.lost,
+    on.PoolDropped: parking.dropped,
     on.TrainerAttached: lifecycle.attached,
     on.StepRequested: lifecycle.step_requested,
     on.StepCommitted: lifecycle.commit,

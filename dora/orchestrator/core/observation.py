@@ -32,6 +32,7 @@ def view_of(state: State) -> View:
             movable=(status == RUNNING) & ~requests["moving"] & (requests["rests_until_s"] <= state.now_s),
             version=requests["version"],
             worker=requests["worker"] - 1,
+            parked=requests["pool"] > 0,
             prompt_tokens=requests["prompt_tokens"],
             tokens=requests["tokens"],
             expected_tokens=requests["expected"],
@@ -39,6 +40,8 @@ def view_of(state: State) -> View:
             log_mean=requests["log_mean"],
             log_sd=requests["log_sd"],
         ),
+        pools=tuple(pool.free for pool in state.pools.values()),
+        parked_tokens=sum(pool.kv_claimed for pool in state.pools.values()),
     )
 
 

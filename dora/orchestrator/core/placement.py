@@ -1,8 +1,7 @@
 """Puts waiting requests on workers, and back in line when their worker is gone."""
 
 from dora.orchestrator.core import commands as do
-from dora.orchestrator.core.line import Line
-from dora.orchestrator.core.state import RequestStatus, State
+from dora.orchestrator.core.state import State
 from dora.orchestrator.core.worker import Worker
 
 
@@ -25,7 +24,5 @@ def start(state: State, row: int, worker: Worker) -> None:
 
 def orphan(state: State, row: int) -> None:
     """Nobody holds the request now: it waits, first in line, for another worker of its version."""
-    state.requests["status"][row] = RequestStatus.WAITING
-    state.waiting.setdefault(int(state.requests["version"][row]), Line()).push_first(row)
+    state.wait_first(row)
     state.counters.requests_orphaned += 1
-    state.worklist.wake()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 
 class Trigger(Enum):
@@ -16,9 +17,13 @@ class Trigger(Enum):
     OPERATOR = "operator"
 
 
+POOL: Final = -2  # in place of a worker's index: park it
+LINE: Final = -3  # its KV is dropped: it waits in line, and is re-prefilled
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Migrate the request in ``row`` to the worker in ``target``."""
+    """Migrate the request in ``row`` to the worker in ``target``, or to ``POOL`` or ``LINE``."""
 
     row: int
     target: int

@@ -14,6 +14,7 @@ from dora.orchestrator.core.handoff_table import Handoff
 from dora.orchestrator.core.hosting import Hosting
 from dora.orchestrator.core.line import Backlog, Line
 from dora.orchestrator.core.loads import Loads
+from dora.orchestrator.core.pool import Pool
 from dora.orchestrator.core.prediction import PREDICTORS, PromptTraits
 from dora.orchestrator.core.rhythm import Rhythm
 from dora.orchestrator.core.table import Column, Table
@@ -25,7 +26,7 @@ from dora.orchestrator.core.worklist import Worklist
 class RequestStatus(IntEnum):
     """0 is a free row."""
 
-    WAITING = 1  # admitted, on no worker
+    WAITING = 1  # admitted, on no worker; it may be parked
     RUNNING = 2  # owned by a worker
     FINISHED = 3  # complete, being scored
     SCORED = 4
@@ -84,6 +85,9 @@ class Counters:
     migrations_failed: int = 0  # undone: refused, timed out, a worker lost
     migrations_overtaken: int = 0  # the response ended first
     requests_orphaned: int = 0
+    requests_parked: int = 0  # into a pool
+    requests_resumed: int = 0  # from a pool, with their KV
+    parked_lost: int = 0  # lost or dropped by a pool, or it could not be resumed: re-prefilled
     workers_lost: int = 0
     loads_failed: int = 0
     versions_rejected: int = 0
@@ -119,6 +123,7 @@ class State:
                 "group": np.int64,
                 "version": np.int64,
                 "worker": np.int64,  # index + 1, so that 0 is none
+                "pool": np.int64,  # the same of the pool where its KV lies while it waits or is being resumed
                 "prompt_tokens": np.int64,
                 "tokens": np.int64,
                 "max_tokens": np.int64,
@@ -127,7 +132,7 @@ class State:
                 "expected": np.int64,  # its mean
                 "placed_s": np.float64,  # when its present stay on a worker began, and with how many tokens
                 "placed_tokens": np.int64,
-                "claim": np.int64,
+                "claim": np.int64,  # at its worker, or at its pool
                 "claim_inbound": np.int64,  # claimed at the target of its handoff
                 "moving": np.bool_,
                 "moves": np.int64,
@@ -154,6 +159,8 @@ class State:
         # workers and handoffs
         self.workers: dict[str, Worker] = {}
         self.worker_list: list[Worker | None] = []
+        self.pools: dict[str, Pool] = {}
+        self.pool_list: list[Pool | None] = []
         self.handoffs: dict[int, Handoff] = {}  # request row -> live handoff
         self.pending: dict[int, Pending] = {}
         self.hosting = Hosting()
@@ -187,6 +194,20 @@ class State:
         """The living worker of this id and epoch; None if either is over."""
         worker = self.workers.get(worker_id)
         return worker if worker is not None and worker.epoch == epoch else None
+
+    def end(self, name: str) -> Worker | Pool | None:
+        """The living worker or pool of this id: an end of a handoff."""
+        return self.workers.get(name) or self.pools.get(name)
+
+    def pool_of(self, row: int) -> Pool | None:
+        """The pool that has the KV of a request which no worker holds."""
+        index = int(self.requests["pool"][row]) - 1
+        return self.pool_list[index] if index >= 0 else None
+
+    def pool_with(self, kv_tokens: int) -> Pool | None:
+        """The pool with the most room where so much KV may be parked; None: there is none."""
+        fit = (pool for pool in self.pools.values() if pool.free >= kv_tokens)
+        return max(fit, key=lambda pool: (pool.free, -pool.index), default=None)
 
     def workers_of(self, version: int) -> Sequence[Worker]:
         """The workers that take requests of this version, by index."""
@@ -232,7 +253,47 @@ class State:
         self.rehosted(worker)
 
     def free_index(self) -> int:
-        return next((index for index, worker in enumerate(self.worker_list) if worker is None), len(self.worker_list))
+        return _free_index(self.worker_list)
+
+    def answers_no_more(self, name: str, epoch: int) -> None:
+        """This epoch of a worker or a pool is over: no outcome of a command to it is due any more."""
+        self.pending = {
+            number: pending
+            for number, pending in self.pending.items()
+            if (pending.command.worker_id, pending.command.epoch) != (name, epoch)
+        }
+
+    def add_pool(self, pool_id: str, epoch: int, kv_tokens: int) -> None:
+        pool = self.pools[pool_id] = Pool(pool_id, epoch, _free_index(self.pool_list), kv_tokens)
+        self.pool_list[pool.index : pool.index + 1] = [pool]
+
+    def remove_pool(self, pool: Pool) -> None:
+        """The pool is gone."""
+        del self.pools[pool.pool_id]
+        self.pool_list[pool.index] = None
+
+    def wait_first(self, row: int) -> None:
+        """The request waits from now on, before those of its version that have not begun."""
+        self.requests["status"][row] = RequestStatus.WAITING
+        self.waiting.setdefault(int(self.requests["version"][row]), Line()).push_first(row)
+        self.worklist.wake()
+
+    def park(self, row: int, pool: Pool, kv_tokens: int) -> None:
+        """The KV of a request that no worker holds lies in the pool from now on."""
+        self.requests["pool"][row] = pool.index + 1
+        self.requests["claim"][row] = kv_tokens
+        pool.rows.add(row)
+        pool.kv_claimed += kv_tokens
+
+    def unpark(self, row: int) -> Pool:
+        """The pool has the KV of the request no more, or need not keep it. Returns that pool."""
+        pool = self.pool_of(row)
+        assert pool is not None, f"request {self.request_id[row]} is in no pool"
+        pool.rows.discard(row)
+        pool.refused.discard(row)
+        pool.kv_claimed -= int(self.requests["claim"][row])
+        self.requests["pool"][row] = self.requests["claim"][row] = 0
+        return pool
 
     def give(self, row: int, worker: Worker) -> None:
         """The worker owns the request from now on."""
@@ -270,6 +331,10 @@ class State:
         self.worklist.changed(worker.index)
         self.loads.changed(worker.index)
         return worker
+
+
+def _free_index(members: Sequence[object | None]) -> int:
+    return next((index for index, member in enumerate(members) if member is None), len(members))
 
 
 def unfinished(requests: Table) -> Column:

@@ -27,6 +27,7 @@ class Worker:
     load_began_s: float = 0.0
     load_is_void: bool = False  # what it loads was published anew since it was told: it loads again
     load_failures: int = 0
+    rests_until_s: float = 0.0  # it had no room for a parked request: no request is placed on it before
     rows: set[int] = field(default_factory=set)  # requests it owns
     inbound: int = 0  # handoffs on their way to it
     kv_claimed: int = 0  # prompts and expected lengths of both

@@ -47,8 +47,16 @@ def of_service(runtime: Runtime, model: str) -> pb.Status:
         prompts_failed=runtime.feed.failure,
         source_epoch=position.epoch,
         source_index=position.index,
+        kv_tier=_tier(runtime),
+        pools=_pools(runtime),
         dp_groups_to_add=runtime.telemetry.groups_to_add(sum(not w.draining for w in state.workers.values())),
     )
+
+
+def _tier(runtime: Runtime) -> pb.KvTierStatus | None:
+    if runtime.tier is None:
+        return None
+    return runtime.tier.status(sum(session.tier.up for session in runtime.sessions.workers.values()))
 
 
 def counters(runtime: Runtime) -> dict[str, float]:
@@ -67,6 +75,8 @@ def counters(runtime: Runtime) -> dict[str, float]:
         "groups_lost": lost,
         "groups_open": held,
         "handoffs_now": len(state.handoffs),
+        "requests_parked_now": sum(len(pool.rows) for pool in state.pools.values()),
+        "kv_tokens_parked": sum(pool.kv_claimed for pool in state.pools.values()),
     }
 
 
@@ -128,6 +138,33 @@ def _worker(runtime: Runtime, worker: Worker) -> pb.WorkerStatus:
     )
 
 
+def _pools(runtime: Runtime) -> list[pb.PoolStatus]:
+    """Those that are connected, then those that are lost."""
+    known, sessions = runtime.machine.state.pools, runtime.sessions
+    found = []
+    for pool_id, session in sorted(sessions.pools.items()):
+        pool = known.get(pool_id)
+        found.append(
+            pb.PoolStatus(
+                pool_id=pool_id,
+                epoch=session.epoch,
+                state="joining" if pool is None else "ready",
+                parked=session.report.parked,
+                kv_tokens=0 if pool is None else pool.kv_claimed,
+                capacity_tokens=session.kv_tokens,
+                memory_bytes=session.report.memory_bytes,
+                memory_most_bytes=session.capability.memory_bytes,
+                spill_bytes=session.report.spill_bytes,
+                spill_most_bytes=session.capability.spill_bytes,
+                pid=session.pid,
+                host=session.host,
+                pinned_bytes=session.report.pinned_bytes,
+            )
+        )
+    lost = sorted(sessions.lost_pools.items())
+    return found + [pb.PoolStatus(pool_id=pool_id, state="lost", reason=reason) for pool_id, reason in lost]
+
+
 def _gone(reason: str) -> str:
     """A worker that was asked to leave is not lost."""
     return DRAINED if reason == DRAINED else "lost"
@@ -158,7 +195,7 @@ def trajectories(runtime: Runtime, wanted: str, limit: int) -> pb.TrajectoriesRe
             total += 1
             if len(found) >= (limit or TRAJECTORIES_DEFAULT):
                 continue
-            owner = state.owner(row)
+            owner = state.owner(row) or state.pool_of(row)
             found.append(
                 pb.TrajectoryStatus(
                     trajectory_id=entry.request_id,
@@ -177,14 +214,16 @@ def trajectories(runtime: Runtime, wanted: str, limit: int) -> pb.TrajectoriesRe
     return pb.TrajectoriesReply(trajectories=found, total=total)
 
 
-STATES = ("waiting", "running", "moving", "finished", "leased")
+STATES = ("waiting", "running", "moving", "parked", "finished", "leased")
 
 
 def _request_state(state: State, row: int) -> str:
     status = RequestStatus(int(state.requests["status"][row]))
+    if status in (RequestStatus.WAITING, RequestStatus.RUNNING) and state.requests["moving"][row]:
+        return "moving"
     if status is RequestStatus.WAITING:
-        return "waiting"
+        return "parked" if state.requests["pool"][row] else "waiting"
     if status is RequestStatus.RUNNING:
-        return "moving" if state.requests["moving"][row] else "running"
+        return "running"
     leased = state.groups["status"][state.requests["group"][row]] == GroupStatus.LEASED
     return "leased" if leased else "finished"

@@ -1,10 +1,12 @@
 """The moves of one plan, and the workers as they would be once these are done: shared by all strategies."""
 
+from bisect import insort
 from collections.abc import Mapping
 
 import numpy as np
 
-from dora.orchestrator.core.plan import Move
+from dora.orchestrator.core.choice import TYPICAL, Choice, cheapest
+from dora.orchestrator.core.plan import LINE, POOL, Move
 from dora.orchestrator.core.table import Column
 from dora.orchestrator.core.view import RequestColumns, View
 
@@ -33,11 +35,12 @@ class Board:
 
     def __init__(self, view: View, targets: Mapping[int, int]) -> None:
         self.workers, self.requests, self.cost = view.workers, view.requests, view.cost
+        self.pools = sorted(view.pools)  # KV that each still has room for, the most last
         self.stays = staying(view, targets)
         self.context = context_tokens(self.requests)  # by row
         self.held = self.workers.held.copy()  # by index
         self.kv = self.workers.kv_expected.astype(np.float64)  # by index, tokens
-        self._to: dict[int, int] = {}  # row -> the index that it was moved to last; -1: taken off, and on none
+        self._to: dict[int, int] = {}  # row -> where it was moved last; -1: taken off, and on none
         self._peers: dict[int, Column] = {}  # version -> indexes that stay with it
 
     def moves(self) -> tuple[Move, ...]:
@@ -75,6 +78,27 @@ class Board:
         self.take_off(row)
         self._to[row] = index
         self._add(row, index)
+
+    def set_aside(self, row: int, held_up_s: float) -> Choice:
+        """A request that no worker has room for: parks it, or drops its KV, where that costs less than that it stays.
+
+        ``held_up_s``: what that would cost. Where there is no pool it stays.
+        """
+        if not self.pools:
+            return Choice.STAY
+        kv_tokens = float(self.context[row])
+        choice = cheapest(self.cost, kv_tokens, held_up_s, slot=False, pool=self.pools[-1] >= kv_tokens)
+        if choice is Choice.PARK:
+            insort(self.pools, self.pools.pop() - int(kv_tokens))
+        if choice is not Choice.STAY:
+            self.take_off(row)
+            self._to[row] = POOL if choice is Choice.PARK else LINE
+        return choice
+
+    def token_s(self, index: int) -> float:
+        """Seconds of one decode step of this worker, as it is now."""
+        held, kv_tokens = int(self.workers.held[index]), float(self.workers.kv_expected[index])
+        return (self.cost or TYPICAL).decode_step_s(held, kv_tokens)
 
     def take_off(self, row: int) -> None:
         """Off its worker, if it is on one."""

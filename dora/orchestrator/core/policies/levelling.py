@@ -2,8 +2,8 @@
 
 A request moves when its worker is to change version or leave, or when workers of one version are unevenly loaded. A
 worker takes requests as far as its KV in use stays below the pressure at which it would be relieved again. What finds
-no room finishes in place. A target may be over-subscribed once over: what exceeds its slots queues there with its KV in
-host memory, which frees the source for its new version at once.
+no room is parked in a pool, which frees the source for its new version at once. Where there is no pool it finishes in
+place; and a target may be over-subscribed once over: what exceeds its slots queues there with its KV in host memory.
 """
 
 from collections import Counter
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dora.config import BalanceConfig
+from dora.orchestrator.core.choice import Choice
 from dora.orchestrator.core.plan import Move
 from dora.orchestrator.core.policies.board import Board
 from dora.orchestrator.core.view import View
@@ -41,6 +42,7 @@ class _Levelling(Board):
         self._far_from_end = movable[self._remaining[movable] > SHORTEST_MOVE_TOKENS]
         self._room = pressure * self.workers.kv_tokens
         self._longest: dict[int, list[int]] = {}  # index -> rows that may move off it, the longest last
+        self._queue = 1 if self.pools else QUEUE_SLOTS
         self._moved = 0
 
     @property
@@ -60,7 +62,7 @@ class _Levelling(Board):
                 continue
             index = self._roomiest(row)
             if index is None:
-                misses[version] += 1
+                misses[version] += not self._sets_aside(row)
             else:
                 self.move(row, index)
 
@@ -78,13 +80,20 @@ class _Levelling(Board):
                     break
                 self.move(row, target)
 
+    def _sets_aside(self, row: int) -> bool:
+        """Parks a request, or drops its KV, if that is cheaper than that its worker goes on with it."""
+        held_up_s = float(self._remaining[row]) * self.token_s(self.index_of(row))
+        aside = self.set_aside(row, held_up_s) is not Choice.STAY
+        self._moved += aside
+        return aside
+
     def move(self, row: int, index: int) -> None:
         super().move(row, index)
         self._moved += 1
 
     def _roomiest(self, row: int) -> int | None:
         slots = self.workers.slots
-        fits = self.with_room(row, QUEUE_SLOTS * slots, np.where(self.held == 0, np.inf, self._room))
+        fits = self.with_room(row, self._queue * slots, np.where(self.held == 0, np.inf, self._room))
         if not fits.any():
             return None
         return int(np.where(fits, slots - self.held, np.iinfo(np.int64).min).argmax())

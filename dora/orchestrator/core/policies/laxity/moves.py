@@ -30,8 +30,11 @@ class LevelBoard(Board):
     def plan(self) -> None:
         """Off workers that change or leave, the longest first; to reserved ones; then off those whose KV runs out."""
         rows, requests = self.displaced(), self.requests
-        for row in rows[np.argsort(-requests.remaining_tokens(rows), kind="stable")].tolist():
-            self._move_on(row)
+        remaining = requests.remaining_tokens(rows)
+        order = np.argsort(-remaining, kind="stable")
+        for row, left in zip(rows[order].tolist(), remaining[order].tolist(), strict=True):
+            if not self._move_on(row):
+                self.set_aside(row, left * self.token_s(self.index_of(row)))
         held, slots, kv_tokens = self.held, self.workers.slots, TUNING.fill * self.workers.kv_tokens
         for row, index in self._reserved.to.items():  # though that one may have others to give away first
             fits = held[index] < slots[index] and kv_tokens[index] >= self._filled(row, index)

@@ -1,0 +1,125 @@
+"""A chunk: some neighbouring blocks of one prefix, as bytes, with a seal that says what they are.
+
+LMCache names a chunk by its tokens, those before it, the model and a salt. It shows a chunk to readers even if the
+worker that was to write it died before it did. So each chunk ends with a seal: the digest of what the chunk is meant to
+be, and that of its bytes. Both guard against damage and mistakes, not against somebody who means harm: who can write
+into this user's shared memory can do more than that.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from xxhash import xxh3_128_digest
+
+from dora.kvtransfer.snapshot import KvLayout, Pieces
+
+DIGEST_BYTES: Final = 16
+SEAL_BYTES: Final = 2 * DIGEST_BYTES
+CHUNK_TOKENS_LEAST: Final = 32
+SCHEMA: Final = "dora-1"
+
+
+def salt_of(version: int) -> str:
+    """KV of one version is never found by a request of another: every name of a chunk has this in it."""
+    return f"pv{version}"
+
+
+def chunk_tokens_of(block_tokens: int) -> int:
+    """Whole blocks, of at least 32 tokens together: each chunk costs some milliseconds to find and to keep."""
+    return -(-CHUNK_TOKENS_LEAST // block_tokens) * block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkShape:
+    """What chunks of one engine look like: the blocks of a layer lie together, the layers in the layout's order."""
+
+    fingerprint: str  # of all that has to agree for the bytes of a block to mean the same
+    block_tokens: int
+    chunk_tokens: int
+    layers: tuple[tuple[str, int], ...]  # (layer name, bytes per block)
+
+    @classmethod
+    def of(cls, layout: KvLayout) -> "ChunkShape":
+        """For an engine whose KV has this layout."""
+        whole = layout.digest  # the layout's own fingerprint lets blocks differ that can be converted
+        return cls(whole, layout.block_tokens, chunk_tokens_of(layout.block_tokens), layout.layers)
+
+    @property
+    def name(self) -> str:
+        """The model, as LMCache's names have it: engines that differ in it find nothing of each other."""
+        return f"{SCHEMA}-{self.fingerprint}"
+
+    @property
+    def blocks(self) -> int:
+        """Of one chunk."""
+        return self.chunk_tokens // self.block_tokens
+
+    @property
+    def body_bytes(self) -> int:
+        return self.blocks * sum(size for _, size in self.layers)
+
+    @property
+    def sealed_bytes(self) -> int:
+        return self.body_bytes + SEAL_BYTES
+
+    def write(self, blocks: Mapping[str, Pieces], chunks: np.ndarray) -> None:
+        """Copies the blocks of whole chunks into ``chunks``: uint8 of shape (chunks, sealed bytes)."""
+        first = 0
+        for name, size in self.layers:
+            end = first + self.blocks * size
+            places = chunks[:, first:end].reshape(len(chunks), self.blocks, size)
+            at = 0
+            for piece in blocks[name]:
+                places[np.divmod(np.arange(at, at + len(piece)), self.blocks)] = piece
+                at += len(piece)
+            first = end
+
+    def show(self, chunks: np.ndarray, first_block: int, end_block: int) -> dict[str, Pieces]:
+        """Some blocks of ``chunks``, counted from its first; views."""
+        shown: dict[str, Pieces] = {}
+        first = 0
+        for name, size in self.layers:
+            end = first + self.blocks * size
+            pieces = [row[first:end].reshape(self.blocks, size) for row in chunks]
+            shown[name] = list(_within(pieces, first_block, end_block))
+            first = end
+        return shown
+
+
+def _within(pieces: Sequence[np.ndarray], first: int, end: int) -> Iterator[np.ndarray]:
+    at = 0
+    for piece in pieces:
+        part = piece[max(0, first - at) : max(0, end - at)]
+        if len(part):
+            yield part
+        at += len(piece)
+
+
+class Chain:
+    """The digests of a prefix's chunks: each is of its tokens, all before them, the engine's KV and the version."""
+
+    def __init__(self, shape: ChunkShape, version: int) -> None:
+        self._chunk_tokens = shape.chunk_tokens
+        self._last = xxh3_128_digest(f"{shape.name} {shape.chunk_tokens} {salt_of(version)}".encode())
+        self._digests: list[bytes] = []
+
+    def digests(self, token_ids: Sequence[int], end: int) -> list[bytes]:
+        """Of the first ``end`` chunks of ``token_ids``, which begin as those of earlier calls did."""
+        for index in range(len(self._digests), end):
+            tokens = token_ids[index * self._chunk_tokens : (index + 1) * self._chunk_tokens]
+            self._last = xxh3_128_digest(self._last + np.asarray(tokens, "<i8").tobytes())
+            self._digests.append(self._last)
+        return self._digests[:end]
+
+
+def seal(chunk: np.ndarray, digest: bytes) -> None:
+    """Ends a chunk (uint8 of ``sealed_bytes``) with what it is and the digest of its bytes."""
+    written = digest + xxh3_128_digest(chunk[:-SEAL_BYTES].data)
+    chunk[-SEAL_BYTES:] = np.frombuffer(written, np.uint8)
+
+
+def is_sealed(chunk: np.ndarray, digest: bytes) -> bool:
+    """Whether this is the chunk with that digest, whole."""
+    return bytes(chunk[-SEAL_BYTES:]) == digest + xxh3_128_digest(chunk[:-SEAL_BYTES].data)

@@ -1,0 +1,342 @@
+"""A worker's part of the shared tier: one thread that finds chunks and keeps them, beside the engine's steps.
+
+Nothing waits for the tier longer than a time limit. As soon as the server does not answer, the tier is *down*: what was
+asked is not found, what was to be kept is dropped, and the thread looks every second whether the server is back.
+"""
+
+import contextlib
+import logging
+import mmap
+import os
+import re
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from dora.errors import TransferFailed
+from dora.kvtier.chunks import ChunkShape, is_sealed, salt_of, seal
+from dora.kvtier.wire import Connection, key_of, registration
+from dora.kvtransfer.memory import Pool
+from dora.types import TierLoad
+
+log = logging.getLogger("dora.worker")
+
+TIMEOUT_S: Final = 1.0  # of one request
+RETRY_S: Final = 1.0
+ENDED_MOST: Final = 4096  # those before are not told: LMCache forgets them by itself
+PING_S: Final = 10.0  # the server forgets a worker after six times as long
+SEGMENT: Final = re.compile(r"[\w.-]{1,200}")
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """The beginning of a request, in whole chunks."""
+
+    session: str  # the request, on this worker: LMCache keeps what it knows of its prefix under this name
+    version: int
+    token_ids: Sequence[int]
+    digests: Sequence[bytes]  # of each chunk
+
+
+@dataclass(slots=True)
+class Search:
+    """What is asked for, and once ``done`` what was found of it: chunks from ``first`` on, without a gap."""
+
+    passage: Passage
+    first: int
+    done: threading.Event = field(default_factory=threading.Event)
+    cancelled: bool = False
+    held: int | None = None  # chunks of the passage that the server says it has; None: it could not be asked
+    chunks: np.ndarray | None = None  # uint8 (chunks, sealed bytes); None: none
+
+    @property
+    def end(self) -> int:
+        """One after the last chunk found."""
+        return self.first + (0 if self.chunks is None else len(self.chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Keeping:
+    passage: Passage
+    first: int
+    chunks: np.ndarray
+
+
+class Tier:
+    """``memory_bytes`` bound what is on its way to the tier, and again what was found and is not used yet."""
+
+    def __init__(self, endpoint: str, shape: ChunkShape, memory_bytes: int, timeout_s: float = TIMEOUT_S) -> None:
+        self._shape = shape
+        self._timeout_s = timeout_s
+        self._connection = Connection(endpoint, timeout_s)
+        self.instance = secrets.randbits(53)
+        self._outgoing, self._incoming = Pool(memory_bytes), Pool(memory_bytes)
+        self._segment: np.ndarray | None = None
+        self._segment_id = 0
+        self._searches: deque[Search] = deque()
+        self._keepings: deque[_Keeping] = deque()
+        self._ended: deque[str] = deque(maxlen=ENDED_MOST)
+        self._wake = threading.Condition()
+        self._closing = False
+        self._load = TierLoad()
+        self._why_down = ""
+        self.up = threading.Event()
+        self.opened = 0  # times that a server was found: each may be an empty one
+        self._thread = threading.Thread(target=self._run, name="kv-tier", daemon=True)
+        self._thread.start()
+
+    @property
+    def load(self) -> TierLoad:
+        return self._load
+
+    def search(self, passage: Passage, first: int) -> Search:
+        """Asks for the chunks of a passage, from ``first`` on. A tier that is down has none."""
+        search = Search(passage, first)
+        with self._wake:
+            if self.up.is_set():
+                self._searches.append(search)
+                self._wake.notify()
+            else:
+                search.done.set()
+        return search
+
+    def room(self, chunks: int) -> np.ndarray | None:
+        """Where to write chunks that are to be kept; None while the tier is down, or too many are on their way."""
+        if not self.up.is_set():
+            return None
+        array = self._outgoing.array(chunks * self._shape.sealed_bytes)
+        return None if array is None else array.reshape(chunks, self._shape.sealed_bytes)
+
+    def keep(self, passage: Passage, first: int, chunks: np.ndarray) -> None:
+        """Keeps chunks of a passage, from ``first`` on, that were written into ``room``; here they are sealed."""
+        with self._wake:
+            if self.up.is_set():
+                self._keepings.append(_Keeping(passage, first, chunks))
+                self._wake.notify()
+
+    def end(self, session: str) -> None:
+        """The request is over on this worker: its chunks were used last now."""
+        with self._wake:
+            if self.up.is_set():
+                self._ended.append(session)
+                self._wake.notify()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until nothing is on its way to the tier; whether that was in time."""
+        with self._wake:
+            return self._wake.wait_for(lambda: not (self._keepings or self._ended or self._searches), timeout_s)
+
+    def close(self) -> None:
+        """Ends the thread, which takes a time limit at most; what was to be kept may be dropped."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                try:
+                    self._open()
+                    self._work()
+                except TransferFailed as error:
+                    self._lost(str(error))
+            with contextlib.suppress(TransferFailed):
+                if self.up.is_set():
+                    self._connection.call("unregister_kv_cache_engine_driven_context", self.instance)
+        finally:
+            self._closing = True
+            self._lost("its thread has ended")
+            self._connection.close()
+
+    def _open(self) -> None:
+        chunk_tokens = self._connection.call("get_chunk_size")
+        if chunk_tokens != self._shape.chunk_tokens:
+            raise TransferFailed(f"its chunks have {chunk_tokens} tokens, this engine's {self._shape.chunk_tokens}")
+        self._segment_id, self._segment = _mapped(self._greet())
+        self.opened += 1
+        self._why_down = ""
+        self._tell(up=True)
+        self.up.set()
+        log.info("the KV tier is up: %d MiB", len(self._segment) >> 20)
+
+    def _greet(self) -> Path:
+        """Says that this worker lives; a server that does not know it (any more) gets to know it. Where its memory is.
+
+        A registration alone is forgotten late, and a ping of a stranger is answered too.
+        """
+        shape = self._shape
+        own = registration(self.instance, shape.name, shape.block_tokens, shape.sealed_bytes)
+        answer = self._connection.call("register_kv_cache_engine_driven_context", own)
+        self._connection.call("ping", self.instance)
+        name = _field(answer, "shm_name", str)
+        if not SEGMENT.fullmatch(name):
+            raise TransferFailed("LMCache's server has no shared memory")
+        return Path("/dev/shm", name)
+
+    def _work(self) -> None:
+        """Searches first: requests wait for them. Returns only when the worker ends."""
+        pinged_s = time.monotonic()
+        while True:
+            with self._wake:
+                self._wake.notify_all()
+                wait_s = pinged_s + PING_S - time.monotonic()
+                self._wake.wait_for(self._has_job, max(0.0, wait_s))
+                if self._closing:
+                    return
+                search = self._searches[0] if self._searches else None
+                keeping = self._keepings[0] if self._keepings and search is None else None
+                session = self._ended[0] if self._ended and search is None and keeping is None else None
+            if search is not None:
+                self._search(search)
+                self._searches.popleft()
+                search.done.set()
+            elif keeping is not None:
+                self._keep(keeping)
+                self._keepings.popleft()
+            elif session is not None:
+                self._connection.call("end_session", self._session(session))
+                self._ended.popleft()
+            if time.monotonic() > pinged_s + PING_S:
+                if _id_of(self._greet()) != self._segment_id:
+                    raise TransferFailed("its server was replaced")
+                pinged_s = time.monotonic()
+
+    def _has_job(self) -> bool:
+        return bool(self._closing or self._searches or self._keepings or self._ended)
+
+    def _lost(self, reason: str) -> None:
+        """The tier is down: nothing that was asked is found, nothing is kept; a pause before it is looked for again."""
+        with self._wake:
+            if self.up.is_set() and not self._closing:
+                self._tell(up=False, losses=self._load.losses + 1)
+            if reason != self._why_down and not self._closing:
+                log.warning("the KV tier is down: %s", reason)
+            self._why_down = reason
+            self.up.clear()
+            for search in self._searches:
+                search.done.set()
+            self._searches.clear()
+            self._keepings.clear()
+            self._ended.clear()
+            self._segment = None
+            self._wake.notify_all()
+            self._wake.wait_for(lambda: self._closing, RETRY_S)
+
+    def _search(self, search: Search) -> None:
+        if search.cancelled:
+            return
+        passage, chunk_tokens = search.passage, self._shape.chunk_tokens
+        whole = self._key(passage, 0, len(passage.digests), is_lookup=True)
+        self._connection.call("lookup", whole, 1)
+        found = self._connection.call("wait_prefetch_status", self._session(passage.session), self._timeout_s / 2)
+        if not isinstance(found, int) or found < 0:
+            return
+        held = min(found, len(passage.digests))
+        search.held = held
+        room = None
+        if held > search.first:
+            room = self._incoming.array((held - search.first) * self._shape.sealed_bytes)
+        unread = min(search.first, held) if room is not None else held
+        if unread:
+            self._connection.call("free_lookup_locks", {**whole, "end": unread * chunk_tokens}, 1)
+        if room is not None:
+            self._fetch(search, held, room.reshape(held - search.first, self._shape.sealed_bytes))
+
+    def _fetch(self, search: Search, held: int, chunks: np.ndarray) -> None:
+        """Copies chunks that the server holds for us, then looks at the copies."""
+        passage = search.passage
+        key = self._key(passage, search.first, held)
+        answer = self._connection.call("prepare_retrieve", key, self.instance)
+        slots = _field(answer, "context", dict).get("slots", ())
+        if len(slots) != len(chunks):
+            return
+        for chunk, slot in zip(chunks, slots, strict=True):
+            chunk[:] = self._slot(slot)
+        self._connection.call("commit_retrieve", key, self.instance)
+        whole = 0
+        while whole < len(chunks) and is_sealed(chunks[whole], passage.digests[search.first + whole]):
+            whole += 1
+        if whole < len(chunks):
+            self._tell(damaged_chunks=self._load.damaged_chunks + 1)
+            log.warning("the KV tier has a chunk that is not whole: it and those after it are computed anew")
+        search.chunks = chunks[:whole] if whole else None
+
+    def _keep(self, keeping: _Keeping) -> None:
+        passage, first = keeping.passage, keeping.first
+        for chunk, digest in zip(keeping.chunks, passage.digests[first:], strict=True):
+            seal(chunk, digest)
+        key = self._key(passage, first, first + len(keeping.chunks))
+        context = _field(self._connection.call("prepare_store", key, self.instance), "context", dict)
+        slots, indices = context.get("slots", []), context.get("chunk_indices", [])
+        if len(slots) != len(indices) or not set(indices) <= set(range(len(keeping.chunks))):
+            raise TransferFailed("LMCache's server wants other chunks than it was offered")
+        for slot, index in zip(slots, indices, strict=True):
+            self._slot(slot)[:] = keeping.chunks[index]
+        if slots:  # none: it has them all, or no room
+            self._connection.call("commit_store", key, self.instance, b"")
+            self._tell(kept_tokens=self._load.kept_tokens + len(slots) * self._shape.chunk_tokens)
+
+    def _key(self, passage: Passage, first: int, end: int, *, is_lookup: bool = False) -> dict[str, Any]:
+        chunk_tokens = self._shape.chunk_tokens
+        return dict(
+            key_of(
+                self._shape.name,
+                salt_of(passage.version),
+                passage.token_ids[: len(passage.digests) * chunk_tokens],
+                first * chunk_tokens,
+                end * chunk_tokens,
+                self._session(passage.session),
+                is_lookup=is_lookup,
+            )
+        )
+
+    def _session(self, name: str) -> str:
+        """Workers share a server."""
+        return f"{self.instance:x}-{name}"
+
+    def _slot(self, slot: Any) -> np.ndarray:
+        """A chunk's place in the server's memory."""
+        offset, length = _field(slot, "offset", int), _field(slot, "length", int)
+        assert self._segment is not None
+        if length != self._shape.sealed_bytes or not 0 <= offset <= len(self._segment) - length:
+            raise TransferFailed(f"LMCache's server names {length} bytes at {offset}, which is no place for a chunk")
+        return self._segment[offset : offset + length]
+
+    def _tell(self, **changes: Any) -> None:
+        self._load = replace(self._load, **changes)
+
+
+def _field(answer: Any, name: str, kind: type) -> Any:
+    value = answer.get(name) if isinstance(answer, dict) else None
+    if not isinstance(value, kind):
+        raise TransferFailed(f"LMCache's server answered without {name}")
+    return value
+
+
+def _mapped(segment: Path) -> tuple[int, np.ndarray]:
+    """The server's shared memory, and what tells it from another of the same name."""
+    try:
+        descriptor = os.open(segment, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            return os.fstat(descriptor).st_ino, np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        raise TransferFailed(f"the shared memory of LMCache's server: {error}") from error
+
+
+def _id_of(segment: Path) -> int:
+    try:
+        return segment.stat().st_ino
+    except OSError as error:
+        raise TransferFailed(f"the shared memory of LMCache's server: {error}") from error

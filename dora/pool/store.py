@@ -1,0 +1,353 @@
+"""What a pool keeps, and what it does when it is full.
+
+- Bodies lie in the arena, where they arrived. A request is let in only if its KV fits: what lies there and what was let
+  in before count.
+- Where memory is full and the disk has room, the snapshots that have lain longest are written to disk, by a thread of
+  their own, and who wants in is answered once there is room. Where both are full it is refused.
+- A snapshot that cannot be written is dropped, and so is the oldest one where the disk keeps somebody waiting for more
+  than ``WAIT_S``. What was dropped is told; its requests are re-prefilled.
+- A snapshot on disk is read back into memory of its own when it is sent on. One whose file is not what was written, or
+  cannot be read, is gone.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from dora.errors import Conflict, DoraError, SnapshotRefused, TransferFailed
+from dora.kvtransfer.arena import STEP_BYTES, Arena
+from dora.kvtransfer.arrivals import Arrival
+from dora.kvtransfer.checksum import Seal
+from dora.kvtransfer.memory import Pool
+from dora.pool.spill import SpillFolder
+from dora.worker.failure import NotMovable
+
+log = logging.getLogger("dora.worker")
+
+WAIT_S: Final = 2.0  # for a disk
+
+Bodies = Sequence[np.ndarray]  # of a snapshot's rounds, uint8
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What is known of a round beside its bytes."""
+
+    seal: Seal
+    size_bytes: int
+    layout: str  # its digest, as it was said with it
+
+
+@dataclass(slots=True, eq=False)
+class Parked:
+    """The snapshot of one request, as it arrived."""
+
+    request_id: str
+    tokens: int  # of the response
+    head: bytes
+    rounds: tuple[Round, ...]
+    bodies: Bodies  # empty: only the file has them
+    file: Path | None = None
+    is_writing: bool = False
+    readers: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(each.size_bytes for each in self.rounds)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of its places in the arena."""
+        return sum(-(-each.size_bytes // STEP_BYTES) * STEP_BYTES for each in self.rounds) if self.bodies else 0
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    request_id: str
+    kv_bytes: int
+    since_s: float
+    done: "Future[None]"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a pool holds."""
+
+    parked: int
+    memory_bytes: int
+    spill_bytes: int
+    spilled: int  # snapshots written to disk so far
+
+
+class Store:
+    """Any thread may use it."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        spill: SpillFolder | None,
+        secret: bytes,
+        read_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``secret``: of the run, for keyed checksums; ``read_bytes``: memory for what is read back at once."""
+        self._arena = arena
+        self._spill = spill
+        self._secret = secret
+        self._clock = clock
+        self._back = Pool(read_bytes)
+        self._parked: dict[str, Parked] = {}  # the one that has lain longest first
+        self._let_in: dict[str, int] = {}  # bytes that are expected
+        self._waiting: deque[_Waiting] = deque()
+        self._dropped: list[tuple[str, str]] = []
+        self._spilled = 0
+        self._disk = ThreadPoolExecutor(1, "pool-disk")
+        self._lock = threading.RLock()
+
+    def let_in(self, request_id: str, kv_bytes: int) -> "Future[None]":
+        """Keeps room for a request that is to come. The future ends once there is some.
+
+        Raises Conflict where there will be none, or where the request is here; SnapshotRefused, as which the future may
+        end too: the system has no memory for it.
+        """
+        with self._lock:
+            if request_id in self._parked:
+                raise Conflict("request_id", request_id, "a request that is not parked here", why="is parked here")
+            self.let_out(request_id)
+            waiting = _Waiting(request_id, kv_bytes, self._clock(), Future())
+            self._waiting.append(waiting)
+            self._make_room()
+            if waiting.done.done():
+                waiting.done.result()
+            return waiting.done
+
+    def let_out(self, request_id: str) -> None:
+        """It does not come any more."""
+        with self._lock:
+            self._let_in.pop(request_id, None)
+            for waiting in [each for each in self._waiting if each.request_id == request_id]:
+                self._waiting.remove(waiting)
+                waiting.done.set_exception(TransferFailed("it was cancelled"))
+            self._make_room()
+
+    def keep(self, request_id: str, tokens: int, head: bytes, rounds: Sequence[Arrival]) -> None:
+        """A request has come."""
+        known = tuple(Round(each.seal, each.body.nbytes, each.layout) for each in rounds)
+        parked = Parked(request_id, tokens, head, known, [each.body for each in rounds])
+        with self._lock:
+            self._let_in.pop(request_id, None)
+            self._parked[request_id] = parked
+
+    def forget(self, request_id: str) -> None:
+        """Its KV is wanted no more. Unknown ids are ignored."""
+        with self._lock:
+            parked = self._parked.get(request_id)
+            if parked is not None:
+                self._forget(parked)
+            self.let_out(request_id)
+
+    def open(self, request_id: str) -> "tuple[Parked, Future[Bodies]]":
+        """A snapshot and its rounds' bytes, read back if they are on disk; in memory until ``close_snapshot``.
+
+        Raises NotMovable where it is not here. The future may end with it too, or with TransferFailed: not just now.
+        """
+        opened: Future[Bodies] = Future()
+        with self._lock:
+            parked = self._parked.get(request_id)
+            if parked is None:
+                raise NotMovable(f"{request_id} is not parked here, or not any more")
+            parked.readers += 1
+            if parked.bodies:
+                opened.set_result(parked.bodies)
+            else:
+                self._disk.submit(self._read, parked, opened)
+        return parked, opened
+
+    def close_snapshot(self, parked: Parked) -> None:
+        """Ends ``open``."""
+        with self._lock:
+            parked.readers -= 1
+            self._settle(parked)
+
+    def drop(self, parked: Parked, reason: str) -> None:
+        """Its KV is lost, which is to be told."""
+        with self._lock:
+            if self._parked.get(parked.request_id) is parked:
+                self._forget(parked)
+                self._dropped.append((parked.request_id, reason))
+                log.warning("pool: %s is dropped: %s", parked.request_id, reason)
+            self._make_room()
+
+    def dropped(self) -> list[tuple[str, str]]:
+        """Requests that were dropped since the last call, each with the reason."""
+        with self._lock:
+            found, self._dropped = self._dropped, []
+            return found
+
+    def look(self) -> None:
+        """Time passes: a disk that keeps somebody waiting is too slow."""
+        with self._lock:
+            while self._waiting and self._clock() - self._waiting[0].since_s > WAIT_S:
+                oldest = next((each for each in self._parked.values() if _is_idle(each)), None)
+                if oldest is None:
+                    self._refuse(self._waiting.popleft())
+                else:
+                    self.drop(oldest, f"the disk took longer than {WAIT_S:g} s for others")
+
+    def held(self) -> Held:
+        with self._lock:
+            return Held(len(self._parked), self._arena.lent_bytes(), self._spill_bytes(), self._spilled)
+
+    def check(self, parked: Parked, bodies: Bodies) -> str:
+        """What is wrong with bytes that were kept; empty: nothing."""
+        for number, (each, body) in enumerate(zip(parked.rounds, bodies, strict=True), 1):
+            chunk = each.seal.damaged(body.data, self._secret)
+            if chunk:
+                return f"round {number}, chunk {chunk}: its bytes are not those that came"
+        return ""
+
+    def close(self) -> None:
+        """Forgets everything. What is being written or read breaks off."""
+        if self._spill is not None:
+            self._spill.end()
+        self._disk.shutdown(cancel_futures=True)
+        with self._lock:
+            self._parked.clear()
+
+    # -------------------------------------------------------------------------------------------------- under the lock
+
+    def _room_bytes(self) -> int:
+        """Of the arena: what nothing lies in, and nobody was let in for."""
+        used = sum(parked.memory_bytes for parked in self._parked.values()) + sum(self._let_in.values())
+        return self._arena.most_bytes - used
+
+    def _spill_bytes(self) -> int:
+        """Of files, with those that are being written."""
+        return sum(each.size_bytes for each in self._parked.values() if each.file is not None or each.is_writing)
+
+    def _make_room(self) -> None:
+        """Lets in who waits, in the order in which they came, as far as there is room; begins to make more."""
+        while self._waiting and self._waiting[0].kv_bytes <= self._room_bytes():
+            first = self._waiting.popleft()
+            try:
+                self._arena.prepare(self._arena.most_bytes - self._room_bytes() + first.kv_bytes)
+            except SnapshotRefused as error:
+                first.done.set_exception(error)
+                continue
+            self._let_in[first.request_id] = first.kv_bytes
+            first.done.set_result(None)
+        while self._waiting:
+            lacking = sum(each.kv_bytes for each in self._waiting) - self._room_bytes()
+            lacking -= sum(each.memory_bytes for each in self._parked.values() if each.is_writing)
+            if lacking <= 0 or self._begin_writing(lacking):
+                return
+            self._refuse(self._waiting.pop())
+
+    def _begin_writing(self, lacking_bytes: int) -> bool:
+        """Begins to write the oldest ones to disk; False, and none is, where that would not be enough."""
+        if self._spill is None:
+            return False
+        chosen: list[Parked] = []
+        left_bytes = self._spill.most_bytes - self._spill_bytes()
+        for parked in self._parked.values():
+            if lacking_bytes <= 0:
+                break
+            if _is_idle(parked) and parked.size_bytes <= left_bytes:
+                chosen.append(parked)
+                lacking_bytes -= parked.memory_bytes
+                left_bytes -= parked.size_bytes
+        if lacking_bytes > 0:
+            return False
+        for parked in chosen:
+            parked.is_writing = True
+            self._disk.submit(self._write, parked)
+        return True
+
+    def _refuse(self, waiting: _Waiting) -> None:
+        held = self.held()
+        on_disk = f" and {held.spill_bytes:,} of {self._spill.most_bytes:,} on disk" if self._spill else ""
+        used_bytes = self._arena.most_bytes - self._room_bytes()
+        allowed = f"what fits beside {used_bytes:,} of {self._arena.most_bytes:,}{on_disk}"
+        waiting.done.set_exception(
+            Conflict("kv_bytes", waiting.kv_bytes, allowed, why="is more than there is room for")
+        )
+
+    def _settle(self, parked: Parked) -> None:
+        """Memory of what is on disk, or was forgotten, is free unless somebody reads there."""
+        is_kept = self._parked.get(parked.request_id) is parked
+        if not parked.readers and (parked.file is not None or not is_kept):
+            parked.bodies = ()
+            self._make_room()
+
+    def _forget(self, parked: Parked) -> None:
+        del self._parked[parked.request_id]
+        self._settle(parked)
+        self._remove_file(parked)
+
+    def _remove_file(self, parked: Parked) -> None:
+        if parked.file is not None and self._spill is not None:
+            self._spill.remove(parked.file)
+            parked.file = None
+
+    # ------------------------------------------------------------------------------------------------ the disk's thread
+
+    def _write(self, parked: Parked) -> None:
+        assert self._spill is not None
+        with self._lock:
+            if self._parked.get(parked.request_id) is not parked or parked.readers:
+                parked.is_writing = False
+                self._make_room()
+                return
+        try:
+            file = self._spill.write([body.data for body in parked.bodies])
+        except OSError as error:
+            with self._lock:
+                parked.is_writing = False
+                self.drop(parked, f"it could not be written to disk ({error.strerror or error})")
+            return
+        with self._lock:
+            parked.is_writing, parked.file = False, file
+            if self._parked.get(parked.request_id) is not parked:
+                self._remove_file(parked)
+            self._spilled += 1
+            self._settle(parked)
+
+    def _read(self, parked: Parked, opened: "Future[Bodies]") -> None:
+        assert self._spill is not None
+        try:
+            opened.set_result(self._read_back(parked, self._spill))
+        except DoraError as error:
+            self.close_snapshot(parked)
+            opened.set_exception(error)
+
+    def _read_back(self, parked: Parked, spill: SpillFolder) -> Bodies:
+        file = parked.file
+        if file is None:
+            raise NotMovable(f"{parked.request_id} was forgotten meanwhile")
+        bodies = [self._back.array(each.size_bytes) for each in parked.rounds]
+        taken = [body for body in bodies if body is not None]
+        if len(taken) < len(bodies):
+            lent = self._back.lent_bytes()
+            raise TransferFailed(f"{parked.size_bytes:,} bytes: too much is being read back, {lent:,} bytes")
+        try:
+            wrong = "" if spill.read_into(file, [body.data for body in taken]) else "its file is too short"
+        except OSError as error:
+            wrong = f"its file cannot be read ({error.strerror or error})"
+        wrong = wrong or self.check(parked, taken)
+        if wrong:
+            self.drop(parked, wrong)
+            raise NotMovable(f"{parked.request_id} is lost: {wrong}")
+        return taken
+
+
+def _is_idle(parked: Parked) -> bool:
+    """Whether it lies in memory and nobody is at it."""
+    return bool(parked.bodies) and not parked.is_writing and parked.file is None and not parked.readers

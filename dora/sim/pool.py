@@ -1,0 +1,53 @@
+"""A simulated pool of host memory: it keeps parked requests and gives them out again, and runs nothing."""
+
+from dataclasses import dataclass, field
+
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core.cost import CostModel
+from dora.planning.engine import SimEngine
+from dora.planning.request import SimRequest
+from dora.sim.ledger import Violation
+from dora.sim.worker import Outcome, SimWorker, Surroundings
+
+
+@dataclass(slots=True, eq=False)
+class SimPool(SimWorker):
+    """One epoch of one pool. Its engine has no slot, so what it holds waits there, each under its own version."""
+
+    kv_tokens: int = 0
+    reserved: dict[str, int] = field(default_factory=dict)  # request that is on its way here -> its KV in tokens
+
+    @classmethod
+    def of(cls, pool_id: str, epoch: int, cost: CostModel, kv_tokens: int) -> "SimPool":
+        return cls(pool_id, epoch, SimEngine(cost, 0, kv_tokens), kv_tokens=kv_tokens)
+
+    def obey(self, world: Surroundings, command: do.WorkerCommand, request: SimRequest | None) -> Outcome:
+        if isinstance(command, do.LoadVersion | do.StartRequest | do.Park):
+            raise Violation(f"{self.worker_id} is a pool, and is told to obey {command}")
+        if isinstance(command, do.ReserveSlot):
+            if self.held_tokens + command.kv_tokens > self.kv_tokens:
+                return self._failed(command, "no room", "refused")
+            self.reserved[command.request_id] = command.kv_tokens
+        elif isinstance(command, do.CopyIn | do.CancelReservation):
+            self.reserved.pop(command.request_id, None)
+        return super(SimPool, self).obey(world, command, request)
+
+    @property
+    def held_tokens(self) -> int:
+        """KV of what it keeps and of what it has promised to take."""
+        return sum(self.reserved.values()) + sum(request.context for request in self.engine.requests.values())
+
+    def drop(self, subject: int, share: float) -> tuple[str, ...]:
+        """Loses the KV of some requests, from the ``subject``-th on, at least one; says which."""
+        names = sorted(self.engine.requests)
+        lost = tuple(names[subject % len(names) :][: 1 + int(share * len(names))]) if names else ()
+        for name in lost:
+            self.outgoing.pop(name, None)
+            self.engine.remove(name)
+        return lost
+
+    def takes(self, version: int) -> bool:
+        return True
+
+    def version_of(self, request: SimRequest) -> int:
+        return request.version

@@ -1,0 +1,57 @@
+"""The pools of a running service as a table, and in a line."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from rich.text import Text
+
+from dora.rpc.dora_pb2 import PoolStatus, Status
+from dora.view.numbers import NONE, size
+from dora.view.tables import Column, Sheet
+
+STATE_STYLES: Final = {"ready": "green", "joining": "yellow", "lost": "bold red"}
+
+POOL_COLUMNS: Final[Sequence[Column[PoolStatus]]] = (
+    Column("pool", "its id, as `migrate --to` takes it", lambda row: row.pool_id, words=True),
+    Column(
+        "state",
+        "`joining`: no worker has said yet how large its KV is; `ready`; `lost`: its connection broke, and the reason "
+        "stands below the table",
+        lambda row: Text(row.state, style=STATE_STYLES.get(row.state, "dim")),
+        words=True,
+    ),
+    Column("parked", "requests whose KV it keeps", lambda row: f"{row.parked:,}"),
+    Column("tokens", "their KV, of what it has room for", lambda row: f"{row.kv_tokens:,}/{row.capacity_tokens:,}"),
+    Column(
+        "memory",
+        "host memory in use, with what is on its way, of `kv.pool_mb`",
+        lambda row: f"{size(row.memory_bytes)}/{size(row.memory_most_bytes)}",
+    ),
+    Column(
+        "disk",
+        "disk in use, of `kv.spill_mb`",
+        lambda row: f"{size(row.spill_bytes)}/{size(row.spill_most_bytes)}" if row.spill_most_bytes else NONE,
+        rank=1,
+    ),
+    Column("pinned", "memory that the system does not swap", lambda row: size(row.pinned_bytes), rank=2),
+    Column("pid", "the pool's process", lambda row: str(row.pid or NONE), rank=3),
+)
+
+
+def pools_table(status: Status) -> Sheet[PoolStatus]:
+    """The pools; below them why some are lost."""
+    notes = [f"{row.pool_id}: {row.reason}" for row in status.pools if row.reason]
+    return Sheet(POOL_COLUMNS, list(status.pools), "pools", notes=notes)
+
+
+def pools_line(status: Status) -> str:
+    """What the pools hold together."""
+    if not status.pools:
+        return "none"
+    parked = sum(row.parked for row in status.pools)
+    memory_bytes, spill_bytes = (
+        sum(getattr(row, name) for row in status.pools) for name in ("memory_bytes", "spill_bytes")
+    )
+    disk = f", {size(spill_bytes)} on disk" if spill_bytes else ""
+    states = ", ".join(f"{row.pool_id} {row.state}" for row in status.pools)
+    return f"{states}: {parked:,} parked, {size(memory_bytes)} in memory{disk}"
