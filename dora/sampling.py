@@ -92,6 +92,18 @@ LISTS: Final[Mapping[str, Listing]] = {
     "stop_token_ids": Listing(int, STOP_TOKENS_MOST, (1 << 31) - 1),
 }
 PARAMETERS: Final[Mapping[str, Domain | Listing]] = {**DOMAINS, **LISTS}
+_GRAMMARS: Final = (
+    *("structured_outputs", "guided_decoding", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("structural_tag", "response_format", "json_schema", "json_object", "json", "regex", "choice", "grammar"),
+)
+_ADAPTERS: Final = ("lora", "lora_request", "lora_name", "lora_path", "lora_int_id", "adapter", "adapter_name")
+# What other services take, and this one does not: why.
+NOT_OFFERED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        _GRAMMARS, "is structured output, which is not offered: a grammar's state cannot move with a request"
+    ),
+    **dict.fromkeys(_ADAPTERS, "is a LoRA adapter, which is not offered: a request has the weights of its version"),
+}
 
 
 def checked_overrides(overrides: Any, field: str) -> dict[str, SamplingValue]:
@@ -99,6 +111,8 @@ def checked_overrides(overrides: Any, field: str) -> dict[str, SamplingValue]:
     if not isinstance(overrides, Mapping):
         raise InvalidValue(field, overrides, "an object of sampling parameters")
     for name in overrides:
+        if name in NOT_OFFERED:
+            raise InvalidValue(f"{field}.{name}", overrides[name], f"one of {', '.join(PARAMETERS)}", NOT_OFFERED[name])
         if name not in PARAMETERS:
             raise InvalidValue(f"{field}.{name}", overrides[name], one_of(str(name), PARAMETERS))
     return {name: PARAMETERS[name].of(value, f"{field}.{name}") for name, value in overrides.items()}

@@ -183,9 +183,12 @@ class Step:
         *,
         metrics: Mapping[str, float] | None = None,
         canary: Canary | None = None,
+        waited_s: float | None = None,
     ) -> Commit:
         """As of ``dora.client.Step``: acknowledges the step's groups and publishes ``weights`` as the next version."""
-        return self._background.run(lambda: self._step.commit(weights, metrics=metrics, canary=canary), whole=True)
+        return self._background.run(
+            lambda: self._step.commit(weights, metrics=metrics, canary=canary, waited_s=waited_s), whole=True
+        )
 
 
 class Prompts(Client[client.Prompts]):

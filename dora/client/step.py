@@ -97,13 +97,16 @@ class Step:
         *,
         metrics: Mapping[str, float] | None = None,
         canary: Canary | None = None,
+        waited_s: float | None = None,
     ) -> Commit:
         """Acknowledges the step's groups and publishes ``weights`` as version ``number + 1``.
 
         ``weights`` is a torch module (also one that torch.compile, DDP or FSDP1 wraps), tensors by checkpoint name
         (torch or numpy), or safetensors file(s) or folder; they must not change before it returns. The canary of a
         module is computed, of the others it may be given.
-        ``metrics`` are shown to operators. Repeating it is safe: a step is committed once.
+        ``metrics`` are shown to operators. ``waited_s``: how long the trainer had nothing to do in this step; by
+        default, how long its groups were waited for. Who works while it waits says it. Repeating a commit is safe: a
+        step is committed once.
 
         Raises Conflict before all groups were taken or where another trainer took over, InvalidValue for weights
         that do not fit the model or are not finite, or for a metric that is no number, ServiceUnavailable when
@@ -114,6 +117,8 @@ class Step:
             return self._commit
         self._check_taken()
         numbers = _numbers(metrics or {})
+        if waited_s is not None:
+            self._waited_s = waited_s
         if canary is None:
             canary = await asyncio.to_thread(canary_of, weights, self._session.attachment.tensors)
         sent = False

@@ -27,6 +27,7 @@ class DemoPreset:
     policy: str = "dora"
     period_s: float = 5.0  # between periodic re-balancings: steps are short here
     train_layers: int = 0  # the last so many decoder layers; 0: all
+    micro_batch_tokens: int = 1024  # of the trainer: its logits are this times the vocabulary, several times over
     autocast: bool = False  # the trainer multiplies matrices in bfloat16, where the processor does that fast
 
 

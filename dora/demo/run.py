@@ -161,6 +161,7 @@ async def _watched_run(
     arguments = ["--address", handle.address, "--steps", str(options.steps_asked), "--lr", str(options.rate)]
     arguments += ["--groups", str(config.window.groups_per_step)]
     arguments += ["--layers", str(options.preset.train_layers)]
+    arguments += ["--micro-batch-tokens", str(options.preset.micro_batch_tokens)]
     if options.preset.autocast:
         arguments += ["--autocast", "auto"]
     threads = options.preset.trainer_threads

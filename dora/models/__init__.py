@@ -49,6 +49,11 @@ def resolve_model(name: str, cache: Path | None = None) -> Path:
     if name in _TINY_KINDS:
         return tiny.make_tiny(_TINY_KINDS[name], _made_folder(name, cache))
     folder = path_of(name, "--model")
+    if (folder / "adapter_config.json").exists():
+        why = "is a LoRA adapter, which is not offered"
+        raise InvalidValue(
+            "--model", name, "a whole model: merge the adapter into its base (PEFT: merge_and_unload)", why
+        )
     if not (folder / "config.json").is_file():
         raise InvalidValue("--model", name, f"{one_of(name, NAMES)}, or a folder with config.json")
     for what, pattern in (("weights", "*.safetensors"), ("a tokenizer", "tokenizer.json")):

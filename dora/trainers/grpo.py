@@ -105,21 +105,40 @@ async def _train_step(
     started_s = time.monotonic()
     group_ids: list[str] = []
     metrics: StepMetrics | None = None
+    waited_s = 0.0
     while metrics is None or not step.committed:
         try:
-            async for group in step:
-                group_ids.append(group.group_id)
-                await _in(thread, learner.add_group, group)
+            waited_s += await take_groups(step, learner, thread, group_ids)
             if not group_ids:
                 return None
             metrics = metrics or await _in(thread, learner.finish_step)
-            await step.commit(weights=learner.module, metrics=metrics.numbers())
+            await step.commit(weights=learner.module, metrics=metrics.numbers(), waited_s=waited_s)
         except VersionRejected as rejected:
             if rejected.version in mended:
                 raise  # of these weights, too: what would help is not known here
             mended.add(rejected.version)
             await trainer.republish(learner.module, version=rejected.version)
     return StepReport(step.number, metrics, tuple(group_ids), time.monotonic() - started_s)
+
+
+async def take_groups(step: Step, learner: Learner, thread: ThreadPoolExecutor, group_ids: list[str]) -> float:
+    """Takes groups as they come, while ``thread`` trains on those that are there. The seconds in which it had none.
+
+    Where the one fails, the other is ended; the learner is at rest when this returns or raises.
+    """
+    began_s, busy_s = time.monotonic(), learner.busy_s
+    try:
+        async with asyncio.TaskGroup() as works:
+            while await step.has_groups():
+                group = step.take()
+                group_ids.append(group.group_id)
+                learner.add_group(group)
+                works.create_task(_in(thread, learner.work))  # finds nothing to do where the one before it took it in
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    finally:
+        await _in(thread, int)  # after whatever the thread is still at
+    return max(time.monotonic() - began_s - (learner.busy_s - busy_s), 0.0)
 
 
 async def _in(thread: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -174,6 +193,7 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
     parser.add_argument("--grad-norm-max", type=float, default=defaults.grad_norm_max)
     parser.add_argument("--weight-decay", type=float, default=defaults.weight_decay)
     parser.add_argument("--micro-batch-tokens", type=int, default=defaults.micro_batch_tokens)
+    parser.add_argument("--packing", action=argparse.BooleanOptionalAction, default=True, help="rows in one sequence")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--layers", type=int, default=0, help="train the last so many decoder layers; 0: everything")
@@ -192,6 +212,7 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
         weight_decay=given.weight_decay,
         grad_norm_max=given.grad_norm_max,
         micro_batch_tokens=given.micro_batch_tokens,
+        packing=given.packing,
         autocast=given.autocast == "on" or (given.autocast == "auto" and multiplies_bfloat16()),
     )
     names = ("address", "token", "model", "groups", "steps", "layers", "threads", "dtype")

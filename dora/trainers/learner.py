@@ -1,8 +1,10 @@
-"""The learner: gradients accumulate group by group while a step streams, one optimiser step at its end."""
+"""The learner: gradients accumulate while a step's groups come, with one optimiser step at its end."""
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,8 +12,11 @@ import numpy as np
 import torch
 
 from dora.errors import InvalidValue
+from dora.trainers.batches import packed_batches
 from dora.trainers.objectives.batch import Objective, Row, TokenBatch, TokenTerms
 from dora.trainers.objectives.presets import OBJECTIVES
+from dora.trainers.packing import packed_logprobs, packs, prepare
+from dora.trainers.padding import padded_batches, padded_logprobs
 from dora.trajectory import Trajectory, TrajectoryGroup
 
 
@@ -23,7 +28,9 @@ class LearnerConfig:
     objective: Objective = OBJECTIVES["dapo"]
     weight_decay: float = 0.0
     grad_norm_max: float = 1.0
-    micro_batch_tokens: int = 4096  # rows times longest row, prompt included
+    # Of one micro-batch: the tokens of a pack; of padded rows, their number times the longest. Prompts are counted.
+    micro_batch_tokens: int = 4096
+    packing: bool = True  # where the model takes it; else rows of one group are padded
     autocast: bool = False  # matrix products in bfloat16; weights, gradients, logprobs and optimiser stay as they are
 
     def __post_init__(self) -> None:
@@ -74,31 +81,71 @@ class _Sums:
 
 
 class Learner:
-    """Owns the model and its optimiser. For one thread at a time."""
+    """Owns the model and its optimiser. For one thread at a time, but for :meth:`add_group`.
+
+    Gradients are sums until the step's end, and the objective says what they are divided by: so they are those of the
+    whole step in one batch, up to rounding, in whatever order groups come and however they are cut.
+    """
 
     def __init__(self, module: Any, config: LearnerConfig) -> None:
         """``module`` is a causal language model of transformers, trained in place."""
         self.module = module
+        self.busy_s = 0.0  # at work since it was made
         self._config = config
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._optimiser = torch.optim.AdamW(self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+        packing = config.packing and packs(module)
+        if packing:
+            prepare(module)
+        self._cut = packed_batches if packing else padded_batches
+        self._forward = packed_logprobs if packing else padded_logprobs
         needs_reference = config.objective.needs_reference
         self._reference = copy.deepcopy(module).requires_grad_(False) if needs_reference else None
+        self._come: deque[TrajectoryGroup] = deque()  # at most a step's groups
+        self._rows: list[Row] = []
         self._sums = _Sums()
 
     def add_group(self, group: TrajectoryGroup) -> None:
-        """Adds the group's gradient, not yet divided. Groups that teach nothing cost no forward pass."""
-        self._sums.groups += 1
-        self._sums.rewards.extend(group.rewards[group.rewards_valid].tolist())
-        self._sums.rewards_invalid += int((~group.rewards_valid).sum())
-        self._sums.staleness.extend(group.staleness.tolist())
-        rows = self._config.objective.rows(group)
-        self._sums.groups_trained += bool(rows)
-        for batch in micro_batches(rows, self._config.micro_batch_tokens):
-            self._backward(batch)
+        """Leaves the group for :meth:`work`. Any thread may call it, also while another one works."""
+        self._come.append(group)
+
+    def work(self) -> None:
+        """Adds the gradients of all groups that are there, and of those that come meanwhile, not yet divided."""
+        while self.work_once():
+            pass
+
+    def work_once(self) -> bool:
+        """One micro-batch of what is there; False where there is nothing. It does not wait until one is full.
+
+        Groups that teach nothing cost no forward pass.
+        """
+        began_s = time.monotonic()
+        self._take_in()
+        if not self._rows:
+            return False
+        batch, *others = self._cut(self._rows, self._config.micro_batch_tokens)
+        self._rows = [row for other in others for row in other]
+        self._backward(batch)
+        self.busy_s += time.monotonic() - began_s
+        return True
+
+    def _take_in(self) -> None:
+        while self._come:
+            group = self._come.popleft()
+            self._sums.groups += 1
+            self._sums.rewards.extend(group.rewards[group.rewards_valid].tolist())
+            self._sums.rewards_invalid += int((~group.rewards_valid).sum())
+            self._sums.staleness.extend(group.staleness.tolist())
+            rows = self._config.objective.rows(group)
+            self._sums.groups_trained += bool(rows)
+            self._rows.extend(rows)
 
     def finish_step(self) -> StepMetrics:
-        """Divides the gradient by the step's units, clips it and takes one optimiser step; begins a new step."""
+        """Works off what is there, divides the gradient by the step's units, clips it, and takes one optimiser step.
+
+        Begins a new step.
+        """
+        self.work()
         sums, self._sums = self._sums, _Sums()
         units, tokens = max(sums.units, 1.0), max(sums.tokens, 1)  # a step that taught nothing has a gradient of zero
         for parameter in self._parameters:
@@ -151,51 +198,7 @@ class Learner:
     def _logprobs(self, module: Any, trajectories: Sequence[Trajectory]) -> torch.Tensor:
         device = self._parameters[0].device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=self._config.autocast):
-            padded = response_logprobs(module, trajectories)
-        return torch.cat([row[: each.length_tokens] for row, each in zip(padded, trajectories, strict=True)])
-
-
-def micro_batches(rows: Sequence[Row], tokens_max: int) -> Iterator[list[Row]]:
-    """Rows of similar length together, ``rows * longest`` within ``tokens_max``; a longer row is alone.
-
-    A new batch begins where padding would cost more than reading the prompt once more does.
-    """
-    batch: list[Row] = []
-    padding = 0
-    for row in sorted(rows, key=lambda row: (-row.length_tokens, row.trajectory.sample_index)):
-        longest = (batch[0] if batch else row).length_tokens
-        padding += longest - row.length_tokens
-        prompt_tokens = len(row.trajectory.prompt_token_ids)
-        if batch and ((len(batch) + 1) * longest > tokens_max or padding > prompt_tokens):
-            yield batch
-            batch, padding = [], 0
-        batch.append(row)
-    if batch:
-        yield batch
-
-
-def response_logprobs(module: Any, trajectories: Sequence[Trajectory]) -> torch.Tensor:
-    """(rows, longest response): the raw model's log probability of every response token; padding holds anything.
-
-    The trajectories share one prompt, which the model reads once: every row goes on from its keys and values. Rows are
-    padded on the right, where causal attention never looks from the left.
-    """
-    device = next(module.parameters()).device
-    prompt = torch.from_numpy(trajectories[0].prompt_token_ids.astype(np.int64)).to(device)[None]
-    targets = _padded([each.response_token_ids for each in trajectories], torch.int64).to(device)
-    rows, longest = targets.shape
-    read = module(input_ids=prompt, use_cache=True, logits_to_keep=1)
-    cache = read.past_key_values
-    cache.batch_repeat_interleave(rows)
-    beside = prompt.shape[1] - 1  # the prompt is attended to as well, and the last token is only a target
-    known = [np.ones(beside + each.length_tokens, np.uint8) for each in trajectories]
-    logits = read.logits.expand(rows, -1, -1).float()
-    if longest > 1:
-        attention_mask = _padded(known, torch.int64).to(device)
-        rest = module(input_ids=targets[:, :-1], attention_mask=attention_mask, past_key_values=cache)
-        logits = torch.cat([logits, rest.logits.float()], dim=1)
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return -losses.view(rows, longest)
+            return self._forward(module, trajectories)
 
 
 def multiplies_bfloat16(capability: str | None = None) -> bool:
@@ -205,10 +208,3 @@ def multiplies_bfloat16(capability: str | None = None) -> bool:
     a SmolLM2 layer's took 58 times as long as in fp32.
     """
     return (capability or torch.backends.cpu.get_cpu_capability()).startswith("AVX512")
-
-
-def _padded(rows: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> torch.Tensor:
-    padded = torch.zeros(len(rows), max(len(row) for row in rows), dtype=dtype)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = torch.from_numpy(row.astype(np.float32 if dtype.is_floating_point else np.int64))
-    return padded

@@ -4,10 +4,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dora.kvtransfer.codec import head_of, round_of, snapshot_of
+import numpy as np
+
+from dora.errors import Conflict
+from dora.kvtransfer.codec import head_of, parts_of, round_of, snapshot_of
+from dora.kvtransfer.layout import blocks_for
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.types import FinishReason, RequestSpec, SamplingParams
 from dora.worker.engine import RolloutEngine
+from dora.worker.reservation import Reservation
 
 MAX_MODEL_LEN_TOKENS = 256
 KV_TOKENS = 1024
@@ -32,6 +37,8 @@ EVERYTHING = SamplingParams(
     stop_token_ids=(5, 6, 7),
 )
 SAMPLINGS = (GREEDY, SAMPLED, EVERYTHING)
+FILLING = SamplingParams(temperature=0.0, max_tokens=MAX_MODEL_LEN_TOKENS, ignore_eos=True)
+FILLER_TOKENS = 212  # of a prompt: a block more after thirteen steps
 
 
 @dataclass
@@ -83,6 +90,77 @@ class Driver:
         copied = over_the_wire(snapshot)
         self.engine.remove(request_id)
         return copied
+
+    def take_out_in_rounds(
+        self, request_id: str, steps: int, rounds: int, reservation: Reservation | None = None
+    ) -> KvSnapshot:
+        """As the loop does it: full blocks ahead, ``steps`` steps apart, then the rest; through the wire format.
+
+        They are written to the reservation as far as it takes them.
+        """
+        engine = self.engine
+        counts: list[int] = []
+        bodies: list[bytes] = []
+        ahead_bytes = 0
+        for _ in range(rounds):
+            full = engine.full_blocks(request_id, sum(counts))
+            if full.end > sum(counts):
+                counts.append(full.end - sum(counts))
+                body = b"".join(parts_of(engine.layout, full.blocks, 0, counts[-1]))
+                raw = np.frombuffer(body, np.uint8)
+                if reservation is not None and not bodies and reservation.write(ahead_bytes, raw):
+                    ahead_bytes += len(body)
+                else:
+                    bodies.append(body)
+            self.step(steps)
+        engine.freeze(request_id)
+        snapshot = engine.export(request_id)
+        assert snapshot is not None and counts
+        left = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens) - sum(counts)
+        assert left >= 1, "the tail is always copied while it is frozen"
+        bodies.append(b"".join(round_of(snapshot, sum(counts))))
+        found = snapshot_of(head_of(snapshot, [*counts, left]), *bodies, ahead_bytes=ahead_bytes)
+        engine.remove(request_id)
+        return found
+
+    def preempt(self, request: RequestSpec) -> None:
+        """Adds a request beside others that need more blocks than there are, and steps until it has lost its own.
+
+        Nothing else may be held. The others, which came before it, are ``fillers``.
+        """
+        for index in range(SLOTS - 1):
+            self._fill(index, FILLER_TOKENS)
+            if self.engine.load().waiting:  # no room for one more
+                self.drop(f"filler{index}")
+                self._fill(index, FILLER_TOKENS // 5)
+                break
+        self.add(request)
+        self.step()
+        while not self.is_preempted(request.request_id):
+            assert self.responses[request.request_id].finish_reason is None, "it was never preempted"
+            self.step()
+
+    def is_preempted(self, request_id: str) -> bool:
+        """Whether it has lost its blocks to others, as its engine says."""
+        try:
+            self.engine.full_blocks(request_id, 0)
+        except Conflict as error:
+            return "is preempted" in str(error)
+        return False
+
+    def _fill(self, index: int, prompt_tokens: int) -> None:
+        self.add(replace(make_request(index, FILLING, prompt_tokens), request_id=f"filler{index}"))
+        self.step()
+
+    @property
+    def fillers(self) -> list[str]:
+        return [name for name in self.responses if name.startswith("filler")]
+
+    def drop(self, *request_ids: str) -> None:
+        """Forgets requests, with what they have produced."""
+        for request_id in request_ids:
+            self.engine.remove(request_id)
+            del self.responses[request_id]
 
     def resume(self, request: RequestSpec) -> None:
         """Adds a request again with the outputs it has produced here."""

@@ -15,14 +15,11 @@ from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import DataPlane
 from dora.worker.engine import RolloutEngine
 from tests.contract.driver import (
-    EVERYTHING,
     GREEDY,
-    ROUNDING,
     SLOTS,
     Driver,
     Response,
     VersionFolder,
-    farthest,
     make_request,
     mixed_requests,
     over_the_wire,
@@ -31,26 +28,6 @@ from tests.contract.driver import (
 from tests.contract.planes import HERE, a_plane
 
 # Moving.
-
-
-@pytest.mark.parametrize("at_step", [1, 7, 30])
-def test_a_moved_request_equals_an_unmoved_one_bitwise(engine: RolloutEngine, driver: Driver, at_step: int) -> None:
-    requests = mixed_requests(6)
-    untouched = run(engine, requests)
-    before = engine.load().reprefilled_tokens
-    for request in requests:
-        driver.add(request)
-    driver.step(at_step)
-    snapshots = [driver.take_out(name) for name in driver.unfinished()]
-    assert len(snapshots) >= 3
-    assert engine.load().kv_used_tokens == 0
-    for snapshot in reversed(snapshots):
-        engine.take_in(snapshot)
-    driver.step()
-    for snapshot in snapshots:  # one token at once: no step was spent on old ones
-        assert len(driver.responses[snapshot.request.request_id].token_ids) == at_step + 1
-    assert driver.finish() == untouched
-    assert engine.load().reprefilled_tokens == before
 
 
 def test_sixteen_requests_move_at_once_through_eight_slots(engine: RolloutEngine, driver: Driver) -> None:
@@ -68,25 +45,6 @@ def test_sixteen_requests_move_at_once_through_eight_slots(engine: RolloutEngine
     driver.step()
     assert (engine.load().running, engine.load().waiting) == (SLOTS, SLOTS)
     assert driver.finish() == untouched
-    assert engine.load().reprefilled_tokens == before
-
-
-def test_a_snapshot_that_waits_for_a_slot_can_move_on(engine: RolloutEngine, driver: Driver) -> None:
-    mover = replace(make_request(1, EVERYTHING, ignore_eos=True, min_tokens=40), request_id="mover")
-    untouched = run(engine, [mover])["mover"]
-    before = engine.load().reprefilled_tokens
-    driver.add(mover)
-    driver.step(9)
-    snapshot = driver.take_out("mover")
-    for request in mixed_requests(SLOTS):
-        driver.add(request)
-    driver.step(2)
-    engine.take_in(snapshot)
-    driver.step(3)
-    again = driver.take_out("mover")
-    assert again.request == snapshot.request
-    engine.take_in(again)
-    assert driver.finish()["mover"] == untouched
     assert engine.load().reprefilled_tokens == before
 
 
@@ -134,31 +92,6 @@ def test_a_snapshot_is_refused_by_name_of_what_differs(
     with pytest.raises(SnapshotRefused, match=r"version = 1, this engine has loaded 2"):
         engine.take_in(snapshot)
     assert not engine.has_work()
-
-
-# Resuming without KV.
-
-
-@pytest.mark.parametrize("at_step", [1, 12])
-def test_a_request_resumed_from_its_outputs_goes_on_the_same_and_is_counted(
-    engine: RolloutEngine, driver: Driver, version_folder: VersionFolder, at_step: int
-) -> None:
-    requests = mixed_requests(6)
-    untouched = run(engine, requests)
-    for request in requests:
-        driver.add(request)
-    driver.step(at_step)
-    resumed = [request for request in requests if request.request_id in driver.unfinished()]
-    for request in resumed:
-        engine.remove(request.request_id)
-    engine.load_weights(1, version_folder(1), None)  # nothing is left in the prefix cache
-    before = engine.load().reprefilled_tokens
-    for request in resumed:
-        driver.resume(request)
-    assert farthest(driver.finish(), untouched) < ROUNDING
-    assert engine.load().reprefilled_tokens - before == sum(
-        len(request.prompt_token_ids) + at_step - 1 for request in resumed
-    )
 
 
 # Between processes.

@@ -11,12 +11,8 @@ import numpy as np
 import pytest
 
 from dora.errors import Conflict, NotFound, SnapshotRefused
-from dora.kvtransfer.codec import head_of, parts_of, round_of, snapshot_of
-from dora.kvtransfer.layout import blocks_for
-from dora.kvtransfer.snapshot import KvSnapshot
 from dora.types import RequestSpec, SamplingParams
 from dora.worker.engine import RolloutEngine
-from dora.worker.reservation import Reservation
 from tests.contract.driver import EVERYTHING, GREEDY, SAMPLED, SLOTS, Driver, Response, VersionFolder, make_request, run
 
 LONG = 120  # prompt tokens: some full blocks from the start
@@ -24,68 +20,6 @@ LONG = 120  # prompt tokens: some full blocks from the start
 
 def long_requests(*samplings: SamplingParams) -> list[RequestSpec]:
     return [make_request(index, sampling, LONG, max_tokens=90) for index, sampling in enumerate(samplings)]
-
-
-def take_out_in_rounds(
-    driver: Driver, request_id: str, steps: int, rounds: int, reservation: Reservation | None = None
-) -> KvSnapshot:
-    """As the loop does it: full blocks ahead, ``steps`` steps apart, then the rest; through the wire format.
-
-    They are written to the reservation as far as it takes them.
-    """
-    engine = driver.engine
-    counts: list[int] = []
-    bodies: list[bytes] = []
-    ahead_bytes = 0
-    for _ in range(rounds):
-        full = engine.full_blocks(request_id, sum(counts))
-        if full.end > sum(counts):
-            counts.append(full.end - sum(counts))
-            body = b"".join(parts_of(engine.layout, full.blocks, 0, counts[-1]))
-            if reservation is not None and not bodies and reservation.write(ahead_bytes, np.frombuffer(body, np.uint8)):
-                ahead_bytes += len(body)
-            else:
-                bodies.append(body)
-        driver.step(steps)
-    engine.freeze(request_id)
-    snapshot = engine.export(request_id)
-    assert snapshot is not None and counts
-    left = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens) - sum(counts)
-    assert left >= 1, "the tail is always copied while it is frozen"
-    bodies.append(b"".join(round_of(snapshot, sum(counts))))
-    found = snapshot_of(head_of(snapshot, [*counts, left]), *bodies, ahead_bytes=ahead_bytes)
-    engine.remove(request_id)
-    return found
-
-
-@pytest.mark.parametrize(("steps", "rounds"), [(1, 2), (33, 2)])
-def test_a_request_copied_in_rounds_equals_an_unmoved_one_bitwise(
-    engine: RolloutEngine, driver: Driver, steps: int, rounds: int
-) -> None:
-    """Greedy, sampled, and with penalties, min_tokens and stop tokens."""
-    requests = long_requests(GREEDY, SAMPLED, replace(EVERYTHING, stop_token_ids=(), ignore_eos=True))
-    untouched = run(engine, requests)
-    before = engine.load().reprefilled_tokens
-    for request in requests:
-        driver.add(request)
-    driver.step(5)
-    for request in requests:
-        engine.take_in(take_out_in_rounds(driver, request.request_id, steps // 3 + 1, rounds))
-    assert driver.finish() == untouched
-    assert engine.load().reprefilled_tokens == before
-
-
-def test_samples_that_share_the_blocks_of_their_prompt_move_one_by_one(engine: RolloutEngine, driver: Driver) -> None:
-    one = make_request(1, SAMPLED, LONG, max_tokens=60)
-    samples = [replace(one, request_id=f"s{seed}", sampling=replace(one.sampling, seed=seed)) for seed in range(3)]
-    untouched = run(engine, samples)
-    for sample in samples:
-        driver.add(sample)
-    driver.step(4)
-    engine.take_in(take_out_in_rounds(driver, "s1", 12, 3))
-    driver.step(3)
-    engine.take_in(take_out_in_rounds(driver, "s0", 1, 2))
-    assert driver.finish() == untouched
 
 
 def test_no_half_filled_block_is_ever_shown(engine: RolloutEngine, driver: Driver) -> None:
@@ -170,7 +104,7 @@ def test_a_request_goes_on_in_the_blocks_that_were_written_ahead(
         used = used_blocks(engine)
         reservation = engine.reserve(request.request_id, kv_tokens)
         assert used_blocks(engine) == used + len(reservation.block_ids) > used
-        snapshot = take_out_in_rounds(driver, request.request_id, 6, 2, reservation)
+        snapshot = driver.take_out_in_rounds(request.request_id, 6, 2, reservation)
         assert snapshot.ahead == written
         engine.take_in(snapshot)
         tokens = len(driver.responses[request.request_id].token_ids)
@@ -189,7 +123,7 @@ def test_blocks_that_came_ahead_are_not_computed_again_after_a_preemption(
     untouched = run(engine, [mover])["r1"]
     driver.add(mover)
     driver.step(4)
-    engine.take_in(take_out_in_rounds(driver, "r1", 2, 1, engine.reserve("r1", LONG)))
+    engine.take_in(driver.take_out_in_rounds("r1", 2, 1, engine.reserve("r1", LONG)))
     driver.step(4)
     response = driver.responses["r1"]
     engine.remove("r1")
@@ -228,7 +162,7 @@ def test_a_request_that_is_cancelled_before_its_first_step_gives_its_blocks_back
 ) -> None:
     driver.add(make_request(1, SAMPLED, LONG))
     driver.step(4)
-    engine.take_in(take_out_in_rounds(driver, "r1", 1, 1, engine.reserve("r1", LONG)))
+    engine.take_in(driver.take_out_in_rounds("r1", 1, 1, engine.reserve("r1", LONG)))
     assert engine.load().kv_used_tokens > 0
     engine.remove("r1")
     assert (engine.load().kv_used_tokens, engine.reserved) == (0, 0)
@@ -240,7 +174,7 @@ def test_a_request_that_waits_for_a_slot_moves_on_with_its_blocks(engine: Rollou
     driver.add(mover)
     driver.step(4)
     reservation = engine.reserve("mover", LONG)
-    snapshot = take_out_in_rounds(driver, "mover", 2, 1, reservation)
+    snapshot = driver.take_out_in_rounds("mover", 2, 1, reservation)
     engine.take_in(snapshot)
     again = driver.take_out("mover")
     assert (snapshot.ahead, again.ahead) == (3, 0)
@@ -252,7 +186,7 @@ def test_a_request_that_waits_for_a_slot_moves_on_with_its_blocks(engine: Rollou
 def test_a_snapshot_whose_first_blocks_are_not_here_is_refused(engine: RolloutEngine, driver: Driver) -> None:
     driver.add(make_request(1, SAMPLED, LONG))
     driver.step(4)
-    snapshot = take_out_in_rounds(driver, "r1", 1, 1, engine.reserve("r1", LONG))
+    snapshot = driver.take_out_in_rounds("r1", 1, 1, engine.reserve("r1", LONG))
     engine.release("r1")
     with pytest.raises(SnapshotRefused, match="ahead = 3, 0 blocks"):
         engine.take_in(snapshot)

@@ -1,7 +1,10 @@
 """The reference trainer: its batches and gradients, and whether it learns."""
 
+import asyncio
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,16 +16,15 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from dora.errors import InvalidValue, VersionRejected
 from dora.models.tiny import make_tiny
-from dora.trainers.grpo import GrpoConfig, main, parse_arguments, step_json, step_line, train
+from dora.trainers.grpo import GrpoConfig, main, parse_arguments, step_json, step_line, take_groups, train
 from dora.trainers.learner import (
     Learner,
     LearnerConfig,
-    micro_batches,
     multiplies_bfloat16,
-    response_logprobs,
 )
 from dora.trainers.objectives.batch import Row
 from dora.trainers.objectives.presets import OBJECTIVES, objective
+from dora.trainers.padding import padded_batches, response_logprobs
 from dora.trajectory import Trajectory, TrajectoryGroup
 from dora.verify.recompute import recomputed_logprobs
 from tests.contract.trainer_service import TOKEN, make_group, make_trajectory, start_service
@@ -48,12 +50,12 @@ def responses(texts: Sequence[Sequence[int]], rewards: Sequence[float], logprob:
     return TrajectoryGroup("s0-g0", members)
 
 
-def test_micro_batches_hold_every_row_once_within_the_limit() -> None:
+def test_padded_batches_hold_every_row_once_within_the_limit() -> None:
     rows = [
         Row(trajectory, 1.0)
         for trajectory in responses([[5] * length for length in (3, 9, 1, 4, 4, 30)], [0.0] * 6).trajectories
     ]
-    batches = list(micro_batches(rows, tokens_max=24))
+    batches = padded_batches(rows, tokens_max=24)
     assert sorted(row.trajectory.sample_index for batch in batches for row in batch) == list(range(6))
     for batch in batches:
         longest = max(row.length_tokens for row in batch)
@@ -74,8 +76,9 @@ def test_padding_and_micro_batches_change_neither_logprobs_nor_gradients(model_f
     gradients = []
     for tokens_max in (1, 4096):
         module = load(model_folder)
-        learner = Learner(module, LearnerConfig(micro_batch_tokens=tokens_max))
+        learner = Learner(module, LearnerConfig(micro_batch_tokens=tokens_max, packing=False))
         learner.add_group(group)
+        learner.work()
         gradients.append([parameter.grad.clone() for parameter in module.parameters()])
     for one, other in zip(*gradients, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
@@ -203,6 +206,60 @@ async def test_the_trainer_trains_and_publishes_over_grpc(tmp_path: Path, model_
     third = load(store.folder(3)).state_dict()
     assert all(torch.allclose(second[name], third[name], atol=1e-6) for name in second)
     await service.server.stop(None)
+
+
+class Gates:
+    """A step whose groups come when they are let through; ``ended`` after the last one."""
+
+    def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
+        self.groups = list(groups)
+        self.gates = [asyncio.Event() for _ in range(len(groups) + 1)]
+
+    async def has_groups(self) -> bool:
+        await self.gates[len(self.gates) - 1 - len(self.groups)].wait()
+        return bool(self.groups)
+
+    def take(self) -> TrajectoryGroup:
+        return self.groups.pop(0)
+
+
+class Worked(Learner):
+    """Says what it has worked on, in the thread in which it works."""
+
+    def __init__(self, module: Any, config: LearnerConfig, on_work: Callable[[int], None]) -> None:
+        super().__init__(module, config)
+        self.on_work = on_work
+
+    def work_once(self) -> bool:
+        worked = super().work_once()
+        self.on_work(self._sums.groups)
+        return worked
+
+
+async def test_a_group_is_trained_on_before_the_next_one_comes(model_folder: Path) -> None:
+    groups = [responses([[5, 6], [7, 8]], [1.0, 0.0]), responses([[9] * 7, [10] * 5], [0.0, 1.0])]
+    step, loop = Gates(groups), asyncio.get_running_loop()
+
+    def on_work(groups_done: int) -> None:
+        loop.call_soon_threadsafe(step.gates[groups_done].set)
+
+    learner = Worked(load(model_folder), LearnerConfig(), on_work)
+    taken: list[str] = []
+    step.gates[0].set()
+    with ThreadPoolExecutor(1) as thread:
+        began_s = time.monotonic()
+        waited_s = await take_groups(step, learner, thread, taken)  # type: ignore[arg-type]
+        assert 0.0 <= waited_s <= time.monotonic() - began_s - learner.busy_s + 1e-3
+    assert len(taken) == 2 and learner.finish_step().groups == 2
+
+
+async def test_a_learner_that_fails_ends_the_wait_for_groups(model_folder: Path) -> None:
+    step = Gates([responses([[5, 6], [7, 8]], [1.0, 0.0])])
+    step.gates[0].set()  # the step's end never comes
+    bandit = Bandit()  # takes no second token
+    with ThreadPoolExecutor(1) as thread, pytest.raises(TypeError, match="logits_to_keep"):
+        learner = Learner(bandit, LearnerConfig())
+        await asyncio.wait_for(take_groups(step, learner, thread, []), 60.0)  # type: ignore[arg-type]
 
 
 async def test_a_rejected_version_is_published_anew_once(tmp_path: Path, model_folder: Path) -> None:

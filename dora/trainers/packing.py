@@ -1,0 +1,170 @@
+"""Responses to several prompts in one sequence: nothing is padded, and a prompt is read once for its responses.
+
+    prompt A | response A0 | response A1 | prompt B | response B0 | ...
+
+Position ids of a response go on from its prompt. It attends to its prompt and itself, and to nothing else, so the
+logprobs are those of each row alone, up to rounding. Attention costs what the rows cost, not the square of the
+sequence: it is computed block by block.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from dora.errors import Conflict
+from dora.trajectory import Trajectory
+
+ATTENTION: Final = "dora_packed"  # its name among transformers' implementations
+LAYERS: Final = {"full_attention", "sliding_attention"}  # kinds of layers that look along a row by attention alone
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One prompt and what follows it, by places in the sequence."""
+
+    prompt: slice
+    responses: tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Some rows as one sequence of T tokens, of which n predict a response token."""
+
+    input_ids: torch.Tensor  # (1, T), int64; a response's last token predicts nothing and is left out
+    position_ids: torch.Tensor  # (1, T), int64
+    predicting: torch.Tensor  # (n,), int64: places of the tokens that predict, row after row
+    targets: torch.Tensor  # (n,), int64: the response tokens
+    blocks: tuple[Block, ...]
+    _masks: dict[tuple[int, int, int | None], torch.Tensor | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory], device: torch.device | str) -> "Pack":
+        """Those of one group share their prompt. n runs over ``trajectories`` in their order."""
+        groups: dict[str, list[int]] = {}
+        for index, trajectory in enumerate(trajectories):
+            groups.setdefault(trajectory.group_id, []).append(index)
+        tokens: list[Any] = []
+        positions: list[Any] = []
+        predicting: dict[int, Any] = {}
+        blocks = []
+        at = 0
+        for members in groups.values():
+            prompt = trajectories[members[0]].prompt_token_ids
+            start, at = at, at + len(prompt)
+            prompt_end, responses = at, []
+            tokens.append(prompt)
+            positions.append(np.arange(len(prompt)))
+            for index in members:
+                response = trajectories[index].response_token_ids
+                read = response[:-1]
+                predicting[index] = np.append(prompt_end - 1, np.arange(at, at + len(read)))[: len(response)]
+                tokens.append(read)
+                positions.append(np.arange(len(prompt), len(prompt) + len(read)))
+                if len(read):
+                    responses.append(slice(at, at + len(read)))
+                at += len(read)
+            blocks.append(Block(slice(start, prompt_end), tuple(responses)))
+        return cls(
+            _tensor(tokens, device)[None],
+            _tensor(positions, device)[None],
+            _tensor([predicting[index] for index in range(len(trajectories))], device),
+            _tensor([each.response_token_ids for each in trajectories], device),
+            tuple(blocks),
+        )
+
+    def mask(self, queries: int, keys: int, window: int | None) -> torch.Tensor | None:
+        """(1, 1, queries, keys), bool: where the last ``queries`` of ``keys`` tokens may look; None: plainly causal.
+
+        ``window``: how many tokens back, itself included. A mask is made once for all layers.
+        """
+        if window is not None and window >= keys:
+            window = None
+        if queries == keys and window is None:
+            return None
+        if (queries, keys, window) not in self._masks:
+            device = self.input_ids.device
+            back = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+            seen = (back >= 0) if window is None else (back >= 0) & (back < window)
+            self._masks[queries, keys, window] = seen[None, None]
+        return self._masks[queries, keys, window]
+
+
+def packs(module: Any) -> bool:
+    """Whether rows can be packed for ``module``: a model of transformers that looks along a row by attention alone.
+
+    State-space, convolution and chunked layers would carry something from one row to the next. Attention that has to
+    be the model's own (one with sinks, or logits that are capped) is no SDPA.
+    """
+    config = getattr(module, "config", None)
+    return (
+        getattr(config, "_attn_implementation", None) in ("sdpa", ATTENTION)
+        and bool(getattr(module, "_supports_attention_backend", False))
+        and not getattr(module, "_is_stateful", False)
+        and set(getattr(config, "layer_types", None) or ()) <= LAYERS
+        and not getattr(config, "attention_chunk_size", None)
+    )
+
+
+def prepare(module: Any) -> None:
+    """Lets ``module`` take packs, beside all else that it takes: without a pack its attention is SDPA as before."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    module.set_attn_implementation(ATTENTION)
+
+
+def packed_logprobs(module: Any, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+    """(n,): the raw model's log probability of every response token, row after row. ``prepare(module)`` comes first."""
+    pack = Pack.of(trajectories, next(module.parameters()).device)
+    no_mask = torch.ones(1, 1, 0, 0, dtype=torch.bool, device=pack.input_ids.device)  # a made one would be T x T
+    logits = module(
+        input_ids=pack.input_ids,
+        position_ids=pack.position_ids,
+        attention_mask=no_mask,
+        logits_to_keep=pack.predicting,
+        use_cache=False,
+        pack=pack,
+    ).logits[0]
+    return -torch.nn.functional.cross_entropy(logits.float(), pack.targets, reduction="none")
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    pack: Pack | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """(1, heads, T, head size) to (1, T, heads, head size): transformers' SDPA, for each prompt and response."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if pack is None:
+        if attention_mask is not None and not attention_mask.numel():
+            why = "does not hand its forward pass's arguments on to its attention"
+            raise Conflict("model", type(module).__name__, "packing = False for this one", why)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, sliding_window=sliding_window, **others
+        )
+    parts = []
+    for block in pack.blocks:
+        prompt_key, prompt_value = key[:, :, block.prompt], value[:, :, block.prompt]
+        for own in (block.prompt, *block.responses):
+            keys, values = prompt_key, prompt_value
+            if own is not block.prompt:
+                keys = torch.cat([prompt_key, key[:, :, own]], dim=2)
+                values = torch.cat([prompt_value, value[:, :, own]], dim=2)
+            mask = pack.mask(own.stop - own.start, keys.shape[2], sliding_window)
+            parts.append(sdpa_attention_forward(module, query[:, :, own], keys, values, mask, **others)[0])
+    return torch.cat(parts, dim=1), None
+
+
+def _tensor(parts: Sequence[Any], device: torch.device | str) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
