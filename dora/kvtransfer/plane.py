@@ -111,13 +111,14 @@ class DataPlane:
         after: str = "",
         block_bytes: int = 0,
         seal: Seal | None = None,
+        goes_on: bool = False,
     ) -> Transfer:
         """The same for any bytes: ``parts`` in a row are the body, in whole blocks of ``block_bytes`` if it has any.
 
-        Without a head it is a round of a snapshot that goes on: the next one names this one's key as ``after``. A body
-        that came from elsewhere is one part, sent on with its ``seal``.
+        After a round of a snapshot that ``goes_on`` the next one names its key as ``after``. The heads of all rounds in
+        a row are the snapshot's. A body that came from elsewhere is one part, sent on with its ``seal``.
         """
-        transfer = Transfer(ticket, parts, head, after, block_bytes, seal)
+        transfer = Transfer(ticket, parts, head, after, block_bytes, seal, goes_on)
         self._pair(peer).send(transfer)
         return transfer
 
@@ -135,7 +136,9 @@ class DataPlane:
         """
         head, rounds = self._arrivals.take(key)
         bodies = [each.body for each in rounds if not each.ahead_bytes]
-        return snapshot_of(head, *bodies, ahead_bytes=sum(each.ahead_bytes for each in rounds))
+        opening = rounds[0].opening
+        known = opening if isinstance(opening, Opening) else None
+        return snapshot_of(head, *bodies, ahead_bytes=sum(each.ahead_bytes for each in rounds), opening=known)
 
     def take_parts(self, key: str) -> tuple[bytes, *tuple[np.ndarray, ...]]:
         """The head of what has arrived, and after it a body for each round that is kept here. Raises NotFound."""

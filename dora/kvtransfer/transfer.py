@@ -26,7 +26,7 @@ class Transfer:
     """A snapshot, or one round of it, on its way: ``parts`` in a row are its body.
 
     They must not change before it is done, or else it must be cancelled. ``after``: the key of the round before.
-    Without a head another round follows. A body that was received before has its ``seal``.
+    ``goes_on``: another round follows. A body that was received before has its ``seal``.
     """
 
     ticket: str
@@ -35,6 +35,7 @@ class Transfer:
     after: str = ""
     block_bytes: int = 0  # of one block in all layers, where it consists of whole ones
     seal: Seal | None = None
+    goes_on: bool = False
     done: "Future[Sent]" = field(default_factory=Future)  # its exception is TransferFailed
     cancelled: threading.Event = field(default_factory=threading.Event)
     fallbacks: list[str] = field(default_factory=list)

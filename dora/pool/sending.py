@@ -60,11 +60,12 @@ class Sending:
         if self._cancelled:
             self._end(TransferFailed("it was cancelled"))
             return
-        head = self._parked.head if number == len(self._bodies) - 1 else b""
+        head = b"" if number else self._parked.head  # first, so that the worker makes the request ready meanwhile
+        goes_on = number < len(self._bodies) - 1
         body, known = [self._bodies[number].data], self._parked.rounds[number]
         ticket, block_bytes = self._parked.request_id, known.block_bytes
         try:
-            sending = self._plane.send_parts(self._peer, ticket, body, head, after, block_bytes, known.seal)
+            sending = self._plane.send_parts(self._peer, ticket, body, head, after, block_bytes, known.seal, goes_on)
         except DoraError as error:
             self._end(error)
             return

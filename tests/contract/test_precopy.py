@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dora.errors import Conflict, NotFound, SnapshotRefused
+from dora.kvtransfer.codec import opening_of
 from dora.types import RequestSpec, SamplingParams
 from dora.worker.engine import RolloutEngine
 from tests.contract.driver import EVERYTHING, GREEDY, SAMPLED, SLOTS, Driver, Response, VersionFolder, make_request, run
@@ -195,6 +196,39 @@ def test_a_snapshot_whose_first_blocks_are_not_here_is_refused(engine: RolloutEn
         engine.take_in(snapshot)
     engine.release("r1")
     assert not engine.has_work() and engine.load().kv_used_tokens == 0
+
+
+def test_an_opening_that_the_engine_cannot_serve_is_refused_with_the_first_round(
+    engine: RolloutEngine, driver: Driver
+) -> None:
+    request = make_request(1, SAMPLED, LONG)
+    limit = engine.capability.max_model_len_tokens
+    reservation = engine.reserve("r1", LONG)
+    for wrong, name in (
+        (replace(request, version=9), "version"),
+        (replace(request, prompt_token_ids=(engine.capability.vocab_size,)), "prompt_token_ids"),
+        (replace(request, prompt_token_ids=(3,) * limit), "context"),
+        (replace(request, sampling=replace(SAMPLED, top_p=0.0)), "top_p"),
+    ):
+        with pytest.raises(SnapshotRefused, match=name):
+            reservation.begin(opening_of(engine.layout, wrong).raw)
+    assert reservation.opening is None
+    reservation.begin(opening_of(engine.layout, request).raw)
+    engine.release("r1")
+
+
+def test_a_snapshot_with_another_opening_is_taken_in_as_it_is(engine: RolloutEngine, driver: Driver) -> None:
+    """What was made ready belongs to an earlier try of the source, with fewer outputs or another request."""
+    mover = make_request(1, replace(EVERYTHING, stop_token_ids=(), ignore_eos=True), LONG, max_tokens=60)
+    untouched = run(engine, [mover])["r1"]
+    for earlier in (mover, replace(mover, sampling=replace(mover.sampling, seed=99), prompt_token_ids=(7,) * 40)):
+        driver.add(mover)
+        driver.step(4)
+        reservation = engine.reserve("r1", LONG)
+        snapshot = driver.take_out("r1")
+        reservation.begin(opening_of(engine.layout, earlier).raw)
+        engine.take_in(snapshot)
+        assert driver.finish()["r1"] == untouched
 
 
 def test_a_round_is_written_only_where_it_fits(engine: RolloutEngine) -> None:

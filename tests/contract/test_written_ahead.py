@@ -66,6 +66,8 @@ def test_a_round_is_in_the_targets_blocks_as_soon_as_it_has_arrived(
     number = copying(source, target)
     assert source.end is not None and target.end is not None
     assert reservation(target).written == FULL_BLOCKS
+    opening = reservation(target).opening
+    assert opening is not None and opening.request == source.engine.request("r1"), "made ready with the first round"
     until(lambda: (source.end.plane.held_bytes()[0], target.end.plane.held_bytes()[1]) == (0, 0))
     copied = source.outcome(number)
     target.tokens["r1"] = list(source.tokens["r1"])
