@@ -161,7 +161,7 @@ def test_a_target_that_cannot_take_the_request_in_says_so_with_the_first_round(e
     ends.target.plane.expect("r1", 1, MOST_BYTES, other.reserve("r1", PROMPT_TOKENS))
     copying = Copying(ends.driver.engine, ends.source.plane, ends.target.peer, "r1")
     assert copying.advance() is None
-    with pytest.raises(TransferFailed, match="request.version = 1, this engine has loaded 2"):
+    with pytest.raises(TransferFailed, match=r"request\.version = 1, this engine has loaded 2"):
         arrived(copying)
     until(lambda: sum(ends.target.plane.held_bytes()) == 0)
     assert copying.tokens < 0, "it was never frozen"

@@ -67,7 +67,7 @@ def test_a_round_is_in_the_targets_blocks_as_soon_as_it_has_arrived(
     assert source.end is not None and target.end is not None
     assert reservation(target).written == FULL_BLOCKS
     opening = reservation(target).opening
-    assert opening is not None and opening.request == source.engine.request("r1"), "made ready with the first round"
+    assert opening is not None and len(opening.request.output_token_ids) == 5, "as it was when the copy began"
     until(lambda: (source.end.plane.held_bytes()[0], target.end.plane.held_bytes()[1]) == (0, 0))
     copied = source.outcome(number)
     target.tokens["r1"] = list(source.tokens["r1"])
