@@ -25,7 +25,7 @@ from dora.errors import InvalidValue
 from dora.kvtransfer.arena import Arena
 from dora.kvtransfer.arrivals import Ahead, Arrival, Arrivals
 from dora.kvtransfer.checksum import Seal
-from dora.kvtransfer.codec import head_of, round_of, snapshot_of
+from dora.kvtransfer.codec import Opening, head_of, round_of, snapshot_of
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.incoming import Incoming, MakeReceiver
 from dora.kvtransfer.memory import Memory, Pool
