@@ -18,7 +18,10 @@ class Store(Protocol):
     """Blocks of an engine's KV-cache, by their ids: a list for each group of layers."""
 
     def show(self, block_ids: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
-        """Some blocks of every layer, in the order of its group's ids."""
+        """Some blocks of every layer, in the order of its group's ids.
+
+        Raises TransferFailed where they have to be copied and there is no memory for it.
+        """
 
     def write(self, block_ids: Sequence[Sequence[int]], blocks: Mapping[str, Pieces]) -> None:
         """Overwrites some blocks of every layer."""

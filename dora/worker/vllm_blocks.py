@@ -13,8 +13,11 @@ from dora.worker.vllm_groups import LayerGroup
 class BlockStore:
     """Views of the KV tensors in host memory: layer name -> uint8 of shape (blocks, bytes per block).
 
-    Layers of one group have their blocks under the same ids; ids of two groups are never the same block's.
+    Layers of one group have their blocks under the same ids; ids of two groups are never the same block's. That of
+    tensors on a GPU is ``cuda_blocks.DeviceStore``.
     """
+
+    orders: tuple[str, ...] = ()  # axes lie inside a block in the tensor's own order
 
     def __init__(self, kv_caches: Mapping[str, Any], block_count: int, groups: Sequence[LayerGroup]) -> None:
         self._groups = {name: number for number, group in enumerate(groups) for name in group.layers}
@@ -40,6 +43,9 @@ class BlockStore:
                     np.copyto(raw[first:end], piece[from_piece : from_piece + end - first])
                     from_piece += end - first
                 at += len(piece)
+
+    def join(self) -> None:
+        """Nothing is left to wait for once ``write`` has returned."""
 
 
 def _runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:

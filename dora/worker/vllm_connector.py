@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from dora.kvtransfer.snapshot import KvSnapshot, Pieces
+from dora.worker.cuda_blocks import DeviceStore
 from dora.worker.vllm_blocks import BlockStore
 from dora.worker.vllm_groups import groups_of
 from dora.worker.vllm_tier import TierPrefixes
@@ -48,7 +49,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         self.tier: TierPrefixes | None = None
         self._block_count: int = kv_cache_config.num_blocks
         self._groups = groups_of(kv_cache_config)
-        self._store: BlockStore | None = None
+        self._store: BlockStore | DeviceStore | None = None
 
     # The scheduler's half.
 
@@ -99,20 +100,25 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
     # The runner's half.
 
     @property
-    def store(self) -> BlockStore:
+    def store(self) -> BlockStore | DeviceStore:
         """The KV-cache; it exists once the engine has started."""
         assert self._store is not None
         return self._store
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._store = BlockStore(kv_caches, self._block_count, self._groups)
+        if all(tensor.is_cpu for tensor in kv_caches.values()):
+            self._store = BlockStore(kv_caches, self._block_count, self._groups)
+        else:
+            numbers = {name: number for number, group in enumerate(self._groups) for name in group.layers}
+            self._store = DeviceStore(kv_caches, numbers, self._block_count)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for entry in self._get_connector_metadata().imports:
             self.store.write(entry.block_ids, entry.blocks)
+        self.store.join()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: ``start_load_kv`` has written everything."""
+        """Nothing to wait for: what ``start_load_kv`` has written comes before the step on its stream."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing is saved on the way."""

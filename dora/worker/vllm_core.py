@@ -83,7 +83,9 @@ def start(model: Path, settings: EngineSettings) -> EngineCore:
         # Chunked prefill breaks seeded requests on CPU, so a step must have room for the longest prompt beside decodes.
         enable_chunked_prefill=False,
         max_num_batched_tokens=settings.max_model_len_tokens + settings.slots,
-        async_scheduling=False,  # between steps nothing may be in flight
+        # Between steps nothing may be in flight. With it the next step has begun before the tokens of this one are
+        # known, so that a frozen request has KV of a token more than it has, and its blocks are still written to.
+        async_scheduling=False,
         enable_prefix_caching=True,
         block_size=settings.block_tokens,
         kv_cache_memory_bytes=_PROFILE_BYTES,
@@ -147,14 +149,17 @@ def layout_of(core: EngineCore, reference: Reference, settings: EngineSettings) 
 
     The fingerprint holds what no conversion can change: workers whose blocks differ in size are of one service.
     """
-    layers = runner_connector().store.layers
+    store = runner_connector().store
+    layers = store.layers
     config = core.scheduler.kv_cache_config
     windows = {name: group.window_tokens for group in groups_of(config) for name in group.layers}
     context, specs = core.vllm_config.compilation_config.static_forward_context, layer_specs(config)
     kinds = {name: _kind(context[name]) for name, _ in layers}
     interiors = [interior_of(specs[name], *kinds[name]) for name, _ in layers]
     block_tokens = block_tokens_of(core)
-    backend = ",".join([*sorted({"/".join(kind) for kind in kinds.values()}), f"vllm-{vllm.__version__}"])
+    backend = ",".join(
+        [*sorted({"/".join(kind) for kind in kinds.values()}), *store.orders, f"vllm-{vllm.__version__}"]
+    )
     identity = {
         "config": _model_config(reference.folder),
         "tensors": [(tensor.name, tensor.dtype, tensor.shape) for tensor in reference.tensors],
