@@ -124,7 +124,8 @@ class DeviceStore:
     """``vllm_blocks.BlockStore`` for tensors on a GPU. Any thread may use it.
 
     ``show`` waits for its copies, and what it returns stays as it was. ``write`` returns when the bytes have been read:
-    they reach the KV-cache later, and a stream that is to find them there calls ``join`` first.
+    they reach the KV-cache later, in the order of the calls. Each step of the engine calls ``join`` first, so that it
+    finds them, and so that nothing reaches a block late which has become another request's.
     """
 
     def __init__(
