@@ -20,6 +20,7 @@ AT_LEAST: Final = {
     "shm_vs_memcpy": 0.60,
     "tcp_vs_sendall": 0.90,
     "gloo_vs_gloo_raw": 0.90,
+    "decode_while_migrating": 0.95,
 }
 AT_MOST: Final = {
     "blackout_steps_p50": 2.0,
@@ -61,9 +62,13 @@ def the_transports(options: argparse.Namespace) -> Found:
 
 def the_blackout(options: argparse.Namespace) -> Found:
     from blackout import measured, table, values
+    from full_batch import decode_while_migrating
+    from one_engine import ends
 
-    rows = measured(options.tokens)
-    return values(rows), [table(rows)]
+    with ends(max(options.tokens)) as found:
+        rows = measured(found, options.tokens)
+        decoding = decode_while_migrating(found)
+    return {**values(rows), "decode_while_migrating": round(decoding, 3)}, [table(rows)]
 
 
 PARTS: Final[dict[str, Callable[[argparse.Namespace], Found]]] = {

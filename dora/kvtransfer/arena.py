@@ -38,7 +38,11 @@ Pin = Callable[[int, int], str]  # keeps memory (address, bytes) in place; why i
 
 
 def lock_pages(address: int, size_bytes: int) -> str:
-    """mlock(2): the system does not swap these pages. A CUDA engine's counterpart is ``cudaHostRegister``."""
+    """mlock(2): the system does not swap these pages.
+
+    It is not ``cudaHostRegister``, which holds for the process that calls it: a pool has no GPU, and would take several
+    hundred megabytes of one for being registered there.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes)):
         return os.strerror(ctypes.get_errno())

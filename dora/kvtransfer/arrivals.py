@@ -29,12 +29,18 @@ _KEY: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{32}\.kv")
 class Ahead(Protocol):
     """Where rounds go that come ahead of a snapshot's last one. One thread at a time uses it, any."""
 
-    @property
-    def layout(self) -> str:
-        """The digest of its blocks' layout: what has another one is not written here."""
+    def begin(self, head: bytes) -> object:
+        """The head of a first round: what is to be made ready for the request is made so, and how its KV is laid out
+        is known.
+
+        Returns what the head was; nothing here looks at it. Raises SnapshotRefused for a request that cannot be served.
+        """
 
     def write(self, first_bytes: int, body: np.ndarray) -> bool:
-        """Writes a round that follows on ``first_bytes`` bytes of rounds. False: there is no room for it here."""
+        """Writes a round that follows on ``first_bytes`` bytes of rounds.
+
+        False: there is no room for it here, or it is laid out otherwise.
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +52,7 @@ class _Expected:
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """One round of a snapshot on its way here. One that ``goes_on`` has no head: that comes with the last."""
+    """One round of a snapshot on its way here; after one that ``goes_on`` another follows."""
 
     key: str
     ticket: str
@@ -54,12 +60,12 @@ class Arrival:
     body: np.ndarray
     before: "Arrival | None" = None  # the round before it
     goes_on: bool = False
-    layout: str = ""  # the digest of its blocks' layout, as its sender says
     filled_bytes: int = 0
     checksum: Checksum = "xxh3"
     chunk_bytes: int = 0  # of its largest chunk
     sums: list[bytes] = field(default_factory=list)
     head: bytes = b""
+    opening: object = None  # what was made of the head of a first round
     is_whole: bool = False  # and checked
     ahead_bytes: int = 0  # all of it, where it was written ahead: then ``body`` is empty
 
@@ -120,6 +126,7 @@ class Arrivals:
     def take(self, key: str) -> tuple[bytes, list[Arrival]]:
         """Head and rounds of a snapshot that is here; the first of them may have been written ahead.
 
+        The head is what came with all rounds, in a row.
         Raises NotFound: it is not here, or not any more.
         """
         with self._lock:
@@ -130,7 +137,7 @@ class Arrivals:
             for each in rounds:
                 del self._here[each.key]
             self._expected.pop((arrival.epoch, arrival.ticket), None)
-        return arrival.head, rounds
+        return b"".join(each.head for each in rounds), rounds
 
     def close(self) -> None:
         """Drops everything."""
@@ -187,8 +194,11 @@ class Arrivals:
             return self._here.get(key)
 
     def complete(self, arrival: Arrival, head: bytes) -> bool:
-        """It is whole, and written ahead if it can be. False where nobody wants it any more."""
-        self._write_ahead(arrival)
+        """It is whole, and written ahead if it can be. False where nobody wants it any more.
+
+        Raises SnapshotRefused for the head of a request that cannot be taken in.
+        """
+        self._write_ahead(arrival, head)
         with self._lock:
             if self._here.get(arrival.key) is not arrival:
                 return False
@@ -198,17 +208,19 @@ class Arrivals:
             arrival.head, arrival.is_whole = head, True
             return True
 
-    def _write_ahead(self, arrival: Arrival) -> None:
+    def _write_ahead(self, arrival: Arrival, head: bytes) -> None:
         """Rounds of several tries never mix: each is written whole, and none that a later try has dropped."""
         with self._lock:
             expected = self._expected.get((arrival.epoch, arrival.ticket))
         before = arrival.rounds()[:-1]
         if expected is None or expected.ahead is None or not arrival.goes_on:
             return
-        if arrival.layout != expected.ahead.layout or not all(each.ahead_bytes for each in before):
-            return
         with expected.writing:
             if self.find(arrival.key) is not arrival:
+                return
+            if head and not before:
+                arrival.opening = expected.ahead.begin(head)
+            if not all(each.ahead_bytes for each in before):
                 return
             if expected.ahead.write(sum(each.ahead_bytes for each in before), arrival.body):
                 arrival.ahead_bytes, arrival.body = arrival.body.nbytes, np.empty(0, np.uint8)

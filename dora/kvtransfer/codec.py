@@ -1,12 +1,16 @@
 """A snapshot as bytes: a head that says what it is, and a body of KV blocks.
 
-The head is self-describing and sealed. All integers little-endian:
+The head is self-describing and has two parts, each of them sealed. All integers little-endian:
 
     0   8   magic  "DORA-KV\\0"
     8   4   schema
-    12  4   reserved, zero
+    12  4   manifest bytes
     16  32  BLAKE3 of everything else: bytes 0..16, then 48..
     48      manifest: msgpack map; token ids as int32, logprobs as float64, raw
+
+The *opening* says what the request is, with the tokens that it had when the copy began. It may travel with the first
+round, so that only the *closing* is left for the end: which tokens came since, and how the body is cut. The closing
+names the seal of its opening.
 
 The body is a row of *rounds*, each of them some blocks: those of the first layer, then of the second, in the layout's
 order. A copy of a frozen request has one round; one that began while the request still decoded has its full blocks in
@@ -17,7 +21,7 @@ BLAKE3 guards against damage, not against forgery: whoever may write snapshots m
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields, replace
 from struct import Struct
 from typing import Any, Final
 
@@ -37,26 +41,60 @@ _PREAMBLE: Final = Struct("<8sII")
 _HEAD_START: Final = _PREAMBLE.size + 32
 
 
-def head_of(snapshot: KvSnapshot, rounds: Sequence[int] = ()) -> bytes:
-    """What is to be known of a snapshot beside its blocks. ``rounds``: blocks in each round of the body; none: one.
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The first part of a head: ``raw`` are its bytes, ``request`` has the outputs of when the copy began."""
 
-    Raises SnapshotRefused where its parts contradict each other.
+    raw: bytes
+    layout: KvLayout
+    request: RequestSpec
+
+
+def opening_of(layout: KvLayout, request: RequestSpec) -> Opening:
+    """What is known of a snapshot before it is there."""
+    manifest = {
+        "layout": asdict(layout),
+        "request_id": request.request_id,
+        "version": request.version,
+        "prompt_token_ids": np.asarray(request.prompt_token_ids, "<i4").tobytes(),
+        "sampling": asdict(request.sampling),
+        **_outputs(request, 0),
+    }
+    return Opening(_sealed(manifest), layout, request)
+
+
+def closing_of(snapshot: KvSnapshot, opening: Opening, rounds: Sequence[int] = ()) -> bytes:
+    """The rest of the head. ``rounds``: blocks in each round of the body; none: one.
+
+    Raises SnapshotRefused where the snapshot's parts contradict each other.
     """
     check_consistent(snapshot)
     count = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens)
-    manifest = msgpack.packb(_manifest(snapshot, tuple(rounds) or (count,)))
-    preamble = _PREAMBLE.pack(MAGIC, SCHEMA, 0)
-    return preamble + blake3(preamble).update(manifest).digest() + manifest
+    manifest = {
+        "opening": _seal_of(opening.raw),
+        "kv_tokens": snapshot.kv_tokens,
+        "rng_draws": snapshot.rng_draws,
+        "rounds": tuple(rounds) or (count,),
+        **_outputs(snapshot.request, len(opening.request.output_token_ids)),
+    }
+    return _sealed(manifest)
+
+
+def head_of(snapshot: KvSnapshot, rounds: Sequence[int] = ()) -> bytes:
+    """Both parts of the head: what is to be known of a snapshot beside its blocks."""
+    opening = opening_of(snapshot.layout, snapshot.request)
+    return opening.raw + closing_of(snapshot, opening, rounds)
 
 
 def round_of(snapshot: KvSnapshot, first: int = 0, end: int | None = None) -> list[memoryview]:
     """The blocks ``first`` to ``end`` of each layer as buffers in a row; nothing is copied.
 
-    With the request's last block come all blocks of the layers that have a window.
+    With the request's last block come all blocks of the layers that have a window. Blocks that went ahead of the
+    snapshot are not shown by it.
     """
     count = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens)
-    end = count if end is None else end
-    return _parts(snapshot.layout, snapshot.blocks, first, end, is_last=end == count)
+    end, ahead = count if end is None else end, snapshot.ahead
+    return _parts(snapshot.layout, snapshot.blocks, first - ahead, end - ahead, is_last=end == count)
 
 
 def parts_of(layout: KvLayout, blocks: Mapping[str, Pieces], first: int, end: int) -> list[memoryview]:
@@ -80,55 +118,85 @@ def _parts(layout: KvLayout, blocks: Mapping[str, Pieces], first: int, end: int,
     return parts
 
 
-def snapshot_of(head: Buffer, *bodies: Buffer | np.ndarray, ahead_bytes: int = 0) -> KvSnapshot:
+def opening_in(head: Buffer) -> Opening:
+    """The first part of a head. Raises SnapshotRefused where it is truncated, damaged or of another schema."""
+    view = memoryview(head).cast("B")
+    manifest = _unsealed(view)
+    try:
+        layout, request = _opened(msgpack.unpackb(manifest))
+    except (KeyError, TypeError, ValueError) as error:
+        raise SnapshotRefused(f"head: {error!r}") from error
+    return Opening(bytes(view[: _HEAD_START + manifest.nbytes]), layout, request)
+
+
+def snapshot_of(
+    head: Buffer, *bodies: Buffer | np.ndarray, ahead_bytes: int = 0, opening: Opening | None = None
+) -> KvSnapshot:
     """The snapshot of a head and a body whose chunks were checked, in one or more pieces of whole rounds.
 
-    Its arrays are views of ``bodies``. ``ahead_bytes``: of the first rounds, which are not among them.
+    Its arrays are views of ``bodies``. ``ahead_bytes``: of the first rounds, which are not among them. ``opening``: one
+    that was read before; where it is this head's, the snapshot's prompt is the very object that it has.
 
     Raises SnapshotRefused, naming the field, where the head is truncated, damaged or of another schema, or where it
     does not fit the body or contradicts itself.
     """
-    manifest = _unsealed(memoryview(head).cast("B"))
+    view = memoryview(head).cast("B")
+    if opening is None or bytes(view[: len(opening.raw)]) != opening.raw:
+        opening = opening_in(view)
+    closing = view[len(opening.raw) :]
+    manifest = _unsealed(closing)
+    if closing.nbytes != _HEAD_START + manifest.nbytes:
+        raise SnapshotRefused(f"head bytes = {view.nbytes}, its parts end before")
     raw = [body if isinstance(body, np.ndarray) else np.frombuffer(body, np.uint8) for body in bodies]
     try:
-        snapshot = _snapshot(msgpack.unpackb(manifest), raw, ahead_bytes)
+        snapshot = _snapshot(opening, msgpack.unpackb(manifest), raw, ahead_bytes)
     except (KeyError, TypeError, ValueError) as error:
         raise SnapshotRefused(f"head: {error!r}") from error
     check_consistent(snapshot)
     return snapshot
 
 
+def _sealed(manifest: Mapping[str, Any]) -> bytes:
+    packed = msgpack.packb(manifest)
+    preamble = _PREAMBLE.pack(MAGIC, SCHEMA, len(packed))
+    return preamble + blake3(preamble).update(packed).digest() + packed
+
+
+def _seal_of(part: Buffer) -> bytes:
+    return bytes(part[_PREAMBLE.size : _HEAD_START])
+
+
 def _unsealed(view: memoryview) -> memoryview:
-    """The manifest of a head, whose seal is checked."""
+    """The manifest of the first part of a head, whose seal is checked."""
     if view.nbytes <= _HEAD_START:
-        raise SnapshotRefused(f"head bytes = {view.nbytes}, a head has more than {_HEAD_START}")
-    magic, schema, _ = _PREAMBLE.unpack_from(view)
+        raise SnapshotRefused(f"head bytes = {view.nbytes}, each of its parts has more than {_HEAD_START}")
+    magic, schema, manifest_bytes = _PREAMBLE.unpack_from(view)
     if magic != MAGIC:
         raise SnapshotRefused(f"magic = {magic!r}, a snapshot begins with {MAGIC!r}")
     if schema != SCHEMA:
         raise SnapshotRefused(f"schema = {schema}, this build reads {SCHEMA}")
-    if blake3(view[: _PREAMBLE.size]).update(view[_HEAD_START:]).digest() != view[_PREAMBLE.size : _HEAD_START]:
+    manifest = view[_HEAD_START : _HEAD_START + manifest_bytes]
+    if manifest.nbytes != manifest_bytes:
+        raise SnapshotRefused(f"head bytes = {view.nbytes}, its part makes it {_HEAD_START + manifest_bytes}")
+    if blake3(view[: _PREAMBLE.size]).update(manifest).digest() != _seal_of(view):
         raise SnapshotRefused("checksum: the head's bytes are not those that were written")
-    return view[_HEAD_START:]
+    return manifest
 
 
-def _manifest(snapshot: KvSnapshot, rounds: Sequence[int]) -> dict[str, Any]:
-    request = snapshot.request
+def _outputs(request: RequestSpec, first: int) -> dict[str, bytes]:
+    """Output tokens from one on, and their logprobs."""
     return {
-        "layout": asdict(snapshot.layout),
-        "kv_tokens": snapshot.kv_tokens,
-        "rng_draws": snapshot.rng_draws,
-        "rounds": rounds,
-        "request_id": request.request_id,
-        "version": request.version,
-        "prompt_token_ids": np.asarray(request.prompt_token_ids, "<i4").tobytes(),
-        "output_token_ids": np.asarray(request.output_token_ids, "<i4").tobytes(),
-        "logprobs": np.asarray(request.logprobs, "<f8").tobytes(),
-        "sampling": asdict(request.sampling),
+        "output_token_ids": np.asarray(request.output_token_ids[first:], "<i4").tobytes(),
+        "logprobs": np.asarray(request.logprobs[first:], "<f8").tobytes(),
     }
 
 
-def _snapshot(manifest: dict[str, Any], bodies: list[np.ndarray], ahead_bytes: int) -> KvSnapshot:
+def _read_outputs(manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    token_ids = np.frombuffer(manifest["output_token_ids"], "<i4").tolist()
+    return tuple(token_ids), tuple(np.frombuffer(manifest["logprobs"], "<f8").tolist())
+
+
+def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec]:
     layout_fields = dict(manifest["layout"])
     layout_fields["layers"] = tuple((str(name), int(block_bytes)) for name, block_bytes in layout_fields["layers"])
     layout_fields["shards"] = int(layout_fields["shards"])
@@ -147,13 +215,27 @@ def _snapshot(manifest: dict[str, Any], bodies: list[np.ndarray], ahead_bytes: i
         sampling_fields[name] = tuple(sampling_fields[name])
     if set(sampling_fields) != {field.name for field in fields(SamplingParams)}:
         raise ValueError(f"sampling fields {sorted(sampling_fields)}")
+    output_token_ids, logprobs = _read_outputs(manifest)
     request = RequestSpec(
         request_id=str(manifest["request_id"]),
         version=int(manifest["version"]),
         prompt_token_ids=tuple(np.frombuffer(manifest["prompt_token_ids"], "<i4").tolist()),
         sampling=SamplingParams(**sampling_fields),
-        output_token_ids=tuple(np.frombuffer(manifest["output_token_ids"], "<i4").tolist()),
-        logprobs=tuple(np.frombuffer(manifest["logprobs"], "<f8").tolist()),
+        output_token_ids=output_token_ids,
+        logprobs=logprobs,
+    )
+    return layout, request
+
+
+def _snapshot(opening: Opening, manifest: dict[str, Any], bodies: list[np.ndarray], ahead_bytes: int) -> KvSnapshot:
+    if manifest["opening"] != _seal_of(opening.raw):
+        raise SnapshotRefused("head: its closing is that of another opening")
+    layout, before = opening.layout, opening.request
+    output_token_ids, logprobs = _read_outputs(manifest)
+    request = replace(
+        before,
+        output_token_ids=before.output_token_ids + output_token_ids,
+        logprobs=before.logprobs + logprobs,
     )
     rounds = [int(count) for count in manifest["rounds"]]
     kv_tokens = int(manifest["kv_tokens"])

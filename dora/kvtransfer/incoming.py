@@ -167,8 +167,7 @@ class _Connection:
             use = _Use(receiver, landing.body)
             try:
                 goes_on = bool(head.get("goes_on"))
-                layout = str(head.get("layout", ""))
-                arrival = Arrival(key, ticket, self._peer.epoch, landing.body, before, goes_on, layout)
+                arrival = Arrival(key, ticket, self._peer.epoch, landing.body, before, goes_on)
                 arrival.checksum = self._checksum
                 self._arrivals.begin(arrival)
             except SnapshotRefused:
@@ -244,13 +243,17 @@ class _Connection:
             return "it is expected no longer"
         if arrival.filled_bytes != arrival.body.nbytes:
             return f"{arrival.filled_bytes} bytes came, {arrival.body.nbytes} were announced"
-        if bool(head) == arrival.goes_on or self._digest([*sums, head]) != expected:
+        has_head = arrival.goes_on or head or any(each.head for each in arrival.rounds())
+        if not has_head or self._digest([*sums, head]) != expected:
             return "checksum of the head: its bytes are not those that were sent"
         if sums != arrival.sums:
             pairs = enumerate(zip(sums, arrival.sums, strict=False), 1)
             number = next((number for number, (sent, found) in pairs if sent != found), len(arrival.sums))
             return f"checksum of chunk {number}: its bytes are not those that were sent"
-        return "" if self._arrivals.complete(arrival, head) else "it is expected no longer"
+        try:
+            return "" if self._arrivals.complete(arrival, head) else "it is expected no longer"
+        except SnapshotRefused as error:
+            return str(error)
 
     def _cancel(self, frame: Frame) -> None:
         key = str(frame.head["key"])

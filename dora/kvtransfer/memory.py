@@ -7,6 +7,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from typing import Final, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -91,16 +92,22 @@ class Shelf(Generic[Item], ABC):
 
 
 class _Buffer(Sized):
-    def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.raw = np.empty(capacity_bytes, np.uint8)
+    def __init__(self, raw: np.ndarray) -> None:
+        self.capacity_bytes = raw.nbytes
+        self.raw = raw
+
+
+def _private(size_bytes: int) -> np.ndarray:
+    return np.empty(size_bytes, np.uint8)
 
 
 class Pool(Shelf[_Buffer]):
     """Host memory for what arrives. An array comes back by itself once nobody holds it or a view of it."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, allocate: Callable[[int], np.ndarray] = _private) -> None:
+        """``allocate``: makes uint8 of so many bytes."""
         super().__init__(most_bytes)
+        self._allocate = allocate
         self._back: deque[_Buffer] = deque()  # filled wherever the collector happens to run: it takes no lock
 
     def array(self, size_bytes: int) -> np.ndarray | None:
@@ -113,7 +120,7 @@ class Pool(Shelf[_Buffer]):
         return root[:size_bytes]
 
     def _make(self, capacity_bytes: int) -> _Buffer:
-        return _Buffer(capacity_bytes)
+        return _Buffer(self._allocate(capacity_bytes))
 
     def _returned(self) -> list[_Buffer]:
         return [self._back.popleft() for _ in range(len(self._back))]

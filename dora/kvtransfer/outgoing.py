@@ -222,7 +222,7 @@ class Pair:
         sender = self._attached(name)
         body_bytes = transfer.body_bytes
         opening = {"key": key, "ticket": transfer.ticket, "transport": name, "size": body_bytes}
-        opening.update(after=transfer.after, goes_on=not transfer.head, layout=transfer.layout)
+        opening.update(after=transfer.after, goes_on=transfer.goes_on)
         opening.update(sender.begin(body_bytes))  # where this raises, the transport has no room just now
         try:
             kind, answer = self._ask(Kind.OPEN, opening, Kind.OPENED)

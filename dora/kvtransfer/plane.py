@@ -25,7 +25,7 @@ from dora.errors import InvalidValue
 from dora.kvtransfer.arena import Arena
 from dora.kvtransfer.arrivals import Ahead, Arrival, Arrivals
 from dora.kvtransfer.checksum import Seal
-from dora.kvtransfer.codec import head_of, round_of, snapshot_of
+from dora.kvtransfer.codec import Opening, head_of, round_of, snapshot_of
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.incoming import Incoming, MakeReceiver
 from dora.kvtransfer.memory import Memory, Pool
@@ -109,16 +109,15 @@ class DataPlane:
         parts: Sequence[memoryview],
         head: bytes = b"",
         after: str = "",
-        layout: str = "",
         seal: Seal | None = None,
+        goes_on: bool = False,
     ) -> Transfer:
         """The same for any bytes: ``parts`` in a row are the body.
 
-        Without a head it is a round of a snapshot that goes on: the next one names this one's key as ``after``.
-        ``layout``: the digest of its blocks' layout, where it consists of whole ones. A body that came from elsewhere
-        is one part, sent on with its ``seal``.
+        After a round of a snapshot that ``goes_on`` the next one names its key as ``after``. The heads of all rounds in
+        a row are the snapshot's. A body that came from elsewhere is one part, sent on with its ``seal``.
         """
-        transfer = Transfer(ticket, parts, head, after, layout, seal)
+        transfer = Transfer(ticket, parts, head, after, seal, goes_on)
         self._pair(peer).send(transfer)
         return transfer
 
@@ -136,7 +135,9 @@ class DataPlane:
         """
         head, rounds = self._arrivals.take(key)
         bodies = [each.body for each in rounds if not each.ahead_bytes]
-        return snapshot_of(head, *bodies, ahead_bytes=sum(each.ahead_bytes for each in rounds))
+        opening = rounds[0].opening
+        known = opening if isinstance(opening, Opening) else None
+        return snapshot_of(head, *bodies, ahead_bytes=sum(each.ahead_bytes for each in rounds), opening=known)
 
     def take_parts(self, key: str) -> tuple[bytes, *tuple[np.ndarray, ...]]:
         """The head of what has arrived, and after it a body for each round that is kept here. Raises NotFound."""

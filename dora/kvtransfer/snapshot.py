@@ -40,7 +40,7 @@ class KvLayout:
 
     @property
     def digest(self) -> str:
-        """The same text for layouts whose blocks may be copied as they are."""
+        """The same text for layouts whose blocks may be copied as they are: chunks of the KV tier are named by it."""
         return blake3(json.dumps(asdict(self)).encode()).hexdigest(16)
 
     @property

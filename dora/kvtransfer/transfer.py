@@ -26,16 +26,15 @@ class Transfer:
     """A snapshot, or one round of it, on its way: ``parts`` in a row are its body.
 
     They must not change before it is done, or else it must be cancelled. ``after``: the key of the round before.
-    Without a head another round follows. ``layout``: the digest of its blocks' (``KvLayout``), where a target may write
-    them into its KV-cache before the head comes. A body that was received before has its ``seal``.
+    ``goes_on``: another round follows. A body that was received before has its ``seal``.
     """
 
     ticket: str
     parts: Sequence[memoryview]
     head: bytes
     after: str = ""
-    layout: str = ""
     seal: Seal | None = None
+    goes_on: bool = False
     done: "Future[Sent]" = field(default_factory=Future)  # its exception is TransferFailed
     cancelled: threading.Event = field(default_factory=threading.Event)
     fallbacks: list[str] = field(default_factory=list)

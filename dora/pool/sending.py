@@ -60,11 +60,11 @@ class Sending:
         if self._cancelled:
             self._end(TransferFailed("it was cancelled"))
             return
-        head = self._parked.head if number == len(self._bodies) - 1 else b""
-        body, known = [self._bodies[number].data], self._parked.rounds[number]
-        ticket, layout = self._parked.request_id, known.layout
+        head = b"" if number else self._parked.head  # first, so that the worker makes the request ready meanwhile
+        goes_on = number < len(self._bodies) - 1
+        body, seal = [self._bodies[number].data], self._parked.rounds[number].seal
         try:
-            sending = self._plane.send_parts(self._peer, ticket, body, head, after, layout, known.seal)
+            sending = self._plane.send_parts(self._peer, self._parked.request_id, body, head, after, seal, goes_on)
         except DoraError as error:
             self._end(error)
             return

@@ -43,7 +43,6 @@ class Round:
 
     seal: Seal
     size_bytes: int
-    layout: str  # its digest, as it was said with it
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +139,7 @@ class Store:
 
     def keep(self, request_id: str, tokens: int, head: bytes, rounds: Sequence[Arrival]) -> None:
         """A request has come."""
-        known = tuple(Round(each.seal, each.body.nbytes, each.layout) for each in rounds)
+        known = tuple(Round(each.seal, each.body.nbytes) for each in rounds)
         parked = Parked(request_id, tokens, head, known, [each.body for each in rounds])
         with self._lock:
             self._let_in.pop(request_id, None)

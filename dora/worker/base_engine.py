@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from dora.errors import Conflict, InvalidValue, NotFound, SnapshotRefused
+from dora.kvtransfer.codec import Opening
 from dora.kvtransfer.layout import blocks_for, check_snapshot
+from dora.kvtransfer.layout import check_version as check_loaded
 from dora.kvtransfer.reblock import reblocked
 from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
 from dora.types import Canary, EngineCapability, RequestSpec
@@ -67,11 +69,15 @@ class BaseEngine(Generic[Live], ABC):
         check_version(request.version, self._version)
         self._enter(request, None, None)
 
+    def request(self, request_id: str) -> RequestSpec:
+        return self._so_far(self._find(request_id))
+
     def take_in(self, snapshot: KvSnapshot) -> None:
-        self._check_new(snapshot.request)
+        reservation = self._reserved.get(snapshot.request.request_id)
+        begun = None if reservation is None else reservation.begun_with(snapshot.request)
+        self._check_new(snapshot.request, None if begun is None else begun.opening.request)
         check_snapshot(snapshot, self._layout, self._version)
         fitting = reblocked(snapshot, self._layout)
-        reservation = self._reserved.get(snapshot.request.request_id)
         written = 0 if reservation is None else reservation.written
         if snapshot.ahead > written:
             raise SnapshotRefused(f"ahead = {snapshot.ahead}, {written} blocks have come ahead")
@@ -124,7 +130,7 @@ class BaseEngine(Generic[Live], ABC):
 
     @abstractmethod
     def _reserve(self, count: int) -> Reservation:
-        """Takes so many blocks, which are free."""
+        """Takes so many blocks, which are free. Its request is made by ``_make``."""
 
     @abstractmethod
     def _free(self, reservation: Reservation) -> None:
@@ -133,6 +139,17 @@ class BaseEngine(Generic[Live], ABC):
     @abstractmethod
     def _slots_changed(self) -> None:
         """Another number of slots is reserved."""
+
+    @abstractmethod
+    def _so_far(self, live: Live) -> RequestSpec:
+        """The request with the outputs that it has now."""
+
+    @abstractmethod
+    def _make_ahead(self, request: RequestSpec) -> Any:
+        """What ``_enter`` needs of a request that gets more outputs until then. Raises InvalidValue.
+
+        Another thread than the engine's calls it.
+        """
 
     @abstractmethod
     def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None, reservation: Reservation | None) -> Any:
@@ -144,10 +161,22 @@ class BaseEngine(Generic[Live], ABC):
             raise NotFound("request_id", request_id, "a request that this engine holds", why="is not here")
         return live
 
-    def _check_new(self, request: RequestSpec) -> None:
+    def _check_new(self, request: RequestSpec, known: RequestSpec | None = None) -> None:
         if request.request_id in self._live:
             raise Conflict("request_id", request.request_id, "an id that this engine does not hold", why="is here")
-        check_request(request, self._capability)
+        check_request(request, self._capability, known)
+
+    def _make(self, opening: Opening) -> Any:
+        """For a reservation, in another thread: the version does not change while something is reserved.
+
+        Whether the layout fits is said of the snapshot, which is then known not to move exactly.
+        """
+        check_loaded(opening.request.version, self._version)
+        try:
+            check_request(opening.request, self._capability)
+            return self._make_ahead(opening.request)
+        except InvalidValue as error:
+            raise SnapshotRefused(str(error)) from error
 
     def _check_canary(self, canary: Canary) -> None:
         check_canary(canary, self._capability.vocab_size)

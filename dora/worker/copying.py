@@ -5,18 +5,20 @@
 A round copies the blocks that have become full since the round before. The engine's thread copies nothing, so a round
 takes no time of a step, whatever its size: the thread shows the blocks, which do not change, and the data plane reads
 them beside the steps. Rounds end when little is left, when what is left does not shrink, or after ``ROUNDS_MOST``: only
-what is left then is copied while the request is frozen.
+what is left then is copied while the request is frozen. The first round brings the opening of the snapshot's head, with
+the tokens of then, of which the target makes ready what takes time; so the last round is small for any length.
 """
 
 from typing import Final
 
 from dora.errors import Conflict
-from dora.kvtransfer.codec import head_of, parts_of, round_of
+from dora.kvtransfer.codec import Opening, closing_of, opening_of, parts_of, round_of
 from dora.kvtransfer.layout import blocks_for
 from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import DataPlane
 from dora.kvtransfer.snapshot import FullBlocks
 from dora.kvtransfer.transfer import Sent, Transfer
+from dora.types import RequestSpec
 from dora.worker.engine import RolloutEngine
 from dora.worker.failure import NotMovable
 
@@ -35,6 +37,7 @@ class Copying:
         self._stay = 0
         self._rounds: list[int] = []  # blocks of each that has arrived, or is on its way
         self._begun = 0
+        self._opening: Opening | None = None  # which the first of these rounds has brought
         self.ahead: list[Sent] = []  # rounds that have arrived while it decoded
         self.current: Transfer | None = None
         self.tokens = -1  # response tokens when it was frozen; -1: it decodes
@@ -80,18 +83,24 @@ class Copying:
         self._begun += 1
         self._rounds.append(count)
         parts = parts_of(self._engine.layout, full.blocks, 0, count)
-        layout = self._engine.layout.digest
-        self.current = self._plane.send_parts(self._peer, self._request_id, parts, after=after, layout=layout)
+        head = b"" if after else self._open(self._engine.request(self._request_id)).raw
+        self.current = self._plane.send_parts(self._peer, self._request_id, parts, head, after, goes_on=True)
 
     def _finish(self, after: str, why: str = "it has no token") -> Transfer:
         """Freezes the request and sends what is left of it."""
         self._engine.freeze(self._request_id)
-        snapshot = self._engine.export(self._request_id)
+        done = sum(self._rounds)
+        snapshot = self._engine.export(self._request_id, done)
         if snapshot is None:
             raise NotMovable(f"{self._request_id} cannot move exactly just now: {why}")
         self.tokens = len(snapshot.request.output_token_ids)
-        done = sum(self._rounds)
         left = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens) - done
-        head = head_of(snapshot, [*self._rounds, left])
+        head = b"" if after else self._open(snapshot.request).raw
+        assert self._opening is not None
+        head += closing_of(snapshot, self._opening, [*self._rounds, left])
         self.current = self._plane.send_parts(self._peer, self._request_id, round_of(snapshot, done), head, after)
         return self.current
+
+    def _open(self, request: RequestSpec) -> Opening:
+        self._opening = opening_of(self._engine.layout, request)
+        return self._opening

@@ -56,9 +56,14 @@ class RolloutEngine(Protocol):
     def thaw(self, request_id: str) -> None:
         """Undoes ``freeze``: the request goes on as if nothing had happened. Raises NotFound as ``freeze`` does."""
 
-    def export(self, request_id: str) -> KvSnapshot | None:
-        """A frozen request's state and KV, the partial tail block included. Nothing is copied: the snapshot shows the
-        engine's own blocks, which stay as they are until the request is removed or thawed.
+    def request(self, request_id: str) -> RequestSpec:
+        """The request with the outputs that it has now. Raises NotFound as ``freeze`` does."""
+
+    def export(self, request_id: str, first: int = 0) -> KvSnapshot | None:
+        """A frozen request's state, and its KV from its block ``first`` on, the partial tail block included.
+
+        Nothing is copied: the snapshot shows the engine's own blocks, which stay as they are until the request is
+        removed or thawed. ``first``: so many blocks ``full_blocks`` has shown in this stay.
 
         None where this request's KV cannot move exactly (no token sampled yet, preempted, a model whose state is more
         than one list of blocks): it must then be re-prefilled. The request stays frozen, and held, until it is removed
@@ -84,6 +89,7 @@ class RolloutEngine(Protocol):
 
         Where a slot is free it comes with blocks for ``kv_tokens`` tokens and a margin, into which the request's KV is
         written before it is taken in; they count as used. A request that has to wait for a slot gets no blocks.
+        What the reservation learns of the request is made ready there, in the thread by which it comes.
         Raises Conflict where a slot is free and those blocks are not, or where the id is reserved already.
         """
 

@@ -9,11 +9,16 @@ from dora.types import Canary, EngineCapability, RequestSpec
 from dora.weights.canary import LOGPROB_MOST
 
 
-def check_request(request: RequestSpec, capability: EngineCapability) -> None:
-    """Raises InvalidValue for the first field that this engine cannot serve."""
+def check_request(request: RequestSpec, capability: EngineCapability, known: RequestSpec | None = None) -> None:
+    """Raises InvalidValue for the first field that this engine cannot serve.
+
+    ``known``: the same request with fewer outputs, which was checked.
+    """
     outputs, prompt = len(request.output_token_ids), len(request.prompt_token_ids)
-    _check_tokens("prompt_token_ids", request.prompt_token_ids, capability.vocab_size)
-    _check_tokens("output_token_ids", request.output_token_ids, capability.vocab_size)
+    if known is None:
+        _check_tokens("prompt_token_ids", request.prompt_token_ids, capability.vocab_size)
+    checked = 0 if known is None else len(known.output_token_ids)
+    _check_tokens("output_token_ids", request.output_token_ids[checked:], capability.vocab_size)
     if prompt == 0:
         raise InvalidValue("prompt_token_ids", (), "at least one token")
     if len(request.logprobs) != outputs:
@@ -61,6 +66,6 @@ def max_difference(found: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def _check_tokens(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    for token_id in token_ids:
+    for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
         if not 0 <= token_id < vocab_size:
             raise InvalidValue(field, token_id, f"0 to {vocab_size - 1}")

@@ -128,7 +128,7 @@ class FakeEngine(BaseEngine[_Live]):
             else:
                 self._waiting.appendleft(request_id)
 
-    def export(self, request_id: str) -> KvSnapshot | None:
+    def export(self, request_id: str, first: int = 0) -> KvSnapshot | None:
         live = self._find(request_id)
         if request_id not in self._held:
             raise Conflict("request_id", request_id, "a frozen request", why="is not frozen")
@@ -136,14 +136,13 @@ class FakeEngine(BaseEngine[_Live]):
             return replace(live.snapshot, blocks=_with_ahead(live.snapshot, live.reserved), ahead=0)
         if not live.kv:
             return None
-        outputs = tuple(live.outputs)
-        request = replace(live.request, output_token_ids=outputs, logprobs=tuple(live.logprobs))
-        draws = rng_draws(len(outputs), request.sampling.temperature)
+        request = self._so_far(live)
+        draws = rng_draws(len(request.output_token_ids), request.sampling.temperature)
         blocks = {
-            name: [self._to_blocks(raw[self._first_block(name, live.kv_tokens) * self._block_bytes :])]
+            name: [self._to_blocks(raw[self._first_block(name, live.kv_tokens, first) * self._block_bytes :])]
             for name, raw in live.kv.items()
         }
-        return KvSnapshot(self._layout, request, live.kv_tokens, draws, blocks)
+        return KvSnapshot(self._layout, request, live.kv_tokens, draws, blocks, first)
 
     def full_blocks(self, request_id: str, first: int) -> FullBlocks:
         live = self._find(request_id)
@@ -210,7 +209,13 @@ class FakeEngine(BaseEngine[_Live]):
 
     def _reserve(self, count: int) -> Reservation:
         count = 0 if self._layout.windows else count
-        return Reservation(self._layout, range(count), FakeBlocks(self._layout, count))
+        return Reservation(self._layout, range(count), FakeBlocks(self._layout, count), self._make)
+
+    def _so_far(self, live: _Live) -> RequestSpec:
+        return replace(live.request, output_token_ids=tuple(live.outputs), logprobs=tuple(live.logprobs))
+
+    def _make_ahead(self, request: RequestSpec) -> None:
+        """Nothing that would take time."""
 
     def _free(self, reservation: Reservation) -> None:
         """Blocks are counted when they are needed."""
@@ -301,8 +306,10 @@ class FakeEngine(BaseEngine[_Live]):
     def _block_bytes(self) -> int:
         return self._capability.block_tokens * KV_BYTES
 
-    def _first_block(self, layer: str, kv_tokens: int) -> int:
-        return first_block(kv_tokens, self._capability.block_tokens, self._layout.windowed.get(layer, 0))
+    def _first_block(self, layer: str, kv_tokens: int, first: int = 0) -> int:
+        """The first block that a layer with a window still has; ``first`` for one without."""
+        window_tokens = self._layout.windowed.get(layer)
+        return first_block(kv_tokens, self._capability.block_tokens, window_tokens) if window_tokens else first
 
     def _to_blocks(self, raw: bytearray) -> np.ndarray:
         blocks = np.zeros((blocks_for(len(raw), self._block_bytes), self._block_bytes), np.uint8)

@@ -1,12 +1,14 @@
 """The place that an engine keeps for a request on its way to it: a slot, and blocks of its KV-cache."""
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
+from dora.kvtransfer.codec import Opening, opening_in
 from dora.kvtransfer.snapshot import KvLayout, Pieces
+from dora.types import RequestSpec
 
 SLICE_BYTES: Final = 1 << 20  # written at once; so long the engine may have to wait to give the blocks back
 MARGIN_BLOCKS: Final = 2  # beyond what the request fills when it is asked for: it decodes while it is copied
@@ -16,10 +18,20 @@ class Store(Protocol):
     """Blocks of an engine's KV-cache, by their ids: a list for each group of layers."""
 
     def show(self, block_ids: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
-        """Some blocks of every layer, in the order of its group's ids."""
+        """Some blocks of every layer, in the order of its group's ids.
+
+        Raises TransferFailed where they have to be copied and there is no memory for it.
+        """
 
     def write(self, block_ids: Sequence[Sequence[int]], blocks: Mapping[str, Pieces]) -> None:
         """Overwrites some blocks of every layer."""
+
+
+class Begun(NamedTuple):
+    """What has come of a request ahead of its snapshot, and what the engine has made of it."""
+
+    opening: Opening
+    made: Any
 
 
 class Reservation:
@@ -28,33 +40,57 @@ class Reservation:
     Blocks are kept where all layers are of one group, and none has a window.
 
     The engine's thread makes and closes it. In between, any one thread writes blocks, beside the engine's steps: nobody
-    else uses them until the request is taken in.
+    else uses them until the request is taken in. In that thread the engine also makes of the request what it can, so
+    that to take it in costs the same however long it is.
     """
 
-    def __init__(self, layout: KvLayout, block_ids: Sequence[int], store: Store) -> None:
+    def __init__(
+        self, layout: KvLayout, block_ids: Sequence[int], store: Store, make: Callable[[Opening], Any]
+    ) -> None:
+        """``make`` raises SnapshotRefused for a request that cannot be taken in; any thread may call it."""
         self.block_ids = block_ids
         self.written = 0  # blocks, from the first one on
+        self._begun: Begun | None = None
         self._layout = layout
         self._store = store
+        self._make = make
         self._is_open = True
         self._lock = threading.Lock()
 
     @property
-    def layout(self) -> str:
-        """The digest of the blocks' layout."""
-        return self._layout.digest
+    def opening(self) -> Opening | None:
+        """What came last by ``begin``."""
+        return None if self._begun is None else self._begun.opening
+
+    def begin(self, head: bytes) -> Opening:
+        """Reads the opening of a snapshot, which came with its first round. Raises SnapshotRefused."""
+        self._begun = None
+        opening = opening_in(head)
+        self._begun = Begun(opening, self._make(opening))
+        return opening
+
+    def begun_with(self, request: RequestSpec) -> Begun | None:
+        """What was made of this request; None where nothing was, or the request has another opening."""
+        begun = self._begun
+        if begun is None or request.prompt_token_ids is not begun.opening.request.prompt_token_ids:
+            return None
+        return begun
 
     def show(self, count: int) -> dict[str, list[np.ndarray]]:
         """The first blocks of every layer."""
         return self._store.show([self.block_ids[:count]])
 
     def write(self, first_bytes: int, body: np.ndarray) -> bool:
-        """Writes a round of whole blocks after ``first_bytes`` of others. False: it has no room here, or is given back.
+        """Writes a round of whole blocks after ``first_bytes`` of others.
+
+        False: it has no room here, this is given back, or the blocks' layout is another one, or not known.
 
         ``body``: the blocks of the first layer, then those of the second, in the layout's order.
         """
         first, odd = divmod(first_bytes, self._layout.block_bytes)
         count, more = divmod(body.nbytes, self._layout.block_bytes)
+        if self.opening is None or self.opening.layout != self._layout:
+            return False
         if odd or more or first > self.written or first + count > len(self.block_ids):
             return False
         layers: dict[str, np.ndarray] = {}

@@ -21,22 +21,23 @@ from dora.kvtransfer.snapshot import Interior, Pieces
 
 @dataclass(frozen=True, slots=True)
 class LayerBlocks:
-    """Where one layer's blocks lie in a rank's KV memory, and what they are."""
+    """What one layer's blocks are, and where they lie in a rank's KV memory."""
 
     name: str
-    offset: int  # bytes from the memory's begin
-    block_bytes: int
-    blocks: int
     group: int  # its number
     window_tokens: int  # how many last tokens it reads, 0: all
     interior: Interior
+    span: tuple[int, int] | None  # of the first block: where it begins, and its bytes; None: on a device
 
 
 class BlockStore:
     """Views of the KV tensors in host memory: layer name -> uint8 of shape (blocks, bytes per block).
 
-    Layers of one group have their blocks under the same ids; ids of two groups are never the same block's.
+    Layers of one group have their blocks under the same ids; ids of two groups are never the same block's. That of
+    tensors on a GPU is ``cuda_blocks.DeviceStore``.
     """
+
+    orders: tuple[str, ...] = ()  # axes lie inside a block in the tensor's own order
 
     def __init__(self, layers: Mapping[str, Sequence[np.ndarray]], groups: Mapping[str, int]) -> None:
         """``layers``: each layer's blocks, as often as ranks hold them; ``groups``: which group it is of."""
@@ -66,6 +67,9 @@ class BlockStore:
                         np.copyto(raw[first:end], piece[from_piece : from_piece + end - first])
                     from_piece += end - first
                 at += len(piece)
+
+    def join(self) -> None:
+        """Nothing is left to wait for once ``write`` has returned."""
 
 
 class KvMemory(TorchFunctionMode):
@@ -97,14 +101,17 @@ def mapped(pid: int, descriptor: int, size_bytes: int) -> np.ndarray:
         os.close(own)
 
 
-def rows_of(memory: np.ndarray, layer: LayerBlocks) -> np.ndarray:
+def rows_of(memory: np.ndarray, layer: LayerBlocks, block_count: int) -> np.ndarray:
     """One layer's blocks in a rank's KV memory."""
-    end = layer.offset + layer.blocks * layer.block_bytes
-    return memory[layer.offset : end].reshape(layer.blocks, layer.block_bytes)
+    assert layer.span is not None
+    begin, block_bytes = layer.span
+    return memory[begin : begin + block_count * block_bytes].reshape(block_count, block_bytes)
 
 
-def span_of(tensor: torch.Tensor, block_count: int) -> tuple[int, int]:
-    """Where a layer's KV tensor begins in its memory, and the bytes of one of its blocks."""
+def span_of(tensor: torch.Tensor, block_count: int) -> tuple[int, int] | None:
+    """Where a layer's KV tensor begins in its memory, and the bytes of one of its blocks; None: it is on a device."""
+    if not tensor.is_cpu:
+        return None
     if tensor.shape[0] != block_count or not tensor.is_contiguous():
         raise RuntimeError(
             f"KV tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()}: not {block_count} blocks"

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from dora.kvtransfer.snapshot import KvSnapshot, Pieces
+from dora.worker.cuda_blocks import DeviceStore
 from dora.worker.vllm_blocks import BlockStore, KvMemory
 from dora.worker.vllm_groups import groups_of
 from dora.worker.vllm_tier import TierPrefixes
@@ -37,7 +38,9 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         self.tier: TierPrefixes | None = None
         self._is_alone = vllm_config.parallel_config.world_size == 1
         self._groups = groups_of(kv_cache_config)
-        self.store: BlockStore | None = None  # of the scheduler's half, once the engine has started
+        self.store: BlockStore | DeviceStore | None = (
+            None  # once the engine has started, where its KV-cache can be reached from here
+        )
         self.kv_cache_config = kv_cache_config
         self.memory = KvMemory()  # of the runner's half, which has several ranks
         self.tensors: dict[str, torch.Tensor] = {}  # by layer, in that memory
@@ -100,10 +103,11 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         self.tensors = dict(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing is left to be written."""
+        if self.store is not None:  # in other processes it is in the host's memory, and all is written
+            self.store.join()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for."""
+        """Nothing to wait for: what was written comes before the step on its stream."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing is saved on the way."""

@@ -98,7 +98,9 @@ def start(model: Path, settings: EngineSettings) -> EngineCore:
         # Chunked prefill breaks seeded requests on CPU, so a step must have room for the longest prompt beside decodes.
         enable_chunked_prefill=False,
         max_num_batched_tokens=settings.max_model_len_tokens + settings.slots,
-        async_scheduling=False,  # between steps nothing may be in flight
+        # Between steps nothing may be in flight. With it the next step has begun before the tokens of this one are
+        # known, so that a frozen request has KV of a token more than it has, and its blocks are still written to.
+        async_scheduling=False,
         enable_prefix_caching=True,
         block_size=settings.block_tokens,
         kv_cache_memory_bytes=_PROFILE_BYTES,
@@ -175,11 +177,11 @@ def layout_of(core: EngineCore, ranks: Ranks, reference: Reference, settings: En
     The fingerprint holds what no conversion can change: workers whose ranks, or whose blocks differ in size, are of one
     service.
     """
-    block_tokens = block_tokens_of(core)
-    backend = ",".join([*ranks.kinds, f"vllm-{vllm.__version__}"])
+    block_tokens, layers = block_tokens_of(core), ranks.store.layers
+    backend = ",".join([*ranks.kinds, *ranks.store.orders, f"vllm-{vllm.__version__}"])
     whole_bytes: Counter[tuple[str, int]] = Counter()
-    for layer in ranks.layers.values():
-        whole_bytes[layer.name, layer.window_tokens] += layer.block_bytes
+    for name, size in layers:
+        whole_bytes[ranks.layers[name].name, ranks.layers[name].window_tokens] += size
     identity = {
         "config": _model_config(reference.folder),
         "tensors": [(tensor.name, tensor.dtype, tensor.shape) for tensor in reference.tensors],
@@ -192,7 +194,7 @@ def layout_of(core: EngineCore, ranks: Ranks, reference: Reference, settings: En
         backend=backend,
         dtype=settings.dtype,
         block_tokens=block_tokens,
-        layers=ranks.store.layers,
+        layers=layers,
         shards=ranks.shards,
         windows=windows if any(windows) else (),
         interiors=tuple(layer.interior for layer in ranks.layers.values()),

@@ -8,6 +8,7 @@ engine; one process has one engine, as vLLM's KV connector is the process's.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -105,7 +106,7 @@ class VllmEngine(BaseEngine[_Live]):
         )
         super().__init__(capability, layout, CANARY_TOLERANCE[dtype] if canary_tolerance is None else canary_tolerance)
         self._by_engine_id: dict[str, _Live] = {}
-        self._serial = 0
+        self._serial = count(1)
         self._tier: Any = None
         if tier_endpoint:
             self._tier = self._open_tier(tier_endpoint)
@@ -134,7 +135,7 @@ class VllmEngine(BaseEngine[_Live]):
         if live.engine_id in self._scheduler.held:
             self._scheduler.take_up(live.engine_id)
 
-    def export(self, request_id: str) -> KvSnapshot | None:
+    def export(self, request_id: str, first: int = 0) -> KvSnapshot | None:
         live = self._find(request_id)
         if live.engine_id not in self._scheduler.held:
             raise Conflict("request_id", request_id, "a frozen request", why="is not frozen")
@@ -150,17 +151,11 @@ class VllmEngine(BaseEngine[_Live]):
         ids = zip(self._groups, self._scheduler.kv_cache_manager.get_block_ids(live.engine_id), strict=True)
         return KvSnapshot(
             layout=self._layout,
-            request=RequestSpec(
-                request_id=request_id,
-                version=live.request.version,
-                prompt_token_ids=live.request.prompt_token_ids,
-                sampling=live.request.sampling,
-                output_token_ids=tuple(live.outputs),
-                logprobs=tuple(live.logprobs),
-            ),
+            request=self._so_far(live),
             kv_tokens=kv_tokens,
             rng_draws=rng_draws(len(live.outputs), live.request.sampling.temperature),
-            blocks=self._store.show([group.kept(block_ids, kv_tokens) for group, block_ids in ids]),
+            blocks=self._store.show([group.kept(block_ids, kv_tokens, first) for group, block_ids in ids]),
+            ahead=first,
         )
 
     def full_blocks(self, request_id: str, first: int) -> FullBlocks:
@@ -232,9 +227,10 @@ class VllmEngine(BaseEngine[_Live]):
         return self._core.scheduler
 
     def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None, reservation: Reservation | None) -> None:
-        watch, engine_id = self._stop_strings.watch(request), self._next_engine_id(request.request_id)
-        live = _Live(request, engine_id, watch, list(request.output_token_ids), list(request.logprobs))
-        core_request = self._requests.to_vllm(request, live.engine_id, self._stops)
+        begun = None if reservation is None else reservation.begun_with(request)
+        made = self._make_ahead(request) if begun is None else begun.made
+        made.go_on(request.output_token_ids)
+        live = _Live(request, made.engine_id, made.watch, list(request.output_token_ids), list(request.logprobs))
         self._live[request.request_id] = self._by_engine_id[live.engine_id] = live
         if snapshot is not None:
             self._scheduler.connector.offer(live.engine_id, snapshot)
@@ -242,7 +238,17 @@ class VllmEngine(BaseEngine[_Live]):
             self._scheduler.bring(live.engine_id, reservation.block_ids, snapshot.ahead)
         if self._tier is not None:
             self._tier.begin(live.engine_id, request.version)
-        self._submit(core_request)
+        self._core.add_request(made.core_request)
+
+    def _make_ahead(self, request: RequestSpec) -> Any:
+        core_request = self._requests.to_vllm(request, self._next_engine_id(request.request_id), self._stops)
+        watch = self._stop_strings.watch(replace(request, output_token_ids=(), logprobs=()))
+        made = self._requests.Made(self._core.preprocess_add_request(core_request)[0], watch)
+        made.go_on(request.output_token_ids)
+        return made
+
+    def _so_far(self, live: _Live) -> RequestSpec:
+        return replace(live.request, output_token_ids=tuple(live.outputs), logprobs=tuple(live.logprobs))
 
     def _open_tier(self, endpoint: str) -> Any:
         """This engine's part of the shared tier; None where a request's state is more than one list of blocks."""
@@ -264,7 +270,8 @@ class VllmEngine(BaseEngine[_Live]):
         return int(self._scheduler.free_blocks())
 
     def _reserve(self, count: int) -> Reservation:
-        return Reservation(self._layout, self._scheduler.take_blocks(count if self._takes_ahead else 0), self._store)
+        block_ids = self._scheduler.take_blocks(count if self._takes_ahead else 0)
+        return Reservation(self._layout, block_ids, self._store, self._make)
 
     def _free(self, reservation: Reservation) -> None:
         self._scheduler.give_back(reservation.block_ids)
@@ -274,12 +281,7 @@ class VllmEngine(BaseEngine[_Live]):
 
     def _next_engine_id(self, name: str) -> str:
         """Unique: the runner may still know the last request of this name, removed a moment ago."""
-        self._serial += 1
-        return f"{self._serial}-{name}"
-
-    def _submit(self, core_request: Any) -> None:
-        prepared, wave = self._core.preprocess_add_request(core_request)
-        self._core.add_request(prepared, wave)
+        return f"{next(self._serial)}-{name}"
 
     def _delta(self, output: Any) -> TokenDelta:
         live = self._by_engine_id[output.request_id]
@@ -313,7 +315,8 @@ class VllmEngine(BaseEngine[_Live]):
             raise RuntimeError("the prefix cache was not reset: blocks are in use although no request is held")
 
     def _score(self, token_ids: Sequence[int]) -> Sequence[float]:
-        self._submit(self._requests.scoring(tuple(token_ids), self._next_engine_id("canary")))
+        core_request = self._requests.scoring(tuple(token_ids), self._next_engine_id("canary"))
+        self._core.add_request(self._core.preprocess_add_request(core_request)[0])
         while self.has_work():
             outputs, _ = self._core.step()
         (scored,) = (output for batch in outputs.values() for output in batch.outputs)

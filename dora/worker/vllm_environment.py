@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import MutableMapping
 from typing import Final
@@ -24,6 +25,9 @@ _DEFAULTS: Final = {
 _REQUIRED: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler must be in reach between steps
 }
+# A step gives Python's lock up hundreds of times, and may have to wait for it so long whenever the data plane's threads
+# are at work. With Python's own 5 ms a request that moves cost its engine 6 ms of steps, with this 3.5.
+_SWITCH_S: Final = 0.0002
 
 
 def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -31,5 +35,6 @@ def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
     for name, value in _DEFAULTS.items():
         environment.setdefault(name, value)
     environment.update(_REQUIRED)
+    sys.setswitchinterval(_SWITCH_S)
     logging.getLogger("vllm").setLevel(environment["VLLM_LOGGING_LEVEL"])
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|vllm)\.")

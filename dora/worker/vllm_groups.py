@@ -32,9 +32,13 @@ class LayerGroup:
     block_tokens: int
     window_tokens: int
 
-    def kept(self, block_ids: Sequence[int], kv_tokens: int) -> Sequence[int]:
-        """Of a request's blocks in this group those which hold what its first ``kv_tokens`` tokens leave to be read."""
-        first = first_block(kv_tokens, self.block_tokens, self.window_tokens)
+    def kept(self, block_ids: Sequence[int], kv_tokens: int, first: int = 0) -> Sequence[int]:
+        """Of a request's blocks in this group those which hold what its first ``kv_tokens`` tokens leave to be read.
+
+        ``first``: the first of them, unless there is a window, whose blocks are all among them.
+        """
+        if self.window_tokens:
+            first = first_block(kv_tokens, self.block_tokens, self.window_tokens)
         return block_ids[first : blocks_for(kv_tokens, self.block_tokens)]
 
 

@@ -71,11 +71,10 @@ class CpuRank(CPUWorker):
         layers = tuple(
             LayerBlocks(
                 name,
-                *span_of(connector.tensors[name], config.num_blocks),
-                config.num_blocks,
-                group=number,
-                window_tokens=group.window_tokens,
-                interior=vllm_groups.interior_of(specs[name], *kinds[name]),
+                number,
+                group.window_tokens,
+                vllm_groups.interior_of(specs[name], *kinds[name]),
+                span_of(connector.tensors[name], config.num_blocks),
             )
             for number, group in enumerate(vllm_groups.groups_of(config))
             for name in group.layers

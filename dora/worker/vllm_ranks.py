@@ -17,7 +17,8 @@ from vllm.v1.engine.core import EngineCore
 
 from dora.engine_patches.patch import PatchFailed
 from dora.kvtransfer.reslice import shard_name
-from dora.worker.vllm_blocks import BlockStore, LayerBlocks, mapped, memory_of, rows_of
+from dora.worker.cuda_blocks import DeviceStore
+from dora.worker.vllm_blocks import BlockStore, mapped, memory_of, rows_of
 from dora.worker.vllm_connector import SnapshotConnector
 from dora.worker.vllm_rank import RankKv
 
@@ -53,10 +54,13 @@ class Ranks:
         shown: list[RankKv] = core.collective_rpc("shown_kv")
         self.kinds = sorted({kind for each in shown for kind in each.kinds})  # as ``RankKv`` has them
         self.shards = 1 if core.vllm_config.model_config.use_mla else _shards(core, parallel.tensor_parallel_size)
-        held = self._held(shown, parallel.tensor_parallel_size)
-        self.layers = {name: held[name][0][0] for name in sorted(held)}  # each shard of each layer, under its own name
-        groups = {name: layer.group for name, layer in self.layers.items()}
-        self.store = BlockStore({name: [rows for _, rows in each] for name, each in held.items()}, groups)
+        named = {
+            shard_name(layer.name, self._shard(rank, parallel.tensor_parallel_size), self.shards): layer
+            for rank, kv in enumerate(shown)
+            for layer in kv.layers
+        }
+        self.layers = dict(sorted(named.items()))  # each shard of each layer
+        self.store = self._store(shown, parallel.tensor_parallel_size, core.scheduler.kv_cache_config.num_blocks)
 
     def replace_weights(self, files: Sequence[str]) -> None:
         """Each rank loads its part of checked files into the running model."""
@@ -80,16 +84,24 @@ class Ranks:
         for process in self._processes:
             process.join()
 
-    def _held(self, shown: Sequence[RankKv], tensor_parallel: int) -> dict[str, list[tuple[LayerBlocks, np.ndarray]]]:
-        """Each layer's shards, as often as ranks hold them (vLLM's ``QKVParallelLinear``: neighbours hold the same)."""
-        held: dict[str, list[tuple[LayerBlocks, np.ndarray]]] = {}
+    def _shard(self, rank: int, tensor_parallel: int) -> int:
+        """Which shard of its layers a rank holds; neighbours may hold the same (vLLM's ``QKVParallelLinear``)."""
+        return rank % tensor_parallel * self.shards // tensor_parallel
+
+    def _store(self, shown: Sequence[RankKv], tensor_parallel: int, block_count: int) -> BlockStore | DeviceStore:
+        """The KV-cache of all ranks, each shard of a layer as often as ranks hold it."""
+        groups = {name: layer.group for name, layer in self.layers.items()}
+        if any(layer.span is None for layer in self.layers.values()):
+            own = _own_connector()
+            own.store = DeviceStore(own.tensors, groups, block_count)
+            return own.store
+        held: dict[str, list[np.ndarray]] = {name: [] for name in self.layers}
         for rank, kv in enumerate(shown):
             memory = _memory(kv)
-            shard = rank % tensor_parallel * self.shards // tensor_parallel
             for layer in kv.layers:
-                name = shard_name(layer.name, shard, self.shards)
-                held.setdefault(name, []).append((layer, rows_of(memory, layer)))
-        return held
+                name = shard_name(layer.name, self._shard(rank, tensor_parallel), self.shards)
+                held[name].append(rows_of(memory, layer, block_count))
+        return BlockStore(held, groups)
 
     def _look(self, lost: Lost) -> None:
         """Until this end is closed, or a rank has ended."""
@@ -111,6 +123,11 @@ def _shards(core: EngineCore, tensor_parallel: int) -> int:
 def _memory(kv: RankKv) -> np.ndarray:
     if kv.descriptor >= 0:
         return mapped(kv.pid, kv.descriptor, kv.size_bytes)
+    return memory_of(next(iter(_own_connector().tensors.values())))
+
+
+def _own_connector() -> SnapshotConnector:
+    """The runner's half in this process, where the only rank is."""
     connector = get_kv_transfer_group()
     assert isinstance(connector, SnapshotConnector)
-    return memory_of(next(iter(connector.tensors.values())))
+    return connector

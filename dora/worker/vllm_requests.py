@@ -2,18 +2,50 @@
 
 import json
 import time
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm.sampling_params import SamplingParams as VllmSampling
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request
 
-from dora.engine_patches.exact_resume import OUTPUTS_KEY
+from dora.engine_patches.exact_resume import OUTPUTS_KEY, PROMPT_KEY
 from dora.errors import InvalidValue
 from dora.kvtier.chunks import salt_of
 from dora.sampling import DOMAINS
 from dora.types import RequestSpec
+from dora.worker.stop_strings import StopWatch
+
+
+class Made:
+    """vLLM's request and what watches it, not added yet: until then it may get outputs, with which it resumes.
+
+    It has the hashes of its blocks, which cost more than all else; so it is made before there is a hurry, if it can be.
+    """
+
+    def __init__(self, core_request: Request, watch: StopWatch | None) -> None:
+        """Both have seen no output."""
+        self.core_request = core_request
+        self.watch = watch
+        self._prompt = array("i", core_request.prompt_token_ids)
+
+    @property
+    def engine_id(self) -> str:
+        return self.core_request.request_id
+
+    def go_on(self, outputs: Sequence[int]) -> None:
+        """``outputs``: all that the request has now, of which the first ones may be known here."""
+        new = list(outputs[self.core_request.num_output_tokens :])
+        if not new:
+            return
+        self.core_request.sampling_params.extra_args = {OUTPUTS_KEY: list(outputs), PROMPT_KEY: self._prompt}
+        self.core_request.append_output_token_ids(new)
+        self.core_request.prefill_stats = None  # they describe prompts; with outputs vLLM's assertions would not hold
+        if self.watch is not None:
+            for token_id in new:
+                self.watch.completed_by(token_id)
 
 
 def stop_tokens(model: Path) -> tuple[int, ...]:
@@ -27,7 +59,10 @@ def stop_tokens(model: Path) -> tuple[int, ...]:
 
 
 def to_vllm(request: RequestSpec, engine_id: str, stops: Sequence[int]) -> EngineCoreRequest:
-    """The engine's request for ``request``; ``stops`` end it unless it ignores them. Raises InvalidValue."""
+    """The engine's request for ``request``, without its outputs; ``stops`` end it unless it ignores them.
+
+    Raises InvalidValue.
+    """
     wanted = request.sampling
     stop_token_ids = sorted({*wanted.stop_token_ids, *(() if wanted.ignore_eos else stops)})
     try:
@@ -46,7 +81,6 @@ def to_vllm(request: RequestSpec, engine_id: str, stops: Sequence[int]) -> Engin
             ignore_eos=True,  # the model's own ends are among stop_token_ids
             logprobs=0,  # that of the sampled token
             detokenize=False,  # stop strings are watched for by the engine's owner: dora.worker.stop_strings
-            extra_args={OUTPUTS_KEY: list(request.output_token_ids)} if request.output_token_ids else None,
         )
     except ValueError as error:
         raise InvalidValue("sampling", wanted, f"what vLLM takes ({error})") from error

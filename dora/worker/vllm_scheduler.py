@@ -14,8 +14,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from dora.engine_patches.exact_resume import resumed_outputs
-
 
 class HoldingScheduler(Scheduler):
     """Used by class, as ``scheduler_cls``. ``reprefilled_tokens``: tokens whose KV was computed a second time."""
@@ -25,7 +23,7 @@ class HoldingScheduler(Scheduler):
         self.held: dict[str, Request] = {}
         self.reprefilled_tokens = 0
         self._reserved = 0
-        self._kept: dict[str, list[int]] = {}  # by request: blocks that it brings, and those after them
+        self._kept: dict[str, list[Any]] = {}  # by request: blocks that it brings, and those after them
         self._ahead: dict[str, int] = {}  # how many of these are written
         self._unknown: dict[str, int] = {}  # the same of requests that have them, until the prefix cache knows them
 
@@ -43,16 +41,17 @@ class HoldingScheduler(Scheduler):
 
     def give_back(self, block_ids: Sequence[int]) -> None:
         """Undoes ``take_blocks``."""
-        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
+        self._pool.free_blocks(self._blocks(reversed(block_ids)))
 
     def bring(self, request_id: str, block_ids: Sequence[int], ahead: int) -> None:
         """Blocks that a request which is about to be added brings; the first ``ahead`` of them have its KV."""
         if block_ids:
-            self._kept[request_id], self._ahead[request_id] = list(block_ids), ahead
+            self._kept[request_id], self._ahead[request_id] = self._blocks(block_ids), ahead
 
     def brought(self, request_id: str) -> list[int]:
         """The blocks with KV that a request brings which was not scheduled yet."""
-        return self._kept.get(request_id, [])[: self._ahead.get(request_id, 0)]
+        kept = self._kept.get(request_id, [])
+        return [block.block_id for block in kept[: self._ahead.get(request_id, 0)]]
 
     def reserve_slots(self, count: int) -> None:
         """Keeps so many slots for requests that are to come with their KV."""
@@ -80,10 +79,6 @@ class HoldingScheduler(Scheduler):
         self._count_slots()
 
     def add_request(self, request: Request) -> None:
-        outputs = resumed_outputs(request.sampling_params.extra_args)
-        if outputs:
-            request.append_output_token_ids(outputs)
-            request.prefill_stats = None  # they describe prompts; with outputs vLLM's own assertions would not hold
         super().add_request(request)
         if self.connector.is_offered(request.request_id):  # it goes before those that have no KV
             self.waiting.remove_request(request)
@@ -106,7 +101,9 @@ class HoldingScheduler(Scheduler):
         for request_id in arrived:
             if request_id in self._kept:
                 self._unknown[request_id] = self._ahead[request_id]
-                self._let_go(request_id)  # the request has its own part in them now
+                self._ahead.pop(request_id)
+                for block in self._kept.pop(request_id):
+                    block.ref_cnt -= 1  # the request has its own part in each now, so none becomes free
             if self.requests[request_id].num_output_tokens > 0:
                 # All but the last sampled token had KV before: on another engine, or here before a preemption.
                 self.reprefilled_tokens += output.num_scheduled_tokens[request_id] - 1
@@ -132,14 +129,17 @@ class HoldingScheduler(Scheduler):
         if request_id not in self._kept:
             return self.kv_cache_manager.empty_kv_cache_blocks, 0
         kept, ahead = self._kept[request_id], self._ahead[request_id]
-        self.give_back(kept[ahead:])
+        self._pool.free_blocks(reversed(kept[ahead:]))
         del kept[ahead:]
-        blocks = [self._pool.blocks[block_id] for block_id in kept]
-        return self.kv_cache_manager.create_kv_cache_blocks((blocks,)), ahead * self.block_size
+        return self.kv_cache_manager.create_kv_cache_blocks((kept,)), ahead * self.block_size
 
     def _let_go(self, request_id: str) -> None:
-        self.give_back(self._kept.pop(request_id, ()))
+        self._pool.free_blocks(reversed(self._kept.pop(request_id, [])))
         self._ahead.pop(request_id, None)
+
+    def _blocks(self, block_ids: Iterable[int]) -> list[Any]:
+        blocks = self._pool.blocks
+        return [blocks[block_id] for block_id in block_ids]
 
     def _make_known(self) -> None:
         """Brought blocks enter the prefix cache, for later requests and after a preemption: not in the first step."""

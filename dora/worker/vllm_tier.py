@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from dora.errors import TransferFailed
 from dora.kvtier.chunks import Chain, ChunkShape
 from dora.kvtier.tier import Passage, Search, Tier
 from dora.kvtransfer.snapshot import Pieces
 from dora.types import TierLoad
-from dora.worker.vllm_blocks import BlockStore
+from dora.worker.reservation import Store
 
 TIER_BYTES: Final = 256 << 20  # on the way to the tier, and again on the way back
 KEEP_STEP_BYTES: Final = 32 << 20  # copied between two steps: some milliseconds
@@ -37,7 +38,7 @@ class _Request:
 class TierPrefixes:
     """Between vLLM's scheduler and the tier, in the engine's thread."""
 
-    def __init__(self, tier: Tier, shape: ChunkShape, store: BlockStore, scheduler: Any) -> None:
+    def __init__(self, tier: Tier, shape: ChunkShape, store: Store, scheduler: Any) -> None:
         self._tier = tier
         self._shape = shape
         self._store = store
@@ -140,7 +141,11 @@ class TierPrefixes:
             return 0
         block_ids = self._scheduler.kv_cache_manager.get_block_ids(state.request_id)[0]
         blocks = block_ids[first * self._shape.blocks : end * self._shape.blocks]
-        self._shape.write(self._store.show([blocks]), room)  # an engine with a tier has one group
+        try:
+            shown = self._store.show([blocks])  # an engine with a tier has one group
+        except TransferFailed:  # no pinned memory is free: they are kept after a later step
+            return 0
+        self._shape.write(shown, room)
         self._tier.keep(self._passage(state, request, end), first, room)
         request.kept = end
         if len(self._known) > KNOWN_MOST:

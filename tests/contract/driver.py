@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from dora.errors import Conflict
-from dora.kvtransfer.codec import head_of, parts_of, round_of, snapshot_of
+from dora.kvtransfer.codec import closing_of, head_of, opening_of, parts_of, round_of, snapshot_of
 from dora.kvtransfer.layout import blocks_for
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.types import FinishReason, RequestSpec, SamplingParams
@@ -96,9 +96,11 @@ class Driver:
     ) -> KvSnapshot:
         """As the loop does it: full blocks ahead, ``steps`` steps apart, then the rest; through the wire format.
 
-        They are written to the reservation as far as it takes them.
+        They are written to the reservation as far as it takes them, and it learns what the request is.
         """
         engine = self.engine
+        opening = opening_of(engine.layout, engine.request(request_id))
+        read = None if reservation is None else reservation.begin(opening.raw)
         counts: list[int] = []
         bodies: list[bytes] = []
         ahead_bytes = 0
@@ -114,12 +116,14 @@ class Driver:
                     bodies.append(body)
             self.step(steps)
         engine.freeze(request_id)
-        snapshot = engine.export(request_id)
-        assert snapshot is not None and counts
+        snapshot = engine.export(request_id, sum(counts))
+        assert snapshot is not None and counts and snapshot.ahead == sum(counts)
         left = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens) - sum(counts)
         assert left >= 1, "the tail is always copied while it is frozen"
         bodies.append(b"".join(round_of(snapshot, sum(counts))))
-        found = snapshot_of(head_of(snapshot, [*counts, left]), *bodies, ahead_bytes=ahead_bytes)
+        head = opening.raw + closing_of(snapshot, opening, [*counts, left])
+        found = snapshot_of(head, *bodies, ahead_bytes=ahead_bytes, opening=read)
+        assert reservation is None or reservation.begun_with(found.request) is not None
         engine.remove(request_id)
         return found
 

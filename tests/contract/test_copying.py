@@ -44,11 +44,11 @@ class Ends:
         return run(an_engine(self.model), [self.request])["r1"]
 
 
-def an_engine(model: Path, kv_tokens: int = 1024) -> FakeEngine:
+def an_engine(model: Path, kv_tokens: int = 1024, version: int = 1) -> FakeEngine:
     engine = FakeEngine(
         slots=4, kv_tokens=kv_tokens, block_tokens=BLOCK_TOKENS, max_model_len_tokens=256, mean_tokens=25, model=model
     )
-    engine.load_weights(1, model, None)
+    engine.load_weights(version, model, None)
     return engine
 
 
@@ -150,6 +150,20 @@ def test_a_target_that_refuses_a_later_round_costs_the_source_nothing(ends: Ends
     ends.driver.step()
     with pytest.raises(TransferFailed, match="not expected"):
         copying.advance()
+    assert copying.tokens < 0, "it was never frozen"
+    assert ends.driver.finish()["r1"] == ends.untouched()
+
+
+def test_a_target_that_cannot_take_the_request_in_says_so_with_the_first_round(ends: Ends) -> None:
+    """Before the source freezes anything: it decodes on."""
+    ends.start()
+    other = an_engine(ends.model, version=2)
+    ends.target.plane.expect("r1", 1, MOST_BYTES, other.reserve("r1", PROMPT_TOKENS))
+    copying = Copying(ends.driver.engine, ends.source.plane, ends.target.peer, "r1")
+    assert copying.advance() is None
+    with pytest.raises(TransferFailed, match=r"request\.version = 1, this engine has loaded 2"):
+        arrived(copying)
+    until(lambda: sum(ends.target.plane.held_bytes()) == 0)
     assert copying.tokens < 0, "it was never frozen"
     assert ends.driver.finish()["r1"] == ends.untouched()
 

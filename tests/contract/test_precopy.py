@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dora.errors import Conflict, NotFound, SnapshotRefused
+from dora.kvtransfer.codec import opening_of
 from dora.types import RequestSpec, SamplingParams
 from dora.worker.engine import RolloutEngine
 from tests.contract.driver import EVERYTHING, GREEDY, SAMPLED, SLOTS, Driver, Response, VersionFolder, make_request, run
@@ -147,6 +148,7 @@ def test_a_reservation_that_is_released_gives_its_blocks_back(
     used = used_blocks(engine)
     reservation = engine.reserve("r0", LONG)
     body = np.zeros(engine.layout.block_bytes * 2, np.uint8)
+    reservation.begin(opening_of(engine.layout, mover).raw)
     for _ in range(written):
         assert reservation.write(0, body)
     engine.release("r0")
@@ -197,10 +199,48 @@ def test_a_snapshot_whose_first_blocks_are_not_here_is_refused(engine: RolloutEn
     assert not engine.has_work() and engine.load().kv_used_tokens == 0
 
 
+def test_an_opening_that_the_engine_cannot_serve_is_refused_with_the_first_round(
+    engine: RolloutEngine, driver: Driver
+) -> None:
+    request = make_request(1, SAMPLED, LONG)
+    limit = engine.capability.max_model_len_tokens
+    reservation = engine.reserve("r1", LONG)
+    for wrong, name in (
+        (replace(request, version=9), "version"),
+        (replace(request, prompt_token_ids=(engine.capability.vocab_size,)), "prompt_token_ids"),
+        (replace(request, prompt_token_ids=(3,) * limit), "context"),
+        (replace(request, sampling=replace(SAMPLED, top_p=0.0)), "top_p"),
+    ):
+        with pytest.raises(SnapshotRefused, match=name):
+            reservation.begin(opening_of(engine.layout, wrong).raw)
+    assert reservation.opening is None
+    reservation.begin(opening_of(engine.layout, request).raw)
+    engine.release("r1")
+
+
+def test_a_snapshot_with_another_opening_is_taken_in_as_it_is(engine: RolloutEngine, driver: Driver) -> None:
+    """What was made ready belongs to an earlier try of the source, with fewer outputs or another request."""
+    mover = make_request(1, replace(EVERYTHING, stop_token_ids=(), ignore_eos=True), LONG, max_tokens=60)
+    untouched = run(engine, [mover])["r1"]
+    for earlier in (mover, replace(mover, sampling=replace(mover.sampling, seed=99), prompt_token_ids=(7,) * 40)):
+        driver.add(mover)
+        driver.step(4)
+        reservation = engine.reserve("r1", LONG)
+        snapshot = driver.take_out("r1")
+        reservation.begin(opening_of(engine.layout, earlier).raw)
+        engine.take_in(snapshot)
+        assert driver.finish()["r1"] == untouched
+
+
 def test_a_round_is_written_only_where_it_fits(engine: RolloutEngine) -> None:
     block_bytes = engine.layout.block_bytes
     reservation = engine.reserve("r1", 2 * engine.layout.block_tokens)
     assert len(reservation.block_ids) == 4
+    assert not reservation.write(0, np.zeros(block_bytes, np.uint8)), "nobody has said how it is laid out"
+    other = replace(engine.layout, block_tokens=engine.layout.block_tokens + 1)
+    reservation.begin(opening_of(other, make_request(1)).raw)
+    assert not reservation.write(0, np.zeros(block_bytes, np.uint8))
+    reservation.begin(opening_of(engine.layout, make_request(1)).raw)
     for first_bytes, size_bytes in ((0, 5 * block_bytes), (0, block_bytes + 1), (1, block_bytes), (block_bytes,) * 2):
         assert not reservation.write(first_bytes, np.zeros(size_bytes, np.uint8))
     assert reservation.write(0, np.zeros(3 * block_bytes, np.uint8)) and reservation.written == 3
@@ -222,6 +262,7 @@ def test_a_request_without_room_is_refused_and_one_without_a_slot_waits_in_host_
         driver.add(make_request(index, GREEDY, 20))
     driver.step()
     reservation = engine.reserve("waits", 20)
+    reservation.begin(opening_of(engine.layout, make_request(1)).raw)
     assert len(reservation.block_ids) == 0 and not reservation.write(0, np.zeros(engine.layout.block_bytes, np.uint8))
     engine.release("waits")
 

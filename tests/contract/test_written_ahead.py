@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dora.kvtransfer.checksum import digest_with
+from dora.kvtransfer.codec import opening_of
 from dora.kvtransfer.snapshot import KvLayout
 from dora.kvtransfer.wire import Kind, Stream
 from dora.models.tiny import make_tiny
@@ -68,6 +69,8 @@ def test_a_round_is_in_the_targets_blocks_as_soon_as_it_has_arrived(
     number = copying(source, target)
     assert source.end is not None and target.end is not None
     assert reservation(target).written == FULL_BLOCKS
+    opening = reservation(target).opening
+    assert opening is not None and len(opening.request.output_token_ids) == 5, "as it was when the copy began"
     until(lambda: (source.end.plane.held_bytes()[0], target.end.plane.held_bytes()[1]) == (0, 0))
     copied = source.outcome(number)
     target.tokens["r1"] = list(source.tokens["r1"])
@@ -169,7 +172,6 @@ def a_round(stream: Stream, number: int, damage: str, layout: KvLayout) -> Kind:
     key = f"9-{number:032x}.kv"
     body = np.arange(2 * layout.block_bytes, dtype=np.uint8)[: 2 * layout.block_bytes - (damage == "odd")]
     opening = {"key": key, "ticket": "r1", "transport": "tcp", "size": body.nbytes, "goes_on": True}
-    opening["layout"] = (layout if damage != "foreign" else replace(layout, block_tokens=1)).digest
     stream.send(Kind.OPEN, {**opening, "after": "9-nothing.kv" if damage == "late" else ""})
     if (answer := stream.receive().kind) is not Kind.OPENED:
         return answer
@@ -177,8 +179,9 @@ def a_round(stream: Stream, number: int, damage: str, layout: KvLayout) -> Kind:
         stream.send(Kind.CHUNK, {"key": key, "at": 0, "size": body.nbytes}, [body.data])
     digest = digest_with("xxh3", SECRET)
     sums = digest([body.data])
-    total = bytes(16) if damage == "wrong" else digest([sums, b""])
-    stream.send(Kind.COMMIT, {"key": key, "sum": total, "chunks": 1}, [memoryview(sums)])
+    head = opening_of(layout if damage != "foreign" else replace(layout, block_tokens=1), long_request()).raw
+    total = bytes(16) if damage == "wrong" else digest([sums, head])
+    stream.send(Kind.COMMIT, {"key": key, "sum": total, "chunks": 1}, [memoryview(sums), memoryview(head)])
     return stream.receive().kind
 
 

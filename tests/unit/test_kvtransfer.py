@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora.errors import SnapshotRefused
-from dora.kvtransfer.codec import MAGIC, head_of, round_of, snapshot_of
+from dora.kvtransfer.codec import MAGIC, closing_of, head_of, opening_in, opening_of, round_of, snapshot_of
 from dora.kvtransfer.layout import blocks_for, check_consistent, check_layout
 from dora.kvtransfer.snapshot import SCHEMA, KvLayout, KvSnapshot
 from dora.types import RequestSpec, SamplingParams
@@ -142,11 +142,46 @@ def test_each_refusal_names_its_field() -> None:
 )
 def test_a_head_with_a_right_checksum_and_wrong_content_is_refused(key: str, value: object) -> None:
     snapshot = make_snapshot()
-    manifest = msgpack.unpackb(head_of(snapshot)[48:])
-    text = msgpack.packb({**manifest, key: value})
-    preamble = struct.pack("<8sII", MAGIC, SCHEMA, 0)
+    opening = opening_of(snapshot.layout, snapshot.request)
+    parts = [msgpack.unpackb(part[48:]) for part in (opening.raw, closing_of(snapshot, opening))]
+    changed = next(part for part in parts if key in part)
+    changed[key] = value
+    if key in parts[0]:
+        parts[1]["opening"] = sealed(parts[0])[16:48]
     with pytest.raises(SnapshotRefused, match=f"head|{key}"):
-        snapshot_of(preamble + blake3(preamble + text).digest() + text, b"".join(round_of(snapshot)))
+        snapshot_of(sealed(parts[0]) + sealed(parts[1]), b"".join(round_of(snapshot)))
+
+
+def sealed(manifest: dict[str, object]) -> bytes:
+    text = msgpack.packb(manifest)
+    preamble = struct.pack("<8sII", MAGIC, SCHEMA, len(text))
+    return preamble + blake3(preamble + text).digest() + text
+
+
+@given(snapshots(), st.data())
+def test_an_opening_from_before_and_a_closing_are_the_whole_head(snapshot: KvSnapshot, data: st.DataObject) -> None:
+    """Whatever the request had sampled when the copy began; and what was read of it before is not read again."""
+    request = snapshot.request
+    then = data.draw(st.integers(0, len(request.output_token_ids)))
+    before = replace(request, output_token_ids=request.output_token_ids[:then], logprobs=request.logprobs[:then])
+    opening = opening_of(snapshot.layout, before)
+    head, body = opening.raw + closing_of(snapshot, opening), b"".join(round_of(snapshot))
+    read = opening_in(opening.raw)
+    assert read == opening == opening_in(head)
+    for known in (None, read, opening_of(snapshot.layout, replace(before, request_id="another"))):
+        found = snapshot_of(head, body, opening=known).request
+        assert found == request
+        assert (found.prompt_token_ids is read.request.prompt_token_ids) == (known is read and known is not None)
+
+
+def test_a_closing_belongs_to_one_opening() -> None:
+    snapshot = make_snapshot()
+    opening, other = (opening_of(snapshot.layout, replace(snapshot.request, request_id=name)) for name in ("r", "s"))
+    with pytest.raises(SnapshotRefused, match="another opening"):
+        snapshot_of(other.raw + closing_of(snapshot, opening), b"".join(round_of(snapshot)))
+    for head in (opening.raw, opening.raw + closing_of(snapshot, opening) * 2):
+        with pytest.raises(SnapshotRefused, match="head bytes"):
+            snapshot_of(head, b"".join(round_of(snapshot)))
 
 
 def test_layouts_are_compared_field_by_field() -> None:

@@ -1,0 +1,309 @@
+"""The KV-cache of an engine on a GPU as raw blocks, on their way to and from host memory.
+
+A block of a layer is the bytes that its tensor gives it, in the order in which they lie in memory: what kernels make of
+them is theirs. Blocks are gathered into one staging buffer on the device and cross the bus together, and the other way
+round, on a stream of their own. Engines differ in that order; ``DeviceStore.orders`` says which one it is.
+
+Layouts of vLLM (``vllm/v1/kv_cache_layout.py``, L layers, B blocks, H heads, N tokens, C content of a token and head):
+
+    LBNHC, LBHNC (NHD, HND)    a layer's block is one run of bytes
+    BLNHC, BLHNC               likewise, with other layers' between it and the next block
+    LHBNC, BHLNC               one run a head
+    (2, B, ...)                two runs, keys and values (older releases)
+    (B, N, C)                  MLA: one run, which may be padded
+
+The same code runs on CPU tensors, without a stream: tests need no GPU.
+"""
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from dora.errors import TransferFailed
+from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.snapshot import Pieces
+
+STAGE_BYTES: Final = 16 << 20  # cross the bus at once; so much on the device, and twice in pinned host memory
+PINNED_BYTES: Final = 8 << 30  # pinned host memory for blocks that are shown, at most
+_ALIGNED_BYTES: Final = 16
+_NUMBERS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # what bytes are moved as
+
+
+class LayerRows:
+    """One layer's tensor: ``cells`` is a view of it, of shape (blocks, ...), each row a block's bytes in memory order.
+
+    ``order``: the tensor's axes as they lie inside a block, without those of length 1; two layers whose orders differ
+    have different bytes for the same KV.
+    """
+
+    def __init__(self, tensor: torch.Tensor, block_count: int) -> None:
+        """Raises RuntimeError for a tensor that does not have so many blocks, or has bytes in two places."""
+        found = _blocks_first(tensor, block_count)
+        number_bytes = tensor.element_size()
+        axes = [(size, step * number_bytes, axis) for axis, (size, step) in enumerate(_axes(found)) if size > 1]
+        inner = sorted((each for each in axes if each[2] > 0), key=lambda each: -each[1])
+        _check_apart(tensor, sorted((step, size) for size, step, _ in axes), number_bytes)
+        self.order = "".join(str(axis) for _, _, axis in inner)
+        runs = _joined([(size, step) for size, step, _ in inner] + [(number_bytes, 1)])
+        begin, pitch = found.storage_offset() * number_bytes, found.stride(0) * number_bytes
+        unit = math.gcd(8, tensor.data_ptr(), begin, pitch, runs[-1][0], *(step for _, step in runs[:-1]))
+        shape = [block_count, *(size for size, _ in runs[:-1]), runs[-1][0] // unit]
+        steps = [pitch // unit, *(step // unit for _, step in runs[:-1]), 1]
+        self.cells = torch.empty(0, dtype=_NUMBERS[unit], device=tensor.device)
+        self.cells.set_(tensor.untyped_storage(), begin // unit, shape, steps)
+        self.block_bytes = math.prod(shape[1:]) * unit
+
+    def staged(self, stage: torch.Tensor, at: int, count: int) -> torch.Tensor:
+        """A place in a staging buffer, as ``cells`` of so many blocks."""
+        place = stage[at : at + count * self.block_bytes].view(self.cells.dtype)
+        return place.view(count, *self.cells.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some blocks of one layer, and where in a batch they lie."""
+
+    name: str
+    first: int  # counted in the ids of the layer's group
+    end: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What crosses the bus at once."""
+
+    parts: tuple[_Part, ...]
+    size_bytes: int
+
+
+class _Lane:
+    """Copies of one device: on a stream of their own, or, on the CPU, done when they are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def host_memory(self, size_bytes: int) -> np.ndarray:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._stream is not None).numpy()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """What is begun here waits for what the caller's stream was given before."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def ids(self, block_ids: Sequence[int], block_count: int) -> torch.Tensor:
+        """Ids on the device. A wrong one would end all of the process's work there, so it is refused here."""
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < block_count:
+            raise RuntimeError(f"block ids {min(block_ids)} to {max(block_ids)}: the KV-cache has {block_count} blocks")
+        found = torch.tensor(block_ids, dtype=torch.int64)
+        return found if self._stream is None else found.pin_memory().to(self._device, non_blocking=True)
+
+    def mark(self) -> Any:
+        """What was begun so far; None: it is done."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def hold_up(self, mark: Any) -> None:
+        """The caller's stream waits for it, and the caller does not."""
+        if mark is not None:
+            torch.cuda.current_stream(self._device).wait_event(mark)
+
+
+class DeviceStore:
+    """``vllm_blocks.BlockStore`` for tensors on a GPU. Any thread may use it.
+
+    ``show`` waits for its copies, and what it returns stays as it was. ``write`` returns when the bytes have been read:
+    they reach the KV-cache later, in the order of the calls. Each step of the engine calls ``join`` first, so that it
+    finds them, and so that nothing reaches a block late which has become another request's.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        groups: Mapping[str, int],
+        block_count: int,
+        *,
+        pinned_bytes: int = PINNED_BYTES,
+        stage_bytes: int = STAGE_BYTES,
+    ) -> None:
+        """``tensors``: by layer; ``groups``: which group each is of. Raises RuntimeError as ``LayerRows`` does."""
+        self._layers = {name: LayerRows(tensors[name], block_count) for name in sorted(groups)}
+        self._groups = groups
+        self._block_count = block_count
+        largest = max(rows.block_bytes for rows in self._layers.values())
+        self._stage_bytes = max(stage_bytes, _aligned(largest))
+        device = tensors[next(iter(groups))].device
+        self._lane = _Lane(device)
+        self._pinned = Pool(pinned_bytes, self._lane.host_memory)
+        self._outlets = [self._lane.host_memory(self._stage_bytes) for _ in range(2)]
+        self._leaving: list[Any] = [None, None]  # what is still read from each of them
+        self._written: Any = None
+        self._lock = threading.Lock()
+        with self._lane.entered():
+            self._stage = torch.empty(self._stage_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def layers(self) -> tuple[tuple[str, int], ...]:
+        """(layer name, bytes per block), sorted by name."""
+        return tuple((name, rows.block_bytes) for name, rows in self._layers.items())
+
+    @property
+    def orders(self) -> tuple[str, ...]:
+        """In which orders axes lie inside the layers' blocks: KV of other orders is not of this engine's."""
+        return tuple(sorted({f"order-{rows.order}" for rows in self._layers.values()}))
+
+    def show(self, block_ids: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
+        """Some blocks of every layer, in the order of its group's ids: copies in pinned memory.
+
+        Raises TransferFailed where too much of that is in use.
+        """
+        batches = self._batches(block_ids)
+        size_bytes = sum(batch.size_bytes for batch in batches)
+        host = self._pinned.array(size_bytes)
+        if host is None:
+            lent = self._pinned.lent_bytes()
+            raise TransferFailed(f"pinned memory: {size_bytes:,} bytes do not fit beside {lent:,} that are in use")
+        shown: dict[str, list[np.ndarray]] = {name: [] for name in self._layers}
+        with self._lock, self._lane.entered():
+            ids = self._ids(block_ids)
+            at = 0
+            for batch in batches:
+                for part in batch.parts:
+                    rows, count = self._layers[part.name], part.end - part.first
+                    place = rows.staged(self._stage, part.at, count)
+                    torch.index_select(rows.cells, 0, ids[part.name][part.first : part.end], out=place)
+                    begin = at + part.at
+                    piece = host[begin : begin + count * rows.block_bytes]
+                    shown[part.name].append(piece.reshape(count, rows.block_bytes))
+                into = torch.from_numpy(host[at : at + batch.size_bytes])
+                into.copy_(self._stage[: batch.size_bytes], non_blocking=True)
+                at += batch.size_bytes
+            mark = self._lane.mark()
+        if mark is not None:
+            mark.synchronize()
+        return shown
+
+    def write(self, block_ids: Sequence[Sequence[int]], blocks: Mapping[str, Pieces]) -> None:
+        """Overwrites some blocks of every layer, of each group those of its ids."""
+        with self._lane.entered():
+            ids = self._ids(block_ids)
+        for batch in self._batches(block_ids):
+            with self._lock, self._lane.entered():
+                self._load(batch, ids, blocks)
+
+    def join(self) -> None:
+        """What the caller's stream is given from now on finds all that was written before."""
+        with self._lock:
+            self._lane.hold_up(self._written)
+
+    def _load(self, batch: _Batch, ids: Mapping[str, torch.Tensor], blocks: Mapping[str, Pieces]) -> None:
+        """Under the lock. One outlet is filled while the other is on its way."""
+        self._outlets.reverse()
+        self._leaving.reverse()
+        outlet = self._outlets[0]
+        if self._leaving[0] is not None:
+            self._leaving[0].synchronize()
+        for part in batch.parts:
+            size_bytes = self._layers[part.name].block_bytes
+            place = outlet[part.at : part.at + (part.end - part.first) * size_bytes].reshape(-1, size_bytes)
+            _fill(place, blocks[part.name], part.first)
+        self._stage[: batch.size_bytes].copy_(torch.from_numpy(outlet[: batch.size_bytes]), non_blocking=True)
+        for part in batch.parts:
+            rows = self._layers[part.name]
+            place_there = rows.staged(self._stage, part.at, part.end - part.first)
+            rows.cells.index_copy_(0, ids[part.name][part.first : part.end], place_there)
+        self._leaving[0] = self._written = self._lane.mark()
+
+    def _ids(self, block_ids: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        """On the device, by layer."""
+        there = [self._lane.ids(each, self._block_count) for each in block_ids]
+        return {name: there[self._groups[name]] for name in self._layers}
+
+    def _batches(self, block_ids: Sequence[Sequence[int]]) -> list[_Batch]:
+        batches: list[_Batch] = []
+        parts: list[_Part] = []
+        at = 0
+        for name, rows in self._layers.items():
+            first, count = 0, len(block_ids[self._groups[name]])
+            while first < count:
+                fitting = (self._stage_bytes - at) // rows.block_bytes
+                if not fitting:
+                    batches.append(_Batch(tuple(parts), at))
+                    parts, at = [], 0
+                    continue
+                end = min(count, first + fitting)
+                parts.append(_Part(name, first, end, at))
+                at = min(self._stage_bytes, _aligned(at + (end - first) * rows.block_bytes))
+                first = end
+        return [*batches, _Batch(tuple(parts), at)] if parts else batches
+
+
+def _blocks_first(tensor: torch.Tensor, block_count: int) -> torch.Tensor:
+    """The tensor with its blocks as the first axis; kernel blocks that make one block are its second.
+
+    A tensor with five axes has one of length 2, for keys and values, which comes before or after the blocks.
+    """
+    axes = [axis for axis in (0, 1) if block_count and tensor.dim() > axis and tensor.shape[axis] % block_count == 0]
+    if tensor.dim() == 5:
+        axes = [axis for axis in axes if tensor.shape[1 - axis] == 2]
+    else:
+        axes = [axis for axis in axes if axis == 0]
+    if len(axes) != 1:
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        raise RuntimeError(f"KV tensor of shape {shape}, stride {stride}: not {block_count} blocks at one axis")
+    return tensor.movedim(axes[0], 0).unflatten(0, (block_count, -1))
+
+
+def _axes(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    return list(zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _check_apart(tensor: torch.Tensor, steps: Sequence[tuple[int, int]], number_bytes: int) -> None:
+    """``steps``: (bytes, count) of each axis, the smallest first."""
+    extent = number_bytes
+    for step, size in steps:
+        if step < extent:
+            raise RuntimeError(
+                f"KV tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()}: its blocks overlap"
+            )
+        extent += (size - 1) * step
+
+
+def _joined(axes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(length, step in bytes) from the outermost axis on, those that lie without a gap made one."""
+    found: list[tuple[int, int]] = []
+    for size, step in axes:
+        if found and found[-1][1] == size * step:
+            found[-1] = (found[-1][0] * size, step)
+        else:
+            found.append((size, step))
+    if found[-1][1] != 1:
+        found.append((1, 1))
+    return found
+
+
+def _fill(place: np.ndarray, pieces: Pieces, first: int) -> None:
+    """Blocks from the ``first`` one of the pieces on. Other threads run during large copies."""
+    at = begin = 0
+    for piece in pieces:
+        end = begin + len(piece)
+        if first + at < end and at < len(place):
+            count = min(end - first - at, len(place) - at)
+            np.copyto(place[at : at + count], piece[first + at - begin : first + at - begin + count])
+            at += count
+        begin = end
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES

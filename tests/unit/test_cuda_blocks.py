@@ -1,0 +1,104 @@
+"""KV in the layouts of GPUs, on CPU tensors: the code is the same, without a stream."""
+
+import gc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dora.errors import TransferFailed
+from dora.worker.cuda_blocks import DeviceStore, LayerRows
+from tests.cuda_layouts import KINDS, Sizes, check_both_ways, made
+
+SIZES = st.builds(
+    Sizes,
+    layers=st.integers(1, 3),
+    blocks=st.integers(1, 7),
+    heads=st.integers(1, 3),
+    tokens=st.integers(1, 5),
+    content=st.integers(1, 9),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn]),
+    padding=st.sampled_from([0, 0, 3]),
+)
+SOME = Sizes(layers=2, blocks=6, heads=2, tokens=4, content=8, dtype=torch.bfloat16)
+
+
+@settings(max_examples=300, deadline=None)
+@given(kind=st.sampled_from(sorted(KINDS)), sizes=SIZES, seed=st.integers(0, 1000), stage_bytes=st.integers(1, 400))
+def test_blocks_go_out_and_in_bit_for_bit(kind: str, sizes: Sizes, seed: int, stage_bytes: int) -> None:
+    if kind in ("2BNHC", "B2NHC") and sizes.blocks == 2:  # refused: see below
+        sizes = replace(sizes, blocks=3)
+    check_both_ways(kind, sizes, "cpu", seed, stage_bytes)
+
+
+@pytest.mark.parametrize("split", [2, 4])
+def test_kernel_blocks_of_one_block_move_together(split: int) -> None:
+    check_both_ways("BNC", replace(SOME, split=split), "cpu", 3, 1000)
+
+
+@pytest.mark.parametrize(
+    ("kind", "runs"), [("LBNHC", ()), ("BLHNC", ()), ("LHBNC", (2,)), ("2BNHC", (2,)), ("BNC", ())]
+)
+def test_a_block_is_as_few_runs_as_its_layout_allows(kind: str, runs: tuple[int, ...]) -> None:
+    """A copy of long runs of eight bytes at a time is what a GPU is fast at."""
+    rows = LayerRows(made(kind, SOME, "cpu", 0).tensors["layer.0"], SOME.blocks)
+    assert rows.cells.dtype == torch.int64 and tuple(rows.cells.shape[1:-1]) == runs
+
+
+def test_layouts_whose_blocks_differ_inside_have_other_orders() -> None:
+    order = {
+        kind: DeviceStore(made(kind, SOME, "cpu", 0).tensors, {"layer.0": 0, "layer.1": 0}, SOME.blocks).orders
+        for kind in ("LBHNC", "BLHNC", "LBNHC", "BLNHC")
+    }
+    assert order["LBHNC"] == order["BLHNC"] != order["LBNHC"] == order["BLNHC"]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.zeros(7, 2, 4, 8), "not 6 blocks"),
+        (torch.zeros(6, 3, 2, 4, 8), "not 6 blocks"),
+        (torch.zeros(1, 2, 4, 8).expand(6, 2, 4, 8), "overlap"),
+        (torch.zeros(99).as_strided((6, 2, 4), (4, 4, 1)), "overlap"),
+    ],
+)
+def test_a_tensor_that_is_not_such_blocks_is_refused(tensor: torch.Tensor, said: str) -> None:
+    with pytest.raises(RuntimeError, match=said):
+        LayerRows(tensor, 6)
+
+
+def test_a_tensor_that_may_be_either_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="not 2 blocks at one axis"):
+        LayerRows(torch.zeros(2, 2, 4, 2, 8), 2)
+
+
+def test_an_id_beyond_the_cache_is_refused_before_the_device_sees_it() -> None:
+    store = DeviceStore(made("LBNHC", SOME, "cpu", 0).tensors, {"layer.0": 0}, SOME.blocks)
+    for wrong in (-1, SOME.blocks):
+        with pytest.raises(RuntimeError, match="block ids"):
+            store.show([[wrong]])
+
+
+def test_pinned_memory_is_bounded_and_comes_back() -> None:
+    sizes = replace(SOME, tokens=1 << 12)  # 128 KiB a block and layer
+    made_there = made("LBNHC", sizes, "cpu", 0)
+    store = DeviceStore(made_there.tensors, {"layer.0": 0}, sizes.blocks, pinned_bytes=512 << 10)
+    held = store.show([[0, 1, 2]])
+    with pytest.raises(TransferFailed, match=r"393,216 bytes do not fit beside 393,216"):
+        store.show([[3, 4, 5]])
+    del held
+    gc.collect()
+    shown = store.show([[3, 4, 5]])
+    assert np.array_equal(np.concatenate(shown["layer.0"]), made_there.bytes_of("layer.0")[3:])
+
+
+def test_what_was_shown_stays_as_it_was() -> None:
+    made_there = made("2BNHC", SOME, "cpu", 0)
+    store = DeviceStore(made_there.tensors, {"layer.0": 0}, SOME.blocks)
+    shown, before = store.show([[1, 4]]), made_there.bytes_of("layer.0")[[1, 4]]
+    store.write([[1, 4]], {"layer.0": [np.zeros_like(before)]})
+    assert not made_there.bytes_of("layer.0")[[1, 4]].any()
+    assert np.array_equal(np.concatenate(shown["layer.0"]), before)
