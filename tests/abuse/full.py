@@ -76,6 +76,7 @@ async def served(model: Path, disk: Path, disk_bytes: int, **settings: object) -
         "workers.count": 1,
         "workers.max_model_len_tokens": 256,
         "service.tick_s": 0.1,
+        "kv.pool_mb": 0,
     }
     chosen = {**defaults, "rollout.max_tokens": 24, "rollout.group_size": 2, "workers.kv_tokens": 4096, **settings}
     argv += ["--prompts", "tiny", *(part for name, value in chosen.items() for part in ("--set", f"{name}={value}"))]
