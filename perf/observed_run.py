@@ -29,7 +29,8 @@ class Observed:
     load_s: float  # one engine takes a version's weights, without the ways: the median
     moved_tokens_per_s: float  # of a request's context on its way, ahead and frozen, to another engine; 0: none moved
     blackouts_s: list[float]  # of requests that moved: from the last token at the source to the first at the target
-    parked_s: list[float]  # the same of requests that were in a pool between
+    blackouts_steps: list[float]  # the same in decode steps: over the mean step of the request's stay at the source
+    parked_s: list[float]  # seconds of requests that were in a pool between
     lengths: dict[int, int]  # of responses, how many of each: of all versions that are over, so that none is missing
     group_correlation: float  # of the logarithms of these within a group, as the simulator has it
     prompt_tokens: float  # mean
@@ -61,6 +62,8 @@ class Books:
         default_factory=list
     )  # seconds from asking for a copy to its arrival, tokens
     told_s: dict[str, float] = field(default_factory=dict)  # request -> when its latest token was reported
+    stay: dict[str, tuple[float, int]] = field(default_factory=dict)  # request -> when its stay began, tokens by then
+    blackouts_steps: list[float] = field(default_factory=list)
     arrived: dict[str, type] = field(default_factory=dict)  # request -> the copy that it came by, no token seen since
     without_token_s: dict[type, list[float]] = field(default_factory=dict)  # by the kind of copy
 
@@ -94,7 +97,13 @@ class Books:
             return
         came_by = self.arrived.pop(request_id, None)
         if came_by is not None and before:
-            self.without_token_s.setdefault(came_by, []).append(now_s - self.told_s[request_id])
+            last_s = self.told_s[request_id]
+            self.without_token_s.setdefault(came_by, []).append(now_s - last_s)
+            began_s, tokens = self.stay.get(request_id, (last_s, before))
+            if came_by is do.CopyOut and before > tokens:
+                self.blackouts_steps.append((now_s - last_s) * (before - tokens) / (last_s - began_s))
+        if came_by is not None or request_id not in self.stay:
+            self.stay[request_id] = now_s, count
         self.generated += count - before
         self.tokens[request_id], self.told_s[request_id] = count, now_s
 
@@ -109,6 +118,7 @@ class Books:
             self.arrived[command.request_id] = came_by
         elif isinstance(command, do.StartRequest):
             self.arrived.pop(command.request_id, None)
+            self.stay.pop(command.request_id, None)
 
     def responses(self, window: int) -> list[list[int]]:
         """Lengths by group, of the versions that no later step may take."""
@@ -136,6 +146,7 @@ def observed(log: Path, warmup: int) -> Observed:
         load_s=max(LEAST_S, median(books.took_s[do.LoadVersion]) - 2 * latency_s),
         moved_tokens_per_s=median(rates) if rates else 0.0,
         blackouts_s=books.without_token_s.get(do.CopyOut, []),
+        blackouts_steps=books.blackouts_steps,
         parked_s=books.without_token_s.get(do.Resume, []),
         lengths=dict(sorted(Counter(tokens for group in groups for tokens in group).items())),
         group_correlation=group_correlation(groups),

@@ -117,4 +117,5 @@ def test_a_blackout_runs_from_the_last_token_at_the_source_to_the_first_at_the_t
     told(10.0, "w1", 11)  # nothing new
     told(10.5, "w1", 12)
     assert books.without_token_s == {do.CopyOut: [1.0], do.Resume: [4.5]}
+    assert books.blackouts_steps == [1.0], "it had got three tokens in three seconds"
     assert [round(took_s, 2) for took_s, _ in books.moved] == [3.75, 0.75, 0.75]
