@@ -18,13 +18,14 @@ Result = TypeVar("Result")
 
 
 def configured(model: Path, **fields: Any) -> Config:
-    """A small service on a free port. ``fields`` are dotted names with ``__`` for the dot."""
+    """A small service on a free port, without a pool. ``fields`` are dotted names with ``__`` for the dot."""
     tree = {
         "model": str(model),
         "prompts": "tiny",
         "service.listen": "127.0.0.1:0",
         "service.tick_s": 0.1,
         "service.drain_timeout_s": 20,
+        "kv.pool_mb": 0,  # a process that most tests do not need
         "workers.slots": 8,
         "workers.kv_tokens": 4096,
         "workers.max_model_len_tokens": 256,

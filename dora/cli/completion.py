@@ -171,11 +171,12 @@ def ends(context: typer.Context, incomplete: str) -> Found:
 
 
 def requests(context: typer.Context, incomplete: str) -> Found:
-    """The running requests of the service that the command is for."""
+    """The running and parked requests of the service that the command is for."""
 
     async def ask(operator: "Operator") -> Found:
-        listed = await operator.trajectories("running", REQUESTS_MOST)
-        return [(row.trajectory_id, f"v{row.version} on {row.worker}") for row in listed.trajectories]
+        listed = [await operator.trajectories(state, REQUESTS_MOST) for state in ("running", "parked")]
+        rows = [row for reply in listed for row in reply.trajectories]
+        return [(row.trajectory_id, f"v{row.version} on {row.worker}") for row in rows]
 
     return _asked(context, ask)
 

@@ -105,7 +105,10 @@ def migrate(
     token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Move a running request, with its KV-cache, to another worker of its version, or park it in a pool."""
+    """Move a request, with its KV-cache, to a worker of its version, or park it in a pool.
+
+    A parked request goes on at the worker that is named. Where there is a pool, that worker must have a free slot.
+    """
     print_reply(ask(address, token, lambda operator: operator.migrate(request, worker)), as_json)
 
 

@@ -44,8 +44,12 @@ class DemoReport(TypedDict):
     migrations_failed: Annotated[int, "handoffs that were undone"]
     tokens_reprefilled: Annotated[int, "tokens whose KV was computed a second time"]
     tokens_generated: Annotated[int, "tokens delivered"]
-    blackout_ms_p50: Annotated[float | None, "median time for which a request that moved got no token"]
+    requests_parked: Annotated[int, "requests that were parked in a pool"]
+    requests_resumed: Annotated[int, "requests that went on from a pool, with their KV"]
+    blackout_ms_p50: Annotated[float | None, "median time for which a request that went to another worker got no token"]
     blackout_ms_p99: Annotated[float | None, "99th percentile of the same"]
+    parked_ms_p50: Annotated[float | None, "median time for which a request that went through a pool got no token"]
+    parked_ms_p99: Annotated[float | None, "99th percentile of the same"]
     workers_lost: Annotated[int, "workers whose connection broke"]
     mean_reward_by_step: Annotated[list[float | None], "mean reward of each step; null where no reward was valid"]
     reward_first: Annotated[float | None, "mean reward of the first quarter of the steps"]
@@ -117,8 +121,12 @@ def build_report(
         "migrations_failed": int(counters.get("migrations_failed", 0)),
         "tokens_reprefilled": int(counters.get("tokens_reprefilled", 0)),
         "tokens_generated": int(counters.get("tokens_generated", 0)),
+        "requests_parked": int(counters.get("requests_parked", 0)),
+        "requests_resumed": int(counters.get("requests_resumed", 0)),
         "blackout_ms_p50": counters.get("blackout_ms_p50"),  # None where nothing migrated
         "blackout_ms_p99": counters.get("blackout_ms_p99"),
+        "parked_ms_p50": counters.get("parked_ms_p50"),
+        "parked_ms_p99": counters.get("parked_ms_p99"),
         "workers_lost": int(counters.get("workers_lost", 0)),
         "mean_reward_by_step": [step.mean_reward for step in steps],
         "reward_first": mean_reward(first),

@@ -63,6 +63,8 @@ def _moves(report: Mapping[str, Any]) -> str:
     if report["blackout_ms_p50"] is not None:
         text += f" (half of them without a token for {report['blackout_ms_p50'] / 1000:.1f} s or less)"
     text += f", {report['migrations_reprefill']} without it"
+    if report["requests_parked"]:
+        text += f"; {report['requests_parked']} were parked, {report['requests_resumed']} resumed"
     return f"{text}; {report['tokens_reprefilled']} tokens were computed twice"
 
 

@@ -228,7 +228,8 @@ class Executor:
         if handoff is None:
             return worker_message(command, self._book, self._store)
         source, target = self._sessions.end(handoff.source), self._sessions.end(handoff.target)
-        return worker_message(command, self._book, self._store, source, target, handoff.kind is Kind.RESUME)
+        was_parked, has_pool = handoff.kind is Kind.RESUME, bool(self._sessions.pools)
+        return worker_message(command, self._book, self._store, source, target, was_parked, has_pool)
 
     def _release_snapshot(self, command: do.ReleaseSnapshot) -> None:
         """Nothing is left to be deleted: a snapshot lies at its target, which was told to take it in or to drop it."""

@@ -37,12 +37,13 @@ def worker_message(
     source: Reached | None = None,
     target: Reached | None = None,
     was_parked: bool = False,
+    has_pool: bool = False,
 ) -> pb.WorkerCommand:
     """The message of ``command``. Notes in the book how a request is to arrive at its worker.
 
     ``source`` and ``target``: of the handoff that it belongs to, those that are connected. Each is told of the other,
     so that they talk without the service; a message that names nobody is answered with a failure. ``was_parked``: the
-    source is, or was, a pool.
+    source is, or was, a pool. ``has_pool``: a request need not queue at its target.
     """
     message = pb.WorkerCommand(command_id=command.command_id)
     match command:
@@ -58,7 +59,7 @@ def worker_message(
         case do.RemoveRequest(request_id=request_id):
             message.remove_request.request_id = request_id
         case do.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens):
-            reserve = pb.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens)
+            reserve = pb.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens, needs_slot=has_pool)
             if source is not None:
                 reserve.source_epoch = source.epoch
                 reserve.kv_bytes, reserve.most_bytes = _kv_bytes(source, kv_tokens)

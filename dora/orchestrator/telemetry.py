@@ -1,15 +1,16 @@
 """Numbers for operators: rates, blackouts, steps. Bounded memory."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from dora.orchestrator.core.adjustment import groups_to_add
 from dora.trajectory import TrajectoryGroup
-from dora.types import TierLoad
+from dora.types import Arrival, TierLoad
 
-BLACKOUTS_KEPT = 4096
+BLACKOUTS_KEPT = 4096  # and as many stays in a pool
 STEPS_KEPT = 512
 METRICS_KEPT = 8192  # of all steps together, the latest ones: a status has them all
 RATE_WINDOW_S = 5.0
@@ -66,6 +67,7 @@ class Telemetry:
         self.pool_spilled = 0
         self.pool_dropped = 0
         self.blackouts_ms: deque[float] = deque(maxlen=BLACKOUTS_KEPT)
+        self.parked_ms: deque[float] = deque(maxlen=BLACKOUTS_KEPT)
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._stepped_s = 0.0
         self.first_token_at = 0.0
@@ -76,6 +78,13 @@ class Telemetry:
             self.first_token_at = self.first_token_at or at
             self.last_token_at = at
             self.tokens_delivered += count
+
+    def arrived(self, arrival: Arrival | None, without_token_ms: float) -> None:
+        """A request got its next token, and how it came to its worker if that is the first one there."""
+        if arrival == "migrated":
+            self.blackouts_ms.append(without_token_ms)
+        elif arrival == "parked":
+            self.parked_ms.append(without_token_ms)
 
     def tier(self, before: TierLoad, now: TierLoad) -> None:
         """What a worker had of the shared tier when it last reported, and has now."""
@@ -138,7 +147,6 @@ class Telemetry:
     def counters(self) -> dict[str, float]:
         """Beside the core's own counters."""
         busy_s = self.last_token_at - self.first_token_at
-        blackouts = np.asarray(self.blackouts_ms) if self.blackouts_ms else np.zeros(1)
         return {
             "tokens_generated": self.tokens_delivered,
             "tokens_reprefilled": self.tokens_reprefilled,
@@ -155,6 +163,12 @@ class Telemetry:
             "tier_losses": self.tier_losses,
             "pool_spilled": self.pool_spilled,
             "pool_dropped": self.pool_dropped,
-            "blackout_ms_p50": float(np.percentile(blackouts, 50)),
-            "blackout_ms_p99": float(np.percentile(blackouts, 99)),
+            **_percentiles("blackout_ms", self.blackouts_ms),
+            **_percentiles("parked_ms", self.parked_ms),
         }
+
+
+def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Median and 99th percentile of values named so; 0 where there are none."""
+    known = np.asarray(values) if values else np.zeros(1)
+    return {f"{name}_p{percent}": float(np.percentile(known, percent)) for percent in (50, 99)}

@@ -155,8 +155,8 @@ class WorkerReports:
         entry = self._book[delta.request_id]
         before, last_at = len(entry.tokens), entry.last_token_at
         arrival = entry.append(worker_id, delta, at)
-        if arrival == "migrated" and before:
-            self._telemetry.blackouts_ms.append((at - last_at) * 1000)
+        if before:
+            self._telemetry.arrived(arrival, (at - last_at) * 1000)
         self._telemetry.tokens(len(entry.tokens) - before, at)
 
     def _note_copy(self, session: Session, outcome: pb.WorkerOutcome) -> None:

@@ -927,20 +927,22 @@ class RemoveRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ReserveSlot(_message.Message):
-    __slots__ = ("request_id", "version", "kv_tokens", "source_epoch", "kv_bytes", "most_bytes")
+    __slots__ = ("request_id", "version", "kv_tokens", "source_epoch", "kv_bytes", "most_bytes", "needs_slot")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     MOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_SLOT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     version: int
     kv_tokens: int
     source_epoch: int
     kv_bytes: int
     most_bytes: int
-    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., source_epoch: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., most_bytes: _Optional[int] = ...) -> None: ...
+    needs_slot: bool
+    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., source_epoch: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., most_bytes: _Optional[int] = ..., needs_slot: _Optional[bool] = ...) -> None: ...
 
 class CancelReservation(_message.Message):
     __slots__ = ("request_id",)

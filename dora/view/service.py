@@ -22,7 +22,7 @@ STATE_STYLES: Final = {
 VERSION_STYLES: Final = {"in doubt": "yellow", "rejected": "bold red"}
 
 COUNTERS: Final = {
-    "blackout_ms_p50": "median time for which a request that moved got no token, in milliseconds",
+    "blackout_ms_p50": "median time for which a request that went to another worker got no token, in milliseconds",
     "blackout_ms_p99": "99th percentile of the same",
     "c1_violations": "trajectories that mixed versions: always 0",
     "groups_admitted": "prompt groups admitted into the window",
@@ -44,6 +44,8 @@ COUNTERS: Final = {
     "migrations_overtaken": "handoffs that the response's end made needless",
     "migrations_reprefill": "requests that went on elsewhere by computing their KV again",
     "parked_lost": "parked requests whose KV a pool lost, dropped or could not give out: computed again",
+    "parked_ms_p50": "median time for which a request that went through a pool got no token, in milliseconds",
+    "parked_ms_p99": "99th percentile of the same",
     "pool_dropped": "snapshots that pools dropped: the disk failed or was slow, or they were damaged",
     "pool_spilled": "snapshots that pools wrote to disk",
     "prompt_sources_failed": "prompt sources that failed: only submitted prompts come since",

@@ -35,7 +35,7 @@ log = logging.getLogger("dora.worker")
 
 IDLE_S = 0.5  # an idle worker looks up, and is heard of, this often
 REASON_MOST = 500  # characters of why a KV transport failed
-QUEUE_SLOTS = 2  # requests taken in by handoff: this many times the slots
+QUEUE_SLOTS = 2  # requests taken in by handoff where there is no pool: this many times the slots
 
 
 class Orders(Protocol):
@@ -158,7 +158,8 @@ class EngineLoop:
         if order.version != self._engine.version:
             raise Conflict("version", order.version, f"{self._engine.version}, the one loaded", why="is not loaded")
         load, capability = self._engine.load(), self._engine.capability
-        held, limit = load.running + load.waiting + self._engine.reserved, QUEUE_SLOTS * capability.slots
+        held = load.running + load.waiting + self._engine.reserved
+        limit = (1 if order.needs_slot else QUEUE_SLOTS) * capability.slots
         if held >= limit:
             raise Conflict("requests held", held, f"below {limit}", why="is too much for another")
         if order.kv_tokens > capability.kv_tokens:

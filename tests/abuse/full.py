@@ -42,16 +42,26 @@ class Served:
     disk: Path  # as this process reaches it
 
     def fill(self) -> Path:
-        """Takes all the room that the disk has left, to the last byte."""
-        filler = self.disk / "filler"
-        with filler.open("ab", buffering=0) as stream:
-            piece = bytes(1 << 16)
-            while piece:
-                try:
-                    stream.write(piece)
-                except OSError:
-                    piece = piece[: len(piece) // 2]
-        return filler
+        return fill_up(self.disk)
+
+
+def fill_up(disk: Path) -> Path:
+    """Takes all the room that the disk has left, to the last byte. Returns the file that does."""
+    filler = disk / "filler"
+    with filler.open("ab", buffering=0) as stream:
+        piece = bytes(1 << 16)
+        while piece:
+            try:
+                stream.write(piece)
+            except OSError:
+                piece = piece[: len(piece) // 2]
+    return filler
+
+
+def with_own_disk(argv: list[str], disk: Path, disk_bytes: int) -> list[str]:
+    """A command line that runs ``argv`` where ``disk``, a folder, is a file system in memory for it alone."""
+    mount = f'mount -t tmpfs -o size={disk_bytes} tmpfs "$0" && exec "$@"'
+    return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(disk), *argv]
 
 
 @asynccontextmanager
@@ -66,13 +76,13 @@ async def served(model: Path, disk: Path, disk_bytes: int, **settings: object) -
         "workers.count": 1,
         "workers.max_model_len_tokens": 256,
         "service.tick_s": 0.1,
+        "kv.pool_mb": 0,
     }
     chosen = {**defaults, "rollout.max_tokens": 24, "rollout.group_size": 2, "workers.kv_tokens": 4096, **settings}
     argv += ["--prompts", "tiny", *(part for name, value in chosen.items() for part in ("--set", f"{name}={value}"))]
     await asyncio.to_thread(disk.mkdir, exist_ok=True)
     if disk_bytes:
-        mount = f'mount -t tmpfs -o size={disk_bytes} tmpfs "$0" && exec "$@"'
-        argv = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(disk), *argv]
+        argv = with_own_disk(argv, disk, disk_bytes)
     process = await asyncio.create_subprocess_exec(
         *argv, stdout=asyncio.subprocess.PIPE, stderr=(disk.parent / "service.log").open("ab")
     )

@@ -4,6 +4,8 @@ import asyncio
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from dora.rpc.errors import LimitExceeded, ServiceUnavailable
 from dora.trajectory import TrajectoryGroup
 from dora.verify.check import read_trajectories
 from dora.verify.committed import missing, read_steps
-from tests.abuse.full import Served, has_namespaces, served
+from tests.abuse.full import Served, has_namespaces, served, with_own_disk
 from tests.service import check_promises, during, until
 
 GROUPS = 3
@@ -121,6 +123,16 @@ async def test_shared_memory_that_is_full_breaks_no_stream_and_a_version_may_be_
         assert status.counters["workers_lost"] == status.counters["groups_lost"] == 0
         assert {worker.state for worker in status.workers} <= {"ready", "loading", "vacating"}
     assert service.process.returncode == 0
+
+
+@own_disk
+def test_a_pool_on_a_full_disk_drops_what_it_cannot_write_and_keeps_the_rest(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    argv = [sys.executable, "-m", "tests.abuse.spilling", str(disk), str(tmp_path)]
+    argv, root = with_own_disk(argv, disk, MEGABYTE), Path(__file__).parents[2]
+    ended = subprocess.run(argv, cwd=root, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 async def test_a_run_folder_is_used_again_however_its_service_ended(tiny_dense: Path, tmp_path: Path) -> None:

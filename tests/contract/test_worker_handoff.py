@@ -288,6 +288,24 @@ def test_a_copy_ends_with_its_request(workers: tuple[Worker, Worker], transport:
     source.finish("r2")
 
 
+def test_a_worker_without_a_free_slot_refuses_who_could_wait_in_a_pool(workers: tuple[Worker, Worker]) -> None:
+    _, target = workers
+    started(target, [replace(make_request(index), sampling=LONG) for index in range(3)], 1)
+
+    def asked(name: str, needs_slot: bool) -> pb.WorkerOutcome:
+        reserve = pb.ReserveSlot(request_id=name, version=1, kv_tokens=64, source_epoch=1, needs_slot=needs_slot)
+        return target.obey(reserve_slot=reserve)
+
+    assert asked("s1", True).ok, "the fourth slot"
+    refused = asked("s2", True)
+    assert (refused.ok, refused.error_kind) == (False, "refused") and "requests held = 4" in refused.error
+    assert target.engine.reserved == 1
+    assert asked("s2", False).ok, "without a pool it may queue"
+    for name in ("s1", "s2"):
+        assert target.obey(cancel_reservation=pb.CancelReservation(request_id=name)).ok
+    assert asked("s2", True).ok
+
+
 def test_a_worker_without_a_data_plane_takes_part_in_no_handoff(model: Path) -> None:
     worker = Worker(None, model)
     assert worker.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok

@@ -15,7 +15,7 @@ from dora.orchestrator.eventlog import EventLogWriter
 from dora.sim import world
 from dora.sim.presets import composed
 from dora.sim.run import simulate
-from perf.observed_run import group_correlation, observed, scenario
+from perf.observed_run import Books, group_correlation, observed, scenario
 
 WARMUP, STEPS = 4, 12
 
@@ -88,3 +88,34 @@ def test_the_correlation_within_groups_is_that_of_a_variance_analysis() -> None:
         logs = 5 + correlation**0.5 * common + (1 - correlation) ** 0.5 * own
         assert group_correlation(np.exp(logs).tolist()) == pytest.approx(correlation, abs=0.02)
     assert group_correlation([[7, 7], [9, 9]]) == 1.0
+
+
+def test_a_blackout_runs_from_the_last_token_at_the_source_to_the_first_at_the_target() -> None:
+    """A request moves, is parked, and is resumed. Its copies begin while it still decodes."""
+    books, number = Books(), iter(range(100))
+    books.prompt_tokens, books.prompts = {"p0": 5}, {"r0": "p0"}
+
+    def told(now_s: float, worker: str, tokens: int) -> None:
+        books.see(now_s, on.Progress(worker, 1, 0, {"r0": tokens}), ())
+
+    def obeyed(sent_s: float, now_s: float, kind: type, worker: str, **fields: object) -> None:
+        command = kind(worker, 1, next(number), "r0", **fields)
+        books.see(sent_s, on.Tick(), (command,))
+        books.see(now_s, on.CommandDone(worker, 1, command.command_id, tokens=9), ())
+
+    told(1.0, "w0", 6)
+    books.see(1.0, on.Tick(), (copy := do.CopyOut("w0", 1, 99, "r0"),))
+    told(4.0, "w0", 9)
+    books.see(4.5, on.CommandDone("w0", 1, copy.command_id, tokens=9), ())
+    obeyed(4.5, 4.75, do.CopyIn, "w1", version=0, locator="")
+    told(5.0, "w1", 10)
+    told(6.0, "w1", 11)
+    obeyed(6.0, 6.5, do.Park, "w1")
+    obeyed(6.5, 6.75, do.CopyIn, "pool-0", version=0, locator="")
+    obeyed(9.0, 9.5, do.Resume, "pool-0")
+    obeyed(9.5, 9.75, do.CopyIn, "w1", version=0, locator="")
+    told(10.0, "w1", 11)  # nothing new
+    told(10.5, "w1", 12)
+    assert books.without_token_s == {do.CopyOut: [1.0], do.Resume: [4.5]}
+    assert books.blackouts_steps == [1.0], "it had got three tokens in three seconds"
+    assert [round(took_s, 2) for took_s, _ in books.moved] == [3.75, 0.75, 0.75]

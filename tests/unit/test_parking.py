@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dora.errors import Conflict, InvalidValue
+from dora.errors import Conflict, DoraError, InvalidValue
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.observation import view_of
@@ -265,3 +265,36 @@ def test_a_worker_without_room_is_asked_once_more_after_a_rest() -> None:
     bench.now_s += 1.0
     bench.post(on.Tick())
     assert bench.given(do.StartRequest)[-1].arrival == "re-prefilled" and bench.owner("g0.0") == "w0"
+
+
+def test_an_operator_says_where_a_parked_request_goes_on() -> None:
+    bench = PoolBench()
+    bench.park()
+    (reserve,) = (p.command for p in bench.state.pending.values() if isinstance(p.command, do.ReserveSlot))
+    bench.answer(reserve, ok=False, error="no room", error_kind="refused")
+    assert bench.parked and not bench.state.handoffs, "the worker rests, so nobody resumes it"
+    bench.post(on.PoolJoined("pool-1", 1, 1000))
+    for target, why in (("pool-0", "is where g0.0 is"), ("pool-1", "is a pool"), ("w9", "w0")):
+        with pytest.raises(DoraError, match=why):
+            bench.post(on.MigrateAsked("g0.0", target))
+    assert bench.parked and bench.row in bench.state.waiting[0]
+    bench.post(on.MigrateAsked("g0.0", "w0"))
+    bench.freeze(do.Resume)
+    bench.answer(bench.given(do.CopyIn)[-1])
+    assert bench.owner("g0.0") == "w0" and bench.machine.counters.requests_resumed == 1
+    assert bench.row not in bench.state.waiting[0] and bench.pool.kv_claimed == 0
+
+
+def test_beside_a_pool_an_operator_sends_no_request_onto_taken_slots() -> None:
+    bench = PoolBench()
+    bench.join("w1", slots=1)
+    bench.load_all()
+    bench.offer(2)
+    bench.obey(do.StartRequest)
+    (taken,) = bench.state.workers["w1"].rows
+    assert taken != bench.row
+    with pytest.raises(Conflict, match="has all its slots taken: it must be a worker with a free slot"):
+        bench.post(on.MigrateAsked("g0.0", "w1"))
+    bench.post(on.PoolLost("pool-0", 1, "killed"))
+    bench.post(on.MigrateAsked("g0.0", "w1"))
+    assert bench.sent(do.ReserveSlot, "w1"), "without a pool it may queue there"

@@ -402,3 +402,14 @@ def test_the_trainers_waiting_says_how_many_dp_groups_to_add(
         # the wall clock was set back meanwhile
         telemetry.step(step, [], {}, at=50.0 - step, stepped_s=7.0 + 60.0 * step, waited_s=waited)
     assert telemetry.groups_to_add(2) == expected
+
+
+def test_time_in_a_pool_is_counted_apart_from_blackouts() -> None:
+    telemetry = Telemetry()
+    found = telemetry.counters()
+    assert found["blackout_ms_p99"] == found["parked_ms_p99"] == 0.0
+    for arrival, without_token_ms in (("migrated", 10.0), ("parked", 5000.0), ("re-prefilled", 70.0), (None, 80.0)):
+        telemetry.arrived(arrival, without_token_ms)  # type: ignore[arg-type]
+    found = telemetry.counters()
+    assert (found["blackout_ms_p50"], found["blackout_ms_p99"]) == (10.0, 10.0)
+    assert (found["parked_ms_p50"], found["parked_ms_p99"]) == (5000.0, 5000.0)

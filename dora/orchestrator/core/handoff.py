@@ -59,7 +59,10 @@ def send_back(state: State, row: int) -> None:
 
 
 def asked(state: State, event: on.MigrateAsked) -> None:
-    """An operator moves one request to a worker or a pool. Raises NotFound or Conflict where it cannot go there."""
+    """An operator moves one request: a running one to a worker or a pool, a parked one to a worker, to go on there.
+
+    Raises NotFound or Conflict where it cannot go there.
+    """
     row = state.request_row.get(event.request_id)
     target = state.end(event.target_worker)
     if row is None:
@@ -68,24 +71,39 @@ def asked(state: State, event: on.MigrateAsked) -> None:
         )
     if target is None:
         raise NotFound("--to", event.target_worker, one_of_workers(state.workers, event.target_worker))
-    version = int(state.requests["version"][row])
-    movable = "a request that is running and in no handoff"
+    pool = state.pool_of(row)
+    movable = "a request that is running or parked, and in no handoff"
     if row in state.handoffs:
         raise Conflict("request", event.request_id, movable, why="is in a handoff already")
-    if state.requests["status"][row] != RUNNING:
+    if state.requests["status"][row] != RUNNING and pool is None:
         raise Conflict("request", event.request_id, movable, why="is not running")
-    if state.owner(row) is target:
+    if target in (state.owner(row), pool):
         raise Conflict("--to", event.target_worker, "another worker", why=f"is where {event.request_id} is")
-    if isinstance(target, Pool):
-        if target.free < kv_tokens(state, row):
-            allowed = f"a pool with room for {kv_tokens(state, row):,} tokens of KV"
-            raise Conflict("--to", event.target_worker, allowed, why=f"has room for {target.free:,}")
-    elif target.hosts != version:
-        why = "hosts no version" if target.hosts is None else f"hosts version {target.hosts}"
+    if isinstance(target, Worker):
+        _check_worker(state, row, target)
+    elif pool is not None:
+        raise Conflict("--to", event.target_worker, "a worker, for a request that is parked", why="is a pool")
+    elif target.free < kv_tokens(state, row):
+        allowed = f"a pool with room for {kv_tokens(state, row):,} tokens of KV"
+        raise Conflict("--to", event.target_worker, allowed, why=f"has room for {target.free:,}")
+    if pool is None:
+        begin(state, row, target)
+    else:
+        assert isinstance(target, Worker)
+        state.waiting[int(state.requests["version"][row])].remove(row)
+        resume(state, row, pool, target)
+
+
+def _check_worker(state: State, row: int, target: Worker) -> None:
+    """Raises Conflict where an operator's request may not go to this worker."""
+    version = int(state.requests["version"][row])
+    if target.hosts != version:
+        why = "hosts no version" if target.hosts < 0 else f"hosts version {target.hosts}"
         raise Conflict(
-            "--to", event.target_worker, f"a worker that hosts version {version}, as the request needs (C1)", why
+            "--to", target.worker_id, f"a worker that hosts version {version}, as the request needs (C1)", why
         )
-    begin(state, row, target)
+    if state.pools and target.held >= target.slots:
+        raise Conflict("--to", target.worker_id, "a worker with a free slot", why="has all its slots taken")
 
 
 def signal_row(state: State, row: int, signal: Signal) -> None:

@@ -248,7 +248,8 @@ def test_a_replay_fits() -> None:
 def test_a_summary_of_the_demo_fits() -> None:
     promises = dict.fromkeys(
         ("groups_lost", "groups_duplicated", "c1_violations", "staleness_max", "groups_admitted", "groups_trained",
-         "versions_live_max", "migrations_kv", "migrations_reprefill", "tokens_reprefilled", "workers_lost"), 10**12,
+         "versions_live_max", "migrations_kv", "migrations_reprefill", "tokens_reprefilled", "workers_lost",
+         "requests_parked", "requests_resumed"), 10**12,
     )  # fmt: skip
     run = {"steps": 10, "model": "/models/" + "n" * 100, "window": 2, "failures": ["one"], "tokens_generated": 10**12}
     phases = ("total", "model", "start", "first_step", "later_steps", "end")
