@@ -456,7 +456,7 @@ def leased_groups_are_queued_again(patch: Patch) -> None:
     def attach(state: State, event: on.TrainerAttached) -> None:
         lifecycle.attached(state, event)
         for group in state.leased:
-            state.finished[int(state.groups["version"][group])].append(group)
+            state.finished.setdefault(int(state.groups["version"][group]), deque()).append(group)
 
     patch.setitem(machine._HANDLERS, on.TrainerAttached, attach)
 

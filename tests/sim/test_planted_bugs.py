@@ -26,7 +26,7 @@ BUGS = [
     Bug("one group more than fits is admitted", "C3", plants.feasible_off_by_one),
     Bug("the oldest version is topped up again and again", "C3", plants.tops_up_the_oldest),
     Bug("warm-up submits more than a step may take", "C3", plants.warm_up_over_submits),
-    Bug("a step takes what is finished, not what is due", "C3|C1", plants.takes_whatever_is_finished),
+    Bug("a step takes what is finished, not what is due", "C3|C1|may not take", plants.takes_whatever_is_finished),
     Bug("what is in flight is not counted (verl-recipe 113)", "C3", plants.in_flight_not_counted),
     Bug("full storage stops nothing", "while storage is full", plants.full_storage_is_not_looked_at, "storage"),
     Bug("admission stays closed once storage is well", "not done", plants.full_storage_closes_for_ever, "storage"),

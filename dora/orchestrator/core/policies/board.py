@@ -2,6 +2,8 @@
 
 from bisect import insort
 from collections.abc import Mapping
+from math import inf
+from typing import Final
 
 import numpy as np
 
@@ -9,6 +11,9 @@ from dora.orchestrator.core.choice import TYPICAL, Choice, cheapest
 from dora.orchestrator.core.plan import LINE, POOL, Move
 from dora.orchestrator.core.table import Column
 from dora.orchestrator.core.view import RequestColumns, View
+
+PARK_ABOVE: Final = 0.975  # share of a worker's KV: fuller, it would soon preempt,
+PARK_DOWN_TO: Final = 0.96  # and so much it may hold
 
 
 def context_tokens(requests: RequestColumns) -> Column:
@@ -89,11 +94,39 @@ class Board:
         kv_tokens = float(self.context[row])
         choice = cheapest(self.cost, kv_tokens, held_up_s, slot=False, pool=self.pools[-1] >= kv_tokens)
         if choice is Choice.PARK:
-            insort(self.pools, self.pools.pop() - int(kv_tokens))
-        if choice is not Choice.STAY:
+            self._park(row)
+        elif choice is Choice.REPREFILL:
             self.take_off(row)
-            self._to[row] = POOL if choice is Choice.PARK else LINE
+            self._to[row] = LINE
         return choice
+
+    def relieve_engines(self, movable: Column) -> None:
+        """Parks requests off workers whose KV is about to run out, as they would preempt them and compute them again.
+
+        ``movable``: by row, who may be parked.
+        """
+        if self.pools:
+            above = PARK_ABOVE * self.workers.kv_tokens
+            for index in np.flatnonzero(self.stays & (self.kv > above)).tolist():
+                self._park_youngest(index, PARK_DOWN_TO * float(self.workers.kv_tokens[index]), movable)
+
+    def _park_youngest(self, index: int, kv_most: float, movable: Column) -> None:
+        """Those with the least context first, until the worker holds no more than ``kv_most``; never the last one."""
+        rows = np.flatnonzero(movable & (self.requests.worker == index))
+        for row in rows[np.argsort(self.context[rows], kind="stable")].tolist():
+            if self.kv[index] <= kv_most or self.held[index] <= 1:
+                return
+            context = float(self.context[row])
+            room = bool(self.pools) and self.pools[-1] >= context
+            if cheapest(self.cost, context, inf, slot=False, pool=room) is not Choice.PARK:
+                return
+            if row not in self._to:
+                self._park(row)
+
+    def _park(self, row: int) -> None:
+        insort(self.pools, self.pools.pop() - int(self.context[row]))
+        self.take_off(row)
+        self._to[row] = POOL
 
     def token_s(self, index: int) -> float:
         """Seconds of one decode step of this worker, as it is now."""

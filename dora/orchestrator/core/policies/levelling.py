@@ -29,6 +29,7 @@ def plan_moves(view: View, targets: Mapping[int, int], balance: BalanceConfig) -
     if plan.movable:
         plan.displace(balance.moves_at_once)
         plan.level(balance.dora.level_gap, balance.moves_at_once)
+        plan.relieve_engines(view.requests.movable)
     return plan.moves()
 
 

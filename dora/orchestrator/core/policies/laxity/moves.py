@@ -43,6 +43,7 @@ class LevelBoard(Board):
         stay = np.flatnonzero(self.stays)
         for index in stay[self._level[stay] > TUNING.pressed].tolist():
             self._relieve(index)
+        self.relieve_engines(requests.movable & ~self._reserved.hurried)
 
     def _move_on(self, row: int, level: float = TUNING.fill) -> bool:
         """To its reserved worker, else the one of its version with the most free KV, as far as ``level`` allows."""
