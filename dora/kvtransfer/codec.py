@@ -124,7 +124,7 @@ def opening_in(head: Buffer) -> Opening:
     manifest = _unsealed(view)
     try:
         layout, request = _opened(msgpack.unpackb(manifest))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise SnapshotRefused(f"head: {error!r}") from error
     return Opening(bytes(view[: _HEAD_START + manifest.nbytes]), layout, request)
 
@@ -150,9 +150,9 @@ def snapshot_of(
     raw = [body if isinstance(body, np.ndarray) else np.frombuffer(body, np.uint8) for body in bodies]
     try:
         snapshot = _snapshot(opening, msgpack.unpackb(manifest), raw, ahead_bytes)
-    except (KeyError, TypeError, ValueError) as error:
+        check_consistent(snapshot)  # of what another wrote: a temperature that is a text
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise SnapshotRefused(f"head: {error!r}") from error
-    check_consistent(snapshot)
     return snapshot
 
 
@@ -198,11 +198,12 @@ def _read_outputs(manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[f
 
 def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec]:
     layout_fields = dict(manifest["layout"])
+    _check_fields("layout", layout_fields, KvLayout)
     layout_fields["layers"] = tuple((str(name), int(block_bytes)) for name, block_bytes in layout_fields["layers"])
-    layout_fields["windows"] = tuple(int(window) for window in layout_fields["windows"])
+    layout_fields["windows"] = tuple(int(window) for window in _listed(layout_fields, "windows"))
     layout_fields["interiors"] = tuple(
         (int(times), tuple((int(outer), int(inner)) for outer, inner in strips))
-        for times, strips in layout_fields["interiors"]
+        for times, strips in _listed(layout_fields, "interiors")
     )
     layout = KvLayout(**layout_fields)
     if len(layout.windows) not in (0, len(layout.layers)) or any(size < 0 or size == 1 for size in layout.windows):
@@ -210,10 +211,9 @@ def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec]:
     if layout.block_tokens < 1 or min((size for _, size in layout.layers), default=0) < 1:
         raise ValueError(f"block_tokens = {layout.block_tokens}, layers = {layout.layers[:8]}")
     sampling_fields = dict(manifest["sampling"])
+    _check_fields("sampling", sampling_fields, SamplingParams)
     for name in ("stop", "stop_token_ids"):
-        sampling_fields[name] = tuple(sampling_fields[name])
-    if set(sampling_fields) != {field.name for field in fields(SamplingParams)}:
-        raise ValueError(f"sampling fields {sorted(sampling_fields)}")
+        sampling_fields[name] = tuple(_listed(sampling_fields, name))
     output_token_ids, logprobs = _read_outputs(manifest)
     request = RequestSpec(
         request_id=str(manifest["request_id"]),
@@ -224,6 +224,19 @@ def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec]:
         logprobs=logprobs,
     )
     return layout, request
+
+
+def _listed(found: Mapping[str, Any], name: str) -> list[Any]:
+    """A field that is a list; a text would be taken for its letters."""
+    if not isinstance(found[name], list):
+        raise TypeError(f"{name} is {type(found[name]).__name__}, not a list")
+    return list(found[name])
+
+
+def _check_fields(name: str, found: Mapping[str, Any], kind: type[KvLayout | SamplingParams]) -> None:
+    """None may be missing: a default would stand for what nobody said."""
+    if set(found) != {field.name for field in fields(kind)}:
+        raise ValueError(f"{name} fields {sorted(found)}")
 
 
 def _snapshot(opening: Opening, manifest: dict[str, Any], bodies: list[np.ndarray], ahead_bytes: int) -> KvSnapshot:
