@@ -150,7 +150,7 @@ def snapshot_of(
     raw = [body if isinstance(body, np.ndarray) else np.frombuffer(body, np.uint8) for body in bodies]
     try:
         snapshot = _snapshot(opening, msgpack.unpackb(manifest), raw, ahead_bytes)
-        check_consistent(snapshot)  # of what another wrote: a temperature that is a text
+        check_consistent(snapshot)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise SnapshotRefused(f"head: {error!r}") from error
     return snapshot
@@ -197,8 +197,7 @@ def _read_outputs(manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[f
 
 
 def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec]:
-    layout_fields = dict(manifest["layout"])
-    _check_fields("layout", layout_fields, KvLayout)
+    layout_fields = _fields_of(manifest, "layout", KvLayout)
     layout_fields["layers"] = tuple((str(name), int(block_bytes)) for name, block_bytes in layout_fields["layers"])
     layout_fields["windows"] = tuple(int(window) for window in _listed(layout_fields, "windows"))
     layout_fields["interiors"] = tuple(
@@ -210,8 +209,7 @@ def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec]:
         raise ValueError(f"windows = {layout.windows[:8]} of {len(layout.layers)} layers")
     if layout.block_tokens < 1 or min((size for _, size in layout.layers), default=0) < 1:
         raise ValueError(f"block_tokens = {layout.block_tokens}, layers = {layout.layers[:8]}")
-    sampling_fields = dict(manifest["sampling"])
-    _check_fields("sampling", sampling_fields, SamplingParams)
+    sampling_fields = _fields_of(manifest, "sampling", SamplingParams)
     for name in ("stop", "stop_token_ids"):
         sampling_fields[name] = tuple(_listed(sampling_fields, name))
     output_token_ids, logprobs = _read_outputs(manifest)
@@ -228,15 +226,17 @@ def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec]:
 
 def _listed(found: Mapping[str, Any], name: str) -> list[Any]:
     """A field that is a list; a text would be taken for its letters."""
-    if not isinstance(found[name], list):
-        raise TypeError(f"{name} is {type(found[name]).__name__}, not a list")
-    return list(found[name])
+    if isinstance(found[name], list):
+        return [*found[name]]
+    raise TypeError(f"{name} is {type(found[name]).__name__}, not a list")
 
 
-def _check_fields(name: str, found: Mapping[str, Any], kind: type[KvLayout | SamplingParams]) -> None:
+def _fields_of(manifest: Mapping[str, Any], name: str, kind: type[KvLayout | SamplingParams]) -> dict[str, Any]:
     """None may be missing: a default would stand for what nobody said."""
+    found = dict(manifest[name])
     if set(found) != {field.name for field in fields(kind)}:
         raise ValueError(f"{name} fields {sorted(found)}")
+    return found
 
 
 def _snapshot(opening: Opening, manifest: dict[str, Any], bodies: list[np.ndarray], ahead_bytes: int) -> KvSnapshot:

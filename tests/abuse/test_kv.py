@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from dora.models.tiny import make_tiny
-from tests.abuse.kv import heads, peers, segments, stream
+from tests.abuse.kv import changed_heads, heads, lies, peers, segments, stream
 from tests.abuse.kv.room import Room
 
 SEED = 7
@@ -34,11 +34,11 @@ def is_fine(room: Room, kinds: int) -> None:
 
 
 def test_no_changed_head_is_taken_in(model: Path) -> None:
-    is_fine(heads.stormed(model, 1500, SEED), len(heads.CHANGES))
+    is_fine(heads.stormed(model, 1500, SEED), len(changed_heads.CHANGES))
 
 
 def test_no_peer_that_gets_something_wrong_is_believed(model: Path, tmp_path: Path) -> None:
-    is_fine(peers.stormed(tmp_path, model, 500, SEED), len(peers.LIES))
+    is_fine(peers.stormed(tmp_path, model, 500, SEED), len(lies.LIES))
 
 
 @pytest.mark.parametrize("hosts", [("", ""), ("a", "b")])
