@@ -37,6 +37,7 @@ from dora.types import RequestSpec, SamplingParams
 
 MAGIC: Final = b"DORA-KV\0"
 ROUNDS_MOST: Final = 4096
+_LISTS: Final = ("layers", "windows", "interiors", "stop", "stop_token_ids")
 _PREAMBLE: Final = Struct("<8sII")
 _HEAD_START: Final = _PREAMBLE.size + 32
 
@@ -199,10 +200,10 @@ def _read_outputs(manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[f
 def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec]:
     layout_fields = _fields_of(manifest, "layout", KvLayout)
     layout_fields["layers"] = tuple((str(name), int(block_bytes)) for name, block_bytes in layout_fields["layers"])
-    layout_fields["windows"] = tuple(int(window) for window in _listed(layout_fields, "windows"))
+    layout_fields["windows"] = tuple(int(window) for window in layout_fields["windows"])
     layout_fields["interiors"] = tuple(
         (int(times), tuple((int(outer), int(inner)) for outer, inner in strips))
-        for times, strips in _listed(layout_fields, "interiors")
+        for times, strips in layout_fields["interiors"]
     )
     layout = KvLayout(**layout_fields)
     if len(layout.windows) not in (0, len(layout.layers)) or any(size < 0 or size == 1 for size in layout.windows):
@@ -211,7 +212,7 @@ def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec]:
         raise ValueError(f"block_tokens = {layout.block_tokens}, layers = {layout.layers[:8]}")
     sampling_fields = _fields_of(manifest, "sampling", SamplingParams)
     for name in ("stop", "stop_token_ids"):
-        sampling_fields[name] = tuple(_listed(sampling_fields, name))
+        sampling_fields[name] = tuple(sampling_fields[name])
     output_token_ids, logprobs = _read_outputs(manifest)
     request = RequestSpec(
         request_id=str(manifest["request_id"]),
@@ -224,18 +225,12 @@ def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec]:
     return layout, request
 
 
-def _listed(found: Mapping[str, Any], name: str) -> list[Any]:
-    """A field that is a list; a text would be taken for its letters."""
-    if isinstance(found[name], list):
-        return [*found[name]]
-    raise TypeError(f"{name} is {type(found[name]).__name__}, not a list")
-
-
 def _fields_of(manifest: Mapping[str, Any], name: str, kind: type[KvLayout | SamplingParams]) -> dict[str, Any]:
-    """None may be missing: a default would stand for what nobody said."""
+    """All of them: a default would stand for what nobody said. A text or a map is no list."""
     found = dict(manifest[name])
-    if set(found) != {field.name for field in fields(kind)}:
-        raise ValueError(f"{name} fields {sorted(found)}")
+    wrong = [each for each in _LISTS if each in found and not isinstance(found[each], list)]
+    if wrong or set(found) != {field.name for field in fields(kind)}:
+        raise ValueError(f"{name} fields {sorted(found)}, no lists: {wrong}")
     return found
 
 
