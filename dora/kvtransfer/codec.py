@@ -37,6 +37,7 @@ from dora.types import RequestSpec, SamplingParams
 
 MAGIC: Final = b"DORA-KV\0"
 ROUNDS_MOST: Final = 4096
+_LISTS: Final = ("layers", "windows", "interiors", "stop", "stop_token_ids")
 _PREAMBLE: Final = Struct("<8sII")
 _HEAD_START: Final = _PREAMBLE.size + 32
 
@@ -124,7 +125,7 @@ def opening_in(head: Buffer) -> Opening:
     manifest = _unsealed(view)
     try:
         layout, request = _opened(msgpack.unpackb(manifest))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise SnapshotRefused(f"head: {error!r}") from error
     return Opening(bytes(view[: _HEAD_START + manifest.nbytes]), layout, request)
 
@@ -150,9 +151,9 @@ def snapshot_of(
     raw = [body if isinstance(body, np.ndarray) else np.frombuffer(body, np.uint8) for body in bodies]
     try:
         snapshot = _snapshot(opening, msgpack.unpackb(manifest), raw, ahead_bytes)
-    except (KeyError, TypeError, ValueError) as error:
+        check_consistent(snapshot)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise SnapshotRefused(f"head: {error!r}") from error
-    check_consistent(snapshot)
     return snapshot
 
 
@@ -197,7 +198,7 @@ def _read_outputs(manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[f
 
 
 def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec]:
-    layout_fields = dict(manifest["layout"])
+    layout_fields = _fields_of(manifest, "layout", KvLayout)
     layout_fields["layers"] = tuple((str(name), int(block_bytes)) for name, block_bytes in layout_fields["layers"])
     layout_fields["shards"] = int(layout_fields["shards"])
     layout_fields["windows"] = tuple(int(window) for window in layout_fields["windows"])
@@ -210,11 +211,9 @@ def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec]:
         raise ValueError(f"windows = {layout.windows[:8]} of {len(layout.layers)} layers")
     if layout.block_tokens < 1 or min((size for _, size in layout.layers), default=0) < 1:
         raise ValueError(f"block_tokens = {layout.block_tokens}, layers = {layout.layers[:8]}")
-    sampling_fields = dict(manifest["sampling"])
+    sampling_fields = _fields_of(manifest, "sampling", SamplingParams)
     for name in ("stop", "stop_token_ids"):
         sampling_fields[name] = tuple(sampling_fields[name])
-    if set(sampling_fields) != {field.name for field in fields(SamplingParams)}:
-        raise ValueError(f"sampling fields {sorted(sampling_fields)}")
     output_token_ids, logprobs = _read_outputs(manifest)
     request = RequestSpec(
         request_id=str(manifest["request_id"]),
@@ -225,6 +224,15 @@ def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec]:
         logprobs=logprobs,
     )
     return layout, request
+
+
+def _fields_of(manifest: Mapping[str, Any], name: str, kind: type[KvLayout | SamplingParams]) -> dict[str, Any]:
+    """All of them: a default would stand for what nobody said. A text or a map is no list."""
+    found = dict(manifest[name])
+    wrong = [each for each in _LISTS if each in found and not isinstance(found[each], list)]
+    if wrong or set(found) != {field.name for field in fields(kind)}:
+        raise ValueError(f"{name} fields {sorted(found)}, no lists: {wrong}")
+    return found
 
 
 def _snapshot(opening: Opening, manifest: dict[str, Any], bodies: list[np.ndarray], ahead_bytes: int) -> KvSnapshot:

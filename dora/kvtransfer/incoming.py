@@ -18,7 +18,7 @@ from dora.kvtransfer.door import TICK_S
 from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.peer import Identity, answer
 from dora.kvtransfer.transport import CHUNK_MOST, NoRoom, Receiver, Sum, summed
-from dora.kvtransfer.wire import Frame, Kind, Stream
+from dora.kvtransfer.wire import Frame, Gone, Kind, Stream
 
 log = logging.getLogger("dora.worker")
 
@@ -60,8 +60,9 @@ class Incoming:
         try:
             connection.run(stopping, self._timeout_s)
         except TransferFailed as error:
-            if not stopping.is_set():
-                log.info("kv: from %s: %s", peer.worker_id, error)
+            voided = connection.under_way()
+            if not stopping.is_set() and (voided or not isinstance(error, Gone)):
+                log.warning("kv: from %s: %s; %d snapshots on their way are void", peer.worker_id, error, voided)
         finally:
             connection.close()
 
@@ -124,8 +125,12 @@ class _Connection:
                 raise TransferFailed(f"it sent {frame.kind.name}")
             try:
                 obey(frame)
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, ArithmeticError) as error:
                 raise TransferFailed(f"its {frame.kind.name} makes no sense: {error!r}") from error
+
+    def under_way(self) -> int:
+        """Snapshots, or rounds, that have begun and are not whole."""
+        return len(self._uses)
 
     def close(self) -> None:
         self._pending.clear()
@@ -138,7 +143,7 @@ class _Connection:
             receiver.close()
 
     def _attach(self, frame: Frame) -> None:
-        name = str(frame.head["transport"])
+        name = frame.field("transport", str)
         make = self._make.get(name)
         try:
             if make is None or frame.body_bytes:
@@ -154,10 +159,13 @@ class _Connection:
 
     def _open(self, frame: Frame) -> None:
         head = frame.head
-        key, ticket, body_bytes = str(head["key"]), str(head["ticket"]), int(head["size"])
+        key, ticket, body_bytes = frame.field("key", str), frame.field("ticket", str), frame.field("size", int)
+        after, goes_on = frame.field("after", str, ""), frame.field("goes_on", bool, False)
+        name = frame.field("transport", str)
+        if name not in self._receivers or frame.body_bytes:
+            raise TransferFailed(f"its OPEN names {name!r}, which is not attached, or has a body")
+        receiver = self._receivers[name]
         try:
-            receiver = self._receivers[str(head["transport"])]
-            after = str(head.get("after", ""))
             before = self._arrivals.check_opening(ticket, self._peer.epoch, key, body_bytes, after)
             try:
                 landing = receiver.begin(head, body_bytes, self._pool)
@@ -166,7 +174,6 @@ class _Connection:
                 return
             use = _Use(receiver, landing.body)
             try:
-                goes_on = bool(head.get("goes_on"))
                 arrival = Arrival(key, ticket, self._peer.epoch, landing.body, before, goes_on)
                 arrival.checksum = self._checksum
                 self._arrivals.begin(arrival)
@@ -180,11 +187,12 @@ class _Connection:
         self._stream.send(Kind.OPENED, {"key": key, **landing.answer})
 
     def _chunk(self, frame: Frame) -> None:
-        head = frame.head
-        key, at, size = str(head["key"]), int(head["at"]), int(head["size"])
+        key, at, size = frame.field("key", str), frame.field("at", int), frame.field("size", int)
         if key in self._void:
             self._skip(self._void[key].receiver, frame)
             return
+        if key not in self._uses:
+            raise TransferFailed(f"its CHUNK is of {key!r}, which it has not opened")
         receiver, arrival = self._uses[key].receiver, self._arrivals.find(key)
         if arrival is None:
             self._skip(receiver, frame)
@@ -220,7 +228,7 @@ class _Connection:
                     self._refuse(arrival.key, str(error), transport=True)
 
     def _commit(self, frame: Frame) -> None:
-        key, expected, chunks = str(frame.head["key"]), bytes(frame.head["sum"]), int(frame.head["chunks"])
+        key, expected, chunks = frame.field("key", str), frame.field("sum", bytes), frame.field("chunks", int)
         body = self._stream.read(frame.body_bytes)
         sums = [body[at : at + DIGEST_BYTES] for at in range(0, min(chunks * DIGEST_BYTES, len(body)), DIGEST_BYTES)]
         head = body[chunks * DIGEST_BYTES :]
@@ -228,7 +236,9 @@ class _Connection:
         if key in self._void:
             self._void.pop(key).end()
             return
-        use = self._uses.pop(key)
+        use = self._uses.pop(key, None)
+        if use is None:
+            raise TransferFailed(f"its COMMIT is of {key!r}, which it has not opened")
         reason = self._complete(key, head, sums, expected)
         use.end()
         if reason:
@@ -256,7 +266,9 @@ class _Connection:
             return str(error)
 
     def _cancel(self, frame: Frame) -> None:
-        key = str(frame.head["key"])
+        key = frame.field("key", str)
+        if frame.body_bytes:
+            raise TransferFailed("its CANCEL has a body")
         self._check_pending(0)
         use = self._void.pop(key, None) or self._uses.pop(key, None)
         if use is not None:

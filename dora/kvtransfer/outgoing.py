@@ -231,8 +231,10 @@ class Pair:
             self._replies.begin(key, name)
             sender.begun(answer)
             begun = self._send_chunks(transfer, key, sender)
+            refused = sender.if_refused()
             sender.finish()
             sums = [summed(found) for found in begun]
+            transfer.done.add_done_callback(lambda done: done.exception() and refused())
         except _Void:
             sender.abandon()
             self._say(Kind.CANCEL, {"key": key})

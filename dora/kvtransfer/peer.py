@@ -1,8 +1,9 @@
 """Who is at the two ends of a connection, and how each proves to be of this run.
 
 Both ends hold the run's secret and show it without sending it: each makes a keyed BLAKE3 of what both said, in which
-each has put a random number. An end of another run, model or epoch is refused with the reason. What follows is neither
-encrypted nor, but for its checksums, authenticated: workers talk in a network of their own.
+each has put a random number. An end of another run, model or epoch is refused with the reason. Frames that follow
+have tags under a key that comes of the same two numbers, so none of another connection is taken for one of this.
+Nothing is encrypted: workers talk in a network of their own.
 """
 
 import hmac
@@ -18,7 +19,7 @@ from blake3 import blake3
 from dora.errors import TransferFailed
 from dora.kvtransfer.wire import Kind, Stream
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 SECRET_BYTES: Final = 32
 ANY_MODEL: Final = ""
 _NONCE_BYTES: Final = 16
@@ -68,8 +69,13 @@ def greet(stream: Stream, own: Identity, peer: Peer, secret: bytes) -> Identity:
     if not _equal(proof, _proof(secret, b"R", greeting, challenge)):
         raise TransferFailed(f"{peer.address} does not hold the secret of this run")
     stream.send(Kind.PROOF, {"proof": _proof(secret, b"S", greeting, challenge)})
+    stream.authenticate(*(_proof(secret, role, greeting, challenge) for role in (b"from S", b"from R")))
     _expect(stream, Kind.WELCOME)
-    return _identity(challenge)
+    found = _identity(challenge)
+    if (found.worker_id, found.epoch) != (peer.worker_id, peer.epoch):
+        raise TransferFailed(f"this is {found.worker_id} in epoch {found.epoch}, wanted is epoch {peer.epoch}")
+    _check_model(found, own)
+    return found
 
 
 def answer(stream: Stream, own: Identity, secret: bytes) -> Identity:
@@ -82,13 +88,21 @@ def answer(stream: Stream, own: Identity, secret: bytes) -> Identity:
     proof = _expect(stream, Kind.PROOF).get("proof", b"")
     if not _equal(proof, _proof(secret, b"S", greeting, challenge)):
         raise _refused(stream, "the secret is not that of this run")
+    stream.authenticate(*(_proof(secret, role, greeting, challenge) for role in (b"from R", b"from S")))
     found = _identity(greeting)
     if greeting.get("wanted") != [own.worker_id, own.epoch]:
         raise _refused(stream, f"wanted is {greeting.get('wanted')!r}, this is {own.worker_id} in epoch {own.epoch}")
-    if found.fingerprint != own.fingerprint and ANY_MODEL not in (found.fingerprint, own.fingerprint):
-        raise _refused(stream, f"fingerprint = {found.fingerprint!r}, this worker has {own.fingerprint!r}")
+    try:
+        _check_model(found, own)
+    except TransferFailed as error:
+        raise _refused(stream, str(error)) from error
     stream.send(Kind.WELCOME, {})
     return found
+
+
+def _check_model(found: Identity, own: Identity) -> None:
+    if found.fingerprint != own.fingerprint and ANY_MODEL not in (found.fingerprint, own.fingerprint):
+        raise TransferFailed(f"fingerprint = {found.fingerprint!r}, this worker has {own.fingerprint!r}")
 
 
 def _named(own: Identity) -> dict[str, Any]:

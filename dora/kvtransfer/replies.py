@@ -92,11 +92,11 @@ class Replies:
 
     def hear(self, frame: Frame) -> None:
         """Raises TransferFailed for what belongs to nothing."""
-        key, reason = str(frame.head.get("key", "")), str(frame.head.get("reason"))
-        fails = bool(frame.head.get("transport"))  # the transport, not the snapshot
+        key, reason = frame.field("key", str, ""), frame.field("reason", str, "")
         with self._lock:
-            due = self._due.pop(key, None)
-            if due is not None and frame.kind is not Kind.ARRIVED and fails:
+            due = self._due.pop(key, None) if frame.kind in (Kind.ARRIVED, Kind.REFUSED) else None
+            fails = frame.kind is Kind.REFUSED and frame.field("transport", bool, False)  # it, not the snapshot
+            if due is not None and fails:
                 self._choice.doubt(due.transport, reason)
                 self._send_again(due.transfer)
                 return

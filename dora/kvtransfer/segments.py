@@ -3,8 +3,9 @@
     <folder>/<owner>/owner.lock        held by the owner's process as long as it lives
     <folder>/<owner>/<32 hex>.kv       one segment: a page of its own state, then KV
 
-A segment is lent with a snapshot in it, and comes back when the target sets the byte that says so: also from a
-destructor, and without a message. What a dead owner left is swept by the lock.
+A segment is lent with a snapshot in it, and comes back when the target writes its mark where that says so: also from a
+destructor, and without a message. Damage there looks like no return, so nobody writes to what another still reads. What
+a dead owner left is swept by the lock.
 """
 
 import mmap
@@ -25,8 +26,8 @@ from dora.ownership import hold_new, is_abandoned
 
 LOCK_FILE: Final = "owner.lock"
 STATE_BYTES: Final = 4096  # one page, so that KV begins at the next
-_LENT_AT: Final = 0  # 1 while the target may read
-_MARK_AT: Final = 64
+_RETURNED_AT: Final = 0  # the mark, once the target needs the segment no longer
+MARK_AT: Final = 64
 MARK_BYTES: Final = 16  # random: who reads them alike has mapped the same memory
 _OWNER: Final = re.compile(r"[0-9a-z]{1,32}")
 _SEGMENT: Final = re.compile(r"[0-9a-f]{32}\.kv")
@@ -56,16 +57,17 @@ class Segment(Sized):
             raise SnapshotRefused(f"snapshot folder = {str(folder)!r}: {why}") from error
         finally:
             os.close(descriptor)
-        self._mapped[_MARK_AT : _MARK_AT + MARK_BYTES] = self.mark
+        self._mapped[MARK_AT : MARK_AT + MARK_BYTES] = self.mark
         self.raw = np.frombuffer(self._mapped, np.uint8, capacity_bytes, STATE_BYTES)
 
     @property
     def lent(self) -> bool:
-        return bool(self._mapped[_LENT_AT])
+        """Whether the target may still read it."""
+        return self._mapped[_RETURNED_AT : _RETURNED_AT + MARK_BYTES] != self.mark
 
-    @lent.setter
-    def lent(self, lent: bool) -> None:
-        self._mapped[_LENT_AT] = lent
+    def lend(self) -> None:
+        self._mapped[_RETURNED_AT : _RETURNED_AT + MARK_BYTES] = bytes(MARK_BYTES)
+        self.turn += 1
 
     def destroy(self) -> None:
         """Removes the file; who has it mapped keeps its memory for as long."""
@@ -92,8 +94,7 @@ class SegmentPool(Shelf[Segment]):
         segment = self.take(size_bytes)
         if segment is not None:
             with self._lock:
-                segment.lent = True
-                segment.turn += 1
+                segment.lend()
                 self._lent.append(segment)
         return segment
 
@@ -135,14 +136,15 @@ class MappedSegments:
         """
         self._forget_removed()
         mapped = self._mapped.get(name) or self._map(name)
-        if mapped[_MARK_AT : _MARK_AT + MARK_BYTES] != mark:
+        if mapped[MARK_AT : MARK_AT + MARK_BYTES] != mark:
             raise SnapshotRefused(f"segment {name}: it is not the memory that was written")
         if size_bytes > len(mapped) - STATE_BYTES:
             raise SnapshotRefused(f"segment {name}: {size_bytes} bytes of {len(mapped) - STATE_BYTES}")
         self._mapped[name] = mapped
         root = np.frombuffer(mapped, np.uint8, size_bytes, STATE_BYTES)
         root.flags.writeable = False
-        weakref.finalize(root, mapped.__setitem__, _LENT_AT, 0).atexit = False
+        returned = slice(_RETURNED_AT, _RETURNED_AT + MARK_BYTES)
+        weakref.finalize(root, mapped.__setitem__, returned, mark).atexit = False
         return root
 
     def _map(self, name: str) -> mmap.mmap:

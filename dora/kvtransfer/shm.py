@@ -5,6 +5,7 @@ checksum of a chunk is made right after its copy, from the copy and out of the c
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -75,6 +76,10 @@ class ShmSender(Sender):
 
     def finish(self) -> None:
         self._current = self._place = None
+
+    def if_refused(self) -> Callable[[], object]:
+        """A target that refuses may never give the segment back."""
+        return super().if_refused() if self._current is None else partial(self._segments.discard, *self._lent[-1])
 
     def abandon(self) -> None:
         """The target may have mapped the segment, and still look at it."""

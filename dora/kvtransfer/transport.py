@@ -91,6 +91,10 @@ class Sender(ABC):
         """Returns once no chunk needs ``parts`` or own memory any more."""
         return  # most have nothing to do here
 
+    def if_refused(self) -> Callable[[], object]:
+        """What is to be done where the body that was just sent is refused. Any thread may do it."""
+        return lambda: None
+
     def abandon(self) -> None:
         """The body is void: refused, cancelled, or broken off."""
         return  # most have nothing to do here

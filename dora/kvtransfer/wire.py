@@ -2,34 +2,51 @@
 
 All integers little-endian:
 
-    0   4   magic "DKV1"
+    0   4   magic "DKV2"
     4   2   kind
     6   2   reserved, zero
     8   4   head bytes
     12  8   body bytes
-    20      head: msgpack map
+    20  16  tag: keyed BLAKE3 of bytes 0..20, the frame's number in its direction (8 bytes), and the head
+    36      head: msgpack map
     ...     body, raw
+
+Until both ends have proved who they are the key is zero, and the tag no more than a checksum. From then on it is the
+connection's own (``Stream.authenticate``): a frame that is changed, left out, repeated or moved is no frame. A body is
+not under the tag: a chunk's checksum travels in the head of a later frame.
 """
 
+import hmac
 import select
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgpack
+from blake3 import blake3
 
 from dora.errors import TransferFailed
 
-MAGIC: Final = b"DKV1"
+MAGIC: Final = b"DKV2"
 HEAD_MOST: Final = 64 << 10
 BODY_MOST: Final = 64 << 20
 BUFFERS_MOST: Final = 512  # of one system call; the kernel takes 1,024
-_PREAMBLE: Final = Struct("<4sHHIQ")
+TAG_BYTES: Final = 16
+KEY_BYTES: Final = 32
+PREAMBLE: Final = Struct("<4sHHIQ")
+_NUMBER: Final = Struct("<Q")
 _TIMEVAL: Final = Struct("@ll")
 _DRAIN_BYTES: Final = 256 << 10
+
+
+Field = TypeVar("Field", str, int, bytes, bool)
+
+
+class Gone(TransferFailed):
+    """The other end has closed the connection."""
 
 
 class Kind(IntEnum):
@@ -58,6 +75,13 @@ class Frame:
     head: dict[str, Any]
     body_bytes: int
 
+    def field(self, name: str, kind: type[Field], default: Field | None = None) -> Field:
+        """A field of the head. Raises TransferFailed where it is missing, without a default, or of another type."""
+        value = self.head.get(name, default)
+        if type(value) is not kind:
+            raise TransferFailed(f"its {self.kind.name} has {name} = {value!r:.100}, not {kind.__name__}")
+        return value
+
 
 class Stream:
     """A connected socket as a stream of frames. One thread sends, one receives.
@@ -75,13 +99,19 @@ class Stream:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sending = _Tags()
+        self._receiving = _Tags()
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
 
+    def authenticate(self, sending_key: bytes, receiving_key: bytes) -> None:
+        """From the next frame of each direction on only who has these keys (32 bytes) can make one."""
+        self._sending.key, self._receiving.key = sending_key, receiving_key
+
     def send(self, kind: Kind, head: dict[str, Any], body: Sequence[memoryview] = ()) -> None:
         packed = msgpack.packb(head)
-        preamble = _PREAMBLE.pack(MAGIC, kind, 0, len(packed), sum(part.nbytes for part in body))
-        waiting = [memoryview(preamble + packed), *body]
+        preamble = PREAMBLE.pack(MAGIC, kind, 0, len(packed), sum(part.nbytes for part in body))
+        waiting = [memoryview(preamble + self._sending.next(preamble, packed) + packed), *body]
         try:
             while waiting:
                 sent = self._socket.sendmsg(waiting[:BUFFERS_MOST])
@@ -98,13 +128,14 @@ class Stream:
 
     def receive(self) -> Frame:
         """The next frame. Its body must be read, by ``read_into`` or ``drain``, before the next is received."""
-        preamble = bytearray(_PREAMBLE.size)
-        self.read_into(memoryview(preamble))
-        magic, kind, _, head_bytes, body_bytes = _PREAMBLE.unpack(preamble)
-        if magic != MAGIC or kind not in Kind._value2member_map_ or head_bytes > HEAD_MOST or body_bytes > BODY_MOST:
-            raise TransferFailed(f"the other end sent no frame, but {bytes(preamble)!r}")
-        packed = bytearray(head_bytes)
-        self.read_into(memoryview(packed))
+        preamble = self.read(PREAMBLE.size)
+        magic, kind, reserved, head_bytes, body_bytes = PREAMBLE.unpack(preamble)
+        known = magic == MAGIC and kind in Kind._value2member_map_ and not reserved
+        if not known or head_bytes > HEAD_MOST or body_bytes > BODY_MOST:
+            raise TransferFailed(f"the other end sent no frame, but {preamble!r}")
+        tag, packed = self.read(TAG_BYTES), self.read(head_bytes)
+        if not hmac.compare_digest(tag, self._receiving.next(preamble, packed)):
+            raise TransferFailed("a frame is damaged, or not the one that the other end sent next")
         try:
             head = msgpack.unpackb(packed)
         except ValueError as error:
@@ -118,7 +149,7 @@ class Stream:
             while target:
                 taken = self._socket.recv_into(target, 0, socket.MSG_WAITALL)
                 if not taken:
-                    raise TransferFailed("the other end has gone")
+                    raise Gone("the other end has gone")
                 target = target[taken:]
         except (OSError, ValueError) as error:
             raise TransferFailed(self._said(error, "says nothing")) from error
@@ -156,6 +187,19 @@ class Stream:
         if isinstance(error, BlockingIOError | TimeoutError):
             return f"the other end {waited} for {self._timeout_s:g} s"
         return f"the connection broke: {error}"
+
+
+class _Tags:
+    """The tags of one direction's frames, in order."""
+
+    def __init__(self) -> None:
+        self.key = bytes(KEY_BYTES)
+        self._number = 0
+
+    def next(self, preamble: bytes, head: bytes) -> bytes:
+        tag = blake3(preamble, key=self.key).update(_NUMBER.pack(self._number)).update(head).digest(TAG_BYTES)
+        self._number += 1
+        return tag
 
 
 def _rest(parts: list[memoryview], sent: int) -> list[memoryview]:

@@ -1,8 +1,7 @@
 """A handoff between the loops of two workers, as messages: beside the engine's steps, and undone at any point."""
 
-import queue
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,88 +10,12 @@ import pytest
 from dora.models.tiny import make_tiny
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.types import FinishReason, RequestSpec, SamplingParams
-from dora.worker.fake_engine import FakeEngine
-from dora.worker.loop import EngineLoop
+from dora.types import RequestSpec, SamplingParams
 from tests.contract.driver import make_request
-from tests.contract.planes import HERE, End, a_plane
+from tests.contract.planes import HERE, a_plane
+from tests.contract.workers import Worker, peer_of
 
 LONG = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
-TURNS_MOST = 20_000
-
-
-class Worker:
-    """One loop with a fake engine; a test gives it commands and reads what it says."""
-
-    def __init__(self, end: End | None, model: Path, clock: Callable[[], float] | None = None) -> None:
-        self.end = end
-        self.engine = FakeEngine(slots=4, kv_tokens=2048, max_model_len_tokens=256, mean_tokens=25, model=model)
-        self._commands: queue.SimpleQueue[pb.WorkerCommand] = queue.SimpleQueue()
-        self._said: queue.SimpleQueue[pb.WorkerMessage] = queue.SimpleQueue()
-        self.outcomes: dict[int, pb.WorkerOutcome] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.ends: dict[str, FinishReason | None] = {}
-        self.began: set[int] = set()  # copies that run ahead of their freeze
-        self._number = 0
-        clock = clock or iter(range(1 << 40)).__next__  # every turn reports
-        welcome = pb.Welcome(epoch=1, report_period_ms=1)
-        self.loop = EngineLoop(self.engine, self, welcome, None if end is None else end.plane, clock)
-
-    def take(self, _timeout_s: float) -> pb.WorkerCommand | None:
-        return None if self._commands.empty() else self._commands.get()
-
-    def send(self, message: pb.WorkerMessage) -> None:
-        self._said.put(message)
-
-    def order(self, **kind: object) -> int:
-        """Gives a command; its number."""
-        self._number += 1
-        self._commands.put(pb.WorkerCommand(command_id=self._number, **kind))
-        return self._number
-
-    def turn(self) -> None:
-        self.loop.turn()
-        while not self._said.empty():
-            self._hear(self._said.get())
-
-    def obey(self, **kind: object) -> pb.WorkerOutcome:
-        """Gives a command and turns until its outcome is there."""
-        return self.outcome(self.order(**kind))
-
-    def outcome(self, number: int) -> pb.WorkerOutcome:
-        for _ in range(TURNS_MOST):
-            self.turn()
-            if number in self.outcomes:
-                return self.outcomes.pop(number)
-        try:  # the copy's thread is slower than so many turns
-            while number not in self.outcomes:
-                self._hear(self._said.get(timeout=20))
-        except queue.Empty:
-            raise AssertionError("no outcome came") from None
-        return self.outcomes.pop(number)
-
-    def await_round(self, request_id: str) -> None:
-        """Until the round that is on its way has arrived; no step is done meanwhile."""
-        current = self.loop._copies[request_id].copying.current
-        assert current is not None
-        current.done.result(20)
-
-    def finish(self, request_id: str) -> list[int]:
-        while not self.ends.get(request_id):
-            self.turn()
-        return self.tokens[request_id]
-
-    def _hear(self, message: pb.WorkerMessage) -> None:
-        if message.HasField("outcome"):
-            self.outcomes[message.outcome.command_id] = message.outcome
-        if message.HasField("copy_began"):
-            assert message.copy_began.command_id not in self.outcomes, "told before its outcome"
-            self.began.add(message.copy_began.command_id)
-        for delta in map(convert.delta_from_wire, message.report.deltas):
-            known = self.tokens.setdefault(delta.request_id, [])
-            assert delta.first_token == len(known), "each token is told once"
-            known.extend(delta.token_ids)
-            self.ends[delta.request_id] = delta.finish_reason
 
 
 @pytest.fixture(params=HERE)
@@ -121,11 +44,6 @@ def started(worker: Worker, requests: list[RequestSpec], tokens: int) -> None:
         assert worker.obey(start_request=convert.request_to_wire(request)).ok
     while min(len(worker.tokens.get(request.request_id, [])) for request in requests) < tokens:
         worker.turn()
-
-
-def peer_of(end: End) -> pb.KvPeer:
-    peer = end.peer
-    return pb.KvPeer(worker_id=peer.worker_id, epoch=peer.epoch, address=peer.address, transports=list(peer.transports))
 
 
 def reserved(target: Worker, request_id: str) -> None:

@@ -1,0 +1,137 @@
+"""Workers without a service: the loop of each, to which a test gives commands."""
+
+import queue
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from dora.kvtransfer.plane import DataPlane
+from dora.kvtransfer.transfer import Transfer
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+from dora.types import FinishReason
+from dora.worker.engine import RolloutEngine
+from dora.worker.fake_engine import FakeEngine
+from dora.worker.loop import EngineLoop
+from tests.contract.planes import WAIT_S, End
+
+TURNS_MOST = 20_000
+
+
+class _Plane:
+    """A data plane, and what was last sent by it."""
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+        self.sent: Transfer | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plane, name)
+
+    def send_parts(self, *arguments: Any, **options: Any) -> Transfer:
+        self.sent = self._plane.send_parts(*arguments, **options)
+        return self.sent
+
+
+class Worker:
+    """One loop with an engine, a fake one by default; a test gives it commands and reads what it says."""
+
+    def __init__(
+        self,
+        end: End | None,
+        model: Path,
+        clock: Callable[[], float] | None = None,
+        engine: RolloutEngine | None = None,
+    ) -> None:
+        self.end = end
+        self.engine = engine or FakeEngine(
+            slots=4, kv_tokens=2048, max_model_len_tokens=256, mean_tokens=25, model=model
+        )
+        self._commands: queue.SimpleQueue[pb.WorkerCommand] = queue.SimpleQueue()
+        self._said: queue.SimpleQueue[pb.WorkerMessage] = queue.SimpleQueue()
+        self.outcomes: dict[int, pb.WorkerOutcome] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[float]] = {}
+        self.ends: dict[str, FinishReason | None] = {}
+        self.began: set[int] = set()  # copies that run ahead of their freeze
+        self._number = 0
+        clock = clock or iter(range(1 << 40)).__next__  # every turn reports
+        welcome = pb.Welcome(epoch=1, report_period_ms=1)
+        self._plane = None if end is None else _Plane(end.plane)
+        self.loop = EngineLoop(self.engine, self, welcome, cast(DataPlane | None, self._plane), clock)
+
+    def take(self, _timeout_s: float) -> pb.WorkerCommand | None:
+        return None if self._commands.empty() else self._commands.get()
+
+    def send(self, message: pb.WorkerMessage) -> None:
+        self._said.put(message)
+
+    def order(self, **kind: object) -> int:
+        """Gives a command; its number."""
+        self._number += 1
+        self._commands.put(pb.WorkerCommand(command_id=self._number, **kind))
+        return self._number
+
+    def turn(self) -> None:
+        self.loop.turn()
+        while not self._said.empty():
+            self._hear(self._said.get())
+
+    def obey(self, **kind: object) -> pb.WorkerOutcome:
+        """Gives a command and turns until its outcome is there."""
+        return self.outcome(self.order(**kind))
+
+    def outcome(self, number: int) -> pb.WorkerOutcome:
+        for _ in range(TURNS_MOST):
+            self.turn()
+            if number in self.outcomes:
+                return self.outcomes.pop(number)
+        try:  # the copy's thread is slower than so many turns
+            while number not in self.outcomes:
+                self._hear(self._said.get(timeout=20))
+        except queue.Empty:
+            raise AssertionError("no outcome came") from None
+        return self.outcomes.pop(number)
+
+    def copied(self, number: int, request_id: str) -> pb.WorkerOutcome:
+        """The outcome of a copy, with one turn a round: what travels is waited for, whatever has become of it."""
+        while number not in self.outcomes:
+            self.turn()
+            self._await_sent()
+            copy = self.loop._copies.get(request_id)
+            if copy is not None and copy.is_last and number not in self.outcomes:
+                self._hear(self._said.get(timeout=WAIT_S))
+        return self.outcomes.pop(number)
+
+    def _await_sent(self) -> None:
+        if self._plane is not None and self._plane.sent is not None:
+            self._plane.sent.done.exception(WAIT_S)
+
+    def await_round(self, request_id: str) -> None:
+        """Until the round that is on its way has arrived; no step is done meanwhile."""
+        current = self.loop._copies[request_id].copying.current
+        assert current is not None
+        current.done.result(20)
+
+    def finish(self, request_id: str) -> list[int]:
+        while not self.ends.get(request_id):
+            self.turn()
+        return self.tokens[request_id]
+
+    def _hear(self, message: pb.WorkerMessage) -> None:
+        if message.HasField("outcome"):
+            self.outcomes[message.outcome.command_id] = message.outcome
+        if message.HasField("copy_began"):
+            assert message.copy_began.command_id not in self.outcomes, "told before its outcome"
+            self.began.add(message.copy_began.command_id)
+        for delta in map(convert.delta_from_wire, message.report.deltas):
+            known = self.tokens.setdefault(delta.request_id, [])
+            assert delta.first_token == len(known), "each token is told once"
+            known.extend(delta.token_ids)
+            self.logprobs.setdefault(delta.request_id, []).extend(delta.logprobs)
+            self.ends[delta.request_id] = delta.finish_reason
+
+
+def peer_of(end: End) -> pb.KvPeer:
+    peer = end.peer
+    return pb.KvPeer(worker_id=peer.worker_id, epoch=peer.epoch, address=peer.address, transports=list(peer.transports))
