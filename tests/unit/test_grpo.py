@@ -190,6 +190,25 @@ def test_a_bandit_learns_the_arm_that_pays(name: str, kl_coefficient: float) -> 
     assert float(torch.softmax(bandit.logits.detach(), 0)[3]) > 0.6
 
 
+async def test_a_step_that_clips_too_much_is_committed_with_an_alarm(
+    tmp_path: Path, model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fake service's logprobs are far above the model's: responses with a negative advantage are clipped."""
+    service = await start_service(tmp_path / "store", model_folder)
+    loud = GrpoConfig(service.address, TOKEN, groups=2, steps=1, learner=LearnerConfig(clip_alarm=0.0))
+    report = (await train(loud)).steps[0]
+    sent = service.service.commits[0].metrics
+    assert sent["alarm_clip_fraction"] == 0.0 < sent["clip_fraction"] == report.metrics.signals.clip_fraction
+    assert sent["staleness_0/clip_fraction"] == sent["clip_fraction"] and sent["staleness_0/trajectories"] == 4.0
+    assert [each.getMessage() for each in caplog.records if each.name == "dora.trainers.grpo"] == [
+        f"step 0: clip_fraction {sent['clip_fraction']:.3g} is above 0"
+    ]
+    await train(replace(loud, learner=LearnerConfig(clip_alarm=1.0)))
+    warned = [each for each in caplog.records if each.name == "dora.trainers.grpo"]
+    assert "alarm_clip_fraction" not in service.service.commits[1].metrics and len(warned) == 1
+    await service.server.stop(None)
+
+
 async def test_the_trainer_trains_and_publishes_over_grpc(tmp_path: Path, model_folder: Path) -> None:
     service = await start_service(tmp_path / "store", model_folder)
     seen = []
