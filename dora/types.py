@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 FinishReason = Literal["stop", "length"]
 Arrival = Literal["new", "migrated", "parked", "re-prefilled"]
+ALARM: Final = "alarm_"  # a metric "alarm_x" says that the metric x is above this bound, and operators are told
 SamplingValue = float | int | bool | tuple[str, ...] | tuple[int, ...]
 
 

@@ -104,9 +104,9 @@ class Step:
         ``weights`` is a torch module (also one that torch.compile, DDP or FSDP1 wraps), tensors by checkpoint name
         (torch or numpy), or safetensors file(s) or folder; they must not change before it returns. The canary of a
         module is computed, of the others it may be given.
-        ``metrics`` are shown to operators. ``waited_s``: how long the trainer had nothing to do in this step; by
-        default, how long its groups were waited for. Who works while it waits says it. Repeating a commit is safe: a
-        step is committed once.
+        ``metrics`` are shown to operators; "alarm_x" beside "x" says that x is above this bound.
+        ``waited_s``: how long the trainer had nothing to do in this step; by default, how long its groups were waited
+        for. Who works while it waits says it. Repeating a commit is safe: a step is committed once.
 
         Raises Conflict before all groups were taken or where another trainer took over, InvalidValue for weights
         that do not fit the model or are not finite, or for a metric that is no number, ServiceUnavailable when

@@ -13,6 +13,7 @@ distribution than the one being optimised: a bias that this trainer, like most, 
 import argparse
 import asyncio
 import json
+import logging
 import math
 import os
 import sys
@@ -29,6 +30,10 @@ from dora.client import Attachment, Step, Trainer
 from dora.errors import MISSING, Conflict, DoraError, InvalidValue, VersionRejected
 from dora.trainers.learner import Learner, LearnerConfig, StepMetrics, multiplies_bfloat16
 from dora.trainers.objectives.presets import add_objective, objective_of
+from dora.trainers.writers import make_writers
+from dora.types import ALARM
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class GrpoConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     layers: int = 0  # train only the last decoder layers, so many; 0: the whole model
     reconnect_s: float = 60.0
+    tensorboard: str = ""  # folder for event files; empty: none
+    wandb: str = ""  # project; empty: none
     learner: LearnerConfig = field(default_factory=LearnerConfig)
 
     def __post_init__(self) -> None:
@@ -60,6 +67,11 @@ class StepReport:
     metrics: StepMetrics
     group_ids: tuple[str, ...]  # as received, in order
     seconds: float
+    waited_s: float  # of it, there was nothing to train on
+
+    def numbers(self) -> dict[str, float]:
+        """For curves: those of the metrics, and the times."""
+        return {**self.metrics.numbers(), "step_s": self.seconds, "waited_s": self.waited_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +86,11 @@ async def train(config: GrpoConfig, on_step: Callable[[StepReport], None] | None
     """Trains ``config.steps`` steps, or until the prompts end; calls ``on_step`` after every commit.
 
     torch runs in a thread of its own, so the event loop goes on. A version that the workers reject is published anew
-    once, with the present weights. Raises the client's errors: VersionRejected where that is rejected too.
+    once, with the present weights. Raises the client's errors: VersionRejected where that is rejected too; DoraError
+    where a package that ``config`` asks for is not installed.
     """
     started_s = time.monotonic()
+    writers = make_writers(config.tensorboard, config.wandb, asdict(config.learner))
     reports: list[StepReport] = []
     async with Trainer(config.address, token=config.token, name="grpo", reconnect_s=config.reconnect_s) as trainer:
         attachment = await trainer.attach(config.groups)
@@ -88,6 +102,10 @@ async def train(config: GrpoConfig, on_step: Callable[[StepReport], None] | None
                 if report is None:
                     break
                 reports.append(report)
+                for line in alarm_lines(report):
+                    log.warning("%s", line)
+                for write in writers:
+                    write(report.step, report.numbers())
                 if on_step is not None:
                     on_step(report)
                 if len(reports) == config.steps:
@@ -118,7 +136,7 @@ async def _train_step(
                 raise  # of these weights, too: what would help is not known here
             mended.add(rejected.version)
             await trainer.republish(learner.module, version=rejected.version)
-    return StepReport(step.number, metrics, tuple(group_ids), time.monotonic() - started_s)
+    return StepReport(step.number, metrics, tuple(group_ids), time.monotonic() - started_s, waited_s)
 
 
 async def take_groups(step: Step, learner: Learner, thread: ThreadPoolExecutor, group_ids: list[str]) -> float:
@@ -203,6 +221,9 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
         default="off",
         help="matrix products in bfloat16: faster, rougher ratios; auto: where the processor multiplies them itself",
     )
+    parser.add_argument("--clip-alarm", type=float, default=defaults.clip_alarm, help="clipped share (%(default)s)")
+    parser.add_argument("--tensorboard", default="", metavar="FOLDER", help="event files of the signals")
+    parser.add_argument("--wandb", default="", metavar="PROJECT", help="the signals as a run of Weights & Biases")
     parser.add_argument("--json", action="store_true", help="one JSON object a step instead of a line for people")
     add_objective(parser)
     given = parser.parse_args(arguments)
@@ -213,25 +234,40 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
         grad_norm_max=given.grad_norm_max,
         micro_batch_tokens=given.micro_batch_tokens,
         packing=given.packing,
+        clip_alarm=given.clip_alarm,
         autocast=given.autocast == "on" or (given.autocast == "auto" and multiplies_bfloat16()),
     )
-    names = ("address", "token", "model", "groups", "steps", "layers", "threads", "dtype")
+    names = ("address", "token", "model", "groups", "steps", "layers", "threads", "dtype", "tensorboard", "wandb")
     return GrpoConfig(**{name: getattr(given, name) for name in names}, learner=learner), given.json
 
 
 def step_line(report: StepReport) -> str:
     """A step in one line for people."""
-    metrics = report.metrics
-    reward = "-" if math.isnan(metrics.reward_mean) else f"{metrics.reward_mean:.3f}"
+    metrics, signals = report.metrics, report.metrics.signals
+    reward, clipped = _shown(signals.reward_mean, ".3f"), _shown(signals.clip_fraction, ".1%")
+    ratio_max, effective = _shown(signals.ratio_max, ".3f"), _shown(signals.effective_sample, ".1%")
     return (
-        f"step {report.step:4d}  reward {reward}  loss {metrics.loss:+.4f}  tokens {metrics.tokens_trained}"
-        f"  stale {metrics.staleness_mean:.2f}  ratio max {metrics.ratio_max:.3f}  clipped {metrics.clip_fraction:.1%}"
+        f"step {report.step:4d}  reward {reward}  loss {metrics.loss:+.4f}  tokens {signals.tokens_trained}"
+        f"  stale {metrics.staleness_mean:.2f}  ratio max {ratio_max}  clipped {clipped}  effective {effective}"
         f"  grad {metrics.grad_norm:.3f}  {report.seconds:.1f} s"
     )
 
 
+def alarm_lines(report: StepReport) -> list[str]:
+    """What operators have to be told of a step, in sentences; mostly nothing."""
+    numbers = report.metrics.numbers()
+    return [
+        f"step {report.step}: {name.removeprefix(ALARM)} {numbers[name.removeprefix(ALARM)]:.3g} is above {bound:g}"
+        for name, bound in report.metrics.alarms.items()
+    ]
+
+
+def _shown(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)
+
+
 def step_json(report: StepReport) -> str:
-    """A step as one JSON object: ``step``, ``metrics`` (finite numbers), ``group_ids``, ``seconds``."""
+    """A step as one JSON object: ``step``, ``metrics`` (finite numbers), ``group_ids``, ``seconds``, ``waited_s``."""
     return json.dumps({**asdict(report), "metrics": report.metrics.numbers()})
 
 

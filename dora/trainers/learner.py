@@ -5,7 +5,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,20 @@ import torch
 
 from dora.errors import InvalidValue
 from dora.trainers.batches import packed_batches
-from dora.trainers.objectives.batch import Objective, Row, TokenBatch, TokenTerms
+from dora.trainers.objectives.batch import Objective, Row, TokenBatch
 from dora.trainers.objectives.presets import OBJECTIVES
 from dora.trainers.packing import packed_logprobs, packs, prepare
 from dora.trainers.padding import padded_batches, padded_logprobs
+from dora.trainers.signals import (
+    ByStaleness,
+    Signals,
+    added,
+    alarm,
+    numbers_by_staleness,
+    response_sums,
+    token_sums,
+    whole,
+)
 from dora.trajectory import Trajectory, TrajectoryGroup
 
 
@@ -31,6 +41,7 @@ class LearnerConfig:
     # Of one micro-batch: the tokens of a pack; of padded rows, their number times the longest. Prompts are counted.
     micro_batch_tokens: int = 4096
     packing: bool = True  # where the model takes it; else rows of one group are padded
+    clip_alarm: float = 0.2  # of the trained tokens: where more are clipped, operators are told; 1: never
     autocast: bool = False  # matrix products in bfloat16; weights, gradients, logprobs and optimiser stay as they are
 
     def __post_init__(self) -> None:
@@ -39,45 +50,42 @@ class LearnerConfig:
                 raise InvalidValue(name, getattr(self, name), "above 0")
         if not self.weight_decay >= 0:
             raise InvalidValue("weight_decay", self.weight_decay, "0 or more")
+        if not 0.0 <= self.clip_alarm <= 1.0:
+            raise InvalidValue("clip_alarm", self.clip_alarm, "0 to 1")
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One training step in numbers; means are over the trained tokens unless named otherwise."""
+    """One training step in numbers."""
 
     loss: float
-    reward_mean: float  # over trajectories with a valid reward; NaN where there was none
-    rewards_invalid: int
+    grad_norm: float
+    step_skipped: bool  # loss or gradient was not finite: the weights stay as they were
     groups: int
     groups_trained: int  # those whose rewards differ
-    tokens_trained: int
+    rewards_invalid: int
     staleness_mean: float  # over trajectories
-    ratio_max: float
-    clip_fraction: float
-    grad_norm: float
-    logprob_diff: float  # mean |present - behaviour|: staleness, and how far engine and trainer disagree
-    entropy: float  # estimated by -logprob of the sampled tokens
-    step_skipped: bool  # loss or gradient was not finite: the weights stay as they were
+    signals: Signals
+    by_staleness: dict[str, float]  # the same signals, as signals.numbers_by_staleness names them
+    alarms: dict[str, float]  # by what was passed, with the bounds
 
     def numbers(self) -> dict[str, float]:
         """For operators: finite values only."""
-        return {name: float(value) for name, value in asdict(self).items() if math.isfinite(value)}
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        numbers = {name: float(value) for name, value in own.items() if isinstance(value, int | float)}
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        return finite | self.signals.numbers() | self.by_staleness | self.alarms
 
 
 @dataclass(slots=True)
 class _Sums:
     loss: float = 0.0
     units: float = 0.0  # what the step's loss and gradient are divided by
-    tokens: int = 0
-    tokens_clipped: int = 0
-    ratio_max: float = 0.0
-    logprob: float = 0.0
-    logprob_diff: float = 0.0
     groups: int = 0
     groups_trained: int = 0
-    rewards: list[float] = field(default_factory=list)
     rewards_invalid: int = 0
     staleness: list[int] = field(default_factory=list)
+    signals: ByStaleness = field(default_factory=dict)
 
 
 class Learner:
@@ -101,13 +109,13 @@ class Learner:
         self._forward = packed_logprobs if packing else padded_logprobs
         needs_reference = config.objective.needs_reference
         self._reference = copy.deepcopy(module).requires_grad_(False) if needs_reference else None
-        self._come: deque[TrajectoryGroup] = deque()  # at most a step's groups
+        self._come: deque[tuple[TrajectoryGroup, float]] = deque()  # at most a step's groups, and when they came
         self._rows: list[Row] = []
         self._sums = _Sums()
 
     def add_group(self, group: TrajectoryGroup) -> None:
         """Leaves the group for :meth:`work`. Any thread may call it, also while another one works."""
-        self._come.append(group)
+        self._come.append((group, time.time()))
 
     def work(self) -> None:
         """Adds the gradients of all groups that are there, and of those that come meanwhile, not yet divided."""
@@ -131,11 +139,11 @@ class Learner:
 
     def _take_in(self) -> None:
         while self._come:
-            group = self._come.popleft()
+            group, taken_at = self._come.popleft()
             self._sums.groups += 1
-            self._sums.rewards.extend(group.rewards[group.rewards_valid].tolist())
             self._sums.rewards_invalid += int((~group.rewards_valid).sum())
             self._sums.staleness.extend(group.staleness.tolist())
+            self._sums.signals = added(self._sums.signals, response_sums(group.trajectories, taken_at))
             rows = self._config.objective.rows(group)
             self._sums.groups_trained += bool(rows)
             self._rows.extend(rows)
@@ -147,29 +155,26 @@ class Learner:
         """
         self.work()
         sums, self._sums = self._sums, _Sums()
-        units, tokens = max(sums.units, 1.0), max(sums.tokens, 1)  # a step that taught nothing has a gradient of zero
+        signals, units = whole(sums.signals), max(sums.units, 1.0)  # a step that taught nothing has a gradient of zero
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(units)
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_norm_max))
         skipped = not (math.isfinite(norm) and math.isfinite(sums.loss))
-        if sums.tokens and not skipped:
+        if signals.tokens_trained and not skipped:
             self._optimiser.step()
         self._optimiser.zero_grad(set_to_none=True)
         return StepMetrics(
             loss=sums.loss / units,
-            reward_mean=float(np.mean(sums.rewards)) if sums.rewards else math.nan,
-            rewards_invalid=sums.rewards_invalid,
+            grad_norm=norm,
+            step_skipped=skipped,
             groups=sums.groups,
             groups_trained=sums.groups_trained,
-            tokens_trained=sums.tokens,
+            rewards_invalid=sums.rewards_invalid,
             staleness_mean=float(np.mean(sums.staleness)) if sums.staleness else math.nan,
-            ratio_max=sums.ratio_max,
-            clip_fraction=sums.tokens_clipped / tokens,
-            grad_norm=norm,
-            logprob_diff=sums.logprob_diff / tokens,
-            entropy=-sums.logprob / tokens,
-            step_skipped=skipped,
+            signals=signals,
+            by_staleness=numbers_by_staleness(sums.signals),
+            alarms=alarm(signals.clip_fraction, self._config.clip_alarm),
         )
 
     def _backward(self, rows: Sequence[Row]) -> None:
@@ -184,16 +189,8 @@ class Learner:
         loss.backward()
         self._sums.loss += float(loss.detach())
         self._sums.units += units
-        self._count(batch, terms)
-
-    @torch.no_grad()
-    def _count(self, batch: TokenBatch, terms: TokenTerms) -> None:
-        sums, mask = self._sums, batch.mask
-        sums.tokens += int(mask.sum())
-        sums.tokens_clipped += int(terms.clipped.sum())
-        sums.ratio_max = max(sums.ratio_max, float(torch.where(mask, terms.ratios, 0.0).max()))
-        sums.logprob += float(torch.where(mask, batch.logprobs, 0.0).sum())
-        sums.logprob_diff += float(torch.where(mask, batch.logprobs - batch.behaviour, 0.0).abs().sum())
+        of_rows = [each.staleness for each in trajectories]
+        self._sums.signals = added(self._sums.signals, token_sums(batch, terms.clipped, of_rows))
 
     def _logprobs(self, module: Any, trajectories: Sequence[Trajectory]) -> torch.Tensor:
         device = self._parameters[0].device.type

@@ -9,6 +9,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from dora.rpc.dora_pb2 import Status, WorkerStatus
+from dora.view.metrics import alarms, metrics
 from dora.view.numbers import duration, measured, number
 from dora.view.service import (
     HOSTED,
@@ -18,7 +19,6 @@ from dora.view.service import (
     WAITING,
     by_version,
     filling,
-    metrics,
     refusals,
     state_style,
     storage,
@@ -114,10 +114,12 @@ def _progress(status: Status, steps_asked: int) -> Text:
 
 
 def _faults(status: Status) -> list[Text]:
-    """What holds the service up, if anything does."""
+    """What holds the service up, and what the trainer gives alarm of in its last step, if anything."""
     lines = [storage(status)] if status.storage_faults else []
     failed = status.prompts_failed
-    return lines + ([Text(f"prompts: failed: {failed}", "bold red")] if failed else [])
+    lines += [Text(f"prompts: failed: {failed}", "bold red")] if failed else []
+    last = status.steps[-1:]
+    return lines + [Text(f"step {step.step}: {line}", "bold red") for step in last for line in alarms(step.metrics)]
 
 
 def _rewards(status: Status) -> Text:

@@ -1,7 +1,8 @@
 """What happened between two statuses, in sentences: the live view where there is no terminal."""
 
 from dora.rpc.dora_pb2 import Status, StepMetrics
-from dora.view.service import faults_of, filling, metrics
+from dora.view.metrics import alarms, metrics
+from dora.view.service import faults_of, filling
 
 NEWS_PERIOD_S = 2.0  # at most one batch of lines in so long
 METRICS_TOLD = 4  # of a commit; `dora status` shows all
@@ -19,12 +20,13 @@ COUNTED_EVENTS = {
 def news(before: Status, after: Status) -> list[str]:
     """Sentences on commits, workers and counted events between two statuses of one service."""
     told = {step.step for step in before.steps}
+    new = [step for step in after.steps if step.step not in told and (not told or step.step > max(told))]
     lines = [
         f"step {step.step} committed: mean reward {step.mean_reward:.3f}, staleness mean {step.staleness_mean:.2f} "
         f"max {step.staleness_max}, {step.tokens:,} tokens{_metrics(step)}"
-        for step in after.steps
-        if step.step not in told and (not told or step.step > max(told))
+        for step in new
     ]
+    lines += [f"ALARM: step {step.step}: {line}" for step in new for line in alarms(step.metrics)]
     lines += _version_news(before, after) + _worker_news(before, after)
     if faults_of(after) != faults_of(before):
         fault = faults_of(after)

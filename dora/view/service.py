@@ -1,12 +1,13 @@
 """A running service as tables: pure functions from its answers."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from rich.text import Text
 
 from dora.rpc.dora_pb2 import KvTierStatus, Status, StepMetrics, TrajectoryStatus, VersionStatus, WorkerStatus
+from dora.view.metrics import alarms, metrics
 from dora.view.numbers import NONE, duration, measured, number
 from dora.view.pools import pools_line
 from dora.view.tables import Column, Facts, Sheet, version_cell
@@ -160,7 +161,6 @@ TRAJECTORY_COLUMNS: Final[Sequence[Column[TrajectoryStatus]]] = (
     Column("prompt", "the prompt's id", lambda row: row.prompt_id, words=True, rank=4),
 )
 WORKERS_NAMED: Final = 8  # more of them are counted
-FIRST_METRICS: Final = ("loss", "reward")  # how the names begin that are shown first
 
 
 def status_table(status: Status) -> Facts:
@@ -210,25 +210,16 @@ def trajectories_table(trajectories: Sequence[TrajectoryStatus], total: int) -> 
     return Sheet(TRAJECTORY_COLUMNS, trajectories, "trajectories", notes=notes)
 
 
-def step_rows(step: StepMetrics) -> Iterator[tuple[str, str]]:
-    """The last committed step: what the service counted of it, then the metrics that the trainer sent."""
+def step_rows(step: StepMetrics) -> Iterator[tuple[str, str | Text]]:
+    """The last committed step: what the service counted of it, then the trainer's alarms and metrics."""
     took = duration(step.took_s) if step.HasField("took_s") else ""
     waited = f"the trainer waited {duration(step.waited_s)} of it" if step.HasField("waited_s") and took else ""
     yield "last step", ", ".join(part for part in (str(step.step), took and f"took {took}", waited) if part)
     yield "  mean reward", measured(step.mean_reward)
     yield "  staleness", f"mean {step.staleness_mean:.2f}, largest {step.staleness_max}"
     yield "  tokens", f"{step.tokens:,}"
+    yield from (("  alarm", Text(line, "bold red")) for line in alarms(step.metrics))
     yield from ((f"  {name}", value) for name, value in metrics(step.metrics))
-
-
-def metrics(sent: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The metrics of a commit with their values as text; losses and rewards first, then by name."""
-
-    def place(name: str) -> tuple[int, str]:
-        first = (at for at, word in enumerate(FIRST_METRICS) if name.lower().startswith(word))
-        return next(first, len(FIRST_METRICS)), name
-
-    return [(name, measured(sent[name])) for name in sorted(sent, key=place)]
 
 
 def _workers_line(workers: Sequence[WorkerStatus]) -> str:

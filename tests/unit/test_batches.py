@@ -240,6 +240,6 @@ def test_work_takes_what_has_come_and_counts_it_once(dense: Path) -> None:
     learner.add_group(replace(GROUPS[0], trajectories=GROUPS[0].trajectories[::2]))  # equal rewards
     metrics = learner.finish_step()
     assert (metrics.groups, metrics.groups_trained) == (4, 3)
-    assert metrics.tokens_trained == sum(int(each.loss_mask().sum()) for each in GROUPS)
+    assert metrics.signals.tokens_trained == sum(int(each.loss_mask().sum()) for each in GROUPS)
     assert math.isfinite(metrics.grad_norm) and learner.busy_s > 0.0
     assert learner.finish_step().groups == 0

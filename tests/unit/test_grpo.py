@@ -121,7 +121,7 @@ def test_a_step_is_one_mean_over_all_its_tokens(model_folder: Path) -> None:
     metrics = learner.finish_step()
     assert metrics.loss == pytest.approx(float(total.detach()) / tokens, rel=1e-4)
     assert metrics.grad_norm == pytest.approx(norm, rel=1e-4)
-    assert (metrics.tokens_trained, metrics.groups, metrics.groups_trained) == (tokens, 2, 2)
+    assert (metrics.signals.tokens_trained, metrics.groups, metrics.groups_trained) == (tokens, 2, 2)
 
 
 def test_groups_that_teach_nothing_leave_the_weights_alone(model_folder: Path) -> None:
@@ -131,10 +131,15 @@ def test_groups_that_teach_nothing_leave_the_weights_alone(model_folder: Path) -
     learner.add_group(responses([[5], [6]], [0.5, 0.5]))
     learner.add_group(responses([[5], [6]], [1.0, math.nan]))
     metrics = learner.finish_step()
-    assert (metrics.groups, metrics.groups_trained, metrics.tokens_trained, metrics.rewards_invalid) == (2, 0, 0, 1)
-    assert metrics.reward_mean == pytest.approx(2 / 3)
+    assert (metrics.groups, metrics.groups_trained, metrics.signals.tokens_trained, metrics.rewards_invalid) == (
+        2,
+        0,
+        0,
+        1,
+    )
+    assert metrics.signals.reward_mean == pytest.approx(2 / 3)
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
-    assert "reward_mean" not in replace(metrics, reward_mean=math.nan).numbers()
+    assert "reward_mean" not in replace(metrics, signals=replace(metrics.signals, reward_mean=math.nan)).numbers()
 
 
 def test_invalid_rewards_are_masked_out_of_a_group(model_folder: Path) -> None:
@@ -185,6 +190,25 @@ def test_a_bandit_learns_the_arm_that_pays(name: str, kl_coefficient: float) -> 
     assert float(torch.softmax(bandit.logits.detach(), 0)[3]) > 0.6
 
 
+async def test_a_step_that_clips_too_much_is_committed_with_an_alarm(
+    tmp_path: Path, model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fake service's logprobs are far above the model's: responses with a negative advantage are clipped."""
+    service = await start_service(tmp_path / "store", model_folder)
+    loud = GrpoConfig(service.address, TOKEN, groups=2, steps=1, learner=LearnerConfig(clip_alarm=0.0))
+    report = (await train(loud)).steps[0]
+    sent = service.service.commits[0].metrics
+    assert sent["alarm_clip_fraction"] == 0.0 < sent["clip_fraction"] == report.metrics.signals.clip_fraction
+    assert sent["staleness_0/clip_fraction"] == sent["clip_fraction"] and sent["staleness_0/trajectories"] == 4.0
+    assert [each.getMessage() for each in caplog.records if each.name == "dora.trainers.grpo"] == [
+        f"step 0: clip_fraction {sent['clip_fraction']:.3g} is above 0"
+    ]
+    await train(replace(loud, learner=LearnerConfig(clip_alarm=1.0)))
+    warned = [each for each in caplog.records if each.name == "dora.trainers.grpo"]
+    assert "alarm_clip_fraction" not in service.service.commits[1].metrics and len(warned) == 1
+    await service.server.stop(None)
+
+
 async def test_the_trainer_trains_and_publishes_over_grpc(tmp_path: Path, model_folder: Path) -> None:
     service = await start_service(tmp_path / "store", model_folder)
     seen = []
@@ -192,7 +216,7 @@ async def test_the_trainer_trains_and_publishes_over_grpc(tmp_path: Path, model_
     report = await train(config, seen.append)
     assert [step.step for step in report.steps] == [0, 1] and list(report.steps) == seen
     assert report.steps[1].group_ids == ("s1-g0", "s1-g1")
-    assert report.steps[0].metrics.tokens_trained == 2 * (3 + 4)
+    assert report.steps[0].metrics.signals.tokens_trained == 2 * (3 + 4)
     commits = service.service.commits
     assert [commit.version for commit in commits] == [1, 2] and commits[0].metrics["reward_mean"] == 0.5
     store = service.service.store
@@ -267,7 +291,9 @@ async def test_a_rejected_version_is_published_anew_once(tmp_path: Path, model_f
     service.service.faults.rejections = {1: 1}
     config = GrpoConfig(service.address, TOKEN, groups=2, steps=2)
     report = await train(config)
-    assert [step.metrics.tokens_trained for step in report.steps] == [2 * (3 + 4)] * 2, "no group was trained on twice"
+    assert [step.metrics.signals.tokens_trained for step in report.steps] == [2 * (3 + 4)] * 2, (
+        "no group was trained on twice"
+    )
     assert [each.version for each in service.service.republished] == [1] and len(service.service.commits) == 2
     service.service.faults.rejections = {3: 2}
     with pytest.raises(

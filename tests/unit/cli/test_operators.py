@@ -152,6 +152,14 @@ def test_news_names_what_changed_between_two_statuses() -> None:
     assert news(after, after) == []
 
 
+def test_an_alarm_of_the_trainer_is_told_once() -> None:
+    after = pb.Status()
+    after.CopyFrom(STATUS)
+    after.steps.add(step=3, metrics={"alarm_clip_fraction": 0.2, "clip_fraction": 0.31})
+    told = [line for line in news(STATUS, after) if "ALARM" in line]
+    assert told == ["ALARM: step 3: clip_fraction 0.31 is above 0.2"] and news(after, after) == []
+
+
 def test_the_narrator_keeps_its_pace_and_gives_signs_of_life() -> None:
     narrator = Narrator()
     assert len(narrator.tell(STATUS, 0.0)) == 4

@@ -181,6 +181,20 @@ def test_the_last_steps_metrics_are_shown_the_loss_first() -> None:
     assert "loss" not in printed(service_view(STATUS, "dora"), WIDTH)  # a trainer that sends none
 
 
+def test_signals_of_each_staleness_stand_behind_the_steps_and_alarms_apart() -> None:
+    status = pb.Status()
+    status.CopyFrom(STATUS)
+    parts = {"staleness_0/clip_fraction": 0.25, "staleness_5+/clip_fraction": 0.5, "staleness_0/alone": 1.0}
+    status.steps.add(step=3, metrics={"clip_fraction": 0.31, "alarm_clip_fraction": 0.2, "alarm_bell": 7.0, **parts})
+    shown = printed(status_table(status), WIDTH)
+    assert re.search(r"alarm +│ clip_fraction 0.31 is above 0.2 ", shown)
+    assert re.search(r"clip_fraction +│ 0.31  \(0: 0.25, 5\+: 0.5\)", shown)
+    assert re.search(r"alarm_bell +│ 7 ", shown) and re.search(r"staleness_0/alone +│ 1 ", shown)
+    assert "alarm_clip_fraction" not in shown
+    live = " ".join(words_in_order(printed(service_view(status, "dora"), WIDTH)))
+    assert "step 3: clip_fraction 0.31 is above 0.2" in live
+
+
 # ------------------------------------------------------------------------------------------------------------ reports
 
 

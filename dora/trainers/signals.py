@@ -1,0 +1,202 @@
+"""What a training step says of itself, in numbers: for the whole step, and for each staleness of what it trained on.
+
+Signals are made of sums, which are added over micro-batches: the same numbers come out however a step is cut, up to the
+rounding of float64. For their quantiles ratios are counted in bins, so a step of any size takes the same memory.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dora.trainers.objectives.batch import TokenBatch
+from dora.trainers.objectives.surrogates import LOG_RATIO_MAX
+from dora.trajectory import Trajectory
+from dora.types import ALARM
+
+STALENESS_MOST: Final = 5  # this and more is one: a commit has room for no more names
+LOG_RATIO_BIN: Final = 1e-3  # a quantile of the ratios is within half of it, that is within 0.05%
+_BINS: Final = 2 * round(LOG_RATIO_MAX / LOG_RATIO_BIN) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """Of a step, or of its part of one staleness. Means are over trained tokens unless named otherwise; NaN: of none.
+
+    The importance ratio is present policy / behaviour policy at a token, whatever the objective takes its own ratio to.
+    At staleness 0 both have the same weights, so what is left is the gap between the engine and the trainer.
+    """
+
+    tokens_trained: int  # in the loss mask
+    logprobs_invalid: int  # of these, where a logprob is not finite: they are in none of the numbers of tokens below
+    clip_fraction: float  # of the trained tokens, as the objective clips
+    ratio_p01: float  # quantiles of the importance ratio, from bins of LOG_RATIO_BIN in its logarithm
+    ratio_p50: float
+    ratio_p99: float
+    ratio_max: float  # not from bins
+    # (sum w)^2 / (n sum w^2) of importance ratios w, 0 to 1: the share of tokens that would estimate as well if they
+    # were fresh. Source: Kong: *A Note on Importance Sampling using Standardized Weights*; Owen: *Monte Carlo theory,
+    # methods and examples*, section 9.3.
+    effective_sample: float
+    logprob_gap: float  # |present - behaviour|
+    logprob_gap_max: float
+    entropy: float  # estimated by -logprob of the sampled tokens
+    trajectories: int  # of all groups taken, also those that teach nothing; so are the numbers below
+    reward_mean: float  # over those with a valid reward
+    length_mean: float  # response tokens
+    queued_s: float  # mean time from a response's end until the trainer took it, by the wall clocks of both hosts
+
+    def numbers(self) -> dict[str, float]:
+        """By name; finite values only."""
+        found = {each.name: float(getattr(self, each.name)) for each in fields(self)}
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _no_bins() -> npt.NDArray[np.int64]:
+    return np.zeros(_BINS, np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sums:
+    """What signals are made of. ``+`` joins those of two parts, in any order."""
+
+    tokens: int = 0
+    finite: int = 0  # tokens of which both logprobs are
+    clipped: int = 0
+    ratio: float = 0.0
+    ratio_squared: float = 0.0
+    logprob: float = 0.0
+    gap: float = 0.0
+    trajectories: int = 0
+    rewards: int = 0  # valid ones
+    reward: float = 0.0
+    length: int = 0
+    queued_s: float = 0.0
+    ratio_max: float = 0.0
+    gap_max: float = 0.0
+    bins: npt.NDArray[np.int64] = field(default_factory=_no_bins)  # (_BINS,): tokens by their log ratio
+
+    def __add__(self, other: "Sums") -> "Sums":
+        joined: dict[str, Any] = {
+            each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)
+        }
+        joined |= {name: max(getattr(self, name), getattr(other, name)) for name in ("ratio_max", "gap_max")}
+        return Sums(**joined)
+
+    def signals(self) -> Signals:
+        """The means, shares and quantiles."""
+        low, median, high = (self.ratio_quantile(share) for share in (0.01, 0.5, 0.99))
+        return Signals(
+            tokens_trained=self.tokens,
+            logprobs_invalid=self.tokens - self.finite,
+            clip_fraction=_over(self.clipped, self.tokens),
+            ratio_p01=low,
+            ratio_p50=median,
+            ratio_p99=high,
+            ratio_max=self.ratio_max if self.finite else math.nan,
+            effective_sample=_over(self.ratio**2, self.finite * self.ratio_squared),
+            logprob_gap=_over(self.gap, self.finite),
+            logprob_gap_max=self.gap_max if self.finite else math.nan,
+            entropy=_over(-self.logprob, self.finite),
+            trajectories=self.trajectories,
+            reward_mean=_over(self.reward, self.rewards),
+            length_mean=_over(self.length, self.trajectories),
+            queued_s=_over(self.queued_s, self.trajectories),
+        )
+
+    def ratio_quantile(self, share: float) -> float:
+        """The least ratio that ``share`` (above 0, to 1) of tokens do not exceed, by the middle of its bin."""
+        if not self.finite:
+            return math.nan
+        rank = math.ceil(share * self.finite - 1e-9)  # 0.07 * 100 is a little above 7
+        place = int(np.searchsorted(np.cumsum(self.bins), rank))
+        return math.exp((place - _BINS // 2) * LOG_RATIO_BIN)
+
+
+ByStaleness = Mapping[int, Sums]  # STALENESS_MOST stands for more, too
+
+
+def token_sums(batch: TokenBatch, clipped: torch.Tensor, staleness: Sequence[int]) -> ByStaleness:
+    """Of a micro-batch: ``clipped`` (n,) as the objective's terms have it, ``staleness`` of each of its r rows."""
+    present, behaviour = (_array(each).astype(np.float64) for each in (batch.logprobs.double(), batch.behaviour))
+    of_token = np.repeat(np.minimum(staleness, STALENESS_MOST), _array(batch.lengths))
+    mask, bounded = _array(batch.mask), _array(clipped)
+    finite = mask & np.isfinite(present) & np.isfinite(behaviour)
+    found = {}
+    for each in np.unique(of_token[mask]).tolist():
+        here = finite & (of_token == each)
+        difference = present[here] - behaviour[here]
+        log_ratios = difference.clip(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+        ratios, gaps = np.exp(log_ratios), np.abs(difference)
+        places = np.rint(log_ratios / LOG_RATIO_BIN).astype(np.int64) + _BINS // 2
+        found[each] = Sums(
+            tokens=int((mask & (of_token == each)).sum()),
+            finite=int(here.sum()),
+            clipped=int((bounded & mask & (of_token == each)).sum()),
+            ratio=float(ratios.sum()),
+            ratio_squared=float((ratios**2).sum()),
+            logprob=float(present[here].sum()),
+            gap=float(gaps.sum()),
+            ratio_max=float(ratios.max(initial=0.0)),
+            gap_max=float(gaps.max(initial=0.0)),
+            bins=np.bincount(places, minlength=_BINS),
+        )
+    return found
+
+
+def response_sums(trajectories: Iterable[Trajectory], taken_at: float) -> ByStaleness:
+    """Of responses that the trainer took at ``taken_at`` (seconds since the Unix epoch)."""
+    parts: dict[int, list[Trajectory]] = {}
+    for each in trajectories:
+        parts.setdefault(min(each.staleness, STALENESS_MOST), []).append(each)
+    return {
+        staleness: Sums(
+            trajectories=len(members),
+            rewards=sum(_rewarded(each) for each in members),
+            reward=sum(each.reward for each in members if _rewarded(each)),
+            length=sum(each.length_tokens for each in members),
+            queued_s=sum(max(taken_at - each.finished_at, 0.0) for each in members),
+        )
+        for staleness, members in parts.items()
+    }
+
+
+def added(one: ByStaleness, other: ByStaleness) -> dict[int, Sums]:
+    """The sums of two parts of a step together."""
+    empty = Sums()
+    return {each: one.get(each, empty) + other.get(each, empty) for each in sorted({*one, *other})}
+
+
+def whole(sums: ByStaleness) -> Signals:
+    """Of all stalenesses together."""
+    return sum(sums.values(), Sums()).signals()
+
+
+def numbers_by_staleness(sums: ByStaleness) -> dict[str, float]:
+    """As ``staleness_1/clip_fraction``, and ``staleness_5+/...`` for STALENESS_MOST and more. Finite values only."""
+    return {
+        f"staleness_{each}{'+' * (each == STALENESS_MOST)}/{name}": value
+        for each, part in sums.items()
+        for name, value in part.signals().numbers().items()
+    }
+
+
+def alarm(clip_fraction: float, bound: float) -> dict[str, float]:
+    """What a commit says beside its metrics where more than ``bound`` of the tokens were clipped: the bound."""
+    return {f"{ALARM}clip_fraction": bound} if clip_fraction > bound else {}
+
+
+def _rewarded(trajectory: Trajectory) -> bool:
+    return trajectory.reward_valid and math.isfinite(trajectory.reward)
+
+
+def _over(total: float, count: float) -> float:
+    return total / count if count else math.nan
+
+
+def _array(values: torch.Tensor) -> npt.NDArray[Any]:
+    return values.detach().cpu().numpy()
