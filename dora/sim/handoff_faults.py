@@ -100,8 +100,9 @@ def _if_stranded(world: UnreliableWorld, handoff: Handoff, target: SimWorker, be
         befalls(world, handoff, target)
 
 
-def _refuse(_world: UnreliableWorld, _handoff: Handoff, target: SimWorker) -> None:
-    target.refusals[do.CopyIn] = ["refused"]
+def _refuse(_world: UnreliableWorld, handoff: Handoff, target: SimWorker) -> None:
+    """The snapshot is not whole; or, for every second row, cannot be made into the target's own blocks."""
+    target.refusals[do.CopyIn] = ["not_movable" if handoff.row % 2 else "refused"]
 
 
 def _end_target(world: UnreliableWorld, _handoff: Handoff, target: SimWorker) -> None:

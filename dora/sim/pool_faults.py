@@ -15,6 +15,7 @@ LATER_MOST_S: Final = 4.0  # until something befalls the worker that parks, and 
 POOL_REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
     (do.ReserveSlot, "refused"),
     (do.CopyIn, "refused"),
+    (do.CopyIn, "not_movable"),
     (do.Resume, "unknown_request"),
     (do.Resume, "not_movable"),
 )
@@ -23,6 +24,7 @@ WORKER_REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
     (do.Park, "not_movable"),
     (do.ReserveSlot, "refused"),
     (do.CopyIn, "refused"),
+    (do.CopyIn, "not_movable"),
 )
 
 

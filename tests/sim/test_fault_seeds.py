@@ -112,9 +112,9 @@ def met(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Phase, Signal]]:
 
 
 def test_whatever_befalls_a_stranded_handoff_is_tried(met: Counter[tuple[Phase, Signal]]) -> None:
-    assert not failures(sweep(range(30), ("dora",), "strand"))
+    assert not failures(sweep(range(60), ("dora",), "strand"))
     leaves = [key for key in TABLE if key[0] is Phase.STRANDED]
-    assert len(leaves) == 4 and {key: met[key] for key in leaves if met[key] < 5} == {}
+    assert len(leaves) == 5 and {key: met[key] for key in leaves if met[key] < 5} == {}
 
 
 def test_faults_meet_what_they_are_for(met: Counter[tuple[Phase, Signal]]) -> None:
@@ -163,7 +163,7 @@ def test_whatever_befalls_a_pool_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
         return advance(self, signal)
 
     monkeypatch.setattr(Handoff, "advance", recorded)
-    assert not failures(sweep(range(60), ("dora",), "pool,handoff,strand,hang"))
+    assert not failures(sweep(range(90), ("dora",), "pool,handoff,strand,hang"))
     into = {key for key in TABLE if (Kind.PARK, *key) not in taken}
     out_of = {key for key in TABLE if (Kind.RESUME, *key) not in taken and key[1] is not Signal.FINISHED}
     assert len(into) <= 8 and len(out_of) <= 10, f"never: {into}, {out_of}"
