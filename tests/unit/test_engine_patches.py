@@ -59,7 +59,7 @@ def test_every_patch_declares_itself() -> None:
     from dora.engine_patches import registry
 
     names = [patch.name for patch in registry.PATCHES]
-    assert sorted(names) == ["exact_resume", "moe_experts", "tied_head"]
+    assert len(set(names)) == len(names) > 0
     for patch in registry.PATCHES:
         assert SpecifierSet(patch.vllm_range).contains("0.32.0")
         assert not SpecifierSet(patch.vllm_range).contains("99")
