@@ -62,7 +62,8 @@ class Incoming:
         except TransferFailed as error:
             voided = connection.under_way()
             if not stopping.is_set() and (voided or not isinstance(error, Gone)):
-                log.warning("kv: from %s: %s; %d snapshots on their way are void", peer.worker_id, error, voided)
+                # As text: whoever keeps the line would keep all that the frames of the error hold, and so memory of KV.
+                log.warning("kv: from %s: %s; %d snapshots on their way are void", peer.worker_id, str(error), voided)
         finally:
             connection.close()
 
