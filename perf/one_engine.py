@@ -21,6 +21,7 @@ from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.models.tiny import make_tiny
 from dora.types import RequestSpec, SamplingParams
 from dora.worker.copying import Copying
+from dora.worker.prefixes import SentPrefixes
 from dora.worker.vllm_engine import VllmEngine
 
 SLOTS: Final = 16
@@ -47,7 +48,7 @@ class Ends:
         request = self.engine.request(request_id)
         kv_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         self.target.expect(request_id, 1, MOST_BYTES, self.engine.reserve(request_id, kv_tokens))
-        return Copying(self.engine, self.source, self.peer, request_id)
+        return Copying(self.engine, self.source, self.peer, request_id, SentPrefixes())
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import numpy as np
 
 from dora.errors import Conflict, InvalidValue, NotFound, SnapshotRefused
 from dora.kvtransfer.checksum import Checksum, Seal
+from dora.kvtransfer.snapshot import NO_PREFIX, Prefix
 
 PROBE: Final = ""  # the ticket of what is sent only to be timed
 PROBE_BYTES: Final = 4 << 20
@@ -28,6 +29,12 @@ _KEY: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{32}\.kv")
 
 class Ahead(Protocol):
     """Where rounds go that come ahead of a snapshot's last one. One thread at a time uses it, any."""
+
+    def start(self, key: str, prefix: Prefix) -> None:
+        """A first round of this key comes, and with it a snapshot in place of any other.
+
+        Raises SnapshotRefused where the prefix, on which it follows, is not here.
+        """
 
     def begin(self, head: bytes) -> object:
         """The head of a first round: what is to be made ready for the request is made so, and how its KV is laid out
@@ -67,6 +74,7 @@ class Arrival:
     head: bytes = b""
     opening: object = None  # what was made of the head of a first round
     is_whole: bool = False  # and checked
+    prefix: Prefix = NO_PREFIX  # blocks before a first round which are here
     ahead_bytes: int = 0  # all of it, where it was written ahead: then ``body`` is empty
 
     @property
@@ -178,16 +186,31 @@ class Arrivals:
     def begin(self, arrival: Arrival) -> None:
         """In place of what came under the same ticket, but for the rounds that it follows on.
 
-        Raises SnapshotRefused where it is expected no longer.
+        Raises SnapshotRefused where it is expected no longer, or where its prefix is not here.
         """
         rounds = {each.key for each in arrival.rounds()[:-1]}
         with self._lock:
-            expected = arrival.ticket == PROBE or (arrival.epoch, arrival.ticket) in self._expected
-            if not expected or not rounds <= self._here.keys():
+            expected = self._expected.get((arrival.epoch, arrival.ticket))
+            if not (expected or arrival.ticket == PROBE) or not rounds <= self._here.keys():
                 raise SnapshotRefused(f"ticket {arrival.ticket!r}: it is expected no longer")
             of_it = (arrival.ticket, arrival.epoch)
             self._drop(lambda other: (other.ticket, other.epoch) == of_it and other.key not in rounds)
             self._here[arrival.key] = arrival
+        if not rounds:
+            self._start(arrival, expected)
+
+    def _start(self, arrival: Arrival, expected: _Expected | None) -> None:
+        prefix = arrival.prefix
+        if prefix.blocks:
+            try:
+                check_key(prefix.key, arrival.epoch)
+            except InvalidValue as error:
+                raise SnapshotRefused(str(error)) from error
+            if expected is None or expected.ahead is None or not arrival.goes_on:
+                raise SnapshotRefused(f"prefix of {prefix.blocks} blocks: none is kept here for it")
+        if expected is not None and expected.ahead is not None:
+            with expected.writing:
+                expected.ahead.start(arrival.key, prefix)
 
     def find(self, key: str) -> Arrival | None:
         with self._lock:

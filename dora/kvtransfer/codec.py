@@ -15,7 +15,8 @@ names the seal of its opening.
 The body is a row of *rounds*, each of them some blocks: those of the first layer, then of the second, in the layout's
 order. A copy of a frozen request has one round; one that began while the request still decoded has its full blocks in
 the first rounds and the rest in the last. Layers with a window have blocks in the last round alone: those which are
-still read. A body travels and is checked in chunks, of which the head knows nothing.
+still read. The first blocks of all may be left out: the *prefix* that the target has by another request of the same
+prompt. A body travels and is checked in chunks, of which the head knows nothing.
 
 BLAKE3 guards against damage, not against forgery: whoever may write snapshots may write any snapshot.
 """
@@ -44,14 +45,18 @@ _HEAD_START: Final = _PREAMBLE.size + 32
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The first part of a head: ``raw`` are its bytes, ``request`` has the outputs of when the copy began."""
+    """The first part of a head: ``raw`` are its bytes, ``request`` has the outputs of when the copy began.
+
+    ``prefix``: how many of the first blocks do not travel with the snapshot, as its target has them.
+    """
 
     raw: bytes
     layout: KvLayout
     request: RequestSpec
+    prefix: int = 0
 
 
-def opening_of(layout: KvLayout, request: RequestSpec) -> Opening:
+def opening_of(layout: KvLayout, request: RequestSpec, prefix: int = 0) -> Opening:
     """What is known of a snapshot before it is there."""
     manifest = {
         "layout": asdict(layout),
@@ -59,9 +64,10 @@ def opening_of(layout: KvLayout, request: RequestSpec) -> Opening:
         "version": request.version,
         "prompt_token_ids": np.asarray(request.prompt_token_ids, "<i4").tobytes(),
         "sampling": asdict(request.sampling),
+        "prefix": prefix,
         **_outputs(request, 0),
     }
-    return Opening(_sealed(manifest), layout, request)
+    return Opening(_sealed(manifest), layout, request, prefix)
 
 
 def closing_of(snapshot: KvSnapshot, opening: Opening, rounds: Sequence[int] = ()) -> bytes:
@@ -124,10 +130,10 @@ def opening_in(head: Buffer) -> Opening:
     view = memoryview(head).cast("B")
     manifest = _unsealed(view)
     try:
-        layout, request = _opened(msgpack.unpackb(manifest))
+        layout, request, prefix = _opened(msgpack.unpackb(manifest))
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise SnapshotRefused(f"head: {error!r}") from error
-    return Opening(bytes(view[: _HEAD_START + manifest.nbytes]), layout, request)
+    return Opening(bytes(view[: _HEAD_START + manifest.nbytes]), layout, request, prefix)
 
 
 def snapshot_of(
@@ -197,7 +203,7 @@ def _read_outputs(manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[f
     return tuple(token_ids), tuple(np.frombuffer(manifest["logprobs"], "<f8").tolist())
 
 
-def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec]:
+def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec, int]:
     layout_fields = _fields_of(manifest, "layout", KvLayout)
     layout_fields["layers"] = tuple((str(name), int(block_bytes)) for name, block_bytes in layout_fields["layers"])
     layout_fields["shards"] = int(layout_fields["shards"])
@@ -223,7 +229,10 @@ def _opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec]:
         output_token_ids=output_token_ids,
         logprobs=logprobs,
     )
-    return layout, request
+    prefix = int(manifest["prefix"])
+    if prefix < 0:
+        raise ValueError(f"prefix = {prefix}")
+    return layout, request, prefix
 
 
 def _fields_of(manifest: Mapping[str, Any], name: str, kind: type[KvLayout | SamplingParams]) -> dict[str, Any]:
@@ -250,7 +259,8 @@ def _snapshot(opening: Opening, manifest: dict[str, Any], bodies: list[np.ndarra
     counts = _counts(layout, kv_tokens, rounds)
     ahead = _ahead(layout, counts, ahead_bytes)
     blocks = _pieces(layout, counts[ahead:], bodies)
-    return KvSnapshot(layout, request, kv_tokens, int(manifest["rng_draws"]), blocks, sum(rounds[:ahead]))
+    ahead_blocks = opening.prefix + sum(rounds[:ahead])
+    return KvSnapshot(layout, request, kv_tokens, int(manifest["rng_draws"]), blocks, ahead_blocks)
 
 
 def _counts(layout: KvLayout, kv_tokens: int, rounds: Sequence[int]) -> list[list[int]]:

@@ -17,6 +17,7 @@ from dora.kvtransfer.checksum import DIGEST_BYTES, Checksum, Digest, digest_with
 from dora.kvtransfer.door import TICK_S
 from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.peer import Identity, answer
+from dora.kvtransfer.snapshot import Prefix
 from dora.kvtransfer.transport import CHUNK_MOST, NoRoom, Receiver, Sum, summed
 from dora.kvtransfer.wire import Frame, Gone, Kind, Stream
 
@@ -176,6 +177,7 @@ class _Connection:
             use = _Use(receiver, landing.body)
             try:
                 arrival = Arrival(key, ticket, self._peer.epoch, landing.body, before, goes_on)
+                arrival.prefix = Prefix(str(head.get("prefix", "")), int(head.get("prefix_blocks", 0)))
                 arrival.checksum = self._checksum
                 self._arrivals.begin(arrival)
             except SnapshotRefused:
@@ -240,12 +242,14 @@ class _Connection:
         use = self._uses.pop(key, None)
         if use is None:
             raise TransferFailed(f"its COMMIT is of {key!r}, which it has not opened")
+        arrival = self._arrivals.find(key)
         reason = self._complete(key, head, sums, expected)
         use.end()
         if reason:
             self._refuse(key, reason)
         else:
-            self._stream.send(Kind.ARRIVED, {"key": key})
+            is_ahead = arrival is not None and arrival.ahead_bytes > 0
+            self._stream.send(Kind.ARRIVED, {"key": key, "ahead": is_ahead})
 
     def _complete(self, key: str, head: bytes, sums: list[bytes], expected: bytes) -> str:
         """Why a snapshot is refused though its sender has sent it all; empty: it is here."""

@@ -223,6 +223,7 @@ class Pair:
         body_bytes = transfer.body_bytes
         opening = {"key": key, "ticket": transfer.ticket, "transport": name, "size": body_bytes}
         opening.update(after=transfer.after, goes_on=transfer.goes_on)
+        opening.update(prefix=transfer.prefix.key, prefix_blocks=transfer.prefix.blocks)
         opening.update(sender.begin(body_bytes))  # where this raises, the transport has no room just now
         try:
             kind, answer = self._ask(Kind.OPEN, opening, Kind.OPENED)

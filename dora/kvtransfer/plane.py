@@ -34,7 +34,7 @@ from dora.kvtransfer.outgoing import MakeSender, Pair
 from dora.kvtransfer.peer import SECRET_BYTES, Identity, Peer
 from dora.kvtransfer.segments import SegmentPool
 from dora.kvtransfer.shm import ShmArenaReceiver, ShmReceiver, ShmSender
-from dora.kvtransfer.snapshot import KvSnapshot
+from dora.kvtransfer.snapshot import NO_PREFIX, KvSnapshot, Prefix
 from dora.kvtransfer.tcp import TcpReceiver, TcpSender
 from dora.kvtransfer.throttle import Throttle
 from dora.kvtransfer.torch_pair import TorchReceiver, TorchSender
@@ -111,13 +111,15 @@ class DataPlane:
         after: str = "",
         seal: Seal | None = None,
         goes_on: bool = False,
+        prefix: Prefix = NO_PREFIX,
     ) -> Transfer:
         """The same for any bytes: ``parts`` in a row are the body.
 
         After a round of a snapshot that ``goes_on`` the next one names its key as ``after``. The heads of all rounds in
-        a row are the snapshot's. A body that came from elsewhere is one part, sent on with its ``seal``.
+        a row are the snapshot's. The first one may leave out the blocks of a ``prefix``. A body that came from
+        elsewhere is one part, sent on with its ``seal``.
         """
-        transfer = Transfer(ticket, parts, head, after, seal, goes_on)
+        transfer = Transfer(ticket, parts, head, after, seal, goes_on, prefix)
         self._pair(peer).send(transfer)
         return transfer
 

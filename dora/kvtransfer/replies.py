@@ -113,7 +113,7 @@ class Replies:
                 self._answers.put((frame.kind, frame.head))
                 return
         if frame.kind is Kind.ARRIVED:
-            self._arrived(key, due)
+            self._arrived(key, due, bool(frame.head.get("ahead")))
         else:
             due.transfer.fail(reason)
 
@@ -125,7 +125,7 @@ class Replies:
         self._answers.put((Kind.REFUSED, {"reason": reason}))
         return left
 
-    def _arrived(self, key: str, due: _Due) -> None:
+    def _arrived(self, key: str, due: _Due, is_ahead: bool) -> None:
         transfer, took_s = due.transfer, time.monotonic() - due.began_s
         self._choice.measure(due.transport, transfer.body_bytes, took_s)
-        transfer.succeed(Sent(key, due.transport, transfer.body_bytes, took_s, tuple(transfer.fallbacks)))
+        transfer.succeed(Sent(key, due.transport, transfer.body_bytes, took_s, tuple(transfer.fallbacks), is_ahead))

@@ -7,22 +7,34 @@ it from worker to worker.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from blake3 import blake3
 
 from dora.types import RequestSpec
 
-SCHEMA = 4
+SCHEMA = 5
 
 # Each uint8 of shape (blocks, bytes per block), in the order of the blocks; contiguous, unless ``reslice`` cut them.
 Pieces = Sequence[np.ndarray]
+# One stay of a request in a slot: a number of its own for each time that it came here, and its preemptions since.
+Stay = tuple[int, int]
 # What one layer's block is made of: strips in a row, the whole row so many times (once a KV head, as a rule). A strip
 # of (outer, inner) is an array of shape (outer, tokens of the block, inner bytes). Without strips nobody knows what is
 # in a row, and with 0 rows not even how many there are.
 Interior = tuple[int, tuple[tuple[int, int], ...]]
 UNKNOWN: Final[Interior] = (0, ())
+
+
+class Prefix(NamedTuple):
+    """The first blocks of a snapshot, which its target has: they came with the first round of another one."""
+
+    key: str  # of that round
+    blocks: int
+
+
+NO_PREFIX: Final = Prefix("", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +76,7 @@ class KvSnapshot:
     ``blocks[layer]`` are the layer's blocks in one or more pieces, so that neither end has to copy them together: from
     the first one that the layer still reads (``layout.first_block``) to the last, which may be partly filled. An
     engine's own snapshot shows its KV-cache, as long as the request is frozen. ``ahead`` blocks before them are not
-    among them: they were written where the request is to be taken in.
+    among them: they are where the request is to be taken in.
     """
 
     layout: KvLayout
@@ -83,6 +95,6 @@ class FullBlocks:
     Layers with a window have none: the engine takes their blocks back while the request decodes.
     """
 
-    stay: int
+    stay: Stay
     end: int  # one after the last of them, counted from the request's first block
     blocks: Mapping[str, Pieces]  # from the block that was asked for on; shown, not copied

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from dora.errors import TransferFailed
 from dora.kvtransfer.checksum import Seal
+from dora.kvtransfer.snapshot import NO_PREFIX, Prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class Sent:
     body_bytes: int
     took_s: float
     fallbacks: tuple[str, ...] = ()  # transports that failed before, each with its reason
+    is_ahead: bool = False  # it is a round that lies where its request is to be taken in
 
 
 @dataclass(eq=False)
@@ -26,7 +28,8 @@ class Transfer:
     """A snapshot, or one round of it, on its way: ``parts`` in a row are its body.
 
     They must not change before it is done, or else it must be cancelled. ``after``: the key of the round before.
-    ``goes_on``: another round follows. A body that was received before has its ``seal``.
+    ``goes_on``: another round follows. A body that was received before has its ``seal``. A first round may follow on a
+    ``prefix``.
     """
 
     ticket: str
@@ -35,6 +38,7 @@ class Transfer:
     after: str = ""
     seal: Seal | None = None
     goes_on: bool = False
+    prefix: Prefix = NO_PREFIX
     done: "Future[Sent]" = field(default_factory=Future)  # its exception is TransferFailed
     cancelled: threading.Event = field(default_factory=threading.Event)
     fallbacks: list[str] = field(default_factory=list)

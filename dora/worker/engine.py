@@ -8,7 +8,7 @@ and ``fake_engine.FakeEngine``; both pass ``tests/contract/test_engine.py``.
 from pathlib import Path
 from typing import Protocol
 
-from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot
+from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, Stay
 from dora.types import Canary, EngineCapability, EngineLoad, RequestSpec, TokenDelta
 from dora.worker.reservation import Reservation
 
@@ -70,6 +70,9 @@ class RolloutEngine(Protocol):
         or thawed. Raises NotFound, and Conflict for a request that is not frozen.
         """
 
+    def final_blocks(self, request_id: str) -> tuple[Stay, int]:
+        """What ``full_blocks`` says of its stay and of where its final blocks end, without them. Raises as it does."""
+
     def full_blocks(self, request_id: str, first: int) -> FullBlocks:
         """The final blocks of a request that decodes, from its block ``first`` on, to be copied while it goes on.
 
@@ -78,6 +81,12 @@ class RolloutEngine(Protocol):
         a later call tells; what was read in a stay that is over is void.
         Raises NotFound as ``freeze`` does, and Conflict with the reason for a request that does not decode: it waits
         for a slot, is preempted or in prefill, or its model's state is more than one list of blocks.
+        """
+
+    def siblings(self, request_id: str, blocks: int) -> dict[str, tuple[Stay, int]]:
+        """Other requests that have some of the first ``blocks`` blocks of this one: in which stay, and how many.
+
+        They are the same blocks, not equal ones; all of them are full. Raises NotFound as ``freeze`` does.
         """
 
     @property

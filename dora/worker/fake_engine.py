@@ -7,6 +7,7 @@ the speed. ``fake_model`` holds the hashes. It imports no torch.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from blake3 import blake3
 
 from dora.errors import Conflict, InvalidValue
 from dora.kvtransfer.layout import blocks_for, first_block, rng_draws
-from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot
+from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, Stay
 from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
 from dora.weights.reference import read_reference
 from dora.worker.base_engine import BaseEngine
@@ -33,6 +34,7 @@ class _Live:
     logprobs: list[float]
     watch: StopWatch | None
     kv: Kv = field(default_factory=dict)
+    entry: int = field(default_factory=count(1).__next__)  # no other request has it, nor this one if it comes again
     snapshot: KvSnapshot | None = None  # taken in and not yet in a slot
     reserved: Reservation | None = None  # where the blocks are that went ahead of the snapshot
     preemptions: int = 0
@@ -144,19 +146,27 @@ class FakeEngine(BaseEngine[_Live]):
         }
         return KvSnapshot(self._layout, request, live.kv_tokens, draws, blocks, first)
 
-    def full_blocks(self, request_id: str, first: int) -> FullBlocks:
+    def final_blocks(self, request_id: str) -> tuple[Stay, int]:
         live = self._find(request_id)
         if not live.kv:
             why = "is preempted" if live.preemptions else "waits for a slot"
             raise Conflict("request_id", request_id, "a request that decodes", why)
-        end = max(first, (live.kv_tokens - 1) // self._capability.block_tokens)
+        return (live.entry, live.preemptions), (live.kv_tokens - 1) // self._capability.block_tokens
+
+    def full_blocks(self, request_id: str, first: int) -> FullBlocks:
+        stay, end = self.final_blocks(request_id)
+        end = max(first, end)
         blocks = {
             name: []
             if name in self._layout.windowed
             else [self._to_blocks(raw[first * self._block_bytes : end * self._block_bytes])]
-            for name, raw in live.kv.items()
+            for name, raw in self._live[request_id].kv.items()
         }
-        return FullBlocks(live.preemptions, end, blocks)
+        return FullBlocks(stay, end, blocks)
+
+    def siblings(self, request_id: str, blocks: int) -> dict[str, tuple[Stay, int]]:
+        """None: each request has its KV for itself."""
+        return {}
 
     def remove(self, request_id: str) -> None:
         if self._live.pop(request_id, None) is None:

@@ -30,6 +30,7 @@ from dora.types import TokenDelta
 from dora.worker.copying import Copying
 from dora.worker.engine import RolloutEngine
 from dora.worker.failure import fail
+from dora.worker.prefixes import SentPrefixes
 
 log = logging.getLogger("dora.worker")
 
@@ -67,6 +68,7 @@ class EngineLoop:
         self._deltas: list[TokenDelta] = []
         self._reported_s = clock()
         self._copies: dict[str, _Copy] = {}  # by request
+        self._sent = SentPrefixes()
         self._arrived: set[str] = set()  # taken in, and no token yet
         self._shutdown = False
 
@@ -184,7 +186,7 @@ class EngineLoop:
         target = order.target
         peer = Peer(target.worker_id, target.epoch, target.address, tuple(target.transports))
         self._end_copy(order.request_id)
-        copying = Copying(self._engine, self._data_plane(), peer, order.request_id)
+        copying = Copying(self._engine, self._data_plane(), peer, order.request_id, self._sent)
         self._copies[order.request_id] = _Copy(order.request_id, copying, outcome)
         return LATER
 

@@ -6,9 +6,11 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
+from dora.errors import SnapshotRefused
 from dora.kvtransfer.codec import Opening, opening_in
-from dora.kvtransfer.snapshot import KvLayout, Pieces
+from dora.kvtransfer.snapshot import NO_PREFIX, KvLayout, Pieces, Prefix
 from dora.types import RequestSpec
+from dora.worker.prefixes import Prefixes
 
 SLICE_BYTES: Final = 1 << 20  # written at once; so long the engine may have to wait to give the blocks back
 MARGIN_BLOCKS: Final = 2  # beyond what the request fills when it is asked for: it decodes while it is copied
@@ -45,11 +47,25 @@ class Reservation:
     """
 
     def __init__(
-        self, layout: KvLayout, block_ids: Sequence[int], store: Store, make: Callable[[Opening], Any]
+        self,
+        layout: KvLayout,
+        block_ids: Sequence[int],
+        store: Store,
+        make: Callable[[Opening], Any],
+        prefixes: Prefixes | None = None,
     ) -> None:
-        """``make`` raises SnapshotRefused for a request that cannot be taken in; any thread may call it."""
-        self.block_ids = block_ids
-        self.written = 0  # blocks, from the first one on
+        """``make`` raises SnapshotRefused for a request that cannot be taken in; any thread may call it.
+
+        ``prefixes``: of the engine, where its requests can share blocks.
+        """
+        self.own_ids = block_ids  # what the reservation keeps
+        self.shared_ids: tuple[int, ...] = ()  # the request's first blocks, where it shares them with another one
+        self.prefix = NO_PREFIX  # which was claimed for them
+        self.offered = ""  # key of the first round, where others may share what it has brought
+        self.written = 0  # blocks, from the first one on; with those that are shared
+        self._prefixes = prefixes
+        self._key = ""  # of the first round
+        self._is_barred = False  # others share what it has brought, so nothing is written any more
         self._begun: Begun | None = None
         self._layout = layout
         self._store = store
@@ -58,14 +74,38 @@ class Reservation:
         self._lock = threading.Lock()
 
     @property
+    def block_ids(self) -> list[int]:
+        """In the request's order, and more than it needs."""
+        return [*self.shared_ids, *self.own_ids]
+
+    @property
     def opening(self) -> Opening | None:
         """What came last by ``begin``."""
         return None if self._begun is None else self._begun.opening
+
+    def start(self, key: str, prefix: Prefix) -> None:
+        """A first round comes, of this key: what came before is void. Raises SnapshotRefused for a prefix not here."""
+        with self._lock:
+            if not self._is_open:
+                raise SnapshotRefused("it is expected no longer")
+            if self._prefixes is not None:
+                self._is_barred = not self._prefixes.withdraw(self.offered)
+                self.offered = self.offered if self._is_barred else ""
+                self._prefixes.give_up(self.prefix)
+            self._key, self.prefix, self.shared_ids, self.written = key, NO_PREFIX, (), 0
+            if not prefix.blocks:
+                return
+            if self._prefixes is None or not self.own_ids:
+                raise SnapshotRefused(f"prefix of {prefix.blocks} blocks: no blocks are kept here")
+            self.shared_ids = self._prefixes.claim(prefix)
+            self.prefix, self.written = prefix, prefix.blocks
 
     def begin(self, head: bytes) -> Opening:
         """Reads the opening of a snapshot, which came with its first round. Raises SnapshotRefused."""
         self._begun = None
         opening = opening_in(head)
+        if opening.prefix != self.prefix.blocks or (opening.prefix and opening.layout != self._layout):
+            raise SnapshotRefused(f"prefix = {opening.prefix} blocks, {self.prefix.blocks} of this engine's were named")
         self._begun = Begun(opening, self._make(opening))
         return opening
 
@@ -89,25 +129,30 @@ class Reservation:
         """
         first, odd = divmod(first_bytes, self._layout.block_bytes)
         count, more = divmod(body.nbytes, self._layout.block_bytes)
+        shared = len(self.shared_ids)
         if self.opening is None or self.opening.layout != self._layout:
             return False
-        if odd or more or first > self.written or first + count > len(self.block_ids):
+        if odd or more or shared + first > self.written or first + count > len(self.own_ids) or self._is_barred:
             return False
         layers: dict[str, np.ndarray] = {}
         at = 0
         for name, block_bytes in self._layout.layers:
             layers[name] = body[at : at + count * block_bytes].reshape(count, block_bytes)
             at += count * block_bytes
-        self.written = first
+        self.written = shared + first
         step = max(1, SLICE_BYTES // self._layout.block_bytes)
         for begin in range(0, count, step):
             with self._lock:
                 if not self._is_open:
                     return False
                 end = min(begin + step, count)
-                block_ids = self.block_ids[first + begin : first + end]
+                block_ids = self.own_ids[first + begin : first + end]
                 self._store.write([block_ids], {name: [rows[begin:end]] for name, rows in layers.items()})
-        self.written = first + count
+        self.written = shared + first + count
+        with self._lock:
+            if self._is_open and self.written == count and self._key and self._prefixes is not None:  # a first round
+                self._prefixes.offer(self._key, self.own_ids[:count])
+                self.offered = self._key
         return True
 
     def close(self) -> None:

@@ -8,14 +8,14 @@ engine; one process has one engine, as vLLM's KV connector is the process's.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from dora.errors import Conflict, InvalidValue
 from dora.kvtier.chunks import ChunkShape
 from dora.kvtransfer.layout import rng_draws
-from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot
+from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot, Stay
 from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
 from dora.weights.reference import read_reference
 from dora.worker import vllm_environment
@@ -43,6 +43,7 @@ class _Live:
     request: RequestSpec
     engine_id: str
     watch: StopWatch | None
+    entry: int = field(default_factory=count(1).__next__)  # no other request has it, nor this one if it comes again
     outputs: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -158,7 +159,7 @@ class VllmEngine(BaseEngine[_Live]):
             ahead=first,
         )
 
-    def full_blocks(self, request_id: str, first: int) -> FullBlocks:
+    def final_blocks(self, request_id: str) -> tuple[Stay, int]:
         live = self._find(request_id)
         state = self._scheduler.requests[live.engine_id]
         kv_tokens = len(live.request.prompt_token_ids) + len(live.outputs) - 1
@@ -171,12 +172,28 @@ class VllmEngine(BaseEngine[_Live]):
             why = "is preempted" if state.num_preemptions else "waits for a slot, or is in prefill"
         if why:
             raise Conflict("request_id", request_id, "a request that decodes", why)
-        end = max(first, (kv_tokens - 1) // self._layout.block_tokens)
-        if all(group.window_tokens for group in self._groups):
-            end = first
+        has_some = not all(group.window_tokens for group in self._groups)
+        return self._stay(live), (kv_tokens - 1) // self._layout.block_tokens if has_some else 0
+
+    def full_blocks(self, request_id: str, first: int) -> FullBlocks:
+        stay, end = self.final_blocks(request_id)
+        end, live = max(first, end), self._find(request_id)
         ids = zip(self._groups, self._scheduler.kv_cache_manager.get_block_ids(live.engine_id), strict=True)
         final = [() if group.window_tokens else block_ids[first:end] for group, block_ids in ids]
-        return FullBlocks(state.num_preemptions, end, self._store.show(final))
+        return FullBlocks(stay, end, self._store.show(final))
+
+    def siblings(self, request_id: str, blocks: int) -> dict[str, tuple[Stay, int]]:
+        if not self._takes_ahead:
+            return {}
+        ids_of = self._scheduler.kv_cache_manager.get_block_ids
+        own = ids_of(self._find(request_id).engine_id)[0][:blocks]
+        found = {}
+        for name, live in self._live.items():
+            alike = takewhile(lambda pair: pair[0] == pair[1], zip(own, ids_of(live.engine_id)[0], strict=False))
+            shared = sum(1 for _ in alike)
+            if shared and name != request_id:
+                found[name] = self._stay(live), shared
+        return found
 
     def remove(self, request_id: str) -> None:
         live = self._live.pop(request_id, None)
@@ -185,6 +202,7 @@ class VllmEngine(BaseEngine[_Live]):
             self._core.abort_requests([live.engine_id])
 
     def load(self) -> EngineLoad:
+        self._scheduler.prefixes.sweep()
         pool = self._scheduler.kv_cache_manager.block_pool
         blocks_used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         return EngineLoad(
@@ -230,12 +248,13 @@ class VllmEngine(BaseEngine[_Live]):
         begun = None if reservation is None else reservation.begun_with(request)
         made = self._make_ahead(request) if begun is None else begun.made
         made.go_on(request.output_token_ids)
-        live = _Live(request, made.engine_id, made.watch, list(request.output_token_ids), list(request.logprobs))
+        live = _Live(request, made.engine_id, made.watch, outputs=list(request.output_token_ids))
+        live.logprobs.extend(request.logprobs)
         self._live[request.request_id] = self._by_engine_id[live.engine_id] = live
         if snapshot is not None:
             self._scheduler.connector.offer(live.engine_id, snapshot)
         if snapshot is not None and reservation is not None:
-            self._scheduler.bring(live.engine_id, reservation.block_ids, snapshot.ahead)
+            self._scheduler.bring(live.engine_id, reservation, snapshot.ahead)
         if self._tier is not None:
             self._tier.begin(live.engine_id, request.version)
         self._core.add_request(made.core_request)
@@ -263,6 +282,9 @@ class VllmEngine(BaseEngine[_Live]):
         self._scheduler.connector.tier = TierPrefixes(tier, shape, self._store, self._scheduler)
         return self._scheduler.connector.tier
 
+    def _stay(self, live: _Live) -> Stay:
+        return live.entry, self._scheduler.requests[live.engine_id].num_preemptions
+
     def _slots_left(self) -> int:
         return self._capability.slots - self._scheduler.running_count() - self._scheduler.connector.offered_count()
 
@@ -271,10 +293,10 @@ class VllmEngine(BaseEngine[_Live]):
 
     def _reserve(self, count: int) -> Reservation:
         block_ids = self._scheduler.take_blocks(count if self._takes_ahead else 0)
-        return Reservation(self._layout, block_ids, self._store, self._make)
+        return Reservation(self._layout, block_ids, self._store, self._make, self._scheduler.prefixes)
 
     def _free(self, reservation: Reservation) -> None:
-        self._scheduler.give_back(reservation.block_ids)
+        self._scheduler.give_back(reservation)
 
     def _slots_changed(self) -> None:
         self._scheduler.reserve_slots(len(self._reserved))
@@ -311,6 +333,7 @@ class VllmEngine(BaseEngine[_Live]):
         )
 
     def _reset_prefix_cache(self) -> None:
+        self._scheduler.prefixes.sweep()
         if not self._core.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not reset: blocks are in use although no request is held")
 

@@ -4,7 +4,8 @@ A held request is in no queue: vLLM's model runner takes a request that is not s
 state, so taking it up again goes on bitwise. It keeps its blocks and its slot, so it can always be taken up again.
 
 Blocks that were reserved for a request, and written while it was elsewhere, are shown to vLLM as a hit of its prefix
-cache: vLLM then gives them to the request as they are, and asks the connector only for what comes after them.
+cache: vLLM then gives them to the request as they are, and asks the connector only for what comes after them. So are
+those which it shares with another request that came from the same worker.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from dora.worker.prefixes import Prefixes
+from dora.worker.reservation import Reservation
+
 
 class HoldingScheduler(Scheduler):
     """Used by class, as ``scheduler_cls``. ``reprefilled_tokens``: tokens whose KV was computed a second time."""
@@ -21,6 +25,7 @@ class HoldingScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.held: dict[str, Request] = {}
+        self.prefixes = Prefixes(self)
         self.reprefilled_tokens = 0
         self._reserved = 0
         self._kept: dict[str, list[Any]] = {}  # by request: blocks that it brings, and those after them
@@ -33,20 +38,36 @@ class HoldingScheduler(Scheduler):
 
     def free_blocks(self) -> int:
         """Blocks that nobody has, but for one that each request with a slot may want next."""
+        self.prefixes.sweep()
         return int(self._pool.get_num_free_blocks()) - self.running_count()
 
     def take_blocks(self, count: int) -> list[int]:
         """Ids of blocks that belong to no request. They must be given back, or brought along."""
         return [block.block_id for block in self._pool.get_new_blocks(count)]
 
-    def give_back(self, block_ids: Sequence[int]) -> None:
+    def give_back(self, reservation: Reservation) -> None:
         """Undoes ``take_blocks``."""
+        self.prefixes.keep(reservation.offered)
+        self.unpin(reservation.own_ids)
+        self.prefixes.give_up(reservation.prefix)
+        self.prefixes.sweep()
+
+    def bring(self, request_id: str, reservation: Reservation, ahead: int) -> None:
+        """A request that is about to be added brings its reservation's blocks; the first ``ahead`` have its KV."""
+        if reservation.own_ids:
+            self.prefixes.keep(reservation.offered)
+            self.pin(reservation.shared_ids)
+            self.prefixes.give_up(reservation.prefix)
+            self._kept[request_id], self._ahead[request_id] = self._blocks(reservation.block_ids), ahead
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        self._pool.touch(self._blocks(block_ids))
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
         self._pool.free_blocks(self._blocks(reversed(block_ids)))
 
-    def bring(self, request_id: str, block_ids: Sequence[int], ahead: int) -> None:
-        """Blocks that a request which is about to be added brings; the first ``ahead`` of them have its KV."""
-        if block_ids:
-            self._kept[request_id], self._ahead[request_id] = self._blocks(block_ids), ahead
+    def holders(self, block_id: int) -> int:
+        return int(self._pool.blocks[block_id].ref_cnt)
 
     def brought(self, request_id: str) -> list[int]:
         """The blocks with KV that a request brings which was not scheduled yet."""
@@ -96,6 +117,7 @@ class HoldingScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._make_known()
+        self.prefixes.sweep()
         output = super().schedule(throttle_prefills)
         arrived = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         for request_id in arrived:
@@ -108,6 +130,10 @@ class HoldingScheduler(Scheduler):
                 # All but the last sampled token had KV before: on another engine, or here before a preemption.
                 self.reprefilled_tokens += output.num_scheduled_tokens[request_id] - 1
         return output
+
+    def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(*args, **kwargs)
+        self.prefixes.sweep()  # what it had is wanted now
 
     def running_count(self) -> int:
         """Requests with a slot: scheduled or held."""

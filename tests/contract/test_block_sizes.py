@@ -13,6 +13,7 @@ from dora.types import SamplingParams
 from dora.worker.copying import Copying
 from dora.worker.failure import fail
 from dora.worker.fake_engine import FakeEngine
+from dora.worker.prefixes import SentPrefixes
 from tests.contract.driver import Driver, Response, make_request, over_the_wire, run
 from tests.contract.planes import WAIT_S, End, a_plane
 
@@ -50,7 +51,7 @@ def an_engine(model: Path, block_tokens: int, window_tokens: int = 0) -> FakeEng
 def moved_in_rounds(planes: tuple[End, End], driver: Driver, taker: FakeEngine, steps: list[int]) -> str:
     source, target = planes
     target.plane.expect("r1", 1, MOST_BYTES, taker.reserve("r1", 100))
-    copying = Copying(driver.engine, source.plane, target.peer, "r1")
+    copying = Copying(driver.engine, source.plane, target.peer, "r1", SentPrefixes())
     for count in steps:
         assert copying.advance() is None and copying.is_ahead and copying.current is not None
         driver.step(count)

@@ -13,6 +13,7 @@ from dora.types import RequestSpec, SamplingParams
 from dora.worker.copying import LEFT_BLOCKS, ROUNDS_MOST, Copying
 from dora.worker.failure import NotMovable
 from dora.worker.fake_engine import FakeEngine
+from dora.worker.prefixes import SentPrefixes
 from tests.contract.driver import Driver, Response, make_request, run
 from tests.contract.planes import WAIT_S, End, a_plane, until
 
@@ -34,7 +35,7 @@ class Ends:
 
     def copying(self) -> Copying:
         self.target.plane.expect("r1", 1, MOST_BYTES)
-        return Copying(self.driver.engine, self.source.plane, self.target.peer, "r1")
+        return Copying(self.driver.engine, self.source.plane, self.target.peer, "r1", SentPrefixes())
 
     def start(self, steps: int = 1) -> None:
         self.driver.add(self.request)
@@ -159,7 +160,7 @@ def test_a_target_that_cannot_take_the_request_in_says_so_with_the_first_round(e
     ends.start()
     other = an_engine(ends.model, version=2)
     ends.target.plane.expect("r1", 1, MOST_BYTES, other.reserve("r1", PROMPT_TOKENS))
-    copying = Copying(ends.driver.engine, ends.source.plane, ends.target.peer, "r1")
+    copying = Copying(ends.driver.engine, ends.source.plane, ends.target.peer, "r1", SentPrefixes())
     assert copying.advance() is None
     with pytest.raises(TransferFailed, match=r"request\.version = 1, this engine has loaded 2"):
         arrived(copying)
@@ -223,7 +224,7 @@ def test_what_a_source_sent_before_it_died_is_dropped_with_its_reservation(ends:
     ends.start()
     with a_plane(tmp_path, 3, ends.target.transports) as source:
         ends.target.plane.expect("r1", 3, MOST_BYTES)
-        copying = Copying(ends.driver.engine, source.plane, ends.target.peer, "r1")
+        copying = Copying(ends.driver.engine, source.plane, ends.target.peer, "r1", SentPrefixes())
         assert copying.advance() is None
         ends.driver.step(40)
         first = arrived(copying)

@@ -12,6 +12,7 @@ import pytest
 
 from dora.errors import Conflict, NotFound, SnapshotRefused
 from dora.kvtransfer.codec import opening_of
+from dora.kvtransfer.snapshot import Stay
 from dora.types import RequestSpec, SamplingParams
 from dora.worker.engine import RolloutEngine
 from tests.contract.driver import EVERYTHING, GREEDY, SAMPLED, SLOTS, Driver, Response, VersionFolder, make_request, run
@@ -67,7 +68,7 @@ def test_what_a_request_showed_before_it_was_preempted_is_void(engine: RolloutEn
         driver.add(make_request(index, replace(SAMPLED, ignore_eos=True), 100, max_tokens=90))
     driver.step(2)
     refused: set[str] = set()
-    before: dict[str, int] = {}
+    before: dict[str, Stay] = {}
     again: set[str] = set()
     while driver.engine.has_work():
         for name in driver.unfinished():

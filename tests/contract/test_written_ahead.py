@@ -167,6 +167,29 @@ def test_what_a_bad_peer_sends_is_never_written(tmp_path: Path, model: Path) -> 
         until(lambda: is_empty(target))
 
 
+@pytest.mark.parametrize("prefix", [{"prefix_blocks": 1}, {"prefix": "7-nobody.kv", "prefix_blocks": -1}])
+def test_a_prefix_that_is_none_is_refused_before_anything_is_sent(
+    tmp_path: Path, model: Path, prefix: dict[str, object]
+) -> None:
+    """Named by no key, or by that of another worker. This engine shares nothing, so a right one is refused too."""
+    with a_plane(tmp_path, 2, ("tcp",)) as end:
+        target = Worker(end, model)
+        assert target.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+        reserve = pb.ReserveSlot(request_id="r1", version=1, kv_tokens=64, source_epoch=9)
+        assert target.obey(reserve_slot=reserve).ok
+        block_bytes = target.engine.layout.block_bytes
+        with hostile(end) as stream:
+            stream.send(Kind.ATTACH, {"transport": "tcp"})
+            assert stream.receive().kind is Kind.ATTACHED
+            for number, named in enumerate([prefix, {"prefix": f"9-{77:032x}.kv", "prefix_blocks": 1}]):
+                opening = {"key": f"9-{number:032x}.kv", "ticket": "r1", "transport": "tcp", "size": block_bytes}
+                stream.send(Kind.OPEN, {**opening, "goes_on": True, **named})
+                assert stream.receive().kind is Kind.REFUSED
+            assert a_round(stream, 2, "wrong", target.engine.layout) is Kind.REFUSED, "the stream lives on"
+        assert target.obey(cancel_reservation=pb.CancelReservation(request_id="r1")).ok
+        until(lambda: is_empty(target))
+
+
 def a_round(stream: Stream, number: int, damage: str, layout: KvLayout) -> Kind:
     """Sends a round of two blocks that is wrong; what the target says to it."""
     key = f"9-{number:032x}.kv"
