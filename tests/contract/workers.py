@@ -1,6 +1,7 @@
 """Workers without a service: the loop of each, to which a test gives commands."""
 
 import queue
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -19,18 +20,21 @@ TURNS_MOST = 20_000
 
 
 class _Plane:
-    """A data plane, and what was last sent by it."""
+    """A data plane, and whether what was last sent by it has ended; the transfer itself would hold its memory."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
-        self.sent: Transfer | None = None
+        self.ended = threading.Event()
+        self.ended.set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plane, name)
 
     def send_parts(self, *arguments: Any, **options: Any) -> Transfer:
-        self.sent = self._plane.send_parts(*arguments, **options)
-        return self.sent
+        transfer = self._plane.send_parts(*arguments, **options)
+        self.ended = ended = threading.Event()
+        transfer.done.add_done_callback(lambda _done: ended.set())
+        return transfer
 
 
 class Worker:
@@ -97,15 +101,16 @@ class Worker:
         """The outcome of a copy, with one turn a round: what travels is waited for, whatever has become of it."""
         while number not in self.outcomes:
             self.turn()
-            self._await_sent()
+            self.await_sent()
             copy = self.loop._copies.get(request_id)
             if copy is not None and copy.is_last and number not in self.outcomes:
                 self._hear(self._said.get(timeout=WAIT_S))
         return self.outcomes.pop(number)
 
-    def _await_sent(self) -> None:
-        if self._plane is not None and self._plane.sent is not None:
-            self._plane.sent.done.exception(WAIT_S)
+    def await_sent(self) -> None:
+        """Until what was sent last has arrived, or never will."""
+        if self._plane is not None:
+            assert self._plane.ended.wait(WAIT_S)
 
     def await_round(self, request_id: str) -> None:
         """Until the round that is on its way has arrived; no step is done meanwhile."""

@@ -45,9 +45,9 @@ class Account:
     blocks_leaked: int = 0
 
 
-def an_engine(model: Path) -> FakeEngine:
+def an_engine(model: Path, slots: int = 8, kv_tokens: int = 4096) -> FakeEngine:
     return FakeEngine(
-        slots=8, kv_tokens=4096, block_tokens=BLOCK_TOKENS, max_model_len_tokens=CONTEXT_TOKENS, model=model
+        slots=slots, kv_tokens=kv_tokens, block_tokens=BLOCK_TOKENS, max_model_len_tokens=CONTEXT_TOKENS, model=model
     )
 
 
@@ -65,14 +65,21 @@ def untouched(model: Path) -> list[Response]:
 
 
 class Mill:
-    """``address_of``: where others are told that a worker's door is."""
+    """``address_of``: where others are told that a worker's door is. ``running``: requests of each worker."""
 
     def __init__(
-        self, ends: tuple[End, End], model: Path, chance: random.Random, address_of: Callable[[End], str]
+        self,
+        ends: tuple[End, End],
+        model: Path,
+        chance: random.Random,
+        address_of: Callable[[End], str],
+        engines: Callable[[Path], FakeEngine] = an_engine,
+        running: int = RUNNING,
     ) -> None:
         self.account = Account()
         self.reason = ""  # of the last refusal
-        self.workers = tuple(Worker(end, model, engine=an_engine(model)) for end in ends)
+        self.workers = tuple(Worker(end, model, engine=engines(model)) for end in ends)
+        self._running = running
         self.at: dict[str, int] = {}  # request -> the worker that has it
         self._peers = [pb.KvPeer.FromString(peer_of(end).SerializeToString()) for end in ends]
         for peer, end in zip(self._peers, ends, strict=True):
@@ -89,7 +96,7 @@ class Mill:
         for name in [name for name, at in self.at.items() if self.workers[at].ends.get(name)]:
             self._compare(name)
         for index, worker in enumerate(self.workers):
-            while sum(at == index for at in self.at.values()) < RUNNING:
+            while sum(at == index for at in self.at.values()) < self._running:
                 request = replace(
                     request_of(self._started % RESPONSES), request_id=f"{self._started % RESPONSES}.{self._started}"
                 )
@@ -180,7 +187,8 @@ class Mill:
 
     def _hand_over(self, name: str, source: Worker, target: Worker) -> None:
         """What was told so far: the target is to go on after it."""
-        target.tokens[name], target.logprobs[name] = list(source.tokens[name]), list(source.logprobs[name])
+        target.tokens[name] = list(source.tokens.get(name, []))
+        target.logprobs[name] = list(source.logprobs.get(name, []))
 
     def _compare(self, name: str) -> None:
         worker, expected = self.workers[self.at.pop(name)], self._expected[int(name.partition(".")[0])]
