@@ -214,7 +214,8 @@ class EngineLoop:
                 copy.outcome.kv_fallbacks.extend(reason[:REASON_MOST] for reason in sent.fallbacks)
             if self._deltas:
                 self._report()
-            last.done.add_done_callback(lambda done: self._copied(done, copy.outcome))
+            outcome = copy.outcome  # alone: the copy has the snapshot, which would hold itself by way of this
+            last.done.add_done_callback(lambda done: self._copied(done, outcome))
 
     def _copied(self, done: "Future[Sent]", outcome: pb.WorkerOutcome) -> None:
         """In a thread of the data plane: the snapshot is at its target, or will not be."""

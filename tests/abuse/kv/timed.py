@@ -118,6 +118,8 @@ class Timed(Mill):
             due, live.next = live.next, None
             due(live)
         index, number = live.waits_for
+        if live.handoff.phase is Phase.RESERVED and number in self.workers[index].began:
+            self._signal(live, Signal.COPY_BEGAN)
         if name in self.live and number and number in self.workers[index].outcomes:
             live.waits_for = (0, 0)
             self._done(live, self.workers[index].outcomes.pop(number))
@@ -126,7 +128,7 @@ class Timed(Mill):
         phase = live.handoff.phase
         if phase is Phase.PLANNED:
             self._signal(live, Signal.RESERVED if outcome.ok else Signal.REFUSED)
-        elif phase is Phase.RESERVED:
+        elif phase in (Phase.RESERVED, Phase.COPYING):
             live.handoff.locator = outcome.locator
             failed = Signal.NOT_MOVABLE if outcome.error_kind == "not_movable" else Signal.COPY_FAILED
             self._signal(live, Signal.FROZEN if outcome.ok else failed)
