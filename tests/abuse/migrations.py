@@ -1,4 +1,4 @@
-"""Randomly timed handoffs: ``python -m tests.abuse.migrations --count 10000``. Ends with 1 if a token or block is lost."""
+"""Randomly timed handoffs: ``python -m tests.abuse.migrations --count 10000``. Ends with 1 if a token is wrong."""
 
 import argparse
 import json

@@ -22,6 +22,7 @@ from tests.contract.workers import Worker, peer_of
 BLOCK_TOKENS: Final = 16
 CONTEXT_TOKENS: Final = 256
 RESPONSES: Final = 48  # different ones
+SAMPLES: Final = 3  # of one prompt
 RUNNING: Final = 3  # requests of each worker
 TIMEOUT_S: Final = 0.5
 MEMORY_BYTES: Final = 1 << 20
@@ -52,9 +53,10 @@ def an_engine(model: Path, slots: int = 8, kv_tokens: int = 4096) -> FakeEngine:
 
 
 def request_of(index: int) -> RequestSpec:
-    """Long ones too, of which rounds are copied ahead."""
-    request = make_request(index, SAMPLINGS[index % len(SAMPLINGS)], 10 + 31 * index % 150, max_tokens=60)
-    return replace(request, sampling=replace(request.sampling, ignore_eos=True))
+    """Long ones too, of which rounds are copied ahead. Each prompt has ``SAMPLES`` of them, one after the other."""
+    prompt = index // SAMPLES
+    shared = make_request(prompt, SAMPLINGS[index % len(SAMPLINGS)], 10 + 31 * prompt % 150, max_tokens=60)
+    return replace(shared, request_id=f"r{index}", sampling=replace(shared.sampling, seed=index, ignore_eos=True))
 
 
 def untouched(model: Path) -> list[Response]:
