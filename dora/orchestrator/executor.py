@@ -225,6 +225,9 @@ class Executor:
     def _message(self, command: do.WorkerCommand) -> pb.WorkerCommand:
         """Tells each end of a handoff of the other one, where that is connected."""
         handoff = self._handoff_of(command.command_id)
+        if handoff is not None and handoff.overdue and isinstance(command, do.CancelReservation):
+            ends = f"{handoff.source} to {handoff.target}"
+            log.warning("%s: its handoff from %s is undone: %s", handoff.request_id, ends, handoff.overdue)
         if handoff is None:
             return worker_message(command, self._book, self._store)
         source, target = self._sessions.end(handoff.source), self._sessions.end(handoff.target)

@@ -234,3 +234,14 @@ async def test_an_evicted_worker_is_killed_and_a_drained_one_leaves() -> None:
     assert parts.processes.left == ["w0"] and not parts.lost
     await parts.carry_out(do.EvictWorker("w0", 1, "a wrong version"))
     assert parts.processes.killed == parts.lost == ["w0"] and not parts.sessions.workers
+
+
+async def test_a_handoff_that_took_too_long_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever stopped says nothing, so nobody else does; what a worker refuses is told with its outcome."""
+    parts = Parts()
+    parts.handoffs[6] = Handoff(0, "g0.0", "w1", "w0", 0.0, overdue="it took longer than 30 s")
+    parts.handoffs[7] = Handoff(0, "g0.1", "w1", "w0", 0.0)
+    await parts.carry_out(do.CancelReservation("w0", 1, 6, "g0.0"), do.CancelReservation("w0", 1, 7, "g0.1"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "g0.0: its handoff from w1 to w0 is undone: it took longer than 30 s"
+    ]

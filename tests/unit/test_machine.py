@@ -187,8 +187,10 @@ def test_a_copy_ends_alike_before_and_after_it_ran_ahead(began: bool) -> None:
     assert bench.given(do.CancelReservation) and not bench.given(do.Thaw) and not bench.state.handoffs
     bench, source, target = copied_ahead(began)
     bench.now_s += bench.state.config.balance.handoff_timeout_s
+    (handoff,) = bench.state.handoffs.values()
     bench.post(on.Tick())
     assert bench.given(do.CancelReservation) and bench.given(do.Thaw) and bench.owner("g0.0") == source
+    assert "longer than" in handoff.overdue
     bench, source, target = copied_ahead(began)
     bench.post(on.WorkerLost(target, bench.state.workers[target].epoch, "killed"))
     assert bench.given(do.Thaw) and bench.owner("g0.0") == source

@@ -179,6 +179,7 @@ def overdue(state: State) -> None:
     limit_s = state.config.balance.handoff_timeout_s
     for handoff in list(state.handoffs.values()):
         if state.now_s - handoff.began_s >= limit_s:
+            handoff.overdue = f"it took longer than {limit_s:g} s, and was {handoff.phase.name} then"
             signal_handoff(state, handoff, Signal.UNDO)
 
 
@@ -298,7 +299,8 @@ def _thaw_source(state: State, handoff: Handoff) -> None:
 def _cancel_target(state: State, handoff: Handoff) -> None:
     target = state.end(handoff.target)
     assert target is not None
-    state.send(do.CancelReservation(target.worker_id, target.epoch, state.command_id(), handoff.request_id))
+    command = do.CancelReservation(target.worker_id, target.epoch, state.command_id(), handoff.request_id)
+    state.send(command, handoff if handoff.overdue else None)
 
 
 def _restart_at_target(state: State, handoff: Handoff) -> None:

@@ -125,6 +125,7 @@ class Handoff:
     phase: Phase = Phase.PLANNED
     locator: str = ""
     had_ended: bool = False  # its source knew it no more: the response ended just before
+    overdue: str = ""  # why it was undone, where it took too long
     tokens: int = 0  # response tokens in the snapshot
 
     def advance(self, signal: Signal) -> tuple[Action, ...]:
