@@ -81,6 +81,8 @@ class EngineLoop:
         timeout_s = 0.0 if self._engine.has_work() else IDLE_S
         while (command := self._orders.take(timeout_s)) is not None:
             self._obey(command)
+            if self._shutdown:  # the stream ends after it, and that is no fault then
+                return
             timeout_s = 0.0
         for copy in list(self._copies.values()):
             self._go_on(copy)

@@ -120,7 +120,10 @@ class Service:
 
     def token(self, rpc: Rpc, chance: random.Random) -> str:
         role = SERVICES[rpc.name.partition("/")[0]]
-        return chance.choice(["", *self.handle.tokens.values()]) if chance.random() < 0.02 else self.handle.tokens[role]
+        wrong = 0.1 if rpc.streams else 0.02  # a stream carries many messages, so there are few calls
+        return (
+            chance.choice(["", *self.handle.tokens.values()]) if chance.random() < wrong else self.handle.tokens[role]
+        )
 
     def messages(self, rpc: Rpc, chance: random.Random) -> list[bytes]:
         """Of one call."""

@@ -1,6 +1,7 @@
 """A handoff between the loops of two workers, as messages: beside the engine's steps, and undone at any point."""
 
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from dora.models.tiny import make_tiny
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
+from dora.rpc.errors import ServiceUnavailable
 from dora.types import RequestSpec, SamplingParams
 from tests.contract.driver import make_request
 from tests.contract.planes import HERE, a_plane
@@ -230,3 +232,18 @@ def test_a_worker_without_a_data_plane_takes_part_in_no_handoff(model: Path) -> 
     reserve = pb.ReserveSlot(request_id="r1", version=1, kv_tokens=64, source_epoch=1)
     refused = worker.obey(reserve_slot=reserve)
     assert not refused.ok and refused.error_kind == "refused"
+
+
+def test_a_stream_that_ends_after_the_order_to_leave_is_no_fault(model: Path) -> None:
+    class Leaving(Worker):
+        def take(self, timeout_s: float) -> pb.WorkerCommand | None:
+            command = super().take(timeout_s)
+            if command is None:
+                raise ServiceUnavailable("the stream has ended")
+            return command
+
+    worker = Leaving(None, model)
+    worker.order(shutdown=pb.Shutdown())
+    worker.loop.run(threading.Event())
+    with pytest.raises(ServiceUnavailable):
+        Leaving(None, model).loop.run(threading.Event())
