@@ -286,3 +286,15 @@ def test_a_load_without_an_end_is_ended() -> None:
     assert evicted.worker_id == stuck and evicted.reason == "version 1 was not loaded in 60 s"
     bench.post(on.Tick())
     assert len(bench.given(do.EvictWorker)) == 1
+
+
+def test_a_version_that_was_let_go_while_it_was_loaded_is_in_no_doubt() -> None:
+    bench = Bench()
+    bench.start("w0", "w1")
+    state = bench.state
+    state.window.newest = state.window.step = 6  # the refusal of version 2 comes late
+    outcome = on.CommandDone("w0", 1, 1, ok=False, error="the canary differs", error_kind="weights")
+    rejection.refused(state, state.workers["w0"], 2, outcome)
+    assert not state.doubts and state.replan
+    rejection.refused(state, state.workers["w0"], 6, outcome)
+    assert set(state.doubts) == {6}

@@ -52,10 +52,14 @@ def proves(state: State, version: int) -> None:
 
 
 def refused(state: State, worker: Worker, version: int, event: on.CommandDone) -> None:
-    """A worker says that the weights of an unproven version are wrong; ``judge`` then sees what follows."""
-    doubt = state.doubts.setdefault(version, Doubt())
-    doubt.refusals[worker.worker_id] = Refusal(worker.epoch, event.error, event.canary_difference)
-    state.window.withhold(version)
+    """A worker says that the weights of an unproven version are wrong; ``judge`` then sees what follows.
+
+    A version that was let go while the worker loaded it is in no doubt: the worker gets another one.
+    """
+    if version >= state.window.oldest_kept:
+        doubt = state.doubts.setdefault(version, Doubt())
+        doubt.refusals[worker.worker_id] = Refusal(worker.epoch, event.error, event.canary_difference)
+        state.window.withhold(version)
     state.replan = True
 
 
