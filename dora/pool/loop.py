@@ -9,29 +9,21 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Final, Protocol
+from typing import Final
 
-from dora.errors import Conflict, DoraError, SnapshotRefused
+from dora.errors import Conflict, DoraError
 from dora.kvtransfer.codec import snapshot_of
-from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import DataPlane
 from dora.pool.sending import Sending
 from dora.pool.store import Store
 from dora.rpc import dora_pb2 as pb
 from dora.worker.failure import fail
+from dora.worker.orders import REASON_MOST, Orders, check_asked_for, peer_of, waiting
 
 log = logging.getLogger("dora.worker")
 
 TICK_S: Final = 0.1
 REPORT_S: Final = 0.5
-REASON_MOST: Final = 500  # characters of why a snapshot was dropped
-
-
-class Orders(Protocol):
-    """Where commands come from and messages go; ``Link``, or a list in a test."""
-
-    def take(self, timeout_s: float) -> pb.WorkerCommand | None: ...
-    def send(self, message: pb.WorkerMessage) -> None: ...
 
 
 class PoolLoop:
@@ -62,10 +54,10 @@ class PoolLoop:
 
     def turn(self) -> None:
         """All commands that wait, one of them awaited; then a report where due."""
-        timeout_s = TICK_S
-        while (command := self._orders.take(timeout_s)) is not None:
+        for command in waiting(self._orders, TICK_S):
             self._obey(command)
-            timeout_s = 0.0
+        if self._shutdown:
+            return
         self._store.look()
         dropped = self._store.dropped()
         for request_id, reason in dropped:
@@ -140,20 +132,15 @@ class PoolLoop:
         order = command.copy_in
         head, rounds = self._plane.take_rounds(order.locator)
         found = snapshot_of(head, *(each.body for each in rounds)).request
-        if (found.request_id, found.version) != (order.request_id, order.version):
-            raise SnapshotRefused(
-                f"snapshot of {found.request_id} version {found.version}; "
-                f"expected {order.request_id} version {order.version}"
-            )
+        check_asked_for(found, order)
         self._store.keep(order.request_id, len(found.output_token_ids), head, rounds)
         return True
 
     def _copy_out(self, command: pb.WorkerCommand, outcome: pb.WorkerOutcome) -> bool:
-        order, target = command.copy_out, command.copy_out.target
+        order = command.copy_out
         self._end_sending(order.request_id)
-        peer = Peer(target.worker_id, target.epoch, target.address, tuple(target.transports))
         parked, opened = self._store.open(order.request_id)
-        sending = Sending(self._plane, self._store, peer, parked, outcome, self._sent)
+        sending = Sending(self._plane, self._store, peer_of(order), parked, outcome, self._sent)
         self._sendings[order.request_id] = sending
         opened.add_done_callback(sending.begin)
         return False

@@ -5,7 +5,6 @@ The bytes are sent from where they lie. If they do not arrive they are looked at
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Final
 
 import numpy as np
 
@@ -16,8 +15,7 @@ from dora.kvtransfer.transfer import Sent, Transfer
 from dora.pool.store import Parked, Store
 from dora.rpc import dora_pb2 as pb
 from dora.worker.failure import NotMovable
-
-REASON_MOST: Final = 500  # characters of why a KV transport failed
+from dora.worker.orders import REASON_MOST
 
 Answer = Callable[[pb.WorkerOutcome, DoraError | None], None]
 

@@ -10,18 +10,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from dora.errors import (
     MISSING,
     Conflict,
     DoraError,
     NotFound,
-    SnapshotRefused,
     TransferFailed,
 )
 from dora.kvtransfer.layout import body_bytes_most
-from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import DataPlane
 from dora.kvtransfer.transfer import Sent
 from dora.rpc import convert
@@ -30,20 +28,13 @@ from dora.types import TokenDelta
 from dora.worker.copying import Copying
 from dora.worker.engine import RolloutEngine
 from dora.worker.failure import fail
+from dora.worker.orders import REASON_MOST, Orders, check_asked_for, peer_of, waiting
 from dora.worker.prefixes import SentPrefixes
 
 log = logging.getLogger("dora.worker")
 
 IDLE_S = 0.5  # an idle worker looks up, and is heard of, this often
-REASON_MOST = 500  # characters of why a KV transport failed
 QUEUE_SLOTS = 2  # requests taken in by handoff where there is no pool: this many times the slots
-
-
-class Orders(Protocol):
-    """Where commands come from and messages go; ``Link``, or a list in a test."""
-
-    def take(self, timeout_s: float) -> pb.WorkerCommand | None: ...
-    def send(self, message: pb.WorkerMessage) -> None: ...
 
 
 class EngineLoop:
@@ -79,11 +70,10 @@ class EngineLoop:
     def turn(self) -> None:
         """All commands that wait (one awaited, if there is nothing to run), one step, one report where due."""
         timeout_s = 0.0 if self._engine.has_work() else IDLE_S
-        while (command := self._orders.take(timeout_s)) is not None:
+        for command in waiting(self._orders, timeout_s):
             self._obey(command)
-            if self._shutdown:  # the stream ends after it, and that is no fault then
-                return
-            timeout_s = 0.0
+        if self._shutdown:
+            return
         for copy in list(self._copies.values()):
             self._go_on(copy)
         if self._engine.has_work():
@@ -185,10 +175,8 @@ class EngineLoop:
         self._engine.remove(order.request_id)  # it may have been copied in before the handoff was undone
 
     def _copy_out(self, order: pb.CopyOut, outcome: pb.WorkerOutcome) -> object:
-        target = order.target
-        peer = Peer(target.worker_id, target.epoch, target.address, tuple(target.transports))
         self._end_copy(order.request_id)
-        copying = Copying(self._engine, self._data_plane(), peer, order.request_id, self._sent)
+        copying = Copying(self._engine, self._data_plane(), peer_of(order), order.request_id, self._sent)
         self._copies[order.request_id] = _Copy(order.request_id, copying, outcome)
         return LATER
 
@@ -254,12 +242,7 @@ class EngineLoop:
 
     def _copy_in(self, order: pb.CopyIn, outcome: pb.WorkerOutcome) -> None:
         snapshot = self._data_plane().take(order.locator)
-        found = snapshot.request
-        if (found.request_id, found.version) != (order.request_id, order.version):
-            raise SnapshotRefused(
-                f"snapshot of {found.request_id} version {found.version}; "
-                f"expected {order.request_id} version {order.version}"
-            )
+        check_asked_for(snapshot.request, order)
         self._engine.take_in(snapshot)
         self._arrived.add(order.request_id)
 

@@ -1,5 +1,6 @@
 """Requests are parked in a pool and go on from there, as messages between loops: in memory, on disk, and when lost."""
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from dora.models.tiny import make_tiny
+from dora.pool.loop import PoolLoop
 from dora.rpc import dora_pb2 as pb
+from dora.rpc.errors import ServiceUnavailable
 from dora.types import RequestSpec
 from tests.contract.driver import make_request
 from tests.contract.planes import HERE, WAIT_S, a_plane, until
@@ -255,3 +258,26 @@ def test_damage_in_memory_is_seen_at_the_target(ends: Ends) -> None:
     assert not damaged.ok and damaged.error_kind == "not_movable" and "chunk 1" in damaged.error
     until(lambda: drained(pool))
     assert "r1" in pool.dropped
+
+
+class Leaving:
+    """A stream that brings the order to leave, and ends."""
+
+    def __init__(self) -> None:
+        self._commands = [pb.WorkerCommand(shutdown=pb.Shutdown())]
+
+    def take(self, timeout_s: float) -> pb.WorkerCommand | None:
+        if not self._commands:
+            raise ServiceUnavailable("the stream has ended")
+        return self._commands.pop()
+
+    def send(self, message: pb.WorkerMessage) -> None:
+        raise ServiceUnavailable("the stream has ended")
+
+
+def test_a_stream_that_ends_after_the_order_to_leave_is_no_fault(tmp_path: Path) -> None:
+    orders = Leaving()
+    with a_pool(tmp_path, 2, ("tcp",)) as pool:
+        PoolLoop(orders, pool.end.plane, pool.store).run(threading.Event())
+        with pytest.raises(ServiceUnavailable):
+            PoolLoop(orders, pool.end.plane, pool.store).run(threading.Event())
