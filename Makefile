@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-JOBS ?= 2# test processes; a file's tests stay in one of them, since they may share an engine
+JOBS ?= 3# test processes, of which some wait; a file's tests stay in one of them, since they may share an engine
 
 # What `make demo` passes on, where given: make demo MODEL=tiny STEPS=60
 DEMO_ARGS := $(if $(MODEL),--model $(MODEL)) $(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
@@ -12,7 +12,7 @@ PROTO := dora/rpc/dora.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTO)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test experiments check lint types imports proto proto-check docs fmt clean
+.PHONY: help setup demo test test-megatron experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,9 +27,22 @@ demo: setup ## service, trainer and a live view in one terminal; MODEL=tiny STEP
 test: check ## everything that CI runs: lint, types, import rules, stubs, all tests
 	@$(BIN)/pytest -m "not gpu" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+test-megatron: setup ## the Megatron trainer's tests, on a CPU, in .venv-megatron; ARGS=--all for every layout, 20 steps each
+	@$(PYTHON) locks/install.py megatron
+	@.venv-megatron/bin/python -m pytest tests/megatron $(ARGS)
+
 experiments: setup ## the papers' tables: their tests, then a short form of each; ARGS="tables laminar" for one
 	@$(BIN)/pytest experiments
 	@$(BIN)/python -m experiments $(or $(ARGS),tables all --short)
+
+convergence: setup ## learning curves by window, into docs/convergence.md (about an hour, goes on where it was); ARGS="--minutes 20"
+	@$(BIN)/python -m experiments.convergence --page docs/convergence.md $(ARGS)
+
+stress: setup ## mixtures of experts under KV pressure, moves and kills, every logprob checked; ARGS="--trajectories 200"
+	@$(BIN)/python -m tests.stress $(ARGS)
+
+chaos: setup ## kills and faults at every moment of a handoff and a commit, every logprob checked; ARGS="--kills 20 --engine vllm"
+	@$(BIN)/python -m tests.chaos $(ARGS)
 
 check: lint types imports proto-check ## everything of `make test` but the tests
 

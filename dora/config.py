@@ -33,15 +33,17 @@ from dora.limits import (
     Timeout,
     Versions,
 )
-from dora.validation import kind_of, validated_as
+from dora.validation import kind_of, validated_as, words_of
 
 CONTEXT_LEAST: Final = 16
 DEFAULT_POLICY: Final = "laxity"  # docs/strategy.md explains it
 # What settings were called when an event log was recorded, and what they are called now; and so for their values.
 RENAMED: Final = {"balance.hysteresis": "balance.dora.hysteresis", "balance.level_gap": "balance.dora.level_gap"}
+REMOVED: Final = ("service.event_log",)
 VALUES_RENAMED: Final = {"balance.predictor": {"given": "oracle"}}
 
 Setting = str | int | float | bool
+WindowSize = Versions | Literal["auto"]
 Override = str | tuple[str, Setting]  # "window.size=3", its value in TOML, or ("window.size", 3)
 
 
@@ -54,7 +56,8 @@ class Section(BaseModel):
     @classmethod
     def _only_a_number_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """``true`` would pass as 1, and ``"1"`` too."""
-        if isinstance(value, bool | str) and kind_of(cls.model_fields[str(info.field_name)]) in (int, float):
+        field = cls.model_fields[str(info.field_name)]
+        if isinstance(value, bool | str) and kind_of(field) in (int, float) and value not in words_of(field):
             raise PydanticCustomError("number", "a number")
         return value
 
@@ -62,8 +65,50 @@ class Section(BaseModel):
 class WindowConfig(Section):
     """The sliding window of policy versions (C3)."""
 
-    size: Versions = Field(2, description="versions that may be live; staleness is at most size - 1")
+    size: WindowSize = Field(
+        2,
+        description="versions that may be live; staleness is at most size - 1; auto: from min to max, as the trainer's "
+        "wait and its off-policy signals ask for",
+    )
     groups_per_step: int = Field(0, ge=0, le=GROUPS_MOST, description="prompt groups a step takes; 0: the trainer says")
+    freshness: Share = Field(
+        0.005,
+        description="share of a step's time that the trainer may wait for groups to begin later, under newer versions; "
+        "0: they begin as early as the window allows",
+    )
+    min: Versions = Field(1, description="auto: the narrowest window, with which a run begins")
+    max: Versions = Field(4, description="auto: the widest window")
+    wait_share: PositiveShare = Field(
+        0.02, description="auto: a wider window is tried where the trainer waits for more of a step than this"
+    )
+    clip_fraction_most: Share = Field(0.2, description="auto: a narrower window where more of the tokens are clipped")
+    effective_sample_least: Share = Field(
+        0.5, description="auto: a narrower window where the effective sample size is below this"
+    )
+    look_steps: int = Field(4, ge=1, le=256, description="auto: steps that are looked at before a change")
+    rest_steps: int = Field(
+        64, ge=0, le=1024, description="auto: steps until a window that was of no use is tried again; twice each time"
+    )
+
+    @model_validator(mode="after")
+    def _has_bounds(self) -> Self:
+        if self.min > self.max:
+            raise InvalidValue("window.max", self.max, f"at least window.min, {self.min}")
+        return self
+
+    @property
+    def is_adaptive(self) -> bool:
+        return self.size == "auto"
+
+    @property
+    def least(self) -> int:
+        """The narrowest that the window gets."""
+        return self.min if self.size == "auto" else self.size
+
+    @property
+    def most(self) -> int:
+        """The widest that the window gets: what may be live at once."""
+        return self.max if self.size == "auto" else self.size
 
 
 class RolloutConfig(Section):
@@ -157,15 +202,30 @@ class WorkersConfig(Section):
         0, ge=0, description="prompt and response together, at least 16; 0: the model's context, or kv_tokens if less"
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights and KV")
+    quantisation: Literal["", "int8"] = Field(
+        "", description="int8: projections, quantised as each version is loaded; logprobs are the quantised model's own"
+    )
     tensor_parallel: int = Field(1, ge=1, le=8, description="ranks that share each layer of an engine, each a process")
     pipeline_parallel: int = Field(1, ge=1, le=64, description="stages of an engine's layers, each of so many ranks")
+    router_replay: bool = Field(
+        False, description="trajectories say to which experts each token was sent, for trainers to do the same"
+    )
     threads: int = Field(1, ge=1, le=256, description="CPU threads of one rank")
-    report_period_ms: int = Field(20, ge=1, le=10000, description="tokens are reported at least this often")
+    report_period_ms: int = Field(
+        50,
+        ge=1,
+        le=10000,
+        description="time between two reports of a worker; of more than 12 workers longer, up to 1 s",
+    )
     silence_timeout_s: Timeout = Field(60.0, description="a worker silent for so long is lost")
     load_timeout_s: Timeout = Field(
         60.0, description="a worker that takes longer to load a version is replaced; its silence does not count then"
     )
     start_timeout_s: Timeout = Field(300.0, description="a worker that has not answered by then has failed")
+    outlive_s: Seconds = Field(
+        300.0, description="a worker lives on for so long without a service that keeps its state; 0: it ends with it"
+    )
+    roll_call_s: Seconds = Field(5.0, description="a service that starts again waits so long for workers that live on")
     restarts: int = Field(
         16, ge=0, description="deaths of one worker within ten minutes after which it is not started again"
     )
@@ -220,11 +280,27 @@ class ServiceConfig(Section):
     listen: str = Field("127.0.0.1:7070", pattern=r"^.+:\d{1,5}$", description="host:port")
     token: str = Field("", description="the owner's; the roles' follow from it; empty: made at start and shown")
     run_folder: str = Field("", description="shared memory of this service; empty: a new folder on tmpfs")
-    event_log: str = Field("", description="new file for the events the core decides on, for dora replay; empty: none")
+    state: str = Field("", description="folder for what must outlive a crash: a start carries on from it; empty: none")
+    keep_events: bool = Field(
+        False, description="the log in service.state keeps all that the core decided on, for dora replay, and grows"
+    )
     max_message_bytes: int = Field(64 << 20, ge=1 << 20, le=1 << 31, description="largest gRPC message")
     prompts_queued_max: int = Field(4096, ge=1, description="a full queue refuses prompts")
     drain_timeout_s: Seconds = Field(30.0, description="at the end a trainer has so long to commit what was admitted")
+    weight_versions: int = Field(
+        0,
+        ge=0,
+        description="versions that a host's weight store may hold; 0: window.size + 1, and the reference version",
+    )
     tick_s: float = Field(0.5, gt=0.0, le=60.0, description="time between two looks at clocks and timeouts")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _event_log_is_gone(cls, tree: Any) -> Any:
+        if isinstance(tree, Mapping) and tree.get("event_log"):
+            allowed = "left out: service.state names a folder, and with service.keep_events its log is for dora replay"
+            raise InvalidValue("service.event_log", tree["event_log"], allowed, why="is no setting any more")
+        return tree
 
 
 class SelectionConfig(Section):
@@ -324,10 +400,11 @@ class Config(Section):
 
     def check_groups_per_step(self, groups: int, field: str) -> None:
         """Raises InvalidValue for steps so large that the window would hold more requests than a service can."""
-        size, group_size = self.window.size, self.rollout.group_size
+        size, group_size = self.window.most, self.rollout.group_size
         most = WINDOW_REQUESTS_MOST // (size * group_size)
         if groups > most:
-            why = f"{WINDOW_REQUESTS_MOST:,} requests in {size} versions (window.size) of groups of {group_size}"
+            name = "window.max" if self.window.is_adaptive else "window.size"
+            why = f"{WINDOW_REQUESTS_MOST:,} requests in {size} versions ({name}) of groups of {group_size}"
             raise InvalidValue(field, groups, f"at most {most}: {why} (rollout.group_size)")
 
 
@@ -395,6 +472,10 @@ def upgraded(tree: Mapping[str, Any]) -> dict[str, Any]:
             section, name = old.split(".")
             kept = {key: each for key, each in new[section].items() if key != name}
             new = merged({**new, section: kept}, tree_of(field, value))
+    for old in REMOVED:
+        section, name = old.split(".")
+        if isinstance(new.get(section), Mapping):
+            new[section] = {key: each for key, each in new[section].items() if key != name}
     return new
 
 

@@ -72,23 +72,32 @@ class Conflict(InvalidValue):
 class VersionRejected(Conflict):
     """No worker could load a version that a trainer has published: it must be published anew before all else.
 
-    ``worker_ids``: those that refused it; ``canary_difference``: the largest of a logprob, 0 where none was compared.
+    ``worker_ids``: those that refused it, none where no host has its weights any more. ``canary_difference``: the
+    largest of a logprob, 0 where none was compared.
     """
 
     REFUSED = "was rejected by the workers"
+    LOST = "cannot be loaded any more"
 
     def __init__(self, version: int, reason: str, worker_ids: Sequence[str], canary_difference: float) -> None:
         self.version = version
         self.reason = reason
         self.worker_ids = tuple(worker_ids)
         self.canary_difference = canary_difference
-        super().__init__("version", version, f"published anew ({', '.join(worker_ids)}: {reason})")
+        said = f"{', '.join(worker_ids)}: {reason}" if worker_ids else reason
+        super().__init__("version", version, f"published anew ({said})", why="" if worker_ids else self.LOST)
 
 
 class NotFound(InvalidValue):
     """No such worker, request, group, version or file."""
 
     REFUSED = "is not known"
+
+
+class LimitExceeded(InvalidValue):
+    """A full queue, a message over the size limit, or weights for which there is no room."""
+
+    REFUSED = "is too much"
 
 
 class SnapshotRefused(DoraError):
@@ -106,7 +115,7 @@ class TransferFailed(DoraError):
 class CanaryMismatch(DoraError):
     """Freshly loaded weights do not reproduce the published canary logprobs, or give none.
 
-    ``difference``: the largest of a logprob, infinite where one is not finite.
+    ``difference``: of a logprob, the largest of those that have to hold; infinite where one is not finite.
     """
 
     def __init__(self, message: str, difference: float) -> None:

@@ -1,6 +1,8 @@
-"""Files and folders that are named from outside: what can be refused is refused before the work, not after it."""
+"""Files and folders that are named from outside: what can be refused is refused before the work, not after it. And how
+what must last gets to disk."""
 
 import os
+import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -38,3 +40,25 @@ def path_of(name: str, field: str) -> Path:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InvalidValue(field, name[:200], f"the name of a file or folder that can be reached ({reason})") from error
     return path
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Puts a file that is never written again there too, on disk. A link is as good as a copy then."""
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, another user's file, or a file system without links
+        shutil.copyfile(source, target)
+    descriptor = os.open(target, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Brings a folder's names to disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

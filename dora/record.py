@@ -4,7 +4,8 @@
     DIR/cancelled.jsonl        one group a line that was ended and not trained on, and why (keys: CancelledGroup)
     DIR/steps.jsonl            one committed step a line (keys: CommittedStep); of several for a step the last counts.
                                Between them, which versions were withdrawn and published anew
-    DIR/versions/<version>/    a Hugging Face folder: config, tokenizer, safetensors
+    DIR/versions/<version>/    a Hugging Face folder: config, tokenizer, safetensors; and rollout.json where the engines
+                               have quantised it, as that says: {"quantisation": "int8"}
 
 A step's line is written last: once it is there, all that it names is on disk. Synchronous and for one thread at a time;
 the shell calls it in a thread. A write that fails raises OSError, leaves nothing half written, and may be repeated.
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from dora.errors import InvalidValue
+from dora.outfile import link_or_copy, sync_folder
 from dora.trajectory import Trajectory
 
 TRAJECTORIES_FILE: Final = "trajectories.jsonl"
@@ -27,6 +29,7 @@ CANCELLED_FILE: Final = "cancelled.jsonl"
 STEPS_FILE: Final = "steps.jsonl"
 LINES_FILES: Final = (TRAJECTORIES_FILE, CANCELLED_FILE, STEPS_FILE)
 VERSIONS_FOLDER: Final = "versions"
+ROLLOUT_FILE: Final = "rollout.json"
 WITHDRAWN: Final = "withdrawn_version"  # the one key of a line: no worker could load this version
 REPUBLISHED: Final = "republished_version"  # the one key of a line: it is published anew
 _OWN_PREFIX: Final = "dora-"  # the store's own notes stay in the store
@@ -54,6 +57,8 @@ class CommittedStep:
     version: int  # that it published: step + 1
     groups: Mapping[str, int]  # group id -> its trajectories
     committed_at: float  # seconds since the Unix epoch
+    staleness_groups: tuple[int, ...] = ()  # groups by staleness, from 0 on
+    waited_s: float | None = None  # the trainer stood waiting for groups; None: it does not say
 
 
 def unwritable(folder: Path, error: OSError) -> InvalidValue:
@@ -64,8 +69,12 @@ def unwritable(folder: Path, error: OSError) -> InvalidValue:
 class Recorder:
     """Appends to a record, or goes on with one that an earlier process left, even in the middle of a line."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises InvalidValue where ``folder`` cannot be written or holds something that is no record."""
+    def __init__(self, folder: Path, quantisation: str = "") -> None:
+        """``quantisation``: of the engines that sample; empty: none.
+
+        Raises InvalidValue where ``folder`` cannot be written or holds something that is no record.
+        """
+        self._quantisation = quantisation
         self._versions = folder / VERSIONS_FOLDER
         try:
             self._versions.mkdir(parents=True, exist_ok=True)
@@ -74,13 +83,13 @@ class Recorder:
             self._trajectories = _LineFile(folder / TRAJECTORIES_FILE)
             self._cancelled = _LineFile(folder / CANCELLED_FILE)
             self._steps = _LineFile(folder / STEPS_FILE)
-            _sync_folder(folder)
+            sync_folder(folder)
         except OSError as error:
             raise unwritable(folder, error) from error
         self._written = self._read_ids()  # an id of some 50 bytes for a line of some thousands
-        for file in (self._cancelled, self._steps):
-            for _ in file.lines():
-                pass
+        for _ in self._steps.lines():
+            pass
+        self._ended = self._read_ended()
         self._kept: dict[int, bytes] = {}  # version -> the identity that it was kept under
 
     def append(self, trajectories: Iterable[Trajectory]) -> int:
@@ -96,6 +105,17 @@ class Recorder:
 
     def append_cancelled(self, group: CancelledGroup) -> None:
         self._cancelled.append(json.dumps(asdict(group), allow_nan=False).encode() + b"\n")
+        self._ended.add(group.group_id)
+
+    def carry_on(self, newest: int, cancelled: Iterable[CancelledGroup]) -> None:
+        """Of a service that starts again: versions above ``newest`` were not committed and go; of the groups that were
+        ``cancelled`` those are written that are not there."""
+        for kept in self._versions.iterdir():
+            if kept.name.isdigit() and int(kept.name) > newest:
+                shutil.rmtree(kept)
+        for group in cancelled:
+            if group.group_id not in self._ended:
+                self.append_cancelled(group)
 
     def republish(self, version: int, folder: Path, identity: bytes) -> None:
         """Keeps a version that was withdrawn and has other weights now, and says so."""
@@ -125,12 +145,15 @@ class Recorder:
             unfinished.mkdir()
             for file in sorted(folder.iterdir()):
                 if file.is_file() and not file.name.startswith((_OWN_PREFIX, ".")):
-                    _link_or_copy(file.resolve(), unfinished / file.name)
-            _sync_folder(unfinished)
+                    link_or_copy(file.resolve(), unfinished / file.name)
+            if self._quantisation:
+                (unfinished / ROLLOUT_FILE).unlink(missing_ok=True)  # a link to the model's own file of that name
+                (unfinished / ROLLOUT_FILE).write_text(json.dumps({"quantisation": self._quantisation}) + "\n")
+            sync_folder(unfinished)
             if kept.is_dir():
                 shutil.rmtree(kept)
             os.rename(unfinished, kept)
-            _sync_folder(self._versions)
+            sync_folder(self._versions)
         except OSError:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
@@ -155,6 +178,16 @@ class Recorder:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _read_ended(self) -> set[str]:
+        """The groups that were cancelled."""
+        ended = set()
+        for number, line in enumerate(self._cancelled.lines(), start=1):
+            try:
+                ended.add(str(json.loads(line)["group_id"]))
+            except (ValueError, KeyError, TypeError) as error:
+                raise InvalidValue(f"{CANCELLED_FILE} line {number}", line[:80], "a cancelled group") from error
+        return ended
 
     def _read_ids(self) -> set[str]:
         ids = set()
@@ -209,25 +242,3 @@ class _LineFile:
     def _cut(self) -> None:
         self._stream.truncate(self._whole_bytes)
         self._torn = False
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    # Weights files are never written again once they are whole, so a link is as good as a copy.
-    try:
-        os.link(source, target)
-    except OSError:  # another disk, another user's file, or a file system without links
-        shutil.copyfile(source, target)
-    descriptor = os.open(target, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Brings a folder's names to disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,13 +12,13 @@ it, each call is refused. Ctrl-C ends the wait and leaves the client usable: of 
 lost. A commit is not torn: the first Ctrl-C takes effect when the commit is over, a second one at once.
 """
 
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import update_wrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from dora import client
-from dora.client import Attachment, Commit
+from dora.client import Attachment, Commit, Evaluation
 from dora.client.background import Background
 from dora.rpc.channel import MAX_MESSAGE_BYTES
 from dora.trajectory import TrajectoryGroup
@@ -26,6 +26,7 @@ from dora.types import Canary
 
 if TYPE_CHECKING:
     from dora.client.publication import Weights
+    from dora.types import Prompt
 
 Asynchronous = TypeVar("Asynchronous", client.Trainer, client.Prompts)
 Parameters = ParamSpec("Parameters")
@@ -53,9 +54,12 @@ class Client(Generic[Asynchronous]):
 
     def close(self) -> None:
         """What ``with`` does at its end. May be repeated."""
+        self._close()
+
+    def _close(self, *exception: object) -> None:
         if self._background.opened_here:
             try:
-                self._background.run(self._client.__aexit__)
+                self._background.run(lambda: self._client.__aexit__(*exception))
             finally:
                 self._background.close()
 
@@ -63,7 +67,7 @@ class Client(Generic[Asynchronous]):
         return self.open()
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self._close(*exception)
 
     def __repr__(self) -> str:
         return f"<dora.sync of {self._client!r}>"
@@ -124,6 +128,8 @@ class Trainer(Client[client.Trainer]):
         while (step := self._background.run(lambda: _next(steps))) is not None:
             yield Step(step, self._background)
 
+    settled = _blocking(client.Trainer.settled)
+
     def republish(self, weights: "Weights", *, version: int, canary: Canary | None = None) -> None:
         """As of ``dora.Trainer``: publishes a rejected version anew."""
         self._background.run(lambda: self._client.republish(weights, version=version, canary=canary), whole=True)
@@ -161,6 +167,11 @@ class Step:
     def committed(self) -> bool:
         return self._step.committed
 
+    @property
+    def waited_s(self) -> float:
+        """How long its groups have been waited for so far, the first one included, before the step was there."""
+        return self._step.waited_s
+
     def __repr__(self) -> str:
         return repr(self._step)
 
@@ -175,7 +186,7 @@ class Step:
 
     def has_groups(self) -> bool:
         """Waits until there is a group to take; False when there are no more."""
-        return self._background.run(self._step.has_groups)
+        return self._step.has_come or self._background.run(self._step.has_groups)
 
     def commit(
         self,
@@ -184,10 +195,12 @@ class Step:
         metrics: Mapping[str, float] | None = None,
         canary: Canary | None = None,
         waited_s: float | None = None,
+        wait: bool = False,
     ) -> Commit:
         """As of ``dora.client.Step``: acknowledges the step's groups and publishes ``weights`` as the next version."""
         return self._background.run(
-            lambda: self._step.commit(weights, metrics=metrics, canary=canary, waited_s=waited_s), whole=True
+            lambda: self._step.commit(weights, metrics=metrics, canary=canary, waited_s=waited_s, wait=wait),
+            whole=True,
         )
 
 
@@ -200,4 +213,23 @@ class Prompts(Client[client.Prompts]):
 
     submit = _blocking(client.Prompts.submit)
     end = _blocking(client.Prompts.end)
+
+    def evaluate(
+        self,
+        prompts: "Iterable[Prompt | str | Mapping[str, Any]]",
+        *,
+        version: int | None = None,
+        share: float = 0.0,
+        name: str = "",
+    ) -> Evaluation:
+        """As of ``dora.Prompts``, waited for to its end: then it is ``whole()``."""
+        return self._background.run(lambda: self._whole(prompts, version, share, name))
+
+    async def _whole(self, prompts: Iterable[Any], version: int | None, share: float, name: str) -> Evaluation:
+        evaluation = self._client.evaluate(prompts, version=version, share=share, name=name)
+        try:
+            return await evaluation.whole()
+        finally:
+            evaluation.cancel()
+
     cancel = _blocking(client.Prompts.cancel)

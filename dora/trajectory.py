@@ -5,6 +5,8 @@ one log probability and one mask byte; nothing is ever re-tokenised, so ``respon
 were sampled.
 """
 
+import base64
+import binascii
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -15,7 +17,7 @@ import numpy.typing as npt
 
 from dora.advantages import centred, normalized
 from dora.errors import MISSING, Conflict, InvalidValue, one_of
-from dora.types import Arrival, FinishReason, SamplingParams, Segment
+from dora.types import Arrival, FinishReason, RoutingShape, SamplingParams, Segment
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -23,6 +25,7 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Uint8Array = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
+ExpertArray = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 Decoder = Callable[[Sequence[int], bool], str]  # token ids, and whether special tokens are shown
 
 
@@ -67,6 +70,11 @@ class Trajectory:
     length_tokens: int
     events: tuple[EnvironmentEvent, ...] = field(default=())
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None: the model's own end
+    # (prompt tokens + n - 1, layers with experts, top_k), uint8 or uint16: row i has the experts that the engine chose
+    # for the token at position i, prompt first, on the way to that at position i + 1; so the last token has none.
+    # None: workers.router_replay was off
+    window_versions: int = 0  # of the window when its group was admitted: staleness is less; 0: not known
+    routed_experts: ExpertArray | None = None
     decoder: Decoder | None = field(default=None)  # where it came from a client: no part of the record
 
     def __post_init__(self) -> None:
@@ -87,6 +95,20 @@ class Trajectory:
             )
         if self.finish_reason not in get_args(FinishReason):
             raise InvalidValue(f"trajectory {self.trajectory_id}: finish_reason", self.finish_reason, "stop or length")
+        if self.routed_experts is not None:
+            object.__setattr__(self, "routed_experts", self._own_routing(np.asarray(self.routed_experts)))
+
+    def _own_routing(self, rows: npt.NDArray[Any]) -> ExpertArray:
+        name, expected = f"trajectory {self.trajectory_id}: routed_experts", self.routed_tokens
+        if rows.ndim != 3 or rows.dtype not in (np.uint8, np.uint16) or len(rows) != expected:
+            allowed = f"uint8 or uint16 of shape ({expected}, layers, top_k)"
+            raise InvalidValue(name, f"{rows.dtype} of shape {rows.shape}", allowed)
+        return rows.copy()
+
+    @property
+    def routed_tokens(self) -> int:
+        """Tokens that were fed to the engine: rows of ``routed_experts``."""
+        return RoutingShape.rows(len(self.prompt_token_ids), self.length_tokens)
 
     def __repr__(self) -> str:
         reward = f"reward {self.reward:g}" if self.reward_valid else "no valid reward"
@@ -125,6 +147,7 @@ class Trajectory:
         record["reward_components"] = {key: _finite_or_none(value) for key, value in self.reward_components.items()}
         record["worker_history"] = [_segment_to_json(segment) for segment in self.worker_history]
         record["events"] = [asdict(event) for event in self.events]
+        record["routed_experts"] = None if self.routed_experts is None else _routing_to_json(self.routed_experts)
         return record
 
     @classmethod
@@ -144,13 +167,19 @@ class Trajectory:
             values["reward_components"] = {key: _number(value) for key, value in values["reward_components"].items()}
             values["worker_history"] = tuple(_segment_from_json(segment) for segment in values["worker_history"])
             values["events"] = tuple(EnvironmentEvent(**event) for event in values["events"])
+            if (routed := values.get("routed_experts")) is not None:
+                values["routed_experts"] = _routing_from_json(routed)
         except (TypeError, KeyError, AttributeError) as error:
             raise InvalidValue("trajectory record", record["trajectory_id"], f"well-formed ({error})") from error
         return cls(**values)
 
 
 _LISTS: Final = ("stop", "stop_token_ids")  # of sampling: lists in JSON
-_LATER: Final = {"stop_reason"}  # fields that a record of an earlier DORA does not have
+_LATER: Final = {
+    "stop_reason",
+    "window_versions",
+    "routed_experts",
+}  # fields that a record of an earlier DORA does not have
 _ARRAYS: Final[Mapping[str, npt.DTypeLike]] = {
     "prompt_token_ids": np.int32,
     "response_token_ids": np.int32,
@@ -273,6 +302,36 @@ def own_array(values: Sequence[float] | npt.NDArray[Any], dtype: npt.DTypeLike, 
     if array.ndim != 1:
         raise InvalidValue(f"{name}: dimensions", array.ndim, "1")
     return array
+
+
+def expert_rows(raw: bytes | bytearray, layers: int, top_k: int, id_bytes: int) -> ExpertArray:
+    """Rows of expert ids, as ``RoutingShape`` has them: a view of ``raw``. Raises InvalidValue for one that is cut."""
+    if id_bytes not in (1, 2):
+        raise InvalidValue("routed_experts: id_bytes", id_bytes, "1 or 2")
+    token_bytes = layers * top_k * id_bytes
+    if token_bytes < 1 or len(raw) % token_bytes:
+        allowed = f"rows of {layers} layers and {top_k} experts, of {id_bytes} bytes each"
+        raise InvalidValue("routed_experts: bytes", len(raw), allowed)
+    return cast(ExpertArray, np.frombuffer(raw, f"<u{id_bytes}").reshape(-1, layers, top_k))
+
+
+def _routing_to_json(rows: ExpertArray) -> dict[str, Any]:
+    _, layers, top_k = rows.shape
+    raw = rows.astype(f"<u{rows.itemsize}", copy=False).tobytes()
+    return {
+        "layers": layers,
+        "top_k": top_k,
+        "id_bytes": rows.itemsize,
+        "base64": base64.b64encode(raw).decode("ascii"),
+    }
+
+
+def _routing_from_json(record: Mapping[str, Any]) -> ExpertArray:
+    try:
+        raw = base64.b64decode(record["base64"], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidValue("routed_experts: base64", str(record["base64"])[:80], f"base64 ({error})") from error
+    return expert_rows(raw, int(record["layers"]), int(record["top_k"]), int(record["id_bytes"]))
 
 
 def _segment_to_json(segment: Segment) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 FinishReason = Literal["stop", "length"]
+FINISH_REASONS: Final[tuple[FinishReason | None, ...]] = (None, "stop", "length")  # by their numbers in columns
 Arrival = Literal["new", "migrated", "parked", "re-prefilled"]
 ALARM: Final = "alarm_"  # a metric "alarm_x" says that the metric x is above this bound, and operators are told
 SamplingValue = float | int | bool | tuple[str, ...] | tuple[int, ...]
@@ -75,6 +76,34 @@ class RequestSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """What the routers of a mixture of experts choose for one token: ``top_k`` of ``experts``, in each of ``layers``.
+
+    A *row* is that of one token: the layers with experts in the model's order, ``top_k`` expert ids of each, unsigned
+    little-endian of ``id_bytes``. Tokens are fed to a model to sample the next ones, so a response whose prompt has p
+    tokens has p rows with its first token and one more with each further token; its last token was never fed.
+    """
+
+    layers: int  # that have experts
+    top_k: int
+    experts: int
+
+    @property
+    def id_bytes(self) -> int:
+        return 1 if self.experts <= 256 else 2
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one row."""
+        return self.layers * self.top_k * self.id_bytes
+
+    @staticmethod
+    def rows(prompt_tokens: int, tokens: int) -> int:
+        """Of a response that has so many tokens."""
+        return prompt_tokens + tokens - 1 if tokens else 0
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """New tokens of one request since the last step. ``logprobs`` are the model's own (before temperature)."""
 
@@ -85,6 +114,7 @@ class TokenDelta:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason | None = None
     stop: str = ""  # the stop string that these tokens completed
+    routed_experts: bytes = b""  # rows of the tokens that were fed to sample these; empty: routing is not kept
 
 
 @dataclass(frozen=True, slots=True)

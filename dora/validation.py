@@ -29,13 +29,20 @@ def validated_as(model: type[Model], tree: Mapping[str, Any], section: str = "")
     except ValidationError as error:
         found = error.errors(include_url=False)
         first = next((each for each in found if each["type"] != "missing"), found[0])  # may say why a field is missing
-        path = tuple(str(part) for part in first["loc"])
+        path = _to_field(model, tuple(str(part) for part in first["loc"]))
         value = MISSING if first["type"] == "missing" else first["input"]
         if first["type"] == "extra_forbidden":
             allowed = _known(model, path)
         else:
             allowed = _allowed(model, path, value)
         raise InvalidValue(".".join((section, *path) if section else path) or WHOLE, value, allowed) from error
+
+
+def _to_field(model: type[BaseModel], path: tuple[str, ...]) -> tuple[str, ...]:
+    """The path without what pydantic adds where a field takes values of several kinds: the kind that was tried."""
+    above = _section_at(model, path[:-2])
+    field = above.model_fields.get(path[-2]) if above is not None and len(path) > 1 else None
+    return path[:-1] if field is not None and words_of(field) else path
 
 
 def _known(model: type[BaseModel], path: tuple[str, ...]) -> str:
@@ -81,9 +88,16 @@ def _number(field: FieldInfo, finite: bool) -> str:
         }
     kind = "a whole number" if whole else "a number" if finite else "a finite number"
     if given.keys() == {"ge", "le"}:
-        return f"{kind} from {_digits(given['ge'])} to {_digits(given['le'])}"
+        or_words = "".join(f" or {word}" for word in words_of(field))
+        return f"{kind} from {_digits(given['ge'])} to {_digits(given['le'])}{or_words}"
     said = [f"{words} {_digits(given[name])}" for name, words in BOUNDS.items() if name in given]
     return f"{kind} {' and '.join(said)}" if said else kind
+
+
+def words_of(field: FieldInfo) -> tuple[str, ...]:
+    """The words that a field takes in place of a number."""
+    kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else ()
+    return tuple(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
 
 
 def _digits(value: float) -> str:
@@ -143,10 +157,10 @@ def limits_of(field: FieldInfo) -> Iterator[Any]:
 
 
 def _present(kind: Any) -> Any:
-    """The type of what is there, where it may be left out."""
+    """The type of what is there, where it may be left out; of the numbers, where words may take their place."""
     if get_origin(kind) not in (Union, UnionType):
         return kind
-    kinds = [each for each in get_args(kind) if each is not NoneType]
+    kinds = [each for each in get_args(kind) if each is not NoneType and get_origin(each) is not Literal]
     return kinds[0] if len(kinds) == 1 else kind
 
 

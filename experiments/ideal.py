@@ -193,8 +193,8 @@ class Ideal:
         for version, each in self.pools.items():
             finished = np.flatnonzero(~each.running().any(axis=1))
             taken = 0
-            while taken < len(finished) and self.window.takeable(version):
-                self.window.take(version)
+            while taken < len(finished) and self.window.takeable(self.window.deadline(version)):
+                self.window.take(version, self.window.deadline(version))
                 taken += 1
             rows = finished[:taken]
             self.consumed += work(each.lengths[rows], each.lengths[rows] / 2 + each.prompts[rows])

@@ -1,7 +1,9 @@
-"""Creates ``.venv`` from a lock, once. Run by ``make setup``; needs nothing but Python's standard library.
+"""Creates an environment from a lock, once. Run by ``make setup``; needs nothing but Python's standard library.
 
-A stamp in the environment holds the hash of the lock and of pyproject.toml: while it fits, nothing is done. Written for
-old interpreters too, so that one that is too old can say so.
+``.venv`` is of locks/cpu.txt. ``python3 locks/install.py megatron`` then makes ``.venv-megatron``, which sees all of
+``.venv`` and has locks/megatron.txt of its own. A stamp in the environment holds the hash of its locks and of
+pyproject.toml: while it fits, nothing is done. Written for old interpreters too, so that one that is too old can say
+so.
 """
 
 import hashlib
@@ -12,14 +14,18 @@ import sys
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-LOCK = os.path.join(ROOT, "locks", "cpu.txt")
-VENV = os.path.join(ROOT, ".venv")
+MEGATRON = sys.argv[1:] == ["megatron"]
+LOCKS = [os.path.join("locks", name) for name in (["cpu.txt", "megatron.txt"] if MEGATRON else ["cpu.txt"])]
+LOCK = LOCKS[-1]  # what is installed
+BASE = os.path.join(ROOT, ".venv")
+VENV = BASE + "-megatron" if MEGATRON else BASE
 VENV_PYTHON = os.path.join(VENV, "bin", "python")
 LOG = os.path.join(VENV, "setup.log")
 STAMP = os.path.join(VENV, "setup.stamp")
 PYTHON_MIN = (3, 11)
-DISK_FREE_MIN_GB = 6  # the environment takes 2.7, pip's downloads and unpacking the rest
+DISK_FREE_MIN_GB = 6  # .venv takes 2.7, pip's downloads and unpacking the rest
 LOG_TAIL_LINES = 30
+HINT = "pip needs a package index and a place with PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)"
 CHECK = """
 import importlib.util, sys
 import torch
@@ -30,6 +36,14 @@ for name in ("torchvision", "torchaudio", "torchcodec"):
         sys.exit(name + " is installed and breaks transformers here; remove it: .venv/bin/pip uninstall " + name)
 import vllm
 """
+CHECK_MEGATRON = """
+import importlib.util, sys
+for name in ("dora", "megatron", "torch", "vllm"):
+    if importlib.util.find_spec(name) is None:
+        sys.exit(name + " is not found")
+"""
+# What Python reads when it starts in the environment: the packages of .venv come after its own.
+PATH_FILE = "import site; site.addsitedir({!r})\n"
 
 
 def fail(message):
@@ -40,8 +54,8 @@ def fail(message):
 def fingerprint():
     """The hash of everything that decides what is installed."""
     digest = hashlib.sha256(repr(sys.version_info[:2]).encode())
-    for path in (LOCK, os.path.join(ROOT, "pyproject.toml")):
-        with open(path, "rb") as file:
+    for path in [*LOCKS, "pyproject.toml"]:
+        with open(os.path.join(ROOT, path), "rb") as file:
             digest.update(file.read())
     return digest.hexdigest()
 
@@ -79,13 +93,14 @@ def run(title, command, hint):
         fail(f"{title} ended with code {code}; {hint}. The whole log: {LOG}")
 
 
-def main():
-    """The whole set-up; a second run re-uses everything."""
-    check_python()
-    expected = fingerprint()
-    if is_done(expected):
-        return
-    start_s = time.monotonic()
+def packages(venv):
+    """The folder of an environment's packages."""
+    version = "python{}.{}".format(*sys.version_info[:2])
+    return os.path.join(venv, "lib", version, "site-packages")
+
+
+def make_base():
+    """``.venv``, of all that the service and its tests need."""
     if not os.path.exists(VENV_PYTHON):
         check_disk()
         print("set-up: creating .venv ...", flush=True)
@@ -93,11 +108,41 @@ def main():
             fail("'python3 -m venv' does not work; on Debian and Ubuntu install python3-venv")
     if os.path.exists(LOG):
         os.remove(LOG)
-    pip = [VENV_PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps"]
-    hint = "pip needs a package index and a place with PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)"
-    run("installing locks/cpu.txt (1 to 3 minutes)", [*pip, "-r", LOCK], hint)
-    run("installing dora", [*pip, "--no-build-isolation", "--editable", ROOT], "see the log")
-    run("checking torch and vLLM", [VENV_PYTHON, "-c", CHECK], "remove .venv and try again")
+    run("installing " + LOCK + " (1 to 3 minutes)", [*pip(VENV_PYTHON), "-r", LOCK], HINT)
+    run("installing dora", [*pip(VENV_PYTHON), "--no-build-isolation", "--editable", ROOT], "see the log")
+    run("checking torch", [VENV_PYTHON, "-c", CHECK], "remove " + VENV + " and try again")
+
+
+def make_overlay():
+    """``.venv-megatron``: a few packages, and a line that lets Python see those of ``.venv``."""
+    base_python = os.path.join(BASE, "bin", "python")
+    if not os.path.isdir(packages(BASE)):
+        fail("there is no " + packages(BASE) + ": 'make setup' with the same Python makes it")
+    if subprocess.call([base_python, "-m", "venv", "--clear", "--without-pip", VENV]) != 0:
+        fail("'python3 -m venv' does not work; on Debian and Ubuntu install python3-venv")
+    with open(os.path.join(packages(VENV), "base.pth"), "w") as file:
+        file.write(PATH_FILE.format(packages(BASE)))
+    run("installing " + LOCK, [*pip(base_python, VENV_PYTHON), "--ignore-requires-python", "-r", LOCK], HINT)
+    run("checking megatron", [VENV_PYTHON, "-c", CHECK_MEGATRON], "see the log")
+
+
+def pip(python, target=""):
+    """The command that installs without dependencies, by ``python``'s pip, for ``target``: by default for itself."""
+    into = ["--python", target] if target else []
+    return [python, "-m", "pip", *into, "--disable-pip-version-check", "install", "--no-deps"]
+
+
+def main():
+    """The whole set-up; a second run re-uses everything."""
+    check_python()
+    expected = fingerprint()
+    if is_done(expected):
+        return
+    start_s = time.monotonic()
+    if MEGATRON:
+        make_overlay()
+    else:
+        make_base()
     with open(STAMP, "w") as file:
         file.write(expected)
     print(f"set-up: done in {time.monotonic() - start_s:.0f} s", flush=True)

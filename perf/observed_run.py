@@ -128,13 +128,13 @@ class Books:
 
 
 def observed(log: Path, warmup: int) -> Observed:
-    """Of the service whose ``service.event_log`` this is; ``warmup`` steps are not of the steady part."""
+    """Of the service whose state folder this is (``service.keep_events``). ``warmup``: steps that are not steady."""
     records = read_log(log)
     books = Books()
     for decision in Replay(records.config, records):
         books.see(decision.now_s, decision.event, decision.commands)
     (begin_s, before), (end_s, after) = books.commits[warmup - 1], books.commits[-1]
-    groups = books.responses(records.config.window.size)
+    groups = books.responses(records.config.window.most)
     latency_s = median(books.took_s[do.StartRequest]) / 2
     rates = [context / max(LEAST_S, took_s - 4 * latency_s) for took_s, context in books.moved]  # two commands
     return Observed(

@@ -82,7 +82,7 @@ def one_round(options: argparse.Namespace, folder: Path, number: int) -> Round:
     profile, profile_waited = profiled(options, folder, number)
     settings = service_settings(options, profile["cost"], folder, number)
     run_waited = serve(settings, options)
-    seen = observed(folder / "events.log", options.warmup)
+    seen = observed(folder / "state", options.warmup)
     predicted = simulated(seen, settings, profile["cost"], folder)
     predicted_tokens_per_s = fmean(report["generated_tokens_per_s"] for report in predicted)
     ratio = predicted_tokens_per_s / seen.tokens_per_s
@@ -133,7 +133,8 @@ def service_settings(options: argparse.Namespace, cost: dict[str, float], folder
         "workers.max_model_len_tokens": options.max_model_len,
         "service.listen": "127.0.0.1:0",
         "service.drain_timeout_s": 0.0,
-        "service.event_log": str(folder / "events.log"),
+        "service.state": str(folder / "state"),
+        "service.keep_events": True,
         **{f"balance.cost.{name}": value for name, value in cost.items()},
     }
     return [f"{name}={json.dumps(value)}" for name, value in fields.items()]

@@ -224,9 +224,12 @@ def joined(port: int, target: np.ndarray) -> list[Any]:
 
 
 def receive_bare(server: socket.socket, target: np.ndarray) -> None:
-    """Each connection's bytes, one connection after the other's end."""
+    """Each connection's bytes, one connection after the other's end, until ``server`` is closed."""
     while True:
-        connected, _ = server.accept()
+        try:
+            connected, _ = server.accept()
+        except OSError:
+            return
         with connected:
             at = 0
             while taken := connected.recv_into(target[at : at + PIECE_BYTES].data):

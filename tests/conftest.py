@@ -1,6 +1,8 @@
 """Models for tests: tiny random ones, made once a run, and the real one, kept in the user's cache."""
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from dora.models import resolve_model
 from dora.models.tiny import make_tiny
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, not even asked for
+# A thread of torch that has no core of its own keeps the others waiting, who spin: processes of tests share the cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # A command's output is as wide in a test process of several as it is in one.
 for name in ("COLUMNS", "LINES"):
@@ -18,6 +22,16 @@ for name in ("COLUMNS", "LINES"):
 # The same examples in every run, and none that fails because the machine is busy.
 settings.register_profile("dora", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dora")
+
+
+@pytest.fixture(autouse=True)
+def logged_as_before() -> Iterator[None]:
+    """What a test makes quiet, as the storms do, speaks again for the next one."""
+    loggers = [logging.getLogger(name) for name in ("dora", "dora.service", "dora.worker")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

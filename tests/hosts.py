@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -53,7 +53,8 @@ class Hosts:
     def __init__(self, count: int, seed: int = 0) -> None:
         self._count = count
         self._links: dict[frozenset[int], Link] = {}
-        self._switch = _Switch(self._links, seed)
+        self._cut: set[tuple[int, int]] = set()
+        self._switch = _Switch(self._links, self._cut, seed)
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> "Hosts":
@@ -71,6 +72,22 @@ class Hosts:
         """From now on; what is under way arrives as it was to."""
         self._links[frozenset((one, other))] = link
 
+    def cut(self, source: int, target: int) -> None:
+        """From now on nothing of ``source`` gets to ``target``; what ``target`` sends still arrives."""
+        self._cut.add((source, target))
+
+    def mend(self, source: int, target: int) -> None:
+        self._cut.discard((source, target))
+
+    @property
+    def packets_cut(self) -> int:
+        """That were sent where it was cut."""
+        return self._switch.packets_cut
+
+    def be(self, host: int) -> None:
+        """This process is that host, in namespaces that nothing else is in: it was started as ``apart`` says."""
+        self._switch.add(host, _up(host))
+
     def start(
         self,
         host: int,
@@ -86,7 +103,7 @@ class Hosts:
         with ours, theirs:
             enter = [sys.executable, "-m", "tests.hosts", str(host), str(theirs.fileno()), *argv]
             process = subprocess.Popen(
-                ["unshare", "--user", "--map-root-user", "--net", *enter],
+                apart(enter),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -103,12 +120,16 @@ class Hosts:
         return process
 
 
+def apart(argv: Sequence[str]) -> list[str]:
+    """A command line that runs ``argv`` in a user and a network namespace of its own, as the root of both."""
+    return ["unshare", "--user", "--map-root-user", "--net", *argv]
+
+
 def has_hosts() -> bool:
     """Whether this user may make network namespaces and TUN devices here."""
     make = [sys.executable, "-c", "import tests.hosts; tests.hosts._device()"]
-    argv = ["unshare", "--user", "--map-root-user", "--net", *make]
     try:
-        return subprocess.run(argv, capture_output=True, check=False, cwd=_ROOT).returncode == 0
+        return subprocess.run(apart(make), capture_output=True, check=False, cwd=_ROOT).returncode == 0
     except OSError:
         return False
 
@@ -119,12 +140,12 @@ _ROOT: Final = Path(__file__).parent.parent
 class _Switch:
     """A thread that carries packets between the hosts' devices."""
 
-    def __init__(self, links: Mapping[frozenset[int], Link], seed: int) -> None:
-        self._links = links
+    def __init__(self, links: Mapping[frozenset[int], Link], cut: Set[tuple[int, int]], seed: int) -> None:
+        self._links, self._cut = links, cut
         self._chance = random.Random(seed)
         self._devices: dict[int, int] = {}
         self._queue: list[tuple[float, int, int, bytes]] = []  # (due, number, target, packet)
-        self._count = 0
+        self._count = self.packets_cut = 0
         self._free_s: dict[tuple[int, int], float] = {}  # when a slow link's direction has sent all that waits
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = os.pipe()
@@ -174,7 +195,9 @@ class _Switch:
                 continue
             target = packet[19] - 1
             link = self._links.get(frozenset((source, target)), GOOD)
-            if target not in self._devices or not link.is_up or self._chance.random() < link.loss:
+            is_cut = (source, target) in self._cut
+            self.packets_cut += is_cut
+            if target not in self._devices or is_cut or not link.is_up or self._chance.random() < link.loss:
                 continue
             sent_s = self._sent_s(source, target, link, len(packet))
             if sent_s is not None:
@@ -211,12 +234,18 @@ def _device() -> int:
     return device
 
 
-def _enter(host: int, channel: int, argv: Sequence[str]) -> None:
-    """Brings up the host's network, hands its device over, becomes ``argv``."""
+def _up(host: int) -> int:
+    """Brings up the host's network; its device."""
     device = _device()
     up = ["link", "set", "dev", _DEVICE, "mtu", str(_MTU_BYTES), "up"]
     for words in (["link", "set", "lo", "up"], ["addr", "add", f"{address_of(host)}/24", "dev", _DEVICE], up):
         subprocess.run(["ip", *words], check=True)
+    return device
+
+
+def _enter(host: int, channel: int, argv: Sequence[str]) -> None:
+    """Brings up the host's network, hands its device over, becomes ``argv``."""
+    device = _up(host)
     with socket.socket(fileno=channel) as told:
         told.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [device]))])
     os.execvp(argv[0], list(argv))

@@ -63,7 +63,7 @@ async def train(
     taken = []
     async for step in trainer.steps(groups=groups):
         taken.append([group async for group in step])
-        await step.commit(weights=weights if weights is not None else handle.model)
+        await step.commit(weights=weights if weights is not None else handle.model, wait=True)
         if len(taken) == steps:
             break
     return taken
@@ -134,3 +134,19 @@ def check_promises(steps: list[list[TrajectoryGroup]], window: int, groups: int)
                 edges = [(segment.first_token, segment.last_token) for segment in trajectory.worker_history]
                 assert edges[0][0] == 0 and edges[-1][1] == trajectory.length_tokens - 1
                 assert all(before[1] + 1 == after[0] for before, after in itertools.pairwise(edges))
+
+
+async def park(operator: Operator, count: int, worker_id: str = "") -> None:
+    """Parks requests, of this worker or any, as an operator does, until so many went into the pool and one is back."""
+    async for status in operator.watch(period_ms=50):
+        if status.counters["requests_parked"] >= count and status.counters["requests_resumed"]:
+            return
+        if not status.pools or status.pools[0].state != "ready":
+            continue
+        listed = (await operator.trajectories("running", limit=1000)).trajectories
+        chosen = [request for request in listed if worker_id in ("", request.worker)]
+        for request in sorted(chosen, key=lambda request: request.tokens)[:2]:
+            try:
+                await operator.migrate(request.trajectory_id, "pool-0")
+            except (Conflict, NotFound):  # it has ended or changed hands since
+                continue

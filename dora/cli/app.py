@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dora.cli import demo, plan, prepare, profile, replay, role, serve, service, verify, version
+from dora.cli import demo, evaluate, host, plan, prepare, profile, replay, role, serve, service, verify, version
 from dora.cli.exits import MEANINGS, DoraGroup
 from dora.cli.simulate import presets, run, sweep
 
@@ -15,7 +15,9 @@ EPILOG = "Exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning 
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "demo": (demo.demo, demo.EXAMPLE),
     "serve": (serve.serve, serve.EXAMPLE),
+    "host": (host.host, host.EXAMPLE),
     **service.COMMANDS,
+    "eval": (evaluate.evaluate, evaluate.EXAMPLE),
     "token": (role.token, role.EXAMPLE),
     "replay": (replay.replay, replay.EXAMPLE),
     "plan": (plan.plan, plan.EXAMPLE),

@@ -159,6 +159,21 @@ def workers(context: typer.Context, incomplete: str) -> Found:
     return _asked(context, ask)
 
 
+def hosts(context: typer.Context, incomplete: str) -> Found:
+    """The hosts of the service that the command is for."""
+
+    async def ask(operator: "Operator") -> Found:
+        status = await operator.status()
+        return [(host.name, f"{host.state}, {host.workers_ready} of {host.workers} workers") for host in status.hosts]
+
+    return _asked(context, ask)
+
+
+def drained(context: typer.Context, incomplete: str) -> Found:
+    """What may be drained: workers, and hosts."""
+    return [*workers(context, incomplete), *hosts(context, incomplete)]
+
+
 def ends(context: typer.Context, incomplete: str) -> Found:
     """The workers and the pools of the service that the command is for."""
 
@@ -221,7 +236,7 @@ def _fields(model: "type[BaseModel]", place: str) -> Iterator[tuple[str, Any]]:
 
 
 def _values(name: str, field: Any, incomplete: str) -> Found:
-    from dora.validation import kind_of
+    from dora.validation import kind_of, words_of
 
     kind = kind_of(field)
     if name in VALUES:
@@ -230,7 +245,8 @@ def _values(name: str, field: Any, incomplete: str) -> Found:
         return [str(choice) for choice in get_args(kind)]
     if kind is bool:
         return ["true", "false"]
-    return [(str(field.default), "the default")] if isinstance(field.default, int | float) else []
+    default = [(str(field.default), "the default")] if isinstance(field.default, int | float) else []
+    return [*default, *words_of(field)]
 
 
 def _tasks() -> list[str]:

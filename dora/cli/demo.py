@@ -9,7 +9,7 @@ import typer
 
 from dora.cli import completion
 from dora.cli.exits import ExitCode
-from dora.cli.options import JsonOption, SettingsOption
+from dora.cli.options import WINDOW_METAVAR, JsonOption, SettingsOption, window_size
 from dora.cli.output import print_json, stderr, stdout
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ def demo(
     steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
     groups: Annotated[int | None, typer.Option(help="Prompt groups a step.")] = None,
     group_size: Annotated[int | None, typer.Option(help="Responses to one prompt.")] = None,
-    window: Annotated[int | None, typer.Option(help="Policy versions that may be live.")] = None,
+    window: Annotated[
+        str | None, typer.Option(metavar=WINDOW_METAVAR, help="Policy versions that may be live; auto: as many as pay.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Rollout workers.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest response.")] = None,
     learning_rate: Annotated[float | None, typer.Option("--lr", help="The trainer's learning rate.")] = None,
@@ -63,7 +65,7 @@ def demo(
         steps=steps,
         groups=groups,
         group_size=group_size,
-        window=window,
+        window=window_size(window),
         workers=workers,
         max_tokens=max_tokens,
         learning_rate=learning_rate,

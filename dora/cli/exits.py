@@ -46,6 +46,7 @@ MEANINGS = {
 # The commands that ask a service: elsewhere what is not found, or does not fit, was given by the user.
 ASKING = frozenset(
     {"status", "versions", "groups", "pools", "trajectories", "cancel", "migrate", "drain", "rebalance", "watch"}
+    | {"checkpoint", "eval", "hosts", "scale"}
 )
 
 
@@ -76,11 +77,12 @@ class CheckedOutput:
 
 
 def open_closed() -> None:
-    """Opens standard input and error on nothing where whoever started the command has closed them.
+    """Opens the standard streams on nothing where whoever started the command has closed them.
 
-    Else the next file that is opened takes their number, and gets what libraries write to standard error.
+    Else the next file that is opened takes their number: it gets what libraries write to standard error, or a library's
+    own descriptor is overwritten as standard output. ``sys.stdout`` stays None, so that a command can say so.
     """
-    for descriptor, mode in ((0, "r"), (2, "w")):
+    for descriptor, mode in ((0, "r"), (1, "w"), (2, "w")):
         try:
             os.fstat(descriptor)
         except OSError:
@@ -89,6 +91,8 @@ def open_closed() -> None:
                 os.dup2(opened, descriptor)
                 os.close(opened)
             os.set_inheritable(descriptor, True)
+            if descriptor == 1:
+                continue
             stream = os.fdopen(descriptor, mode, encoding="utf-8", closefd=False)
             setattr(sys, "stderr" if descriptor else "stdin", stream)
 

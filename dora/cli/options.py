@@ -1,12 +1,15 @@
 """Options that several commands share, and what was given of a command's own."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from dora.cli import completion
 from dora.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from dora.config import WindowSize
 
 AddressOption = Annotated[
     str, typer.Option("--address", "-a", metavar="HOST:PORT", envvar="DORA_ADDRESS", help="Where the service listens.")
@@ -21,6 +24,7 @@ TokenOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document for programs.")]
+WINDOW_METAVAR: Final = "N|auto"  # of every --window
 SettingsOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -30,6 +34,14 @@ SettingsOption = Annotated[
         help="Override one field; may be repeated.",
     ),
 ]
+
+
+def window_size(option: str | None) -> "WindowSize | None":
+    """What ``--window`` says; a text that is neither a number nor ``auto`` is left to the settings to refuse."""
+    try:
+        return None if option is None else int(option)
+    except ValueError:
+        return option  # type: ignore[return-value]
 
 
 def given_options(context: typer.Context) -> dict[str, Any]:

@@ -29,6 +29,8 @@ from dora.validation import kind_of, limits_of, section_of
 from dora.verify import VerifyReport
 from dora.view import comparison, plan, service
 from dora.view.decisions import ReplayTree
+from dora.view.evaluation import EvaluationReport
+from dora.view.hosts import HOST_COLUMNS
 from dora.view.pools import POOL_COLUMNS
 from dora.view.profile import ProfileReport
 from dora.view.simulation import LINES, Division
@@ -63,13 +65,15 @@ def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
     yield "Exit codes", ("code", "meaning"), ((code.value, text) for code, text in MEANINGS.items())
     yield "Settings of a service: `dora serve`", SETTINGS, _settings(Config)
     yield "Counters since the start: `dora status`", ("counter", "meaning"), _named(service.COUNTERS)
-    yield "Workers: `dora groups`", COLUMNS, _columns(service.WORKER_COLUMNS)
+    yield "Workers: `dora groups`", COLUMNS, _columns([*service.WORKER_COLUMNS, service.RANKS])
+    yield "Hosts: `dora hosts`", COLUMNS, _columns(HOST_COLUMNS)
     yield "Pools: `dora pools`", COLUMNS, _columns(POOL_COLUMNS)
     yield "Versions: `dora versions`", COLUMNS, _columns(service.VERSION_COLUMNS)
     yield "Trajectories: `dora trajectories`", COLUMNS, _columns(service.TRAJECTORY_COLUMNS)
     yield "The demo's `report.json`", FIELDS, _fields(DemoReport)
     yield "A record: `dora verify`", FIELDS, (("`ok`", "whether nothing was violated"), *_fields(VerifyReport))
     log = _fields(ReplayTree, ("decisions[].known.", Known), ("summary.", Summary))
+    yield "Evaluations: `dora eval`", FIELDS, _fields(EvaluationReport)
     yield "Event logs: `dora replay`", FIELDS, log
 
 

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from dora.orchestrator.eventlog import EventLog
     from dora.orchestrator.replay import Decision, Replay
 
-EXAMPLE = "dora replay events.log --from 100 --to 200 --only StepCommitted"
+EXAMPLE = "dora replay out/state --from 100 --to 200 --only StepCommitted"
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(metavar="LOG", help="A log that `service.event_log` named.")],
+    file: Annotated[Path, typer.Argument(metavar="LOG", help="A state folder of a service with service.keep_events.")],
     first: Annotated[int, typer.Option("--from", min=1, metavar="N", help="Show from event N on.")] = 1,
     last: Annotated[int | None, typer.Option("--to", min=1, metavar="N", help="Stop after event N.")] = None,
     only: Annotated[

@@ -14,7 +14,7 @@ EXAMPLE = "dora token trainer"
 
 
 def token(
-    role: Annotated[str, typer.Argument(help="trainer, submitter, operator, worker or owner.")] = "owner",
+    role: Annotated[str, typer.Argument(help="trainer, submitter, operator, worker, host or owner.")] = "owner",
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
     as_json: JsonOption = False,

@@ -12,7 +12,7 @@ import typer
 
 from dora.cli import completion
 from dora.cli.exits import say
-from dora.cli.options import SettingsOption
+from dora.cli.options import WINDOW_METAVAR, SettingsOption, window_size
 from dora.cli.output import print_json
 from dora.cli.token import left_token, token_folder
 from dora.config import Config, given, load_config
@@ -48,7 +48,9 @@ That is the owner's token: it may do all that follows. For those who are to do o
 def serve(
     config_file: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML configuration.")] = None,
     settings: SettingsOption = None,
-    window: Annotated[int | None, typer.Option(help="Policy versions that may be live (window.size).")] = None,
+    window: Annotated[
+        str | None, typer.Option(metavar=WINDOW_METAVAR, help="Policy versions that may be live (window.size).")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Rollout workers to start (workers.count).")] = None,
     model: Annotated[
         str | None,
@@ -66,6 +68,10 @@ def serve(
         typer.Option(metavar="MODULE:FUNCTION", autocompletion=completion.rewards, help="Verifier (reward.function)."),
     ] = None,
     record: Annotated[str | None, typer.Option(metavar="DIR", help="Record trajectories and versions here.")] = None,
+    state: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Carry on from here after a stop or a crash (service.state)."),
+    ] = None,
     kv_tier: Annotated[
         str | None,
         typer.Option(metavar="TIER", autocompletion=completion.kv_tiers, help="Shared KV: none or lmcache (kv.tier)."),
@@ -89,12 +95,13 @@ def serve(
     """
     short = given(
         {
-            "window.size": window,
+            "window.size": window_size(window),
             "workers.count": workers,
             "model": model,
             "prompts": prompts,
             "reward.function": reward,
             "record": record,
+            "service.state": state,
             "kv.tier": kv_tier,
             "service.listen": listen,
             "service.token": token or None,

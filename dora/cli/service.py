@@ -67,6 +67,14 @@ def pools(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, a
     print_result({"pools": [plain(pool) for pool in answer.pools]}, pools_table(answer), as_json)
 
 
+def hosts(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
+    """List the hosts: the service's own and those that have joined by `dora host`, with their workers and room."""
+    from dora.view.hosts import hosts_table
+
+    answer = ask(address, token, lambda operator: operator.status())
+    print_result({"hosts": [plain(host) for host in answer.hosts]}, hosts_table(answer), as_json)
+
+
 def trajectories(
     state: Annotated[
         TrajectoryState | None,
@@ -115,19 +123,58 @@ def migrate(
 def drain(
     worker: Annotated[
         str,
-        typer.Argument(metavar="WORKER", autocompletion=completion.workers, help="A worker id of `dora groups`."),
+        typer.Argument(
+            metavar="WORKER|HOST",
+            autocompletion=completion.drained,
+            help="A worker id of `dora groups`, or a host of `dora hosts`.",
+        ),
     ],
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take a worker out of service: its requests move elsewhere, then it ends."""
+    """Take a worker out of service, or all workers of a host: their requests move elsewhere, then they end.
+
+    The agent of a host that has joined ends after its last worker.
+    """
     print_reply(ask(address, token, lambda operator: operator.drain(worker)), as_json)
+
+
+def scale(
+    workers: Annotated[int, typer.Option("--workers", min=0, max=65_536, metavar="N", help="That are to be there.")],
+    host: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST", autocompletion=completion.hosts, help="Of this host; default: of all hosts together."
+        ),
+    ] = "",
+    address: AddressOption = DEFAULT_ADDRESS,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Start workers, or empty some and let them end, while the service runs.
+
+    Without a host, the hosts with the fewest gain and those with the most lose.
+    """
+    print_reply(ask(address, token, lambda operator: operator.scale(workers, host)), as_json)
 
 
 def rebalance(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
     """Plan now which workers host which version, and begin the moves and loads that follow."""
     print_reply(ask(address, token, lambda operator: operator.rebalance()), as_json)
+
+
+def checkpoint(
+    address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False
+) -> None:
+    """Bring all that a service has generated and acknowledged to disk; say what a start would carry on from."""
+    from dora.view.service import checkpoint_line
+
+    reply = ask(address, token, lambda operator: operator.checkpoint())
+    if as_json:
+        print_json(plain(reply))
+    else:
+        sys.stdout.write(checkpoint_line(reply))
 
 
 def cancel(
@@ -183,10 +230,13 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "versions": (versions, "dora versions --json"),
     "groups": (groups, "dora groups --address 127.0.0.1:7070"),
     "pools": (pools, "dora pools --json"),
+    "hosts": (hosts, "dora hosts --json"),
     "trajectories": (trajectories, "dora trajectories --state running --limit 20"),
     "migrate": (migrate, "dora migrate g12.0 --to w1"),
     "drain": (drain, "dora drain w1"),
+    "scale": (scale, "dora scale --workers 4 --host gpu-7"),
     "rebalance": (rebalance, "dora rebalance --json"),
+    "checkpoint": (checkpoint, "dora checkpoint --json"),
     "cancel": (cancel, "dora cancel q17 g3 --reason mistyped"),
     "watch": (watch, "dora watch --period-ms 500"),
 }  # each with its example

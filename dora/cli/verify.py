@@ -23,12 +23,15 @@ SHOWN_VIOLATIONS = 20
 def verify(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `--record DIR` filled.")],
     atol: Annotated[
-        float | None, typer.Option(help="Largest difference of a logprob; by default 0.001 in fp32, 0.2 in bf16.")
+        float | None,
+        typer.Option(help="Largest difference of a logprob; else 0.001 in fp32, 0.2 in bf16, 0.1 in int8."),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(help="Recompute only so many trajectories; every line is checked all the same.")
     ] = None,
-    window: Annotated[int | None, typer.Option(help="Also check that staleness is at most WINDOW - 1.")] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Also check that staleness is at most WINDOW - 1, whatever the record says.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Recompute every recorded logprob with Hugging Face transformers, and check what the record promises."""

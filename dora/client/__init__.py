@@ -1,9 +1,26 @@
 """Clients of the service: a trainer's, one that submits prompts, an operator's. Loads no torch."""
 
+from dora.client.all_ranks import AllRanks
+from dora.client.evaluation import Evaluation, Score, score_of, scores_by
 from dora.client.operator import Operator
 from dora.client.prompts import Cancelled, Prompts, Submitted
+from dora.client.publishing import Commit
 from dora.client.session import Attachment
-from dora.client.step import Commit, Step
+from dora.client.step import Step
 from dora.client.trainer import Trainer
 
-__all__ = ["Attachment", "Cancelled", "Commit", "Operator", "Prompts", "Step", "Submitted", "Trainer"]
+__all__ = [
+    "AllRanks",
+    "Attachment",
+    "Cancelled",
+    "Commit",
+    "Evaluation",
+    "Operator",
+    "Prompts",
+    "Score",
+    "Step",
+    "Submitted",
+    "Trainer",
+    "score_of",
+    "scores_by",
+]

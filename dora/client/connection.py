@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol, Self, TypeVar
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined] # missing from the type stubs
 
+from dora.errors import InvalidValue
 from dora.rpc.channel import MAX_MESSAGE_BYTES, Metadata, bearer, check_message_bytes, open_channel
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
 
@@ -120,3 +121,9 @@ class Patience:
             raise ServiceUnavailable(f"not reachable for {self.total_s:g} s: {error}") from error
         self._next_s = min(2 * wait_s, self.longest_s)
         return wait_s
+
+
+def check_count(field: str, value: int) -> None:
+    """Raises InvalidValue for what no message holds."""
+    if type(value) is not int or not 0 <= value <= COUNT_MOST:
+        raise InvalidValue(field, value, f"a whole number from 0 to {COUNT_MOST}")

@@ -80,6 +80,14 @@ def without_tied_head(tensors: Mapping[str, Any], wanted: Mapping[str, object]) 
     return {name: tensor for name, tensor in tensors.items() if name != _HEAD}
 
 
+def config_of(module: Any) -> dict[str, Any]:
+    """What ``module.config`` says, whatever it is: a transformers configuration, a mapping, or an object."""
+    config = getattr(module, "config", None)
+    if callable(to_dict := getattr(config, "to_dict", None)):
+        config = to_dict()
+    return dict(config) if isinstance(config, Mapping) else dict(getattr(config, "__dict__", {}))
+
+
 def _inner(module: Any) -> Any:
     parts = module._modules
     for name in (_COMPILED, _SHARDED):

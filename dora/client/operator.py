@@ -2,8 +2,7 @@
 
 from collections.abc import AsyncIterator
 
-from dora.client.connection import COUNT_MOST, Client
-from dora.errors import InvalidValue
+from dora.client.connection import Client, check_count
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.dora_pb2_grpc import OperatorStub
 
@@ -23,7 +22,7 @@ class Operator(Client):
 
     async def watch(self, period_ms: int = 500) -> AsyncIterator[pb.Status]:
         """The status at most every ``period_ms``, until the service ends the stream or the iterator is closed."""
-        _check_count("period_ms", period_ms)
+        check_count("period_ms", period_ms)
         stream = self._stub.WatchStatus(pb.WatchRequest(period_ms=period_ms), metadata=self._connection.metadata)
         try:
             while (status := await self._connection.read(stream)) is not None:
@@ -33,7 +32,7 @@ class Operator(Client):
 
     async def trajectories(self, state: str = "", limit: int = 0) -> pb.TrajectoriesReply:
         """Those in ``state`` (empty: all), at most ``limit`` (0: 100)."""
-        _check_count("limit", limit)
+        check_count("limit", limit)
         request = pb.TrajectoriesRequest(state=state, limit=limit)
         return await self._connection.call(self._stub.ListTrajectories, request, self._timeout_s)
 
@@ -42,17 +41,23 @@ class Operator(Client):
         return await self._connection.call(self._stub.Migrate, request, self._timeout_s)
 
     async def drain(self, worker_id: str) -> pb.OperatorReply:
+        """``worker_id``: or the name of a host, whose workers are emptied all."""
         return await self._connection.call(self._stub.Drain, pb.DrainRequest(worker_id=worker_id), self._timeout_s)
+
+    async def scale(self, workers: int, host: str = "") -> pb.OperatorReply:
+        """``host``: of which; empty: of all together."""
+        check_count("workers", workers)
+        request = pb.ScaleRequest(workers=workers, host=host)
+        return await self._connection.call(self._stub.Scale, request, self._timeout_s)
 
     async def rebalance(self) -> pb.OperatorReply:
         return await self._connection.call(self._stub.Rebalance, pb.RebalanceRequest(), self._timeout_s)
 
+    async def checkpoint(self) -> pb.CheckpointReply:
+        """Returns once all that was generated and acknowledged so far is on disk. Raises Conflict where the service
+        keeps no state."""
+        return await self._connection.call(self._stub.Checkpoint, pb.CheckpointRequest(), self._timeout_s)
+
     @property
     def _stub(self) -> OperatorStub:
         return self._connection.stub(OperatorStub)
-
-
-def _check_count(field: str, value: int) -> None:
-    """Raises InvalidValue for what no message holds."""
-    if type(value) is not int or not 0 <= value <= COUNT_MOST:
-        raise InvalidValue(field, value, f"a whole number from 0 to {COUNT_MOST}")

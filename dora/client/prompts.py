@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dora.client.connection import Client
+from dora.client.connection import Client, check_count
+from dora.client.evaluation import Evaluation
 from dora.errors import InvalidValue, one_of
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import prompt_to_wire
 from dora.rpc.dora_pb2_grpc import PromptsStub
+from dora.strict_json import check_text
 from dora.types import Prompt
 
 _FORMS: Final = ("prompt", "prompt_token_ids", "messages")
@@ -54,6 +56,33 @@ class Prompts(Client):
         request = pb.SubmitRequest(prompts=[_to_wire(prompt) for prompt in prompts])
         reply = await self._connection.call(self._connection.stub(PromptsStub).Submit, request)
         return Submitted(reply.accepted, reply.queue_free)
+
+    def evaluate(
+        self,
+        prompts: Iterable[Prompt | str | Mapping[str, Any]],
+        *,
+        version: int | None = None,
+        share: float = 0.0,
+        name: str = "",
+    ) -> Evaluation:
+        """Samples prompts, as :meth:`submit` takes them, under one version, beside training; no step trains on them.
+
+        ``version``: a live one; None: the newest that workers may load. ``share``: of the slots and KV of that
+        version's workers, what is lent to it (0 to 0.5, of all evaluations together); 0: slots that training leaves
+        idle. ``name``: for operators. Iterate over what is returned, or await its ``whole()``: that raises InvalidValue
+        for a prompt that is refused, NotFound for a version that is not live, Conflict for a duplicate id or while
+        the service drains, LimitExceeded where too many are asked for, Unauthenticated, ServiceUnavailable.
+        """
+        if isinstance(prompts, str | Mapping):
+            raise InvalidValue("prompts", prompts, "a list of prompts, also where it is one")
+        if version is not None:
+            check_count("version", version)
+        if type(share) not in (int, float):
+            raise InvalidValue("share", share, "a number from 0 to 0.5")
+        check_text(name, "name")
+        wired = [_to_wire(prompt) for prompt in prompts]
+        request = pb.EvaluateRequest(prompts=wired, version=version, share=share, name=name)
+        return Evaluation(self._connection, request)
 
     async def end(self) -> int:
         """Says that no more prompts will be submitted, by anybody: the trainer's last step ends once all are sampled.

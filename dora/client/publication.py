@@ -4,13 +4,17 @@ Everything here but :func:`upload` blocks; the trainer's client runs it in a thr
 """
 
 import asyncio
-import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+import math
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Union
 
+from dora.client.all_ranks import AllRanks
 from dora.client.connection import Connection
+from dora.client.deltas import Delta, Uploaded
 from dora.client.modules import (
+    config_of,
     is_module,
     is_sharded,
     plain_name,
@@ -20,15 +24,16 @@ from dora.client.modules import (
     whole,
     without_tied_head,
 )
-from dora.errors import InvalidValue, is_full
+from dora.client.taking import Spare, Taken, take_files, take_tensors
+from dora.errors import InvalidValue, NotFound, is_full
 from dora.models.checkpoint_names import to_checkpoint
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import WEIGHT_CHUNK_BYTES
 from dora.rpc.errors import LimitExceeded
 from dora.types import Canary
 from dora.weights.canary import compute_canary
-from dora.weights.files import WeightFile, check_file_name, examine_file, header_of, published_header, write_weights
-from dora.weights.reference import WEIGHTS_FILE, TensorHeader, check_tensors, weight_files
+from dora.weights.files import WeightFile, check_file_name, header_of, published_header
+from dora.weights.reference import WEIGHTS_FILE, TensorHeader, check_tensors, read_header, weight_files
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,22 +46,40 @@ Weights: TypeAlias = Union[
     str,
     Path,
     Sequence[Path],
+    AllRanks,
 ]
 _CHUNK_OVERHEAD_BYTES: Final = 1024
 
 
-def place_weights(
-    weights: Weights, expected: Sequence[TensorHeader], folder: Path, *, link: bool = False
-) -> tuple[WeightFile, ...]:
-    """Brings ``weights`` into ``folder`` as safetensors files and returns their identities.
+def place_weights(weights: Weights, expected: Sequence[TensorHeader], folder: Path) -> tuple[WeightFile, ...]:
+    """Brings ``weights`` into ``folder`` as safetensors files and returns their identities: all at once.
+
+    Raises as :func:`take_weights`, and InvalidValue for the first tensor that is not finite; nothing is left then.
+    """
+    taken = take_weights(weights, expected, folder)
+    try:
+        return taken.examine()
+    except InvalidValue:
+        taken.remove(folder)
+        raise
+    finally:
+        taken.close()
+
+
+def take_weights(weights: Weights, expected: Sequence[TensorHeader], folder: Path, spare: Spare | None = None) -> Taken:
+    """Copies ``weights`` into ``folder`` as safetensors files; they may change as soon as this returns.
 
     A module's tensors get their checkpoint names, whatever wraps it; floating point tensors are written in the dtype
-    that ``expected`` gives them. Files are copied, or only linked where ``link``. Raises InvalidValue for the first
-    tensor that does not fit ``expected`` (where that is not empty) or is not finite, LimitExceeded where ``folder`` has
-    no room; nothing is left written then.
+    that ``expected`` gives them. Raises InvalidValue for the first tensor that does not fit ``expected`` (where that is
+    not empty), LimitExceeded where ``folder`` has no room; nothing is left written then.
     """
     try:
-        return _placed(weights, expected, folder, link)
+        if isinstance(weights, str | Path) or _are_paths(weights):
+            return _take_files(weight_paths(weights), expected, folder)
+        if isinstance(weights, AllRanks):
+            return _take_gathered(weights, expected, folder, spare)
+        tensors, headers = _fitting(weights, expected)
+        return take_tensors(tensors.items(), headers, folder, WEIGHTS_FILE, spare)
     except OSError as error:
         if not is_full(error):
             raise
@@ -65,16 +88,40 @@ def place_weights(
         raise LimitExceeded("weights", f"{size_bytes:,} bytes", allowed) from error
 
 
-def _placed(weights: Weights, expected: Sequence[TensorHeader], folder: Path, link: bool) -> tuple[WeightFile, ...]:
-    if isinstance(weights, str | Path) or _are_paths(weights):
-        return _place_files(weight_paths(weights), expected, folder, link)
+def _take_gathered(weights: AllRanks, expected: Sequence[TensorHeader], folder: Path, spare: Spare | None) -> Taken:
+    """From all ranks, which are told where this one cannot take them."""
+    wanted = {header.name: header for header in expected}
+    asked = False
+
+    def tensors() -> Iterator[tuple[str, Any]]:
+        nonlocal asked
+        asked = True
+        yield from weights.gather(headers)
+
+    try:
+        headers = weights.headers(wanted)
+        if wanted:
+            check_tensors(headers, expected)
+        return take_tensors(tensors(), headers, folder, WEIGHTS_FILE, spare)
+    finally:
+        if not asked:
+            weights.refuse()
+
+
+def _fitting(weights: object, expected: Sequence[TensorHeader]) -> tuple[Mapping[str, Any], Mapping[str, TensorHeader]]:
+    """Tensors by checkpoint name, and as they are published. Raises InvalidValue for the first that does not fit."""
     wanted = {header.name: header for header in expected}
     tensors = without_tied_head(_checkpoint(weights, wanted), wanted)
-    headers = {name: published_header(header_of(name, tensor), wanted.get(name)) for name, tensor in tensors.items()}
+    headers = _headers(tensors, wanted)
     if wanted:
         check_tensors(headers, expected)
-    folder.mkdir(parents=True, exist_ok=True)
-    return (write_weights(folder / WEIGHTS_FILE, tensors, headers),)
+    return tensors, headers
+
+
+def check_module(module: Any, expected: Sequence[TensorHeader]) -> None:
+    """Raises InvalidValue where :func:`place_weights` would, for the names, shapes and dtypes of a whole module."""
+    if expected:
+        _fitting(module, expected)
 
 
 def weight_paths(weights: object) -> tuple[Path, ...]:
@@ -98,7 +145,7 @@ def canary_of(weights: Weights, expected: Sequence[TensorHeader]) -> Canary | No
         return None
     module = unwrapped(weights)
     dtypes = {header.name: header.dtype for header in expected}
-    config = _config(module)
+    config = config_of(module)
     published = {}
     for name, parameter in module.named_parameters():
         for checkpoint_name in to_checkpoint({plain_name(name): parameter}, config):
@@ -111,15 +158,55 @@ def files_to_wire(files: Sequence[WeightFile]) -> list[pb.WeightFile]:
 
 
 async def upload(
-    connection: Connection, method: Any, epoch: int, version: int, folder: Path, files: Sequence[WeightFile]
-) -> None:
-    """Streams ``files`` of ``folder`` to the service. Raises as the connection's calls."""
+    connection: Connection, method: Any, epoch: int, version: int, taken: Taken, base: Uploaded | None = None
+) -> Uploaded:
+    """Streams what was taken to the service, or what differs from ``base`` where that takes less time.
+
+    Raises as the connection's calls.
+    """
     chunk_bytes = min(WEIGHT_CHUNK_BYTES, connection.max_message_bytes - _CHUNK_OVERHEAD_BYTES)
-    for file in files:
+    bytes_per_s = base.bytes_per_s if base is not None else math.inf
+    for file in taken.identities:
         header = pb.WeightFileHeader(
             trainer_epoch=epoch, version=version, file_name=file.name, file_bytes=file.file_bytes
         )
-        await connection.upload(method, _chunks(folder / file.name, header, chunk_bytes))
+        delta = await asyncio.to_thread(_delta, taken, base, file, chunk_bytes)
+        if delta is not None and await _upload_delta(connection, method, header, delta):
+            continue
+        began_s = time.monotonic()
+        await connection.upload(method, _chunks(taken.paths()[file.name], header, chunk_bytes))
+        bytes_per_s = min(bytes_per_s, file.file_bytes / max(time.monotonic() - began_s, 1e-6))
+    return Uploaded(version, taken, bytes_per_s)
+
+
+def _delta(taken: Taken, base: Uploaded | None, file: WeightFile, piece_bytes: int) -> Delta | None:
+    """None where there is no base, or all of the file takes less time."""
+    if base is None or base.file(file.name) is None:
+        return None
+    delta = Delta(taken, base, file, piece_bytes)
+    return delta if delta.pays() else None
+
+
+async def _upload_delta(connection: Connection, method: Any, header: pb.WeightFileHeader, delta: Delta) -> bool:
+    """False where the service has the base no more."""
+    base = delta.base.file(delta.file.name)
+    assert base is not None
+    announced = pb.WeightFileHeader()
+    announced.CopyFrom(header)
+    announced.base_version, announced.base_blake3 = delta.base.version, base.blake3
+    announced.piece_bytes = delta.piece_bytes
+    try:
+        await connection.upload(method, _pieces(announced, delta))
+    except NotFound:
+        return False
+    return True
+
+
+async def _pieces(header: pb.WeightFileHeader, delta: Delta) -> AsyncIterator[pb.WeightChunk]:
+    yield pb.WeightChunk(header=header)
+    pieces = delta.pieces()
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        yield pb.WeightChunk(content=piece)
 
 
 async def _chunks(file: Path, header: pb.WeightFileHeader, chunk_bytes: int) -> AsyncIterator[pb.WeightChunk]:
@@ -132,7 +219,7 @@ async def _chunks(file: Path, header: pb.WeightFileHeader, chunk_bytes: int) -> 
 
 def _checkpoint(weights: object, wanted: Mapping[str, TensorHeader]) -> Mapping[str, Any]:
     if is_module(weights):
-        return to_checkpoint(_whole(state_of(weights)), _config(unwrapped(weights)))
+        return to_checkpoint(_whole(state_of(weights)), config_of(unwrapped(weights)))
     if isinstance(weights, Mapping) and weights:
         return renamed(_whole(weights), wanted)
     raise InvalidValue(
@@ -142,44 +229,22 @@ def _checkpoint(weights: object, wanted: Mapping[str, TensorHeader]) -> Mapping[
     )
 
 
+def _headers(tensors: Mapping[str, Any], wanted: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    return {name: published_header(header_of(name, tensor), wanted.get(name)) for name, tensor in tensors.items()}
+
+
 def _whole(tensors: Mapping[Any, Any]) -> dict[str, Any]:
     return {name: whole(tensor, name) for name, tensor in tensors.items()}
 
 
-def _place_files(
-    paths: Sequence[Path], expected: Sequence[TensorHeader], folder: Path, link: bool
-) -> tuple[WeightFile, ...]:
+def _take_files(paths: Sequence[Path], expected: Sequence[TensorHeader], folder: Path) -> Taken:
     found: dict[str, TensorHeader] = {}
-    examined = []
     for path in paths:
-        identity, tensors = examine_file(path)
-        examined.append(identity)
-        found |= tensors
+        found |= read_header(path)
     if expected:
         check_tensors(found, expected)
-    folder.mkdir(parents=True, exist_ok=True)
-    targets = [folder / path.name for path in paths]
-    try:
-        for path, target in zip(paths, targets, strict=True):
-            target.unlink(missing_ok=True)
-            if link:
-                target.symlink_to(path.resolve())
-            else:
-                shutil.copyfile(path, target)
-    except OSError:
-        for target in targets:
-            target.unlink(missing_ok=True)
-        raise
-    return tuple(examined)
+    return take_files(paths, folder)
 
 
 def _are_paths(weights: object) -> bool:
     return isinstance(weights, Sequence) and all(isinstance(each, Path) for each in weights)
-
-
-def _config(module: Any) -> dict[str, Any]:
-    """What ``module.config`` says, whatever it is: a transformers configuration, a mapping, or an object."""
-    config = getattr(module, "config", None)
-    if callable(to_dict := getattr(config, "to_dict", None)):
-        config = to_dict()
-    return dict(config) if isinstance(config, Mapping) else dict(getattr(config, "__dict__", {}))

@@ -4,28 +4,42 @@ import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import grpc
 
 from dora.client.connection import COUNT_MOST, Connection, Patience
-from dora.client.publication import Weights, place_weights, upload
+from dora.client.deltas import Uploaded
+from dora.client.modules import config_of, is_module, unwrapped
+from dora.client.publication import Weights, canary_of, take_weights, upload
+from dora.client.skeleton import Skeleton
+from dora.client.taking import RECYCLED_FOLDER, Spare, Taken
 from dora.errors import MISSING, Conflict, InvalidValue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import MAX_MESSAGE_BYTES
 from dora.rpc.dora_pb2_grpc import TrainerStub
 from dora.rpc.errors import ServiceUnavailable
-from dora.weights.files import WeightFile
-from dora.weights.reference import TensorHeader
+from dora.rpc.packed import split
+from dora.types import Canary
+from dora.weights.files import laid_out, preamble
+from dora.weights.reference import WEIGHTS_FILE, TensorHeader
 
 if TYPE_CHECKING:
     from dora.prompts.tokenizer import ChatTokenizer
 
+STREAM_STEP: Final = "/dora.v1.Trainer/StreamStep"
 _ATTACH_TIMEOUT_S = 30.0
+_SHARED_MEMORY: Final = Path("/dev/shm")
+# What is done beside training, one thing after the other: it takes no more than a core from it.
+_thread: Final = ThreadPoolExecutor(1, "dora.publishing")
+
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +88,11 @@ class Session:
         self._begun = False  # steps were asked for since: the attachment's next step may be over
         self._stub: TrainerStub | None = None
         self._staying: asyncio.Task[None] | None = None
+        self.publishing: Any = None  # the Publication under way: one at most
+        self._sent: Uploaded | None = None  # the version that was sent last
+        self._uploaded: Uploaded | None = None  # the one that was committed last
+        self._spare: Future[Spare | None] | None = None
+        self._skeleton: Skeleton | None = None
 
     def __repr__(self) -> str:
         epoch = f"epoch {self._attachment.epoch}" if self._attachment is not None else "not attached"
@@ -87,6 +106,9 @@ class Session:
         if self._staying is not None:
             self._staying.cancel()
         self._attachment = self._stub = self._staying = None
+        if self._uploaded is not None:
+            self._uploaded.taken.close()
+            self._uploaded = None
         await self.connection.close()
 
     @property
@@ -125,6 +147,14 @@ class Session:
             raise Conflict("tokenizer", MISSING, allowed)
         return Path(self.attachment.model)
 
+    def stream_step(self, step: int) -> Any:
+        """The call that streams a step's groups; its messages as :func:`dora.rpc.packed.split` gives them."""
+        request = pb.StreamStepRequest(trainer_epoch=self.attachment.epoch, step=step, packed=True)
+        stream = self.connection.channel.unary_stream(
+            STREAM_STEP, request_serializer=pb.StreamStepRequest.SerializeToString, response_deserializer=split
+        )
+        return stream(request, metadata=self.connection.metadata)
+
     async def attach(self, groups: int = 0) -> Attachment:
         """Becomes the service's one active trainer. ``groups``: of each step; 0 for as many as the service has.
 
@@ -160,23 +190,82 @@ class Session:
             except ServiceUnavailable as repeated:
                 error = repeated
 
-    async def bring(self, weights: Weights, version: int) -> tuple[WeightFile, ...]:
-        """Writes ``weights`` where the service looks for those of ``version``, or uploads them. Returns the files.
+    def take(self, weights: Weights, version: int, canary: Canary | None) -> tuple[Taken, Callable[[], Canary | None]]:
+        """Copies ``weights`` to where the service looks for those of ``version``, or into memory of this host.
 
-        Raises InvalidValue for weights that do not fit the model or are not finite, and what the service raises.
+        They may change once it returns. Also gives what computes their canary, of what was taken. It blocks. Raises
+        InvalidValue for weights that do not fit the model, LimitExceeded where there is no room for them.
         """
         attachment = self.attachment
-        if attachment.store_folder is not None:
-            folder = attachment.store_folder / "incoming" / f"{attachment.epoch}-{version}"
-            return await asyncio.to_thread(place_weights, weights, attachment.tensors, folder)
-        scratch = await asyncio.to_thread(tempfile.TemporaryDirectory, prefix="dora-weights-")
+        making, self._spare = self._spare, None
+        spare = making.result() if making is not None else None
+        incoming = self._incoming(version)
+        if incoming is not None:
+            taken = take_weights(weights, attachment.tensors, incoming, spare)
+        else:
+            with tempfile.TemporaryDirectory(prefix="dora-weights-", dir=self._scratch_parent()) as scratch:
+                taken = take_weights(weights, attachment.tensors, Path(scratch))
+        if canary is None:
+            skeleton = self._skeleton_of(weights)
+            if skeleton is not None:
+                return taken, lambda: skeleton.canary(taken)
+            canary = canary_of(weights, attachment.tensors)
+        return taken, lambda: canary
+
+    def _skeleton_of(self, weights: Weights) -> Skeleton | None:
+        """Made once for a module."""
+        module = unwrapped(weights) if is_module(weights) else None
+        if self._skeleton is None or self._skeleton.module is not module:
+            self._skeleton = Skeleton.of(weights, config_of(module)) if module is not None else None
+        return self._skeleton
+
+    async def bring(self, taken: Taken, version: int) -> None:
+        """Sees to it that the service has what was taken. Raises what the service raises."""
+        incoming = self._incoming(version)
+        if incoming is not None:
+            await asyncio.to_thread(taken.bring, incoming)
+            return
+        epoch = self.attachment.epoch
+        base = self._uploaded
+        self._sent = await upload(self.connection, self.stub.UploadWeights, epoch, version, taken, base)
+
+    def let_go(self, taken: Taken) -> None:
+        """The service has what was taken. What was uploaded stays, for the next version to be told by what differs."""
+        if self._sent is None or self._sent.taken is not taken:
+            taken.close()
+            return
+        if self._uploaded is not None:
+            self._uploaded.taken.close()
+        self._uploaded, self._sent = self._sent, None
+
+    def make_ready(self, version: int) -> None:
+        """Begins to take the room for a version that will be committed, so that to take that is a mere copy."""
+        incoming = self._incoming(version)
+        if incoming is not None and self._spare is None:
+            self._spare = _thread.submit(_spare, incoming, self._attachment_bytes())
+
+    def beside(self, function: Callable[[], Result]) -> "Future[Result]":
+        """Runs what belongs to a publication, beside training."""
+        return _thread.submit(function)
+
+    def _scratch_parent(self) -> Path | None:
+        """Where a copy lies that is uploaded: in memory where there is room; None: where temporary files are."""
         try:
-            folder = Path(scratch.name)
-            files = await asyncio.to_thread(place_weights, weights, attachment.tensors, folder, link=True)
-            await upload(self.connection, self.stub.UploadWeights, attachment.epoch, version, folder, files)
-        finally:
-            await asyncio.to_thread(scratch.cleanup)
-        return files
+            room = os.statvfs(_SHARED_MEMORY)
+        except OSError:
+            return None
+        fits = 2 * self._attachment_bytes() < room.f_bavail * room.f_frsize
+        return _SHARED_MEMORY if fits and os.access(_SHARED_MEMORY, os.W_OK) else None
+
+    def _incoming(self, version: int) -> Path | None:
+        attachment = self.attachment
+        if attachment.store_folder is None:
+            return None
+        return attachment.store_folder / "incoming" / f"{attachment.epoch}-{version}"
+
+    def _attachment_bytes(self) -> int:
+        ordered = laid_out(self.attachment.tensors)
+        return len(preamble(ordered)) + sum(tensor.content_bytes for tensor in ordered)
 
     async def _attach(self) -> Attachment:
         request = pb.AttachRequest(groups_per_step=self._groups_per_step, client_name=self._name)
@@ -196,6 +285,14 @@ class Session:
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for _ in call:
                 pass
+
+
+def _spare(incoming: Path, file_bytes: int) -> Spare | None:
+    """None where there is no room now: who commits is told, if there is none then."""
+    try:
+        return Spare.made(incoming, file_bytes, incoming.parent.parent / RECYCLED_FOLDER / WEIGHTS_FILE)
+    except OSError:
+        return None
 
 
 def attachment_of(reply: pb.AttachReply) -> Attachment:

@@ -3,30 +3,22 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Final, Self
 
-from dora.client.publication import Weights, canary_of, files_to_wire
+from dora.client.publication import Weights
+from dora.client.publishing import Commit, Publication, settle
 from dora.client.session import Attachment, Session
 from dora.errors import Conflict, InvalidValue, VersionRejected
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.convert import canary_to_wire, group_from_wire
+from dora.rpc.convert import group_from_wire
 from dora.rpc.errors import ServiceUnavailable
+from dora.rpc.packed import packed_groups
 from dora.strict_json import check_text
 from dora.trajectory import TrajectoryGroup
 from dora.types import Canary
-from dora.weights.files import WeightFile
 
 _BEGUN_ANEW: Final = "left, and begun anew by steps()"
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """What a commit did."""
-
-    version: int  # the version it published
-    groups_trained: int | None  # since the service started; None where only the reply was lost
 
 
 class Step:
@@ -46,7 +38,7 @@ class Step:
         self._seen: set[str] = set()
         self._repeated: set[str] = set()  # delivered by the present stream
         self._complete = False
-        self._commit: Commit | None = None
+        self._publication: Publication | None = None
         self._waited_s = 0.0
 
     def __repr__(self) -> str:
@@ -64,7 +56,16 @@ class Step:
 
     @property
     def committed(self) -> bool:
-        return self._commit is not None
+        """Whether a commit has begun, and has not failed."""
+        publication = self._publication
+        if publication is None:
+            return False
+        return publication.commit is not None or self._session.publishing is publication
+
+    @property
+    def waited_s(self) -> float:
+        """How long its groups have been waited for so far, the first one included, before the step was there."""
+        return self._waited_s
 
     def __aiter__(self) -> Self:
         return self
@@ -79,13 +80,23 @@ class Step:
             raise StopAsyncIteration
         return self.take()
 
+    @property
+    def has_come(self) -> bool:
+        """Whether there is a group to take at once."""
+        return bool(self._pending)
+
     def take(self) -> TrajectoryGroup:
         """The next group that has come: only after :meth:`has_groups`."""
         return self._pending.popleft()
 
     async def has_groups(self) -> bool:
-        """Waits until there is a group to take; False when there are no more."""
+        """Waits until there is a group to take; False when there are no more. Raises what the last commit has."""
         began_s = time.monotonic()
+        if self._session.publishing is not self._publication:
+            await settle(self._session)
+        return await self._has_groups(began_s)
+
+    async def _has_groups(self, began_s: float) -> bool:
         while not self._pending and not self._complete:
             await self._receive()
         self._waited_s += time.monotonic() - began_s
@@ -98,58 +109,60 @@ class Step:
         metrics: Mapping[str, float] | None = None,
         canary: Canary | None = None,
         waited_s: float | None = None,
+        wait: bool = False,
     ) -> Commit:
         """Acknowledges the step's groups and publishes ``weights`` as version ``number + 1``.
 
+        It returns as soon as the weights are copied: they may change then, and training go on. They are hashed, checked
+        and committed meanwhile. What fails there is raised by the trainer's next call, whichever that is, once; the
+        step is then not committed, and can be committed again. ``wait``: return when the service has the version.
+
         ``weights`` is a torch module (also one that torch.compile, DDP or FSDP1 wraps), tensors by checkpoint name
-        (torch or numpy), or safetensors file(s) or folder; they must not change before it returns. The canary of a
-        module is computed, of the others it may be given.
-        ``metrics`` are shown to operators; "alarm_x" beside "x" says that x is above this bound.
+        (torch or numpy), or safetensors file(s) or folder. The canary of a module is computed, of the others it may be
+        given. ``metrics`` are shown to operators; "alarm_x" beside "x" says that x is above this bound.
         ``waited_s``: how long the trainer had nothing to do in this step; by default, how long its groups were waited
         for. Who works while it waits says it. Repeating a commit is safe: a step is committed once.
 
-        Raises Conflict before all groups were taken or where another trainer took over, InvalidValue for weights
-        that do not fit the model or are not finite, or for a metric that is no number, ServiceUnavailable when
-        reconnecting failed. Raises VersionRejected if the workers have rejected an earlier version: commit again once
-        that is published anew (``Trainer.republish``).
+        Raises at once: Conflict before all groups were taken, InvalidValue for weights that do not fit the model or a
+        metric that is no number, LimitExceeded where this host has no room. Later, or with ``wait``: Conflict where
+        another trainer took over, InvalidValue for weights that are not finite, ServiceUnavailable when reconnecting
+        failed, LimitExceeded where the service has no room; VersionRejected if the workers have rejected an earlier
+        version: the commit goes on by itself once that is published anew (``Trainer.republish``).
         """
-        if self._commit is not None:
+        session = self._session
+        if self.committed:
+            if wait:
+                await settle(session)
             return self._commit
+        await settle(session)  # of the step before
         self._check_taken()
         numbers = _numbers(metrics or {})
         if waited_s is not None:
             self._waited_s = waited_s
-        if canary is None:
-            canary = await asyncio.to_thread(canary_of, weights, self._session.attachment.tensors)
-        sent = False
-        while True:
-            attachment = self._session.attachment
-            try:
-                files = await self._session.bring(weights, self.number + 1)
-                request = self._commit_request(attachment, files, canary, numbers)
-                sent = True
-                reply = await self._session.connection.call(self._session.stub.CommitStep, request)
-                self._commit = Commit(self.number + 1, reply.groups_trained)
-                break
-            except ServiceUnavailable as error:
-                attachment = await self._session.attach_again(error)
-                if sent and attachment.next_step == self.number + 1:
-                    self._commit = Commit(self.number + 1, None)
-                    break
-                await self._lease_again(attachment)
-        self._session.patience.progress()
+        # Always the same thread: torch has a team of threads of its own for each that calls it.
+        take = session.beside(lambda: session.take(weights, self.number + 1, canary))
+        taken, compute = await asyncio.wrap_future(take)
+        self._publication = session.publishing = Publication(
+            session, self.number, taken, compute, self._lease_again, numbers, self._waited_s
+        )
+        if wait:
+            await settle(session)
         return self._commit
+
+    @property
+    def _commit(self) -> Commit:
+        known = self._publication.commit if self._publication is not None else None
+        return known or Commit(self.number + 1, None)
 
     async def _receive(self) -> None:
         """Takes one message of the stream, reconnecting as needed."""
         try:
             if self._stream is None:
-                request = pb.StreamStepRequest(trainer_epoch=self._session.attachment.epoch, step=self.number)
-                self._stream = self._session.stub.StreamStep(request, metadata=self._session.connection.metadata)
+                self._stream = self._session.stream_step(self.number)
                 self._repeated.clear()
                 self._parts.clear()
-            batch: pb.TrajectoryBatch | None = await self._session.connection.read(self._stream)
-            if batch is None:
+            message: tuple[pb.TrajectoryBatch, memoryview] | None = await self._session.connection.read(self._stream)
+            if message is None:
                 self._finish()
                 return
         except VersionRejected:
@@ -163,16 +176,26 @@ class Step:
             self._check_current(await self._session.attach_again(error))
             return
         self._session.patience.progress()
+        batch, tokens = message
         self.end_of_prompts = self.end_of_prompts or batch.end_of_prompts
-        for message in batch.groups:
-            self._parts.append(message)
-            if message.continues:
+        for group in packed_groups(batch, tokens, self._session.decode):
+            if self._is_new(group.group_id):
+                self._pending.append(group)
+        for part in batch.groups:
+            self._parts.append(part)
+            if part.continues:
                 continue
             parts, self._parts = self._parts, []
-            self._repeated.add(message.group_id)
-            if message.group_id not in self._seen:
-                self._seen.add(message.group_id)
+            if self._is_new(part.group_id):
                 self._pending.append(group_from_wire(*parts, decoder=self._session.decode))
+
+    def _is_new(self, group_id: str) -> bool:
+        """Notes that the stream has brought this group; whether it is the first that did."""
+        self._repeated.add(group_id)
+        if group_id in self._seen:
+            return False
+        self._seen.add(group_id)
+        return True
 
     def _finish(self) -> None:
         groups_per_step = self._session.attachment.groups_per_step
@@ -189,26 +212,9 @@ class Step:
         """After attaching again in mid-commit: the new lease must cover the very groups that were trained."""
         self._check_current(attachment)
         self._stream, self._complete = None, False
-        if await self.has_groups():
+        if await self._has_groups(time.monotonic()):
             why = "is not as it was: the service has put other groups into it since it was trained"
             raise Conflict("step", self.number, _BEGUN_ANEW, why)
-
-    def _commit_request(
-        self,
-        attachment: Attachment,
-        files: Sequence[WeightFile],
-        canary: Canary | None,
-        metrics: Mapping[str, float],
-    ) -> pb.CommitStepRequest:
-        return pb.CommitStepRequest(
-            trainer_epoch=attachment.epoch,
-            step=self.number,
-            version=self.number + 1,
-            files=files_to_wire(files),
-            canary=canary_to_wire(canary) if canary is not None else None,
-            metrics=metrics,
-            waited_s=self._waited_s,
-        )
 
     def _check_taken(self) -> None:
         groups_per_step = self._session.attachment.groups_per_step

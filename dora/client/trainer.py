@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from dora.client.publication import Weights, canary_of, files_to_wire
-from dora.client.session import Session
+from dora.client.publication import Weights, files_to_wire
+from dora.client.publishing import end, settle
+from dora.client.session import Attachment, Session
 from dora.client.step import Step
 from dora.errors import Conflict, VersionRejected
 from dora.rpc import dora_pb2 as pb
@@ -22,7 +23,22 @@ from dora.types import Canary
 
 
 class Trainer(Session):
-    """One trainer of one service, used as ``async with dora.Trainer(...) as trainer``."""
+    """One trainer of one service, used as ``async with dora.Trainer(...) as trainer``.
+
+    Leaving it waits for the commit under way, and raises what that failed with; where it is left by an error, what is
+    under way gets a few seconds, and its step may then be begun anew by the next trainer.
+    """
+
+    async def __aexit__(self, *exception: object) -> None:
+        try:
+            await end(self, hurried=any(each is not None for each in exception))
+        finally:
+            await super().__aexit__(*exception)
+
+    async def attach(self, groups: int = 0) -> Attachment:
+        """As :meth:`Session.attach`, once the commit under way has ended."""
+        await settle(self)
+        return await super().attach(groups)
 
     async def steps(self, groups: int = 0) -> AsyncIterator[Step]:
         """The steps from the first uncommitted one on, until the prompts are exhausted.
@@ -37,10 +53,13 @@ class Trainer(Session):
         while True:
             step = Step(self, number)
             with contextlib.suppress(VersionRejected):  # the step raises it again: here it would end the loop
+                await settle(self)
+                self.make_ready(number + 1)
                 if not await step.has_groups():
                     return
             yield step
             if step.end_of_prompts:
+                await settle(self)
                 return
             if not step.committed:
                 raise Conflict("step", number, "committed before the next one is asked for", why="is not committed")
@@ -53,18 +72,33 @@ class Trainer(Session):
         safe. Raises Conflict where ``version`` is not rejected or another trainer has taken over, InvalidValue for
         weights that do not fit the model or are not finite, ServiceUnavailable when reconnecting failed.
         """
-        if canary is None:
-            canary = await asyncio.to_thread(canary_of, weights, self.attachment.tensors)
-        while True:
-            try:
-                request = pb.RepublishVersionRequest(
-                    version=version,
-                    files=files_to_wire(await self.bring(weights, version)),
-                    canary=canary_to_wire(canary) if canary is not None else None,
-                    trainer_epoch=self.attachment.epoch,
-                )
-                await self.connection.call(self.stub.RepublishVersion, request)
-                break
-            except ServiceUnavailable as error:
-                await self.attach_again(error)
+        with contextlib.suppress(VersionRejected):  # the very one
+            await settle(self)
+        taken, compute = await asyncio.to_thread(self.take, weights, version, canary)
+        try:
+            await asyncio.to_thread(taken.examine)
+            canary = await asyncio.to_thread(compute)
+            while True:
+                try:
+                    await self.bring(taken, version)
+                    request = pb.RepublishVersionRequest(
+                        version=version,
+                        files=files_to_wire(taken.identities),
+                        canary=canary_to_wire(canary) if canary is not None else None,
+                        trainer_epoch=self.attachment.epoch,
+                    )
+                    await self.connection.call(self.stub.RepublishVersion, request)
+                    break
+                except ServiceUnavailable as error:
+                    await self.attach_again(error)
+        except BaseException:
+            taken.close()
+            raise
+        self.let_go(taken)
         self.patience.progress()
+        if self.publishing is not None:
+            self.publishing.again()
+
+    async def settled(self) -> None:
+        """Waits for the commit under way, if there is one. Raises what it failed with, as any other call would."""
+        await settle(self)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dora.config import Config, given, load_config
+from dora.config import Config, WindowSize, given, load_config
 from dora.demo.presets import DemoPreset, preset
 from dora.errors import InvalidValue
 
@@ -19,13 +19,14 @@ class DemoOptions:
     steps: int | None = None
     groups: int | None = None
     group_size: int | None = None
-    window: int | None = None
+    window: WindowSize | None = None
     workers: int | None = None
     max_tokens: int | None = None
     learning_rate: float | None = None
     seed: int = 0
     settings: tuple[str, ...] = ()  # overrides of the service's configuration, "section.field=value"
     kill_worker_after_s: float | None = None
+    trainer_arguments: tuple[str, ...] = ()  # of ``python -m dora.trainers.grpo``, after those that the demo gives
 
     def __post_init__(self) -> None:
         """Raises InvalidValue for what the service's configuration would not notice."""

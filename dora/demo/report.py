@@ -25,7 +25,7 @@ class DemoReport(TypedDict):
     """What ``report.json`` holds. Counts of groups and staleness come from the record and the trainer's list."""
 
     model: Annotated[str, "the model"]
-    window: Annotated[int, "policy versions that may be live"]
+    window: Annotated[int, "policy versions that may be live; of an adaptive window the most"]
     workers: Annotated[int, "rollout workers"]
     groups_per_step: Annotated[int, "prompt groups a step"]
     group_size: Annotated[int, "responses to one prompt"]

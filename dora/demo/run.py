@@ -77,7 +77,7 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
     rows = read_record(folder.trajectories)
     run = DemoRun(
         model=options.model,
-        window=config.window.size,
+        window=config.window.most,
         workers=config.workers.count,
         groups_per_step=config.window.groups_per_step,
         group_size=config.rollout.group_size,
@@ -164,6 +164,7 @@ async def _watched_run(
     arguments += ["--micro-batch-tokens", str(options.preset.micro_batch_tokens)]
     if options.preset.autocast:
         arguments += ["--autocast", "auto"]
+    arguments += options.trainer_arguments
     threads = options.preset.trainer_threads
     async with (
         Operator(handle.address, handle.token) as operator,

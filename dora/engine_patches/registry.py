@@ -5,10 +5,17 @@ from typing import Any, Final
 
 import vllm
 
-from dora.engine_patches import exact_resume, interleaved_rope, moe_experts, tied_head
+from dora.engine_patches import exact_resume, interleaved_rope, mapped_weights, moe_experts, quantised, tied_head
 from dora.engine_patches.patch import Patch
 
-PATCHES: Final[tuple[Patch, ...]] = (exact_resume.PATCH, tied_head.PATCH, moe_experts.PATCH, interleaved_rope.PATCH)
+PATCHES: Final[tuple[Patch, ...]] = (
+    exact_resume.PATCH,
+    tied_head.PATCH,
+    moe_experts.PATCH,
+    interleaved_rope.PATCH,
+    mapped_weights.PATCH,
+    quantised.PATCH,
+)
 
 
 def apply(patches: Sequence[Patch] = PATCHES) -> None:

@@ -117,6 +117,16 @@ class Arena:
             self._collect()
             return max((size for _, size in self._free), default=0)
 
+    def move(self, folder: Path, owner: str) -> None:
+        """Its file is another owner's from now on, with all that lies in it; who has it mapped keeps it. Raises
+        InvalidValue where it cannot be moved there, or is gone."""
+        name = f"{owner}/{ARENA_FILE}"
+        try:
+            os.rename(self._folder / self.name, folder / name)
+        except OSError as error:
+            raise InvalidValue("snapshot folder", str(folder), f"that of before ({error.strerror})") from error
+        self._folder, self.name = folder, name
+
     def close(self) -> None:
         """Removes the file; who has it mapped keeps its memory for as long."""
         with suppress(OSError):  # it goes with its folder

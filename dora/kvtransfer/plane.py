@@ -77,8 +77,10 @@ def local_host(address: str) -> str:
 class DataPlane:
     """Any thread may use it. ``door`` is opened here, and closed with everything else."""
 
-    def __init__(self, door: Door, own: Identity, settings: PlaneSettings, arena_bytes: int = 0) -> None:
-        """``arena_bytes``: of a pool, which keeps what arrives where it arrives."""
+    def __init__(
+        self, door: Door, own: Identity, settings: PlaneSettings, arena_bytes: int = 0, arena: Arena | None = None
+    ) -> None:
+        """``arena_bytes``: of a pool, which keeps what comes where it comes. ``arena``: that of its epoch before."""
         if len(settings.secret) != SECRET_BYTES:
             raise InvalidValue("kv secret", f"{len(settings.secret)} bytes", f"{SECRET_BYTES} bytes")
         self._own = own
@@ -86,7 +88,15 @@ class DataPlane:
         self._door = door
         self._arrivals = Arrivals()
         self._segments = SegmentPool(settings.folder, str(own.epoch), settings.memory_bytes)
-        self.arena = Arena(settings.folder, str(own.epoch), arena_bytes) if arena_bytes else None
+        if arena is not None:
+            try:
+                arena.move(settings.folder, str(own.epoch))
+            except InvalidValue:
+                self._segments.close()
+                raise
+        elif arena_bytes:
+            arena = Arena(settings.folder, str(own.epoch), arena_bytes)
+        self.arena = arena
         self._memory: Memory = self.arena or Pool(settings.memory_bytes)
         self._helpers = ThreadPoolExecutor(HELPERS, "kv-sum")  # make checksums while bytes are sent and received
         self._throttle = Throttle(settings.bandwidth_bytes_per_s)
@@ -166,6 +176,12 @@ class DataPlane:
         """Bytes a second of each transport to each worker, as far as one was used."""
         with self._lock:
             return {worker_id: pair.measured() for (worker_id, _), pair in self._pairs.items()}
+
+    def give_arena(self) -> Arena:
+        """The arena, for the data plane of a pool's next epoch: this one does not end with it."""
+        assert self.arena is not None
+        arena, self.arena = self.arena, None
+        return arena
 
     def close(self) -> None:
         """Breaks off what is under way, and gives everything back."""

@@ -37,6 +37,11 @@ def shard_name(layer: str, shard: int, shards: int) -> str:
     return layer if shards == 1 else f"{layer}@{shard}"
 
 
+def shard_names(layer: str, shards: int) -> list[str]:
+    """All of a layer's shards, in the order in which they stand in a layout, and so in a body."""
+    return sorted(shard_name(layer, shard, shards) for shard in range(shards))
+
+
 def resharded(layout: KvLayout, shards: int) -> KvLayout:
     """The layout of the same KV in so many shards.
 
@@ -50,8 +55,8 @@ def resharded(layout: KvLayout, shards: int) -> KvLayout:
         if not whole.heads or whole.heads % shards or whole.block_bytes % whole.heads:
             what = f"{whole.heads} KV heads in a row" if whole.heads else "no KV heads in a row"
             raise LayoutMisfit(f"layout.shards = {layout.shards}, this engine has {shards}: {name} has {what}")
-        for shard in range(shards):
-            layers.append((shard_name(name, shard, shards), whole.block_bytes // shards))
+        for shard in shard_names(name, shards):
+            layers.append((shard, whole.block_bytes // shards))
             windows.append(whole.window)
             interiors.append((whole.heads // shards, whole.interior[1]))
     return replace(
@@ -100,19 +105,15 @@ def _wholes(layout: KvLayout) -> dict[str, _Whole]:
     if not 1 <= layout.shards <= SHARDS_MOST or {len(layout.windows), len(layout.interiors)} - {0, count}:
         raise SnapshotRefused(f"layout.shards = {layout.shards}, layout.interiors of {len(layout.interiors)} layers")
     windows, interiors = layout.windows or (0,) * count, layout.interiors or (UNKNOWN,) * count
-    found = {
-        name: (size, window, interior)
-        for (name, size), window, interior in zip(layout.layers, windows, interiors, strict=True)
-    }
-    names = list(dict.fromkeys(name if layout.shards == 1 else name.rpartition("@")[0] for name in found))
+    found: dict[str, list[tuple[str, tuple[int, int, Interior]]]] = {}  # by layer: its shards
+    for (name, size), window, interior in zip(layout.layers, windows, interiors, strict=True):
+        whole = name if layout.shards == 1 else name.rpartition("@")[0]
+        found.setdefault(whole, []).append((name, (size, window, interior)))
     wholes: dict[str, _Whole] = {}
-    for name in names:
-        parts = {found.get(shard_name(name, shard, layout.shards)) for shard in range(layout.shards)}
-        part = parts.pop()
-        if parts or part is None:
-            raise SnapshotRefused(f"layout.shards = {layout.shards}, {name!r} has not so many that are alike")
-        size, window, (heads, strips) = part
+    for name, parts in found.items():
+        alike = {part for _, part in parts}
+        if [shard for shard, _ in parts] != shard_names(name, layout.shards) or len(alike) > 1:
+            raise SnapshotRefused(f"layout.shards = {layout.shards}, {name!r} has not so many that are alike, in order")
+        size, window, (heads, strips) = alike.pop()
         wholes[name] = _Whole(size * layout.shards, window, (heads * layout.shards, strips))
-    if len(wholes) * layout.shards != count:
-        raise SnapshotRefused(f"layout.shards = {layout.shards}, layout.layers are {count} of {len(wholes)}")
     return wholes

@@ -1,4 +1,4 @@
-"""Frames between two workers: a small map, and bytes after it that are neither copied nor joined.
+"""Frames between two workers, or two relays: a small map, and bytes after it that are neither copied nor joined.
 
 All integers little-endian:
 
@@ -16,10 +16,11 @@ connection's own (``Stream.authenticate``): a frame that is changed, left out, r
 not under the tag: a chunk's checksum travels in the head of a later frame.
 """
 
+import contextlib
 import hmac
 import select
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
@@ -34,11 +35,13 @@ MAGIC: Final = b"DKV2"
 HEAD_MOST: Final = 64 << 10
 BODY_MOST: Final = 64 << 20
 BUFFERS_MOST: Final = 512  # of one system call; the kernel takes 1,024
+PACED_BYTES: Final = 128 << 10  # of a body that leaves at a pace, at once
 TAG_BYTES: Final = 16
 KEY_BYTES: Final = 32
 PREAMBLE: Final = Struct("<4sHHIQ")
 _NUMBER: Final = Struct("<Q")
 _TIMEVAL: Final = Struct("@ll")
+_LOWER_EFFORT: Final = 1 << 2  # of RFC 8622, in the byte of class and congestion
 _DRAIN_BYTES: Final = 256 << 10
 
 
@@ -65,6 +68,12 @@ class Kind(IntEnum):
     ARRIVED = 11  # R: it is here, whole and checked
     REFUSED = 12  # R: what was asked for, with the reason
     CANCEL = 13  # S: the snapshot is void
+    # Relays of weights (dora/relay/): the follower (F) connects to its upstream (U), whose bytes are CHUNK frames.
+    FETCH = 20  # F: the version that it wants
+    HELD = 21  # U: it has it, or some of it; the body is its manifest
+    LACKED = 22  # F: what it still lacks; the body lists it
+    AWAITED = 23  # U: no more of it is here yet
+    COMPLETE = 24  # U: all that was lacked has been sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +117,24 @@ class Stream:
         """From the next frame of each direction on only who has these keys (32 bytes) can make one."""
         self._sending.key, self._receiving.key = sending_key, receiving_key
 
-    def send(self, kind: Kind, head: dict[str, Any], body: Sequence[memoryview] = ()) -> None:
+    def send(
+        self,
+        kind: Kind,
+        head: dict[str, Any],
+        body: Sequence[memoryview] = (),
+        pace: Callable[[int], object] | None = None,
+    ) -> None:
+        """``pace`` waits until so many bytes more may go: a body then leaves in small parts."""
         packed = msgpack.packb(head)
         preamble = PREAMBLE.pack(MAGIC, kind, 0, len(packed), sum(part.nbytes for part in body))
         waiting = [memoryview(preamble + self._sending.next(preamble, packed) + packed), *body]
         try:
             while waiting:
-                sent = self._socket.sendmsg(waiting[:BUFFERS_MOST])
+                ready = waiting[:BUFFERS_MOST]
+                if pace is not None:
+                    ready = [waiting[0][:PACED_BYTES]]
+                    pace(ready[0].nbytes)
+                sent = self._socket.sendmsg(ready)
                 waiting = _rest(waiting, sent)
         except (OSError, ValueError) as error:
             raise TransferFailed(self._said(error, "takes no bytes")) from error
@@ -166,6 +186,14 @@ class Stream:
             piece = scratch[: min(count, len(scratch))]
             self.read_into(piece)
             count -= len(piece)
+
+    def yield_to_others(self) -> None:
+        """Marks what is sent as background: its packets wait where others want the same queue (RFC 8622)."""
+        option = (socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
+        if self._socket.family == socket.AF_INET:
+            option = (socket.IPPROTO_IP, socket.IP_TOS)
+        with contextlib.suppress(OSError):  # a network that knows no classes carries it all the same
+            self._socket.setsockopt(*option, _LOWER_EFFORT)
 
     def peer_host(self) -> str:
         return str(self._socket.getpeername()[0])

@@ -7,14 +7,15 @@ from typing import Any
 
 from dora.errors import InvalidValue, one_of
 from dora.models import tiny
-from dora.models.experts import experts_of
+from dora.models.experts import experts_of, routing_of
 from dora.models.smollm2 import gguf_file, prepare_smollm2, smollm2_folder
 from dora.outfile import path_of
 from dora.strict_json import json_object
+from dora.types import RoutingShape
 
 __all__ = [
     *("check_parallel", "context_tokens", "default_cache", "experts"),
-    *("made_model", "resolve_model", "unwritable_cache"),
+    *("made_model", "resolve_model", "routing", "unwritable_cache"),
 ]
 
 # What config.json calls the longest context; the least of them holds. Source: vLLM,
@@ -135,3 +136,12 @@ def _text_config(folder: Path) -> dict[str, Any]:
 def experts(folder: Path) -> tuple[int, int] | None:
     """``experts_of`` the config.json of a Hugging Face folder."""
     return experts_of(json_object(folder / "config.json", "--model"), str(folder / "config.json"))
+
+
+def routing(folder: Path) -> RoutingShape:
+    """``routing_of`` the config.json of a Hugging Face folder. Raises InvalidValue for a model without experts too."""
+    found = routing_of(json_object(folder / "config.json", "--model"), str(folder / "config.json"))
+    if found is None or not found.layers:
+        allowed = f"false, as {folder} is no mixture of experts: it routes nothing"
+        raise InvalidValue("workers.router_replay", True, allowed)
+    return found

@@ -1,9 +1,10 @@
-"""How many experts a mixture has, as its config says; families of models name that differently."""
+"""How many experts a mixture has, and in which layers, as its config says; families of models name that differently."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dora.errors import InvalidValue
+from dora.types import RoutingShape
 
 # Experts of a layer, and how many of them one token is sent to.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -23,6 +24,37 @@ def experts_of(config: Mapping[str, Any], source: str) -> tuple[int, int] | None
     if not 1 <= chosen <= total:
         raise InvalidValue(f"{source}: {_TOKEN_EXPERTS[0]}", chosen, f"1 to the {total} experts there")
     return total, chosen
+
+
+def routing_of(config: Mapping[str, Any], source: str) -> RoutingShape | None:
+    """What its routers choose for one token; None for a model without experts. Raises as :func:`experts_of`.
+
+    Layers without experts are those that the config names in a way of these families: Qwen-MoE, DeepSeek and GLM, Llama
+    4. In others all layers count as having some; an engine compares that with its own layers.
+    """
+    counts = experts_of(config, source)
+    if counts is None:
+        return None
+    fields = {**config, **(config.get("text_config") or {})}
+    layers = sum(_has_experts(fields, layer) for layer in range(_first_number(fields, ("num_hidden_layers",))))
+    return RoutingShape(layers, counts[1], counts[0])
+
+
+def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
+    """Sources: transformers, models/qwen3_moe, deepseek_v2, glm4_moe and llama4, ``modeling_*``."""
+    named = config.get("moe_layers")  # Llama 4
+    if isinstance(named, list):
+        return layer in named
+    frequency = config.get("moe_layer_freq")
+    if isinstance(frequency, list):
+        return bool(frequency[layer]) if layer < len(frequency) else False
+    every = config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1
+    return (
+        layer not in (config.get("mlp_only_layers") or ())
+        and (layer + 1) % every == 0
+        and layer >= (config.get("first_k_dense_replace") or 0)
+        and layer % (frequency or 1) == 0
+    )
 
 
 def _first_number(config: Mapping[str, Any], names: Sequence[str]) -> int:

@@ -66,6 +66,7 @@ _MLA = {
     "n_group": 1,
     "topk_group": 1,
 }
+_EXPERTS: dict[TinyKind, str] = {"moe": "num_experts", "mla": "n_routed_experts"}
 _WINDOW = {
     **{name: value for name, value in _COMMON.items() if name != "use_sliding_window"},
     "tie_word_embeddings": True,
@@ -80,24 +81,42 @@ _WINDOW = {
 }
 
 
-def make_tiny(kind: TinyKind, folder: Path, seed: int = 0, kv_heads: int = 1) -> Path:
+def make_tiny(
+    kind: TinyKind,
+    folder: Path,
+    seed: int = 0,
+    kv_heads: int = 1,
+    experts: tuple[int, int] | None = None,
+    tied: bool | None = None,
+) -> Path:
     """Writes a random model with its tokenizer to ``folder`` and returns it; a folder of the same recipe is re-used.
 
     The folder holds config.json, generation_config.json, model.safetensors (fp32, checkpoint names), tokenizer.json,
     tokenizer_config.json. There are two attention heads to a KV head, of which
-    latent attention has none. The same seed gives the same bytes. torch's
+    latent attention has none. ``experts``: of a mixture, how many a layer has and how many a token is sent to.
+    ``tied``: whether the head is the embedding; None: as the kind has it. The same seed gives the same bytes. torch's
     global random state is left as it was.
-    Raises InvalidValue for an unknown kind, Conflict where ``folder`` holds something else.
+    Raises InvalidValue for an unknown kind, and for experts of a model that has none; Conflict where ``folder`` holds
+    something else.
     """
     if kind not in get_args(TinyKind):
         raise InvalidValue("kind", kind, " or ".join(get_args(TinyKind)))
+    if experts is not None and kind not in _EXPERTS:
+        raise InvalidValue("experts", experts, f"None for {kind}, which is no mixture")
     recipe: dict[str, str | int] = {"model": f"tiny-{kind}", "recipe": RECIPE, "seed": seed}
     if kv_heads > 1:
         recipe["kv_heads"] = kv_heads
-    return prepare_once(folder, recipe, lambda made: _write(kind, made, seed, kv_heads))
+    if experts is not None:
+        recipe["experts"], recipe["experts_per_token"] = experts
+    changed: dict[str, Any] = {}
+    if experts is not None:
+        changed = dict(zip((_EXPERTS[kind], "num_experts_per_tok"), experts, strict=True))
+    if tied is not None:
+        changed["tie_word_embeddings"], recipe["tied"] = tied, int(tied)
+    return prepare_once(folder, recipe, lambda made: _write(kind, made, seed, kv_heads, changed))
 
 
-def _write(kind: TinyKind, folder: Path, seed: int, kv_heads: int) -> None:
+def _write(kind: TinyKind, folder: Path, seed: int, kv_heads: int, changed: dict[str, Any]) -> None:
     import torch
     from safetensors.torch import save_file
     from transformers import (
@@ -119,7 +138,7 @@ def _write(kind: TinyKind, folder: Path, seed: int, kv_heads: int) -> None:
     }
     config_class, values = made[kind]
     heads = {"num_attention_heads": 2 * kv_heads, "num_key_value_heads": kv_heads}
-    config = config_class(**{**heads, **values})
+    config = config_class(**{**heads, **values, **changed})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

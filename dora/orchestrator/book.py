@@ -1,143 +1,57 @@
 """The trajectory book: tokens, logprobs, rewards and history of every admitted group. The core counts, the book holds.
 
-The delivered tokens and logprobs here are the truth; KV is a cache of them. When the journal comes, it writes what is
-written here.
+The delivered tokens and logprobs here are the truth; KV is a cache of them. A report is appended as it came: of each of
+its stretches the bytes go behind those that are held, whatever that is. The journal writes what is written here.
 """
 
 import hashlib
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import cast
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from itertools import count
+from typing import Final, cast
 
 import numpy as np
 
 from dora.config import RolloutConfig
-from dora.errors import InvalidValue
+from dora.journal.content import Requests
+from dora.journal.ledger import LiveGroup
+from dora.orchestrator.delivery import delivered
+from dora.orchestrator.entry import TOKEN, Entry, Stay
 from dora.sampling import effective
-from dora.trajectory import Trajectory, TrajectoryGroup
-from dora.types import Arrival, FinishReason, Prompt, RequestSpec, Reward, SamplingParams, Segment, TokenDelta
+from dora.stretches import Column, TokenColumns
+from dora.trajectory import TrajectoryGroup
+from dora.types import FINISH_REASONS, Arrival, Prompt, Reward, RoutingShape, SamplingParams
 
-
-class BookError(InvalidValue):
-    """A report that does not continue what the book holds: a bug in a worker, which must be replaced."""
-
-    REFUSED = "does not continue what the book holds"
-
-
-@dataclass(slots=True)
-class Entry:
-    """One response in the making."""
-
-    request_id: str
-    group_id: str
-    prompt: Prompt
-    sample_index: int
-    version: int
-    sampling: SamplingParams
-    started_at: float
-    finished_at: float = 0.0
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop: str = ""  # the stop string that ended it
-    reward: Reward | None = None
-    arrivals: dict[str, Arrival] = field(default_factory=dict)  # worker -> how the request comes there, not yet seen
-    last_token_at: float = 0.0
-
-    def spec(self) -> RequestSpec:
-        """What an engine needs to begin, or to go on after the delivered tokens."""
-        return RequestSpec(
-            self.request_id,
-            self.version,
-            self.prompt.token_ids,
-            self.sampling,
-            tuple(self.tokens),
-            tuple(self.logprobs),
-        )
-
-    def check(self, delta: TokenDelta) -> None:
-        """Raises BookError for a gap, another version, or tokens that are held and are others."""
-        held = len(self.tokens)
-        if delta.version != self.version:
-            raise BookError(f"{self.request_id}: version", delta.version, str(self.version))
-        if delta.first_token > held:
-            raise BookError(f"{self.request_id}: first token", delta.first_token, f"{held} or before")
-        if delta.first_token < held:
-            repeated = delta.token_ids[: held - delta.first_token]
-            if list(repeated) != self.tokens[delta.first_token : delta.first_token + len(repeated)]:
-                raise BookError(f"{self.request_id}: tokens from {delta.first_token} on", repeated, "those held")
-
-    def append(self, worker_id: str, delta: TokenDelta, at: float) -> Arrival | None:
-        """Takes new tokens over. Returns how the request came to this worker if these are its first tokens there.
-
-        Tokens already held (repeated after a re-prefill) are skipped. Raises BookError as :meth:`check`.
-        """
-        self.check(delta)
-        skip = len(self.tokens) - delta.first_token
-        arrival = self.arrivals.pop(worker_id, None)
-        fresh = delta.token_ids[skip:]
-        if fresh:
-            first, last = len(self.tokens), len(self.tokens) + len(fresh) - 1
-            if arrival is None and self.segments:
-                segment = self.segments.pop()
-                first, how = segment.first_token, segment.arrival
-            else:
-                how = arrival or "new"
-            self.segments.append(Segment(worker_id, first, last, how, delta.version))
-            self.tokens.extend(fresh)
-            self.logprobs.extend(delta.logprobs[skip:])
-            self.last_token_at = at
-        if delta.finish_reason is not None:
-            self.finish_reason, self.finished_at, self.stop = delta.finish_reason, at, delta.stop
-        return arrival
-
-    def trajectory(self, step: int, reference_version: int) -> Trajectory:
-        """The finished response as the trainer gets it for ``step``."""
-        assert self.reward is not None and self.finish_reason is not None, f"{self.request_id} is not finished"
-        return Trajectory(
-            trajectory_id=self.request_id,
-            group_id=self.group_id,
-            prompt_id=self.prompt.prompt_id,
-            task_id=self.prompt.task_id,
-            sample_index=self.sample_index,
-            group_size=self.prompt.group_size,
-            behaviour_version=self.version,
-            reference_version=reference_version,
-            trained_step=step,
-            staleness=step - self.version,
-            prompt_token_ids=np.asarray(self.prompt.token_ids, dtype=np.int32),
-            response_token_ids=np.asarray(self.tokens, dtype=np.int32),
-            logprobs=np.asarray(self.logprobs, dtype=np.float32),
-            loss_mask=np.ones(len(self.tokens), dtype=np.uint8),
-            sampling=self.sampling,
-            reward=self.reward.value if self.reward.valid else math.nan,
-            reward_valid=self.reward.valid,
-            reward_components=dict(self.reward.components),
-            verifier_log=self.reward.log,
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason(),
-            started_at=self.started_at,
-            finished_at=self.finished_at,
-            worker_history=tuple(self.segments),
-            length_tokens=len(self.tokens),
-        )
-
-    def _stop_reason(self) -> str | int | None:
-        if self.finish_reason != "stop":
-            return None
-        last = self.tokens[-1]
-        return self.stop or (last if last in self.sampling.stop_token_ids else None)
+COLUMNS: Final[Mapping[str, type[np.generic]]] = {  # of requests, by row
+    "held": np.int64,  # tokens
+    "version": np.int64,
+    "max_tokens": np.int64,
+    "prompt_tokens": np.int64,
+    "heard_at": np.float64,  # when its last tokens came
+    "arrives": np.bool_,  # its next tokens may be the first ones at a worker
+    "number": np.int64,  # in the journal; -1: of an evaluation
+}
+_NAMES: Final = tuple(each.name for each in fields(SamplingParams))
+_AROUND_SEED: Final = (_NAMES[: _NAMES.index("seed")], _NAMES[_NAMES.index("seed") + 1 :])
 
 
 class Book:
     """Entries by request and by group; forgotten once their group is committed or cancelled."""
 
-    def __init__(self, rollout: RolloutConfig) -> None:
+    def __init__(self, rollout: RolloutConfig, routing: RoutingShape | None = None, window_versions: int = 0) -> None:
+        """``routing``: what workers report of it, and responses keep; None: nothing. ``window_versions``: of the window
+        in force, which each response is told when it is admitted; 0: not known."""
         self._rollout = rollout
+        self.routing = routing
+        self.window_versions = window_versions
         self._entries: dict[str, Entry] = {}
+        self._by_row: dict[int, Entry] = {}
+        self._delivered_by_row: dict[int, bytearray] = {}
+        self._columns: dict[str, Column] = {name: np.zeros(1024, dtype) for name, dtype in COLUMNS.items()}
         self._groups: dict[str, tuple[Entry, ...]] = {}
+        self.tokens = 0  # taken over since the start
+        self.stays_begun: dict[int, Stay] = {}  # with the last report, by rows
+        self.next_number = 0
         self._delivered: dict[str, TrajectoryGroup] = {}  # leased groups, as they were sent
 
     def __getitem__(self, request_id: str) -> Entry:
@@ -153,21 +67,163 @@ class Book:
         """How this prompt's responses are sampled, but for their seeds."""
         return sampling_of(self._rollout, prompt)
 
-    def admit(self, group_id: str, prompt: Prompt, version: int, request_ids: tuple[str, ...], at: float) -> None:
+    def admit(
+        self, group_id: str, prompt: Prompt, version: int, rows: Mapping[str, int], at: float
+    ) -> tuple[Entry, ...]:
+        """``rows``: of the group's requests, by their ids, in order of their samples. Returns its entries."""
+        entries = self._groups[group_id] = self.begin(group_id, prompt, version, rows, at)
+        for entry in entries:
+            entry.window_versions = self.window_versions
+        self._number(entries, self.next_number)
+        return entries
+
+    def number(self, group_id: str) -> int:
+        """Of a group, in the journal."""
+        return self._groups[group_id][0].number
+
+    def _number(self, entries: tuple[Entry, ...], first: int) -> None:
+        """From ``first`` on."""
+        for number, entry in enumerate(entries, start=first):
+            entry.number = number
+            self._columns["number"][entry.row] = number
+        self.next_number = max(self.next_number, first + len(entries))
+
+    def restore(self, group: LiveGroup, first: int, found: Requests) -> None:
+        """A group as the journal has kept it; ``first``: the place of its first request in ``found``."""
+        rows = {f"{group.group_id}.{index}": row for index, row in enumerate(group.rows)}
+        entries = self._groups[group.group_id] = self.begin(group.group_id, group.prompt, group.version, rows, group.at)
+        self._number(entries, group.number)
+        for place, entry in enumerate(entries, start=first):
+            entry.window_versions = group.window_versions
+            begin, count = int(found.begins[place]), int(found.counts[place])
+            entry.delivered += found.tokens[begin : begin + count].tobytes()
+            entry.routed += found.routed.get(place, b"")
+            entry.stays += [Stay(*stay) for stay in found.stays.get(place, ())]  # type: ignore[arg-type]
+            entry.finish_reason = FINISH_REASONS[int(found.ends[place])]
+            entry.finished_at = float(found.heard_at[place]) if entry.finish_reason is not None else 0.0
+            entry.stop = found.stops.get(place, "")
+            verdict = found.verdicts.get(place)
+            if verdict is not None:
+                entry.reward = Reward(verdict.value, verdict.components, verdict.log, verdict.valid)
+        places = np.array(group.rows)
+        stretch = slice(first, first + len(entries))
+        self._columns["held"][places] = found.counts[stretch]
+        self._columns["heard_at"][places] = np.maximum(found.heard_at[stretch], group.at)
+
+    def begin(
+        self, group_id: str, prompt: Prompt, version: int, rows: Mapping[str, int], at: float
+    ) -> tuple[Entry, ...]:
+        """Makes the entries of a group that is whose they are given to: of an evaluation, not of a step."""
         entries = tuple(
-            Entry(request_id, group_id, prompt, index, version, self._seeded(prompt, index), at)
-            for index, request_id in enumerate(request_ids)
+            Entry(row, request_id, group_id, prompt, index, version, sampling, at, self.routing)
+            for index, ((request_id, row), sampling) in enumerate(zip(rows.items(), self._seeded(prompt), strict=False))
         )
-        self._groups[group_id] = entries
         self._entries.update((entry.request_id, entry) for entry in entries)
+        self._reach(max(rows.values()) + 1)
+        for entry in entries:
+            self._by_row[entry.row], self._delivered_by_row[entry.row] = entry, entry.delivered
+        values = (0, version, entries[0].sampling.max_tokens, len(prompt.token_ids), at, True, -1)
+        places = np.array([entry.row for entry in entries])
+        for name, value in zip(COLUMNS, values, strict=True):
+            self._columns[name][places] = value
+        return entries
+
+    def end(self, entries: tuple[Entry, ...]) -> None:
+        """Nothing more comes of them."""
+        for entry in entries:
+            del self._entries[entry.request_id]
+            del self._by_row[entry.row], self._delivered_by_row[entry.row]
+
+    def group_of(self, entries: tuple[Entry, ...], step: int) -> TrajectoryGroup:
+        """The finished responses of a group, as one."""
+        return delivered(entries, step, self._rollout.reference_version)
+
+    def at(self, row: int) -> Entry:
+        """The request that the core names so."""
+        return self._by_row[row]
+
+    def column(self, name: str, rows: Column) -> Column:
+        """Of the requests in these rows. ``name``: of COLUMNS."""
+        found: Column = self._columns[name][rows]
+        return found
+
+    def arrives(self, request_id: str, worker_id: str, arrival: Arrival) -> Entry:
+        """The request is on its way to this worker."""
+        entry = self._entries[request_id]
+        entry.arrivals[worker_id] = arrival
+        self._columns["arrives"][entry.row] = True
+        return entry
+
+    def goes_on(self, row: int, worker_id: str) -> None:
+        """A worker that has outlived the service goes on with this request, whatever has become of its ways there.
+
+        What it reports next begins a stay only where it is not known to be at this worker already.
+        """
+        entry = self._by_row[row]
+        entry.arrivals.clear()
+        if entry.stays and entry.stays[-1].worker_id != worker_id:
+            entry.arrivals[worker_id] = "migrated"
+        self._columns["arrives"][row] = bool(entry.arrivals) or not entry.stays
+
+    def append(self, worker_id: str, columns: TokenColumns, at: float) -> list[tuple[Arrival, float]]:
+        """Takes the stretches of a report over, which were checked before.
+
+        Tokens already held (repeated after a re-prefill) are skipped. Returns, of the requests that have had tokens
+        before and whose first ones at this worker these are, how they came there, and how long they were without.
+        """
+        rows, held_column = columns.rows, self._columns["held"]
+        held, reached = held_column[rows], columns.first_tokens + columns.counts
+        new = reached > held
+        arrived = self._arrived(worker_id, rows[new & self._columns["arrives"][rows]], at)
+        tokens = np.empty(len(columns.token_ids), TOKEN)
+        tokens["token_id"], tokens["logprob"] = columns.token_ids, columns.logprobs
+        content = tokens.tobytes()
+        begins = (columns.begins + (held - columns.first_tokens)) * TOKEN.itemsize
+        ends = (columns.begins + columns.counts) * TOKEN.itemsize
+        places = map(self._delivered_by_row.__getitem__, rows.tolist())
+        for held_bytes, begin, end in zip(places, begins.tolist(), ends.tolist(), strict=True):
+            held_bytes += content[begin:end]
+        if self.routing is not None:
+            for index, before in enumerate(held.tolist()):
+                entry = self._by_row[int(rows[index])]
+                entry.routed += columns.routed(index, entry.routed_bytes(int(columns.first_tokens[index]), before))
+        held_column[rows] = np.maximum(held, reached)
+        self._columns["heard_at"][rows[new]] = at
+        self.tokens += int((reached - held)[new].sum())
+        for index in np.flatnonzero(columns.ends).tolist():
+            entry = self._by_row[int(rows[index])]
+            entry.finish_reason, entry.finished_at = FINISH_REASONS[int(columns.ends[index])], at
+            entry.stop = columns.stops.get(index, "")
+        return arrived
+
+    def _arrived(self, worker_id: str, rows: Column, at: float) -> list[tuple[Arrival, float]]:
+        """Of the requests in these rows, which have new tokens from this worker, those that have just come there."""
+        arrived: list[tuple[Arrival, float]] = []
+        for row in rows.tolist():
+            entry = self._by_row[row]
+            arrival = entry.arrivals.pop(worker_id, None)
+            if arrival is not None and entry.delivered:
+                arrived.append((arrival, at - float(self._columns["heard_at"][row])))
+            if arrival is not None or not entry.stays:
+                stay = self.stays_begun[row] = Stay(worker_id, len(entry), arrival or "new")
+                entry.stays.append(stay)
+            self._columns["arrives"][row] = bool(entry.arrivals)
+        return arrived
+
+    def _reach(self, rows: int) -> None:
+        """Columns for so many rows."""
+        lacking = rows - len(self._columns["held"])
+        if lacking > 0:
+            more = np.zeros(max(lacking, rows), np.int64)
+            self._columns = {
+                name: np.concatenate([column, more.astype(column.dtype)]) for name, column in self._columns.items()
+            }
 
     def deliver(self, group_id: str, step: int) -> tuple[TrajectoryGroup, bool]:
         """The finished group as the trainer gets it; True where this is its first delivery."""
         first = group_id not in self._delivered
         if first:
-            entries = self._groups[group_id]
-            trajectories = tuple(entry.trajectory(step, self._rollout.reference_version) for entry in entries)
-            self._delivered[group_id] = TrajectoryGroup(group_id, trajectories)
+            self._delivered[group_id] = self.group_of(self._groups[group_id], step)
         return self._delivered[group_id], first
 
     def leased(self) -> list[TrajectoryGroup]:
@@ -184,21 +240,24 @@ class Book:
         """Lets a committed or cancelled group go. Returns its entries."""
         self._delivered.pop(group_id, None)
         entries = self._groups.pop(group_id)
-        for entry in entries:
-            del self._entries[entry.request_id]
+        self.end(entries)
         return entries
 
-    def _seeded(self, prompt: Prompt, sample_index: int) -> SamplingParams:
-        """The service's defaults, the prompt's overrides, and a seed of its own: siblings of one seed would be equal.
+    def _seeded(self, prompt: Prompt) -> Iterator[SamplingParams]:
+        """The service's defaults, the prompt's overrides, and of each sibling a seed of its own: siblings of one seed
+        would be equal.
 
         It follows from run, prompt and index; where the prompt names one, that is the first sibling's.
         """
-        rollout, seed = self._rollout, cast(int | None, prompt.sampling.get("seed"))
-        origin = f"{rollout.seed}/{prompt.prompt_id}" if seed is None else f"{seed}"
-        if seed is None or sample_index:
-            digest = hashlib.blake2b(f"{origin}/{sample_index}".encode(), digest_size=8).digest()
-            seed = int.from_bytes(digest, "big") >> 2
-        return replace(self.sampling(prompt), seed=seed)
+        sampling, given = self.sampling(prompt), cast(int | None, prompt.sampling.get("seed"))
+        before, behind = (tuple(getattr(sampling, name) for name in names) for names in _AROUND_SEED)
+        origin = f"{self._rollout.seed}/{prompt.prompt_id}" if given is None else f"{given}"
+        for index in count():
+            seed = given
+            if seed is None or index:
+                digest = hashlib.blake2b(f"{origin}/{index}".encode(), digest_size=8).digest()
+                seed = int.from_bytes(digest, "big") >> 2
+            yield SamplingParams(*before, seed, *behind)  # type: ignore[call-arg]  # replace() takes five times as long
 
 
 def sampling_of(rollout: RolloutConfig, prompt: Prompt) -> SamplingParams:

@@ -1,5 +1,9 @@
 """The event log: every event that a service gave its core, in order, with its time, so that a run can be replayed.
 
+It is in the journal of a service's state folder (dora/journal), where ``service.keep_events`` is set. Each life of the
+service begins there with its configuration, and all but the first with the event ``Restored``. Services of before wrote
+a file of its own, which is still read:
+
     b"DORA-LOG", version (u16)
     record 0      header: msgpack {"config": the Config as JSON without its token, "started_at", "now_s"}
     record 1..n   one event each: msgpack [now_s, kind, {field: value}]
@@ -7,39 +11,33 @@
     record:  body_bytes (u32), CRC-32 of the body (u32), CRC-32 of these eight bytes (u32), body
 
 All little-endian. The head has a checksum of its own: without it a damaged length in the middle of a log would look
-like the torn end that a crash leaves. Fields go by name, so that old logs can be read when events have grown: a field
-that a log does not have takes its default. One that this DORA does not know is an error: the replay would differ.
+like the torn end that a crash leaves. Such logs may have tokens by the ids of requests (``Progress``), not by their
+rows (``TokensReported``); the core takes both.
 """
 
 import json
-import logging
 import os
 import struct
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
-from io import BufferedReader, FileIO
+from dataclasses import dataclass
+from io import BufferedReader
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Final
 from zlib import crc32
 
 import msgpack
 
 from dora.config import Config, upgraded, validated
-from dora.errors import MISSING, InvalidValue
+from dora.errors import InvalidValue
+from dora.journal import facts, frames
+from dora.journal.log import LOG_FOLDER
 from dora.orchestrator.core import events as on
+from dora.orchestrator.event_fields import event_from_fields, typed
 
-log = logging.getLogger("dora.service")
-
-SETTING: Final = "service.event_log"
 FORMAT_VERSION: Final = 1
-FLUSH_RECORDS: Final = 64
-FLUSH_S: Final = 1.0
-WAITING_BYTES_MOST: Final = 64 << 20
-EVENT_KINDS: Final[dict[str, type]] = {kind.__name__: kind for kind in get_args(on.Event)}
+KEPT: Final = "a state folder of a service that has service.keep_events set, or an event log of before"
 
 _MAGIC: Final = b"DORA-LOG"
 _PREAMBLE: Final = struct.Struct("<8sH")
@@ -50,181 +48,37 @@ _TEXT_ERRORS: Final = "surrogatepass"  # a reason may quote a file name that is 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One event of a log. ``number`` counts from 1; ``now_s`` is the service's own clock, as its core was told it."""
+    """One event of a log. ``number`` counts from 1; ``now_s`` is the service's own clock, as its core was told it.
+
+    ``config``: of the life that it is of; None: there was one life.
+    """
 
     number: int
     now_s: float
     event: on.Event
+    config: Config | None = None
 
 
-# -------------------------------------------------------------------------------------------------------------- codec
-
-
-def event_to_fields(event: on.Event) -> tuple[str, dict[str, Any]]:
-    """An event as its kind and its fields, which msgpack takes as they are."""
-    return type(event).__name__, {field.name: _plain(getattr(event, field.name)) for field in fields(event)}
-
-
-def event_from_fields(kind: str, values: dict[str, Any]) -> on.Event:
-    """The event that was written so. Raises InvalidValue for a kind, field or type that this DORA does not know."""
-    if kind not in EVENT_KINDS:
-        raise InvalidValue("kind", kind, f"one of {', '.join(EVENT_KINDS)}; a newer DORA may have written it")
-    event: on.Event = _typed(EVENT_KINDS[kind], values, kind)
-    return event
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(part) for part in value]
-    return value
-
-
-def _typed(hint: Any, value: Any, where: str) -> Any:
-    """``value``, as msgpack gave it, as what the annotation says. Raises InvalidValue, naming ``where``, if it is not.
-
-    Annotations are what plain data needs: bool, int, float, str, Literal, dict, ``tuple[X, ...]`` and dataclasses.
-    """
-    origin, parts = get_origin(hint), get_args(hint)
-    if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
-        return _dataclass(hint, value, where)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_typed(parts[0], part, f"{where}[{index}]") for index, part in enumerate(value))
-    if origin is dict and isinstance(value, dict):
-        return {_typed(parts[0], key, where): _typed(parts[1], part, f"{where}[{key}]") for key, part in value.items()}
-    if origin is Literal and value in parts:
-        return value
-    if type(value) is hint or (hint is float and type(value) is int):
-        return value
-    raise InvalidValue(where, value, f"a value of type {hint if origin is not None else hint.__name__}")
-
-
-def _dataclass(kind: type, values: dict[str, Any], where: str) -> Any:
-    hints = _hints(kind)
-    unknown = sorted(values.keys() - hints.keys())
-    if unknown:
-        allowed = f"fields {', '.join(hints) or '(none)'}; a newer DORA may have written it"
-        raise InvalidValue(where, unknown[0], allowed)
-    missing = [name for name in _required(kind) if name not in values]
-    if missing:
-        raise InvalidValue(f"{where}.{missing[0]}", MISSING, "given: the field has no default")
-    return kind(**{name: _typed(hints[name], value, f"{where}.{name}") for name, value in values.items()})
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-@cache
-def _required(kind: Any) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(kind) if f.default is NO_DEFAULT and f.default_factory is NO_DEFAULT)
-
-
-# ------------------------------------------------------------------------------------------------------------ writing
-
-
-def new_log(path: Path) -> FileIO:
-    """A new file for a log. Raises InvalidValue where none can be made there."""
-    try:
-        return path.open("xb", buffering=0)
-    except FileExistsError as error:  # it may be of the service that has just crashed; ids begin anew with each
-        raise InvalidValue(SETTING, str(path), "a file that does not exist yet") from error
-    except OSError as error:
-        raise InvalidValue(SETTING, str(path), f"a file that can be made ({error.strerror})") from error
-
-
-class EventLogWriter:
-    """Appends events to a new log. What cannot be written, as on a full disk, waits until it can.
-
-    An append packs some hundred bytes; every ``FLUSH_RECORDS`` events or ``FLUSH_S`` seconds one ``write`` hands a few
-    kilobytes to the page cache, without a sync. That is tens of microseconds, so it may be called in the event loop.
-    A killed process loses what came after the last of these writes; a service that ends by a bug closes its log. Where
-    more than ``WAITING_BYTES_MOST`` wait the log ends with what was written, and the service goes on.
-    """
-
-    def __init__(self, path: Path, config: Config, *, now_s: float) -> None:
-        """``now_s`` is what the events' clock shows now. Raises InvalidValue where no new file can be made there."""
-        self._file = new_log(path)
-        tree = config.model_dump_json(exclude={"service": {"token"}})
-        header = {"config": tree, "started_at": time.time(), "now_s": now_s}
-        self._path = path
-        self._flushed_s = now_s
-        self._unwritten = [_PREAMBLE.pack(_MAGIC, FORMAT_VERSION), framed(msgpack.packb(header))]
-        self._waiting_bytes = 0  # of the last write, what did not get through
-        self._error = self._flush()
-        if self._error is not None:
-            self._file.close()
-            path.unlink(missing_ok=True)
-            raise InvalidValue(SETTING, str(path), f"a file that can be written ({self._error.strerror})")
-
-    def append(self, event: on.Event, now_s: float) -> None:
-        """Logs an event that is about to be handled at ``now_s``."""
-        if self._file.closed:
-            return
-        body = msgpack.packb((now_s, *event_to_fields(event)), unicode_errors=_TEXT_ERRORS)
-        self._unwritten.append(framed(body))
-        if self._error is not None:
-            self._waiting_bytes += len(body)
-            if self._waiting_bytes > WAITING_BYTES_MOST:
-                log.error("the event log %s ends here, of what waits: %s", self._path, self._error.strerror)
-                self._unwritten.clear()
-                self._file.close()
-        elif len(self._unwritten) >= FLUSH_RECORDS or now_s - self._flushed_s >= FLUSH_S:
-            self._error = self._flush()
-            self._flushed_s = now_s
-
-    def write_again(self) -> OSError | None:
-        """Tries once more where the last write has failed. Returns why the log cannot be written now, if it cannot."""
-        if self._error is not None:
-            self._error = None if self._file.closed else self._flush()
-        return self._error
-
-    def close(self) -> None:
-        """Writes what is left. May be called again."""
-        if not self._file.closed:
-            error = self._flush()
-            if error is not None:
-                log.error("the event log %s ends early: %s", self._path, error.strerror)
-            self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _flush(self) -> OSError | None:
-        """Writes what is there; what does not get through stays. Returns why it does not."""
-        block = b"".join(self._unwritten)
-        try:
-            while block:
-                block = block[self._file.write(block) :]
-        except OSError as error:
-            return error
-        finally:
-            self._unwritten[:] = [block] if block else []
-            self._waiting_bytes = len(block)
-        return None
-
-
-def framed(body: bytes) -> bytes:
-    """A record: its body behind the head that lets a reader check it."""
-    checked = struct.pack("<II", len(body), crc32(body))
-    return checked + struct.pack("<I", crc32(checked)) + body
-
-
-# ------------------------------------------------------------------------------------------------------------ reading
-
-
-class EventLog:
+class EventLog(ABC):
     """A log to read, once or again: iteration yields its Records in order, one at a time in memory.
 
     It raises InvalidValue, with the file, the record, its byte offset and the reason, for a record that was damaged or
     that this DORA cannot read. What a crash cut short at the end is passed over; ``torn_bytes`` says how much that is,
     once the end was reached.
     """
+
+    path: Path
+    torn_bytes: int
+    started_at: float  # of the first life; seconds since the Unix epoch
+    now_s: float  # what its clock showed then
+    config: Config
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Record]: ...
+
+
+class FileLog(EventLog):
+    """A log in a file, as services of before wrote one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -262,9 +116,79 @@ class EventLog:
                 yield where, body
 
 
+class FolderLog(EventLog):
+    """The log in the journal of a state folder. It may be read while the service writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.torn_bytes = 0
+        begun = next(self._begun(), None)
+        if begun is None:
+            raise InvalidValue("LOG", str(path), KEPT)
+        self.started_at, self.now_s, self.config = begun.started_at, begun.now_s, self._config(begun)
+
+    def __iter__(self) -> Iterator[Record]:
+        config: Config | None = None
+        number = 0
+        for where, fact in self._facts():
+            if fact is None:
+                config = None
+            elif isinstance(fact, facts.Begun):
+                config = self._config(fact)
+            elif isinstance(fact, facts.Event) and config is not None:
+                number += 1
+                try:
+                    event = event_from_fields(fact.kind, fact.values)
+                except InvalidValue as error:
+                    raise error.within(where) from error
+                yield Record(number, fact.now_s, event, config)
+
+    def _begun(self) -> Iterator[facts.Begun]:
+        """The first life whose events are kept from its beginning on."""
+        begun: facts.Begun | None = None
+        for _, fact in self._facts():
+            if fact is None or isinstance(fact, facts.Begun):
+                begun = fact
+            elif begun is not None:
+                yield begun
+
+    def _facts(self) -> Iterator[tuple[str, facts.Begun | facts.Event | None]]:
+        """The beginnings of lives and the events, each behind words for where it stands. None: here something is gone,
+        as a life of the service that kept less has let it go."""
+        try:
+            found = [frames.opened(path) for path in sorted((self.path / LOG_FOLDER).glob(f"[0-9]*{frames.SUFFIX}"))]
+        except OSError as error:
+            raise InvalidValue("LOG", str(self.path), f"a log that can be read ({error.strerror})") from error
+        segments = [segment for segment in found if segment is not None]
+        end = 0
+        for index, segment in enumerate(segments):
+            following = segments[index + 1] if index + 1 < len(segments) else None
+            if segment.base > end:
+                yield f"{segment.path}", None
+            for offset, body in frames.records(segment, following.base if following is not None else None):
+                if segment.holes:
+                    break
+                if facts.kind_of(body) in (facts.Begun, facts.Event):
+                    fact = facts.decoded(body, segment.schema)
+                    assert isinstance(fact, facts.Begun | facts.Event)
+                    yield f"{segment.path}: byte {offset}", fact
+            for hole in segment.holes[:1]:
+                if following is not None or hole.offset < segment.last_write:
+                    raise InvalidValue(str(hole.path), f"byte {hole.offset}", "whole: the file was damaged")
+                self.torn_bytes = segment.size_bytes - hole.offset
+            end = segment.end
+
+    def _config(self, begun: facts.Begun) -> Config:
+        try:
+            return validated(upgraded(json.loads(begun.config)))
+        except InvalidValue as error:
+            raise error.within(str(self.path)) from error
+
+
 def read_log(path: Path) -> EventLog:
-    """Opens a log. Raises InvalidValue where it is none, of a newer format, or its header cannot be read."""
-    return EventLog(path)
+    """Opens a log: a state folder, or a file of before. Raises InvalidValue where it is none, of a newer format, or its
+    header cannot be read."""
+    return FolderLog(path) if path.is_dir() else FileLog(path)
 
 
 def _opened(path: Path) -> BufferedReader:
@@ -277,7 +201,7 @@ def _opened(path: Path) -> BufferedReader:
     magic, version = _PREAMBLE.unpack(preamble.ljust(_PREAMBLE.size, b"\0"))
     if magic != _MAGIC:
         stream.close()
-        raise InvalidValue("LOG", str(path), "an event log, as service.event_log makes one")
+        raise InvalidValue("LOG", str(path), KEPT)
     if version != FORMAT_VERSION:
         stream.close()
         raise InvalidValue(f"{path}: format version", version, f"{FORMAT_VERSION}; a newer DORA may read it")
@@ -305,7 +229,7 @@ def _body(stream: BufferedReader, left_bytes: int, where: str) -> bytes | None:
 def _record(number: int, body: bytes, where: str) -> Record:
     try:
         now_s, kind, values = msgpack.unpackb(body, strict_map_key=False, unicode_errors=_TEXT_ERRORS)
-        return Record(number, _typed(float, now_s, "now_s"), event_from_fields(kind, values))
+        return Record(number, typed(float, now_s, "now_s"), event_from_fields(kind, values))
     except InvalidValue as error:
         raise error.within(where) from error
     except (ValueError, TypeError) as error:

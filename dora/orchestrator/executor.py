@@ -4,26 +4,35 @@ A command that has an outcome gets it as exactly one event. What waits in the ba
 drawn, a response scored), or the worker that was told sends it.
 """
 
+import asyncio
+import json
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import asdict
 from typing import Any, Final, Protocol
 
-from dora.errors import VersionRejected
-from dora.orchestrator.book import Book, Entry
+from dora.errors import NotFound, VersionRejected
+from dora.journal import facts
+from dora.journal.versions import KeptVersions
+from dora.orchestrator.book import Book
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.handoff_table import Handoff, Kind
 from dora.orchestrator.core.selection import REDUNDANT
+from dora.orchestrator.entry import Entry
+from dora.orchestrator.evaluations import Evaluations
+from dora.orchestrator.journal import Journal, Origin
 from dora.orchestrator.orders import PublishedVersions, worker_message
 from dora.orchestrator.record_queue import RecordQueue
-from dora.orchestrator.storage import RUN_FOLDER, Storage
+from dora.orchestrator.storage import RUN_FOLDER, STATE, Storage
 from dora.orchestrator.streams import Sessions
 from dora.orchestrator.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
 from dora.record import CancelledGroup
 from dora.rewards import GroupFilter
 from dora.rpc import dora_pb2 as pb
+from dora.trajectory import Int32Array
 from dora.types import Prompt, Reward
 
 log = logging.getLogger("dora.service")
@@ -37,13 +46,14 @@ class Feed(Protocol):
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]: ...
     def release(self, prompt_id: str) -> None: ...
+    def origin(self, prompt_id: str) -> Origin: ...
 
 
 class Verifier(Protocol):
     """Scores one response outside the event loop; never raises for what the user's function does."""
 
     async def score(
-        self, prompt_text: str, response_text: str | None, token_ids: tuple[int, ...], verifier_json: str
+        self, prompt_text: str, response_text: str | None, token_ids: Int32Array, verifier_json: str
     ) -> Reward: ...
 
 
@@ -53,10 +63,19 @@ class Store(PublishedVersions, Protocol):
     def retire(self, version: int) -> None: ...
 
 
+class HostVersions(Protocol):
+    """The hosts with stores of their own (hosts.py)."""
+
+    def retired(self, version: int) -> None: ...
+    def shares_store(self, worker_id: str) -> bool: ...
+    def look_at_store(self, version: int) -> None: ...
+
+
 class Executor:
     """``post`` hands an event to the core; ``spawn`` runs what waits, in the background of the event loop.
 
-    ``handoff_of``: the handoff that a command, by its id, belongs to.
+    ``handoff_of``: the handoff that a command, by its id, belongs to. ``row_of``: the core's rows of requests.
+    ``now``: seconds since the Unix epoch.
     """
 
     def __init__(
@@ -70,10 +89,17 @@ class Executor:
         recorder: RecordQueue,
         storage: Storage,
         sessions: Sessions,
+        hosts: HostVersions,
+        evaluations: Evaluations,
         handoff_of: Callable[[int], Handoff | None],
+        row_of: Mapping[str, int],
         telemetry: Telemetry,
         post: Callable[[on.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        journal: Journal | None = None,
+        versions: KeptVersions | None = None,
+        reference_version: int = 0,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._book = book
         self._feed = feed
@@ -83,8 +109,14 @@ class Executor:
         self._recorder = recorder
         self._storage = storage
         self._sessions = sessions
+        self._hosts = hosts
         self._handoff_of = handoff_of
+        self._row_of = row_of
         self._telemetry = telemetry
+        self._journal = Journal() if journal is None else journal
+        self._versions = versions
+        self._reference_version = reference_version
+        self._now = now
         self._post = post
         self._spawn = spawn
         self._drawn: dict[str, Prompt] = {}  # offered to the core, not admitted yet
@@ -97,7 +129,12 @@ class Executor:
             do.ForgetGroup: self._forget_group,
             do.DeliverGroup: self._deliver_group,
             do.CloseStep: self._close_step,
+            do.ScoreEvaluated: self._score_evaluated,
+            do.BeginEvaluationGroup: evaluations.begin_group,
+            do.EndEvaluationGroup: evaluations.end_group,
+            do.EndEvaluation: evaluations.end,
             do.RetireVersion: self._retire_version,
+            do.ResizeWindow: self._resize_window,
             do.RejectVersion: self._reject_version,
             do.ReleaseSnapshot: self._release_snapshot,
             do.EvictWorker: self._evict_worker,
@@ -119,42 +156,46 @@ class Executor:
     async def _draw(self, count: int) -> None:
         prompts, exhausted = await self._feed.take(count)
         self._drawn.update((prompt.prompt_id, prompt) for prompt in prompts)
-        offered = tuple(
-            on.OfferedPrompt(
-                prompt.prompt_id,
-                prompt.task_id,
-                len(prompt.token_ids),
-                prompt.group_size,
-                self._book.sampling(prompt).max_tokens,
-                key_of(prompt),
-                features_of(prompt),
-                priority=prompt.priority,
-            )
-            for prompt in prompts
-        )
-        self._post(on.PromptsOffered(offered, exhausted))
+        self._post(on.PromptsOffered(tuple(offer(self._book, prompt) for prompt in prompts), exhausted))
 
     def _admit_group(self, command: do.AdmitGroup) -> None:
         prompt = self._drawn.pop(command.prompt_id)
-        self._book.admit(command.group_id, prompt, command.version, command.request_ids, time.time())
+        rows = {request_id: self._row_of[request_id] for request_id in command.request_ids}
+        entries = self._book.admit(command.group_id, prompt, command.version, rows, self._now())
+        deadline = command.version + self._book.window_versions - 1
+        self._journal.admitted(entries, self._feed.origin(command.prompt_id), deadline)
 
     def _drop_prompt(self, command: do.DropPrompt) -> None:
         del self._drawn[command.prompt_id]
+        self._journal.let_go([self._feed.origin(command.prompt_id)], [command.prompt_id])
         self._feed.release(command.prompt_id)
 
     def _score_request(self, command: do.ScoreRequest) -> None:
         self._spawn(self._score(self._book[command.request_id]))
 
+    def _score_evaluated(self, command: do.ScoreEvaluated) -> None:
+        self._spawn(self._score_one_evaluated(self._book[command.request_id]))
+
     async def _score(self, entry: Entry) -> None:
+        await self._judge(entry)
+        self._telemetry.trajectories_finished += 1
+        if not await self._filtered(entry):
+            self._journal.verdict(entry, self._now())
+            self._post(on.RequestScored(entry.request_id))
+
+    async def _score_one_evaluated(self, entry: Entry) -> None:
+        await self._judge(entry)
+        self._telemetry.trajectories_evaluated += 1
+        self._post(on.RequestScored(entry.request_id))
+
+    async def _judge(self, entry: Entry) -> None:
+        """Has the verifier's verdict on a finished response entered."""
         prompt = entry.prompt
-        reward = await self._verifier.score(prompt.text, None, tuple(entry.tokens), prompt.verifier_json)
+        reward = await self._verifier.score(prompt.text, None, entry.tokens, prompt.verifier_json)
         if not reward.valid:
             self._telemetry.rewards_failed += 1
             log.error("%s: the verdict failed: %s", entry.request_id, reward.log)
         entry.reward = reward
-        self._telemetry.trajectories_finished += 1
-        if not await self._filtered(entry):
-            self._post(on.RequestScored(entry.request_id))
 
     async def _filtered(self, entry: Entry) -> bool:
         """Whether the user's filter cancels the group after this verdict, the group's last: no step has seen it yet.
@@ -180,7 +221,12 @@ class Executor:
         level = logging.INFO if chosen else logging.WARNING
         log.log(level, "group %s was cancelled: %s", command.group_id, command.reason)
         entries = self._book.forget(command.group_id)
-        self._recorder.cancelled(_cancelled(entries, command, time.time()))
+        cancelled = _cancelled(entries, command, self._now())
+        line, names = json.dumps(asdict(cancelled), allow_nan=False), [command.group_id]
+        if command.reason.startswith(ON_REQUEST):
+            names.append(cancelled.prompt_id)
+        self._journal.note(facts.Dropped(entries[0].number, names, line))
+        self._recorder.cancelled(cancelled)
         self._feed.release(entries[0].prompt.prompt_id)
 
     def _forget_group(self, command: do.ForgetGroup) -> None:
@@ -192,6 +238,7 @@ class Executor:
     def _deliver_group(self, command: do.DeliverGroup) -> None:
         group, first = self._book.deliver(command.group_id, command.step)
         if first:
+            self._journal.note(facts.Leased(self._book.number(command.group_id), command.step))
             self._recorder.delivered(group)
         stream = self._sessions.stream_of(command.trainer_epoch, command.step)
         if stream is not None:
@@ -204,13 +251,32 @@ class Executor:
             self._sessions.stream = None
 
     def _retire_version(self, command: do.RetireVersion) -> None:
+        keeps = command.version == self._reference_version
+        self._journal.note(facts.Retired(command.version, keeps))
         with self._storage.tidying(RUN_FOLDER):
             self._store.retire(command.version)
+        self._hosts.retired(command.version)
+        if self._versions is not None and not keeps:
+            self._spawn(self._drop_kept(self._versions, command.version))
+
+    async def _drop_kept(self, versions: KeptVersions, version: int) -> None:
+        """Its weights go from the disk once nobody can be told that they are needed."""
+        await self._journal.settled()
+        with self._storage.tidying(STATE):
+            await asyncio.to_thread(versions.drop, version)
+
+    def _resize_window(self, command: do.ResizeWindow) -> None:
+        log.info("a window of %d from now on: %s", command.size, command.reason)
+        self._book.window_versions = command.size
 
     def _reject_version(self, command: do.RejectVersion) -> None:
         error = VersionRejected(command.version, command.reason, command.worker_ids, command.canary_difference)
         log.error("%s", error)
-        self._recorder.withdrawn(command.version)
+        if command.worker_ids:  # else the weights were right, and a start that carries on has its own copy
+            self._journal.note(
+                facts.Rejected(command.version, command.reason, list(command.worker_ids), command.canary_difference)
+            )
+            self._recorder.withdrawn(command.version)
         if self._sessions.stream is not None:
             self._sessions.stream.close(error=error)
             self._sessions.stream = None
@@ -219,8 +285,21 @@ class Executor:
 
     def _to_worker(self, command: do.WorkerCommand) -> None:
         session = self._sessions.of_epoch(command.worker_id, command.epoch)
-        if session is not None:  # else it broke a moment ago; its loss is on the way to the core
+        if session is None:
+            return  # it broke a moment ago; its loss is on the way to the core
+        try:
             session.send(self._message(command))
+        except (NotFound, OSError) as error:  # what says how a version is called has vanished
+            if not isinstance(command, do.LoadVersion):
+                raise
+            log.error("%s cannot load version %d: %s", command.worker_id, command.version, error)
+            self._spawn(self._cannot_load(command, str(error)))
+
+    async def _cannot_load(self, command: do.LoadVersion, error: str) -> None:
+        """Answers for the worker. Its own host may have the version all the same, where that is another one."""
+        kind = "missing" if self._hosts.shares_store(command.worker_id) else "refused"
+        self._post(on.CommandDone(command.worker_id, command.epoch, command.command_id, False, error, kind))
+        self._hosts.look_at_store(command.version)
 
     def _message(self, command: do.WorkerCommand) -> pb.WorkerCommand:
         """Tells each end of a handoff of the other one, where that is connected."""
@@ -246,6 +325,20 @@ class Executor:
         self._sessions.let_go(command.worker_id, command.epoch)
 
 
+def offer(book: Book, prompt: Prompt) -> on.OfferedPrompt:
+    """A prompt as the core needs to know it."""
+    return on.OfferedPrompt(
+        prompt.prompt_id,
+        prompt.task_id,
+        len(prompt.token_ids),
+        prompt.group_size,
+        book.sampling(prompt).max_tokens,
+        key_of(prompt),
+        features_of(prompt),
+        priority=prompt.priority,
+    )
+
+
 def _cancelled(entries: tuple[Entry, ...], command: do.DropGroup, at: float) -> CancelledGroup:
     return CancelledGroup(
         group_id=command.group_id,
@@ -253,7 +346,7 @@ def _cancelled(entries: tuple[Entry, ...], command: do.DropGroup, at: float) -> 
         task_id=entries[0].prompt.task_id,
         version=entries[0].version,
         reason=command.reason,
-        length_tokens=tuple(len(entry.tokens) for entry in entries),
+        length_tokens=tuple(len(entry) for entry in entries),
         rewards=tuple(entry.reward.value if entry.reward and entry.reward.valid else None for entry in entries),
         cancelled_at=at,
     )

@@ -3,11 +3,13 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
 from dora.config import Config
 from dora.errors import Conflict, DoraError, InvalidValue, told
+from dora.journal import facts
+from dora.orchestrator.journal import Journal, Origin
 from dora.orchestrator.prompt_check import PromptCheck
 from dora.prompts import Position, PromptSource
 from dora.rpc.errors import LimitExceeded
@@ -15,20 +17,30 @@ from dora.types import Prompt
 
 log = logging.getLogger("dora.prompts")
 
-DRAWN_MOST = 4096  # prompts read from the source at once
+DRAWN_MOST = 256  # prompts read from the source, and offered to the core, at once: the event loop stands still for them
 REFUSED_MOST = 4096  # in a row: a source may have no end
 QUEUED_BYTES_MOST = 512 << 20  # of what was submitted and waits
 FAILURE_CHARACTERS_MOST = 400
 TOKEN_BYTES = 40  # of a token id, as Python holds it in a tuple
+SUBMITTED = -1  # in place of a place in the source
 CANCELLED_KEPT_MOST = 65536  # ids of prompts and groups that were cancelled, the last ones: cancelling may be repeated
 
 
 class PromptFeed:
     """``live`` prompt ids are queued, drawn or in an open group: an id may come again once its group is committed."""
 
-    def __init__(self, config: Config, source: PromptSource | None, check: PromptCheck | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        source: PromptSource | None,
+        check: PromptCheck | None = None,
+        journal: Journal | None = None,
+    ) -> None:
         """``source`` None: only what is submitted."""
         self._config = config
+        self._journal = Journal() if journal is None else journal
+        self._origins: dict[str, Origin] = {}  # of prompts that were drawn, until they are admitted or let go
+        self._passed: set[int] = set()  # places in the source behind ``_next`` that are not to be drawn again
         self.check = PromptCheck(config) if check is None else check
         self._source = source
         self._next = 0  # index of the source's next prompt
@@ -69,14 +81,16 @@ class PromptFeed:
                     "prompt_id", prompt.prompt_id, "an id that is neither queued nor being generated", why="is in use"
                 )
             names.add(prompt.prompt_id)
-        more_bytes = sum(map(_bytes, possible))
+        more_bytes = sum(map(memory_bytes, possible))
         if self._queue.bytes + more_bytes > QUEUED_BYTES_MOST:
             allowed = f"at most {QUEUED_BYTES_MOST - self._queue.bytes} now (queue of {QUEUED_BYTES_MOST})"
             raise LimitExceeded("prompts: bytes in memory", more_bytes, allowed)
         self._live.update(names)
+        arrivals = []
         for prompt in possible:
             self._cancelled.pop(prompt.prompt_id, None)
-            self._queue.push(prompt)
+            arrivals.append(self._queue.push(prompt))
+        self._journal.submitted(arrivals, possible)
         self._arrived.set()
         return self._config.service.prompts_queued_max - len(self._queue)
 
@@ -98,7 +112,7 @@ class PromptFeed:
         more; what is submitted is waited for then.
         """
         while not self.closed:
-            taken = [self._queue.pop() for _ in range(min(count, len(self._queue)))]
+            taken = self._from_queue(count)
             if not taken and not self._dry:
                 taken = await self._from_source(count)
             if taken:
@@ -114,6 +128,8 @@ class PromptFeed:
 
     def end(self) -> int:
         """Nothing more will be submitted. Returns how many are queued, which will still be taken. May be repeated."""
+        if not self._ended:
+            self._journal.note(facts.PromptsEnded())
         self._ended = True
         self._arrived.set()
         return len(self._queue)
@@ -126,10 +142,16 @@ class PromptFeed:
         """The prompt's group was committed or cancelled, or the prompt taken back."""
         self._live.discard(prompt_id)
 
+    def origin(self, prompt_id: str) -> Origin:
+        """Where a prompt came from that was drawn, and is admitted now or let go."""
+        return self._origins.pop(prompt_id)
+
     def take_back(self, prompt_id: str) -> bool:
         """Takes a queued prompt out; False where it is not in the queue."""
-        if not self._queue.remove(prompt_id):
+        arrival = self._queue.remove(prompt_id)
+        if arrival is None:
             return False
+        self._journal.let_go([(SUBMITTED, arrival)], [prompt_id])
         self.release(prompt_id)
         self.taken_back += 1
         return True
@@ -144,13 +166,38 @@ class PromptFeed:
     def was_cancelled(self, name: str) -> bool:
         return name in self._cancelled
 
+    def restore(
+        self, queued: Iterable[tuple[int, Prompt]], next_arrival: int, place: int, passed: Iterable[int], ended: bool
+    ) -> None:
+        """Goes on as the journal has it: with the source's prompt at ``place``, but for those that are ``passed``."""
+        for arrival, prompt in queued:
+            self._queue.push(prompt, arrival)
+            self._live.add(prompt.prompt_id)
+        self._queue.arrivals = next_arrival - 1
+        self._next, self._passed, self._ended = place, set(passed), ended
+
+    def restore_live(self, prompt_ids: Iterable[str], cancelled: Iterable[str]) -> None:
+        """Prompts of groups that are open; and names that were cancelled."""
+        self._live.update(prompt_ids)
+        for name in cancelled:
+            self.remember_cancelled(name)
+
+    def _from_queue(self, count: int) -> list[Prompt]:
+        taken = []
+        for _ in range(min(count, len(self._queue))):
+            arrival, prompt = self._queue.pop()
+            self._origins[prompt.prompt_id] = (SUBMITTED, arrival)
+            taken.append(prompt)
+        return taken
+
     async def _from_source(self, count: int) -> list[Prompt]:
         """Bad prompts are refused one by one, with their reason. A source that ends or fails is not asked again."""
         drawn, failure = await asyncio.to_thread(self._read, min(count, DRAWN_MOST))
         if failure:
             self._fail(failure)
         good: list[Prompt] = []
-        for possible in drawn:
+        refused: list[Origin] = []
+        for place, possible in drawn:
             try:
                 if isinstance(possible, InvalidValue):
                     raise possible
@@ -164,28 +211,35 @@ class PromptFeed:
             except DoraError as error:
                 log.error("prompt refused: %s", error)
                 self.refused += 1
+                refused.append((place, 0))
                 self._refused_in_a_row += 1
                 if self._refused_in_a_row == REFUSED_MOST:
                     self._fail(f"{REFUSED_MOST} prompts in a row were refused, the last as {error}")
                 continue
             self._refused_in_a_row = 0
             self._live.add(possible.prompt_id)
+            self._origins[possible.prompt_id] = (place, 0)
             good.append(possible)
+        self._journal.let_go(refused)
         return good
 
-    def _read(self, count: int) -> tuple[list[Prompt | InvalidValue], str]:
-        """Up to ``count`` prompts, and how the source has failed, if it has: it may be anybody's program."""
+    def _read(self, count: int) -> tuple[list[tuple[int, Prompt | InvalidValue]], str]:
+        """Up to ``count`` prompts with their places, and how the source failed, if it has: it may be any program."""
         assert self._source is not None
-        drawn: list[Prompt | InvalidValue] = []
+        drawn: list[tuple[int, Prompt | InvalidValue]] = []
         while len(drawn) < count:
+            if self._next in self._passed:
+                self._passed.discard(self._next)
+                self._next += 1
+                continue
             try:
                 prompt = self._source.at(self._next)
                 if prompt is None:
                     self._dry = True
                     break
-                drawn.append(self.check.checked(prompt))
+                drawn.append((self._next, self.check.checked(prompt)))
             except InvalidValue as error:
-                drawn.append(error)
+                drawn.append((self._next, error))
             except (Exception, SystemExit) as error:
                 return drawn, " ".join(told(error).split())[:FAILURE_CHARACTERS_MOST]
             self._next += 1
@@ -205,40 +259,45 @@ class _Queue:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, str]] = []  # -priority, arrival, id; stale where ``_prompts`` says otherwise
         self._prompts: dict[str, tuple[int, Prompt]] = {}  # by id, each with its arrival
-        self._arrivals = 0
+        self.arrivals = 0
         self.bytes = 0  # at most QUEUED_BYTES_MOST
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def push(self, prompt: Prompt) -> None:
-        self._arrivals += 1
-        self._prompts[prompt.prompt_id] = self._arrivals, prompt
-        heappush(self._heap, (-prompt.priority, self._arrivals, prompt.prompt_id))
-        self.bytes += _bytes(prompt)
+    def push(self, prompt: Prompt, arrival: int = 0) -> int:
+        """Returns its place in the order of arrivals. ``arrival``: which it had before; 0: it is new."""
+        if not arrival:
+            self.arrivals += 1
+        arrival = arrival or self.arrivals
+        self._prompts[prompt.prompt_id] = arrival, prompt
+        heappush(self._heap, (-prompt.priority, arrival, prompt.prompt_id))
+        self.bytes += memory_bytes(prompt)
+        return arrival
 
-    def pop(self) -> Prompt:
-        """The next. The queue must not be empty."""
+    def pop(self) -> tuple[int, Prompt]:
+        """The next, with its arrival. The queue must not be empty."""
         while True:
             _, arrival, name = heappop(self._heap)
             if name in self._prompts and self._prompts[name][0] == arrival:
                 return self._take(name)
 
-    def remove(self, name: str) -> bool:
+    def remove(self, name: str) -> int | None:
+        """Returns its arrival; None where it is not in the queue."""
         if name not in self._prompts:
-            return False
-        self._take(name)
+            return None
+        arrival, _ = self._take(name)
         if len(self._heap) > 2 * len(self._prompts) + 64:  # what was taken back must not pile up
             self._heap = [(-prompt.priority, arrival, name) for name, (arrival, prompt) in self._prompts.items()]
             heapify(self._heap)
-        return True
+        return arrival
 
-    def _take(self, name: str) -> Prompt:
-        _, prompt = self._prompts.pop(name)
-        self.bytes -= _bytes(prompt)
-        return prompt
+    def _take(self, name: str) -> tuple[int, Prompt]:
+        arrival, prompt = self._prompts.pop(name)
+        self.bytes -= memory_bytes(prompt)
+        return arrival, prompt
 
 
-def _bytes(prompt: Prompt) -> int:
-    """About what a queued prompt takes."""
+def memory_bytes(prompt: Prompt) -> int:
+    """About what a prompt that waits takes."""
     return TOKEN_BYTES * len(prompt.token_ids) + 4 * len(prompt.text) + len(prompt.verifier_json)

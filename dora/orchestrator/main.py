@@ -13,30 +13,42 @@ from typing import Any, TypeAlias
 
 from dora.config import Config
 from dora.errors import DoraError
+from dora.host.command import Place, is_started_so, pool_argv, pool_id_of, worker_argv, worker_environment
+from dora.host.launcher import LOCAL, WorkerStartError
+from dora.host.living import Living
+from dora.host.processes import Processes
+from dora.journal.log import LOG_FOLDER, Log, Sizes
 from dora.kvtier.chunks import chunk_tokens_of
+from dora.kvtransfer.plane import local_host
 from dora.memory import collecting_rarely, keep_freed_memory
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.policies import check_live
 from dora.orchestrator.feed import PromptFeed
-from dora.orchestrator.launcher import POOL_ID, Launcher, WorkerStartError, pool_argv, worker_argv, worker_environment
+from dora.orchestrator.journal import Journal
 from dora.orchestrator.plugins import load_strategies
 from dora.orchestrator.prompt_check import PromptCheck
+from dora.orchestrator.resume import ran_on
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.scoring import filtering, verifying
 from dora.orchestrator.services.server import serving
+from dora.orchestrator.setup import RUN_FOLDER as RUN_FOLDER_SETTING
 from dora.orchestrator.setup import (
     SNAPSHOTS_FOLDER,
+    WEIGHTS_FOLDER,
     cache_of,
     check_engine,
-    event_log_of,
     open_many_files,
     prepared_model,
     recorder_of,
+    routing_wanted,
     run_folder_of,
     store_of,
     with_context,
+    writable,
 )
-from dora.orchestrator.storage import Storage
+from dora.orchestrator.state_folder import LIVING_FILE, StateFolder, state_folder_of
+from dora.orchestrator.state_folder import SETTING as STATE_SETTING
+from dora.orchestrator.storage import RUN_FOLDER, STATE, Storage
 from dora.orchestrator.tier_server import TierServer, check_tier
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.rpc.roles import Role, Tokens
@@ -78,39 +90,58 @@ async def serve(
     configuration, WorkerStartError where the workers do not start.
     """
     load_strategies()
-    check_live(config.balance, config.window.size)
+    check_live(config.balance, config.window)
     check_engine(config)
     await check_tier(config)
     open_many_files()
     tokens = await asyncio.to_thread(Tokens, config.service.token)
     async with contextlib.AsyncExitStack() as stack:
+        state = stack.enter_context(state_folder_of(config, Sizes(compacts=not config.service.keep_events)))
+        if state is not None:
+            config = state.carried_on(config)
+            tokens = await asyncio.to_thread(Tokens, config.service.token)
         stack.enter_context(collecting_rarely())
         keep_freed_memory()
         run_folder = stack.enter_context(run_folder_of(config))
         storage = Storage()
         tier = await _tier_of(config, run_folder, storage, stack)
-        launcher = Launcher(
+        living = None if state is None else Living(state.folder / LIVING_FILE, tokens.mark_of)
+        found = {} if living is None else living.find(is_started_so)
+        for name, (_, mark) in found.items():
+            tokens.known_again(name, mark)
+        pool_id = pool_id_of(LOCAL)
+
+        def command(name: str) -> list[str]:
+            place = Place(address, model, kv_host=config.kv.host, kv_tier=tier.endpoint if tier else "")
+            return pool_argv(config.kv, name, place) if name == pool_id else worker_argv(config.workers, name, place)
+
+        launcher = Processes(
             config.workers,
-            lambda name: (
-                pool_argv(config.kv, name, address)
-                if name == POOL_ID
-                else worker_argv(config.workers, name, address, model, config.kv.host, tier.endpoint if tier else "")
-            ),
+            command,
             lambda worker_id: worker_environment(config.workers, tokens.started(worker_id)),
             run_folder / "logs",
-            storage,
-            [POOL_ID] if config.kv.pool_mb else [],
+            lambda error: storage.failed(RUN_FOLDER, error),
+            [pool_id] if config.kv.pool_mb else [],
+            living=living,
         )
+        launcher.adopt({name: process for name, (process, _) in found.items()}, config.workers.count)
         stack.push_async_callback(launcher.close)
-        await launcher.begin()
+        await launcher.begin(config.workers.count)
         progress(f"preparing the model {config.model}")
         model = await prepared_model(config, progress)
         model_s = asyncio.get_running_loop().time()
         config = with_context(config, model)
-        store = await asyncio.to_thread(store_of, run_folder, model)
-        recorder = await recorder_of(config, store, stack)
+        if state is not None:
+            state.check_settings(config)
+            with writable(RUN_FOLDER_SETTING, run_folder):
+                kept = state.found.ledger.versions()
+                await asyncio.to_thread(state.versions.bring_back, kept, run_folder / WEIGHTS_FOLDER / "versions")
+        routing = routing_wanted(config, model)
+        store = await asyncio.to_thread(store_of, run_folder, model, config)
+        recorder = await recorder_of(config, store, stack, state is not None and not state.found.is_new)
         tokenizer = await asyncio.to_thread(ChatTokenizer, model, cache_of(config))
-        check = PromptCheck(config, tokenizer=tokenizer, vocab_size=store.reference.vocab_size)
+        vocab_size = store.reference.vocab_size
+        check = PromptCheck(config, tokenizer=tokenizer, vocab_size=vocab_size, routing=routing)
         seed = config.rollout.seed
         source = await asyncio.to_thread(
             resolve_prompts, config.prompts, tokenizer, seed, check=check.well_formed, progress=progress
@@ -118,33 +149,81 @@ async def serve(
         verifier = await stack.enter_async_context(verifying(config, source, model))
         group_filter = await stack.enter_async_context(filtering(config))
         snapshots = run_folder / SNAPSHOTS_FOLDER
+        journal = Journal()
+        if state is not None:
+            journal = journal_of(config, state, storage)
+            stack.push_async_callback(journal.close)
         runtime = Runtime(
             config,
-            feed=PromptFeed(config, source, check),
+            feed=PromptFeed(config, source, check, journal),
             verifier=verifier,
             group_filter=group_filter,
             store=store,
             snapshots=snapshots,
             recorder=recorder,
-            event_log=event_log_of(config, stack),
+            journal=journal,
+            versions=state.versions if state is not None else None,
             storage=storage,
+            routing=routing,
         )
         stack.push_async_callback(runtime.close)
-        address = await stack.enter_async_context(serving(config, runtime, model, snapshots, tokens))
-        runtime.sessions.processes = launcher
+        restored = None
+        if state is not None:
+            stood = state.found.ledger.values
+            outlived = found.keys() | runtime.hosts.expect(stood["hosts"], stood["host_epoch"], tokens)
+            elsewhere = ran_on(state.found.requests) - launcher.names(config.workers.count)
+            restored = runtime.resume(state.found, outlived | elsewhere)
+        secret = b"" if state is None else bytes.fromhex(state.identity.kv_secret)
+        address = await stack.enter_async_context(serving(config, runtime, model, snapshots, tokens, secret))
+        if state is not None:
+            with writable(STATE_SETTING, state.folder):
+                state.remember(address=address, token=tokens.of[Role.OWNER])
+        runtime.hosts.begin(launcher, run_folder, tokens)
+        runtime.hosts.open_relay(config.kv.host or local_host(address), runtime.resumed.get("retired", 0))
+        stack.push_async_callback(asyncio.to_thread, runtime.hosts.close_relay)
         runtime.tier = tier
+        # agents end, or wait for the start that carries on
+        stack.callback(runtime.hosts.close if state is None else runtime.hosts.suspend)
         stack.push_async_callback(launcher.close)  # a second time: workers end before what they talk to
-        launcher.start()
+        launcher.open()
+        launcher.scale(config.workers.count)
+        await runtime.restore(restored)
         ticking = asyncio.create_task(runtime.ticks())
         stack.callback(ticking.cancel)
         progress(f"starting {config.workers.count} workers")
         failures = (runtime.failed, launcher.failed, ticking)
         if await _until_ready(config, runtime, launcher, stop, failures):
             ready(ServiceHandle(address, tokens.of, run_folder, model, model_s))
+            failures = (runtime.failed, _alone(launcher, runtime), ticking)
             await _first(stop, *failures)
-            progress("draining")
-            await _drain(config, runtime, failures)
+            if state is None:
+                progress("draining")
+                await _drain(config, runtime, failures)
+            else:
+                progress(f"stopping; a start with service.state = {state.folder} carries on")
     return 0
+
+
+def journal_of(config: Config, state: StateFolder, storage: Storage) -> Journal:
+    """Goes on with what was found in the state folder."""
+
+    def told(error: OSError | None) -> None:
+        if error is None:
+            storage.works(STATE)
+        else:
+            storage.failed(STATE, error)
+
+    found, sizes = state.found, Sizes(compacts=not config.service.keep_events)
+    log = Log(
+        state.folder / LOG_FOLDER,
+        found.ledger,
+        number=found.number,
+        position=found.position,
+        compaction=found.compaction,
+        sizes=sizes,
+        fault=told,
+    )
+    return Journal(log, keeps_events=config.service.keep_events)
 
 
 async def _tier_of(
@@ -160,7 +239,7 @@ async def _tier_of(
 
 
 async def _until_ready(
-    config: Config, runtime: Runtime, launcher: Launcher, stop: asyncio.Event, failures: Failures
+    config: Config, runtime: Runtime, launcher: Processes, stop: asyncio.Event, failures: Failures
 ) -> bool:
     """Whether all workers hold version 0 (False: stopped before). Raises where they die at start or take too long."""
     loop = asyncio.get_running_loop()
@@ -177,6 +256,21 @@ async def _until_ready(
         await asyncio.wait(failures, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
         _raise_failure(failures)
     return False
+
+
+def _alone(launcher: Processes, runtime: Runtime) -> asyncio.Future[None]:
+    """Fails as the launcher does, where no other host has workers: they go on without those of this one."""
+    alone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def tell(failed: asyncio.Future[None]) -> None:
+        if not failed.cancelled() and (error := failed.exception()) is not None:
+            if runtime.hosts.has_others():
+                log.error("this host has no worker any more: %s", error)
+            elif not alone.done():
+                alone.set_exception(error)
+
+    launcher.failed.add_done_callback(tell)
+    return alone
 
 
 async def _first(stop: asyncio.Event, *failures: asyncio.Future[None]) -> None:

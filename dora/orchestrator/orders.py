@@ -1,6 +1,5 @@
 """The core's commands to workers as wire messages, with what only the shell holds: tokens, weights, canaries."""
 
-from pathlib import Path
 from typing import Final, Protocol
 
 from dora.orchestrator.book import Book
@@ -13,9 +12,9 @@ GROWTH_BLOCKS: Final = 2  # by which a request may grow while its blocks are cop
 
 
 class PublishedVersions(Protocol):
-    """Where a version's weights are (weights/store.py)."""
+    """What a version is called, by its manifest (weights/host_store.py)."""
 
-    def folder(self, version: int) -> Path: ...
+    def name(self, version: int) -> str: ...
     def canary(self, version: int) -> Canary | None: ...
 
 
@@ -50,12 +49,11 @@ def worker_message(
         case do.LoadVersion(version=version):
             canary = store.canary(version)
             wire = convert.canary_to_wire(canary) if canary else pb.Canary()
-            folder = str(store.folder(version))
-            message.load_version.CopyFrom(pb.LoadVersion(version=version, folder=folder, canary=wire))
+            message.load_version.CopyFrom(pb.LoadVersion(version=version, name=store.name(version), canary=wire))
         case do.StartRequest(request_id=request_id, arrival=arrival):
-            entry = book[request_id]
-            entry.arrivals[command.worker_id] = arrival
+            entry = book.arrives(request_id, command.worker_id, arrival)
             message.start_request.CopyFrom(convert.request_to_wire(entry.spec()))
+            message.start_request.row = entry.row
         case do.RemoveRequest(request_id=request_id):
             message.remove_request.request_id = request_id
         case do.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens):
@@ -70,8 +68,9 @@ def worker_message(
             peer = pb.KvPeer() if target is None else _peer(target)
             message.copy_out.CopyFrom(pb.CopyOut(request_id=request_id, target=peer))
         case do.CopyIn(request_id=request_id, version=version, locator=locator):
-            book[request_id].arrivals[command.worker_id] = "parked" if was_parked else "migrated"
-            message.copy_in.CopyFrom(pb.CopyIn(request_id=request_id, version=version, locator=locator))
+            entry = book.arrives(request_id, command.worker_id, "parked" if was_parked else "migrated")
+            copy_in = pb.CopyIn(request_id=request_id, version=version, locator=locator, row=entry.row)
+            message.copy_in.CopyFrom(copy_in)
         case do.Thaw(request_id=request_id):
             message.thaw.request_id = request_id
     return message

@@ -17,17 +17,26 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import TOKEN_ID_BYTES, token_ids_from_wire, trajectory_bytes_most
 from dora.sampling import check_sampling, checked_overrides
 from dora.strict_json import read_json
-from dora.types import Prompt, SamplingParams
+from dora.types import Prompt, RoutingShape, SamplingParams
 
 
 class PromptCheck:
     """The boundary of one service: its configuration, its model's vocabulary and its tokenizer.
 
-    ``vocab_size`` 0: not known, so that any token id from 0 on passes; ``tokenizer`` None: only token ids are taken in.
+    ``vocab_size`` 0: not known, so that any token id from 0 on passes; ``tokenizer`` None: only token ids are taken in;
+    ``routing``: what trajectories keep of it.
     """
 
-    def __init__(self, config: Config, *, tokenizer: ChatTokenizer | None = None, vocab_size: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        tokenizer: ChatTokenizer | None = None,
+        vocab_size: int = 0,
+        routing: RoutingShape | None = None,
+    ) -> None:
         self._config = config
+        self._routing = routing
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
 
@@ -122,7 +131,8 @@ class PromptCheck:
                 f"at most {limit - sampling.max_tokens}: workers.max_model_len_tokens {limit} "
                 f"less max_tokens {sampling.max_tokens}",
             )
-        most, limit_bytes = trajectory_bytes_most(length, sampling.max_tokens), self._config.service.max_message_bytes
+        most = trajectory_bytes_most(length, sampling.max_tokens, self._routing)
+        limit_bytes = self._config.service.max_message_bytes
         if most > limit_bytes:  # it could be generated, and never be delivered
             allowed = f"such that a trajectory fits into service.max_message_bytes {limit_bytes}: it may take {most}"
             raise InvalidValue(f"{place}: sampling.max_tokens", sampling.max_tokens, allowed)

@@ -8,11 +8,12 @@ import asyncio
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from dora.orchestrator.journal import Journal
 from dora.orchestrator.storage import RECORD, Storage
 from dora.record import CancelledGroup, CommittedStep, Recorder
 from dora.rpc.errors import ServiceUnavailable
@@ -28,6 +29,7 @@ class _Write:
     """One write. ``given_up_s``: where it still fails then, its caller is told instead of waiting on."""
 
     write: Callable[[], Any]
+    told: int  # facts of the journal that it may rest on
     given_up_s: float | None = None
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -40,7 +42,10 @@ class RecordQueue:
         recorder: Recorder | None,
         storage: Storage,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        journal: Journal | None = None,
     ) -> None:
+        """What is recorded is in ``journal`` first: else a service that starts again might do it otherwise."""
+        self._journal = Journal() if journal is None else journal
         self._recorder = recorder
         self._storage = storage
         self._spawn = spawn
@@ -50,11 +55,18 @@ class RecordQueue:
 
     def delivered(self, group: TrajectoryGroup) -> None:
         if self._recorder is not None:
-            self._queue(_Write(functools.partial(self._recorder.append, group.trajectories)))
+            self._queue(functools.partial(self._recorder.append, group.trajectories))
 
     def cancelled(self, group: CancelledGroup) -> None:
         if self._recorder is not None:
-            self._queue(_Write(functools.partial(self._recorder.append_cancelled, group)))
+            self._queue(functools.partial(self._recorder.append_cancelled, group))
+
+    def restored(self, leased: Iterable[TrajectoryGroup], cancelled: Iterable[CancelledGroup], newest: int) -> None:
+        """A service that starts again asks for what it may not have got to: what is written already is passed over."""
+        if self._recorder is not None:
+            self._queue(functools.partial(self._recorder.carry_on, newest, list(cancelled)))
+            for group in leased:
+                self.delivered(group)
 
     async def committed(self, step: CommittedStep, folder: Path, identity: bytes) -> None:
         """Returns once all that was asked for so far, the step's version and its line are on disk.
@@ -72,7 +84,7 @@ class RecordQueue:
 
     def withdrawn(self, version: int) -> None:
         if self._recorder is not None:
-            self._queue(_Write(functools.partial(self._recorder.drop_version, version)))
+            self._queue(functools.partial(self._recorder.drop_version, version))
 
     async def written(self) -> None:
         """Waits until all that was asked for is written."""
@@ -87,18 +99,20 @@ class RecordQueue:
 
     async def _stored(self, write: Callable[[], Any]) -> None:
         """Returns once it is written. Raises ServiceUnavailable where it cannot be for ``STORED_WAIT_S``."""
-        waiting = _Write(write, asyncio.get_running_loop().time() + STORED_WAIT_S)
-        self._queue(waiting)
-        await waiting.done
+        await self._queue(write, asyncio.get_running_loop().time() + STORED_WAIT_S).done
 
-    def _queue(self, write: _Write) -> None:
-        self._waiting.append(write)
+    def _queue(self, write: Callable[[], Any], given_up_s: float | None = None) -> _Write:
+        waiting = _Write(write, self._journal.told, given_up_s)
+        self._waiting.append(waiting)
         if self._writing is None or self._writing.done():
             self._writing = self._spawn(self._write())
+        return waiting
 
     async def _write(self) -> None:
         while self._waiting:
             write = self._waiting[0]
+            if not self._ends:
+                await self._journal.settled(write.told)
             try:
                 await asyncio.to_thread(write.write)
             except OSError as error:

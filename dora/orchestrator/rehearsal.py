@@ -19,11 +19,12 @@ from dora.orchestrator.services.server import check_address
 from dora.orchestrator.setup import (
     cache_of,
     check_engine,
-    check_event_log,
     check_record,
     check_run_folder,
+    routing_wanted,
     with_context,
 )
+from dora.orchestrator.state_folder import check_state
 from dora.orchestrator.tier_server import check_tier
 from dora.outfile import try_folder
 from dora.prompts import ChatTokenizer, PromptSource, resolve_prompts
@@ -37,7 +38,7 @@ Said = Callable[[str, str], None]  # what was checked, and what was found of it
 async def rehearse(config: Config, said: Said) -> None:
     """Raises InvalidValue, in the words of a start, for the first thing that a start would refuse."""
     load_strategies()
-    check_live(config.balance, config.window.size)
+    check_live(config.balance, config.window)
     said("policy", f"{config.balance.policy}, window {config.window.size}")
     check_engine(config)
     vocab_size = 0
@@ -49,14 +50,14 @@ async def rehearse(config: Config, said: Said) -> None:
         said("model", NOT_CHECKED.format(model=config.model))
     else:
         config, vocab_size = await _check_model(config, model, said)
+    await asyncio.to_thread(check_state, config)
+    said("state folder", config.service.state or "none")
     await asyncio.to_thread(check_run_folder, config)
     said("run folder", config.service.run_folder or "a new one in shared memory")
     await asyncio.to_thread(check_record, config)
     said("record", config.record or "none")
     source = await _check_prompts(config, model, vocab_size, said) if model is not None else None
     await _check_functions(config, model, source, said)
-    await asyncio.to_thread(check_event_log, config)
-    said("event log", config.service.event_log or "none")
     await check_address(config)
     said("address", config.service.listen)
     said("token", "as given" if config.service.token else "a new one at the start")
@@ -74,6 +75,7 @@ def _check_cache(config: Config) -> None:
 async def _check_model(config: Config, model: Path, said: Said) -> tuple[Config, int]:
     """The configuration with the model's context, and the size of its vocabulary."""
     config = with_context(config, model)
+    routing_wanted(config, model)
     reference = await asyncio.to_thread(read_reference, model)
     context = context_tokens(model)
     longest = f", contexts of up to {context:,} tokens" if context is not None else ""
@@ -83,7 +85,8 @@ async def _check_model(config: Config, model: Path, said: Said) -> tuple[Config,
 
 async def _check_prompts(config: Config, model: Path, vocab_size: int, said: Said) -> PromptSource:
     tokenizer = await asyncio.to_thread(ChatTokenizer, model, cache_of(config))
-    check = PromptCheck(config, tokenizer=tokenizer, vocab_size=vocab_size)
+    routing = routing_wanted(config, model)
+    check = PromptCheck(config, tokenizer=tokenizer, vocab_size=vocab_size, routing=routing)
     source = await asyncio.to_thread(
         resolve_prompts, config.prompts, tokenizer, config.rollout.seed, check=check.well_formed
     )

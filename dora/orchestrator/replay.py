@@ -16,9 +16,14 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.state import State
 from dora.orchestrator.core.worker import Worker
-from dora.orchestrator.eventlog import EVENT_KINDS, Record
+from dora.orchestrator.event_fields import EVENT_KINDS
+from dora.orchestrator.eventlog import Record
 
-KINDS: Final = (*EVENT_KINDS, *(kind.__name__ for kind in get_args(do.Command)))
+# tokens that were reported by row are shown by name
+KINDS: Final = (
+    *(kind for kind in EVENT_KINDS if kind != on.TokensReported.__name__),
+    *(kind.__name__ for kind in get_args(do.Command)),
+)
 SHOWN_ITEMS: Final = 3  # of a collection, in a line for people
 
 # What follows from the event alone, whatever the policy: bookkeeping, and the next step of a handoff that goes well.
@@ -29,6 +34,9 @@ ACKNOWLEDGEMENTS: Final = frozenset(
         do.DropGroup,
         do.DropPrompt,
         do.CloseStep,
+        do.ScoreEvaluated,
+        do.EndEvaluationGroup,
+        do.EndEvaluation,
         do.ForgetGroup,
         do.RetireVersion,
         do.ReleaseSnapshot,
@@ -120,10 +128,12 @@ class Summary:
 
 
 class Replay:
-    """One log through a fresh core. Iterate it, once; ``machine`` and ``summary`` then tell how it ended."""
+    """One log through a fresh core for each life of its service. Iterate it, once; ``machine``, which is of the last
+    life, and ``summary`` then tell how it ended."""
 
     def __init__(self, config: Config, records: Iterable[Record]) -> None:
         self.machine = Machine(config)
+        self._config = config
         self._records = records
         self._events: Counter[str] = Counter()
         self._commands: Counter[str] = Counter()
@@ -133,12 +143,14 @@ class Replay:
     def __iter__(self) -> Iterator[Decision]:
         """Ends with the log, or with the event that ended the service: it left the core half way."""
         for record in self._records:
+            if isinstance(record.event, on.Restored):
+                self.machine = Machine(record.config or self._config)
             decision = self._decide(record, known_of(self.machine.state))
-            self._events[type(record.event).__name__] += 1
+            self._events[type(decision.event).__name__] += 1
             self._commands.update(type(command).__name__ for command in decision.commands)
             self._refused += bool(decision.refusal)
             if decision.failure:
-                self._failed = f"event {decision.number}, {type(record.event).__name__}: {decision.failure}"
+                self._failed = f"event {decision.number}, {type(decision.event).__name__}: {decision.failure}"
             yield decision
             if decision.failure:
                 return
@@ -146,8 +158,11 @@ class Replay:
     def _decide(self, record: Record, known: Known) -> Decision:
         """As the service's shell takes it: what the core raises is a refusal or the service's end."""
         number, now_s, event = record.number, record.now_s, record.event
+        given = event
+        if isinstance(event, on.TokensReported):
+            event = event.by_name(self.machine.state.names())
         try:
-            return Decision(number, now_s, event, known, tuple(self.machine.handle(event, now_s)))
+            return Decision(number, now_s, event, known, tuple(self.machine.handle(given, now_s)))
         except InvalidValue as error:
             return Decision(number, now_s, event, known, (), str(error))
         except Exception as error:
@@ -172,11 +187,16 @@ def known_of(state: State) -> Known:
         admissible={v: window.admissible(v) for v in range(window.oldest_live, window.newest + 1)},
         backlog=len(state.backlog),
         waiting=_sizes(state.waiting),
-        finished=_sizes(state.finished),
+        finished=dict(sorted(Counter(_finished_versions(state)).items())),
         leased=len(state.leased),
         handoffs=len(state.handoffs),
         workers=tuple(_known_worker(worker) for worker in state.worker_list if worker is not None),
     )
+
+
+def _finished_versions(state: State) -> Iterator[int]:
+    """The version of each group that waits for a step."""
+    return (int(state.groups["version"][group]) for groups in state.finished.values() for group in groups)
 
 
 def _sizes(by_version: Mapping[int, Any]) -> dict[int, int]:

@@ -1,8 +1,8 @@
 """The asyncio shell around the core: events in, commands carried out. It does what the core decided, nothing else.
 
     gRPC, timers ──▶ post(event) ──▶ machine.handle ──▶ commands ──▶ executor ──▶ sessions, book, verifier, store
-                      ▲   │                                                                  │
-                      │   └──▶ event log                                                     │
+                      ▲   │                                              │                   │
+                      │   └──▶ journal ◀─────────────────────────────────┘                   │
                       └───────────────────────── one outcome event each ◀────────────────────┘
 
 ``post`` runs in the event loop and never waits, so the book and the core always agree.
@@ -12,28 +12,39 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from dora.config import Config
 from dora.errors import Conflict, InvalidValue
+from dora.journal import facts
+from dora.journal.finding import Found
+from dora.journal.versions import KeptVersions
 from dora.kvtransfer.segments import sweep
+from dora.orchestrator import resume
 from dora.orchestrator.book import Book
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.handoff_table import Handoff
-from dora.orchestrator.eventlog import EventLogWriter
+from dora.orchestrator.evaluations import Evaluations
 from dora.orchestrator.executor import Executor, Verifier
 from dora.orchestrator.feed import PromptFeed
+from dora.orchestrator.hosts import Hosts
+from dora.orchestrator.journal import Journal
 from dora.orchestrator.presence import TrainerPresence
 from dora.orchestrator.record_queue import RecordQueue
-from dora.orchestrator.storage import EVENT_LOG, RUN_FOLDER, Storage
-from dora.orchestrator.streams import KvTier, Session, Sessions, WorkerProcesses, WorkerSession
+from dora.orchestrator.roll_call import RollCall
+from dora.orchestrator.storage import RUN_FOLDER, Storage
+from dora.orchestrator.streams import KvTier, Session, Sessions, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.orchestrator.worker_reports import WorkerReports
 from dora.record import Recorder
 from dora.rewards import GroupFilter
+from dora.rpc import dora_pb2 as pb
+from dora.types import RoutingShape
 from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
@@ -56,30 +67,42 @@ class Runtime:
         store: WeightStore,
         snapshots: Path,
         recorder: Recorder | None,
-        processes: WorkerProcesses | None = None,
-        event_log: EventLogWriter | None = None,
+        journal: Journal | None = None,
+        versions: KeptVersions | None = None,
         storage: Storage | None = None,
+        routing: RoutingShape | None = None,
     ) -> None:
         self.config = config
         self.machine = Machine(config)
-        self.book = Book(config.rollout)
+        self.book = Book(config.rollout, routing, config.window.least)
         self.telemetry = Telemetry()
         self.feed = feed
         self.store = store
         self._snapshots = snapshots
-        self.event_log = event_log
+        self.journal = Journal() if journal is None else journal
+        if self.journal.log is not None:
+            self.journal.log.failed.add_done_callback(self._journal_failed)
+        self.versions = versions
+        self.life = 0  # how often the service was started again
+        self.resumed: Mapping[str, Any] = {}  # what the ledger said at the start, where there was one
         self.storage = storage or Storage()
         self.storage.tell(lambda fault: self.post_soon(on.StorageChanged(fault)))
-        self.recorder = RecordQueue(recorder, self.storage, self.spawn)
-        self.sessions = Sessions(self._end_lost, processes)
+        self.recorder = RecordQueue(recorder, self.storage, self.spawn, self.journal)
+        self.sessions = Sessions(self._end_lost, None, config.workers.report_period_ms)
+        self.hosts = Hosts(config, store, self.sessions, self.machine.state, self.post, self.journal.note)
+        self.sessions.processes = self.hosts
         self.reports = WorkerReports(
             machine=self.machine,
             book=self.book,
             store=store,
             telemetry=self.telemetry,
             storage=self.storage,
+            journal=self.journal,
             post=self.post,
+            ended=self._note_ended,
+            missing=self.hosts.missing,
         )
+        self.evaluations = Evaluations(self.book, self.machine.state.evaluations.row_of, self.end_evaluation)
         self.executor = Executor(
             book=self.book,
             feed=feed,
@@ -89,35 +112,50 @@ class Runtime:
             recorder=self.recorder,
             storage=self.storage,
             sessions=self.sessions,
+            hosts=self.hosts,
+            evaluations=self.evaluations,
             handoff_of=self._handoff_of,
+            row_of=self.machine.state.request_row,
             telemetry=self.telemetry,
+            journal=self.journal,
+            versions=versions,
+            reference_version=config.rollout.reference_version,
             post=self.post,
             spawn=self.spawn,
         )
+        self.roll_call = RollCall(())
+        self.roll_call.close()  # there is none where nothing is to be restored
+        self.outlives_s = 0.0  # workers live on so long without this service
         self.trainer = TrainerPresence()
         self.tier: KvTier | None = None
         self.started_at = time.time()
+        self._ended: deque[tuple[int, WorkerSession, list[str]]] = deque()  # not settled: by the journal's count then
         self._tasks: set[asyncio.Task[None]] = set()
         self._posting = False
 
     # --------------------------------------------------------------------------------------------------------- events
 
-    def post(self, event: on.Event) -> None:
+    def post(self, event: on.Event, fact_of: Callable[[], facts.Fact] | None = None) -> None:
         """Hands an event to the core and carries out its commands. What the core refuses raises and changes nothing.
 
-        Anything else that raises leaves an event half done: a bug, which ends the service. The event log has the event
+        ``fact_of``: what the journal is told of it, before what the commands do, once the core has taken it.
+
+        Anything else that raises leaves an event half done: a bug, which ends the service. The journal has the event
         before the core does, so that its replay comes to the same refusal, or the same bug.
         """
         assert not self._posting, "an event was posted while another is handled; use post_soon"
         self._posting, handled = True, False
         try:
             now_s = time.monotonic()
-            if self.event_log is not None:
-                self.event_log.append(event, now_s)
+            self.journal.event(event, now_s)
             commands = self.machine.handle(event, now_s)
             handled = True
+            if fact_of is not None and self.journal.writes:
+                self.journal.note(fact_of())
+            self.journal.window(self.machine.state)
             for command in commands:
                 self.executor.carry_out(command)
+            self.journal.trainer(self.machine.state)
         except Exception as error:
             if handled or not isinstance(error, InvalidValue):
                 self._fail(error)
@@ -125,13 +163,76 @@ class Runtime:
         finally:
             self._posting = False
 
+    def resume(self, found: Found, awaited: Iterable[str] = ()) -> on.Restored | None:
+        """Carries on from what an earlier life has left; of a service that is new it notes that it begins.
+
+        Returns what the core is to be told once those ``awaited`` (ids of workers and pools) have come back, and opens
+        the roll call for them: ``restore``.
+        """
+        self.outlives_s = self.config.workers.outlive_s
+        self.life = found.ledger.values["life"] + 1
+        tree = self.config.model_dump_json(exclude={"service": {"token"}})
+        groups = resume.begin_life(self.journal, found, tree)
+        if found.is_new:
+            return None
+        ledger, newest = found.ledger, found.ledger.values["newest"]
+        self.resumed = dict(ledger.values)
+        self.sessions.epochs = self.resumed["worker_epoch"]
+        number = max([self.resumed["next_number"], *(group.number + len(group.rows) for group in groups)])
+        leased = resume.restore_book(self.book, groups, found.requests, number)
+        resume.restore_feed(self.feed, found, groups)
+        restored = resume.restored(self.book, found, groups, self.config.window.least, time.time())
+        self.book.window_versions = restored.window_versions
+        self.recorder.restored(leased, resume.cancelled_of(ledger.dropped()), newest)
+        log.warning("carrying on at step %d with %d groups, %d of them leased", newest, len(groups), len(leased))
+        self.roll_call = RollCall(awaited)
+        return restored
+
+    async def restore(self, restored: on.Restored | None) -> None:
+        """Waits for those who may have outlived the earlier life, then hands the core what is left of that. Until then
+        no caller but workers and pools is let in."""
+        if restored is None:
+            return
+        try:
+            await self.roll_call.ended(self.config.workers.roll_call_s)
+            self.post(replace(self.roll_call.completed(restored), hosts=self.hosts.stood()))
+        finally:
+            self.roll_call.close()
+
     def post_soon(self, event: on.Event) -> None:
         """Posts after what is being handled now."""
         asyncio.get_running_loop().call_soon(self.post, event)
 
+    def end_evaluation(self, evaluation_id: str, reason: str) -> None:
+        """Ends it after what is being handled now, where it still runs then."""
+
+        def end() -> None:
+            if evaluation_id in self.evaluations.running:
+                self.post(on.EvaluationCancelled(evaluation_id, reason))
+
+        asyncio.get_running_loop().call_soon(end)
+
     def _end_lost(self, session: Session, reason: str) -> None:
+        if not self.roll_call.is_over:
+            return  # the core has not heard of it yet
         lost = on.WorkerLost if isinstance(session, WorkerSession) else on.PoolLost
         self.post_soon(lost(session.worker_id, session.epoch, reason))
+        self.hosts.worker_lost(session)
+
+    def _note_ended(self, session: WorkerSession, request_ids: list[str]) -> None:
+        """Workers that would outlive this service keep these responses until they are durable."""
+        if self.outlives_s:
+            self._ended.append((self.journal.told, session, request_ids))
+
+    def _settle(self) -> None:
+        """Tells workers of what has become durable, those that are still there."""
+        durable = self.journal.durable
+        settled: dict[WorkerSession, list[str]] = {}
+        while self._ended and self._ended[0][0] <= durable:
+            _, session, request_ids = self._ended.popleft()
+            settled.setdefault(session, []).extend(request_ids)
+        for session, request_ids in settled.items():
+            session.send(pb.WorkerCommand(settled=pb.Settled(request_ids=request_ids)))
 
     def trainer_present(self) -> bool:
         """Whether a trainer streams, trains on leased groups, or did so a moment ago."""
@@ -151,7 +252,9 @@ class Runtime:
             workers = self.machine.state.workers.values()
             loading = {worker.worker_id for worker in workers if worker.loading >= 0}
             self.sessions.replace_silent(self.config.workers.silence_timeout_s, loading)
+            self.hosts.look(self.config.workers.silence_timeout_s)
             self.post(on.Tick())
+            self._settle()
             with self.storage.tidying(RUN_FOLDER):
                 self.sweep_snapshots()
             await self.look_at_storage()
@@ -160,12 +263,8 @@ class Runtime:
     async def look_at_storage(self) -> None:
         """Finds out what can be written, and repeats what could not."""
         await self.storage.look_at(RUN_FOLDER, self.store.root)
-        if self.event_log is not None:
-            error = self.event_log.write_again()
-            if error is not None:
-                self.storage.failed(EVENT_LOG, error)
-            else:
-                self.storage.works(EVENT_LOG)
+        if self.journal.log is not None:
+            self.journal.log.try_again()
         self.storage.look_again()
 
     def _end_hopeless_step(self) -> None:
@@ -209,6 +308,10 @@ class Runtime:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _journal_failed(self, failed: asyncio.Future[None]) -> None:
+        if not failed.cancelled() and (error := failed.exception()) is not None:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:

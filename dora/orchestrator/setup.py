@@ -1,14 +1,14 @@
-"""What a service needs before it can begin, as configured: model, run folder, record, event log."""
+"""What a service needs before it can begin, as configured: model, run folder, record."""
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import resource
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,11 +17,12 @@ from typing import Final
 from dora.config import Config, validated
 from dora.errors import InvalidValue
 from dora.kvtier.server import remove_left
-from dora.models import check_parallel, context_tokens, default_cache, made_model, resolve_model
-from dora.orchestrator.eventlog import EventLogWriter, new_log
+from dora.models import check_parallel, context_tokens, default_cache, made_model, resolve_model, routing
 from dora.outfile import try_folder
 from dora.ownership import hold, hold_new, is_abandoned
 from dora.record import LINES_FILES, VERSIONS_FOLDER, Recorder, unwritable
+from dora.types import RoutingShape
+from dora.weights.host_store import bound_of
 from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
@@ -33,6 +34,7 @@ CONTEXT_UNSAID_TOKENS: Final = 2048
 LOCK_FILE: Final = "dora.lock"  # of a run folder that was named; held while its service lives
 MADE_LOCK_FILE: Final = "made.lock"  # of one that a service has made for itself
 MADE_PREFIX: Final = "dora-"
+STATE_PREFIX: Final = "dorastate-"  # of one that a service with a state folder has made: no other one removes it
 FILES_MOST: Final = 1 << 16
 
 
@@ -93,6 +95,11 @@ def with_context(config: Config, model: Path) -> Config:
     return config
 
 
+def routing_wanted(config: Config, model: Path) -> RoutingShape | None:
+    """What workers report of their routers; None: nothing. Raises InvalidValue for a model that has none."""
+    return routing(model) if config.workers.router_replay else None
+
+
 def check_engine(config: Config) -> None:
     """Raises InvalidValue where the workers' engine is not installed: each of them would say so in its log, and end."""
     if config.workers.count and config.workers.engine == "vllm" and find_spec("vllm") is None:
@@ -108,11 +115,15 @@ def run_folder_of(config: Config) -> Iterator[Path]:
     named the versions and snapshots (the logs stay). Raises InvalidValue where a living service has the folder.
     """
     if config.service.run_folder:
-        with _taken_over(Path(config.service.run_folder)) as folder:
+        with _taken_over(Path(config.service.run_folder), keeps=bool(config.service.state)) as folder:
             yield folder
         return
-    shared = Path("/dev/shm")
-    parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    if config.service.state:
+        with _taken_over(made_for_state(config), keeps=True) as folder:
+            yield folder
+            shutil.rmtree(folder, ignore_errors=True)  # not where an error ends the service
+        return
+    parent = _memory()
     for left in parent.glob(f"{MADE_PREFIX}*"):
         if is_abandoned(left / MADE_LOCK_FILE):
             log.warning("%s is removed: its service was killed", left)
@@ -131,6 +142,17 @@ def run_folder_of(config: Config) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def made_for_state(config: Config) -> Path:
+    """The run folder of a service that carries on, where none is named: each of its lives has the same."""
+    name = hashlib.blake2b(f"{os.getuid()}/{Path(config.service.state).resolve()}".encode(), digest_size=6).hexdigest()
+    return _memory() / f"{STATE_PREFIX}{name}"
+
+
+def _memory() -> Path:
+    shared = Path("/dev/shm")
+    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
 @contextlib.contextmanager
 def writable(field: str, folder: Path) -> Iterator[None]:
     """What the start of a service writes into a folder that a setting names. Raises InvalidValue where it cannot."""
@@ -140,16 +162,37 @@ def writable(field: str, folder: Path) -> Iterator[None]:
         raise InvalidValue(field, str(folder), f"a folder with room to write in ({error.strerror})") from error
 
 
-def store_of(run_folder: Path, model: Path) -> WeightStore:
-    """The store, with version 0 in it, and beside it the folder for snapshots."""
+def store_of(run_folder: Path, model: Path, config: Config) -> WeightStore:
+    """The store, with version 0 in it, and beside it the folder for snapshots. It keeps the reference version, unless
+    that is 0, which is the model itself."""
     with writable(RUN_FOLDER, run_folder):
         (run_folder / SNAPSHOTS_FOLDER).mkdir(exist_ok=True)
-        return WeightStore(run_folder / WEIGHTS_FOLDER, model)
+        store = WeightStore(run_folder / WEIGHTS_FOLDER, model, config.rollout.reference_version or None)
+    store.bound_bytes = bound_of(store.reference, weight_versions(config))
+    room = os.statvfs(run_folder)
+    free_bytes = room.f_bavail * room.f_frsize
+    if free_bytes < store.bound_bytes:
+        log.warning(
+            "%s has room for %s bytes; the versions of the window may take %s: a commit may be refused",
+            run_folder,
+            f"{free_bytes:,}",
+            f"{store.bound_bytes:,}",
+        )
+    return store
+
+
+def weight_versions(config: Config) -> int:
+    """How many versions a host's weight store may hold: those of the window, the next one, and the reference."""
+    kept = 1 if config.rollout.reference_version else 0
+    return config.service.weight_versions or config.window.most + 1 + kept
 
 
 @contextlib.contextmanager
-def _taken_over(folder: Path) -> Iterator[Path]:
-    """A folder that the user named: a service before this one may have ended there in any way, but not live there."""
+def _taken_over(folder: Path, keeps: bool) -> Iterator[Path]:
+    """A folder that the user named: a service before this one may have ended there in any way, but not live there.
+
+    ``keeps``: its versions and snapshots stay, for a service that carries on.
+    """
     lock = folder / LOCK_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -161,7 +204,7 @@ def _taken_over(folder: Path) -> Iterator[Path]:
         raise _in_use(folder)
     try:
         _check_left(folder, ours)
-        for left in (folder / WEIGHTS_FOLDER, folder / SNAPSHOTS_FOLDER):
+        for left in (folder / WEIGHTS_FOLDER, folder / SNAPSHOTS_FOLDER) if not keeps else ():
             shutil.rmtree(left, ignore_errors=True)
         remove_left(folder)
         yield folder
@@ -203,14 +246,18 @@ def _in_use(folder: Path) -> InvalidValue:
     return InvalidValue(RUN_FOLDER, str(folder), "a folder that no running service has")
 
 
-async def recorder_of(config: Config, store: WeightStore, stack: contextlib.AsyncExitStack) -> Recorder | None:
+async def recorder_of(
+    config: Config, store: WeightStore, stack: contextlib.AsyncExitStack, carries_on: bool
+) -> Recorder | None:
+    """``carries_on``: an earlier life of this service may have begun the record."""
     if not config.record:
         return None
-    folder = _new_record(config)
-    recorder = await asyncio.to_thread(Recorder, folder)
+    folder = Path(config.record) if carries_on else _new_record(config)
+    recorder = await asyncio.to_thread(Recorder, folder, config.workers.quantisation)
     stack.callback(recorder.close)
     with writable("record", folder):
-        await asyncio.to_thread(recorder.keep_version, 0, store.folder(0))
+        for version in store.versions():
+            await asyncio.to_thread(recorder.keep_version, version, store.folder(version))
     return recorder
 
 
@@ -229,18 +276,3 @@ def _new_record(config: Config) -> Path:
     if any(each.exists() for each in left):  # ids and versions begin anew with each service
         raise InvalidValue("record", config.record, "a folder without an earlier record")
     return folder
-
-
-def event_log_of(config: Config, stack: contextlib.AsyncExitStack) -> EventLogWriter | None:
-    """The log, closed after the runtime has handled its last event."""
-    if not config.service.event_log:
-        return None
-    return stack.enter_context(EventLogWriter(Path(config.service.event_log), config, now_s=time.monotonic()))
-
-
-def check_event_log(config: Config) -> None:
-    """Raises InvalidValue where ``event_log_of`` would; nothing is left."""
-    if config.service.event_log:
-        file = Path(config.service.event_log)
-        new_log(file).close()
-        file.unlink()

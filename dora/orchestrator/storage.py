@@ -25,7 +25,7 @@ log = logging.getLogger("dora.storage")
 
 RUN_FOLDER: Final = "run folder"
 RECORD: Final = "record"
-EVENT_LOG: Final = "event log"
+STATE: Final = "state folder"
 ROOM_BYTES: Final = 256 << 10  # with less room than this the run folder counts as full
 _ROOM_FILE: Final = ".room"
 

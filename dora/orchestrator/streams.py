@@ -9,6 +9,7 @@ from typing import Protocol
 from dora.errors import DoraError
 from dora.orchestrator.telemetry import Rate
 from dora.rpc import dora_pb2 as pb
+from dora.rpc.channel import BATCH_BYTES
 from dora.trajectory import TrajectoryGroup
 from dora.types import NO_KV, EngineCapability, KvEndpoint, PoolCapability, TierLoad
 
@@ -17,6 +18,8 @@ log = logging.getLogger("dora.service")
 DRAINED = "drained"  # the reason of a worker that was asked to leave
 LOST_KEPT = 256  # workers that are gone, and still shown with the reason
 COMMANDS_QUEUED_MAX = 65536  # a worker this far behind is as good as hung
+REPORTS_PER_S = 250  # of all workers together, those of ends aside, that the service should have to read: 5% of a core
+PERIOD_MOST_MS = 1000
 
 
 class Session:
@@ -28,6 +31,8 @@ class Session:
         self.pid = pid
         self.host = host
         self.kv = kv
+        self.takes_start_requests = False
+        self.held: dict[str, int] = {}  # as it said hello: requests from before, and the tokens that it has of each
         self.heard_s = time.monotonic()
         self._outbox: asyncio.Queue[pb.WorkerCommand | None] = asyncio.Queue(COMMANDS_QUEUED_MAX)
 
@@ -52,8 +57,32 @@ class Session:
         self._outbox.put_nowait(None)
 
     async def commands(self) -> AsyncIterator[pb.WorkerCommand]:
-        while (command := await self._outbox.get()) is not None:
-            yield command
+        """The commands; requests that are to be started at once in one, where the worker takes that."""
+        command = await self._outbox.get()
+        while command is not None:
+            if not self.takes_start_requests or not command.HasField("start_request"):
+                yield command
+                command = await self._outbox.get()
+                continue
+            starting, size_bytes = [command], command.ByteSize()
+            while not self._outbox.empty() and size_bytes < BATCH_BYTES:
+                command = self._outbox.get_nowait()
+                if command is None or not command.HasField("start_request"):
+                    break
+                starting.append(command)
+                size_bytes += command.ByteSize()
+            yield _together(starting)
+            if command is starting[-1]:
+                command = await self._outbox.get()
+
+
+def _together(starting: list[pb.WorkerCommand]) -> pb.WorkerCommand:
+    """Orders to start a request, in one message."""
+    if len(starting) == 1:
+        return starting[0]
+    for command in starting:
+        command.start_request.command_id = command.command_id
+    return pb.WorkerCommand(start_requests=pb.StartRequests(requests=[each.start_request for each in starting]))
 
 
 class WorkerSession(Session):
@@ -70,6 +99,7 @@ class WorkerSession(Session):
     ) -> None:
         super().__init__(worker_id, epoch, pid, host, kv)
         self.capability = capability
+        self.hosted = -1  # the version that it had as it said hello
         self.reprefilled_tokens = 0
         self.tier = TierLoad()
         self.rate = Rate()
@@ -134,9 +164,17 @@ class WorkerProcesses(Protocol):
 
 
 class Sessions:
-    """Who is connected now. ``lost`` is told of each epoch of a worker or pool that is over, with the reason."""
+    """Who is connected now. ``lost`` is told of each epoch of a worker or pool that is over, with the reason.
 
-    def __init__(self, lost: Callable[[Session, str], None], processes: WorkerProcesses | None = None) -> None:
+    ``report_period_ms``: the least time between two reports of a worker.
+    """
+
+    def __init__(
+        self,
+        lost: Callable[[Session, str], None],
+        processes: WorkerProcesses | None = None,
+        report_period_ms: int = 50,
+    ) -> None:
         self.workers: dict[str, WorkerSession] = {}
         self.pools: dict[str, PoolSession] = {}
         self.stream: StepStream | None = None  # the trainer's
@@ -144,7 +182,9 @@ class Sessions:
         self.lost_pools: dict[str, str] = {}
         self.processes = processes
         self._lost = lost
-        self._epochs = 0
+        self.epochs = 0
+        self._least_period_ms = report_period_ms
+        self.report_period_ms = report_period_ms  # of each worker now
 
     def open(
         self,
@@ -157,6 +197,7 @@ class Sessions:
         """Begins a new epoch of this worker, which must not be connected."""
         session = WorkerSession(worker_id, self._begin_epoch(worker_id), pid, host, capability, kv)
         self.workers[worker_id] = session
+        self._pace()
         return session
 
     def open_pool(self, pool_id: str, pid: int, host: str, capability: PoolCapability, kv: KvEndpoint) -> PoolSession:
@@ -167,10 +208,21 @@ class Sessions:
 
     def _begin_epoch(self, name: str) -> int:
         assert self.end(name) is None, f"{name} is connected"
-        self._epochs += 1
+        self.epochs += 1
         for lost in (self.lost_reasons, self.lost_pools):
             lost.pop(name, None)
-        return self._epochs
+        return self.epochs
+
+    def _pace(self) -> None:
+        """The more workers there are, the less often each reports; they are told where that doubles, or halves."""
+        period_ms = self._least_period_ms
+        while period_ms * REPORTS_PER_S < len(self.workers) * 1000 and period_ms < PERIOD_MOST_MS:
+            period_ms = min(2 * period_ms, PERIOD_MOST_MS)
+        if period_ms == self.report_period_ms:
+            return
+        self.report_period_ms = period_ms
+        for session in self.workers.values():
+            session.send(pb.WorkerCommand(pace=pb.Pace(report_period_ms=period_ms)))
 
     def end(self, name: str) -> WorkerSession | PoolSession | None:
         """The worker or pool of this id, if it is connected: an end of a handoff."""
@@ -199,6 +251,7 @@ class Sessions:
         self.workers.pop(session.worker_id, None)
         self.pools.pop(session.worker_id, None)
         session.give_up()
+        self._pace()
         lost = self.lost_pools if isinstance(session, PoolSession) else self.lost_reasons
         reason = lost.get(session.worker_id, reason)
         _keep(lost, session.worker_id, reason)

@@ -1,6 +1,6 @@
 """Numbers for operators: rates, blackouts, steps. Bounded memory."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +30,13 @@ class StepRecord:
     metrics: dict[str, float] = field(default_factory=dict)
     took_s: float | None = None  # since the commit before; None: the first
     waited_s: float | None = None  # of it, the trainer stood waiting for groups; None: it does not say
+    staleness_groups: tuple[int, ...] = ()  # groups by staleness, from 0 on
+
+
+def staleness_groups(groups: Sequence[TrajectoryGroup]) -> tuple[int, ...]:
+    """How many groups are of each staleness, from 0 on."""
+    found = Counter(int(group.staleness[0]) for group in groups if len(group))
+    return tuple(found[staleness] for staleness in range(max(found, default=-1) + 1))
 
 
 class Rate:
@@ -59,6 +66,7 @@ class Telemetry:
         self.tier_chunks_damaged = 0
         self.tier_losses = 0
         self.trajectories_finished = 0
+        self.trajectories_evaluated = 0
         self.rewards_failed = 0
         self.groups_filtered = 0
         self.messages_refused = 0
@@ -103,9 +111,8 @@ class Telemetry:
         waited_s: float | None = None,
     ) -> None:
         """``at``: of the wall clock, for people; ``stepped_s``: of a clock that is never set."""
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        rewards = [t.reward for t in trajectories if t.reward_valid]
-        staleness = [t.staleness for t in trajectories]
+        rewards = [reward for group in groups for reward in group.rewards[group.rewards_valid].tolist()]
+        staleness = [each for group in groups for each in group.staleness.tolist()]
         took_s = stepped_s - self._stepped_s if self.steps else None
         self._stepped_s = stepped_s
         self.steps.append(
@@ -115,10 +122,11 @@ class Telemetry:
                 float(np.mean(rewards)) if rewards else 0.0,
                 float(np.mean(staleness)) if staleness else 0.0,
                 max(staleness, default=0),
-                sum(t.length_tokens for t in trajectories),
+                sum(int(group.lengths.sum()) for group in groups),
                 metrics,
                 took_s,
                 waited_s,
+                staleness_groups(groups),
             )
         )
         self._forget_metrics()
@@ -152,6 +160,7 @@ class Telemetry:
             "tokens_reprefilled": self.tokens_reprefilled,
             "tokens_per_s": self.tokens_delivered / busy_s if busy_s > 0 else 0.0,
             "trajectories_finished": self.trajectories_finished,
+            "trajectories_evaluated": self.trajectories_evaluated,
             "rewards_failed": self.rewards_failed,
             "groups_filtered": self.groups_filtered,
             "messages_refused": self.messages_refused,

@@ -3,21 +3,26 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
-from dora.errors import InvalidValue
+import numpy as np
+
+from dora.errors import InvalidValue, NotFound
 from dora.kvtransfer.arrivals import check_key
 from dora.orchestrator import worker_checks as checks
-from dora.orchestrator.book import Book, BookError
+from dora.orchestrator.book import Book
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.orchestrator.journal import Journal
 from dora.orchestrator.storage import RUN_FOLDER, Storage
 from dora.orchestrator.streams import PoolSession, Session, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.types import Canary, TokenDelta
+from dora.stretches import TokenColumns
+from dora.types import Canary
 from dora.weights.canary import check_canary
 from dora.weights.store import WeightStore
 
@@ -37,14 +42,22 @@ class WorkerReports:
         store: WeightStore,
         telemetry: Telemetry,
         storage: Storage,
+        journal: Journal,
         post: Callable[[on.Event], None],
+        missing: Callable[[str, int], None],
+        ended: Callable[[WorkerSession, list[str]], None] = lambda session, request_ids: None,
     ) -> None:
+        """``missing`` is told which worker has not found which version on its host; ``ended``, which requests a worker
+        has reported to the end, once that is in book and journal."""
         self._machine = machine
         self._book = book
         self._store = store
         self._telemetry = telemetry
         self._storage = storage
+        self._journal = journal
         self._post = post
+        self._missing = missing
+        self._ended = ended
 
     def report(self, session: WorkerSession, report: pb.WorkerReport) -> None:
         """Takes over the tokens of requests that this worker owns; the rest belongs to an older handoff.
@@ -52,33 +65,38 @@ class WorkerReports:
         Raises InvalidValue (BookError) for a report that is wrong anywhere: nothing of it is taken over.
         """
         now, at = time.monotonic(), time.time()
-        deltas = checks.checked_deltas(report, session.capability.kv_tokens, self._vocab_size(session))
-        owned = set(self._machine.owned(session.worker_id, session.epoch, {delta.request_id for delta in deltas}))
-        deltas = [delta for delta in deltas if delta.request_id in owned]
-        for delta in deltas:
-            if delta.version != report.version:
-                raise BookError(f"{delta.request_id}: version", delta.version, f"{report.version}, the report's own")
+        state = self._machine.state
+        kv_tokens, vocab_size = session.capability.kv_tokens, self._vocab_size(session)
+        columns = checks.checked_tokens(report, kv_tokens, vocab_size, state.requests.capacity)
+        columns = columns.only(self._machine.owned(session.worker_id, session.epoch, columns.rows))
         # C1: the core counts such a token, and evicts the worker; nothing else of the report is taken over either
-        mixed = [delta for delta in deltas if delta.version != self._book[delta.request_id].version]
-        if not mixed:
-            checks.check_against_book(self._book, deltas)
+        of_another_version = self._book.column("version", columns.rows) != report.version
+        is_mixed = bool(of_another_version.any())
+        if is_mixed:
+            columns = columns.only(of_another_version)
+        else:
+            checks.check_against_book(self._book, columns)
         session.heard_s = now
         session.rate.observe(now, report.generated_tokens)
         self._telemetry.tokens_reprefilled += max(0, report.reprefilled_tokens - session.reprefilled_tokens)
         session.reprefilled_tokens = report.reprefilled_tokens
-        tier = convert.tier_from_wire(report.kv_tier)
-        self._telemetry.tier(session.tier, tier)
-        session.tier = tier
-        for delta in () if mixed else deltas:
-            self._append(session.worker_id, delta, at)
-        taken = mixed or deltas
+        if report.HasField("kv_tier"):
+            tier = convert.tier_from_wire(report.kv_tier)
+            self._telemetry.tier(session.tier, tier)
+            session.tier = tier
+        if not is_mixed:
+            self._append(session.worker_id, columns, at)
+            if columns.ends.any():
+                rows = columns.rows[columns.ends > 0].tolist()
+                self._ended(session, [self._book.at(row).request_id for row in rows])
         self._post(
-            on.Progress(
+            on.TokensReported(
                 session.worker_id,
                 session.epoch,
                 report.version,
-                {delta.request_id: len(self._book[delta.request_id].tokens) for delta in taken},
-                {} if mixed else {delta.request_id: delta.finish_reason for delta in deltas if delta.finish_reason},
+                columns.rows.astype(np.int32),
+                self._book.column("held", columns.rows).astype(np.int32),
+                columns.ends,
                 report.waiting,
                 report.kv_used_tokens,
             )
@@ -126,6 +144,8 @@ class WorkerReports:
                 outcome.canary_difference,
             )
         )
+        if isinstance(command, do.LoadVersion) and outcome.error_kind == "missing":
+            self._missing(session.worker_id, command.version)
 
     def copy_began(self, session: WorkerSession, message: pb.CopyBegan) -> None:
         """Tells the core that a request is being copied while it decodes."""
@@ -139,7 +159,7 @@ class WorkerReports:
         checks.checked_outcome(outcome)
         if outcome.locator or (outcome.ok and isinstance(command, do.CopyOut)):
             check_key(outcome.locator, session.epoch)
-        canary = convert.canary_from_wire(outcome.canary)
+        canary = convert.canary_from_wire(outcome.canary) if outcome.HasField("canary") else None
         if canary is None:
             return None
         if isinstance(session, PoolSession):
@@ -151,13 +171,12 @@ class WorkerReports:
         """The model's; the engine's, where the model's config does not say."""
         return self._store.reference.vocab_size or session.capability.vocab_size
 
-    def _append(self, worker_id: str, delta: TokenDelta, at: float) -> None:
-        entry = self._book[delta.request_id]
-        before, last_at = len(entry.tokens), entry.last_token_at
-        arrival = entry.append(worker_id, delta, at)
-        if before:
-            self._telemetry.arrived(arrival, (at - last_at) * 1000)
-        self._telemetry.tokens(len(entry.tokens) - before, at)
+    def _append(self, worker_id: str, columns: TokenColumns, at: float) -> None:
+        before, held = self._book.tokens, self._book.column("held", columns.rows)
+        for arrival, without_token_s in self._book.append(worker_id, columns, at):
+            self._telemetry.arrived(arrival, without_token_s * 1000)
+        self._telemetry.tokens(self._book.tokens - before, at)
+        self._journal.report(self._book, columns, held, at)
 
     def _note_copy(self, session: Session, outcome: pb.WorkerOutcome) -> None:
         """One line for what did not go as it should have; numbers for the rest."""
@@ -169,8 +188,10 @@ class WorkerReports:
 
     def _keep_canary(self, worker_id: str, version: int, canary: Canary) -> None:
         """A version that came without a canary is held to what its first worker made of it."""
-        if self._machine.counts_load(worker_id, version) and self._store.canary(version) is None:
-            with self._storage.tidying(RUN_FOLDER):
+        if not self._machine.counts_load(worker_id, version):
+            return
+        with self._storage.tidying(RUN_FOLDER), suppress(NotFound):  # it may have vanished since
+            if self._store.canary(version) is None:
                 self._store.keep_canary(version, canary)
 
 

@@ -7,17 +7,25 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from dora.errors import DoraError, InvalidValue
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.peer import ANY_MODEL
-from dora.kvtransfer.plane import installed, local_host
+from dora.kvtransfer.plane import DataPlane, installed, local_host
+from dora.pool.disk import Disk
 from dora.pool.loop import PoolLoop
 from dora.pool.spill import SpillFolder
 from dora.pool.store import Store
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.errors import ServiceUnavailable
 from dora.types import KvEndpoint, PoolCapability
-from dora.worker.link import Link, plane_of
+from dora.worker.absence import await_service
+from dora.worker.link import Link, at_host, plane_of
+
+log = logging.getLogger("dora.worker")
 
 MEGABYTE = 10**6
 
@@ -38,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, stop: threading.Event, stack: contextlib.ExitStack) -> None:
-    """Serves until told to stop, or until the stream ends. What it holds ends with it."""
+    """Serves until told to stop, or until the service is away and not to be outlived. What it holds ends with it."""
     token = os.environ.get("DORA_TOKEN", "")
     if not token:
         raise InvalidValue("DORA_TOKEN", "", "the service's worker token, in the environment")
@@ -48,24 +56,90 @@ def run(options: argparse.Namespace, stop: threading.Event, stack: contextlib.Ex
     spill = SpillFolder(Path(options.spill_folder), spill_bytes) if options.spill_folder and spill_bytes else None
     if spill is not None:
         stack.callback(spill.close)
-    door = Door(options.kv_host or local_host(options.orchestrator))
-    stack.callback(door.close)
-    capability = PoolCapability(memory_bytes, spill_bytes if spill is not None else 0)
-    link = Link(options.orchestrator, token, options.pool_id, capability, KvEndpoint(door.address, installed()))
-    stack.callback(link.close)
-    welcome = link.open()
-    plane = plane_of(door, options.pool_id, ANY_MODEL, welcome, memory_bytes)
-    stack.callback(plane.close)
-    assert plane.arena is not None
-    store = Store(plane.arena, spill, welcome.kv.secret, welcome.kv.memory_bytes)
+    pool = _Pool(options, token, PoolCapability(memory_bytes, spill_bytes if spill is not None else 0))
+    stack.callback(pool.close)
+    link = pool.link({})
+    welcome = at_host(link.open(), options.host_folder)
+    arena = pool.connect(link, welcome, memory_bytes).arena
+    assert arena is not None
+    disk = Disk(spill, welcome.kv.secret, welcome.kv.memory_bytes) if spill is not None else None
+    store = Store(arena, disk, welcome.kv.secret)
     stack.callback(store.close)
-    PoolLoop(link, plane, store).run(stop)
+    loop, secret = PoolLoop(link, pool.plane, store), welcome.kv.secret
+    while not _serves(loop, link, welcome.outlives_s, stop):
+        found = await_service(partial(pool.link, loop.leave()), lambda: False, stop, welcome.outlives_s)
+        if found is None:
+            return
+        link, welcome = found[0], at_host(found[1], options.host_folder)
+        if welcome.kv.secret != secret:  # what is parked is under the other's sums
+            raise ServiceUnavailable("the service is another one")
+        loop.come_back(link, pool.connect(link, welcome))
+
+
+def _serves(loop: PoolLoop, link: Link, outlives_s: float, stop: threading.Event) -> bool:
+    """Until told to stop. False: the service is away, and is to be outlived."""
+    try:
+        loop.run(stop)
+    except ServiceUnavailable as error:
+        if not outlives_s or not link.is_lost:
+            raise
+        log.warning("the service is away, and is awaited for %g s: %s", outlives_s, error)
+        return False
+    return True
+
+
+class _Pool:
+    """Where this pool is reached, in one epoch after another; its arena goes from each to the next."""
+
+    def __init__(self, options: argparse.Namespace, token: str, capability: PoolCapability) -> None:
+        self._options, self._token, self._capability = options, token, capability
+        self._door = self._open_door()
+        self._link: Link | None = None
+        self._plane: DataPlane | None = None
+
+    @property
+    def plane(self) -> DataPlane:
+        assert self._plane is not None
+        return self._plane
+
+    def link(self, held: Mapping[str, int]) -> Link:
+        """A link that is not begun; its hello says what is parked."""
+        if self._plane is not None and self._link is not None:  # the door is the plane's of before
+            self._link.close()
+            self._link, self._door = None, self._open_door()
+        kv = KvEndpoint(self._door.address, installed())
+        parked = [pb.HeldRequest(request_id=request_id, tokens=tokens) for request_id, tokens in held.items()]
+        address, name = self._options.orchestrator, self._options.pool_id
+        return Link(address, self._token, name, self._capability, kv, pb.PoolHello(held=parked), self._options.host)
+
+    def connect(self, link: Link, welcome: pb.Welcome, arena_bytes: int = 0) -> DataPlane:
+        """The data plane of this epoch."""
+        before, self._link = self._plane, link
+        arena = None if before is None else before.give_arena()
+        self._plane = plane_of(self._door, self._options.pool_id, ANY_MODEL, welcome, arena_bytes, arena)
+        if before is not None:
+            before.close()
+        return self._plane
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        if self._plane is not None:
+            self._plane.close()
+        self._door.close()
+
+    def _open_door(self) -> Door:
+        return Door(self._options.kv_host or local_host(self._options.orchestrator))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dora.pool", description=__doc__)
     parser.add_argument("--orchestrator", required=True, help="the service's host:port")
     parser.add_argument("--pool-id", required=True)
+    parser.add_argument("--host", default="", help="name of its host; empty: the system's")
+    parser.add_argument(
+        "--host-folder", default="", help="with its host's weights and shared memory; empty: the service's"
+    )
     parser.add_argument("--memory-mb", type=int, default=2048, help="host memory for parked requests' KV")
     parser.add_argument("--spill-folder", default="", help="folder on a disk, for what has no room in memory")
     parser.add_argument("--spill-mb", type=int, default=0, help="of that folder; 0: none")

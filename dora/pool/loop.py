@@ -48,6 +48,19 @@ class PoolLoop:
             "remove_request": self._remove_request,
         }
 
+    def leave(self) -> dict[str, int]:
+        """The service is gone: what was on its way here or from here is undone, and what is parked stays. Returns that,
+        with the tokens of each."""
+        for sending in self._sendings.values():
+            sending.cancel()
+        self._sendings.clear()
+        return self._store.leave()
+
+    def come_back(self, orders: Orders, plane: DataPlane) -> None:
+        """A service is there again; it says by RemoveRequest what it does not need any more."""
+        self._orders, self._plane = orders, plane
+        self._report()
+
     def run(self, stop: threading.Event) -> None:
         while not (stop.is_set() or self._shutdown):
             self.turn()

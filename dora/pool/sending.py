@@ -12,7 +12,8 @@ from dora.errors import DoraError, TransferFailed
 from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import DataPlane
 from dora.kvtransfer.transfer import Sent, Transfer
-from dora.pool.store import Parked, Store
+from dora.pool.parked import Parked
+from dora.pool.store import Store
 from dora.rpc import dora_pb2 as pb
 from dora.worker.failure import NotMovable
 from dora.worker.orders import REASON_MOST

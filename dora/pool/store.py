@@ -6,8 +6,7 @@
   their own, and who wants in is answered once there is room. Where both are full it is refused.
 - A snapshot that cannot be written is dropped, and so is the oldest one where the disk keeps somebody waiting for more
   than ``WAIT_S``. What was dropped is told; its requests are re-prefilled.
-- A snapshot on disk is read back into memory of its own when it is sent on. One whose file is not what was written, or
-  cannot be read, is gone.
+- A snapshot on disk is read back when it is sent on (``disk``); one that cannot be is gone.
 """
 
 import logging
@@ -15,57 +14,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
-from dora.errors import Conflict, DoraError, SnapshotRefused, TransferFailed
-from dora.kvtransfer.arena import STEP_BYTES, Arena
+from dora.errors import Conflict, SnapshotRefused, TransferFailed
+from dora.kvtransfer.arena import Arena
 from dora.kvtransfer.arrivals import Arrival
-from dora.kvtransfer.checksum import Seal
-from dora.kvtransfer.memory import Pool
-from dora.pool.spill import SpillFolder
+from dora.pool.disk import Disk
+from dora.pool.parked import Bodies, Parked, Round
 from dora.worker.failure import NotMovable
 
 log = logging.getLogger("dora.worker")
 
 WAIT_S: Final = 2.0  # for a disk
-
-Bodies = Sequence[np.ndarray]  # of a snapshot's rounds, uint8
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """What is known of a round beside its bytes."""
-
-    seal: Seal
-    size_bytes: int
-
-
-@dataclass(slots=True, eq=False)
-class Parked:
-    """The snapshot of one request, as it arrived."""
-
-    request_id: str
-    tokens: int  # of the response
-    head: bytes
-    rounds: tuple[Round, ...]
-    bodies: Bodies  # empty: only the file has them
-    file: Path | None = None
-    is_writing: bool = False
-    readers: int = 0
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(each.size_bytes for each in self.rounds)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Of its places in the arena."""
-        return sum(-(-each.size_bytes // STEP_BYTES) * STEP_BYTES for each in self.rounds) if self.bodies else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -92,23 +56,20 @@ class Store:
     def __init__(
         self,
         arena: Arena,
-        spill: SpillFolder | None,
+        disk: Disk | None,
         secret: bytes,
-        read_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``secret``: of the run, for keyed checksums; ``read_bytes``: memory for what is read back at once."""
+        """``secret``: of the run, for keyed checksums."""
         self._arena = arena
-        self._spill = spill
+        self._disk = disk
         self._secret = secret
         self._clock = clock
-        self._back = Pool(read_bytes)
         self._parked: dict[str, Parked] = {}  # the one that has lain longest first
         self._let_in: dict[str, int] = {}  # bytes that are expected
         self._waiting: deque[_Waiting] = deque()
         self._dropped: list[tuple[str, str]] = []
         self._spilled = 0
-        self._disk = ThreadPoolExecutor(1, "pool-disk")
         self._lock = threading.RLock()
 
     def let_in(self, request_id: str, kv_bytes: int) -> "Future[None]":
@@ -136,6 +97,15 @@ class Store:
                 self._waiting.remove(waiting)
                 waiting.done.set_exception(TransferFailed("it was cancelled"))
             self._make_room()
+
+    def leave(self) -> dict[str, int]:
+        """The service is gone: nobody who is expected will come. Returns who is parked, with the tokens of each."""
+        with self._lock:
+            for waiting in self._waiting:
+                waiting.done.set_exception(TransferFailed("the service is gone"))
+            self._waiting.clear()
+            self._let_in.clear()
+            return {request_id: parked.tokens for request_id, parked in self._parked.items()}
 
     def keep(self, request_id: str, tokens: int, head: bytes, rounds: Sequence[Arrival]) -> None:
         """A request has come."""
@@ -167,7 +137,8 @@ class Store:
             if parked.bodies:
                 opened.set_result(parked.bodies)
             else:
-                self._disk.submit(self._read, parked, opened)
+                assert self._disk is not None
+                self._disk.read(parked, opened, partial(self._not_read, parked))
         return parked, opened
 
     def close_snapshot(self, parked: Parked) -> None:
@@ -195,7 +166,7 @@ class Store:
         """Time passes: a disk that keeps somebody waiting is too slow."""
         with self._lock:
             while self._waiting and self._clock() - self._waiting[0].since_s > WAIT_S:
-                oldest = next((each for each in self._parked.values() if _is_idle(each)), None)
+                oldest = next((each for each in self._parked.values() if each.is_idle), None)
                 if oldest is None:
                     self._refuse(self._waiting.popleft())
                 else:
@@ -207,17 +178,12 @@ class Store:
 
     def check(self, parked: Parked, bodies: Bodies) -> str:
         """What is wrong with bytes that were kept; empty: nothing."""
-        for number, (each, body) in enumerate(zip(parked.rounds, bodies, strict=True), 1):
-            chunk = each.seal.damaged(body.data, self._secret)
-            if chunk:
-                return f"round {number}, chunk {chunk}: its bytes are not those that came"
-        return ""
+        return parked.damage(bodies, self._secret)
 
     def close(self) -> None:
         """Forgets everything. What is being written or read breaks off."""
-        if self._spill is not None:
-            self._spill.end()
-        self._disk.shutdown(cancel_futures=True)
+        if self._disk is not None:
+            self._disk.close()
         with self._lock:
             self._parked.clear()
 
@@ -252,14 +218,14 @@ class Store:
 
     def _begin_writing(self, lacking_bytes: int) -> bool:
         """Begins to write the oldest ones to disk; False, and none is, where that would not be enough."""
-        if self._spill is None:
+        if self._disk is None:
             return False
         chosen: list[Parked] = []
-        left_bytes = self._spill.most_bytes - self._spill_bytes()
+        left_bytes = self._disk.most_bytes - self._spill_bytes()
         for parked in self._parked.values():
             if lacking_bytes <= 0:
                 break
-            if _is_idle(parked) and parked.size_bytes <= left_bytes:
+            if parked.is_idle and parked.size_bytes <= left_bytes:
                 chosen.append(parked)
                 lacking_bytes -= parked.memory_bytes
                 left_bytes -= parked.size_bytes
@@ -267,12 +233,12 @@ class Store:
             return False
         for parked in chosen:
             parked.is_writing = True
-            self._disk.submit(self._write, parked)
+            self._disk.write(parked, partial(self._is_wanted_on_disk, parked), partial(self._written, parked))
         return True
 
     def _refuse(self, waiting: _Waiting) -> None:
         held = self.held()
-        on_disk = f" and {held.spill_bytes:,} of {self._spill.most_bytes:,} on disk" if self._spill else ""
+        on_disk = f" and {held.spill_bytes:,} of {self._disk.most_bytes:,} on disk" if self._disk else ""
         used_bytes = self._arena.most_bytes - self._room_bytes()
         allowed = f"what fits beside {used_bytes:,} of {self._arena.most_bytes:,}{on_disk}"
         waiting.done.set_exception(
@@ -292,61 +258,30 @@ class Store:
         self._remove_file(parked)
 
     def _remove_file(self, parked: Parked) -> None:
-        if parked.file is not None and self._spill is not None:
-            self._spill.remove(parked.file)
+        if parked.file is not None and self._disk is not None:
+            self._disk.remove(parked.file)
             parked.file = None
 
-    # ------------------------------------------------------------------------------------------------ the disk's thread
+    # ---------------------------------------------------------------------------------------------- the disk's thread
 
-    def _write(self, parked: Parked) -> None:
-        assert self._spill is not None
+    def _is_wanted_on_disk(self, parked: Parked) -> bool:
         with self._lock:
-            if self._parked.get(parked.request_id) is not parked or parked.readers:
-                parked.is_writing = False
-                self._make_room()
-                return
-        try:
-            file = self._spill.write([body.data for body in parked.bodies])
-        except OSError as error:
-            with self._lock:
-                parked.is_writing = False
-                self.drop(parked, f"it could not be written to disk ({error.strerror or error})")
-            return
+            return self._parked.get(parked.request_id) is parked and not parked.readers
+
+    def _written(self, parked: Parked, file: Path | None, failure: str) -> None:
         with self._lock:
             parked.is_writing, parked.file = False, file
-            if self._parked.get(parked.request_id) is not parked:
-                self._remove_file(parked)
-            self._spilled += 1
-            self._settle(parked)
+            if failure:
+                self.drop(parked, failure)
+            elif file is None:
+                self._make_room()
+            else:
+                if self._parked.get(parked.request_id) is not parked:
+                    self._remove_file(parked)
+                self._spilled += 1
+                self._settle(parked)
 
-    def _read(self, parked: Parked, opened: "Future[Bodies]") -> None:
-        assert self._spill is not None
-        try:
-            opened.set_result(self._read_back(parked, self._spill))
-        except DoraError as error:
-            self.close_snapshot(parked)
-            opened.set_exception(error)
-
-    def _read_back(self, parked: Parked, spill: SpillFolder) -> Bodies:
-        file = parked.file
-        if file is None:
-            raise NotMovable(f"{parked.request_id} was forgotten meanwhile")
-        bodies = [self._back.array(each.size_bytes) for each in parked.rounds]
-        taken = [body for body in bodies if body is not None]
-        if len(taken) < len(bodies):
-            lent = self._back.lent_bytes()
-            raise TransferFailed(f"{parked.size_bytes:,} bytes: too much is being read back, {lent:,} bytes")
-        try:
-            wrong = "" if spill.read_into(file, [body.data for body in taken]) else "its file is too short"
-        except OSError as error:
-            wrong = f"its file cannot be read ({error.strerror or error})"
-        wrong = wrong or self.check(parked, taken)
-        if wrong:
-            self.drop(parked, wrong)
-            raise NotMovable(f"{parked.request_id} is lost: {wrong}")
-        return taken
-
-
-def _is_idle(parked: Parked) -> bool:
-    """Whether it lies in memory and nobody is at it."""
-    return bool(parked.bodies) and not parked.is_writing and parked.file is None and not parked.readers
+    def _not_read(self, parked: Parked, lost: str) -> None:
+        if lost:
+            self.drop(parked, lost)
+        self.close_snapshot(parked)

@@ -37,10 +37,7 @@ def file_source(
     Every row is checked here. Raises InvalidValue with the file, the row and the column for the first that is wrong,
     Conflict for an id that appeared before.
     """
-    path = path_of(config.source, "--prompts")
-    files = dataset_files(path, config.split) if path.is_dir() else [path]
-    if config.split and not path.is_dir():
-        raise InvalidValue("prompts.split", config.split, "empty: a file has no splits")
+    path, files = _files(config)
     columns, store = Columns.of(config.columns, config.other_columns), PromptStore()
     for file in files:
         for place, row in _rows(file, columns):
@@ -62,8 +59,26 @@ def file_source(
     return PromptSource(path.stem, REWARD, _by_epochs(store, config), len(store))
 
 
+def prompt_rows(config: PromptsConfig) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """The rows of ``config.source`` in order, once, unchecked: fields of prompts, by their columns, and other columns.
+
+    Raises InvalidValue for a row that is none.
+    """
+    columns = Columns.of(config.columns, config.other_columns)
+    for file in _files(config)[1]:
+        yield from _rows(file, columns)
+
+
 def is_file_source(source: str) -> bool:
     return source.endswith(SUFFIXES) or path_of(source, "--prompts").is_dir()
+
+
+def _files(config: PromptsConfig) -> tuple[Path, list[Path]]:
+    """The file or folder, and the files with its rows."""
+    path = path_of(config.source, "--prompts")
+    if config.split and not path.is_dir():
+        raise InvalidValue("prompts.split", config.split, "empty: a file has no splits")
+    return path, dataset_files(path, config.split) if path.is_dir() else [path]
 
 
 def _rows(file: Path, columns: Columns) -> Iterator[tuple[Place, dict[str, Any]]]:

@@ -7,6 +7,8 @@ from typing import Any, BinaryIO, Final
 import msgpack
 
 TICKET: Final = "ticket"  # names a call, and is not to be guessed: the answer repeats it
+CALLS: Final = "calls"  # of one frame to a keeper: a ticket and the user process's own frame each, answered in order
+LASTED_S: Final = "lasted_s"  # in an answer of a keeper: how long its call took
 ENDED: Final = "ended"  # in the answer that is a keeper's last: the user process is of no more use
 START_TIMEOUT_S: Final = 60.0  # of loading the function, which the first answer tells of
 

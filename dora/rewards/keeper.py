@@ -10,18 +10,18 @@ anything but the verdict that was asked for, and when stdin ends, since the serv
 """
 
 import contextlib
-import itertools
 import os
 import select
 import signal
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, cast
 
+from dora.descendants import adopt_orphans, descendants, die_with, end_descendants, reap
 from dora.rewards import frames
-from dora.rewards.descendants import adopt_orphans, descendants, die_with, end_descendants, reap
-from dora.rewards.frames import ENDED, START_TIMEOUT_S, TICKET
+from dora.rewards.frames import CALLS, ENDED, LASTED_S, START_TIMEOUT_S, TICKET
 from dora.rewards.function import Kind
 from dora.rewards.process import serve_calls
 from dora.rewards.running_time import RunningTime
@@ -29,6 +29,7 @@ from dora.rewards.verdict import Message
 
 READ_BYTES: Final = 64 << 10
 CALLS_A_LOOK: Final = 64  # between two counts of the processes there are: a look at all takes some milliseconds
+ANSWER_WAITS_S: Final = 0.02  # for those of the calls that came with its own, where they are short
 PROCESSES_MOST: Final = 256  # that a function may have started, and not waited for
 LOG_WRITE_BYTES: Final = 4096  # what a pipe that is ready takes without blocking, says poll(2)
 _OURS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # meant for the service, which drains, then ends stdin
@@ -91,16 +92,21 @@ class UserProcess:
         self._exit_code: int | None = None
         os.set_blocking(calls, False)
 
-    def ask(self, frame: bytes, ticket: bytes, limit_s: float) -> Message:
-        """Sends ``frame`` and returns the verdict of that ticket. Raises Ended and ServiceGone."""
-        unsent, received, time = memoryview(frame), bytearray(), RunningTime(limit_s)
+    def ask(self, frame: bytes, ticket: bytes, limit_s: float, waits: Callable[[], None]) -> Message:
+        """Sends ``frame`` and returns the verdict of that ticket. Raises Ended and ServiceGone.
+
+        ``waits`` is called where it takes its time.
+        """
+        unsent, received, time_left = memoryview(frame), bytearray(), RunningTime(limit_s)
         self._poll.register(self._service, 0)  # its end is told in any case
         unsent = unsent[self._send(unsent) :]
         if unsent:
             self._poll.register(self._calls, select.POLLOUT)
         while True:
-            left_s = time.next_slice_s()
+            left_s = time_left.next_slice_s()
             ready = self._ready(left_s)
+            if not ready:
+                waits()
             if self._calls in ready:
                 unsent = unsent[self._send(unsent) :]
                 if not unsent:
@@ -122,10 +128,17 @@ class UserProcess:
         """Returns once the service has written something. Raises Ended for a user process that ends, or writes."""
         self._poll.register(self._service, select.POLLIN)
         while self._service not in (ready := self._ready(None)):
-            if self._verdicts in ready:
-                self._received()
-                raise Ended("answered without being asked")
+            self._check_quiet(ready)
         self._exit_codes()
+
+    def look(self) -> None:
+        """Between two calls. Raises Ended for a user process that ends, or writes."""
+        self._check_quiet(self._ready(0.0))
+
+    def _check_quiet(self, ready: set[int]) -> None:
+        if self._verdicts in ready:
+            self._received()
+            raise Ended("answered without being asked")
 
     def _ready(self, timeout_s: float | None) -> set[int]:
         ready = {each for each, _ in self._poll.poll(None if timeout_s is None else 1e3 * timeout_s)}
@@ -204,31 +217,40 @@ def _become_user_process(keeper_id: int, ours: Iterable[int], prints_in: int) ->
 
 
 def _pass_calls(user: UserProcess, spec: str, service_in: int, service_out: int) -> None:
+    """Passes calls on, and answers those that came together together, unless one of them takes its time."""
+    asked = 0
     with open(service_in, "rb", closefd=False) as calls, open(service_out, "wb", closefd=False) as answers:
 
-        def exchange(frame: bytes, ticket: bytes, limit_s: float, look: bool = False) -> bool:
+        def exchange(frame: bytes, ticket: bytes, limit_s: float) -> bool:
+            began_s = time.monotonic()
             try:
-                message = user.ask(frame, ticket, limit_s)
-                if look and _too_many(spec):
+                message = user.ask(frame, ticket, limit_s, answers.flush)
+                if asked and asked % CALLS_A_LOOK == 0 and _too_many(spec):
                     message[ENDED] = True
             except Ended as error:
                 message = {"failure": str(error), TICKET: ticket, ENDED: True}
-            answers.write(frames.encode(message))
-            answers.flush()
+            answers.write(frames.encode({**message, LASTED_S: time.monotonic() - began_s}))
             return ENDED not in message
 
         usable = exchange(b"", b"", START_TIMEOUT_S)
-        for number in itertools.count(1):
-            if not usable:
-                return
+        while usable:
+            answers.flush()
             try:
                 user.wait_for_call()
-            except Ended:  # the service starts another keeper for its next call
+                batch = frames.read(calls)
+                if batch is None:
+                    raise ServiceGone
+                flushed_s = time.monotonic()
+                for ticket, frame in batch[CALLS]:
+                    user.look()
+                    if time.monotonic() - flushed_s > ANSWER_WAITS_S:
+                        answers.flush()
+                        flushed_s = time.monotonic()
+                    asked += 1
+                    if not exchange(frame, ticket, batch["timeout_s"]):
+                        return
+            except Ended:  # between two calls; the service starts another keeper for its next one
                 return
-            call = frames.read(calls)
-            if call is None:
-                raise ServiceGone
-            usable = exchange(frames.encode(call), call[TICKET], call["timeout_s"], number % CALLS_A_LOOK == 0)
 
 
 def _too_many(spec: str) -> bool:

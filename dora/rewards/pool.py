@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import secrets
 import signal
 import sys
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any, ClassVar, Final, Self
 
 from dora.errors import InvalidValue
 from dora.rewards import frames
-from dora.rewards.frames import ENDED, START_TIMEOUT_S, TICKET
+from dora.rewards.frames import CALLS, ENDED, LASTED_S, START_TIMEOUT_S, TICKET
 from dora.rewards.function import PARAMETERS, Kind
 from dora.rewards.running_time import RunningTime
 from dora.rewards.verdict import one_line
@@ -22,12 +24,16 @@ from dora.rewards.verdict import one_line
 KEEPER_GRACE_S: Final = 10.0  # beyond a time limit, which the keeper counts; then the keeper itself has failed
 LOG_BYTES: Final = 64 << 10  # of what a user process prints that go into the service's log
 REPLACED_LOG_BYTES: Final = 4 << 10  # and of one that takes the place of another
+BATCH_S: Final = 0.05  # twice as many calls are asked together next time if they took less, else half as many
+BATCH_CALLS: Final = 256
+BATCH_BYTES: Final = 1 << 20  # to which calls are added to a batch
 _SPEC: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    call: dict[str, Any]
+    ticket: bytes
+    frame: bytes  # as the user process gets it
     reply: asyncio.Future[dict[str, Any]]
 
 
@@ -35,7 +41,8 @@ class FunctionPool:
     """One process a worker, all taking calls from one bounded queue.
 
     While the queue is full a call waits for a place: nothing is refused, nothing is lost. A process that ran out
-    of time, or ended, is replaced before its worker takes the next call. Made by ``start``, ended by ``close``.
+    of time, or ended, is replaced before its worker takes the next call. Calls that are short and wait are asked
+    together, and answered one by one: each has its own time, and fails alone. Made by ``start``, ended by ``close``.
     """
 
     KIND: ClassVar[Kind]
@@ -93,7 +100,9 @@ class FunctionPool:
         """
         if not self._workers:
             raise RuntimeError(f"the processes of {self.spec} are closed")
-        job = _Job(dict(message), asyncio.get_running_loop().create_future())
+        ticket = secrets.token_bytes(16)
+        frame = frames.encode({**message, TICKET: ticket})
+        job = _Job(ticket, frame, asyncio.get_running_loop().create_future())
         await self._jobs.put(job)
         return await job.reply
 
@@ -107,30 +116,47 @@ class FunctionPool:
             self._jobs.get_nowait().reply.cancel()
 
     async def _serve(self, process: "_Process | None") -> None:
-        """One worker: takes calls one by one; a process that failed is replaced before the next call."""
+        """One worker: takes calls; a process that failed is replaced before the next call."""
+        jobs: deque[_Job] = deque()  # not answered yet
+        together = 1
         try:
             while True:
-                job = await self._jobs.get()
+                if not jobs:
+                    jobs.append(await self._jobs.get())
+                    self._add_waiting(jobs, together)
+                lasted_s = 0.0
                 try:
                     if process is not None and process.ended:  # since its last call, by what that has left behind
                         await process.kill()
                         process = None
                     if process is None:
                         process = await _Process.started(self._arguments, REPLACED_LOG_BYTES)
-                    reply = await process.ask(job.call, self._timeout_s)
+                    lasted_s = await process.ask(jobs, self._timeout_s)
                 except _Failure as failure:
-                    reply = {"failure": str(failure)}
+                    _answer(jobs.popleft(), {"failure": str(failure)})
                     if process is not None:
                         await process.kill()
-                    process = None
-                except asyncio.CancelledError:
-                    job.reply.cancel()
-                    raise
-                if not job.reply.done():  # its caller may have been cancelled meanwhile
-                    job.reply.set_result(reply)
+                    process, lasted_s = None, BATCH_S
+                together = min(2 * together, BATCH_CALLS) if lasted_s < BATCH_S else max(1, together // 2)
         finally:
+            for job in jobs:
+                job.reply.cancel()
             if process is not None:
                 await process.kill()
+
+    def _add_waiting(self, jobs: deque[_Job], most: int) -> None:
+        """Adds this worker's share of the calls that wait, so that there are at most so many."""
+        share = math.ceil((1 + self._jobs.qsize()) / max(1, len(self._workers)))
+        size_bytes = len(jobs[0].frame)
+        while len(jobs) < min(share, most) and size_bytes < BATCH_BYTES:
+            job = self._jobs.get_nowait()
+            size_bytes += len(job.frame)
+            jobs.append(job)
+
+
+def _answer(job: _Job, reply: dict[str, Any]) -> None:
+    if not job.reply.done():  # its caller may have been cancelled meanwhile
+        job.reply.set_result(reply)
 
 
 class _Failure(Exception):
@@ -146,6 +172,7 @@ class _Process:
         self._calls = keeper.stdin
         self._answers = keeper.stdout
         self._used_up = False
+        self._lasted_s = 0.0  # of the calls asked last, those that were answered
 
     @classmethod
     async def started(cls, arguments: list[str], log_bytes: int) -> Self:
@@ -163,7 +190,8 @@ class _Process:
             raise _Failure(f"could not be started ({error.strerror})") from error
         process = cls(keeper)
         try:
-            await process._exchange(b"", b"", START_TIMEOUT_S)
+            first = _Job(b"", b"", asyncio.get_running_loop().create_future())
+            await process._exchange(b"", deque([first]), START_TIMEOUT_S)
         except BaseException:  # cancellation too: nobody else knows the process yet
             await process.kill()
             raise
@@ -173,10 +201,16 @@ class _Process:
     def ended(self) -> bool:
         return self._used_up or self._answers.at_eof()
 
-    async def ask(self, call: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """One call and its answer. Raises _Failure where the process is of no more use."""
-        ticket = secrets.token_bytes(16)
-        return await self._exchange(frames.encode({**call, TICKET: ticket, "timeout_s": timeout_s}), ticket, timeout_s)
+    async def ask(self, jobs: deque[_Job], timeout_s: float) -> float:
+        """Asks these calls, in order; each leaves ``jobs`` as it is answered. Returns how long they took the process.
+
+        Returns before all are where the process is of no more use for the rest. Raises _Failure where it is that by
+        what the first of the rest has done.
+        """
+        calls = [(job.ticket, job.frame) for job in jobs]
+        self._lasted_s = 0.0
+        await self._exchange(frames.encode({CALLS: calls, "timeout_s": timeout_s}), jobs, timeout_s)
+        return self._lasted_s
 
     async def kill(self) -> None:
         """Ends the process and everything it has started, which its keeper does once its stdin has ended."""
@@ -188,33 +222,39 @@ class _Process:
                 os.killpg(self._keeper.pid, signal.SIGKILL)
         await ending
 
-    async def _exchange(self, frame: bytes, ticket: bytes, limit_s: float) -> dict[str, Any]:
-        """Writes ``frame`` and reads the answer. The keeper counts the time; here only its own is limited."""
-        exchanging = asyncio.create_task(self._written_and_read(frame))
-        time = RunningTime(limit_s + KEEPER_GRACE_S)
+    async def _exchange(self, frame: bytes, jobs: deque[_Job], limit_s: float) -> None:
+        """Writes ``frame`` and reads the answers. The keeper counts the time; here only its own is limited."""
+        exchanging = asyncio.create_task(self._written_and_read(frame, jobs))
         try:
             while not exchanging.done():
-                left_s = time.next_slice_s()
-                await asyncio.wait({exchanging}, timeout=left_s)
-                if left_s <= 0.0 and not exchanging.done():
-                    raise _Failure(f"took longer than {limit_s:g} s, and its keeper does not answer")
-            reply = exchanging.result()
+                left, time_left = len(jobs), RunningTime(limit_s + KEEPER_GRACE_S)  # of each answer
+                while not exchanging.done() and len(jobs) == left:
+                    left_s = time_left.next_slice_s()
+                    await asyncio.wait({exchanging}, timeout=left_s)
+                    if left_s <= 0.0 and not exchanging.done() and len(jobs) == left:
+                        raise _Failure(f"took longer than {limit_s:g} s, and its keeper does not answer")
+            exchanging.result()
         except ValueError as error:
             raise _Failure(f"wrote into the answers of its keeper ({error})") from error
         finally:
             exchanging.cancel()
-        if reply is None:
-            code = await self._keeper.wait()
-            raise _Failure(f"ended its keeper (exit code {code})" if code else "ended its process before this call")
-        if reply.pop(TICKET, None) != ticket:
-            raise _Failure("answered another call than was asked")
-        self._used_up = reply.pop(ENDED, False)
-        if self._used_up and "failure" in reply:
-            raise _Failure(one_line(reply["failure"]))
-        return reply
 
-    async def _written_and_read(self, frame: bytes) -> dict[str, Any] | None:
+    async def _written_and_read(self, frame: bytes, jobs: deque[_Job]) -> None:
         with contextlib.suppress(ConnectionError):  # it has ended: the missing answer tells
             self._calls.write(frame)
             await self._calls.drain()
-        return await frames.read_async(self._answers, frames.ANSWER_MAX_BYTES)
+        asked = len(jobs)
+        while jobs and not self._used_up:
+            reply = await frames.read_async(self._answers, frames.ANSWER_MAX_BYTES)
+            if reply is None:
+                code = await self._keeper.wait()
+                if not code and len(jobs) < asked:  # after its last answer, and before the next call
+                    return
+                raise _Failure(f"ended its keeper (exit code {code})" if code else "ended its process before this call")
+            if reply.pop(TICKET, None) != jobs[0].ticket:
+                raise _Failure("answered another call than was asked")
+            self._used_up = reply.pop(ENDED, False)
+            self._lasted_s += reply.pop(LASTED_S, 0.0)
+            if self._used_up and "failure" in reply:
+                raise _Failure(one_line(reply["failure"]))
+            _answer(jobs.popleft(), reply)

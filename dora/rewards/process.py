@@ -56,7 +56,7 @@ def kept(function: UserFunction, call: Message, _tokenizer: Tokenizer | None = N
 
 def outcome(function: UserFunction, call: Message, tokenizer: Tokenizer | None) -> Message:
     """Runs a reward function: {"reward", "components", "log"}, or {"failure": what the function did}."""
-    token_ids = call["response_token_ids"]
+    token_ids = memoryview(call["response_token_ids"]).cast("i").tolist()
     text = call["response_text"]
     if text is None:
         text = tokenizer.decode(token_ids, skip_special_tokens=True) if tokenizer is not None else ""

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from dora.rewards.pool import FunctionPool
 from dora.rewards.verdict import reward_of
+from dora.trajectory import Int32Array
 from dora.types import Reward
 
 
@@ -13,7 +16,11 @@ class RewardRunner(FunctionPool):
     KIND, OPTION, SECTION = "reward", "--reward", "reward"
 
     async def score(
-        self, prompt_text: str, response_text: str | None, response_token_ids: Sequence[int], verifier_json: str
+        self,
+        prompt_text: str,
+        response_text: str | None,
+        response_token_ids: Sequence[int] | Int32Array,
+        verifier_json: str,
     ) -> Reward:
         """The verdict on one response. Never raises for what the function does: see ``Reward.valid``.
 
@@ -23,7 +30,7 @@ class RewardRunner(FunctionPool):
             {
                 "prompt_text": prompt_text,
                 "response_text": response_text,
-                "response_token_ids": list(response_token_ids),
+                "response_token_ids": np.asarray(response_token_ids, np.int32).tobytes(),
                 "verifier_json": verifier_json,
             }
         )

@@ -11,6 +11,8 @@ from dora.rpc.errors import LimitExceeded
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 BATCH_BYTES: Final = 512 << 10  # trajectories travel in messages of about this size: 5 times faster than one by one
+PACKED_BYTES: Final = 1 << 20  # and packed ones of this: a message costs as much as twenty of them
+FRAME_BYTES: Final = 1 << 20  # of what one message is cut into on its way to a client; HTTP/2 has 16 KB by default
 WEIGHT_CHUNK_BYTES: Final = 4 << 20
 LOOKAHEAD_BYTES: Final = 1 << 20  # of one call, unread: less would slow down uploads where a round trip is long
 STREAMS_AT_ONCE: Final = 128  # calls of one connection; its client keeps further ones waiting
@@ -30,11 +32,12 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES, proxied: bool = 
     return [
         *_limits(max_message_bytes),
         ("grpc.enable_http_proxy", int(proxied)),
+        ("grpc.http2.max_frame_size", FRAME_BYTES),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 5_000),  # one attempt has so long: hosts may be far, or busy
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]

@@ -15,21 +15,20 @@ import numpy.typing as npt
 from dora.errors import InvalidValue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import BATCH_BYTES, MAX_MESSAGE_BYTES, check_message_bytes
-from dora.trajectory import Decoder, EnvironmentEvent, Trajectory, TrajectoryGroup, own_array
+from dora.trajectory import Decoder, EnvironmentEvent, ExpertArray, Trajectory, TrajectoryGroup, expert_rows, own_array
 from dora.types import (
     NO_KV,
     Arrival,
     Canary,
     EngineCapability,
-    FinishReason,
     KvEndpoint,
     PoolCapability,
     Prompt,
     RequestSpec,
+    RoutingShape,
     SamplingParams,
     Segment,
     TierLoad,
-    TokenDelta,
 )
 
 _INT32: Final = np.dtype("<i4")
@@ -46,7 +45,7 @@ _CAPABILITY: Final = tuple(each.name for each in fields(EngineCapability))
 _TIER: Final = tuple(each.name for each in fields(TierLoad))
 _TRAJECTORY: Final = (
     *("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size"),
-    *("behaviour_version", "reference_version", "trained_step", "staleness"),
+    *("behaviour_version", "reference_version", "trained_step", "staleness", "window_versions"),
     *("reward", "reward_valid", "verifier_log", "finish_reason", "started_at", "finished_at", "length_tokens"),
 )
 
@@ -63,14 +62,14 @@ def sampling_from_wire(message: pb.Sampling) -> SamplingParams:
 def trajectory_to_wire(trajectory: Trajectory) -> pb.Trajectory:
     return pb.Trajectory(
         **_named(trajectory, _TRAJECTORY),
-        **_stop_reason_to_wire(trajectory.stop_reason),
+        **stop_reason_to_wire(trajectory.stop_reason),
         prompt_token_ids=_bytes(trajectory.prompt_token_ids, _INT32),
         response_token_ids=_bytes(trajectory.response_token_ids, _INT32),
         logprobs=_bytes(trajectory.logprobs, _FLOAT32),
         loss_mask=_bytes(trajectory.loss_mask, _UINT8),
         sampling=sampling_to_wire(trajectory.sampling),
         reward_components=dict(trajectory.reward_components),
-        worker_history=[_segment_to_wire(segment) for segment in trajectory.worker_history],
+        worker_history=[segment_to_wire(segment) for segment in trajectory.worker_history],
         events=[
             pb.EnvironmentEvent(
                 position_token=event.position_token,
@@ -81,6 +80,7 @@ def trajectory_to_wire(trajectory: Trajectory) -> pb.Trajectory:
             )
             for event in trajectory.events
         ],
+        routed_experts=_routing_to_wire(trajectory.routed_experts),
     )
 
 
@@ -96,11 +96,12 @@ def trajectory_from_wire(message: pb.Trajectory, decoder: Decoder | None = None)
         loss_mask=_array(message.loss_mask, _UINT8, "loss_mask"),
         sampling=sampling_from_wire(message.sampling),
         reward_components=dict(message.reward_components),
-        worker_history=tuple(_segment_from_wire(segment) for segment in message.worker_history),
+        worker_history=tuple(segment_from_wire(segment) for segment in message.worker_history),
         events=tuple(
             EnvironmentEvent(event.position_token, event.kind, event.name, event.content, event.at)
             for event in message.events
         ),
+        routed_experts=_routing_from_wire(message.routed_experts) if message.HasField("routed_experts") else None,
         decoder=decoder,
     )
 
@@ -153,10 +154,11 @@ def _parts(group: TrajectoryGroup, most_bytes: int) -> Iterator[pb.TrajectoryGro
     yield part
 
 
-def trajectory_bytes_most(prompt_tokens: int, max_tokens: int) -> int:
-    """The most that the message of one trajectory may take."""
+def trajectory_bytes_most(prompt_tokens: int, max_tokens: int, routing: RoutingShape | None = None) -> int:
+    """The most that the message of one trajectory may take. ``routing``: what is kept of it; None: nothing."""
     response_bytes = _INT32.itemsize + _FLOAT32.itemsize + _UINT8.itemsize  # token, logprob, loss mask
-    return _INT32.itemsize * prompt_tokens + response_bytes * max_tokens + _HISTORY_BYTES
+    routed_bytes = 0 if routing is None else routing.token_bytes * routing.rows(prompt_tokens, max_tokens)
+    return _INT32.itemsize * prompt_tokens + response_bytes * max_tokens + routed_bytes + _HISTORY_BYTES
 
 
 def request_to_wire(request: RequestSpec) -> pb.StartRequest:
@@ -189,34 +191,6 @@ def tier_to_wire(load: TierLoad) -> pb.KvTierLoad:
 
 def tier_from_wire(message: pb.KvTierLoad) -> TierLoad:
     return TierLoad(**_named(message, _TIER))
-
-
-def delta_to_wire(delta: TokenDelta) -> pb.TokenDelta:
-    return pb.TokenDelta(
-        request_id=delta.request_id,
-        version=delta.version,
-        first_token=delta.first_token,
-        token_ids=_bytes(delta.token_ids, _INT32),
-        logprobs=_bytes(delta.logprobs, _FLOAT32),
-        finish_reason=delta.finish_reason or "",
-        stop=delta.stop,
-    )
-
-
-def delta_from_wire(message: pb.TokenDelta) -> TokenDelta:
-    """Raises InvalidValue where tokens and logprobs differ in number, or for an unknown finish reason."""
-    if message.finish_reason and message.finish_reason not in get_args(FinishReason):
-        raise InvalidValue("finish_reason", message.finish_reason, "stop, length, or empty while running")
-    token_ids, logprobs = _tokens_and_logprobs(message.token_ids, message.logprobs, "token_ids")
-    return TokenDelta(
-        request_id=message.request_id,
-        version=message.version,
-        first_token=message.first_token,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        finish_reason=cast(FinishReason, message.finish_reason) if message.finish_reason else None,
-        stop=message.stop,
-    )
 
 
 def canary_to_wire(canary: Canary) -> pb.Canary:
@@ -284,13 +258,25 @@ def kv_endpoint_from_wire(message: pb.WorkerHello | pb.PoolHello) -> KvEndpoint:
     return KvEndpoint(message.kv_address, tuple(message.kv_transports))
 
 
-def _stop_reason_to_wire(reason: str | int | None) -> dict[str, Any]:
+def stop_reason_to_wire(reason: str | int | None) -> dict[str, Any]:
     if reason is None:
         return {}
     return {"stop_string" if isinstance(reason, str) else "stop_token_id": reason}
 
 
-def _segment_to_wire(segment: Segment) -> pb.Segment:
+def _routing_to_wire(rows: ExpertArray | None) -> pb.RoutedExperts | None:
+    if rows is None:
+        return None
+    _, layers, top_k = rows.shape
+    raw = _bytes(rows, np.dtype(f"<u{rows.itemsize}"))
+    return pb.RoutedExperts(layers=layers, top_k=top_k, id_bytes=rows.itemsize, expert_ids=raw)
+
+
+def _routing_from_wire(message: pb.RoutedExperts) -> ExpertArray:
+    return expert_rows(message.expert_ids, message.layers, message.top_k, message.id_bytes)
+
+
+def segment_to_wire(segment: Segment) -> pb.Segment:
     return pb.Segment(
         worker=segment.worker_id,
         first_token=segment.first_token,
@@ -300,7 +286,7 @@ def _segment_to_wire(segment: Segment) -> pb.Segment:
     )
 
 
-def _segment_from_wire(message: pb.Segment) -> Segment:
+def segment_from_wire(message: pb.Segment) -> Segment:
     if message.arrival not in get_args(Arrival):
         raise InvalidValue("worker_history: arrival", message.arrival, f"one of {', '.join(get_args(Arrival))}")
     return Segment(

@@ -43,6 +43,7 @@ CALLS_AT_ONCE: Final[Mapping[Role, int]] = {
     Role.SUBMITTER: 64,
     Role.OPERATOR: 64,
     Role.WORKER: 4096 + 64,
+    Role.HOST: 1024 + 64,
 }  # open calls of one service; a further one is refused
 
 
@@ -96,6 +97,7 @@ class Door(ServerInterceptor):
         self._pools = {role: Pool(role) for role in CALLS_AT_ONCE}
         self._limits = {
             "Submit": Limits(max_message_bytes),
+            "Evaluate": Limits(max_message_bytes),
             "CommitStep": Limits(min(COMMIT_BYTES, max_message_bytes)),
             "RepublishVersion": Limits(min(COMMIT_BYTES, max_message_bytes)),
             "Cancel": Limits(min(COMMIT_BYTES, max_message_bytes)),
@@ -119,7 +121,7 @@ class Door(ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(_refusing(error))
         answer = _answering(handler, self._pools[needed], self._limits.get(method, Limits()))
         return grpc.stream_stream_rpc_method_handler(
-            _admitted(answer, caller, self._pools[needed]), response_serializer=handler.response_serializer
+            _admitted(answer, caller, self._pools[needed]), response_serializer=_serializer(handler)
         )
 
     def _caller(self, metadata: Any, needed: Role) -> Caller:
@@ -135,6 +137,12 @@ class Door(ServerInterceptor):
         if not caller.may(needed):
             raise PermissionDenied("token", f"the {caller.role}'s", allowed)
         return caller
+
+
+def _serializer(handler: Any) -> Callable[[Any], bytes]:
+    """Of a method's replies; those that are bytes are whole messages."""
+    serialize = handler.response_serializer
+    return lambda reply: reply if isinstance(reply, bytes) else serialize(reply)
 
 
 Behaviour = Callable[[Any, ServicerContext], AsyncIterator[Any]]
@@ -176,7 +184,10 @@ def _answering(handler: Any, pool: Pool, limits: Limits) -> Behaviour:
             if is_small:
                 await held.aclose()
             if handler.response_streaming:
-                async for reply in handler.unary_stream(request, context):
+                replies = handler.unary_stream(request, context)
+                del request
+                async for reply in replies:
+                    await held.aclose()  # its message has been read, and the call may last
                     yield reply
             else:
                 yield await handler.unary_unary(request, context)

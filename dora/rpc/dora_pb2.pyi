@@ -63,22 +63,28 @@ class StayReply(_message.Message):
     def __init__(self) -> None: ...
 
 class StreamStepRequest(_message.Message):
-    __slots__ = ("trainer_epoch", "step")
+    __slots__ = ("trainer_epoch", "step", "packed")
     TRAINER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
     trainer_epoch: int
     step: int
-    def __init__(self, trainer_epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    packed: bool
+    def __init__(self, trainer_epoch: _Optional[int] = ..., step: _Optional[int] = ..., packed: _Optional[bool] = ...) -> None: ...
 
 class TrajectoryBatch(_message.Message):
-    __slots__ = ("step", "groups", "end_of_prompts")
+    __slots__ = ("step", "groups", "end_of_prompts", "packed", "tokens")
     STEP_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     END_OF_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     step: int
     groups: _containers.RepeatedCompositeFieldContainer[TrajectoryGroup]
     end_of_prompts: bool
-    def __init__(self, step: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[TrajectoryGroup, _Mapping]]] = ..., end_of_prompts: _Optional[bool] = ...) -> None: ...
+    packed: _containers.RepeatedCompositeFieldContainer[PackedGroup]
+    tokens: bytes
+    def __init__(self, step: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[TrajectoryGroup, _Mapping]]] = ..., end_of_prompts: _Optional[bool] = ..., packed: _Optional[_Iterable[_Union[PackedGroup, _Mapping]]] = ..., tokens: _Optional[bytes] = ...) -> None: ...
 
 class TrajectoryGroup(_message.Message):
     __slots__ = ("group_id", "trajectories", "continues")
@@ -90,8 +96,81 @@ class TrajectoryGroup(_message.Message):
     continues: bool
     def __init__(self, group_id: _Optional[str] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., continues: _Optional[bool] = ...) -> None: ...
 
+class PackedGroup(_message.Message):
+    __slots__ = ("group_id", "prompt_id", "task_id", "group_size", "behaviour_version", "reference_version", "trained_step", "window_versions", "prompt_token_ids", "sampling", "seeds", "trajectory_ids", "sample_indexes", "length_tokens", "rewards", "rewards_valid", "reward_components", "verifier_logs", "finish_reasons", "stop_reasons", "started_at", "finished_at", "segments", "worker_history")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BEHAVIOUR_VERSION_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_STEP_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SEEDS_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORY_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_VALID_FIELD_NUMBER: _ClassVar[int]
+    REWARD_COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIER_LOGS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASONS_FIELD_NUMBER: _ClassVar[int]
+    STOP_REASONS_FIELD_NUMBER: _ClassVar[int]
+    STARTED_AT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_AT_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_HISTORY_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    prompt_id: str
+    task_id: str
+    group_size: int
+    behaviour_version: int
+    reference_version: int
+    trained_step: int
+    window_versions: int
+    prompt_token_ids: bytes
+    sampling: Sampling
+    seeds: _containers.RepeatedScalarFieldContainer[int]
+    trajectory_ids: _containers.RepeatedScalarFieldContainer[str]
+    sample_indexes: _containers.RepeatedScalarFieldContainer[int]
+    length_tokens: _containers.RepeatedScalarFieldContainer[int]
+    rewards: _containers.RepeatedScalarFieldContainer[float]
+    rewards_valid: _containers.RepeatedScalarFieldContainer[bool]
+    reward_components: _containers.RepeatedCompositeFieldContainer[RewardComponents]
+    verifier_logs: _containers.RepeatedScalarFieldContainer[str]
+    finish_reasons: _containers.RepeatedScalarFieldContainer[str]
+    stop_reasons: _containers.RepeatedCompositeFieldContainer[StopReason]
+    started_at: _containers.RepeatedScalarFieldContainer[float]
+    finished_at: _containers.RepeatedScalarFieldContainer[float]
+    segments: _containers.RepeatedScalarFieldContainer[int]
+    worker_history: _containers.RepeatedCompositeFieldContainer[Segment]
+    def __init__(self, group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., group_size: _Optional[int] = ..., behaviour_version: _Optional[int] = ..., reference_version: _Optional[int] = ..., trained_step: _Optional[int] = ..., window_versions: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., trajectory_ids: _Optional[_Iterable[str]] = ..., sample_indexes: _Optional[_Iterable[int]] = ..., length_tokens: _Optional[_Iterable[int]] = ..., rewards: _Optional[_Iterable[float]] = ..., rewards_valid: _Optional[_Iterable[bool]] = ..., reward_components: _Optional[_Iterable[_Union[RewardComponents, _Mapping]]] = ..., verifier_logs: _Optional[_Iterable[str]] = ..., finish_reasons: _Optional[_Iterable[str]] = ..., stop_reasons: _Optional[_Iterable[_Union[StopReason, _Mapping]]] = ..., started_at: _Optional[_Iterable[float]] = ..., finished_at: _Optional[_Iterable[float]] = ..., segments: _Optional[_Iterable[int]] = ..., worker_history: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ...) -> None: ...
+
+class RewardComponents(_message.Message):
+    __slots__ = ("values",)
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.ScalarMap[str, float]
+    def __init__(self, values: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class StopReason(_message.Message):
+    __slots__ = ("stop_string", "stop_token_id")
+    STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    stop_string: str
+    stop_token_id: int
+    def __init__(self, stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
+
 class Trajectory(_message.Message):
-    __slots__ = ("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size", "behaviour_version", "reference_version", "trained_step", "staleness", "prompt_token_ids", "response_token_ids", "logprobs", "loss_mask", "sampling", "reward", "reward_valid", "reward_components", "verifier_log", "finish_reason", "started_at", "finished_at", "worker_history", "length_tokens", "events", "stop_string", "stop_token_id")
+    __slots__ = ("trajectory_id", "group_id", "prompt_id", "task_id", "sample_index", "group_size", "behaviour_version", "reference_version", "trained_step", "staleness", "prompt_token_ids", "response_token_ids", "logprobs", "loss_mask", "sampling", "reward", "reward_valid", "reward_components", "verifier_log", "finish_reason", "started_at", "finished_at", "worker_history", "length_tokens", "events", "stop_string", "stop_token_id", "window_versions", "routed_experts")
     class RewardComponentsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +205,8 @@ class Trajectory(_message.Message):
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     trajectory_id: str
     group_id: str
     prompt_id: str
@@ -153,7 +234,21 @@ class Trajectory(_message.Message):
     events: _containers.RepeatedCompositeFieldContainer[EnvironmentEvent]
     stop_string: str
     stop_token_id: int
-    def __init__(self, trajectory_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., behaviour_version: _Optional[int] = ..., reference_version: _Optional[int] = ..., trained_step: _Optional[int] = ..., staleness: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., response_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., reward: _Optional[float] = ..., reward_valid: _Optional[bool] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., verifier_log: _Optional[str] = ..., finish_reason: _Optional[str] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., worker_history: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., length_tokens: _Optional[int] = ..., events: _Optional[_Iterable[_Union[EnvironmentEvent, _Mapping]]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
+    window_versions: int
+    routed_experts: RoutedExperts
+    def __init__(self, trajectory_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., task_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., group_size: _Optional[int] = ..., behaviour_version: _Optional[int] = ..., reference_version: _Optional[int] = ..., trained_step: _Optional[int] = ..., staleness: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., response_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., reward: _Optional[float] = ..., reward_valid: _Optional[bool] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., verifier_log: _Optional[str] = ..., finish_reason: _Optional[str] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., worker_history: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., length_tokens: _Optional[int] = ..., events: _Optional[_Iterable[_Union[EnvironmentEvent, _Mapping]]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., window_versions: _Optional[int] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ...) -> None: ...
+
+class RoutedExperts(_message.Message):
+    __slots__ = ("layers", "top_k", "id_bytes", "expert_ids")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    ID_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_IDS_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    top_k: int
+    id_bytes: int
+    expert_ids: bytes
+    def __init__(self, layers: _Optional[int] = ..., top_k: _Optional[int] = ..., id_bytes: _Optional[int] = ..., expert_ids: _Optional[bytes] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "ignore_eos", "stop")
@@ -222,16 +317,22 @@ class WeightChunk(_message.Message):
     def __init__(self, header: _Optional[_Union[WeightFileHeader, _Mapping]] = ..., content: _Optional[bytes] = ...) -> None: ...
 
 class WeightFileHeader(_message.Message):
-    __slots__ = ("trainer_epoch", "version", "file_name", "file_bytes")
+    __slots__ = ("trainer_epoch", "version", "file_name", "file_bytes", "base_version", "base_blake3", "piece_bytes")
     TRAINER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FILE_NAME_FIELD_NUMBER: _ClassVar[int]
     FILE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BASE_BLAKE3_FIELD_NUMBER: _ClassVar[int]
+    PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
     trainer_epoch: int
     version: int
     file_name: str
     file_bytes: int
-    def __init__(self, trainer_epoch: _Optional[int] = ..., version: _Optional[int] = ..., file_name: _Optional[str] = ..., file_bytes: _Optional[int] = ...) -> None: ...
+    base_version: int
+    base_blake3: bytes
+    piece_bytes: int
+    def __init__(self, trainer_epoch: _Optional[int] = ..., version: _Optional[int] = ..., file_name: _Optional[str] = ..., file_bytes: _Optional[int] = ..., base_version: _Optional[int] = ..., base_blake3: _Optional[bytes] = ..., piece_bytes: _Optional[int] = ...) -> None: ...
 
 class UploadReply(_message.Message):
     __slots__ = ("file_bytes",)
@@ -378,6 +479,46 @@ class SubmitReply(_message.Message):
     queue_free: int
     def __init__(self, accepted: _Optional[int] = ..., queue_free: _Optional[int] = ...) -> None: ...
 
+class EvaluateRequest(_message.Message):
+    __slots__ = ("prompts", "version", "share", "name")
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
+    version: int
+    share: float
+    name: str
+    def __init__(self, prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., version: _Optional[int] = ..., share: _Optional[float] = ..., name: _Optional[str] = ...) -> None: ...
+
+class EvaluationPart(_message.Message):
+    __slots__ = ("evaluation_id", "version", "groups", "refused", "end")
+    EVALUATION_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    evaluation_id: str
+    version: int
+    groups: _containers.RepeatedCompositeFieldContainer[TrajectoryGroup]
+    refused: _containers.RepeatedCompositeFieldContainer[RefusedPrompt]
+    end: EvaluationEnd
+    def __init__(self, evaluation_id: _Optional[str] = ..., version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[TrajectoryGroup, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[RefusedPrompt, _Mapping]]] = ..., end: _Optional[_Union[EvaluationEnd, _Mapping]] = ...) -> None: ...
+
+class RefusedPrompt(_message.Message):
+    __slots__ = ("prompt_id", "reason")
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: str
+    reason: str
+    def __init__(self, prompt_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class EvaluationEnd(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -389,7 +530,7 @@ class WatchRequest(_message.Message):
     def __init__(self, period_ms: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "kv_tier", "prompts_failed", "pools")
+    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "kv_tier", "prompts_failed", "pools", "evaluations", "adaptive_window", "hosts")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -418,6 +559,9 @@ class Status(_message.Message):
     KV_TIER_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FAILED_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTIVE_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     uptime_s: float
     window_versions: int
@@ -439,7 +583,84 @@ class Status(_message.Message):
     kv_tier: KvTierStatus
     prompts_failed: str
     pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
-    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., kv_tier: _Optional[_Union[KvTierStatus, _Mapping]] = ..., prompts_failed: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ...) -> None: ...
+    evaluations: _containers.RepeatedCompositeFieldContainer[EvaluationStatus]
+    adaptive_window: AdaptiveWindow
+    hosts: _containers.RepeatedCompositeFieldContainer[HostStatus]
+    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., kv_tier: _Optional[_Union[KvTierStatus, _Mapping]] = ..., prompts_failed: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationStatus, _Mapping]]] = ..., adaptive_window: _Optional[_Union[AdaptiveWindow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[HostStatus, _Mapping]]] = ...) -> None: ...
+
+class EvaluationStatus(_message.Message):
+    __slots__ = ("evaluation_id", "name", "version", "share", "prompts", "prompts_done", "running", "waiting", "preempted", "asked_at")
+    EVALUATION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_DONE_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    ASKED_AT_FIELD_NUMBER: _ClassVar[int]
+    evaluation_id: str
+    name: str
+    version: int
+    share: float
+    prompts: int
+    prompts_done: int
+    running: int
+    waiting: int
+    preempted: int
+    asked_at: float
+    def __init__(self, evaluation_id: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[int] = ..., share: _Optional[float] = ..., prompts: _Optional[int] = ..., prompts_done: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., preempted: _Optional[int] = ..., asked_at: _Optional[float] = ...) -> None: ...
+
+class AdaptiveWindow(_message.Message):
+    __slots__ = ("min", "max", "last_change")
+    MIN_FIELD_NUMBER: _ClassVar[int]
+    MAX_FIELD_NUMBER: _ClassVar[int]
+    LAST_CHANGE_FIELD_NUMBER: _ClassVar[int]
+    min: int
+    max: int
+    last_change: WindowChange
+    def __init__(self, min: _Optional[int] = ..., max: _Optional[int] = ..., last_change: _Optional[_Union[WindowChange, _Mapping]] = ...) -> None: ...
+
+class WindowChange(_message.Message):
+    __slots__ = ("step", "before", "size", "reason")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    before: int
+    size: int
+    reason: str
+    def __init__(self, step: _Optional[int] = ..., before: _Optional[int] = ..., size: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class HostStatus(_message.Message):
+    __slots__ = ("name", "epoch", "state", "workers", "workers_ready", "device", "capacity", "versions", "reason", "seen_at", "pid", "place")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_READY_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SEEN_AT_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    epoch: int
+    state: str
+    workers: int
+    workers_ready: int
+    device: str
+    capacity: HostCapacity
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    reason: str
+    seen_at: float
+    pid: int
+    place: str
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., workers: _Optional[int] = ..., workers_ready: _Optional[int] = ..., device: _Optional[str] = ..., capacity: _Optional[_Union[HostCapacity, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., seen_at: _Optional[float] = ..., pid: _Optional[int] = ..., place: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("pool_id", "epoch", "state", "parked", "kv_tokens", "capacity_tokens", "memory_bytes", "memory_most_bytes", "spill_bytes", "spill_most_bytes", "pid", "host", "reason", "pinned_bytes")
@@ -526,7 +747,7 @@ class VersionStatus(_message.Message):
     def __init__(self, version: _Optional[int] = ..., deadline_step: _Optional[int] = ..., newest: _Optional[bool] = ..., workers: _Optional[int] = ..., groups_open: _Optional[int] = ..., groups_finished: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "epoch", "state", "version", "target_version", "running", "waiting", "slots", "kv_use", "tokens_per_s", "pid", "host", "reason")
+    __slots__ = ("worker_id", "epoch", "state", "version", "target_version", "running", "waiting", "slots", "kv_use", "tokens_per_s", "pid", "host", "reason", "tensor_parallel", "pipeline_parallel")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -540,6 +761,8 @@ class WorkerStatus(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     state: str
@@ -553,10 +776,12 @@ class WorkerStatus(_message.Message):
     pid: int
     host: str
     reason: str
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., target_version: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., kv_use: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    tensor_parallel: int
+    pipeline_parallel: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., target_version: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., kv_use: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., reason: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ...) -> None: ...
 
 class StepMetrics(_message.Message):
-    __slots__ = ("step", "committed_at", "mean_reward", "staleness_mean", "staleness_max", "tokens", "metrics", "took_s", "waited_s")
+    __slots__ = ("step", "committed_at", "mean_reward", "staleness_mean", "staleness_max", "tokens", "metrics", "took_s", "waited_s", "staleness_groups")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -573,6 +798,7 @@ class StepMetrics(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     TOOK_S_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_GROUPS_FIELD_NUMBER: _ClassVar[int]
     step: int
     committed_at: float
     mean_reward: float
@@ -582,7 +808,8 @@ class StepMetrics(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     took_s: float
     waited_s: float
-    def __init__(self, step: _Optional[int] = ..., committed_at: _Optional[float] = ..., mean_reward: _Optional[float] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., tokens: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., took_s: _Optional[float] = ..., waited_s: _Optional[float] = ...) -> None: ...
+    staleness_groups: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., committed_at: _Optional[float] = ..., mean_reward: _Optional[float] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., tokens: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., took_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., staleness_groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TrajectoriesRequest(_message.Message):
     __slots__ = ("state", "limit")
@@ -601,7 +828,7 @@ class TrajectoriesReply(_message.Message):
     def __init__(self, trajectories: _Optional[_Iterable[_Union[TrajectoryStatus, _Mapping]]] = ..., total: _Optional[int] = ...) -> None: ...
 
 class TrajectoryStatus(_message.Message):
-    __slots__ = ("trajectory_id", "group_id", "prompt_id", "state", "version", "deadline_step", "worker", "tokens", "max_tokens", "age_s", "moves")
+    __slots__ = ("trajectory_id", "group_id", "prompt_id", "state", "version", "deadline_step", "worker", "tokens", "max_tokens", "age_s", "moves", "handoff", "target")
     TRAJECTORY_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -613,6 +840,8 @@ class TrajectoryStatus(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
     trajectory_id: str
     group_id: str
     prompt_id: str
@@ -624,7 +853,9 @@ class TrajectoryStatus(_message.Message):
     max_tokens: int
     age_s: float
     moves: int
-    def __init__(self, trajectory_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., deadline_step: _Optional[int] = ..., worker: _Optional[str] = ..., tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., age_s: _Optional[float] = ..., moves: _Optional[int] = ...) -> None: ...
+    handoff: str
+    target: str
+    def __init__(self, trajectory_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., deadline_step: _Optional[int] = ..., worker: _Optional[str] = ..., tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., age_s: _Optional[float] = ..., moves: _Optional[int] = ..., handoff: _Optional[str] = ..., target: _Optional[str] = ...) -> None: ...
 
 class MigrateRequest(_message.Message):
     __slots__ = ("trajectory_id", "target_worker")
@@ -640,9 +871,43 @@ class DrainRequest(_message.Message):
     worker_id: str
     def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
 
+class ScaleRequest(_message.Message):
+    __slots__ = ("workers", "host")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    workers: int
+    host: str
+    def __init__(self, workers: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+
 class RebalanceRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class CheckpointRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CheckpointReply(_message.Message):
+    __slots__ = ("folder", "life", "step", "groups", "groups_leased", "prompts_queued", "log_bytes", "live_bytes", "segments")
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_LEASED_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    LOG_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    life: int
+    step: int
+    groups: int
+    groups_leased: int
+    prompts_queued: int
+    log_bytes: int
+    live_bytes: int
+    segments: int
+    def __init__(self, folder: _Optional[str] = ..., life: _Optional[int] = ..., step: _Optional[int] = ..., groups: _Optional[int] = ..., groups_leased: _Optional[int] = ..., prompts_queued: _Optional[int] = ..., log_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., segments: _Optional[int] = ...) -> None: ...
 
 class OperatorReply(_message.Message):
     __slots__ = ("message", "moves", "loads")
@@ -655,23 +920,31 @@ class OperatorReply(_message.Message):
     def __init__(self, message: _Optional[str] = ..., moves: _Optional[int] = ..., loads: _Optional[int] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "report", "outcome", "copy_began", "pool_hello", "pool_report")
+    __slots__ = ("hello", "report", "outcome", "copy_began", "pool_hello", "pool_report", "outcomes")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     COPY_BEGAN_FIELD_NUMBER: _ClassVar[int]
     POOL_HELLO_FIELD_NUMBER: _ClassVar[int]
     POOL_REPORT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     report: WorkerReport
     outcome: WorkerOutcome
     copy_began: CopyBegan
     pool_hello: PoolHello
     pool_report: PoolReport
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., outcome: _Optional[_Union[WorkerOutcome, _Mapping]] = ..., copy_began: _Optional[_Union[CopyBegan, _Mapping]] = ..., pool_hello: _Optional[_Union[PoolHello, _Mapping]] = ..., pool_report: _Optional[_Union[PoolReport, _Mapping]] = ...) -> None: ...
+    outcomes: WorkerOutcomes
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., outcome: _Optional[_Union[WorkerOutcome, _Mapping]] = ..., copy_began: _Optional[_Union[CopyBegan, _Mapping]] = ..., pool_hello: _Optional[_Union[PoolHello, _Mapping]] = ..., pool_report: _Optional[_Union[PoolReport, _Mapping]] = ..., outcomes: _Optional[_Union[WorkerOutcomes, _Mapping]] = ...) -> None: ...
+
+class WorkerOutcomes(_message.Message):
+    __slots__ = ("outcomes",)
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: _containers.RepeatedCompositeFieldContainer[WorkerOutcome]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[WorkerOutcome, _Mapping]]] = ...) -> None: ...
 
 class PoolHello(_message.Message):
-    __slots__ = ("pool_id", "pid", "host", "memory_bytes", "spill_bytes", "kv_address", "kv_transports")
+    __slots__ = ("pool_id", "pid", "host", "memory_bytes", "spill_bytes", "kv_address", "kv_transports", "held")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -679,6 +952,7 @@ class PoolHello(_message.Message):
     SPILL_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     KV_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
     pid: int
     host: str
@@ -686,7 +960,18 @@ class PoolHello(_message.Message):
     spill_bytes: int
     kv_address: str
     kv_transports: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, pool_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., spill_bytes: _Optional[int] = ..., kv_address: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ...) -> None: ...
+    held: _containers.RepeatedCompositeFieldContainer[HeldRequest]
+    def __init__(self, pool_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., spill_bytes: _Optional[int] = ..., kv_address: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., held: _Optional[_Iterable[_Union[HeldRequest, _Mapping]]] = ...) -> None: ...
+
+class HeldRequest(_message.Message):
+    __slots__ = ("request_id", "tokens", "first_token")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tokens: int
+    first_token: int
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ..., first_token: _Optional[int] = ...) -> None: ...
 
 class PoolReport(_message.Message):
     __slots__ = ("parked", "memory_bytes", "spill_bytes", "pinned_bytes", "spilled", "dropped", "reason", "at")
@@ -715,7 +1000,7 @@ class CopyBegan(_message.Message):
     def __init__(self, command_id: _Optional[int] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "pid", "host", "fingerprint", "slots", "kv_tokens", "block_tokens", "max_model_len_tokens", "vocab_size", "dtype", "kv_address", "kv_transports", "kv_token_bytes", "tensor_parallel", "pipeline_parallel")
+    __slots__ = ("worker_id", "pid", "host", "fingerprint", "slots", "kv_tokens", "block_tokens", "max_model_len_tokens", "vocab_size", "dtype", "kv_address", "kv_transports", "kv_token_bytes", "tensor_parallel", "pipeline_parallel", "takes_start_requests", "hosts", "held")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -731,6 +1016,9 @@ class WorkerHello(_message.Message):
     KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    TAKES_START_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pid: int
     host: str
@@ -746,11 +1034,22 @@ class WorkerHello(_message.Message):
     kv_token_bytes: int
     tensor_parallel: int
     pipeline_parallel: int
-    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., fingerprint: _Optional[str] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_model_len_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_address: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., kv_token_bytes: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ...) -> None: ...
+    takes_start_requests: bool
+    hosts: HostedVersion
+    held: _containers.RepeatedCompositeFieldContainer[HeldRequest]
+    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., fingerprint: _Optional[str] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_model_len_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_address: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., kv_token_bytes: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., takes_start_requests: _Optional[bool] = ..., hosts: _Optional[_Union[HostedVersion, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldRequest, _Mapping]]] = ...) -> None: ...
+
+class HostedVersion(_message.Message):
+    __slots__ = ("version", "name")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    name: str
+    def __init__(self, version: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("deltas", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at", "kv_tier")
-    DELTAS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("tokens", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at", "kv_tier")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_USED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -759,7 +1058,7 @@ class WorkerReport(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     AT_FIELD_NUMBER: _ClassVar[int]
     KV_TIER_FIELD_NUMBER: _ClassVar[int]
-    deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
+    tokens: TokenColumns
     running: int
     waiting: int
     kv_used_tokens: int
@@ -768,7 +1067,7 @@ class WorkerReport(_message.Message):
     version: int
     at: float
     kv_tier: KvTierLoad
-    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ..., kv_tier: _Optional[_Union[KvTierLoad, _Mapping]] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ..., kv_tier: _Optional[_Union[KvTierLoad, _Mapping]] = ...) -> None: ...
 
 class KvTierLoad(_message.Message):
     __slots__ = ("up", "found_tokens", "kept_tokens", "damaged_chunks", "losses")
@@ -784,23 +1083,35 @@ class KvTierLoad(_message.Message):
     losses: int
     def __init__(self, up: _Optional[bool] = ..., found_tokens: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., damaged_chunks: _Optional[int] = ..., losses: _Optional[int] = ...) -> None: ...
 
-class TokenDelta(_message.Message):
-    __slots__ = ("request_id", "version", "first_token", "token_ids", "logprobs", "finish_reason", "stop")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+class TokenColumns(_message.Message):
+    __slots__ = ("rows", "first_tokens", "counts", "ends", "token_ids", "logprobs", "stops", "routed_bytes", "routed_experts")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    STOP_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    version: int
-    first_token: int
+    STOPS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    rows: bytes
+    first_tokens: bytes
+    counts: bytes
+    ends: bytes
     token_ids: bytes
     logprobs: bytes
-    finish_reason: str
+    stops: _containers.RepeatedCompositeFieldContainer[StopCompleted]
+    routed_bytes: bytes
+    routed_experts: bytes
+    def __init__(self, rows: _Optional[bytes] = ..., first_tokens: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., ends: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., stops: _Optional[_Iterable[_Union[StopCompleted, _Mapping]]] = ..., routed_bytes: _Optional[bytes] = ..., routed_experts: _Optional[bytes] = ...) -> None: ...
+
+class StopCompleted(_message.Message):
+    __slots__ = ("stretch", "stop")
+    STRETCH_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    stretch: int
     stop: str
-    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ..., stop: _Optional[str] = ...) -> None: ...
+    def __init__(self, stretch: _Optional[int] = ..., stop: _Optional[str] = ...) -> None: ...
 
 class WorkerOutcome(_message.Message):
     __slots__ = ("command_id", "ok", "error", "error_kind", "locator", "snapshot_bytes", "tokens", "at", "canary", "canary_difference", "kv_transport", "kv_fallbacks")
@@ -831,7 +1142,7 @@ class WorkerOutcome(_message.Message):
     def __init__(self, command_id: _Optional[int] = ..., ok: _Optional[bool] = ..., error: _Optional[str] = ..., error_kind: _Optional[str] = ..., locator: _Optional[str] = ..., snapshot_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., at: _Optional[float] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ..., canary_difference: _Optional[float] = ..., kv_transport: _Optional[str] = ..., kv_fallbacks: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("command_id", "welcome", "load_version", "start_request", "remove_request", "reserve_slot", "cancel_reservation", "copy_out", "copy_in", "thaw", "shutdown")
+    __slots__ = ("command_id", "welcome", "load_version", "start_request", "remove_request", "reserve_slot", "cancel_reservation", "copy_out", "copy_in", "thaw", "shutdown", "pace", "start_requests", "settled")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -843,6 +1154,9 @@ class WorkerCommand(_message.Message):
     COPY_IN_FIELD_NUMBER: _ClassVar[int]
     THAW_FIELD_NUMBER: _ClassVar[int]
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
+    START_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     welcome: Welcome
     load_version: LoadVersion
@@ -854,19 +1168,56 @@ class WorkerCommand(_message.Message):
     copy_in: CopyIn
     thaw: Thaw
     shutdown: Shutdown
-    def __init__(self, command_id: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., load_version: _Optional[_Union[LoadVersion, _Mapping]] = ..., start_request: _Optional[_Union[StartRequest, _Mapping]] = ..., remove_request: _Optional[_Union[RemoveRequest, _Mapping]] = ..., reserve_slot: _Optional[_Union[ReserveSlot, _Mapping]] = ..., cancel_reservation: _Optional[_Union[CancelReservation, _Mapping]] = ..., copy_out: _Optional[_Union[CopyOut, _Mapping]] = ..., copy_in: _Optional[_Union[CopyIn, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ...) -> None: ...
+    pace: Pace
+    start_requests: StartRequests
+    settled: Settled
+    def __init__(self, command_id: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., load_version: _Optional[_Union[LoadVersion, _Mapping]] = ..., start_request: _Optional[_Union[StartRequest, _Mapping]] = ..., remove_request: _Optional[_Union[RemoveRequest, _Mapping]] = ..., reserve_slot: _Optional[_Union[ReserveSlot, _Mapping]] = ..., cancel_reservation: _Optional[_Union[CancelReservation, _Mapping]] = ..., copy_out: _Optional[_Union[CopyOut, _Mapping]] = ..., copy_in: _Optional[_Union[CopyIn, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., start_requests: _Optional[_Union[StartRequests, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ...) -> None: ...
+
+class Settled(_message.Message):
+    __slots__ = ("request_ids",)
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class StartRequests(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[StartRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[StartRequest, _Mapping]]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("epoch", "snapshot_folder", "report_period_ms", "kv")
+    __slots__ = ("epoch", "snapshot_folder", "weights_folder", "report_period_ms", "kv", "outlives_s", "goes_on")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FOLDER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FOLDER_FIELD_NUMBER: _ClassVar[int]
     REPORT_PERIOD_MS_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
+    OUTLIVES_S_FIELD_NUMBER: _ClassVar[int]
+    GOES_ON_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     snapshot_folder: str
+    weights_folder: str
     report_period_ms: int
     kv: KvSettings
-    def __init__(self, epoch: _Optional[int] = ..., snapshot_folder: _Optional[str] = ..., report_period_ms: _Optional[int] = ..., kv: _Optional[_Union[KvSettings, _Mapping]] = ...) -> None: ...
+    outlives_s: float
+    goes_on: _containers.RepeatedCompositeFieldContainer[GoesOn]
+    def __init__(self, epoch: _Optional[int] = ..., snapshot_folder: _Optional[str] = ..., weights_folder: _Optional[str] = ..., report_period_ms: _Optional[int] = ..., kv: _Optional[_Union[KvSettings, _Mapping]] = ..., outlives_s: _Optional[float] = ..., goes_on: _Optional[_Iterable[_Union[GoesOn, _Mapping]]] = ...) -> None: ...
+
+class GoesOn(_message.Message):
+    __slots__ = ("request_id", "row", "tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    row: int
+    tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., row: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class Pace(_message.Message):
+    __slots__ = ("report_period_ms",)
+    REPORT_PERIOD_MS_FIELD_NUMBER: _ClassVar[int]
+    report_period_ms: int
+    def __init__(self, report_period_ms: _Optional[int] = ...) -> None: ...
 
 class KvSettings(_message.Message):
     __slots__ = ("secret", "transports", "bandwidth_bytes_per_s", "memory_bytes", "timeout_s")
@@ -895,30 +1246,34 @@ class KvPeer(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LoadVersion(_message.Message):
-    __slots__ = ("version", "folder", "canary")
+    __slots__ = ("version", "name", "canary")
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     CANARY_FIELD_NUMBER: _ClassVar[int]
     version: int
-    folder: str
+    name: str
     canary: Canary
-    def __init__(self, version: _Optional[int] = ..., folder: _Optional[str] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., name: _Optional[str] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ...) -> None: ...
 
 class StartRequest(_message.Message):
-    __slots__ = ("request_id", "version", "prompt_token_ids", "sampling", "output_token_ids", "logprobs")
+    __slots__ = ("request_id", "version", "prompt_token_ids", "sampling", "output_token_ids", "logprobs", "row", "command_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     version: int
     prompt_token_ids: bytes
     sampling: Sampling
     output_token_ids: bytes
     logprobs: bytes
-    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., output_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
+    row: int
+    command_id: int
+    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., output_token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., row: _Optional[int] = ..., command_id: _Optional[int] = ...) -> None: ...
 
 class RemoveRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -959,14 +1314,16 @@ class CopyOut(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., target: _Optional[_Union[KvPeer, _Mapping]] = ...) -> None: ...
 
 class CopyIn(_message.Message):
-    __slots__ = ("request_id", "version", "locator")
+    __slots__ = ("request_id", "version", "locator", "row")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LOCATOR_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     version: int
     locator: str
-    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., locator: _Optional[str] = ...) -> None: ...
+    row: int
+    def __init__(self, request_id: _Optional[str] = ..., version: _Optional[int] = ..., locator: _Optional[str] = ..., row: _Optional[int] = ...) -> None: ...
 
 class Thaw(_message.Message):
     __slots__ = ("request_id",)
@@ -977,3 +1334,240 @@ class Thaw(_message.Message):
 class Shutdown(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class HostMessage(_message.Message):
+    __slots__ = ("hello", "report", "arrived", "leaving", "ready", "failed")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    hello: HostHello
+    report: HostReport
+    arrived: VersionArrived
+    leaving: HostLeaving
+    ready: HostReady
+    failed: VersionFailed
+    def __init__(self, hello: _Optional[_Union[HostHello, _Mapping]] = ..., report: _Optional[_Union[HostReport, _Mapping]] = ..., arrived: _Optional[_Union[VersionArrived, _Mapping]] = ..., leaving: _Optional[_Union[HostLeaving, _Mapping]] = ..., ready: _Optional[_Union[HostReady, _Mapping]] = ..., failed: _Optional[_Union[VersionFailed, _Mapping]] = ...) -> None: ...
+
+class HostHello(_message.Message):
+    __slots__ = ("name", "dora_version", "pid", "workers", "device", "model_digest", "capacity", "place", "kept")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DORA_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dora_version: str
+    pid: int
+    workers: int
+    device: str
+    model_digest: str
+    capacity: HostCapacity
+    place: str
+    kept: KeptHost
+    def __init__(self, name: _Optional[str] = ..., dora_version: _Optional[str] = ..., pid: _Optional[int] = ..., workers: _Optional[int] = ..., device: _Optional[str] = ..., model_digest: _Optional[str] = ..., capacity: _Optional[_Union[HostCapacity, _Mapping]] = ..., place: _Optional[str] = ..., kept: _Optional[_Union[KeptHost, _Mapping]] = ...) -> None: ...
+
+class KeptHost(_message.Message):
+    __slots__ = ("epoch", "worker_ids")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class HostCapacity(_message.Message):
+    __slots__ = ("cores", "memory_bytes", "memory_free_bytes", "store_free_bytes", "gpus")
+    CORES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORE_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
+    cores: int
+    memory_bytes: int
+    memory_free_bytes: int
+    store_free_bytes: int
+    gpus: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, cores: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_free_bytes: _Optional[int] = ..., store_free_bytes: _Optional[int] = ..., gpus: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class HostReport(_message.Message):
+    __slots__ = ("capacity", "troubles", "failed")
+    class TroublesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    TROUBLES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    capacity: HostCapacity
+    troubles: _containers.ScalarMap[str, str]
+    failed: str
+    def __init__(self, capacity: _Optional[_Union[HostCapacity, _Mapping]] = ..., troubles: _Optional[_Mapping[str, str]] = ..., failed: _Optional[str] = ...) -> None: ...
+
+class HostReady(_message.Message):
+    __slots__ = ("relay_address", "held")
+    RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    relay_address: str
+    held: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, relay_address: _Optional[str] = ..., held: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class VersionArrived(_message.Message):
+    __slots__ = ("name", "upstream", "came_bytes", "took_s", "bytes_per_s", "start_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UPSTREAM_FIELD_NUMBER: _ClassVar[int]
+    CAME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOOK_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    START_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    upstream: str
+    came_bytes: int
+    took_s: float
+    bytes_per_s: float
+    start_s: float
+    def __init__(self, name: _Optional[str] = ..., upstream: _Optional[str] = ..., came_bytes: _Optional[int] = ..., took_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., start_s: _Optional[float] = ...) -> None: ...
+
+class VersionFailed(_message.Message):
+    __slots__ = ("name", "reason", "culprits")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CULPRITS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    reason: str
+    culprits: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., reason: _Optional[str] = ..., culprits: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class HostLeaving(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HostOrder(_message.Message):
+    __slots__ = ("welcome", "start_worker", "stop_worker", "fetch_version", "drop_version", "leave")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    START_WORKER_FIELD_NUMBER: _ClassVar[int]
+    STOP_WORKER_FIELD_NUMBER: _ClassVar[int]
+    FETCH_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DROP_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    welcome: HostWelcome
+    start_worker: StartWorker
+    stop_worker: StopWorker
+    fetch_version: FetchVersion
+    drop_version: DropVersion
+    leave: LeaveHost
+    def __init__(self, welcome: _Optional[_Union[HostWelcome, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., fetch_version: _Optional[_Union[FetchVersion, _Mapping]] = ..., drop_version: _Optional[_Union[DropVersion, _Mapping]] = ..., leave: _Optional[_Union[LeaveHost, _Mapping]] = ...) -> None: ...
+
+class HostWelcome(_message.Message):
+    __slots__ = ("epoch", "settings_json", "model_digest", "pool_token", "versions_most", "relay_secret", "goes_on", "outlives_s")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    POOL_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_MOST_FIELD_NUMBER: _ClassVar[int]
+    RELAY_SECRET_FIELD_NUMBER: _ClassVar[int]
+    GOES_ON_FIELD_NUMBER: _ClassVar[int]
+    OUTLIVES_S_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    settings_json: str
+    model_digest: str
+    pool_token: str
+    versions_most: int
+    relay_secret: bytes
+    goes_on: bool
+    outlives_s: float
+    def __init__(self, epoch: _Optional[int] = ..., settings_json: _Optional[str] = ..., model_digest: _Optional[str] = ..., pool_token: _Optional[str] = ..., versions_most: _Optional[int] = ..., relay_secret: _Optional[bytes] = ..., goes_on: _Optional[bool] = ..., outlives_s: _Optional[float] = ...) -> None: ...
+
+class StartWorker(_message.Message):
+    __slots__ = ("worker_id", "token")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    token: str
+    def __init__(self, worker_id: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
+
+class StopWorker(_message.Message):
+    __slots__ = ("worker_id", "again", "token")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    again: bool
+    token: str
+    def __init__(self, worker_id: _Optional[str] = ..., again: _Optional[bool] = ..., token: _Optional[str] = ...) -> None: ...
+
+class FetchVersion(_message.Message):
+    __slots__ = ("name", "upstreams", "piece_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UPSTREAMS_FIELD_NUMBER: _ClassVar[int]
+    PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    upstreams: _containers.RepeatedCompositeFieldContainer[RelayPeer]
+    piece_bytes: int
+    def __init__(self, name: _Optional[str] = ..., upstreams: _Optional[_Iterable[_Union[RelayPeer, _Mapping]]] = ..., piece_bytes: _Optional[int] = ...) -> None: ...
+
+class RelayPeer(_message.Message):
+    __slots__ = ("host", "epoch", "address")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    epoch: int
+    address: str
+    def __init__(self, host: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
+class DropVersion(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class LeaveHost(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class ListFilesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListFilesReply(_message.Message):
+    __slots__ = ("files", "digest")
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    files: _containers.RepeatedCompositeFieldContainer[ModelFile]
+    digest: str
+    def __init__(self, files: _Optional[_Iterable[_Union[ModelFile, _Mapping]]] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class ModelFile(_message.Message):
+    __slots__ = ("name", "file_bytes", "blake3")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FILE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLAKE3_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    file_bytes: int
+    blake3: bytes
+    def __init__(self, name: _Optional[str] = ..., file_bytes: _Optional[int] = ..., blake3: _Optional[bytes] = ...) -> None: ...
+
+class FetchFileRequest(_message.Message):
+    __slots__ = ("name", "offset")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    offset: int
+    def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class FileChunk(_message.Message):
+    __slots__ = ("content",)
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    content: bytes
+    def __init__(self, content: _Optional[bytes] = ...) -> None: ...

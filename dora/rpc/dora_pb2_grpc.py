@@ -91,7 +91,7 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamStep(self, request, context):
-        """Streams whole prompt groups as they finish, in messages of about 0.5 MB, until the step holds groups_per_step.
+        """Streams whole prompt groups as they finish, in messages of about 0.5 MB (packed: 1 MB), until the step holds groups_per_step.
         Each group is leased to this trainer until the step commits. Asking again for the same step repeats its groups.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -364,6 +364,11 @@ class PromptsStub:
                 request_serializer=dora_dot_rpc_dot_dora__pb2.CancelRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.CancelReply.FromString,
                 _registered_method=True)
+        self.Evaluate = channel.unary_stream(
+                '/dora.v1.Prompts/Evaluate',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.EvaluateRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.EvaluationPart.FromString,
+                _registered_method=True)
 
 
 class PromptsServicer:
@@ -394,6 +399,15 @@ class PromptsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Evaluate(self, request, context):
+        """Samples prompts under one version beside training, and scores them; no step trains on them, and nothing of it counts
+        in the window. Streams the groups as they are done, then why it ends. It ends early where its version leaves the
+        window, the service drains, or its results are not read; where the caller leaves, it is cancelled.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PromptsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -411,6 +425,11 @@ def add_PromptsServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.CancelRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.CancelReply.SerializeToString,
+            ),
+            'Evaluate': grpc.unary_stream_rpc_method_handler(
+                    servicer.Evaluate,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.EvaluateRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.EvaluationPart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -506,6 +525,33 @@ class Prompts:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Evaluate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dora.v1.Prompts/Evaluate',
+            dora_dot_rpc_dot_dora__pb2.EvaluateRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.EvaluationPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class OperatorStub:
     """--------------------------------------------------------------------------------------------------------- operator
@@ -543,10 +589,20 @@ class OperatorStub:
                 request_serializer=dora_dot_rpc_dot_dora__pb2.DrainRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.OperatorReply.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/dora.v1.Operator/Scale',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.OperatorReply.FromString,
+                _registered_method=True)
         self.Rebalance = channel.unary_unary(
                 '/dora.v1.Operator/Rebalance',
                 request_serializer=dora_dot_rpc_dot_dora__pb2.RebalanceRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.OperatorReply.FromString,
+                _registered_method=True)
+        self.Checkpoint = channel.unary_unary(
+                '/dora.v1.Operator/Checkpoint',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.CheckpointRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.CheckpointReply.FromString,
                 _registered_method=True)
 
 
@@ -581,13 +637,29 @@ class OperatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Empties a worker, or all workers of a host, and lets it leave.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """Starts workers, or empties some and lets them leave, until there are so many.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Rebalance(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Checkpoint(self, request, context):
+        """Brings all that was acknowledged or generated so far to disk, and returns once it is there. Refused where the service
+        keeps no state.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -620,10 +692,20 @@ def add_OperatorServicer_to_server(servicer, server):
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.DrainRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.OperatorReply.SerializeToString,
             ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.ScaleRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.OperatorReply.SerializeToString,
+            ),
             'Rebalance': grpc.unary_unary_rpc_method_handler(
                     servicer.Rebalance,
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.RebalanceRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.OperatorReply.SerializeToString,
+            ),
+            'Checkpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Checkpoint,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.CheckpointRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.CheckpointReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -774,6 +856,33 @@ class Operator:
             _registered_method=True)
 
     @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dora.v1.Operator/Scale',
+            dora_dot_rpc_dot_dora__pb2.ScaleRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.OperatorReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Rebalance(request,
             target,
             options=(),
@@ -800,12 +909,46 @@ class Operator:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Checkpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dora.v1.Operator/Checkpoint',
+            dora_dot_rpc_dot_dora__pb2.CheckpointRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.CheckpointReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class WorkerStub:
     """----------------------------------------------------------------------------------------------------------- worker
 
     Between a rollout worker and the orchestrator. One bidirectional stream is one epoch of one worker: when it breaks,
     the worker is lost and may come back with a new epoch.
+
+    A service that keeps its state says so in its Welcome (outlives_s). If the connection to it is lost, a worker then lives
+    on: it undoes handoffs that were under way, generates on, keeps all that its requests have got so far, and connects
+    again and again. Its new Hello says what it hosts and holds. Welcome names the requests that it goes on with, each with
+    the tokens that the service has; it reports what follows these, and forgets every other request. Nothing that it has
+    reported is forgotten before Settled names the request, or it is removed. A stream that the service ends by itself is
+    no such loss: the worker ends with it.
     """
 
     def __init__(self, channel):
@@ -826,6 +969,13 @@ class WorkerServicer:
 
     Between a rollout worker and the orchestrator. One bidirectional stream is one epoch of one worker: when it breaks,
     the worker is lost and may come back with a new epoch.
+
+    A service that keeps its state says so in its Welcome (outlives_s). If the connection to it is lost, a worker then lives
+    on: it undoes handoffs that were under way, generates on, keeps all that its requests have got so far, and connects
+    again and again. Its new Hello says what it hosts and holds. Welcome names the requests that it goes on with, each with
+    the tokens that the service has; it reports what follows these, and forgets every other request. Nothing that it has
+    reported is forgotten before Settled names the request, or it is removed. A stream that the service ends by itself is
+    no such loss: the worker ends with it.
     """
 
     def Connect(self, request_iterator, context):
@@ -855,6 +1005,13 @@ class Worker:
 
     Between a rollout worker and the orchestrator. One bidirectional stream is one epoch of one worker: when it breaks,
     the worker is lost and may come back with a new epoch.
+
+    A service that keeps its state says so in its Welcome (outlives_s). If the connection to it is lost, a worker then lives
+    on: it undoes handoffs that were under way, generates on, keeps all that its requests have got so far, and connects
+    again and again. Its new Hello says what it hosts and holds. Welcome names the requests that it goes on with, each with
+    the tokens that the service has; it reports what follows these, and forgets every other request. Nothing that it has
+    reported is forgotten before Settled names the request, or it is removed. A stream that the service ends by itself is
+    no such loss: the worker ends with it.
     """
 
     @staticmethod
@@ -874,6 +1031,184 @@ class Worker:
             '/dora.v1.Worker/Connect',
             dora_dot_rpc_dot_dora__pb2.WorkerMessage.SerializeToString,
             dora_dot_rpc_dot_dora__pb2.WorkerCommand.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class HostStub:
+    """------------------------------------------------------------------------------------------------------------- host
+
+    Between the agent of a machine (dora host) and the orchestrator. The agent runs the machine's workers and its pool,
+    which connect by themselves (Worker), and brings there what they load.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Join = channel.stream_stream(
+                '/dora.v1.Host/Join',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.HostMessage.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.HostOrder.FromString,
+                _registered_method=True)
+        self.ListFiles = channel.unary_unary(
+                '/dora.v1.Host/ListFiles',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.ListFilesRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.ListFilesReply.FromString,
+                _registered_method=True)
+        self.FetchFile = channel.unary_stream(
+                '/dora.v1.Host/FetchFile',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.FetchFileRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.FileChunk.FromString,
+                _registered_method=True)
+
+
+class HostServicer:
+    """------------------------------------------------------------------------------------------------------------- host
+
+    Between the agent of a machine (dora host) and the orchestrator. The agent runs the machine's workers and its pool,
+    which connect by themselves (Worker), and brings there what they load.
+    """
+
+    def Join(self, request_iterator, context):
+        """One bidirectional stream is one epoch of one host. When it breaks, or the agent says nothing for
+        workers.silence_timeout_s, the host is lost: its workers and its pool are so at once, and their tokens are good for
+        nothing any more. An agent that loses its stream ends its processes before it joins again; or where outlives_s of
+        its welcome says so, as soon as it has joined and is not told that they go on.
+        Refused: another DORA version (FAILED_PRECONDITION), another model than the service's (FAILED_PRECONDITION), a name
+        in use (FAILED_PRECONDITION), too little memory for the window's versions (RESOURCE_EXHAUSTED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListFiles(self, request, context):
+        """The files of the model: weights, configuration, tokenizer. Versions come by the hosts' relays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchFile(self, request, context):
+        """One of these files, from a place in it on, in chunks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_HostServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Join': grpc.stream_stream_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.HostMessage.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.HostOrder.SerializeToString,
+            ),
+            'ListFiles': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListFiles,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.ListFilesRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.ListFilesReply.SerializeToString,
+            ),
+            'FetchFile': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchFile,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.FetchFileRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.FileChunk.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'dora.v1.Host', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('dora.v1.Host', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Host:
+    """------------------------------------------------------------------------------------------------------------- host
+
+    Between the agent of a machine (dora host) and the orchestrator. The agent runs the machine's workers and its pool,
+    which connect by themselves (Worker), and brings there what they load.
+    """
+
+    @staticmethod
+    def Join(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/dora.v1.Host/Join',
+            dora_dot_rpc_dot_dora__pb2.HostMessage.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.HostOrder.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListFiles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dora.v1.Host/ListFiles',
+            dora_dot_rpc_dot_dora__pb2.ListFilesRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.ListFilesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchFile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/dora.v1.Host/FetchFile',
+            dora_dot_rpc_dot_dora__pb2.FetchFileRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.FileChunk.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,6 +13,7 @@ from urllib.parse import quote, unquote
 import grpc
 
 from dora.errors import Conflict, DoraError, InvalidValue, NotFound, VersionRejected
+from dora.errors import LimitExceeded as LimitExceeded  # known by this name to whoever calls
 
 if TYPE_CHECKING:
     ServicerContext = grpc.aio.ServicerContext[Any, Any]
@@ -38,12 +39,6 @@ class PermissionDenied(InvalidValue):
     """The call carried a token that is good for other calls."""
 
     REFUSED = "may not do this"
-
-
-class LimitExceeded(InvalidValue):
-    """A full queue, or a message over the size limit."""
-
-    REFUSED = "is too much"
 
 
 class ServiceUnavailable(DoraError):

@@ -1,9 +1,9 @@
 """Who may call what: the roles, the token of each, and what a token says of its caller.
 
-The owner's token may do everything that a client may. The others follow from it, by a hash that is slow to guess
-backwards (scrypt; RFC 7914), so a service that is started again with the same token has the same tokens for all roles.
-A worker that the service starts has a token of its own, which is good for its name alone, until that worker is started
-again.
+The owner's token may do everything that a client or a host may. The others follow from it, by a hash that is slow to
+guess backwards (scrypt; RFC 7914), so a service that is started again with the same token has the same tokens for all
+roles. A worker that the service starts, or a host's agent for it, has a token of its own, which is good for its name
+alone, until that worker is started again or its host is lost.
 """
 
 import base64
@@ -12,7 +12,7 @@ import hmac
 import secrets
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
@@ -30,6 +30,7 @@ class Role(StrEnum):
     SUBMITTER = "submitter"
     OPERATOR = "operator"
     WORKER = "worker"
+    HOST = "host"
 
 
 SERVICES: Final[Mapping[str, Role]] = {
@@ -37,6 +38,7 @@ SERVICES: Final[Mapping[str, Role]] = {
     "Prompts": Role.SUBMITTER,
     "Operator": Role.OPERATOR,
     "Worker": Role.WORKER,
+    "Host": Role.HOST,
 }  # of dora.proto, with the role that each is for
 
 
@@ -46,6 +48,7 @@ class Caller:
 
     role: Role
     worker_id: str = ""
+    grant: int = field(default=0, compare=False)  # counts the tokens that the service gave out
 
     def may(self, needed: Role) -> bool:
         return self.role is needed or (self.role is Role.OWNER and needed is not Role.WORKER)
@@ -66,6 +69,7 @@ class Tokens:
         self.of: Mapping[Role, str] = {Role.OWNER: owner, **derived}
         self._callers = {_digest(token): Caller(role) for role, token in self.of.items()}
         self._started: dict[str, bytes] = {}  # by worker id: the digest of the token that it was started with
+        self._grants = 0
 
     def caller(self, token: str) -> Caller | None:
         """Whose token it is; None for nobody's. Looked up by its digest, so that the time taken tells nothing of it."""
@@ -73,15 +77,35 @@ class Tokens:
 
     def started(self, worker_id: str) -> str:
         """A new token for a worker that is being started; the one that it was started with before ends."""
-        self._callers.pop(self._started.get(worker_id, b""), None)
+        self.ended(worker_id)
+        self._grants += 1
         token = secrets.token_urlsafe(_TOKEN_BYTES)
         self._started[worker_id] = _digest(token)
-        self._callers[self._started[worker_id]] = Caller(Role.WORKER, worker_id)
+        self._callers[self._started[worker_id]] = Caller(Role.WORKER, worker_id, self._grants)
         return token
 
+    def ended(self, worker_id: str) -> None:
+        """The token that this worker was started with is good for nothing any more; its name stays the service's."""
+        self._callers.pop(self._started.get(worker_id, b""), None)
+
+    def mark_of(self, worker_id: str) -> str:
+        """Of the token that this worker was started with: a later service knows it again by that; empty: of none."""
+        return self._started.get(worker_id, b"").hex()
+
+    def known_again(self, worker_id: str, mark: str) -> None:
+        """A worker that an earlier service has started lives on, with its token."""
+        self.ended(worker_id)
+        self._grants += 1
+        self._started[worker_id] = bytes.fromhex(mark)
+        self._callers[self._started[worker_id]] = Caller(Role.WORKER, worker_id, self._grants)
+
     def may_take(self, caller: Caller, worker_id: str) -> bool:
-        """Whether a worker may bear this name: one that the service gave out is for the worker that it started."""
-        return caller.worker_id == worker_id if caller.worker_id else worker_id not in self._started
+        """Whether a worker may bear this name: one that the service gave out is for the worker that it started, and
+        for as long as that token holds, which the caller has shown some time ago."""
+        if not caller.worker_id:
+            return worker_id not in self._started
+        held = self._callers.get(self._started.get(worker_id, b""))
+        return caller.worker_id == worker_id and held is not None and held.grant == caller.grant
 
 
 def _derived(root: bytes, role: Role) -> str:

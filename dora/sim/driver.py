@@ -28,7 +28,11 @@ class WorkerDriver(Agenda, ABC):
         super().__init__()
         self.scenario = scenario
         batch = scenario.trainer.groups_per_step
-        self.ledger = Ledger(window_steps(scenario), batch, spare_groups(scenario.redundant_fraction, batch))
+        spare, window = spare_groups(scenario.redundant_fraction, batch), scenario.window
+        if window.is_adaptive:
+            self.ledger = Ledger(window.least, batch, spare, (window.least, window.most))
+        else:
+            self.ledger = Ledger(window_steps(scenario), batch, spare)
         self.workers: dict[str, SimWorker] = {}  # in session, by id
         self.pools: dict[str, SimPool] = {}  # the same
         self.snapshots: dict[str, KvSnapshot] = {}

@@ -28,6 +28,21 @@ def fields_without_effect(scenario: Scenario) -> Iterator[tuple[str, str]]:
         yield "trainer.streams", "trainer.micro_batches is 1, so training begins when the whole step is there"
     elif trainer.micro_batches > 1 and not trainer.streams:
         yield "trainer.micro_batches", "trainer.streams is false, so training begins when the whole step is there"
+    if not scenario.window.is_adaptive:
+        fixed = f"window.size is {scenario.window.size}, not auto"
+        for name in (
+            "min",
+            "max",
+            "wait_share",
+            "clip_fraction_most",
+            "effective_sample_least",
+            "look_steps",
+            "rest_steps",
+        ):
+            yield f"window.{name}", fixed
+        yield "trainer.clip_per_step", fixed
+    else:
+        yield "window.effective_sample_least", "the simulator's trainer tells no effective sample size"
     if scenario.balance.predictor != "ranker":
         yield (
             "workload.feature_correlation",

@@ -8,10 +8,12 @@ from typing import Final
 from dora.errors import InvalidValue, one_of
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.sim.crash import crash
 from dora.sim.fault import Fault, pick
 from dora.sim.handoff_faults import kill_in_handoff, migrate, strand
 from dora.sim.pool_faults import befall_pool
-from dora.sim.unreliable import SILENCE_LIMIT_S, UnreliableWorld
+from dora.sim.unreliable import UnreliableWorld
+from dora.sim.unsteady import SILENCE_LIMIT_S
 from dora.sim.wire import GAP_LIMIT_S, Trouble
 from dora.sim.worker import STUCK, SimWorker
 
@@ -166,10 +168,6 @@ def _publish(world: UnreliableWorld, fault: Fault) -> None:
             world.ask(on.VersionRepublished(epoch, newest), refused=True)
 
 
-def _restart(world: UnreliableWorld, fault: Fault) -> None:
-    world.restart()
-
-
 def _storage(world: UnreliableWorld, fault: Fault) -> None:
     world.fill_storage(fault.amount * FULL_MOST_S)
 
@@ -179,6 +177,19 @@ def _end(world: UnreliableWorld, fault: Fault) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- operator
+
+
+def _evaluate(world: UnreliableWorld, fault: Fault) -> None:
+    """An evaluation is asked for, of any version and with any share, or one that runs is cancelled."""
+    running, subject, newest = world.machine.state.evaluations.running, fault.subject, world.machine.state.window.newest
+    if running and subject % 4 == 0:
+        world.ask(on.EvaluationCancelled(pick(list(running), subject // 4) or "", "asked for"))
+        return
+    evaluation_id, version = f"e{len(world.ledger.evaluations)}", (-1, newest, newest - 1, newest - 3)[subject // 4 % 4]
+    share = (0.0, 0.0, 0.2, 0.4)[subject // 16 % 4]
+    event = world.evaluate(evaluation_id, 1 + int(fault.amount * 7.99), version, share)
+    if not world.ask(event):
+        world.ledger.evaluations[evaluation_id].ended = True
 
 
 def _rebalance(world: UnreliableWorld, fault: Fault) -> None:
@@ -239,7 +250,7 @@ KINDS: Final[dict[str, Kind]] = {
     "reorder": Kind("a message is overtaken by later ones", _trouble(Trouble.OVERTAKEN), 0.5),
     "copy": Kind("copies, reservations, loads or starts fail", _on_worker(_refuse), 2.0),
     "trainer": Kind("the trainer is lost before or after a commit, or asks twice", _trainer),
-    "restart": Kind("the orchestrator starts again from its log", _restart, 0.3),
+    "crash": Kind("the orchestrator dies, and starts again with what its journal has kept", crash, 0.3),
     "join": Kind("a worker joins", _join, 0.5),
     "leave": Kind("a worker is drained and leaves", _on_worker(_leave), 0.5),
     "migrate": Kind("an operator moves a request", migrate),
@@ -252,4 +263,5 @@ KINDS: Final[dict[str, Kind]] = {
     "storage": Kind("storage is full for a while: nothing may be admitted", _storage, 0.5),
     "publish": Kind("the trainer publishes what no worker can reproduce, and then publishes it anew", _publish),
     POOL: Kind("requests are parked, and a pool is lost, silent, refuses or drops what it holds", befall_pool, 2.0),
+    "evaluate": Kind("an evaluation is asked for, or ends early", _evaluate),
 }

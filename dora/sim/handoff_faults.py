@@ -8,7 +8,8 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.handoff_table import Handoff, Kind, Phase
 from dora.sim.fault import Fault, pick
-from dora.sim.unreliable import SILENCE_LIMIT_S, UnreliableWorld
+from dora.sim.unreliable import UnreliableWorld
+from dora.sim.unsteady import SILENCE_LIMIT_S
 from dora.sim.worker import SimWorker
 
 PHASES: Final = (Phase.PLANNED, Phase.RESERVED, Phase.FROZEN, Phase.COMMITTED)  # in which a command is sent

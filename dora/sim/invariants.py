@@ -34,6 +34,7 @@ def check_state(state: State) -> None:
     check_groups(state)
     check_handoffs(state)
     check_pending(state)
+    check_evaluations(state)
     check_idle(state)
 
 
@@ -41,18 +42,28 @@ def check_window(state: State) -> None:
     """C3: the state is feasible, and the counts agree with the groups."""
     check_feasible(state)
     window = state.window
-    status, version = _columns(state.groups, state.group_id, "status", "version")
-    by_deadline = Counter(window.deadline(version[row]) for row in state.group_id if status[row] != LEASED)
+    status, version, deadline = _columns(state.groups, state.group_id, "status", "version", "deadline")
+    is_open = [row for row in state.group_id if status[row] != LEASED]
+    by_deadline = Counter(deadline[row] for row in is_open)
     if window.open_by_deadline != by_deadline:
         counted = dict(window.open_by_deadline)
         raise Violation(f"open groups by deadline {dict(by_deadline)} are counted as {counted} (C3)")
+    oldest = min((version[row] for row in is_open), default=window.oldest_live)
+    if oldest < window.oldest_live:
+        raise Violation(f"a group of version {oldest} is open, and {window.oldest_live} is the oldest live (C1)")
 
 
 def check_feasible(state: State) -> None:
     """C3 by the window's own counts; and which weights are kept."""
     window = state.window
-    if window.least_slack(window.step, window.step + window.size - 1) < 0:
+    if window.least_slack(window.step, max((window.step + window.size - 1, *window.open_by_deadline))) < 0:
         raise Violation(f"infeasible: {window.told()} (C3)")
+    if min(window.open_by_deadline, default=window.step) < window.step:
+        raise Violation(f"overdue: {window.told()} (C3)")
+    sizes = state.config.window
+    live = window.newest - window.oldest_live + 1
+    if not sizes.least <= window.size <= sizes.most or live > sizes.most:
+        raise Violation(f"{live} versions are live in a window of {window.size}, of {sizes.least} to {sizes.most} (C3)")
     if window.newest not in (window.step - 1, window.step):
         raise Violation(f"newest version {window.newest} at step {window.step}")
     if state.retired > window.oldest_kept:
@@ -61,10 +72,11 @@ def check_feasible(state: State) -> None:
 
 def check_rejection(state: State) -> None:
     """C1: a version that is rejected or in doubt is on no worker, and only who is to try it is to host it."""
-    window, doubts = state.window, state.doubts
+    window, doubts, gone = state.window, state.doubts, state.gone.keys()
     named = {"rejected": window.rejected == state.rejected.keys()}
-    named["withheld"] = window.withheld == state.rejected.keys() | doubts.keys()
-    named["proven"] = not state.proven & window.withheld and min(state.proven, default=state.retired) >= state.retired
+    named["withheld"] = window.withheld == state.rejected.keys() | doubts.keys() | gone
+    unsound = window.withheld - gone  # of what is gone the weights were right
+    named["proven"] = not state.proven & unsound and min(state.proven, default=state.retired) >= state.retired
     named["streamed"] = not state.rejected or state.stream_step is None
     if not all(named.values()):
         raise Violation(f"versions {sorted(state.rejected)} are rejected, {sorted(doubts)} in doubt: {named}")
@@ -79,9 +91,9 @@ def check_rejection(state: State) -> None:
             raise Violation(f"version {version} is in doubt, and nobody tries it")
     for worker in state.workers.values():
         name, second = worker.worker_id, doubts[worker.target].second if worker.target in doubts else ""
-        if worker.loaded in window.withheld:
+        if worker.loaded in unsound:
             raise Violation(f"{name} has version {worker.loaded}, which is rejected or in doubt (C1)")
-        if worker.target in window.withheld and name != second and not worker.draining:
+        if worker.target in unsound and name != second and not worker.draining:
             raise Violation(f"{name} is to host version {worker.target}, which is rejected or in doubt (C1)")
 
 
@@ -258,6 +270,44 @@ def check_load(worker: Worker, told: bool) -> None:
         raise Violation(f"{worker.worker_id} waits for version {worker.loading}, which it was not told to load")
 
 
+def check_evaluations(state: State) -> None:
+    """Evaluations keep C1 and C2, and take from training no more than was lent to them or is idle."""
+    evaluations, running = state.evaluations, state.evaluations.running
+    for evaluation in running.values():
+        begun = {name for name, each in evaluations.requests.items() if each.evaluation_id == evaluation.evaluation_id}
+        waiting = set(evaluation.waiting)
+        held = {name for name in begun if evaluations.requests[name].worker_id}
+        over = {name for name in begun if evaluations.requests[name].finished or evaluations.requests[name].scored}
+        if begun - waiting - held != over:
+            raise Violation(f"{evaluation.evaluation_id}: {sorted(begun - waiting - held - over)} are nowhere (C2)")
+        if waiting & held or len(waiting) < len(evaluation.waiting) or not waiting <= begun:
+            raise Violation(f"{evaluation.evaluation_id}: {sorted(waiting)} wait, {sorted(held)} run (C2)")
+        if not state.retired <= evaluation.version <= state.window.newest:
+            raise Violation(f"{evaluation.evaluation_id} runs, and the weights of {evaluation.version} are let go (C1)")
+    unowned = [name for name, each in evaluations.requests.items() if each.evaluation_id not in running]
+    by_worker = {worker_id: list(names) for worker_id, names in evaluations.held.items()}
+    held_by = {name: each.worker_id for name, each in evaluations.requests.items() if each.worker_id}
+    if unowned or held_by != {name: worker_id for worker_id, names in by_worker.items() for name in names}:
+        raise Violation(f"evaluations hold {by_worker}, their requests say {held_by}; of none that runs: {unowned}")
+    for worker_id, names in by_worker.items():
+        worker = state.workers[worker_id]
+        versions = {running[evaluations.requests[name].evaluation_id].version for name in names}
+        if versions != {worker.hosts}:
+            raise Violation(f"{worker_id} hosts {worker.hosts} and evaluates versions {sorted(versions)} (C1)")
+        if len(names) > max(worker.lent_slots, worker.slots + worker.lent_slots - worker.held):
+            slots = f"{worker.slots} slots beside {worker.lent_slots} lent, {worker.held} in use"
+            raise Violation(f"{worker_id} evaluates {len(names)} requests: {slots}")
+    for worker in state.workers.values():
+        share = sum(each.share for each in running.values() if each.version == worker.hosts)
+        all_slots, kv_tokens = worker.slots + worker.lent_slots, worker.kv_tokens + worker.lent_kv_tokens
+        if worker.lent_slots > max(1, share * all_slots) or worker.lent_kv_tokens > share * kv_tokens:
+            lent_slots = f"{worker.lent_slots} of {all_slots} slots"
+            raise Violation(f"{worker.worker_id} has lent {lent_slots} for a share of {share}")
+    lent = {worker.worker_id for worker in state.workers.values() if worker.lent_slots or worker.lent_kv_tokens}
+    if lent != evaluations.lent or any(worker.slots < 1 for worker in state.workers.values()):
+        raise Violation(f"{sorted(lent)} have lent slots, {sorted(evaluations.lent)} are listed")
+
+
 def check_idle(state: State) -> None:
     """Who is idle, and what is to stay, is counted as the workers say. Last: it follows from the others."""
     workers = [worker for worker in state.worker_list if worker is not None]
@@ -282,6 +332,8 @@ def check_empty(state: State) -> None:
     for worker in state.workers.values():
         if worker.held or worker.kv_claimed or worker.kv_inbound:
             raise Violation(f"{worker.worker_id} still claims {worker.kv_claimed} KV tokens after the last step")
+    if state.evaluations.running or state.evaluations.requests or state.evaluations.lent:
+        raise Violation(f"evaluations are left: {', '.join(state.evaluations.running)}")
     for pool in state.pools.values():
         if pool.rows or pool.inbound or pool.kv_claimed:
             raise Violation(f"{pool.pool_id} still claims {pool.kv_claimed} KV tokens after the last step")

@@ -71,18 +71,31 @@ class Response:
 class Group:
     prompt: SimPrompt
     version: int
+    window: int  # in force when it was admitted: the bound of its staleness is one less
     request_ids: tuple[str, ...]
     unscored: int  # responses without a verdict
     step: int = -1  # that it was delivered to
 
 
 @dataclass(slots=True)
+class Asked:
+    """An evaluation: prompts under one version, which no step is to train on."""
+
+    todo: dict[str, SimPrompt]
+    groups: dict[str, Group] = field(default_factory=dict)  # begun and not ended
+    done: int = 0
+    ended: bool = False
+
+
+@dataclass(slots=True)
 class Ledger:
-    """Books of one run. ``window`` bounds staleness: at most ``window - 1``. ``spare``: groups a step may drop."""
+    """Books of one run. ``window``: in force now, of ``bounds`` at least and at most; None: always the same. It bounds
+    the staleness of what is admitted, to at most ``window - 1``. ``spare``: groups a step may drop."""
 
     window: int
     groups_per_step: int
     spare: int = 0
+    bounds: tuple[int, int] | None = None
     offered: dict[str, SimPrompt] = field(default_factory=dict)  # drawn, not admitted yet
     responses: dict[str, Response] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)  # admitted, neither trained nor cancelled
@@ -92,9 +105,12 @@ class Ledger:
     steps: int = 0  # committed
     cancelled: int = 0
     cancel_reasons: Counter[str] = field(default_factory=Counter)
-    redundant: Counter[int] = field(default_factory=Counter)  # version -> groups dropped as redundant
+    redundant: Counter[int] = field(default_factory=Counter)  # step -> groups due by it that it dropped as redundant
+    resizes: list[do.ResizeWindow] = field(default_factory=list)
     cancelled_tokens: int = 0  # that the service had taken over of cancelled groups
+    publications: Counter[int] = field(default_factory=Counter)  # version -> times that it was published anew
     rejected: set[int] = field(default_factory=set)  # versions that are to be published anew
+    evaluations: dict[str, Asked] = field(default_factory=dict)
 
     def duplicated(self) -> int:
         """Groups that left the books more often than they entered them."""
@@ -109,10 +125,19 @@ class Ledger:
             raise Violation(f"{command.group_id} takes the prompt {command.prompt_id}, which is not on offer (C2)")
         if command.version in self.rejected:
             raise Violation(f"{command.group_id} is admitted under version {command.version}, which is rejected (C1)")
-        self.groups[command.group_id] = Group(prompt, command.version, command.request_ids, len(command.request_ids))
+        unscored = len(command.request_ids)
+        self.groups[command.group_id] = Group(prompt, command.version, self.window, command.request_ids, unscored)
         self.admitted += 1
         for index, request_id in enumerate(command.request_ids):
             self.responses[request_id] = Response(command.group_id, command.version, index, prompt)
+
+    def resize(self, command: do.ResizeWindow) -> None:
+        """Another window bounds what is admitted from now on."""
+        least, most = self.bounds or (self.window, self.window)
+        if not least <= command.size <= most or abs(command.size - self.window) != 1 or not command.reason:
+            raise Violation(f"the window becomes {command.size} from {self.window}, of {least} to {most} (C3)")
+        self.window = command.size
+        self.resizes.append(command)
 
     def take_back(self, command: do.DropPrompt) -> None:
         if self.offered.pop(command.prompt_id, None) is None:
@@ -162,7 +187,9 @@ class Ledger:
         response = self.responses.get(request_id)
         if response is None:
             return None  # cancelled
-        group = self.groups[response.group_id]
+        group = self.groups.get(response.group_id)
+        if group is None:
+            return None  # of an evaluation: no filter sees it
         group.unscored -= 1
         return None if group.unscored else response.group_id
 
@@ -182,6 +209,7 @@ class Ledger:
 
     def republished(self, version: int) -> None:
         self.rejected.remove(version)
+        self.publications[version] += 1
 
     def deliver(self, command: do.DeliverGroup) -> None:
         group = self.groups.get(command.group_id)
@@ -191,8 +219,9 @@ class Ledger:
             raise Duplicated(f"{command.group_id} is delivered, but was trained, cancelled or never admitted (C2)")
         if not all(self.responses[request_id].finished for request_id in group.request_ids):
             raise Violation(f"{command.group_id} is delivered unfinished (C2)")
-        if not 0 <= command.step - group.version < self.window:
-            raise Violation(f"{command.group_id} of version {group.version} is taken by step {command.step} (C3)")
+        if not 0 <= command.step - group.version < group.window:
+            facts = f"of version {group.version}, admitted in a window of {group.window},"
+            raise Violation(f"{command.group_id} {facts} is taken by step {command.step} (C3)")
         if group.step not in (-1, command.step):
             raise Duplicated(f"{command.group_id} is delivered to the steps {group.step} and {command.step} (C2)")
         if command.group_id in self.received:
@@ -240,10 +269,49 @@ class Ledger:
         self.cancelled += 1
         self.cancel_reasons[command.reason] += 1
 
+    # -------------------------------------------------------------------------------------------------- evaluations
+
+    def ask_evaluation(self, evaluation_id: str, prompts: list[SimPrompt]) -> None:
+        self.evaluations[evaluation_id] = Asked({prompt.prompt_id: prompt for prompt in prompts})
+
+    def begin_evaluation_group(self, command: do.BeginEvaluationGroup) -> None:
+        asked = self.evaluations[command.evaluation_id]
+        prompt = asked.todo.pop(command.prompt_id, None)
+        if prompt is None or asked.ended or command.group_id in asked.groups:
+            raise Violation(f"{command.group_id} takes the prompt {command.prompt_id}, which is not to be evaluated")
+        if {group.version for group in asked.groups.values()} - {command.version}:
+            raise Violation(f"{command.group_id} is of version {command.version}, its evaluation is not (C1)")
+        ids = command.request_ids
+        asked.groups[command.group_id] = Group(prompt, command.version, self.window, ids, len(ids))
+        for index, request_id in enumerate(ids):
+            self.responses[request_id] = Response(command.group_id, command.version, index, prompt)
+
+    def end_evaluation_group(self, command: do.EndEvaluationGroup) -> None:
+        asked = self.evaluations[command.evaluation_id]
+        group = asked.groups.pop(command.group_id, None)
+        if group is None or asked.ended:
+            raise Duplicated(f"{command.group_id} ends twice, or never began (C2)")
+        if not command.reason and not all(self.responses[name].finished for name in group.request_ids):
+            raise Violation(f"{command.group_id} is given unfinished (C2)")
+        asked.done += not command.reason
+        for name in group.request_ids:
+            del self.responses[name]
+
+    def end_evaluation(self, command: do.EndEvaluation) -> None:
+        """Whole, or with a reason: then what of it was begun is forgotten."""
+        asked = self.evaluations[command.evaluation_id]
+        if asked.ended or (not command.reason and (asked.todo or asked.groups)):
+            raise Lost(f"{command.evaluation_id} ends with {len(asked.todo) + len(asked.groups)} groups missing (C2)")
+        asked.ended = True
+        for group in asked.groups.values():
+            for name in group.request_ids:
+                del self.responses[name]
+        asked.groups.clear()
+
     def _check_redundant(self, group_id: str, group: Group) -> None:
         """Only what is due and unfinished may be dropped for others, and of a step no more than was asked for."""
-        self.redundant[group.version] += 1
-        due = self.steps - self.window + 1
-        if group.version != due or not group.unscored or self.redundant[due] > self.spare:
-            facts = f"version {group.version}, due is {due}; {group.unscored} unscored; {self.redundant[due]} dropped"
+        due, step = group.version + group.window - 1, self.steps
+        self.redundant[step] += 1
+        if due != step or not group.unscored or self.redundant[step] > self.spare:
+            facts = f"due at {due} of step {step}; {group.unscored} unscored; {self.redundant[step]} dropped"
             raise Lost(f"{group_id} is no redundant group of its step ({facts}, {self.spare} at most; C2)")

@@ -42,15 +42,21 @@ class Consumed:
     context_tokens: float = 0.0  # the C of the bound: SimPrompt.context_work
     busy_s: float = 0.0
     staleness: list[int] = field(default_factory=list)  # of each group
+    out_of_window: int = 0  # trained on before their version was there, or later than when they were admitted for (C3)
+    step_staleness: list[float] = field(default_factory=list)  # mean of each step
+    took_s: list[float] = field(default_factory=list)  # each step
+    waited_s: list[float] = field(default_factory=list)
 
-    def out_of_window(self, window: int) -> int:
-        """Groups that were trained on before their version was there, or too late for the window (C3)."""
-        return sum(not 0 <= staleness < window for staleness in self.staleness)
-
-    def add(self, step: int, groups: list[Group], busy: list[tuple[float, float]]) -> None:
-        self.busy_s += sum(end_s - begin_s for begin_s, end_s in busy)
+    def add(self, step: int, took_s: float, groups: list[Group], busy: list[tuple[float, float]]) -> None:
+        busy_s = sum(end_s - begin_s for begin_s, end_s in busy)
+        self.busy_s += busy_s
+        self.took_s.append(took_s)
+        self.waited_s.append(took_s - busy_s)
+        staleness = [step - group.version for group in groups]
+        self.step_staleness.append(sum(staleness) / max(1, len(staleness)))
+        self.staleness += staleness
         for group in groups:
-            self.staleness.append(step - group.version)
+            self.out_of_window += not 0 <= step - group.version < group.window
             for length in group.prompt.lengths:
                 self.responses += 1
                 self.response_tokens += length
@@ -68,6 +74,7 @@ class Meter:
         self.consumed = Consumed()
         self.steps = 0  # committed
         self.recall = Recall()
+        self.resizes: list[str] = []  # of an adaptive window
         self._loads = 0
         self._still_s = 0.0
         self._resident_s = 0.0
@@ -90,7 +97,7 @@ class Meter:
         if self.steps <= self.warmup:
             self.begin = self.end
         else:
-            self.consumed.add(step, groups, busy)
+            self.consumed.add(step, ended_s - began_s, groups, busy)
         if self.timeline is not None:
             ages = [step - group.version for group in groups]
             mix = tuple(ages.count(age) for age in range(max(ages, default=0) + 1))
@@ -134,6 +141,8 @@ class Meter:
             if isinstance(command, do.WorkerCommand):
                 self._count(command.worker_id)
                 self._sent(command, now_s)
+            elif isinstance(command, do.ResizeWindow):
+                self.resizes.append(f"after step {self.steps - 1}: {command.size}, as {command.reason}")
         if self.timeline is not None:
             self._draw(event, now_s)
 

@@ -57,7 +57,7 @@ def has_versions(policy: str) -> bool:
 
 def window_steps(scenario: Scenario) -> int:
     """Steps that a version lives: the window, or without end where there is one version alone."""
-    return scenario.window.size if has_versions(scenario.balance.policy) else ENDLESS_STEPS
+    return scenario.window.most if has_versions(scenario.balance.policy) else ENDLESS_STEPS
 
 
 def policy_of(scenario: Scenario, config: BalanceConfig) -> PartialPolicy | None:

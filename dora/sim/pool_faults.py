@@ -6,7 +6,8 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.sim.fault import Fault, pick
 from dora.sim.pool import SimPool
-from dora.sim.unreliable import SILENCE_LIMIT_S, UnreliableWorld
+from dora.sim.unreliable import UnreliableWorld
+from dora.sim.unsteady import SILENCE_LIMIT_S
 from dora.sim.worker import SimWorker
 
 PARKS_MOST: Final = 4  # that one fault asks for

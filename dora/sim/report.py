@@ -11,7 +11,9 @@ class Report:
 
     preset: Annotated[str, "the preset, or `custom`"]
     policy: Annotated[str, "the strategy"]
-    window: Annotated[int, "policy versions that may be live"]
+    window: Annotated[int | str, "policy versions that may be live, or `auto`"]
+    window_last: Annotated[int | None, "the window in force at the end; null: the strategy knows no versions"]
+    window_changes: Annotated[tuple[str, ...], "with `auto`: each change, warm-up included, with its reason"]
     predictor: Annotated[str, "of response lengths"]
     seed: Annotated[int, "of prompts and lengths"]
     steps: Annotated[int, "steps measured, after the warm-up"]
@@ -34,6 +36,12 @@ class Report:
         " of this strategy has several versions",
     ]
     staleness_mean: Annotated[float | None, "mean of the same, or null"]
+    staleness_groups: Annotated[tuple[int, ...] | None, "groups by staleness, from 0 on, or null"]
+    step_staleness: Annotated[tuple[float, ...] | None, "mean staleness of each step, or null"]
+    step_took_min: Annotated[tuple[float, ...], "time of each step, from one publish to the next"]
+    step_waited_min: Annotated[
+        tuple[float, ...], "of it, the trainer had nothing to train on; colocated: rollout had the accelerators"
+    ]
     bound_min: Annotated[
         float, "bubble-free bound: least time to generate an expected batch, of all tasks, on this cluster"
     ]
@@ -73,7 +81,7 @@ class BrokenReport:
 
     preset: Annotated[str, "the preset, or `custom`"]
     policy: Annotated[str, "the strategy"]
-    window: Annotated[int, "policy versions that may be live"]
+    window: Annotated[int | str, "policy versions that may be live, or `auto`"]
     predictor: Annotated[str, "of response lengths"]
     seed: Annotated[int, "of prompts and lengths"]
     violations: Annotated[int, "broken promises of any kind: 1"]

@@ -4,6 +4,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
+
 from dora.errors import DoraError, InvalidValue
 from dora.memory import collecting_rarely
 from dora.orchestrator.core import commands as do
@@ -14,7 +16,7 @@ from dora.sim.extent import bound_of_s, check_extent, expected_bound_s, limit_s,
 from dora.sim.invariants import check_state
 from dora.sim.ledger import Failure, Stalled, Violation, failure_of
 from dora.sim.meter import Meter, Reading
-from dora.sim.partial import has_versions, window_steps
+from dora.sim.partial import has_versions
 from dora.sim.report import BrokenReport, Report, Timeline
 from dora.sim.scenario import Scenario
 from dora.sim.watch import Watch
@@ -147,6 +149,8 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
         preset=scenario.name,
         policy=scenario.balance.policy,
         window=scenario.window.size,
+        window_last=world.ledger.window if has_versions(scenario.balance.policy) else None,
+        window_changes=tuple(meter.resizes),
         predictor=scenario.balance.predictor,
         seed=seed,
         steps=steps,
@@ -158,11 +162,15 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
         generated_tokens_per_s=(last.generated_tokens - first.generated_tokens) / took_s,
         staleness_max=max(staleness) if staleness else None,
         staleness_mean=sum(staleness) / len(staleness) if staleness else None,
+        staleness_groups=None if staleness is None else tuple(np.bincount(staleness).tolist()),
+        step_staleness=None if staleness is None else tuple(consumed.step_staleness),
+        step_took_min=tuple(each / 60 for each in consumed.took_s),
+        step_waited_min=tuple(each / 60 for each in consumed.waited_s),
         bound_min=expected_bound_s(scenario) / 60,
         bound_consumed_min=of_consumed / steps / 60,
         work_done_over_consumed=_work_done_s(scenario, first, last) / of_consumed,
         kv_utilisation=context / steps_done / cluster.kv_tokens if steps_done else 0.0,
-        violations=counters.c1_violations + consumed.out_of_window(window_steps(scenario)),
+        violations=counters.c1_violations + consumed.out_of_window,
         lost=lost,
         duplicated=world.ledger.duplicated(),
         filter_fraction=scenario.filter_fraction,

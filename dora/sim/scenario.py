@@ -123,6 +123,9 @@ class TrainerPace(Section):
     micro_batches: Groups = Field(16, description="training of one begins when its groups are there")
     streams: bool = Field(True, description="False: training begins when the whole step is there")
     publish_s: Seconds = Field(0.0, description="from the last micro-batch to the published version")
+    clip_per_step: Share = Field(
+        0.0, description="window.size auto: clipped fraction of a batch for each step that it is stale on average"
+    )
 
 
 class Lengths(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 from dora.sim.fault import Fault
 from dora.sim.ledger import Failure
 from dora.sim.shrinking import shrunk
-from dora.sim.trial import Trial
+from dora.sim.trial import DRAWN, Trial
 from dora.sim.trial_processes import outcomes
 
 SHRUNK_MAX: Final = 10  # failures that are cut down; a core that fails everywhere needs no more
@@ -49,12 +49,14 @@ def sweep(
     kinds: str = "all",
     progress: Callable[[float], None] | None = None,
     jobs: int = 1,
+    window: str = DRAWN,
 ) -> SweepReport:
     """One trial a seed, the policies in turn. ``kinds``: of faults, as ``fault_kinds.kinds_of`` takes them.
+    ``window``: as a Trial has it.
 
     ``progress`` is told the share that is done. ``jobs``: processes that try them; the report is the same with any.
     """
-    trials = [Trial(seed, policies[seed % len(policies)], kinds) for seed in seeds]
+    trials = [Trial(seed, policies[seed % len(policies)], kinds, window=window) for seed in seeds]
     failures: list[SweepFailure] = []
     for number, (trial, failure) in enumerate(zip(trials, outcomes(trials, jobs), strict=True), start=1):
         if failure is not None:

@@ -38,8 +38,10 @@ class SimTrainer:
         self.busy: list[tuple[float, float]] = []
         self.rest_s: Callable[[], float] = lambda: 0.0  # from a commit until the next step is asked for
         self.after_commit: Callable[[], None] = lambda: None  # called at each, before accelerators are let go
+        self.tells: Callable[[list[Group]], tuple[float, float]] = self._measured  # of a step, with its commit
         self.on_step: Callable[[int, float, float, list[Group], list[tuple[float, float]]], None] | None = None
         self.began_s = 0.0
+        self._asked_s = 0.0  # for the step's groups
         self._groups = 0
         self._full = False
         self._trained = 0  # micro-batches of this step
@@ -75,6 +77,7 @@ class SimTrainer:
         self._groups = self._trained = 0
         self._full = self._computing = False
         self.busy = []
+        self._asked_s = self.world.now_s
         self.world.ledger.stream_began()
         self.world.post(on.StepRequested(self.epoch, self.step))
 
@@ -135,11 +138,19 @@ class SimTrainer:
             self.on_step(self.step, self.began_s, world.now_s, groups, self.busy)
         self.began_s = world.now_s
         self.committed += 1
-        world.post(on.StepCommitted(self.epoch, self.step))
+        world.post(on.StepCommitted(self.epoch, self.step, *self.tells(groups)))
         self.after_commit()
         self._let_gpus_go()
         if self.alive:  # else it was lost just after the commit
             self._rest()
+
+    def _measured(self, groups: list[Group]) -> tuple[float, float]:
+        """How long it waited for these groups, and the share of their tokens that an objective would clip, which grows
+        with their mean staleness."""
+        busy_s = sum(ended_s - began_s for began_s, ended_s in self.busy)
+        waited_s = max(0.0, self.world.now_s - self._asked_s - busy_s - self.pace.publish_s)
+        staleness = sum(self.step - group.version for group in groups) / max(1, len(groups))
+        return waited_s, min(1.0, self.pace.clip_per_step * staleness)
 
     def _rest(self) -> None:
         seconds = self.rest_s()

@@ -1,5 +1,6 @@
 """One seed of the sweep: a small cluster, its faults, and the question whether every promise was kept to the end."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,7 +9,8 @@ from typing import Any, Final
 
 from dora.config import BalanceConfig, CostConfig, DoraConfig, WindowConfig
 from dora.errors import InvalidValue, one_of
-from dora.orchestrator.core.policies import POLICIES, nearest_window
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.policies import POLICIES, allows_any, nearest_window
 from dora.sim.fault import Fault
 from dora.sim.fault_kinds import POOL, draw_faults, kinds_of, strike
 from dora.sim.invariants import check_empty
@@ -20,6 +22,8 @@ from dora.sim.world import TICK_S
 WORKERS_MOST: Final = 4
 HORIZON_S: Final = 60  # faults strike before
 FAULTS_MEAN: Final = 8.0
+DRAWN: Final = "drawn"
+WINDOWS: Final = (DRAWN, "auto")
 STEPS_AFTER: Final = 2  # that the trainer must get once faults have ended
 PATIENCE_S: Final = 1500.0  # within which the next one must be committed, in the drain too
 QUIET_S: Final = 20.0  # after the drain: for what is still under way, longer than any fault lasts
@@ -27,7 +31,8 @@ QUIET_S: Final = 20.0  # after the drain: for what is still under way, longer th
 
 @dataclass(frozen=True)
 class Trial:
-    """What is tried. ``chosen``: indexes of the drawn faults that strike (None: all); ``workers`` 0: as drawn."""
+    """What is tried. ``chosen``: indexes of the drawn faults that strike (None: all); ``workers`` 0: as drawn.
+    ``window``: drawn, of one size for the whole run, or auto."""
 
     seed: int
     policy: str
@@ -35,20 +40,23 @@ class Trial:
     chosen: tuple[int, ...] | None = None
     workers: int = 0
     steps_after: int = STEPS_AFTER
+    window: str = DRAWN
 
     @property
     def token(self) -> str:
         """Text that ``of`` makes this trial from again."""
         chosen = "all" if self.chosen is None else ",".join(map(str, self.chosen))
-        return f"{self.seed}:{self.policy}:{self.kinds}:{chosen}:{self.workers}:{self.steps_after}"
+        window = "" if self.window == DRAWN else f":{self.window}"
+        return f"{self.seed}:{self.policy}:{self.kinds}:{chosen}:{self.workers}:{self.steps_after}{window}"
 
     @classmethod
     def of(cls, token: str) -> "Trial":
         """Raises InvalidValue for a text that no trial has printed: for its first part that is wrong, by name."""
         try:
-            seed, policy, kinds, chosen, workers, steps_after = token.split(":")
+            seed, policy, kinds, chosen, workers, steps_after, *rest = token.split(":")
+            (window,) = rest or (DRAWN,)
             indexes = None if chosen == "all" else tuple(int(index) for index in chosen.split(",") if index)
-            trial = cls(int(seed), policy, kinds, indexes, int(workers), int(steps_after))
+            trial = cls(int(seed), policy, kinds, indexes, int(workers), int(steps_after), window)
         except ValueError as error:
             raise InvalidValue("--replay", token, "a token as `dora simulate sweep` prints it") from error
         trial.check()
@@ -58,6 +66,10 @@ class Trial:
         """Raises InvalidValue for what no sweep tries."""
         if self.policy not in POLICIES:
             raise InvalidValue("--replay: policy", self.policy, one_of(self.policy, POLICIES, cutoff=0.6))
+        if self.window not in WINDOWS:
+            raise InvalidValue("--replay: window", self.window, " or ".join(WINDOWS))
+        if self.window != DRAWN and not allows_any(self.policy):
+            raise InvalidValue("--replay: window", self.window, f"{DRAWN}: {self.policy} is not defined for every one")
         if self.seed < 0:
             raise InvalidValue("--replay: seed", self.seed, "0 or above")
         if not 0 <= self.workers <= WORKERS_MOST:
@@ -81,12 +93,18 @@ class Trial:
     def run(self) -> Failure | None:
         """None: every promise was kept, after every event, to the end."""
         scenario = self.cluster()
-        world = None
+        world, told = None, logging.getLogger("dora.service")
+        was_disabled, told.disabled = (
+            told.disabled,
+            True,
+        )  # what an operator is told of faults, which all are on purpose
         try:
             world = UnreliableWorld(scenario, self.seed)
             conduct(world, self.faults, self.steps_after)
         except Exception as error:  # whatever the core raises is a finding, and the next seed goes on
             return failure_of(error, world.now_s if world is not None else 0.0)
+        finally:
+            told.disabled = was_disabled
         return None
 
     def cluster(self) -> Scenario:
@@ -101,7 +119,7 @@ class Trial:
         predictor = random.choice(("oracle", "statistics", "ranker"))
         scenario = Scenario(
             name=f"seed {self.seed}",
-            window=WindowConfig(size=nearest_window(self.policy, window)),
+            window=self._window(window),
             filter_fraction=filters,
             redundant_fraction=redundant,
             cluster=_cluster(random, self.workers or workers, cost, self._pools()),
@@ -129,6 +147,14 @@ class Trial:
             dora=DoraConfig(level_gap=random.choice((1, 2))),
         )
         return scenario.model_copy(update={"balance": balance})
+
+    def _window(self, drawn: int) -> WindowConfig:
+        """An adaptive one changes often, so that faults strike before and after."""
+        if self.window == DRAWN:
+            return WindowConfig(size=nearest_window(self.policy, drawn))
+        random = Random(f"window {self.seed}")
+        least, most = random.choice(((1, 4), (1, 2), (2, 3), (1, 3)))
+        return WindowConfig(size="auto", min=least, max=most, look_steps=random.choice((1, 2)), rest_steps=0)
 
     def _pools(self) -> dict[str, Any]:
         """Of the cluster: in a third of the seeds there is none, and there the strategies decide as ever."""
@@ -172,6 +198,8 @@ def conduct(world: UnreliableWorld, faults: Sequence[Fault], steps_after: int) -
     if not world.ending:
         world.end_prompts(world.habits.last_prompts)
     _patiently(world, lambda: world.trainer.ended)
+    for evaluation_id in list(world.machine.state.evaluations.running):
+        world.ask(on.EvaluationCancelled(evaluation_id, "the run ends"))
     rest_s = world.now_s + QUIET_S
     world.run_until(lambda: world.now_s >= rest_s)
     limit_s = rest_s + world.config.workers.load_timeout_s + TICK_S  # a load that never ends is ended by then
@@ -187,6 +215,9 @@ def check_books(world: UnreliableWorld) -> None:
     """After the drain: nothing was lost, and nobody holds anything any more."""
     if world.ledger.groups:
         raise Lost(f"neither trained nor cancelled: {', '.join(world.ledger.groups)} (C2)")
+    unended = [evaluation_id for evaluation_id, asked in world.ledger.evaluations.items() if not asked.ended]
+    if unended or world.ledger.responses:
+        raise Lost(f"never ended: {', '.join([*unended, *world.ledger.responses])} (C2)")
     check_empty(world.machine.state)
     for worker in (*world.workers.values(), *world.pools.values()):
         if worker.alive and worker.engine.requests:

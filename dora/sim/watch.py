@@ -1,9 +1,10 @@
 """Checks after every event what that event can have changed, so that a large cluster is checked event by event, too.
 
 ``check_state`` (invariants.py) walks the whole state, which with tens of thousands of requests takes as long as
-hundreds of events. Here the window is checked whole, and of requests, groups, workers and handoffs those that the event
-or one of its commands names. Books of its own say where each request was seen last, so one that is left behind in a
-second place is found, and one that nobody has any more. What changes without being named the next whole check finds.
+hundreds of events. Here the window and the evaluations that run are checked whole, and of requests, groups, workers and
+handoffs those that the event or one of its commands names. Books of its own say where each request was seen last, so
+one that is left behind in a second place is found, and one that nobody has any more. What changes without being named
+the next whole check finds.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
 from dora.sim.invariants import (
+    check_evaluations,
     check_feasible,
     check_handoff,
     check_handoffs,
@@ -42,7 +44,7 @@ REPORTS: Final = 7  # after one in so many full reports all of its worker is loo
 class Watched:
     """A group in the books. ``rows`` of its requests; how many have not ended, and have no verdict."""
 
-    version: int
+    deadline: int
     rows: Sequence[int]
     unfinished: int
     unscored: int
@@ -77,6 +79,7 @@ class Watch:
         self._loading: dict[str, int] = {}  # worker -> its LoadVersion
         self._counted = 0  # changes of the two counts above
         self._stood = (-1, -1, -1, -1)  # the window as of the last event, and ``_counted``
+        self._size = machine().state.window.size  # in force, by the core's own words
         self._reports = 0  # since one was followed by a look at all that its worker holds
         self._storage_fault = ""
         self._named = Named()
@@ -86,6 +89,7 @@ class Watch:
             on.RequestScored: self._scored,
             on.WorkerLost: self._lost,
             on.StorageChanged: self._stored,
+            do.ResizeWindow: self._resized,
             do.AdmitGroup: self._admitted,
             do.DeliverGroup: self._delivered,
             do.DropGroup: self._gone,
@@ -116,8 +120,11 @@ class Watch:
             self._check_group(state, group)
         for index in named.indexes:
             self._holds(state, index)
-        if state.rejected or state.doubts:
+        if state.rejected or state.doubts or state.gone:
             check_rejection(state)
+        evaluations = state.evaluations
+        if evaluations.running or evaluations.requests or evaluations.lent:
+            check_evaluations(state)
         window = state.window
         stands = window.step, window.left, window.newest, self._counted
         if stands != self._stood:
@@ -131,13 +138,17 @@ class Watch:
     def _stored(self, _state: State, event: on.StorageChanged, _named: Named) -> None:
         self._storage_fault = event.fault
 
+    def _resized(self, _state: State, command: do.ResizeWindow, _named: Named) -> None:
+        self._size = command.size
+
     def _admitted(self, state: State, command: do.AdmitGroup, named: Named) -> None:
         if self._storage_fault:
             raise Violation(f"{command.group_id} is admitted while storage is at fault: {self._storage_fault}")
-        self._count(state, command.version, 1)
+        deadline = command.version + self._size - 1
+        self._count(deadline, 1)
         group, size = state.group_row.get(command.group_id), len(command.request_ids)
         rows = state.members[group] if group is not None else ()  # else it is cancelled by the same event
-        self._groups[command.group_id] = Watched(command.version, rows, size, size)
+        self._groups[command.group_id] = Watched(deadline, rows, size, size)
         named.rows.update(rows)
 
     def _delivered(self, state: State, command: do.DeliverGroup, _named: Named) -> None:
@@ -145,7 +156,7 @@ class Watch:
         if group is None or state.groups["status"][group] != LEASED:
             raise Violation(f"{command.group_id} is delivered, and no step holds it (C2)")
         if not command.again:
-            self._count(state, watched.version, -1)
+            self._count(watched.deadline, -1)
 
     def _gone(self, state: State, command: do.DropGroup | do.ForgetGroup, named: Named) -> None:
         """A group has left the core, with all that was of it. Its rows may be another's already."""
@@ -154,7 +165,7 @@ class Watch:
         if left or command.group_id in state.group_row:
             raise Violation(f"{command.group_id} has gone, and {', '.join(left) or 'it'} is known still (C2)")
         if isinstance(command, do.DropGroup):
-            self._count(state, watched.version, -1)
+            self._count(watched.deadline, -1)
         self._complete -= not watched.unscored
         for row in watched.rows:
             self._moved(row, NOWHERE, named)
@@ -301,9 +312,8 @@ class Watch:
 
     # ----------------------------------------------------------------------------------------------------------- counts
 
-    def _count(self, state: State, version: int, more: int) -> None:
+    def _count(self, deadline: int, more: int) -> None:
         self._counted += 1
-        deadline = state.window.deadline(version)
         self._open[deadline] = self._open.get(deadline, 0) + more
         if not self._open[deadline]:
             del self._open[deadline]

@@ -207,10 +207,10 @@ class Filter:
     def __init__(self, fraction: float, seed: int) -> None:
         self._fraction, self._seed = fraction, seed
 
-    def lets_go(self, prompt: SimPrompt) -> bool:
+    def lets_go(self, prompt_id: str) -> bool:
         if not self._fraction:
             return False
-        return Random(f"filter {self._seed} {prompt.prompt_id}").random() < self._fraction
+        return Random(f"filter {self._seed} {prompt_id}").random() < self._fraction
 
 
 def moments(workload: Workload, shapes: Sequence[TaskShape] = ()) -> Moments:

@@ -9,6 +9,8 @@ Everything is a function of the scenario and the seed: ties in time are broken b
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, Final
 
 from dora.config import Config, SelectionConfig, WorkersConfig
@@ -38,7 +40,10 @@ def core_config(scenario: Scenario) -> Config:
     known = cluster.cost.model_copy(update={"copy_token_s": cluster.kv_token_bytes / cluster.pool_bytes_per_s})
     balance = scenario.balance.model_copy(update={"cost": scenario.balance.cost or known})
     # without end it is beyond what a service may ask for
-    window = scenario.window.model_copy(update={"size": partial.window_steps(scenario)})
+    freshness = scenario.window.freshness if partial.has_versions(scenario.balance.policy) else 0.0
+    window = scenario.window.model_copy(update={"freshness": freshness})
+    if not window.is_adaptive:
+        window = window.model_copy(update={"size": partial.window_steps(scenario)})
     selection = SelectionConfig(redundant_fraction=scenario.redundant_fraction)
     workers = WorkersConfig()
     limit_s = max(workers.load_timeout_s, LOAD_TIMES * scenario.cluster.load_s)
@@ -59,6 +64,7 @@ class World(WorkerDriver):
         self.filter = Filter(scenario.filter_fraction, seed)
         self.cost = CostModel.of(scenario.cluster.cost)
         self.events = 0
+        self._seed = seed
         self.retired = 0
         self._latency_s = scenario.cluster.link_latency_s
         self.observers: list[Observer] = []
@@ -70,18 +76,26 @@ class World(WorkerDriver):
         self._posting = False
         self._epochs = 0
         self._owed = 0  # prompts that were drawn and not offered yet: too much was in flight
-        self._carry_out: dict[type, Callable[[Any], None]] = {
-            do.DrawPrompts: self.draw,
+        self._books: dict[type, Callable[[Any], None]] = {  # what is only entered and checked
             do.AdmitGroup: self.ledger.admit,
             do.DropPrompt: self.ledger.take_back,
-            do.ScoreRequest: self.score,
             do.DropGroup: self.ledger.drop,
+            do.ForgetGroup: self.ledger.forget,
+            do.BeginEvaluationGroup: self.ledger.begin_evaluation_group,
+            do.EndEvaluationGroup: self.ledger.end_evaluation_group,
+            do.EndEvaluation: self.ledger.end_evaluation,
+            do.RetireVersion: self.retire,
+            do.ResizeWindow: self.ledger.resize,
+            do.RejectVersion: self.reject,
+        }
+        self._carry_out: dict[type, Callable[[Any], None]] = {
+            **self._books,
+            do.DrawPrompts: self.draw,
+            do.ScoreRequest: self.score,
+            do.ScoreEvaluated: self.score,
             do.DeliverGroup: self._deliver,
             do.CloseStep: self._close,
-            do.ForgetGroup: self.ledger.forget,
-            do.RetireVersion: self._retire,
-            do.RejectVersion: self._reject,
-            do.ReleaseSnapshot: self._release,
+            do.ReleaseSnapshot: self.release,
             do.EvictWorker: self.evict,
             do.StopWorker: self.stop,
         }
@@ -115,33 +129,36 @@ class World(WorkerDriver):
     def _handle(self, event: on.Event) -> None:
         self.events += 1
         if isinstance(event, on.Progress):
-            self._take_over(event)
+            self.take_over(event)
         commands = self.machine.handle(event, self.now_s)
         if isinstance(event, on.VersionRepublished):
             self.ledger.republished(event.version)
+        self.carry_out(event, commands)
+        self.handled(event, commands)
+
+    def carry_out(self, event: on.Event, commands: list[do.Command]) -> None:
+        """Does what the core has answered to this event."""
         for command in commands:
             if isinstance(command, do.WorkerCommand):
                 self.to_worker(command)
             else:
                 self._carry_out[type(command)](command)
-        self.handled(event, commands)
 
     def handled(self, event: on.Event, commands: list[do.Command]) -> None:
         """The core has handled an event, and its commands were carried out."""
         for observer in self.observers:
             observer(self.now_s, event, commands)
 
-    def _take_over(self, event: on.Progress) -> None:
-        """The shell's part: only the owner's tokens enter the books, and only they reach the core."""
-        worker = self.workers.get(event.worker_id)
-        owned = self.machine.owned(event.worker_id, event.epoch, event.tokens)
-        if owned and (worker is None or worker.epoch != event.epoch):
-            raise Violation(f"a report of the lost epoch {event.epoch} of {event.worker_id} is taken over (C2)")
-        if len(owned) < len(event.tokens):
-            for request_id in event.tokens.keys() - owned:
-                del event.tokens[request_id]
-                event.finished.pop(request_id, None)
-        for request_id in owned:
+    def take_over(self, event: on.Progress) -> None:
+        """Only the owner's tokens enter the books, and only they reach the core."""
+        state = self.machine.state
+        known, names = event.in_rows(state.rows()), state.names()
+        rows = known.rows[self.machine.owned(event.worker_id, event.epoch, known.rows)].tolist()
+        owned = {names[row] for row in rows}
+        for request_id in event.tokens.keys() - owned:
+            del event.tokens[request_id]
+            event.finished.pop(request_id, None)
+        for request_id in event.tokens:
             self.ledger.take_over(event, request_id)
 
     # -------------------------------------------------------------------------------------------------------- workers
@@ -250,8 +267,22 @@ class World(WorkerDriver):
 
     def offer(self, drawn: list[SimPrompt], exhausted: bool = False) -> None:
         self.ledger.offer(drawn)
+        self.post(on.PromptsOffered(self._offered(drawn), exhausted))
+
+    @cached_property
+    def evaluated(self) -> WorkloadStream:
+        """The prompts of evaluations."""
+        return WorkloadStream(self.scenario.workload, self._seed + 1, self.scenario.trainer.groups_per_step)
+
+    def evaluate(self, evaluation_id: str, count: int, version: int = -1, share: float = 0.0) -> on.EvaluationAsked:
+        """The event that asks for so many prompts, of a stream of their own; they are in the books from now on."""
+        taken = [replace(each, prompt_id=f"{evaluation_id}/{each.prompt_id}") for each in self.evaluated.take(count)]
+        self.ledger.ask_evaluation(evaluation_id, taken)
+        return on.EvaluationAsked(evaluation_id, self._offered(taken), version, share)
+
+    def _offered(self, drawn: list[SimPrompt]) -> tuple[on.OfferedPrompt, ...]:
         known = self.scenario.balance.predictor == "oracle"
-        offered = tuple(
+        return tuple(
             on.OfferedPrompt(
                 prompt.prompt_id,
                 prompt.task_id,
@@ -265,19 +296,18 @@ class World(WorkerDriver):
             )
             for prompt in drawn
         )
-        self.post(on.PromptsOffered(offered, exhausted))
 
     def priority(self, prompt_id: str) -> int:
         return 0
 
-    def score(self, command: do.ScoreRequest) -> None:
+    def score(self, command: do.ScoreRequest | do.ScoreEvaluated) -> None:
         self.ledger.check_finished(command.request_id)
         self.judged(command.request_id)
 
     def judged(self, request_id: str) -> None:
         """A verdict is there. If it is a group's last, the user's filter sees it before any step may take the group."""
         group_id = self.ledger.scored(request_id)
-        if group_id is not None and self.filter.lets_go(self.ledger.groups[group_id].prompt):
+        if group_id is not None and self.filter.lets_go(self.ledger.groups[group_id].prompt.prompt_id):
             self.post(on.GroupCancelled(group_id, FILTERED))
         else:
             self.post(on.RequestScored(request_id))
@@ -294,15 +324,15 @@ class World(WorkerDriver):
         if self._owed:
             self._draw()
 
-    def _retire(self, command: do.RetireVersion) -> None:
+    def retire(self, command: do.RetireVersion) -> None:
         self.ledger.check_retired(command.version)
         self.retired = command.version + 1
 
-    def _reject(self, command: do.RejectVersion) -> None:
+    def reject(self, command: do.RejectVersion) -> None:
         self.ledger.reject(command)
         self.trainer.rejected()
 
-    def _release(self, command: do.ReleaseSnapshot) -> None:
+    def release(self, command: do.ReleaseSnapshot) -> None:
         if self.snapshots.pop(command.locator, None) is None:
             raise Violation(f"the snapshot {command.locator} is released twice, or never was")
 

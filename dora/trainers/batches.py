@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from dora.trainers.objectives.batch import Row
+from dora.trainers.router_replay import shared_prompt
 
 _Sets = list[tuple[int, list[int]]]  # sums of costs with the items, largest sum first
 
@@ -69,8 +70,8 @@ def packed_tokens(rows: Sequence[Row]) -> int:
 
 
 def by_group(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows with those of their group, which share a prompt; in order of their first ones."""
-    groups: dict[str, list[Row]] = {}
+    """Rows with those of their group that go on from one reading of the prompt; in order of their first ones."""
+    groups: dict[tuple[str, bytes], list[Row]] = {}
     for row in rows:
-        groups.setdefault(row.trajectory.group_id, []).append(row)
+        groups.setdefault(shared_prompt(row.trajectory), []).append(row)
     return list(groups.values())

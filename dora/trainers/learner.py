@@ -1,33 +1,45 @@
-"""The learner: gradients accumulate while a step's groups come, with one optimiser step at its end."""
+"""The learner: gradients accumulate while a step's groups come, with one optimiser step at its end.
 
-import copy
+On several ranks it is one learner with a part on each. The leader is used as if it were alone, and tells the others
+what to do with it; they :meth:`Learner.follow`.
+"""
+
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from dora.errors import InvalidValue
+from dora.errors import MISSING, Conflict, InvalidValue
 from dora.trainers.batches import packed_batches
-from dora.trainers.objectives.batch import Objective, Row, TokenBatch
+from dora.trainers.checkpoint import Position, moments_of, save, set_moments
+from dora.trainers.checks import check_group, check_step, vocab_size_of
+from dora.trainers.dealing import dealt, rows_from_bytes, rows_to_bytes
+from dora.trainers.objectives.batch import Objective, Row, TokenBatch, without_routing
 from dora.trainers.objectives.presets import OBJECTIVES
 from dora.trainers.packing import packed_logprobs, packs, prepare
-from dora.trainers.padding import padded_batches, padded_logprobs
+from dora.trainers.padding import padded_batches, padded_logprobs, whole_row_logprobs
+from dora.trainers.ranks import Order, Ranks
+from dora.trainers.router_replay import RouterReplay
+from dora.trainers.sharding import checkpoint_of, gathered, shard, whole_tensor
 from dora.trainers.signals import (
     ByStaleness,
     Signals,
     added,
     alarm,
     numbers_by_staleness,
+    over_ranks,
     response_sums,
     token_sums,
     whole,
 )
 from dora.trajectory import Trajectory, TrajectoryGroup
+from dora.types import Canary
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,7 @@ class LearnerConfig:
     micro_batch_tokens: int = 4096
     packing: bool = True  # where the model takes it; else rows of one group are padded
     clip_alarm: float = 0.2  # of the trained tokens: where more are clipped, operators are told; 1: never
+    router_replay: bool = True  # where the record has routed experts, tokens are sent to these
     autocast: bool = False  # matrix products in bfloat16; weights, gradients, logprobs and optimiser stay as they are
 
     def __post_init__(self) -> None:
@@ -60,7 +73,6 @@ class StepMetrics:
 
     loss: float
     grad_norm: float
-    step_skipped: bool  # loss or gradient was not finite: the weights stay as they were
     groups: int
     groups_trained: int  # those whose rewards differ
     rewards_invalid: int
@@ -78,7 +90,9 @@ class StepMetrics:
 
 
 @dataclass(slots=True)
-class _Sums:
+class StepSums:
+    """What is known of a step while it is trained on: of this rank's micro-batches, and of the groups it was given."""
+
     loss: float = 0.0
     units: float = 0.0  # what the step's loss and gradient are divided by
     groups: int = 0
@@ -87,34 +101,110 @@ class _Sums:
     staleness: list[int] = field(default_factory=list)
     signals: ByStaleness = field(default_factory=dict)
 
+    def take(self, group: TrajectoryGroup, taken_at: float, objective: Objective) -> list[Row]:
+        """Counts ``group``; what of it is trained on."""
+        self.groups += 1
+        self.rewards_invalid += int((~group.rewards_valid).sum())
+        self.staleness.extend(group.staleness.tolist())
+        self.signals = added(self.signals, response_sums(group.trajectories, taken_at))
+        rows = objective.rows(group)
+        self.groups_trained += bool(rows)
+        return rows
+
+    def metrics(self, loss: float, grad_norm: float, by_staleness: ByStaleness, clip_alarm: float) -> StepMetrics:
+        """With the loss, norm and signals of all ranks."""
+        signals = whole(by_staleness)
+        return StepMetrics(
+            loss=loss,
+            grad_norm=grad_norm,
+            groups=self.groups,
+            groups_trained=self.groups_trained,
+            rewards_invalid=self.rewards_invalid,
+            staleness_mean=float(np.mean(self.staleness)) if self.staleness else math.nan,
+            signals=signals,
+            by_staleness=numbers_by_staleness(by_staleness),
+            alarms=alarm(signals.clip_fraction, clip_alarm),
+        )
+
+
+class AnyLearner(Protocol):
+    """What a run takes for a learner: :class:`Learner`, and those of other packages. See there."""
+
+    busy_s: float
+
+    def add_group(self, group: TrajectoryGroup) -> None: ...
+
+    def work(self) -> None: ...
+
+    def finish_step(self) -> StepMetrics: ...
+
+    def weights(self) -> Any: ...
+
+    def canary(self) -> Canary | None: ...
+
+    def save(self, folder: Path, reference_version: int, weights: Any) -> None: ...
+
+    def follow(self) -> None: ...
+
 
 class Learner:
     """Owns the model and its optimiser. For one thread at a time, but for :meth:`add_group`.
 
     Gradients are sums until the step's end, and the objective says what they are divided by: so they are those of the
-    whole step in one batch, up to rounding, in whatever order groups come and however they are cut.
+    whole step in one batch, up to rounding, in whatever order groups come, however they are cut, and on however many
+    ranks.
     """
 
-    def __init__(self, module: Any, config: LearnerConfig) -> None:
-        """``module`` is a causal language model of transformers, trained in place."""
+    def __init__(
+        self,
+        module: Any,
+        config: LearnerConfig,
+        *,
+        reference: Any = None,
+        reference_version: int = 0,
+        ranks: Ranks | None = None,
+        step: int = 0,
+    ) -> None:
+        """``module`` is a causal language model of transformers, trained in place; on several ranks each has it whole,
+        and it is cut here. ``reference``: another one, with the weights of ``reference_version``, to which a KL term
+        refers. ``step``: the first that is trained. Raises Conflict where the objective needs a reference and there is
+        none.
+        """
         self.module = module
+        self.step = step  # the next one to be finished
         self.busy_s = 0.0  # at work since it was made
         self._config = config
+        self._ranks = ranks or Ranks()
+        self._vocab_size = vocab_size_of(getattr(module, "config", None))
+        self._reference_version = reference_version if config.objective.needs_reference else None
+        if config.objective.needs_reference and reference is None:
+            raise Conflict("reference", MISSING, "the reference version's model, where kl_coefficient is above 0")
+        self._routers = RouterReplay(module) if config.router_replay else None
+        packing = config.packing and packs(module)
+        self._cut = packed_batches if packing else padded_batches
+        padded = padded_logprobs if self._ranks.count == 1 else whole_row_logprobs
+        self._forward = packed_logprobs if packing else padded
+        self._reference = reference.requires_grad_(False) if config.objective.needs_reference else None
+        for each in (module, self._reference) if self._reference is not None else (module,):
+            if packing:
+                prepare(each)
+            if self._ranks.count > 1:
+                shard(each)
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._optimiser = torch.optim.AdamW(self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
-        packing = config.packing and packs(module)
-        if packing:
-            prepare(module)
-        self._cut = packed_batches if packing else padded_batches
-        self._forward = packed_logprobs if packing else padded_logprobs
-        needs_reference = config.objective.needs_reference
-        self._reference = copy.deepcopy(module).requires_grad_(False) if needs_reference else None
         self._come: deque[tuple[TrajectoryGroup, float]] = deque()  # at most a step's groups, and when they came
         self._rows: list[Row] = []
-        self._sums = _Sums()
+        self._sums = StepSums()
 
     def add_group(self, group: TrajectoryGroup) -> None:
-        """Leaves the group for :meth:`work`. Any thread may call it, also while another one works."""
+        """Leaves the group for :meth:`work`. Any thread may call it, also while another one works.
+
+        Raises InvalidValue for a group that cannot be trained on, Conflict where routed experts are not this model's.
+        """
+        check_group(group, self._vocab_size, self._reference_version)
+        if self._routers is not None:
+            for trajectory in group.trajectories:
+                self._routers.check(trajectory)
         self._come.append((group, time.time()))
 
     def work(self) -> None:
@@ -128,62 +218,126 @@ class Learner:
         Groups that teach nothing cost no forward pass.
         """
         began_s = time.monotonic()
-        self._take_in()
-        if not self._rows:
-            return False
-        batch, *others = self._cut(self._rows, self._config.micro_batch_tokens)
-        self._rows = [row for other in others for row in other]
-        self._backward(batch)
-        self.busy_s += time.monotonic() - began_s
-        return True
+        rows = self._taken_in()
+        if self._ranks.count > 1:
+            parts = dealt(rows, self._ranks.count)
+            self._ranks.tell("work", [rows_to_bytes(part) for part in parts])
+            rows = parts[0]
+        worked = self._work_on(rows)
+        self.busy_s += (time.monotonic() - began_s) * worked
+        return worked
 
-    def _take_in(self) -> None:
+    def _taken_in(self) -> list[Row]:
+        rows: list[Row] = []
         while self._come:
             group, taken_at = self._come.popleft()
-            self._sums.groups += 1
-            self._sums.rewards_invalid += int((~group.rewards_valid).sum())
-            self._sums.staleness.extend(group.staleness.tolist())
-            self._sums.signals = added(self._sums.signals, response_sums(group.trajectories, taken_at))
-            rows = self._config.objective.rows(group)
-            self._sums.groups_trained += bool(rows)
-            self._rows.extend(rows)
+            found = self._sums.take(group, taken_at, self._config.objective)
+            rows.extend(found if self._routers is not None else map(without_routing, found))
+        return rows
+
+    def _work_on(self, rows: list[Row]) -> bool:
+        """Every rank's part of :meth:`work_once`: each has a micro-batch of its own, or an empty one."""
+        self._rows.extend(rows)
+        if not self._ranks.any(bool(self._rows)):
+            return False
+        if self._rows:
+            batch, *others = self._cut(self._rows, self._config.micro_batch_tokens)
+            self._rows = [row for other in others for row in other]
+            self._backward(batch)
+        else:
+            self._backward_of_nothing()
+        return True
 
     def finish_step(self) -> StepMetrics:
         """Works off what is there, divides the gradient by the step's units, clips it, and takes one optimiser step.
 
-        Begins a new step.
+        Begins a new step. Raises InvalidValue, with the weights as they were, where loss or gradient are not finite;
+        RanksDisagree where the ranks are not at one step with one result.
         """
         self.work()
-        sums, self._sums = self._sums, _Sums()
-        signals, units = whole(sums.signals), max(sums.units, 1.0)  # a step that taught nothing has a gradient of zero
+        self._ranks.tell("finish")
+        return self._finish()
+
+    def _finish(self) -> StepMetrics:
+        sums, self._sums = self._sums, StepSums()
+        loss, units = self._ranks.sum(np.array([sums.loss, sums.units])).tolist()
+        by_staleness = over_ranks(sums.signals, self._ranks)
+        units = max(units, 1.0)  # a step that taught nothing has a gradient of zero
         for parameter in self._parameters:
             if parameter.grad is not None:
-                parameter.grad.div_(units)
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_norm_max))
-        skipped = not (math.isfinite(norm) and math.isfinite(sums.loss))
-        if signals.tokens_trained and not skipped:
-            self._optimiser.step()
-        self._optimiser.zero_grad(set_to_none=True)
-        return StepMetrics(
-            loss=sums.loss / units,
-            grad_norm=norm,
-            step_skipped=skipped,
-            groups=sums.groups,
-            groups_trained=sums.groups_trained,
-            rewards_invalid=sums.rewards_invalid,
-            staleness_mean=float(np.mean(sums.staleness)) if sums.staleness else math.nan,
-            signals=signals,
-            by_staleness=numbers_by_staleness(sums.signals),
-            alarms=alarm(signals.clip_fraction, self._config.clip_alarm),
-        )
+                parameter.grad.div_(units / self._ranks.count)  # FSDP's is a mean over the ranks
+        norm = float(whole_tensor(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_norm_max)))
+        tokens = whole(by_staleness).tokens_trained
+        self._ranks.agree({"step": self.step, "loss": loss, "grad_norm": norm, "tokens": tokens})
+        try:
+            check_step(loss, norm)
+            if tokens:
+                self._optimiser.step()
+        finally:
+            self._optimiser.zero_grad(set_to_none=True)
+        self.step += 1
+        return sums.metrics(loss / units, norm, by_staleness, self._config.clip_alarm)
+
+    def weights(self) -> Any:
+        """What a commit takes: the module itself, or of several ranks its whole tensors by Hugging Face names."""
+        if self._ranks.count == 1:
+            return self.module
+        self._ranks.tell("weights")
+        return checkpoint_of(self.module, self._ranks)
+
+    def canary(self) -> Canary | None:
+        """None: the commit computes a module's own."""
+        return None
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """The optimiser's state, whole, on the leader: see :func:`dora.trainers.checkpoint.moments_of`."""
+        self._ranks.tell("moments")
+        return gathered(moments_of(self.module, self._optimiser), self._ranks)
+
+    def save(self, folder: Path, reference_version: int, weights: Any) -> None:
+        """Writes a checkpoint, once. ``weights``: what :meth:`weights` gave."""
+        whole_weights = weights if isinstance(weights, Mapping) else checkpoint_of(self.module, self._ranks)
+        save(folder, Position(self.step, reference_version), whole_weights, self.moments(), self.module.config)
+
+    def set_moments(self, moments: Mapping[str, torch.Tensor]) -> None:
+        """What :meth:`moments` gave; every rank calls it. Raises InvalidValue where they are another model's."""
+        set_moments(self.module, self._optimiser, moments)
+
+    def follow(self) -> None:
+        """What the learner does on a rank that does not lead: as it is told, until the end."""
+        while (order := self._ranks.told()).name != "end":
+            self._obey(order)
+
+    def _obey(self, order: Order) -> None:
+        match order.name:
+            case "work":
+                self._work_on(rows_from_bytes(order.content))
+            case "finish":
+                self._finish()
+            case "weights":
+                checkpoint_of(self.module, self._ranks)
+            case "moments":
+                gathered(moments_of(self.module, self._optimiser), self._ranks)
+            case "idle":  # the leader waits
+                pass
+            case other:
+                raise InvalidValue("order", other, "one that this rank knows: do all ranks run one version?")
+
+    def _backward_of_nothing(self) -> None:
+        """A pass without a loss, for the collectives of a rank that has no rows while others have some."""
+        one = torch.zeros(1, 1, dtype=torch.int64, device=self._parameters[0].device)
+        if self._reference is not None:
+            with torch.no_grad():
+                self._reference(input_ids=one, use_cache=False)
+        (self.module(input_ids=one, use_cache=False).logits.sum() * 0.0).backward()
 
     def _backward(self, rows: Sequence[Row]) -> None:
         trajectories = [row.trajectory for row in rows]
         reference = None
         if self._reference is not None:
             with torch.no_grad():
-                reference = self._logprobs(self._reference, trajectories)
-        batch = TokenBatch.of(rows, self._logprobs(self.module, trajectories), reference=reference)
+                reference = self._logprobs(self._reference, trajectories)  # another policy: its routers choose
+        batch = TokenBatch.of(rows, self._logprobs(self.module, trajectories, self._routers), reference=reference)
         terms = self._config.objective.terms(batch)
         loss, units = self._config.objective.sum(batch, terms)
         loss.backward()
@@ -192,16 +346,9 @@ class Learner:
         of_rows = [each.staleness for each in trajectories]
         self._sums.signals = added(self._sums.signals, token_sums(batch, terms.clipped, of_rows))
 
-    def _logprobs(self, module: Any, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+    def _logprobs(
+        self, module: Any, trajectories: Sequence[Trajectory], routers: RouterReplay | None = None
+    ) -> torch.Tensor:
         device = self._parameters[0].device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=self._config.autocast):
-            return self._forward(module, trajectories)
-
-
-def multiplies_bfloat16(capability: str | None = None) -> bool:
-    """Whether this processor multiplies matrices in bfloat16 itself. ``capability``: torch's name for what it has.
-
-    torch does it through AVX-512 or more. Below, it emulates: on a processor with AVX2 alone a product of the size of
-    a SmolLM2 layer's took 58 times as long as in fp32.
-    """
-    return (capability or torch.backends.cpu.get_cpu_capability()).startswith("AVX512")
+            return self._forward(module, trajectories, routers)

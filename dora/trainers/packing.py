@@ -8,6 +8,7 @@ sequence: it is computed block by block.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from dora.errors import Conflict
+from dora.trainers.router_replay import RouterReplay, rows_of, shared_prompt
 from dora.trajectory import Trajectory
 
 ATTENTION: Final = "dora_packed"  # its name among transformers' implementations
@@ -38,14 +40,19 @@ class Pack:
     predicting: torch.Tensor  # (n,), int64: places of the tokens that predict, row after row
     targets: torch.Tensor  # (n,), int64: the response tokens
     blocks: tuple[Block, ...]
+    routed: torch.Tensor | None  # (T, layers, top_k), int32: recorded experts or router_replay.OWN; None: no record
     _masks: dict[tuple[int, int, int | None], torch.Tensor | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], device: torch.device | str) -> "Pack":
-        """Those of one group share their prompt. n runs over ``trajectories`` in their order."""
-        groups: dict[str, list[int]] = {}
+        """Those of one group share their prompt, but where it was sent to other experts. n runs over ``trajectories``
+        in their order.
+        """
+        groups: dict[tuple[str, bytes], list[int]] = {}
         for index, trajectory in enumerate(trajectories):
-            groups.setdefault(trajectory.group_id, []).append(index)
+            groups.setdefault(shared_prompt(trajectory), []).append(index)
+        rows = rows_of(trajectories)
+        routed: list[Any] = []
         tokens: list[Any] = []
         positions: list[Any] = []
         predicting: dict[int, Any] = {}
@@ -55,6 +62,8 @@ class Pack:
             prompt = trajectories[members[0]].prompt_token_ids
             start, at = at, at + len(prompt)
             prompt_end, responses = at, []
+            if rows is not None:
+                routed.append(rows[members[0]][: len(prompt)])
             tokens.append(prompt)
             positions.append(np.arange(len(prompt)))
             for index in members:
@@ -63,6 +72,8 @@ class Pack:
                 predicting[index] = np.append(prompt_end - 1, np.arange(at, at + len(read)))[: len(response)]
                 tokens.append(read)
                 positions.append(np.arange(len(prompt), len(prompt) + len(read)))
+                if rows is not None:
+                    routed.append(rows[index][len(prompt) : len(prompt) + len(read)])
                 if len(read):
                     responses.append(slice(at, at + len(read)))
                 at += len(read)
@@ -73,6 +84,7 @@ class Pack:
             _tensor([predicting[index] for index in range(len(trajectories))], device),
             _tensor([each.response_token_ids for each in trajectories], device),
             tuple(blocks),
+            None if rows is None else torch.from_numpy(np.concatenate(routed)).to(device),
         )
 
     def mask(self, queries: int, keys: int, window: int | None) -> torch.Tensor | None:
@@ -118,18 +130,24 @@ def prepare(module: Any) -> None:
     module.set_attn_implementation(ATTENTION)
 
 
-def packed_logprobs(module: Any, trajectories: Sequence[Trajectory]) -> torch.Tensor:
-    """(n,): the raw model's log probability of every response token, row after row. ``prepare(module)`` comes first."""
+def packed_logprobs(
+    module: Any, trajectories: Sequence[Trajectory], routers: RouterReplay | None = None
+) -> torch.Tensor:
+    """(n,): the raw model's log probability of every response token, row after row. ``prepare(module)`` comes first.
+
+    ``routers``: those of ``module``, which are led to the recorded experts; None: they choose.
+    """
     pack = Pack.of(trajectories, next(module.parameters()).device)
     no_mask = torch.ones(1, 1, 0, 0, dtype=torch.bool, device=pack.input_ids.device)  # a made one would be T x T
-    logits = module(
-        input_ids=pack.input_ids,
-        position_ids=pack.position_ids,
-        attention_mask=no_mask,
-        logits_to_keep=pack.predicting,
-        use_cache=False,
-        pack=pack,
-    ).logits[0]
+    with nullcontext() if routers is None else routers.sending(pack.routed):
+        logits = module(
+            input_ids=pack.input_ids,
+            position_ids=pack.position_ids,
+            attention_mask=no_mask,
+            logits_to_keep=pack.predicting,
+            use_cache=False,
+            pack=pack,
+        ).logits[0]
     return -torch.nn.functional.cross_entropy(logits.float(), pack.targets, reduction="none")
 
 

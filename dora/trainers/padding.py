@@ -1,6 +1,7 @@
 """Rows side by side, padded: for models whose rows cannot be packed (:mod:`dora.trainers.packing`)."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from dora.trainers.batches import by_group
 from dora.trainers.objectives.batch import Row
+from dora.trainers.router_replay import OWN, RouterReplay, rows_of
 from dora.trajectory import Trajectory
 
 
@@ -19,10 +21,37 @@ def padded_batches(rows: Sequence[Row], tokens_max: int) -> list[list[Row]]:
     return [batch for members in by_group(rows) for batch in _of_group(members, tokens_max)]
 
 
-def padded_logprobs(module: Any, trajectories: Sequence[Trajectory]) -> torch.Tensor:
-    """(n,): the raw model's log probability of every response token, row after row; the rows share one prompt."""
-    padded = response_logprobs(module, trajectories)
+def padded_logprobs(
+    module: Any, trajectories: Sequence[Trajectory], routers: RouterReplay | None = None
+) -> torch.Tensor:
+    """(n,): the raw model's log probability of every response token, row after row; the rows share one prompt.
+
+    ``routers``: those of ``module``, which are led to the recorded experts; None: they choose.
+    """
+    padded = response_logprobs(module, trajectories, routers)
     return torch.cat([row[: each.length_tokens] for row, each in zip(padded, trajectories, strict=True)])
+
+
+def whole_row_logprobs(
+    module: Any, trajectories: Sequence[Trajectory], routers: RouterReplay | None = None
+) -> torch.Tensor:
+    """What :func:`padded_logprobs` gives, in exactly one pass, in which every row reads the prompt.
+
+    The ranks of a model that is cut over them have to make the same passes, whatever rows each has.
+    """
+    device = next(module.parameters()).device
+    rows = [np.concatenate([each.prompt_token_ids, each.response_token_ids]) for each in trajectories]
+    read = _padded([row[:-1] for row in rows], torch.int64).to(device)
+    known = _padded([np.ones(len(row) - 1, np.uint8) for row in rows], torch.int64).to(device)
+    with _sending(routers, rows_of(trajectories), read.shape[1]):
+        logits = module(input_ids=read, attention_mask=known, use_cache=False).logits
+    parts = []
+    for row, each in zip(logits, trajectories, strict=True):
+        first = len(each.prompt_token_ids) - 1
+        targets = torch.from_numpy(each.response_token_ids.astype(np.int64)).to(device)
+        predicted = row[first : first + len(targets)].float()
+        parts.append(-torch.nn.functional.cross_entropy(predicted, targets, reduction="none"))
+    return torch.cat(parts)
 
 
 def _of_group(rows: Sequence[Row], tokens_max: int) -> Iterator[list[Row]]:
@@ -40,17 +69,21 @@ def _of_group(rows: Sequence[Row], tokens_max: int) -> Iterator[list[Row]]:
         yield batch
 
 
-def response_logprobs(module: Any, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+def response_logprobs(
+    module: Any, trajectories: Sequence[Trajectory], routers: RouterReplay | None = None
+) -> torch.Tensor:
     """(rows, longest response): the raw model's log probability of every response token; padding holds anything.
 
-    The trajectories share one prompt, which the model reads once: every row goes on from its keys and values. Rows are
-    padded on the right, where causal attention never looks from the left.
+    The trajectories share one prompt (``shared_prompt``), which the model reads once: every row goes on from its keys
+    and values. Rows are padded on the right, where causal attention never looks from the left.
     """
     device = next(module.parameters()).device
     prompt = torch.from_numpy(trajectories[0].prompt_token_ids.astype(np.int64)).to(device)[None]
     targets = _padded([each.response_token_ids for each in trajectories], torch.int64).to(device)
     rows, longest = targets.shape
-    read = module(input_ids=prompt, use_cache=True, logits_to_keep=1)
+    routed = rows_of(trajectories)
+    with _sending(routers, routed and routed[:1], prompt.shape[1]):
+        read = module(input_ids=prompt, use_cache=True, logits_to_keep=1)
     cache = read.past_key_values
     cache.batch_repeat_interleave(rows)
     beside = prompt.shape[1] - 1  # the prompt is attended to as well, and the last token is only a target
@@ -58,10 +91,24 @@ def response_logprobs(module: Any, trajectories: Sequence[Trajectory]) -> torch.
     logits = read.logits.expand(rows, -1, -1).float()
     if longest > 1:
         attention_mask = _padded(known, torch.int64).to(device)
-        rest = module(input_ids=targets[:, :-1], attention_mask=attention_mask, past_key_values=cache)
+        of_responses = routed and [each[prompt.shape[1] :] for each in routed]
+        with _sending(routers, of_responses, longest - 1):
+            rest = module(input_ids=targets[:, :-1], attention_mask=attention_mask, past_key_values=cache)
         logits = torch.cat([logits, rest.logits.float()], dim=1)
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return -losses.view(rows, longest)
+
+
+def _sending(
+    routers: RouterReplay | None, rows: Sequence[np.ndarray[Any, Any]] | None, tokens: int
+) -> AbstractContextManager[None]:
+    """A pass over the first ``tokens`` of each row, of which shorter ones are padded: there the routers choose."""
+    if routers is None or rows is None:
+        return nullcontext()
+    padded = np.full((len(rows), tokens, *rows[0].shape[1:]), OWN, np.int32)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row[:tokens]
+    return routers.sending(torch.from_numpy(padded).flatten(0, 1))
 
 
 def _padded(rows: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> torch.Tensor:

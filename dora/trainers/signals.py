@@ -15,6 +15,7 @@ import torch
 
 from dora.trainers.objectives.batch import TokenBatch
 from dora.trainers.objectives.surrogates import LOG_RATIO_MAX
+from dora.trainers.ranks import Ranks
 from dora.trajectory import Trajectory
 from dora.types import ALARM
 
@@ -84,7 +85,7 @@ class Sums:
         joined: dict[str, Any] = {
             each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)
         }
-        joined |= {name: max(getattr(self, name), getattr(other, name)) for name in ("ratio_max", "gap_max")}
+        joined |= {name: max(getattr(self, name), getattr(other, name)) for name in _LARGEST}
         return Sums(**joined)
 
     def signals(self) -> Signals:
@@ -117,6 +118,9 @@ class Sums:
         return math.exp((place - _BINS // 2) * LOG_RATIO_BIN)
 
 
+_LARGEST: Final = ("ratio_max", "gap_max")
+_COUNTS: Final = ("tokens", "finite", "clipped", "trajectories", "rewards", "length")
+_ADDED: Final = tuple(each.name for each in fields(Sums) if each.name not in (*_LARGEST, "bins"))
 ByStaleness = Mapping[int, Sums]  # STALENESS_MOST stands for more, too
 
 
@@ -174,6 +178,23 @@ def added(one: ByStaleness, other: ByStaleness) -> dict[int, Sums]:
 def whole(sums: ByStaleness) -> Signals:
     """Of all stalenesses together."""
     return sum(sums.values(), Sums()).signals()
+
+
+def over_ranks(sums: ByStaleness, ranks: Ranks) -> ByStaleness:
+    """Those of all ranks together, on each of them."""
+    if ranks.count == 1:
+        return sums
+    parts = [sums.get(each, Sums()) for each in range(STALENESS_MOST + 1)]
+    added_up = ranks.sum(np.array([[*(getattr(part, name) for name in _ADDED), *part.bins] for part in parts], float))
+    largest = ranks.largest(np.array([[getattr(part, name) for name in _LARGEST] for part in parts], float))
+    found = {}
+    for each, (row, most) in enumerate(zip(added_up, largest, strict=True)):
+        values: dict[str, Any] = dict(zip((*_ADDED, *_LARGEST), (*row[: len(_ADDED)], *most), strict=False))
+        counts = {name: round(values[name]) for name in _COUNTS}
+        part = Sums(**{**values, **counts}, bins=row[len(_ADDED) :].astype(np.int64))
+        if part.tokens or part.trajectories:
+            found[each] = part
+    return found
 
 
 def numbers_by_staleness(sums: ByStaleness) -> dict[str, float]:

@@ -10,14 +10,16 @@ from typing import Annotated, Any, Final
 import numpy as np
 
 from dora.errors import InvalidValue
-from dora.record import TRAJECTORIES_FILE, VERSIONS_FOLDER
+from dora.record import ROLLOUT_FILE, TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.trajectory import Float64Array, Trajectory
 from dora.verify.committed import missing, whole_lines
 from dora.verify.invariants import violations
 from dora.weights.reference import read_header, weight_files
 
+INT8: Final = "int8"
 ATOL_FP32: Final = 1e-3  # 5e-5 was measured between vLLM and transformers
 ATOL_BF16: Final = 0.2
+ATOL_INT8: Final = 0.1  # 0.05 was measured: what rounding moves over a half is another integer
 Progress = Callable[[float, str], None]  # told the share done, 0 to 1, and how far that is
 
 VIOLATIONS_MAX: Final = 1000  # sentences kept; the rest are counted
@@ -37,6 +39,7 @@ class VerifyReport:
     violations: Annotated[tuple[str, ...], "the first 1000 violations"]
     violations_total: Annotated[int, "violations in all"]
     steps: Annotated[int, "steps that the record says were committed"] = 0
+    logprob_mismatches: Annotated[int, "trajectories with a logprob that their version does not give"] = 0
 
     @property
     def ok(self) -> bool:
@@ -53,10 +56,11 @@ def verify(
 ) -> VerifyReport:
     """Verifies the record in ``folder``.
 
-    ``atol`` is the largest absolute difference of a logprob that is accepted; by default 0.001 for fp32 weights and
-    0.2 for bf16. In a mixture of experts a logprob may be that of either choice where two experts are tied to within
-    rounding (dora/models/routers.py). ``limit`` recomputes the logprobs of only so many trajectories, spread evenly
-    over the record; its lines are checked in any case. ``progress`` is told how far it is after each trajectory. Raises
+    ``atol`` is the largest absolute difference of a logprob that is accepted; by default 0.001 for fp32 weights and 0.2
+    for bf16; where the engines have quantised a version, the model is quantised likewise, and 0.1. In a mixture of
+    experts a logprob may be that of either choice where two experts are tied to within rounding
+    (dora/models/routers.py). ``limit`` recomputes the logprobs of only so many trajectories, spread evenly over the
+    record; its lines are checked in any case. ``progress`` is told how far it is after each trajectory. Raises
     InvalidValue where ``folder`` is no record.
     """
     if limit is not None and limit < 1:
@@ -70,7 +74,7 @@ def verify(
     for trajectory in _spread(trajectories, limit):
         if trajectory.length_tokens:
             by_version[trajectory.behaviour_version].append(trajectory)
-    differences, router_ties = [np.zeros(0)], 0
+    differences, router_ties, mismatches = [np.zeros(0)], 0, 0
     pace = _Pace([trajectory for members in by_version.values() for trajectory in members], progress)
     loosest = atol if atol is not None else ATOL_FP32
     for version, members in sorted(by_version.items()):
@@ -79,12 +83,14 @@ def verify(
             sentences.add(f"version {version} sampled {len(members)} trajectories and is not in the record.")
             pace.passed(members)
             continue
-        accepted = atol if atol is not None else _tolerance(weights)
+        quantisation = quantisation_of(weights)
+        accepted = atol if atol is not None else _tolerance(weights, quantisation)
         loosest = max(loosest, accepted)
-        for trajectory, apart, ties in _differences(weights, members, accepted, sentences):
+        for trajectory, apart, ties in _differences(weights, quantisation, members, accepted, sentences):
             pace.passed([trajectory])
             differences.append(apart)
             router_ties += ties
+            mismatches += bool(apart.max() > accepted)
     found = np.concatenate(differences)
     return VerifyReport(
         trajectories=len(trajectories),
@@ -94,6 +100,7 @@ def verify(
         mean_abs_diff=float(found.mean()) if len(found) else 0.0,
         router_ties=router_ties,
         atol=loosest,
+        logprob_mismatches=mismatches,
         violations=tuple(sentences.kept),
         violations_total=sentences.total,
         steps=steps,
@@ -151,19 +158,36 @@ def _spread(trajectories: Sequence[Trajectory], limit: int | None) -> Sequence[T
     return [trajectories[index * len(trajectories) // limit] for index in range(limit)]
 
 
-def _tolerance(weights: Path) -> float:
+def quantisation_of(weights: Path) -> str:
+    """How engines have quantised a recorded version; empty: not at all. Raises InvalidValue for what is not known."""
+    file = weights / ROLLOUT_FILE
+    if not file.is_file():
+        return ""
+    where = f"{VERSIONS_FOLDER}/{weights.name}/{ROLLOUT_FILE}"
+    try:
+        quantisation = json.loads(file.read_text())["quantisation"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidValue(where, repr(error), 'JSON as a service writes it: {"quantisation": "int8"}') from error
+    if quantisation != INT8:
+        raise InvalidValue(f"{where}: quantisation", quantisation, f"{INT8}; a newer DORA may have written it")
+    return INT8
+
+
+def _tolerance(weights: Path, quantisation: str) -> float:
     dtypes = {tensor.dtype for file in weight_files(weights) for tensor in read_header(weights / file).values()}
-    return ATOL_BF16 if dtypes & {"BF16", "F16"} else ATOL_FP32
+    if dtypes & {"BF16", "F16"}:
+        return ATOL_BF16
+    return ATOL_INT8 if quantisation else ATOL_FP32
 
 
 def _differences(
-    weights: Path, trajectories: Sequence[Trajectory], atol: float, sentences: _Sentences
+    weights: Path, quantisation: str, trajectories: Sequence[Trajectory], atol: float, sentences: _Sentences
 ) -> Iterator[tuple[Trajectory, Float64Array, int]]:
     """Each with its differences by token, and how many tied choices of experts were made the other way."""
     from dora.verify.recompute import difference, load_model, recomputed_logprobs  # loads torch
     from dora.verify.ties import with_choices_turned
 
-    module = load_model(weights)
+    module = load_model(weights, quantisation)
     for trajectory, logprobs in recomputed_logprobs(module, trajectories):
         apart, ties = difference(trajectory, logprobs), 0
         if apart.max() > atol and (found := with_choices_turned(module, trajectory, atol)) is not None:

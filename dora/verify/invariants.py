@@ -4,6 +4,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from dora.trajectory import Trajectory
 
 _LOGPROB_MAX = 1e-4  # a certain token's log probability may be rounded to just above 0
@@ -12,15 +14,18 @@ _LOGPROB_MAX = 1e-4  # a certain token's log probability may be rounded to just 
 def violations(trajectories: Sequence[Trajectory], window_versions: int | None = None) -> Iterator[str]:
     """Checks C1 (one version), C2 (whole groups, each trajectory once) and C3 (staleness) over ``trajectories``.
 
-    ``window_versions`` bounds the staleness; None where the window is not known.
+    Staleness is bound by the window that each was admitted in, as its line says, and by ``window_versions`` where it is
+    given.
     """
     yield from _repeats(trajectories)
     yield from _groups(trajectories)
+    yield from _routing_shapes(trajectories)
     for trajectory in trajectories:
         yield from _versions(trajectory)
         yield from _segments(trajectory)
         yield from _staleness(trajectory, window_versions)
         yield from _tokens(trajectory)
+        yield from _routing(trajectory)
 
 
 def _repeats(trajectories: Sequence[Trajectory]) -> Iterator[str]:
@@ -38,7 +43,7 @@ def _groups(trajectories: Sequence[Trajectory]) -> Iterator[str]:
         missing = sorted(set(range(size)) - {each.sample_index for each in group})
         if missing:
             yield f"group {group_id} of {size} lacks the samples {missing}."
-        for name in ("group_size", "prompt_id", "behaviour_version", "trained_step"):
+        for name in ("group_size", "prompt_id", "behaviour_version", "trained_step", "window_versions"):
             values = sorted({getattr(each, name) for each in group})
             if len(values) > 1:
                 yield f"group {group_id} has several values of {name}: {values}."
@@ -81,8 +86,12 @@ def _staleness(trajectory: Trajectory, window_versions: int | None) -> Iterator[
         yield f"{name} states a staleness of {trajectory.staleness}; trained step less version is {true}."
     if true < 0:
         yield f"{name} was trained in step {trajectory.trained_step}, before its version was published."
-    if window_versions is not None and true >= window_versions:
-        yield f"{name} has a staleness of {true}, over the window's {window_versions - 1} (C3)."
+    own = trajectory.window_versions
+    if own and true >= own:
+        yield f"{name} has a staleness of {true}, over the {own - 1} of the window that it was admitted in (C3)."
+    if window_versions is not None and max(true, own - 1) >= window_versions:
+        allowed = f"a staleness of {true}" if true >= window_versions else f"been admitted in a window of {own}"
+        yield f"{name} has {allowed}, over the window's {window_versions - 1} (C3)."
 
 
 def _tokens(trajectory: Trajectory) -> Iterator[str]:
@@ -97,3 +106,26 @@ def _tokens(trajectory: Trajectory) -> Iterator[str]:
         yield f"{name} has a loss mask of other values than 0 and 1."
     if trajectory.finished_at < trajectory.started_at:
         yield f"{name} finished before it started."
+
+
+def _routing_shapes(trajectories: Sequence[Trajectory]) -> Iterator[str]:
+    """All have routed experts, of one shape, or none has."""
+    shapes = Counter(None if each.routed_experts is None else each.routed_experts.shape[1:] for each in trajectories)
+    if len(shapes) > 1:
+        named = [f"{count} with {shape or 'none'}" for shape, count in shapes.items()]
+        yield f"routed experts differ in (layers, top_k) between trajectories: {', '.join(named)}."
+
+
+def _routing(trajectory: Trajectory) -> Iterator[str]:
+    # That there is a row for each token that was fed is already checked as the record is read.
+    rows = trajectory.routed_experts
+    if rows is None or rows.shape[2] < 2:
+        return
+    ordered = np.sort(rows, axis=2)
+    twice = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2)
+    if twice.any():
+        token, layer = (int(place) for place in np.argwhere(twice)[0])
+        yield (
+            f"trajectory {trajectory.trajectory_id}: the token at position {token} was sent to"
+            f" {rows[token, layer].tolist()} in layer {layer}, one of them twice."
+        )

@@ -7,19 +7,27 @@ from typing import Any
 import numpy as np
 import torch
 
+from dora.errors import InvalidValue
+from dora.models.int8 import quantise
 from dora.trajectory import Float32Array, Float64Array, Trajectory
 
 _BATCH_TOKENS_MAX = 8192
 _ROWS_MAX = 16
 
 
-def load_model(folder: Path) -> Any:
-    """The causal language model of a version's folder, in fp32, whatever its file holds, ready for inference."""
+def load_model(folder: Path, quantisation: str = "") -> Any:
+    """The causal language model of a version's folder, in fp32, whatever its file holds, ready for inference.
+
+    ``quantisation``: as the engines have quantised it. Raises InvalidValue for a model of which nothing can be.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the command has its own
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    if quantisation and not quantise(module):
+        raise InvalidValue("quantisation", quantisation, "empty: the model has no projection that it would change")
+    return module
 
 
 def recomputed_logprobs(module: Any, trajectories: Sequence[Trajectory]) -> Iterator[tuple[Trajectory, Float32Array]]:

@@ -6,7 +6,17 @@ from typing import Final
 
 from rich.text import Text
 
-from dora.rpc.dora_pb2 import KvTierStatus, Status, StepMetrics, TrajectoryStatus, VersionStatus, WorkerStatus
+from dora.rpc.dora_pb2 import (
+    CheckpointReply,
+    KvTierStatus,
+    Status,
+    StepMetrics,
+    TrajectoryStatus,
+    VersionStatus,
+    WorkerStatus,
+)
+from dora.view.evaluation import evaluation_line
+from dora.view.hosts import hosts_line
 from dora.view.metrics import alarms, metrics
 from dora.view.numbers import NONE, duration, measured, number
 from dora.view.pools import pools_line
@@ -20,7 +30,7 @@ STATE_STYLES: Final = {
     "lost": "bold red",
 }
 
-VERSION_STYLES: Final = {"in doubt": "yellow", "rejected": "bold red"}
+VERSION_STYLES: Final = {"in doubt": "yellow", "rejected": "bold red", "gone": "red"}
 
 COUNTERS: Final = {
     "blackout_ms_p50": "median time for which a request that went to another worker got no token, in milliseconds",
@@ -67,7 +77,8 @@ COUNTERS: Final = {
     "tokens_generated": "tokens delivered",
     "tokens_per_s": "their rate between the first token and the last",
     "tokens_reprefilled": "tokens whose KV was computed a second time",
-    "trajectories_finished": "responses complete",
+    "trajectories_evaluated": "responses of evaluations, complete and scored",
+    "trajectories_finished": "responses complete, those of evaluations not among them",
     "versions_rejected": "versions that no worker could load and two refused; their trainer publishes them anew",
     "versions_live_max": "most versions in the window at once",
     "workers_lost": "workers whose connection broke",
@@ -118,6 +129,12 @@ WORKER_COLUMNS: Final[Sequence[Column[WorkerStatus]]] = (
     PACE,
     Column("pid", "the worker's process", lambda worker: str(worker.pid or NONE), rank=4),
 )
+RANKS: Final[Column[WorkerStatus]] = Column(
+    "ranks",
+    "processes of its engine, as tensor times pipeline parallelism; shown where a worker has several",
+    lambda worker: f"{worker.tensor_parallel}x{worker.pipeline_parallel}" if worker.tensor_parallel else NONE,
+    rank=2,
+)
 VERSION_COLUMNS: Final[Sequence[Column[VersionStatus]]] = (
     Column(
         "version",
@@ -127,7 +144,7 @@ VERSION_COLUMNS: Final[Sequence[Column[VersionStatus]]] = (
     ),
     Column(
         "deadline\nstep",
-        "the last step that may train on it: version + window - 1",
+        "the last step that may train on a group of it: version + window - 1",
         lambda row: f"{row.deadline_step:,}",
     ),
     Column("workers", "workers that host it or are about to", lambda row: f"{row.workers:,}"),
@@ -138,7 +155,7 @@ VERSION_COLUMNS: Final[Sequence[Column[VersionStatus]]] = (
     Column(
         "state",
         "`published`; `in doubt`: a worker refuses its weights and none has loaded them yet; `rejected`: its trainer "
-        "has to publish it anew",
+        "has to publish it anew; `gone`: no host has its weights, and nothing needs them",
         lambda row: Text(row.state, style=VERSION_STYLES.get(row.state, "")),
         words=True,
     ),
@@ -171,15 +188,20 @@ def status_table(status: Status) -> Facts:
     table.add_row("state", "draining" if status.draining else "serving")
     table.add_row("storage", storage(status))
     table.add_row("trainer", status.trainer or "none attached")
-    table.add_row("window", f"{status.window_versions} versions, newest v{status.newest_version}")
+    for told in window_lines(status):
+        table.add_row("window", told)
     table.add_row("filling step", filling(status))
     for line in refusals(status):
         table.add_row("weights", line)
     table.add_row("workers", _workers_line(status.workers))
     table.add_row("pools", pools_line(status))
+    if len(status.hosts) > 1:
+        table.add_row("hosts", hosts_line(status))
     table.add_row("generation", pace(status))
     if status.HasField("kv_tier"):
         table.add_row("KV tier", tier(status.kv_tier, len(status.workers)))
+    for evaluation in status.evaluations:
+        table.add_row("evaluation", evaluation_line(evaluation))
     if status.prompts_failed:
         table.add_row("prompts", Text(f"failed: {status.prompts_failed}", "bold red"))
     table.add_row("prompts queued", f"{status.prompts_queued:,}")
@@ -201,7 +223,8 @@ def versions_table(status: Status) -> Sheet[VersionStatus]:
 
 def workers_table(status: Status) -> Sheet[WorkerStatus]:
     """The workers, by the version they host; below them why some are lost."""
-    return Sheet(WORKER_COLUMNS, by_version(status.workers), "workers", notes=_reasons(status.workers))
+    more = [RANKS] if any(map(ranks, status.workers)) else []
+    return Sheet([*WORKER_COLUMNS, *more], by_version(status.workers), "workers", notes=_reasons(status.workers))
 
 
 def trajectories_table(trajectories: Sequence[TrajectoryStatus], total: int) -> Sheet[TrajectoryStatus]:
@@ -216,17 +239,32 @@ def step_rows(step: StepMetrics) -> Iterator[tuple[str, str | Text]]:
     waited = f"the trainer waited {duration(step.waited_s)} of it" if step.HasField("waited_s") and took else ""
     yield "last step", ", ".join(part for part in (str(step.step), took and f"took {took}", waited) if part)
     yield "  mean reward", measured(step.mean_reward)
-    yield "  staleness", f"mean {step.staleness_mean:.2f}, largest {step.staleness_max}"
+    yield "  staleness", f"mean {step.staleness_mean:.2f}, largest {step.staleness_max}{_by_staleness(step)}"
     yield "  tokens", f"{step.tokens:,}"
     yield from (("  alarm", Text(line, "bold red")) for line in alarms(step.metrics))
     yield from ((f"  {name}", value) for name, value in metrics(step.metrics))
 
 
+def _by_staleness(step: StepMetrics) -> str:
+    groups = step.staleness_groups
+    return f"; groups by staleness from 0: {', '.join(map(str, groups))}" if groups else ""
+
+
 def _workers_line(workers: Sequence[WorkerStatus]) -> str:
     if len(workers) <= WORKERS_NAMED:
-        return ", ".join(f"{worker.worker_id} {worker.state}" for worker in workers) or "none"
-    states = Counter(worker.state for worker in workers)
+        return ", ".join(f"{worker.worker_id} {_state(worker)}" for worker in workers) or "none"
+    states = Counter(map(_state, workers))
     return f"{len(workers):,}: " + ", ".join(f"{count:,} {state}" for state, count in states.most_common())
+
+
+def _state(worker: WorkerStatus) -> str:
+    return f"{worker.state} ({found} ranks)" if (found := ranks(worker)) else worker.state
+
+
+def ranks(worker: WorkerStatus) -> str:
+    """The ranks of a worker's engine, tensor x pipeline; empty: it has one."""
+    several = max(worker.tensor_parallel, worker.pipeline_parallel) > 1
+    return f"{worker.tensor_parallel}x{worker.pipeline_parallel}" if several else ""
 
 
 def _reasons(workers: Iterable[WorkerStatus]) -> list[str]:
@@ -253,6 +291,15 @@ def cancelled_line(name: str, state: str, group_id: str) -> str:
     return f"{name}: {CANCELLED.get(state, state).format(group=group_id)}\n"
 
 
+def checkpoint_line(reply: CheckpointReply) -> str:
+    """What is on disk, for people."""
+    groups = f"{reply.groups} groups ({reply.groups_leased} with the trainer), {reply.prompts_queued} queued prompts"
+    size = (
+        f"log {reply.log_bytes / 1e6:.1f} MB in {reply.segments} segments, {reply.live_bytes / 1e6:.1f} MB of it alive"
+    )
+    return f"{reply.folder}: step {reply.step}, {groups}; {size}\n"
+
+
 def state_style(worker: WorkerStatus) -> str:
     """The colour of what a worker does."""
     return STATE_STYLES.get(worker.state, "dim")
@@ -273,6 +320,21 @@ def refusals(status: Status) -> list[Text]:
         for row in status.versions
         if row.state in VERSION_STYLES
     ]
+
+
+def window_lines(status: Status) -> Iterator[str]:
+    """The window in force; of an adaptive one also its bounds, and why it changed last."""
+    line = f"{status.window_versions} versions, newest v{status.newest_version}"
+    if not status.HasField("adaptive_window"):
+        yield line
+        return
+    adaptive = status.adaptive_window
+    yield f"{line}; adapts from {adaptive.min} to {adaptive.max}"
+    if adaptive.HasField("last_change"):
+        last = adaptive.last_change
+        yield f"from {last.before} to {last.size} after step {last.step}: {last.reason}"
+    else:
+        yield "has not changed yet"
 
 
 def filling(status: Status) -> str:

@@ -56,12 +56,20 @@ LINES: Final = (
         lambda run, unit: percent(run.rollout_only_fraction),
     ),
     Line(
+        "  in a step, least to most",
+        ("step_waited_min",),
+        lambda run, unit: f"{step_time(min(run.step_waited_min), unit)} to {step_time(max(run.step_waited_min), unit)}",
+    ),
+    Line(
         "  workers to add for it",
         ("dp_groups_to_add",),
         lambda run, unit: NONE if run.dp_groups_to_add is None else f"{run.dp_groups_to_add:,} more",
     ),
     Line("tokens/s", ("tokens_per_s",), lambda run, unit: number(run.tokens_per_s, 0)),
     Line("staleness mean, max", ("staleness_mean", "staleness_max"), lambda run, unit: staleness(run, 2)),
+    Line("  share of each, from 0", ("staleness_groups",), lambda run, unit: _shares(run)),
+    Line("  mean of a step, least to most", ("step_staleness",), lambda run, unit: _extent(run.step_staleness)),
+    Line("window at the end", ("window_last",), lambda run, unit: str(run.window_last)),
     Line("KV in use", ("kv_utilisation",), lambda run, unit: percent(run.kv_utilisation)),
     Line(
         "moves with KV, by re-prefill",
@@ -111,14 +119,16 @@ def report_table(report: Report, scenario: Scenario) -> Group:
         Column("", "", lambda line: line.name.format(unit=unit.word), words=True),
         Column("simulated", "", lambda line: line.cell(report, unit)),
     )
-    lines = [line for line in LINES if selects or OF_SELECTION.isdisjoint(line.fields)]
+    left_out = (set() if selects else OF_SELECTION) | (set() if report.window == "auto" else {"window_last"})
+    lines = [line for line in LINES if left_out.isdisjoint(line.fields)]
     title = (
         f"{report.preset}, {report.policy}, window {report.window}: {report.steps} steps, seed {report.seed}, "
         f"{report.predictor} lengths, {_split(scenario)}"
     )
     doubts = stationarity([report])
     table = Sheet(columns, lines, title, looks=(FRAMED,))
-    return Group(table, *([Note(doubts, "yellow", widest=WIDEST)] if doubts else ()))
+    notes = [Note(f"window {change}", "dim", widest=WIDEST) for change in report.window_changes]
+    return Group(table, *notes, *([Note(doubts, "yellow", widest=WIDEST)] if doubts else ()))
 
 
 def stationarity(reports: Sequence[Report]) -> str:
@@ -139,6 +149,17 @@ def staleness(report: Report, digits: int) -> str:
     if report.staleness_mean is None:
         return NONE
     return f"{report.staleness_mean:.{digits}f}, {report.staleness_max}"
+
+
+def _shares(report: Report) -> str:
+    if not report.staleness_groups:
+        return NONE
+    total = sum(report.staleness_groups)
+    return ", ".join(percent(groups / total) for groups in report.staleness_groups)
+
+
+def _extent(values: Sequence[float] | None) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}" if values else NONE
 
 
 def over_bound(report: Report) -> float | None:

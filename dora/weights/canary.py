@@ -5,7 +5,7 @@ that were not re-packed) is caught before it samples a single token.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CANARY_TOKENS: Final = 48
 _CHOICES: Final = 8  # sequences that are tried for one without a tie
 LOGPROB_MOST: Final = 1e-4  # rounding may leave a certain token just above zero
-_TIE: Final = 1e-4  # router logits so close are one: rounding decides which expert is taken
+TIE: Final = 1e-4  # router logits so close are one: rounding decides which expert is taken
 _LOSSY: Final = {"BF16": "bfloat16", "F16": "float16"}
 
 
@@ -45,13 +45,18 @@ def check_canary(canary: Canary, vocab_size: int) -> None:
             raise InvalidValue("canary.logprobs", logprob, "finite and not above 0: are the weights finite?")
 
 
-def compute_canary(module: "torch.nn.Module", dtypes: Mapping[str, str] | None = None) -> Canary:
+def compute_canary(
+    module: "torch.nn.Module",
+    dtypes: Mapping[str, str] | None = None,
+    parameters: "Mapping[str, torch.Tensor] | None" = None,
+) -> Canary:
     """The canary of a causal language model with a transformers ``config``.
 
     ``dtypes`` maps a parameter's name to the safetensors dtype that it is published in, where that loses precision:
-    the canary is of the weights as published. Of a mixture of experts it is the first of a few sequences in which no
-    router has a tie, or that with the fewest: there a worker may rightly take another expert. Leaves train/eval state,
-    gradients and random state untouched.
+    the canary is of the weights as published. ``parameters``: to be used in place of the module's own.
+    Of a mixture of experts it is the canary of the first of a few sequences in which no router has a tie, or that with
+    the fewest: there a worker may rightly take another expert. Leaves train/eval state, gradients and random state
+    untouched.
     Raises InvalidValue where the module has no ``config.vocab_size``.
     """
     import torch
@@ -62,26 +67,35 @@ def compute_canary(module: "torch.nn.Module", dtypes: Mapping[str, str] | None =
     vocab_size = getattr(config, "vocab_size", None)
     if vocab_size is None:
         raise InvalidValue("weights", type(module).__name__, "a module with config.vocab_size, or a canary of your own")
-    tokens = min(CANARY_TOKENS, int(getattr(config, "max_position_embeddings", CANARY_TOKENS)))
     training = [(part, part.training) for part in module.modules()]
     module.eval()  # dropout would make it random
     compiled = any("_orig_mod" in part._modules for part in module.modules())
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()  # once: not worth compiling for
     try:
         with torch.no_grad(), eager:
-            rounded = _rounded(module, dtypes or {})
-            found: list[tuple[int, Canary]] = []
-            for choice in range(_CHOICES):
-                token_ids = canary_token_ids(vocab_size, tokens, choice)
-                with watched(module, _TIE) as ties:
-                    canary = _of_sequence(module, rounded, token_ids)
-                found.append((len(ties), canary))
-                if not ties:
-                    break
+            rounded = dict(parameters) if parameters is not None else _rounded(module, dtypes or {})
+
+            def run(token_ids: tuple[int, ...]) -> tuple[Canary, int]:
+                with watched(module, TIE) as ties:
+                    return _of_sequence(module, rounded, token_ids), len(ties)
+
+            return least_tied(run, int(vocab_size), int(getattr(config, "max_position_embeddings", CANARY_TOKENS)))
     finally:
         for part, was_training in training:
             part.training = was_training
-    return min(found, key=lambda each: each[0])[1]
+
+
+def least_tied(run: Callable[[tuple[int, ...]], tuple[Canary, int]], vocab_size: int, tokens_max: int) -> Canary:
+    """The canary of the first sequence on which no router has a tie, or that of the one with the fewest.
+
+    ``run`` gives a sequence's canary, and how many ties of router logits within ``TIE`` were seen.
+    """
+    found: list[tuple[Canary, int]] = []
+    for choice in range(_CHOICES):
+        found.append(run(canary_token_ids(vocab_size, min(CANARY_TOKENS, tokens_max), choice)))
+        if not found[-1][1]:
+            break
+    return min(found, key=lambda each: each[1])[0]
 
 
 def _of_sequence(
@@ -89,7 +103,7 @@ def _of_sequence(
 ) -> Canary:
     import torch
 
-    device = next(module.parameters()).device
+    device = next(iter(parameters.values()), next(module.parameters())).device
     batch = torch.tensor([token_ids], dtype=torch.int64, device=device)
     arguments = {"input_ids": batch, "use_cache": False}
     output = torch.func.functional_call(module, parameters, (), arguments)

@@ -122,17 +122,27 @@ def read_layout(file: Path, header_bytes_max: int = HEADER_BYTES_MAX) -> tuple[i
             text = stream.read(length)
     except OSError as error:
         raise InvalidValue("weights file", str(file), f"a readable file ({error.strerror})") from error
-    header = _header(file.name, text)
-    _check_metadata(file.name, header.pop("__metadata__", {}))
-    placed = sorted((_entry(file.name, name, entry) for name, entry in header.items()), key=lambda each: each[1:])
+    return 8 + length, _placed(file.name, text, file_bytes - 8 - length)
+
+
+def layout_of(content: memoryview) -> tuple[int, tuple[TensorHeader, ...]]:
+    """The same of a sound file's bytes."""
+    length = int.from_bytes(content[:8], "little")
+    return 8 + length, _placed("weights", bytes(content[8 : 8 + length]), len(content) - 8 - length)
+
+
+def _placed(name: str, text: bytes, tensor_bytes: int) -> tuple[TensorHeader, ...]:
+    header = _header(name, text)
+    _check_metadata(name, header.pop("__metadata__", {}))
+    placed = sorted((_entry(name, tensor, entry) for tensor, entry in header.items()), key=lambda each: each[1:])
     end = 0
     for tensor, start, stop in placed:
         if start != end:
-            raise InvalidValue(f"{file.name}: {tensor.name}: data_offsets", [start, stop], f"contiguous, from {end} on")
+            raise InvalidValue(f"{name}: {tensor.name}: data_offsets", [start, stop], f"contiguous, from {end} on")
         end = stop
-    if end != file_bytes - 8 - length:
-        raise InvalidValue(f"{file.name}: bytes of tensors", file_bytes - 8 - length, f"as its header says, {end}")
-    return 8 + length, tuple(tensor for tensor, _, _ in placed)
+    if end != tensor_bytes:
+        raise InvalidValue(f"{name}: bytes of tensors", tensor_bytes, f"as its header says, {end}")
+    return tuple(tensor for tensor, _, _ in placed)
 
 
 def check_tensors(found: Mapping[str, TensorHeader], expected: Iterable[TensorHeader]) -> None:

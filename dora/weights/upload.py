@@ -5,9 +5,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from dora.errors import Conflict, InvalidValue
+from dora.weights.delta import decode
+
+_PIECE_BYTES_MOST: Final = 1 << 31
 
 
 class Upload:
@@ -42,6 +45,14 @@ class Upload:
             raise Conflict("upload", self._file.name, allowed, why="came too late") from error
         return received_bytes
 
+    @property
+    def received_bytes(self) -> int:
+        return self._stream.tell()
+
+    @property
+    def expected_bytes(self) -> int:
+        return self._expected_bytes
+
     def __enter__(self) -> Self:
         return self
 
@@ -52,3 +63,34 @@ class Upload:
         with suppress(OSError):  # a file system that cannot be written any more: the next start sweeps it
             self._unfinished.unlink(missing_ok=True)
         self._ended(self._file)
+
+
+class DeltaUpload(Upload):
+    """One file of which only what differs from another one comes, in pieces of the same length (delta.py)."""
+
+    def __init__(
+        self, file: Path, file_bytes: int, ended: Callable[[Path], None], base: Path, piece_bytes: int
+    ) -> None:
+        """``base`` may be removed from now on. Raises InvalidValue for a length that no message has."""
+        if not 0 < piece_bytes <= _PIECE_BYTES_MOST:
+            ended(file)
+            raise InvalidValue("piece_bytes", piece_bytes, f"1 to {_PIECE_BYTES_MOST}")
+        super().__init__(file, file_bytes, ended)
+        self._base = os.open(base, os.O_RDONLY | os.O_CLOEXEC)
+        self._piece_bytes = piece_bytes
+
+    def append(self, content: bytes) -> None:
+        """One encoded piece; an empty one is none. Raises InvalidValue for what is none, and as of any file."""
+        if not content:
+            return
+        offset = self.received_bytes
+        length = min(self._piece_bytes, self.expected_bytes - offset)
+        if not length:
+            raise InvalidValue("file_bytes", f"more than {self.expected_bytes}", "the size in the upload's header")
+        super().append(decode(content, os.pread(self._base, length, offset), length))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._base)
+        super().__exit__(kind, error, trace)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -12,17 +13,14 @@ from pathlib import Path
 from typing import Final
 
 from dora.errors import DoraError, InvalidValue
-from dora.kvtransfer.door import Door
-from dora.kvtransfer.plane import installed, local_host
-from dora.types import KvEndpoint
 from dora.worker.engine import RolloutEngine
-from dora.worker.link import Link, plane_of
-from dora.worker.loop import EngineLoop
+from dora.worker.serving import Address, serve
 
 SWITCH_S: Final = 0.5e-3
 
 
 def main(argv: list[str] | None = None) -> int:
+    gc.disable()  # what is imported stays: to look through it again and again is an eighth to a quarter of its time
     if sys.argv[1:] == ["--wait"]:
         argv = _awaited_arguments()
     options = _parser().parse_args(argv)
@@ -35,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     except DoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    gc.freeze()
+    gc.enable()
     # The data plane's threads release the interpreter for each copy, and want it back while the engine runs: with
     # Python's 5 ms a copy beside busy Python took twice as long.
     sys.setswitchinterval(SWITCH_S)
@@ -44,15 +44,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with contextlib.ExitStack() as stack:
             stack.callback(engine.close)
-            door = Door(options.kv_host or local_host(options.orchestrator))
-            stack.callback(door.close)
-            kv = KvEndpoint(door.address, installed())
-            link = Link(options.orchestrator, token, options.worker_id, engine.capability, kv)
-            stack.callback(link.close)
-            welcome = link.open()
-            plane = plane_of(door, options.worker_id, engine.capability.fingerprint, welcome)
-            stack.callback(plane.close)
-            EngineLoop(engine, link, welcome, plane).run(stop)
+            address = Address(
+                options.orchestrator, token, options.worker_id, options.kv_host, options.host, options.host_folder
+            )
+            serve(address, engine, stop)
     except DoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 3
@@ -87,6 +82,7 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
             block_tokens=options.block_tokens,
             max_model_len_tokens=options.max_model_len_tokens,
             model=Path(options.model),
+            router_replay=options.router_replay,
         )
     from dora.worker.vllm_engine import VllmEngine
 
@@ -100,6 +96,8 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
         tensor_parallel=options.tensor_parallel,
         pipeline_parallel=options.pipeline_parallel,
         tier_endpoint=options.kv_tier,
+        router_replay=options.router_replay,
+        quantisation=options.quantisation,
     )
 
 
@@ -107,6 +105,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dora.worker", description=__doc__)
     parser.add_argument("--orchestrator", required=True, help="the service's host:port")
     parser.add_argument("--worker-id", required=True)
+    parser.add_argument("--host", default="", help="name of its host; empty: the system's")
+    parser.add_argument(
+        "--host-folder", default="", help="with its host's weights and shared memory; empty: the service's"
+    )
     parser.add_argument("--engine", choices=("vllm", "fake"), default="vllm")
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--slots", type=int, default=16, help="requests decoded at once")
@@ -116,6 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share each layer, each a process")
     parser.add_argument("--pipeline-parallel", type=int, default=1, help="stages, each of so many ranks")
+    parser.add_argument("--quantisation", choices=("int8",), default="", help="of projections; none by default")
+    parser.add_argument("--router-replay", action="store_true", help="report the experts of each token")
     parser.add_argument("--kv-host", default="", help="address at which other workers reach this one with KV")
     parser.add_argument("--kv-tier", default="", help="address of the service's shared KV tier; empty: none")
     return parser

@@ -14,7 +14,7 @@ from dora.kvtransfer.reblock import reblocked
 from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
 from dora.types import Canary, EngineCapability, RequestSpec
 from dora.weights.canary import CANARY_TOKENS, canary_token_ids, check_canary
-from dora.worker.engine_checks import check_finite, check_reproduced, check_request, check_version
+from dora.worker.engine_checks import CanaryBound, check_finite, check_reproduced, check_request, check_version
 from dora.worker.reservation import MARGIN_BLOCKS, Reservation
 
 Live = TypeVar("Live")
@@ -26,11 +26,11 @@ class BaseEngine(Generic[Live], ABC):
     A kind of engine adds the abstract methods to those of the protocol.
     """
 
-    def __init__(self, capability: EngineCapability, layout: KvLayout, canary_tolerance: float) -> None:
+    def __init__(self, capability: EngineCapability, layout: KvLayout, canary_bound: CanaryBound) -> None:
         token_bytes = -(-layout.block_bytes // layout.block_tokens)
         self._capability = replace(capability, kv_token_bytes=token_bytes)
         self._layout = layout
-        self._canary_tolerance = canary_tolerance
+        self._canary_bound = canary_bound
         self._version: int | None = None
         self._live: dict[str, Live] = {}
         self._reserved: dict[str, Reservation] = {}
@@ -60,7 +60,7 @@ class BaseEngine(Generic[Live], ABC):
         found = Canary(tuple(token_ids), tuple(self._score(token_ids)))
         check_finite(version, found)
         if canary is not None:
-            check_reproduced(version, found, canary, self._canary_tolerance)
+            check_reproduced(version, found, canary, self._canary_bound)
         self._version = version
         return found
 

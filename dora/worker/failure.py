@@ -25,9 +25,12 @@ def fail(command: str | None, outcome: pb.WorkerOutcome, error: DoraError) -> No
 
 
 def _error_kind(command: str | None, error: DoraError) -> str:
-    """What the orchestrator makes of it. ``weights``: not this worker is at fault, but what was published."""
+    """What the orchestrator makes of it. ``weights``: not this worker is at fault, but what was published; ``missing``:
+    that is not in the store of this host."""
+    if command == "load_version" and isinstance(error, NotFound):
+        return "missing"
     if command == "load_version" and isinstance(error, (InvalidValue, CanaryMismatch)):
-        return "refused" if isinstance(error, (Conflict, NotFound)) or _unreadable(error) else "weights"
+        return "refused" if isinstance(error, Conflict) or _unreadable(error) else "weights"
     if isinstance(error, NotMovable | LayoutMisfit):
         return "not_movable"
     if isinstance(error, NotFound):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from blake3 import blake3
@@ -16,12 +17,16 @@ from blake3 import blake3
 from dora.errors import Conflict, InvalidValue
 from dora.kvtransfer.layout import blocks_for, first_block, rng_draws
 from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, Stay
-from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
+from dora.models import routing
+from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, RoutingShape, TokenDelta
 from dora.weights.reference import read_reference
 from dora.worker.base_engine import BaseEngine
+from dora.worker.engine_checks import CanaryBound
 from dora.worker.fake_model import KV_BYTES, LAYERS, STOP_TOKEN_ID, FakeBlocks, FakeModel, Kv
 from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopStrings, StopWatch
+
+ROUTING: Final = RoutingShape(layers=2, top_k=2, experts=8)  # where there is no model to say another one
 
 
 @dataclass(slots=True)
@@ -53,7 +58,8 @@ class FakeEngine(BaseEngine[_Live]):
 
     ``mean_tokens``: mean of the responses' lengths, which are geometric; ``model``: a Hugging Face folder whose tensors
     every version must have and whose vocabulary is used, None accepts any weights with a vocabulary of ``vocab_size``;
-    ``window_tokens``: how many last tokens the second layer reads, 0 for all.
+    ``window_tokens``: how many last tokens the second layer reads, 0 for all; ``router_replay``: tokens are said to be
+    routed, as the model's config has it, or ``ROUTING``.
     """
 
     def __init__(
@@ -67,15 +73,20 @@ class FakeEngine(BaseEngine[_Live]):
         mean_tokens: int = 48,
         seed: int = 0,
         model: Path | None = None,
-        canary_tolerance: float = 1e-3,
         window_tokens: int = 0,
+        router_replay: bool = False,
     ) -> None:
+        """Raises InvalidValue for a KV-cache that is too small, or a model that routes nothing and is to."""
         if kv_tokens < max_model_len_tokens:
             raise InvalidValue("kv_tokens", kv_tokens, f"at least max_model_len_tokens = {max_model_len_tokens}")
         self._reference = None if model is None else read_reference(model)
         vocab_size = vocab_size if self._reference is None else self._reference.vocab_size
         self._model = FakeModel(vocab_size, mean_tokens, seed, window_tokens)
-        fingerprint = blake3(repr(("fake", vocab_size, seed, window_tokens)).encode()).hexdigest(32)
+        self._routing = None
+        if router_replay:
+            self._routing = ROUTING if model is None else routing(model)
+        identity = ("fake", vocab_size, seed, window_tokens, *([self._routing] if self._routing else []))
+        fingerprint = blake3(repr(identity).encode()).hexdigest(32)
         capability = EngineCapability(
             fingerprint=fingerprint,
             slots=slots,
@@ -94,7 +105,7 @@ class FakeEngine(BaseEngine[_Live]):
             windows=(0, window_tokens) if window_tokens else (),
             interiors=tuple((1, ((1, KV_BYTES),)) for _ in LAYERS),
         )
-        super().__init__(capability, layout, canary_tolerance)
+        super().__init__(capability, layout, CanaryBound(1e-3))
         self._stop_strings = StopStrings(model)
         self._waiting: deque[str] = deque()
         self._running: list[str] = []
@@ -287,9 +298,14 @@ class FakeEngine(BaseEngine[_Live]):
         reason = self._finish_reason(live)
         stop = live.watch.completed_by(token_id) if live.watch is not None and reason != "stop" else ""
         reason = "stop" if stop else reason
+        routed = b""
+        if self._routing is not None:  # with the first token those of the whole prompt
+            fed = range(live.kv_tokens - 1 if index else 0, live.kv_tokens)
+            routed = self._model.routed(live.kv, fed, self._routing)
         if reason is not None:
             self.remove(live.request.request_id)
-        return TokenDelta(live.request.request_id, live.request.version, index, (token_id,), (logprob,), reason, stop)
+        request = live.request
+        return TokenDelta(request.request_id, request.version, index, (token_id,), (logprob,), reason, stop, routed)
 
     def _finish_reason(self, live: _Live) -> FinishReason | None:
         sampling, last = live.request.sampling, live.outputs[-1]

@@ -13,7 +13,7 @@ import numpy as np
 from blake3 import blake3
 
 from dora.kvtransfer.snapshot import KvLayout, Pieces
-from dora.types import RequestSpec
+from dora.types import RequestSpec, RoutingShape
 from dora.weights.reference import Reference, TensorHeader, check_tensors, read_header, weight_files
 
 STOP_TOKEN_ID: Final = 2  # as in the tiny models
@@ -67,6 +67,16 @@ class FakeModel:
         while _FIRST_TOKEN_ID + ordinary in forbidden:
             ordinary = (ordinary + 1) % (self._vocab_size - _FIRST_TOKEN_ID)
         return _FIRST_TOKEN_ID + ordinary, _logprob(drawn)
+
+    def routed(self, kv: Kv, positions: Iterable[int], routing: RoutingShape) -> bytes:
+        """Rows of these tokens, which follow from their KV: so from all tokens before them, and the weights."""
+        ids = []
+        for position in positions:
+            place = slice(position * KV_BYTES, (position + 1) * KV_BYTES)
+            for layer in range(routing.layers):
+                drawn = self._hash("routed", kv[LAYERS[0]][place], [layer]) % routing.experts
+                ids += [(drawn + rank) % routing.experts for rank in range(routing.top_k)]
+        return np.asarray(ids, f"<u{routing.id_bytes}").tobytes()
 
     def _read(self, kv: Kv) -> bytes:
         """What the layers read of their KV: the last sampled token has none yet."""

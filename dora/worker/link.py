@@ -6,12 +6,14 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from typing import Final
 
 import grpc
 
 from dora.errors import DoraError
+from dora.kvtransfer.arena import Arena
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.peer import Identity, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
@@ -23,12 +25,17 @@ from dora.rpc.errors import ServiceUnavailable, from_rpc_error
 from dora.types import NO_KV, EngineCapability, KvEndpoint, PoolCapability
 
 MESSAGES_QUEUED_MAX = 65536  # reports the service has not read; beyond that it is as good as gone
+OUTCOMES_TOGETHER_MOST = 256
+SNAPSHOTS: Final = "kv"  # of a host's folder: shared memory for KV
+WEIGHTS: Final = "weights"  # and the store of live versions
 OPEN_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 
 
-def plane_of(door: Door, name: str, fingerprint: str, welcome: pb.Welcome, arena_bytes: int = 0) -> DataPlane:
-    """This process's part of the data plane, as the service wants it. ``arena_bytes``: of a pool."""
+def plane_of(
+    door: Door, name: str, fingerprint: str, welcome: pb.Welcome, arena_bytes: int = 0, arena: Arena | None = None
+) -> DataPlane:
+    """This process's part of the data plane, as the service wants it. ``arena_bytes``, ``arena``: of a pool."""
     settings = PlaneSettings(
         secret=welcome.kv.secret,
         folder=Path(welcome.snapshot_folder),
@@ -37,13 +44,22 @@ def plane_of(door: Door, name: str, fingerprint: str, welcome: pb.Welcome, arena
         memory_bytes=welcome.kv.memory_bytes,
         timeout_s=welcome.kv.timeout_s,
     )
-    return DataPlane(door, Identity(name, welcome.epoch, fingerprint, this_host()), settings, arena_bytes)
+    return DataPlane(door, Identity(name, welcome.epoch, fingerprint, this_host()), settings, arena_bytes, arena)
+
+
+def at_host(welcome: pb.Welcome, folder: str) -> pb.Welcome:
+    """``welcome`` as it is on a host with a folder of its own; ``folder`` empty: on the service's."""
+    if folder:
+        welcome.snapshot_folder = str(Path(folder) / SNAPSHOTS)
+        welcome.weights_folder = str(Path(folder) / WEIGHTS)
+    return welcome
 
 
 class Link:
     """``open`` once, then ``take`` commands and ``send`` messages from one other thread, ``close`` at the end.
 
-    A broken stream ends the worker's epoch: ``take`` raises, the process ends, and whoever started it starts it again.
+    A broken stream ends the worker's epoch: ``take`` raises. Then the process ends, and whoever started it starts it
+    again; or it outlives the service, and comes back with another link (absence.py).
     """
 
     def __init__(
@@ -53,16 +69,25 @@ class Link:
         name: str,
         capability: EngineCapability | PoolCapability,
         kv: KvEndpoint = NO_KV,
+        held: pb.WorkerHello | pb.PoolHello | None = None,
+        host: str = "",
     ) -> None:
-        """``name``: of the worker, or of the pool, as ``capability`` is of the one or the other."""
+        """``name``: of the worker, or of the pool, as ``capability`` is of the one or the other. ``held``: what
+        its hello says of the time before, where it has outlived an earlier link. ``host``: the name of its host;
+        empty: what the system calls it."""
         self._address = address
         self._token = token
-        process, host = os.getpid(), socket.gethostname()
+        process, host = os.getpid(), host or socket.gethostname()
         self._hello = (
             pb.WorkerMessage(pool_hello=convert.pool_hello_to_wire(name, process, host, capability, kv))
             if isinstance(capability, PoolCapability)
             else pb.WorkerMessage(hello=convert.hello_to_wire(name, process, host, capability, kv))
         )
+        if self._hello.HasField("hello"):
+            self._hello.hello.takes_start_requests = True
+        if held is not None:
+            getattr(self._hello, self._hello.WhichOneof("kind") or "").MergeFrom(held)
+        self.is_lost = False  # the connection broke; else the service has ended the stream
         self._inbox: queue.SimpleQueue[pb.WorkerCommand | DoraError] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue(MESSAGES_QUEUED_MAX)
@@ -70,11 +95,15 @@ class Link:
 
     def open(self) -> pb.Welcome:
         """Connects, says hello. Raises the service's refusal, or ServiceUnavailable."""
-        self._thread.start()
+        self.begin()
         first = self.take(OPEN_TIMEOUT_S)
         if first is None or not first.HasField("welcome"):
             raise ServiceUnavailable(f"{self._address} did not say welcome within {OPEN_TIMEOUT_S:g} s")
         return first.welcome
+
+    def begin(self) -> None:
+        """Begins to connect. Welcome is the first that ``take`` then returns, if it raises nothing."""
+        self._thread.start()
 
     def take(self, timeout_s: float) -> pb.WorkerCommand | None:
         """The next command; None if none came in time (0: do not wait). Raises once the stream is broken."""
@@ -118,11 +147,42 @@ class Link:
             call = stubs.WorkerStub(channel).Connect(self._messages(), metadata=bearer(self._token))
             try:
                 async for command in call:
-                    self._inbox.put(command)
+                    for each in one_by_one(command):
+                        self._inbox.put(each)
             except grpc.aio.AioRpcError as error:
-                self._inbox.put(from_rpc_error(error))
+                found = from_rpc_error(error)
+                self.is_lost = isinstance(found, ServiceUnavailable)
+                self._inbox.put(found)
 
     async def _messages(self) -> AsyncIterator[pb.WorkerMessage]:
+        """Outcomes that are ready at once go in one message."""
         yield self._hello
-        while (message := await self._outbox.get()) is not None:
-            yield message
+        message = await self._outbox.get()
+        while message is not None:
+            if not message.HasField("outcome"):
+                yield message
+                message = await self._outbox.get()
+                continue
+            outcomes = [message.outcome]
+            while not self._outbox.empty() and len(outcomes) < OUTCOMES_TOGETHER_MOST:
+                message = self._outbox.get_nowait()
+                if message is None or not message.HasField("outcome"):
+                    break
+                outcomes.append(message.outcome)
+            yield _together(outcomes)
+            if message is not None and message.HasField("outcome"):
+                message = await self._outbox.get()
+
+
+def one_by_one(command: pb.WorkerCommand) -> Iterable[pb.WorkerCommand]:
+    """Requests that are to be started at once, each by a command of its own; any other command as it is."""
+    if not command.HasField("start_requests"):
+        return (command,)
+    requests = command.start_requests.requests
+    return (pb.WorkerCommand(command_id=request.command_id, start_request=request) for request in requests)
+
+
+def _together(outcomes: list[pb.WorkerOutcome]) -> pb.WorkerMessage:
+    if len(outcomes) == 1:
+        return pb.WorkerMessage(outcome=outcomes[0])
+    return pb.WorkerMessage(outcomes=pb.WorkerOutcomes(outcomes=outcomes))

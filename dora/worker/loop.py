@@ -1,13 +1,15 @@
 """The worker's one loop: obey commands between engine steps, step, report.
 
-Order is the protocol: whatever the engine produced before a command's outcome is reported before that outcome.
+Order is the protocol: whatever the engine produced before a command's outcome is reported before that outcome; but of a
+request that begins nothing was, so others' tokens wait.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,17 +26,28 @@ from dora.kvtransfer.plane import DataPlane
 from dora.kvtransfer.transfer import Sent
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.types import TokenDelta
+from dora.types import RequestSpec
+from dora.weights.holds import held
 from dora.worker.copying import Copying
 from dora.worker.engine import RolloutEngine
 from dora.worker.failure import fail
+from dora.worker.gathering import Gathering
 from dora.worker.orders import REASON_MOST, Orders, check_asked_for, peer_of, waiting
 from dora.worker.prefixes import SentPrefixes
+from dora.worker.responses import Responses
 
 log = logging.getLogger("dora.worker")
 
+Versions = Callable[[str], AbstractContextManager[Path]]  # the folder of a version, held
+
 IDLE_S = 0.5  # an idle worker looks up, and is heard of, this often
+END_WAITS_S = 0.05  # for others, to be reported with them
 QUEUE_SLOTS = 2  # requests taken in by handoff where there is no pool: this many times the slots
+
+
+def of_store(folder: Path, holder: str) -> Versions:
+    """The versions of a host's store, each held while it is loaded."""
+    return lambda name: held(folder, name, holder)
 
 
 class EngineLoop:
@@ -50,13 +63,22 @@ class EngineLoop:
         welcome: pb.Welcome,
         plane: DataPlane | None = None,
         clock: Callable[[], float] = time.monotonic,
+        versions: Versions | None = None,
     ) -> None:
+        """``versions`` finds a version by its manifest's name; None: in the store that the service has named."""
         self._engine = engine
         self._orders = orders
         self._plane = plane
         self._period_s = welcome.report_period_ms / 1000
         self._clock = clock
-        self._deltas: list[TokenDelta] = []
+        self.outlives_s = welcome.outlives_s
+        self._responses = Responses() if welcome.outlives_s else None  # None: nobody will ask for them again
+        self._name = ""  # of the manifest of the version loaded
+        self._reserved: set[str] = set()
+        self._base = engine.load()  # as this epoch began
+        self._versions = versions or of_store(Path(welcome.weights_folder), "worker")
+        self._sampled = Gathering()
+        self._ended_s = 0.0  # when the first response ended of those that were not reported yet
         self._reported_s = clock()
         self._copies: dict[str, _Copy] = {}  # by request
         self._sent = SentPrefixes()
@@ -69,54 +91,81 @@ class EngineLoop:
 
     def turn(self) -> None:
         """All commands that wait (one awaited, if there is nothing to run), one step, one report where due."""
-        timeout_s = 0.0 if self._engine.has_work() else IDLE_S
+        timeout_s = 0.0 if self._sampled or self.has_work() else IDLE_S
         for command in waiting(self._orders, timeout_s):
             self._obey(command)
         if self._shutdown:
             return
         for copy in list(self._copies.values()):
             self._go_on(copy)
-        if self._engine.has_work():
+        if self.has_work():
             self._step()
         if self._due():
             self._report()
+        elif self._sampled.has_ends and self._clock() - self._ended_s >= END_WAITS_S:
+            self._report(ends_only=True)  # what still runs can wait for its period
+
+    def has_work(self) -> bool:
+        """Whether there is anything to step, and room for what comes of it."""
+        return self._engine.has_work() and not (self._responses is not None and self._responses.is_full)
 
     def _step(self) -> None:
         deltas = self._engine.step()
-        self._deltas.extend(deltas)
+        if self._responses is not None:
+            self._responses.add(deltas)
+        if not self._sampled.takes(deltas):
+            self._report()
+        had_ends = self._sampled.has_ends
+        self._sampled.add(deltas)
+        if self._sampled.has_ends and not had_ends:
+            self._ended_s = self._clock()
         for delta in deltas:
             if delta.finish_reason and delta.request_id in self._copies:
                 self._end_copy(delta.request_id, NotFound("request_id", delta.request_id, "one that has not ended"))
 
     def _due(self) -> bool:
-        waited_s = self._clock() - self._reported_s
-        if any(delta.finish_reason or delta.request_id in self._arrived for delta in self._deltas):
+        now_s, sampled = self._clock(), self._sampled
+        if not sampled:
+            return now_s - self._reported_s >= IDLE_S
+        if not self.has_work() or any(request_id in sampled for request_id in self._arrived):
             return True
-        return waited_s >= (self._period_s if self._deltas else IDLE_S)
+        return now_s - self._reported_s >= self._period_s
 
-    def _report(self) -> None:
+    def _report(self, ends_only: bool = False) -> None:
+        """What the engine has produced since the last report; or of that, what is of requests that have ended."""
+        version = self._sampled.version if self._sampled else self._engine.version
+        self._arrived = {request_id for request_id in self._arrived if request_id not in self._sampled}
+        batches: list[pb.TokenColumns | None] = [*self._sampled.take(ends_only)]
+        for tokens in batches or [None]:
+            self._send_report(tokens, -1 if version is None else version)
+        if not ends_only:
+            self._reported_s = self._clock()
+
+    def _send_report(self, tokens: pb.TokenColumns | None, version: int) -> None:
         load = self._engine.load()
-        version = self._engine.version
         report = pb.WorkerReport(
-            deltas=[convert.delta_to_wire(delta) for delta in self._deltas],
+            tokens=tokens,
             running=load.running,
             waiting=load.waiting,
             kv_used_tokens=load.kv_used_tokens,
-            reprefilled_tokens=load.reprefilled_tokens,
-            generated_tokens=load.generated_tokens,
-            version=-1 if version is None else version,
+            reprefilled_tokens=load.reprefilled_tokens - self._base.reprefilled_tokens,
+            generated_tokens=load.generated_tokens - self._base.generated_tokens,
+            version=version,
             at=time.time(),
             kv_tier=None if load.tier is None else convert.tier_to_wire(load.tier),
         )
-        self._arrived.difference_update([delta.request_id for delta in self._deltas])
-        self._deltas.clear()
-        self._reported_s = self._clock()
         self._orders.send(pb.WorkerMessage(report=report))
 
     def _obey(self, command: pb.WorkerCommand) -> None:
         kind = command.WhichOneof("kind")
         if kind == "shutdown":
             self._shutdown = True
+            return
+        if kind == "pace":
+            self._period_s = command.pace.report_period_ms / 1000
+            return
+        if kind == "settled":
+            self._settle(command.settled.request_ids)
             return
         outcome = pb.WorkerOutcome(command_id=command.command_id, ok=True, at=time.time())
         try:
@@ -125,28 +174,50 @@ class EngineLoop:
         except DoraError as error:
             fail(kind, outcome, error)
             log.warning("%s: %s", kind, error)
-        self._answer(outcome, reports=kind == "load_version")
+        if kind == "start_request":  # of a request that nothing was sampled of; what was of others can wait
+            self._send_outcome(outcome)
+        else:
+            self._answer(outcome, reports=kind == "load_version")
+
+    def _settle(self, request_ids: Iterable[str]) -> None:
+        if self._responses is not None:
+            for request_id in request_ids:
+                self._responses.forget(request_id)
 
     def _answer(self, outcome: pb.WorkerOutcome, reports: bool = False) -> None:
-        if self._deltas or reports:
+        if self._sampled or reports:
             self._report()
+        self._send_outcome(outcome)
+
+    def _send_outcome(self, outcome: pb.WorkerOutcome) -> None:
         outcome.at = time.time()
         self._orders.send(pb.WorkerMessage(outcome=outcome))
 
     def _load_version(self, order: pb.LoadVersion, outcome: pb.WorkerOutcome) -> None:
         began_s = self._clock()
         canary = convert.canary_from_wire(order.canary)
-        found = self._engine.load_weights(order.version, Path(order.folder), canary)
+        if self._responses is not None and not self._engine.load().running + self._engine.load().waiting:
+            self._responses.clear()
+        with self._versions(order.name) as folder:  # its files stay as they are until they are read
+            found = self._engine.load_weights(order.version, folder, canary)
+        self._name = order.name
         outcome.canary.CopyFrom(convert.canary_to_wire(found))
         log.info("version %d loaded in %.0f ms", order.version, (self._clock() - began_s) * 1000)
 
     def _start_request(self, order: pb.StartRequest, outcome: pb.WorkerOutcome) -> None:
-        self._engine.add(convert.request_from_wire(order))
+        request = convert.request_from_wire(order)
+        self._engine.add(request)
+        self._holds(request, order.row)
+
+    def _holds(self, request: RequestSpec, row: int) -> None:
+        """The engine has taken the request."""
+        self._sampled.name(request.request_id, row)
+        if self._responses is not None:
+            self._responses.begin(request)
 
     def _remove_request(self, order: pb.RemoveRequest, outcome: pb.WorkerOutcome) -> None:
         self._end_copy(order.request_id)
-        self._arrived.discard(order.request_id)
-        self._engine.remove(order.request_id)
+        self._let_go(order.request_id)
 
     def _reserve_slot(self, order: pb.ReserveSlot, outcome: pb.WorkerOutcome) -> None:
         if order.version != self._engine.version:
@@ -166,13 +237,24 @@ class EngineLoop:
         except DoraError:
             self._engine.release(order.request_id)
             raise
+        self._reserved.add(order.request_id)
 
     def _cancel_reservation(self, order: pb.CancelReservation, outcome: pb.WorkerOutcome) -> None:
-        self._arrived.discard(order.request_id)
+        self._reserved.discard(order.request_id)
         self._engine.release(order.request_id)
         if self._plane is not None:
             self._plane.forget(order.request_id)
-        self._engine.remove(order.request_id)  # it may have been copied in before the handoff was undone
+        self._let_go(order.request_id)  # it may have been copied in before the handoff was undone
+
+    def _let_go(self, request_id: str) -> None:
+        """The engine forgets the request, if it has it; what was sampled of it is reported first."""
+        if request_id in self._sampled:
+            self._report()
+        self._arrived.discard(request_id)
+        self._sampled.forget(request_id)
+        if self._responses is not None:
+            self._responses.forget(request_id)
+        self._engine.remove(request_id)
 
     def _copy_out(self, order: pb.CopyOut, outcome: pb.WorkerOutcome) -> object:
         self._end_copy(order.request_id)
@@ -202,7 +284,7 @@ class EngineLoop:
             copy.outcome.snapshot_bytes = sum(sent.body_bytes for sent in copy.copying.ahead)
             for sent in copy.copying.ahead:
                 copy.outcome.kv_fallbacks.extend(reason[:REASON_MOST] for reason in sent.fallbacks)
-            if self._deltas:
+            if self._sampled:
                 self._report()
             outcome = copy.outcome  # alone: the copy has the snapshot, which would hold itself by way of this
             last.done.add_done_callback(lambda done: self._copied(done, outcome))
@@ -235,6 +317,56 @@ class EngineLoop:
             fail("copy_out", copy.outcome, why or TransferFailed("it was cancelled"))
             self._answer(copy.outcome)
 
+    # The service's absence.
+
+    def leave(self) -> None:
+        """The service is gone: what was under way between workers is undone, and the engine keeps all that it holds."""
+        assert self._responses is not None
+        self._responses.is_alone = True
+        for request_id, copy in self._copies.items():
+            copy.copying.cancel()
+            self._engine.thaw(request_id)
+        self._copies.clear()
+        for request_id in self._reserved:
+            self._engine.release(request_id)
+        self._reserved.clear()
+        self._sampled, self._sent, self._arrived, self._plane = Gathering(), SentPrefixes(), set(), None
+
+    def step_alone(self) -> bool:
+        """One step while nobody listens; False: there is nothing to step."""
+        assert self._responses is not None
+        if not self.has_work():
+            return False
+        self._responses.add(self._engine.step())
+        return True
+
+    def held(self) -> pb.WorkerHello:
+        """Of a hello, what it says of version and requests."""
+        version = self._engine.version
+        if version is None or self._responses is None:
+            return pb.WorkerHello()
+        hosts = pb.HostedVersion(version=version, name=self._name)
+        return pb.WorkerHello(hosts=hosts, held=self._responses.held())
+
+    def come_back(
+        self, orders: Orders, welcome: pb.Welcome, plane: DataPlane | None, versions: Versions | None = None
+    ) -> None:
+        """A service is there again: goes on with the requests that it names, and reports what it lacks of them."""
+        assert self._responses is not None
+        self._orders, self._plane, self._base = orders, plane, self._engine.load()
+        self._period_s, self.outlives_s = welcome.report_period_ms / 1000, welcome.outlives_s
+        self._versions = versions or of_store(Path(welcome.weights_folder), "worker")
+        over, rounds = self._responses.come_back({each.request_id: each.tokens for each in welcome.goes_on})
+        for request_id in over:
+            self._engine.remove(request_id)
+        for each in welcome.goes_on:
+            self._sampled.name(each.request_id, each.row)
+        log.info("went on with %d requests, and gave up %d", len(welcome.goes_on), len(over))
+        self._ended_s = self._clock()
+        for missing in rounds:
+            self._sampled.add(missing)
+            self._report()
+
     def _data_plane(self) -> DataPlane:
         if self._plane is None:
             raise Conflict("data plane", MISSING, "there, for a request to move with its KV", why="is missing")
@@ -244,6 +376,8 @@ class EngineLoop:
         snapshot = self._data_plane().take(order.locator)
         check_asked_for(snapshot.request, order)
         self._engine.take_in(snapshot)
+        self._reserved.discard(order.request_id)
+        self._holds(snapshot.request, order.row)
         self._arrived.add(order.request_id)
 
     def _thaw(self, order: pb.Thaw, outcome: pb.WorkerOutcome) -> None:

@@ -87,9 +87,15 @@ class KvMemory(TorchFunctionMode):
         if function is not torch.zeros or self.descriptor >= 0:
             return function(*args, **(kwargs or {}))
         (self.size_bytes,) = args
-        self.descriptor = os.memfd_create("dora-kv", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, self.size_bytes)
-        return torch.frombuffer(mmap.mmap(self.descriptor, self.size_bytes), dtype=kwargs["dtype"])
+        self.descriptor, memory = shareable(self.size_bytes)
+        return torch.frombuffer(memory, dtype=kwargs["dtype"])
+
+
+def shareable(size_bytes: int) -> tuple[int, mmap.mmap]:
+    """Memory of zeros in a file without a name, which another process may map as ``mapped`` does; its descriptor."""
+    descriptor = os.memfd_create("dora-kv", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, size_bytes)
+    return descriptor, mmap.mmap(descriptor, size_bytes)
 
 
 def mapped(pid: int, descriptor: int, size_bytes: int) -> np.ndarray:
@@ -106,6 +112,11 @@ def rows_of(memory: np.ndarray, layer: LayerBlocks, block_count: int) -> np.ndar
     assert layer.span is not None
     begin, block_bytes = layer.span
     return memory[begin : begin + block_count * block_bytes].reshape(block_count, block_bytes)
+
+
+def shard_of(rank: int, tensor_parallel: int, shards: int) -> int:
+    """Which shard of its layers a rank holds; neighbours may hold the same (vLLM's ``QKVParallelLinear``)."""
+    return rank % tensor_parallel * shards // tensor_parallel
 
 
 def span_of(tensor: torch.Tensor, block_count: int) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 import vllm
 from blake3 import blake3
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import ModelRegistry
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
@@ -23,7 +23,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from dora.engine_patches import registry
+from dora.engine_patches import mapped_weights, quantised, registry
 from dora.errors import InvalidValue
 from dora.kvtransfer.snapshot import KvLayout
 from dora.weights.reference import Reference
@@ -49,6 +49,7 @@ class EngineSettings:
     dtype: str
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    quantisation: str = ""
 
     @property
     def ranks(self) -> int:
@@ -111,6 +112,8 @@ def start(model: Path, settings: EngineSettings) -> EngineCore:
             kv_connector_module_path=SnapshotConnector.__module__,
             kv_role="kv_consumer",
         ),
+        hf_overrides=_overrides(settings),
+        weight_transfer_config=WeightTransferConfig(backend=mapped_weights.BACKEND),
         disable_log_stats=True,
     )
     _import_architectures(model)
@@ -140,6 +143,12 @@ def _meeting_place() -> Iterator[None]:
                 del os.environ[_RPC_FOLDER]
             else:
                 os.environ[_RPC_FOLDER] = rpc_before
+
+
+def _overrides(settings: EngineSettings) -> dict[str, Any]:
+    """What the engine takes the model's config.json for."""
+    quantisation = quantised.settings(settings.quantisation)
+    return {} if quantisation is None else {"quantization_config": quantisation}
 
 
 def _import_architectures(model: Path) -> None:
@@ -188,6 +197,8 @@ def layout_of(core: EngineCore, ranks: Ranks, reference: Reference, settings: En
         "kv": [backend, [(name, size / block_tokens, window) for (name, window), size in sorted(whole_bytes.items())]],
         "dtype": settings.dtype,
     }
+    if settings.quantisation:
+        identity["quantisation"] = settings.quantisation
     windows = tuple(layer.window_tokens for layer in ranks.layers.values())
     return KvLayout(
         fingerprint=blake3(json.dumps(identity, sort_keys=True).encode()).hexdigest(32),

@@ -55,6 +55,15 @@ def groups_of(kv_cache_config: Any) -> tuple[LayerGroup, ...]:
     )
 
 
+def whole_group(kv_cache_config: Any) -> tuple[int, LayerGroup | None]:
+    """The first group, and its number, that keeps the KV of all tokens; None: there is none."""
+    for number, group in enumerate(groups_of(kv_cache_config)):
+        specs = _specs(kv_cache_config.kv_cache_groups[number].kv_cache_spec).values()
+        if all(type(spec) in (FullAttentionSpec, MLAAttentionSpec) for spec in specs):
+            return number, group
+    return -1, None
+
+
 def unmovable(kv_cache_config: Any, block_tokens: int) -> str:
     """Why no request of this engine can move with its KV; empty: each can.
 

@@ -4,10 +4,8 @@ The engine calls these methods by name, through vLLM's ``collective_rpc``. Small
 in memory that the engine's process has mapped, and weights are read from their files.
 """
 
-import ctypes
 import multiprocessing
 import os
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,14 +14,15 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from dora.descendants import die_with
 from dora.engine_patches import registry
 from dora.engine_patches.patch import PatchFailed
-from dora.worker import vllm_environment, vllm_groups, vllm_weights
-from dora.worker.vllm_blocks import LayerBlocks, span_of
+from dora.types import RoutingShape
+from dora.worker import vllm_environment, vllm_groups, vllm_routing
+from dora.worker.vllm_blocks import LayerBlocks, shard_of, span_of
 from dora.worker.vllm_connector import SnapshotConnector
 
 WORKER_CLASS: Final = f"{__name__}.CpuRank"  # as vLLM's ``worker_cls`` names it
-_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +36,22 @@ class RankKv:
     kinds: frozenset[str]  # attention backends and instruction sets of its layers: what shapes the inside of a block
 
 
+@dataclass(frozen=True, slots=True)
+class RankRouting:
+    """Where one rank writes to which experts its layers send each token."""
+
+    kv: RankKv  # one layer more for each that has experts
+    found: tuple[tuple[int, int], ...]  # top_k and experts of each of these
+    refusal: str = ""  # why vLLM cannot say it; empty: it can
+
+
 class CpuRank(CPUWorker):
     """vLLM's CPU worker, patched before it makes its model runner."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if multiprocessing.parent_process() is not None:
-            _end_with_parent()
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid is not None:
+            die_with(parent.pid)
             vllm_environment.prepare()
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one host: nobody else can reach them
         registry.apply()
@@ -82,10 +91,31 @@ class CpuRank(CPUWorker):
         named = frozenset("/".join(kind) for kind in kinds.values())
         return RankKv(os.getpid(), memory.descriptor, memory.size_bytes, layers, named)
 
+    def keep_routing(self, shape: RoutingShape, shards: int) -> RankRouting:
+        """Writes from now on to which experts each token is sent, beside its KV; ``shards``: those of a layer's KV."""
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, SnapshotConnector)
+        tensor_parallel = self.vllm_config.parallel_config.tensor_parallel_size
+        try:
+            routed = vllm_routing.bind(
+                self.model_runner.get_model(),
+                connector.kv_cache_config,
+                shape,
+                shard_of(self.rank, tensor_parallel, shards),
+                shards,
+            )
+        except ValueError as error:  # vLLM has no hook for these routers
+            return RankRouting(RankKv(os.getpid(), -1, 0, (), frozenset()), (), str(error))
+        kv = RankKv(os.getpid(), routed.descriptor, routed.size_bytes, routed.layers, frozenset())
+        return RankRouting(kv, routed.found)
+
     def replace_weights(self, files: Sequence[str]) -> None:
-        """Loads this rank's part of checked files into the running model."""
+        """Loads this rank's part of checked files into the running model, through vLLM's weight transfer."""
+        self.start_weight_update()
+        self.update_weights({"files": list(files)})
+        self.finish_weight_update()
         with set_current_vllm_config(self.vllm_config):
-            vllm_weights.replace(self.model_runner, files)
+            registry.after_reload(self.model_runner.get_model())
 
     def _make_room_between_stages(self) -> None:
         """Memory for what the stage before sends: vLLM makes it in the warm-up run, which eager CPU engines skip."""
@@ -93,11 +123,3 @@ class CpuRank(CPUWorker):
         runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
-
-
-def _end_with_parent() -> None:
-    """Lets the kernel end this process with the thread that started it, however that ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:  # it has ended meanwhile
-        os._exit(1)

@@ -16,11 +16,14 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.engine.core import EngineCore
 
 from dora.engine_patches.patch import PatchFailed
+from dora.errors import InvalidValue
 from dora.kvtransfer.reslice import shard_name
+from dora.types import RoutingShape
 from dora.worker.cuda_blocks import DeviceStore
-from dora.worker.vllm_blocks import BlockStore, mapped, memory_of, rows_of
+from dora.worker.vllm_blocks import BlockStore, LayerBlocks, mapped, memory_of, rows_of, shard_of
 from dora.worker.vllm_connector import SnapshotConnector
-from dora.worker.vllm_rank import RankKv
+from dora.worker.vllm_rank import RankKv, RankRouting
+from dora.worker.vllm_routing import RoutingRows
 
 log = logging.getLogger("dora.worker")
 
@@ -38,8 +41,12 @@ def end_process(reason: str) -> None:
 class Ranks:
     """For the engine's thread alone."""
 
-    def __init__(self, core: EngineCore, lost: Lost = end_process) -> None:
-        """Raises PatchFailed where a patch did not take effect on a rank."""
+    def __init__(self, core: EngineCore, lost: Lost = end_process, routing: RoutingShape | None = None) -> None:
+        """``routing``: what the model's routers choose, to be kept beside the KV; None: it is not kept.
+
+        Raises PatchFailed where a patch did not take effect on a rank, InvalidValue where vLLM does not say how it
+        routes, or routes otherwise.
+        """
         parallel = core.vllm_config.parallel_config
         self._core = core
         self._processes = [handle.proc for handle in getattr(core.model_executor, "workers", ())]
@@ -51,16 +58,22 @@ class Ranks:
         for rank, finding in enumerate(core.collective_rpc("unproven_patch")):
             if finding:
                 raise PatchFailed(f"rank {rank}", finding)
-        shown: list[RankKv] = core.collective_rpc("shown_kv")
-        self.kinds = sorted({kind for each in shown for kind in each.kinds})  # as ``RankKv`` has them
+        shown = list(enumerate(core.collective_rpc("shown_kv")))
+        self.kinds = sorted({kind for _, each in shown for kind in each.kinds})  # as ``RankKv`` has them
         self.shards = 1 if core.vllm_config.model_config.use_mla else _shards(core, parallel.tensor_parallel_size)
-        named = {
-            shard_name(layer.name, self._shard(rank, parallel.tensor_parallel_size), self.shards): layer
-            for rank, kv in enumerate(shown)
-            for layer in kv.layers
-        }
+        self._tensor_parallel = parallel.tensor_parallel_size
+        self._block_count = core.scheduler.kv_cache_config.num_blocks
+        self._block_tokens = int(core.vllm_config.cache_config.block_size)
+        self.routing: RoutingRows | None = None
+        if routing is not None:
+            routed: list[RankRouting] = core.collective_rpc("keep_routing", args=(routing, self.shards))
+            check_routing([each for at, each in enumerate(routed) if not at % self._tensor_parallel], routing)
+            kept = [(rank, each.kv) for rank, each in enumerate(routed) if each.kv.layers]
+            self.routing = self._rows(kept, routing)
+            shown += kept
+        named = {self._name(rank, layer): layer for rank, kv in shown for layer in kv.layers}
         self.layers = dict(sorted(named.items()))  # each shard of each layer
-        self.store = self._store(shown, parallel.tensor_parallel_size, core.scheduler.kv_cache_config.num_blocks)
+        self.store = self._store(shown)
 
     def replace_weights(self, files: Sequence[str]) -> None:
         """Each rank loads its part of checked files into the running model."""
@@ -84,24 +97,39 @@ class Ranks:
         for process in self._processes:
             process.join()
 
-    def _shard(self, rank: int, tensor_parallel: int) -> int:
-        """Which shard of its layers a rank holds; neighbours may hold the same (vLLM's ``QKVParallelLinear``)."""
-        return rank % tensor_parallel * self.shards // tensor_parallel
+    def _shard(self, rank: int) -> int:
+        return shard_of(rank, self._tensor_parallel, self.shards)
 
-    def _store(self, shown: Sequence[RankKv], tensor_parallel: int, block_count: int) -> BlockStore | DeviceStore:
+    def _name(self, rank: int, layer: LayerBlocks) -> str:
+        """Of the shard that this rank holds."""
+        return shard_name(layer.name, self._shard(rank), self.shards)
+
+    def _store(self, shown: Sequence[tuple[int, RankKv]]) -> BlockStore | DeviceStore:
         """The KV-cache of all ranks, each shard of a layer as often as ranks hold it."""
         groups = {name: layer.group for name, layer in self.layers.items()}
         if any(layer.span is None for layer in self.layers.values()):
+            if self.routing is not None:
+                raise InvalidValue("workers.router_replay", True, "false where KV is on a device")
             own = _own_connector()
-            own.store = DeviceStore(own.tensors, groups, block_count)
+            own.store = DeviceStore(own.tensors, groups, self._block_count)
             return own.store
         held: dict[str, list[np.ndarray]] = {name: [] for name in self.layers}
-        for rank, kv in enumerate(shown):
+        for rank, kv in shown:
             memory = _memory(kv)
             for layer in kv.layers:
-                name = shard_name(layer.name, self._shard(rank, tensor_parallel), self.shards)
-                held[name].append(rows_of(memory, layer, block_count))
+                held[self._name(rank, layer)].append(rows_of(memory, layer, self._block_count))
         return BlockStore(held, groups)
+
+    def _rows(self, kept: Sequence[tuple[int, RankKv]], shape: RoutingShape) -> RoutingRows:
+        """What the ranks write of their routing; of ranks that hold the same shard, what the first one does."""
+        stages: dict[int, dict[int, np.ndarray]] = {}
+        for rank, kv in kept:
+            ids = _memory(kv).view(f"<u{shape.id_bytes}")
+            held_ids, block_tokens = kv.layers[0].interior[0], self._block_tokens
+            of_layers = ids.reshape(len(kv.layers), self._block_count, held_ids, block_tokens)
+            stages.setdefault(rank // self._tensor_parallel, {}).setdefault(self._shard(rank), of_layers)
+        group = kept[0][1].layers[0].group
+        return RoutingRows(shape, group, self._block_tokens, [[*shards.values()] for shards in stages.values()])
 
     def _look(self, lost: Lost) -> None:
         """Until this end is closed, or a rank has ended."""
@@ -113,6 +141,18 @@ class Ranks:
         process = self._processes[rank]
         process.join()
         lost(f"rank {rank} of {len(self._processes)} (process {process.pid}) has ended with {process.exitcode}")
+
+
+def check_routing(stages: Sequence[RankRouting], shape: RoutingShape) -> None:
+    """Raises InvalidValue unless all layers together route as the model's config says."""
+    for stage in stages:
+        if stage.refusal:
+            raise InvalidValue("workers.router_replay", True, f"false: {stage.refusal}")
+    found = [layer for stage in stages for layer in stage.found]
+    if found != [(shape.top_k, shape.experts)] * shape.layers:
+        kinds = sorted(set(found))
+        allowed = f"false: vLLM routes in {len(found)} layers, (top_k, experts) {kinds}, config.json says {shape}"
+        raise InvalidValue("workers.router_replay", True, allowed)
 
 
 def _shards(core: EngineCore, tensor_parallel: int) -> int:

@@ -8,15 +8,17 @@ cache: vLLM then gives them to the request as they are, and asks the connector o
 those which it shares with another request that came from the same worker.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from dora.worker.prefixes import Prefixes
 from dora.worker.reservation import Reservation
+from dora.worker.vllm_routing import Fed, RoutingRows
 
 
 class HoldingScheduler(Scheduler):
@@ -27,6 +29,8 @@ class HoldingScheduler(Scheduler):
         self.held: dict[str, Request] = {}
         self.prefixes = Prefixes(self)
         self.reprefilled_tokens = 0
+        self.routing: RoutingRows | None = None  # set once the engine has started, where routing is kept
+        self.routed_experts: dict[str, bytes] = {}  # of the last step: rows of the tokens fed to sample its tokens
         self._reserved = 0
         self._kept: dict[str, list[Any]] = {}  # by request: blocks that it brings, and those after them
         self._ahead: dict[str, int] = {}  # how many of these are written
@@ -130,6 +134,22 @@ class HoldingScheduler(Scheduler):
                 # All but the last sampled token had KV before: on another engine, or here before a preemption.
                 self.reprefilled_tokens += output.num_scheduled_tokens[request_id] - 1
         return output
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
+        if self.routing is not None:  # now: requests that this step ends give their blocks back
+            self.routed_experts = self.routing.of([*self._fed(scheduler_output, output, self.routing.group)])
+        return super().update_from_output(scheduler_output, output)
+
+    def _fed(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, group: int) -> Iterator[Fed]:
+        """Of requests with new tokens; with the first one those are of the whole prompt, wherever their KV is from."""
+        for request_id in scheduled.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            sampled = output.sampled_token_ids[output.req_id_to_index[request_id]] if output.sampled_token_ids else ()
+            if request is not None and len(sampled):
+                held = request.num_tokens  # prompt and outputs so far
+                first = held - 1 if request.num_output_tokens else 0
+                block_ids = self.kv_cache_manager.get_block_ids(request_id)[group]
+                yield Fed(request_id, block_ids, first, held + len(sampled) - 1)
 
     def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(*args, **kwargs)

@@ -16,6 +16,8 @@ METHODS = {
     "/dora.v1.Operator/GetStatus": Role.OPERATOR,
     "/dora.v1.Operator/WatchStatus": Role.OPERATOR,
     "/dora.v1.Worker/Connect": Role.WORKER,
+    "/dora.v1.Host/Join": Role.HOST,
+    "/dora.v1.Host/ListFiles": Role.HOST,
 }
 
 

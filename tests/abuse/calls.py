@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from google.protobuf.message import DecodeError
+
+from dora.host.launcher import LOCAL, WORKERS_MOST
 from dora.orchestrator.main import ServiceHandle
 from dora.orchestrator.services.trainer import TrainerService
+from dora.release import __version__
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
@@ -19,7 +23,9 @@ from tests.abuse.generated import generated
 
 PATIENCE_S: Final = 60.0  # for a reply that has to come; beyond it the service hangs
 GROUPS: Final = 4
+WORKERS: Final = 2  # and so many are left: a call that may start some starts none
 VOCABULARY: Final = 64
+CAPACITY: Final = pb.HostCapacity(cores=1, memory_bytes=1 << 40, memory_free_bytes=1 << 40, store_free_bytes=1 << 40)
 
 
 @dataclass
@@ -42,13 +48,19 @@ RPCS: Final = (
     Rpc("Trainer/RepublishVersion", pb.RepublishVersionRequest),
     Rpc("Prompts/Submit", pb.SubmitRequest),
     Rpc("Prompts/Cancel", pb.CancelRequest),
+    Rpc("Prompts/Evaluate", pb.EvaluateRequest, waits=True),
     Rpc("Operator/GetStatus", pb.StatusRequest),
     Rpc("Operator/WatchStatus", pb.WatchRequest, waits=True),
     Rpc("Operator/ListTrajectories", pb.TrajectoriesRequest),
     Rpc("Operator/Migrate", pb.MigrateRequest),
     Rpc("Operator/Drain", pb.DrainRequest),
+    Rpc("Operator/Scale", pb.ScaleRequest),
     Rpc("Operator/Rebalance", pb.RebalanceRequest),
+    Rpc("Operator/Checkpoint", pb.CheckpointRequest),
     Rpc("Worker/Connect", pb.WorkerMessage, waits=True, streams=True),
+    Rpc("Host/Join", pb.HostMessage, waits=True, streams=True),
+    Rpc("Host/ListFiles", pb.ListFilesRequest),
+    Rpc("Host/FetchFile", pb.FetchFileRequest),
     Rpc("Prompts/End", pb.EndRequest, ends=True),
 )
 
@@ -91,6 +103,7 @@ class Service:
             "verifier_json": ("{}", '{"answer": "2"}', "nul"),
             "messages_json": ("", "", '[{"role": "user", "content": "a"}]', '[{"role": 1}]'),
             "group_size": (0, 2),
+            "share": (0.0, 0.25, 0.6),
             "period_ms": (50, 1000),
             "state": ("", "running"),
             "limit": (0, 4),
@@ -116,11 +129,13 @@ class Service:
             "vocab_size": (VOCABULARY,),
             "dtype": ("float32",),
             "host": ("host",),
+            "workers": (WORKERS,),
+            "offset": (0, 100),
         }
 
     def token(self, rpc: Rpc, chance: random.Random) -> str:
         role = SERVICES[rpc.name.partition("/")[0]]
-        wrong = 0.1 if rpc.streams else 0.02  # a stream carries many messages, so there are few calls
+        wrong = 0.25 if rpc.streams else 0.02  # a stream carries many messages, so there are few calls
         return (
             chance.choice(["", *self.handle.tokens.values()]) if chance.random() < wrong else self.handle.tokens[role]
         )
@@ -131,6 +146,10 @@ class Service:
         if rpc.kind is pb.CommitStepRequest:
             newest = self.runtime.machine.state.window.newest
             known |= {"step": (newest,), "version": (newest + 1,)}
+        if rpc.kind is pb.ScaleRequest:
+            return [_as_many_workers(generated(rpc.kind, chance, known | {"host": ("", LOCAL, "nobody")}))]
+        if rpc.kind is pb.HostMessage:
+            known |= {"name": (f"h{self._names}",), "kind": ("report", "ready", "arrived", "failed")}
         if not rpc.streams:
             return [generated(rpc.kind, chance, known)]
         honesty = chance.choice((0.0, 0.7, 0.95))  # a stream ends with its first wrong message
@@ -141,6 +160,9 @@ class Service:
         if rpc.kind is pb.WorkerMessage and chance.random() < 0.8:
             self.hello.worker_id = known["worker_id"][0]
             sent[0] = pb.WorkerMessage(hello=self.hello).SerializeToString()
+        elif rpc.kind is pb.HostMessage:
+            hello = pb.HostHello(name=known["name"][0], dora_version=__version__, capacity=CAPACITY)
+            sent[0] = pb.HostMessage(hello=hello).SerializeToString() if chance.random() < 0.8 else sent[0]
         elif chance.random() < 0.5:
             names = ("trainer_epoch", "version", "file_name", "file_bytes")
             header = pb.WeightFileHeader(**{name: known[name][0] for name in names})
@@ -161,3 +183,14 @@ class Service:
     def failure(self) -> str:
         failed = self.runtime.failed
         return repr(failed.exception()) if failed.done() else ""
+
+
+def _as_many_workers(content: bytes) -> bytes:
+    """The same call, where it asks for a number of workers that the service would take."""
+    try:
+        request = pb.ScaleRequest.FromString(content)
+    except DecodeError:
+        return content
+    if request.workers <= WORKERS_MOST:
+        request.workers = WORKERS
+    return request.SerializeToString()

@@ -1,7 +1,7 @@
 """A running service's calls without the network: its own interceptors and handlers, given bytes as gRPC would."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,15 @@ class Context:
         self._pause = pause
         self.status: grpc.StatusCode | None = None
         self.reason = ""
+        self._when_done: list[Callable[[Any], None]] = []
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._when_done.append(callback)
+
+    def done(self) -> None:
+        """The call is over, whoever ended it."""
+        for callback in self._when_done:
+            callback(self)
 
     async def read(self) -> Any:
         if self._pause is not None:
@@ -87,6 +96,8 @@ class Direct:
             context.status = grpc.StatusCode.OK
         except Aborted:
             pass
+        finally:
+            context.done()
 
 
 def _bound(interceptor: Any, following: Any) -> Any:

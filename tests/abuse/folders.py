@@ -153,7 +153,7 @@ def _one(store: WeightStore, folders: Folders, placed: Path, chance: random.Rand
     kind = f"{folders.make(made)} {outcome.folders}"
     outcome.folders += 1
     try:
-        place_weights(made, store.reference.tensors, placed, link=True)
+        place_weights(made, store.reference.tensors, placed)
         if _shapes(placed) != expected:
             outcome.bugs.append(f"{kind}: placed with other tensors")
     except InvalidValue as refused:

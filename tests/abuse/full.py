@@ -117,11 +117,14 @@ def lines_of(shell: Shell, name: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in (record_of(shell) / name).read_text().splitlines()]
 
 
+FILLING = 8  # trajectories
+
+
 async def fill(shell: Shell) -> None:
-    """Step 0 waits for its commit."""
-    (request_id,) = await shell.admit(1)
+    """Step 0 waits for its commit. Its trajectories take more room than the store's notes on a version."""
+    request_ids = await shell.admit(1, group_size=FILLING, pairs=64)
     stream = shell.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=1, step=0), None)
-    shell.report(ended(request_id))
+    shell.report(*map(ended, request_ids))
     async for _ in stream:
         pass
 

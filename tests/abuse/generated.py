@@ -48,7 +48,7 @@ def fill(message: Message, chance: random.Random, known: Mapping[str, Sequence[A
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             entries = getattr(message, field.name)
             for _ in range(times):
-                entries[chance.choice(_TEXTS)] = chance.choice(_REAL)
+                entries[chance.choice(_TEXTS)] = _value(field.message_type.fields_by_name["value"], chance, {})
         elif field.message_type is not None:
             if depth < 3:
                 for _ in range(times):
@@ -148,7 +148,7 @@ def _inflate(message: Message, chance: random.Random) -> None:
         if field.message_type.GetOptions().map_entry:
             entries = getattr(message, field.name)
             for number in range(many // 100):
-                entries[f"m{number}"] = 0.0
+                entries[f"m{number}"] = field.message_type.fields_by_name["value"].default_value
         elif field.is_repeated:
             for _ in range(many // 100):
                 getattr(message, field.name).add()

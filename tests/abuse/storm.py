@@ -25,7 +25,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import bearer, open_channel
 from dora.rpc.roles import Role
 from dora.trajectory import TrajectoryGroup
-from tests.abuse.calls import GROUPS, PATIENCE_S, RPCS, Rpc, Service
+from tests.abuse.calls import GROUPS, PATIENCE_S, RPCS, WORKERS, Rpc, Service
 from tests.abuse.direct import Context, Direct, of_next_server, turns
 from tests.service import configured, running, train
 
@@ -142,7 +142,7 @@ async def stormed(model: Path, count: int, seed: int, told: Callable[[Outcome], 
     """``count`` messages to each RPC of one service, then three honest steps."""
     logging.getLogger("dora").setLevel(logging.CRITICAL)
     chance, began_s = random.Random(seed), time.monotonic()
-    config = configured(model, workers__engine="fake", workers__count=2, service__drain_timeout_s=2)
+    config = configured(model, workers__engine="fake", workers__count=WORKERS, service__drain_timeout_s=2)
     with of_next_server() as direct:
         running_service = running(config)
         handle = await running_service.__aenter__()

@@ -34,7 +34,7 @@ async def train(service: Served, steps: int, taken: list[list[TrajectoryGroup]],
     async with dora.Trainer(service.address, token=service.token, reconnect_s=reconnect_s) as trainer:
         async for step in trainer.steps(groups=GROUPS):
             taken.append([group async for group in step])
-            await step.commit(weights=service.model)
+            await step.commit(weights=service.model, wait=True)
             if len(taken) == steps:
                 return
 
@@ -112,10 +112,10 @@ async def test_shared_memory_that_is_full_breaks_no_stream_and_a_version_may_be_
             await until(operator, at_fault("run folder"))
             for _ in range(2):
                 with pytest.raises(LimitExceeded, match=r"what the service's run folder has room for"):
-                    await step.commit(weights=tiny_dense)
+                    await step.commit(weights=tiny_dense, wait=True)
                 assert not [file for file in incoming.rglob("*") if file.is_file()], "nothing half-written stays"
             filler.unlink()
-            commit = await step.commit(weights=tiny_dense)
+            commit = await step.commit(weights=tiny_dense, wait=True)
             assert commit.version == step.number + 1 and len(groups) == GROUPS
             status = await until(operator, lambda status: not status.storage_faults)
             if step.number == 1:

@@ -150,7 +150,7 @@ def source(tmp_path: Path, transport: str, model: Path) -> Iterator[Worker]:
     """With two requests, both with full blocks."""
     with a_plane(tmp_path, 1, (transport,), timeout_s=TIMEOUT_S) as end:
         worker = Worker(end, model)
-        assert worker.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+        assert worker.obey(load_version=pb.LoadVersion(version=1, name=str(model))).ok
         started(worker, [long_request(), replace(long_request(), request_id="r2")], 5)
         yield worker
 

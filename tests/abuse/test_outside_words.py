@@ -14,9 +14,9 @@ from dora.client import Operator, Trainer
 from dora.client.step import _numbers
 from dora.config import PromptsConfig, WorkersConfig
 from dora.errors import InvalidValue
+from dora.host.launcher import WorkerStartError
+from dora.host.processes import Processes
 from dora.models import resolve_model
-from dora.orchestrator.launcher import Launcher, WorkerStartError
-from dora.orchestrator.storage import Storage
 from dora.prompts import ChatTokenizer, file_source
 from dora.prompts.check import check_name, checked_messages
 from dora.rewards.function import load_function
@@ -130,8 +130,8 @@ def test_a_value_that_ends_who_reads_it_is_a_failure() -> None:
 async def test_a_worker_that_cannot_be_started_is_a_death_and_not_the_services(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dora.orchestrator.launcher.RESTART_PAUSE_S", 0.001)
-    monkeypatch.setattr("dora.orchestrator.launcher.RESTART_PAUSE_MAX_S", 0.001)
+    monkeypatch.setattr("dora.host.processes.RESTART_PAUSE_S", 0.001)
+    monkeypatch.setattr("dora.host.processes.RESTART_PAUSE_MAX_S", 0.001)
 
     def none_left(*_: Any) -> Any:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
@@ -141,8 +141,8 @@ async def test_a_worker_that_cannot_be_started_is_a_death_and_not_the_services(
             none_left()
         return ["-c", "import sys; sys.stdin.read()"]
 
-    launcher = Launcher(WorkersConfig(count=1, engine="fake", restarts=2), command, {}, tmp_path, Storage())
-    launcher.start()
+    launcher = Processes(WorkersConfig(engine="fake", restarts=2), command, {}, tmp_path)
+    launcher.scale(1)
     with pytest.raises(WorkerStartError, match=r"ended 3 times lately.*could not be started"):
         await asyncio.wait_for(launcher.failed, 20)
     assert "could not be started" in (launcher.early_death() or "")

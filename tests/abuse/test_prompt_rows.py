@@ -9,12 +9,15 @@ import pytest
 
 from dora.config import ColumnsConfig, PromptsConfig, RolloutConfig
 from dora.errors import InvalidValue
-from dora.orchestrator.book import Book, BookError
+from dora.orchestrator.book import Book
+from dora.orchestrator.entry import BookError
 from dora.orchestrator.worker_checks import check_against_book
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.prompts.dataset import dataset_files
 from dora.prompts.row import OWN_NAMES, Columns, Place, prompt_of_row
-from dora.types import Prompt, TokenDelta
+from dora.rpc.columns import columns_from_wire, columns_to_wire
+from dora.stretches import Stretch, TokenColumns
+from dora.types import FinishReason, Prompt
 
 NAMES = [*(name for names in OWN_NAMES.values() for name in names), "other", "", "\ud800", "promtp"]
 
@@ -136,9 +139,19 @@ def test_a_dataset_of_too_many_files_is_no_walk_without_end(tmp_path: Path, monk
 def test_a_worker_cannot_name_a_stop_that_was_not_asked_for() -> None:
     book = Book(RolloutConfig())
     prompt = Prompt("p", "", (1,), group_size=1, sampling={"stop": ("END",)})
-    book.admit("g", prompt, 0, ("r",), 0.0)
+    book.admit("g", prompt, 0, {"r": 0}, 0.0)
     assert book["r"].sampling.stop == ("END",)
-    check_against_book(book, [TokenDelta("r", 0, 0, (5,), (-1.0,), "stop", "END")])
-    for reason, stop in (("stop", "OTHER"), ("length", "END"), (None, "END"), ("stop", "x" * 10_000)):
+
+    def told(reason: FinishReason | None, stop: str) -> TokenColumns:
+        return columns_from_wire(columns_to_wire([Stretch(0, 0, (5,), (-1.0,), reason, stop)]))
+
+    check_against_book(book, told("stop", "END"))
+    wrong: tuple[tuple[FinishReason | None, str], ...] = (
+        ("stop", "OTHER"),
+        ("length", "END"),
+        (None, "END"),
+        ("stop", "x" * 10_000),
+    )
+    for reason, stop in wrong:
         with pytest.raises(BookError, match="stop"):
-            check_against_book(book, [TokenDelta("r", 0, 0, (5,), (-1.0,), reason, stop)])  # type: ignore[arg-type]
+            check_against_book(book, told(reason, stop))

@@ -186,7 +186,7 @@ def test_headers_that_are_broken_anyhow_are_refused_or_as_the_library_reads_them
             broken[place] = chance.choice(b'{}[]",:0123456789-eE. \\\xff' + bytes([chance.randrange(256)]))
         file.write_bytes(broken)
         try:
-            _, tensors = examine_file(file)
+            tensors = examine_file(file).by_name
         except InvalidValue:
             continue
         accepted += 1
@@ -210,7 +210,8 @@ def test_a_file_is_read_in_pieces_and_checked_in_one_pass(tmp_path: Path) -> Non
     headers = {"a": TensorHeader("a", "F32", (1 << 20,)), "b": TensorHeader("b", "I8", (3,))}
     tensors = {"a": np.ones(1 << 20, np.float32), "b": np.ones(3, np.int8)}
     written = write_weights(tmp_path / "a.safetensors", tensors, headers)
-    assert examine_file(tmp_path / "a.safetensors") == (written, headers)
+    found = examine_file(tmp_path / "a.safetensors")
+    assert (found.identity, found.by_name) == (written, headers)
     assert hash_file(tmp_path / "a.safetensors") == written
     assert [tensor.name for tensor in read_layout(tmp_path / "a.safetensors")[1]] == ["a", "b"]
 
@@ -401,10 +402,10 @@ async def test_a_trainer_may_leave_a_loop_and_begin_another(tiny_dense: Path, te
             async for step in trainer.steps(groups=GROUPS):
                 steps.append([group async for group in step])
                 with pytest.raises(InvalidValue, match=NOT_FINITE):
-                    await step.commit(weights={**tensors, NAME: np.full_like(tensors[NAME], np.nan)})
+                    await step.commit(weights={**tensors, NAME: np.full_like(tensors[NAME], np.nan)}, wait=True)
                 with pytest.raises(InvalidValue, match="metrics: loss"):
-                    await step.commit(weights=tensors, metrics={"loss": "low"})  # type: ignore[dict-item]
-                await step.commit(weights=tensors, metrics={"loss": math.nan, "kl": torch.tensor(math.inf)})  # type: ignore[dict-item]
+                    await step.commit(weights=tensors, metrics={"loss": "low"}, wait=True)  # type: ignore[dict-item]
+                await step.commit(weights=tensors, metrics={"loss": math.nan, "kl": torch.tensor(math.inf)}, wait=True)  # type: ignore[dict-item]
                 break
             async for step in trainer.steps():
                 await anext(step)  # it leaves with groups in its hands

@@ -65,7 +65,7 @@ class Loop:
                 async for group in step:
                     groups.append(group)
                 weights, canary = self._published(step.number + 1)
-                await step.commit(weights=weights, canary=canary)
+                await step.commit(weights=weights, canary=canary, wait=True)
                 if canary is WRONG:
                     self.committed.set()
                     await self.go_on.wait()
@@ -100,9 +100,14 @@ async def test_what_no_worker_reproduces_is_rejected_and_published_anew(
     """Two commits with a wrong canary in a window of 2, the first of them mended by a second wrong one."""
     if uploads:
         monkeypatch.setattr(session, "_shares_host", lambda reply: False)
-    record, log = tmp_path / "record", tmp_path / "events.log"
+    record, log = tmp_path / "record", tmp_path / "state"
     config = configured(
-        tiny_dense, workers__engine="fake", workers__count=2, record=str(record), service__event_log=str(log)
+        tiny_dense,
+        workers__engine="fake",
+        workers__count=2,
+        record=str(record),
+        service__state=str(log),
+        service__keep_events=True,
     )
     async with (
         running(config) as handle,
@@ -160,7 +165,7 @@ async def test_who_attaches_to_a_rejected_version_is_told_and_may_mend_it(tiny_d
         async with dora.Trainer(handle.address, token=handle.token) as first:
             async for step in first.steps(groups=GROUPS):
                 taken = [[group async for group in step]]
-                await step.commit(weights=tensors, canary=WRONG)
+                await step.commit(weights=tensors, canary=WRONG, wait=True)
                 break
         await until(operator, rejected_versions)
         async with dora.Trainer(handle.address, token=handle.token) as second:
@@ -171,7 +176,7 @@ async def test_who_attaches_to_a_rejected_version_is_told_and_may_mend_it(tiny_d
                     await second.republish(tensors, version=2)
                 await second.republish(tensors, version=1)
                 taken.append([group async for group in step])
-                await step.commit(weights=tensors)
+                await step.commit(weights=tensors, wait=True)
                 break
         status = await operator.status()
     assert status.counters["workers_lost"] == 0

@@ -18,9 +18,9 @@ import pytest
 import pytest_asyncio
 
 import dora
+from dora.descendants import descendants
 from dora.errors import InvalidValue
 from dora.rewards import FilterRunner, RewardRunner, frames
-from dora.rewards.descendants import descendants
 from dora.rewards.keeper import CALLS_A_LOOK
 from dora.rewards.running_time import SLICE_S, RunningTime
 from dora.rewards.verdict import LOG_MAX_BYTES, reward_of, verdict

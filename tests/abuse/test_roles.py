@@ -11,7 +11,7 @@ import pytest
 
 from dora.client import Operator, Prompts
 from dora.errors import DoraError, InvalidValue
-from dora.orchestrator.launcher import worker_environment
+from dora.host.command import worker_environment
 from dora.orchestrator.main import ServiceHandle
 from dora.orchestrator.services.worker import WorkerService
 from dora.rpc import convert
@@ -28,7 +28,7 @@ from tests.unit.test_runtime import Shell
 
 async def test_each_role_may_do_its_own_and_the_owner_what_a_client_may(handle: ServiceHandle) -> None:
     secrets = [*handle.tokens.values()]
-    assert len(set(secrets)) == 5
+    assert len(set(secrets)) == 6
     async with open_channel(handle.address) as channel:
         for method, needed in METHODS.items():
             for role, token in handle.tokens.items():
@@ -81,15 +81,16 @@ async def test_a_name_that_the_service_gave_to_its_worker_is_taken_by_no_other(
     """Nor while that worker is away; and no refusal tells what the engines must have alike."""
     shell, tokens = Shell(tmp_path, tiny_dense, None), Tokens()
     service = WorkerService(shell.runtime, tmp_path / "kv", tokens)
-    tokens.started("w7")
+    w7 = tokens.caller(tokens.started("w7"))
+    assert w7 is not None
     engine = FakeEngine(slots=8, kv_tokens=4096, max_model_len_tokens=256, model=tiny_dense)
     hello = pb.WorkerMessage(hello=convert.hello_to_wire("w7", 1, "host", engine.capability))
-    for caller, name, allowed in ((Caller(Role.WORKER), "w7", "not given"), (Caller(Role.WORKER, "w7"), "w8", "w7")):
+    for caller, name, allowed in ((Caller(Role.WORKER), "w7", "not given"), (w7, "w8", "w7")):
         CALLER.set(caller)
         hello.hello.worker_id = name
         with pytest.raises(PermissionDenied, match=f"worker_id = '{name}' .*{allowed}"):
             service._open(hello)
-    CALLER.set(Caller(Role.WORKER, "w7"))
+    CALLER.set(w7)
     hello.hello.worker_id, hello.hello.fingerprint = "w7", "f" * 64
     with pytest.raises(InvalidValue) as refused:
         service._open(hello)

@@ -1,4 +1,4 @@
-"""Shared memory or an event log without room: nothing is admitted, no stream breaks, nothing is half written."""
+"""Shared memory without room: nothing is admitted, no stream breaks, nothing is half written."""
 
 import os
 from collections.abc import AsyncIterator
@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from dora.config import Config
 from dora.errors import InvalidValue, SnapshotRefused
 from dora.kvtransfer.segments import SegmentPool
 from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.eventlog import EventLogWriter, read_log
 from dora.orchestrator.setup import store_of
 from dora.orchestrator.storage import check_room
 from dora.rpc import convert
@@ -103,24 +102,4 @@ def test_room_is_looked_for_by_taking_it(tmp_path: Path) -> None:
 
 def test_a_start_without_room_is_refused(tmp_path: Path, tiny_dense: Path) -> None:
     with files_up_to(10), pytest.raises(InvalidValue, match=r"service.run_folder = .* room to write in"):
-        store_of(tmp_path, tiny_dense)
-
-
-# --------------------------------------------------------------------------------------------------- the event log
-
-
-async def test_an_event_log_without_room_stops_admission_and_lacks_nothing(shell: Shell, tmp_path: Path) -> None:
-    log = EventLogWriter(tmp_path / "log", shell.runtime.config, now_s=0.0)
-    shell.runtime.event_log = log
-    with files_up_to((tmp_path / "log").stat().st_size + 300):
-        for _ in range(200):
-            shell.runtime.post(on.Tick())
-        await shell.runtime.look_at_storage()
-        await shell.until(lambda: shell.state.window.closed)
-        assert faults(shell)["event log"] == "File too large"
-        shell.runtime.post(on.Tick())
-    await shell.runtime.look_at_storage()
-    await shell.until(lambda: not shell.state.window.closed)
-    log.close()
-    kinds = [type(record.event).__name__ for record in read_log(tmp_path / "log")]
-    assert kinds.count("Tick") == 201 and kinds.count("StorageChanged") >= 2
+        store_of(tmp_path, tiny_dense, Config())

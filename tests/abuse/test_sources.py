@@ -95,7 +95,7 @@ async def test_a_service_whose_source_fails_goes_on_with_what_is_submitted(
                 began = []
                 async for group in step:
                     began.append(group)
-                await step.commit(weights=tiny_dense)
+                await step.commit(weights=tiny_dense, wait=True)
                 steps.append(began)
         assert len(steps) == 1 and len(began) == 2, "one whole step, and the rest of what the source gave"
         status = await operator.status()
@@ -109,7 +109,7 @@ async def test_a_service_whose_source_fails_goes_on_with_what_is_submitted(
         async for step in trainer.steps(groups=GROUPS):
             again = [group async for group in step]
             assert {group.group_id for group in began} <= {group.group_id for group in again}
-            await step.commit(weights=tiny_dense)
+            await step.commit(weights=tiny_dense, wait=True)
             steps.append(again)
             break
         await until(operator, lambda status: status.newest_version == 2)

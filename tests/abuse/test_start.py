@@ -13,9 +13,9 @@ from dora.cli.token import left_token, token_file
 from dora.config import WorkersConfig
 from dora.demo.folder import OutFolder
 from dora.errors import InvalidValue
-from dora.orchestrator.launcher import Launcher
+from dora.host.processes import Processes
 from dora.orchestrator.setup import recorder_of, run_folder_of
-from dora.orchestrator.storage import Storage
+from dora.orchestrator.storage import RUN_FOLDER, Storage
 from dora.prompts import ChatTokenizer
 from dora.record import Recorder
 from dora.weights.store import WeightStore
@@ -65,7 +65,7 @@ async def test_a_record_without_room_for_the_first_version_is_refused(tmp_path: 
     (tmp_path / "record" / "versions").write_text("no folder")
     async with AsyncExitStack() as stack:
         with pytest.raises(InvalidValue, match=r"record = .*a folder that can be written"):
-            await recorder_of(config, store, stack)
+            await recorder_of(config, store, stack, carries_on=False)
 
 
 async def test_every_leaving_of_an_earlier_record_is_seen(tmp_path: Path, tiny_dense: Path) -> None:
@@ -83,11 +83,11 @@ async def test_every_leaving_of_an_earlier_record_is_seen(tmp_path: Path, tiny_d
             for other in left:
                 os.rename(other, tmp_path / other.name) if other != kept and other.exists() else None
             with pytest.raises(InvalidValue, match="a folder without an earlier record"):
-                await recorder_of(config, store, stack)
+                await recorder_of(config, store, stack, carries_on=False)
             for other in left:
                 os.rename(tmp_path / other.name, other) if other != kept else None
         out.clear()
-        assert await recorder_of(config, store, stack) is not None, "a demo's second run"
+        assert await recorder_of(config, store, stack, carries_on=False) is not None, "a demo's second run"
 
 
 async def test_a_worker_whose_log_cannot_be_made_runs_all_the_same(tmp_path: Path) -> None:
@@ -96,8 +96,14 @@ async def test_a_worker_whose_log_cannot_be_made_runs_all_the_same(tmp_path: Pat
     storage.tell(faults.append)
     (tmp_path / "logs").write_text("no folder")
     lives = ["-c", "print('words'); import signal; signal.pause()"]
-    launcher = Launcher(WorkersConfig(count=1), lambda _: lives, lambda _: {}, tmp_path / "logs", storage)
-    launcher.start()
+    launcher = Processes(
+        WorkersConfig(),
+        lambda _: lives,
+        lambda _: {},
+        tmp_path / "logs",
+        lambda error: storage.failed(RUN_FOLDER, error),
+    )
+    launcher.scale(1)
     async with asyncio.timeout(60):
         while launcher._workers["w0"].process is None:
             await asyncio.to_thread(lambda: None)

@@ -5,6 +5,7 @@ import math
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import bearer, open_channel
+from dora.rpc.columns import columns_from_wire, columns_to_wire
 from dora.rpc.errors import from_rpc_error
 from dora.rpc.roles import Role
 from dora.trajectory import TrajectoryGroup
@@ -91,25 +93,31 @@ async def said_to(handle: ServiceHandle, name: str, model: Path, tamper: Tamper)
             return from_rpc_error(error)
 
 
-def of_tokens(change: Callable[[pb.TokenDelta], None]) -> Tamper:
-    """Changes the tokens of each request that a report has."""
+def of_tokens(change: Callable[[pb.TokenColumns], None]) -> Tamper:
+    """Changes the tokens of each report that has any."""
 
     def tamper(message: pb.WorkerMessage) -> None:
-        for delta in message.report.deltas:
-            change(delta)
+        if message.report.tokens.rows:
+            change(message.report.tokens)
 
     return tamper
 
 
-def with_delta(**changes: Any) -> Tamper:
-    def change(delta: pb.TokenDelta) -> None:
-        made = convert.delta_from_wire(delta)
-        fields = {
-            name: getattr(made, name) for name in ("request_id", "version", "first_token", "token_ids", "logprobs")
-        }
-        delta.CopyFrom(convert.delta_to_wire(TokenDelta(**{**fields, **changes})))
+def with_stretches(**changes: Any) -> Tamper:
+    """Changes every request's part of a report."""
+
+    def change(tokens: pb.TokenColumns) -> None:
+        tokens.CopyFrom(columns_to_wire(replace(each, **changes) for each in columns_from_wire(tokens)))
 
     return of_tokens(change)
+
+
+def twice(tokens: pb.TokenColumns) -> None:
+    tokens.CopyFrom(columns_to_wire(each for each in columns_from_wire(tokens) for _ in range(2)))
+
+
+def without_counts(tokens: pb.TokenColumns) -> None:
+    tokens.counts = bytes(len(tokens.counts))
 
 
 def of(kind: str, **changes: Any) -> Tamper:
@@ -130,19 +138,38 @@ def canary_of_nan(message: pb.WorkerMessage) -> None:
 
 
 LIES: dict[str, tuple[Tamper, str]] = {
-    "NaN logprobs": (with_delta(logprobs=(math.nan,), token_ids=(3,)), "logprobs = nan"),
-    "infinite logprobs": (with_delta(logprobs=(-math.inf,), token_ids=(3,)), "logprobs = -inf"),
-    "positive logprobs": (with_delta(logprobs=(0.5,), token_ids=(3,)), r"logprobs = 0\.5"),
-    "foreign token": (with_delta(token_ids=(VOCABULARY,), logprobs=(-1.0,)), "token_ids = 64"),
-    "negative token": (with_delta(token_ids=(-1,), logprobs=(-1.0,)), "token_ids = -1"),
-    "too many tokens": (with_delta(token_ids=(3,) * 100_000, logprobs=(-1.0,) * 100_000), "at most max_tokens, 48"),
-    "a gap": (with_delta(first_token=1 << 31), "first token = 2147483648"),
-    "no logprobs": (of_tokens(lambda delta: delta.ClearField("logprobs")), "one per token"),
+    "NaN logprobs": (with_stretches(logprobs=(math.nan,), token_ids=(3,)), "logprobs = nan"),
+    "infinite logprobs": (with_stretches(logprobs=(-math.inf,), token_ids=(3,)), "logprobs = -inf"),
+    "positive logprobs": (with_stretches(logprobs=(0.5,), token_ids=(3,)), r"logprobs = 0\.5"),
+    "foreign token": (with_stretches(token_ids=(VOCABULARY,), logprobs=(-1.0,)), "token_ids = 64"),
+    "negative token": (with_stretches(token_ids=(-1,), logprobs=(-1.0,)), "token_ids = -1"),
+    "too many tokens": (
+        with_stretches(token_ids=(3,) * 100_000, logprobs=(-1.0,) * 100_000),
+        "at most max_tokens, 48",
+    ),
+    "a gap": (with_stretches(first_token=1 << 31), "first token = 2147483648"),
+    "no logprobs": (of_tokens(lambda tokens: tokens.ClearField("logprobs")), "as many as the stretches have"),
     "an end of nothing": (
-        with_delta(token_ids=(), logprobs=(), finish_reason="stop"),
+        with_stretches(token_ids=(), logprobs=(), finish_reason="stop"),
         "at least one where it has ended",
     ),
-    "an unknown end": (of_tokens(lambda delta: setattr(delta, "finish_reason", "bored")), "finish_reason = 'bored'"),
+    "an unknown end": (of_tokens(lambda tokens: setattr(tokens, "ends", b"\3" * (len(tokens.rows) // 4))), "ends = 3"),
+    "half a row": (of_tokens(lambda tokens: setattr(tokens, "rows", b"\0\0")), "rows: bytes = 2"),
+    "a row of nobody": (with_stretches(row=(1 << 32) - 1), "rows = 4294967295"),
+    "a row twice": (of_tokens(twice), "each row once"),
+    "no counts": (of_tokens(without_counts), "as many as the stretches have"),
+    "counts without end": (
+        of_tokens(lambda tokens: setattr(tokens, "counts", b"\xff" * len(tokens.counts))),
+        "as many as the stretches have",
+    ),
+    "a stop of none": (
+        of_tokens(lambda tokens: tokens.stops.append(pb.StopCompleted(stretch=1 << 20, stop="a"))),
+        "stops",
+    ),
+    "a stop that nobody asked for": (
+        of_tokens(lambda tokens: tokens.stops.append(pb.StopCompleted(stretch=0, stop="a"))),
+        "one of its stop strings",
+    ),
     "KV beyond its own": (of("report", kv_used_tokens=(1 << 64) - 1), "kv_used_tokens"),
     "counters": (of("report", generated_tokens=(1 << 64) - 1), "generated_tokens"),
     "a path for a locator": (of("outcome", locator="../../etc/passwd"), "locator"),
@@ -177,7 +204,7 @@ async def take_steps(trainer: dora.Trainer, weights: Path, enough: asyncio.Event
     steps = []
     async for step in trainer.steps(groups=GROUPS):
         steps.append([group async for group in step])
-        await step.commit(weights=weights)
+        await step.commit(weights=weights, wait=True)
         if enough.is_set():
             break
     return steps
@@ -227,22 +254,22 @@ async def shell(tmp_path: Path, tiny_dense: Path) -> AsyncIterator[Shell]:
 async def test_tokens_after_an_end_and_tokens_that_were_others_are_refused(shell: Shell) -> None:
     first, second = await shell.admit(2)
     more = TokenDelta(first, 0, 2, (5,), (-0.5,))
-    with pytest.raises(InvalidValue, match="its end was reported"):
+    with pytest.raises(InvalidValue, match="each row once"):
         shell.report(ended(first), more)
-    assert not shell.runtime.book[first].tokens
+    assert not len(shell.runtime.book[first])
     shell.report(TokenDelta(second, 0, 0, (3, 4), (-0.5, -0.5)))
     with pytest.raises(InvalidValue, match="those held"):
         shell.report(TokenDelta(second, 0, 0, (3, 9, 7), (-0.5, -0.5, -0.5)))
     shell.report(TokenDelta(second, 0, 1, (4, 7), (-0.5, -0.5)))
-    assert shell.runtime.book[second].tokens == [3, 4, 7]
+    assert shell.runtime.book[second].tokens.tolist() == [3, 4, 7]
 
 
 async def test_a_report_that_mixes_versions_ends_nothing(shell: Shell) -> None:
     """The core hears of the violation; the book takes nothing of the report, else the two would not agree."""
     first, second = await shell.admit(2)
-    shell.runtime.book[first].version = 3  # as if it had been admitted under another version
+    shell.runtime.book._columns["version"][shell.row(first)] = 3  # as if it had been admitted under another version
     shell.report(ended(second), ended(first))
-    assert not shell.runtime.book[second].tokens and not shell.runtime.failed.done()
+    assert not len(shell.runtime.book[second]) and not shell.runtime.failed.done()
 
 
 async def test_a_worker_cannot_answer_for_another(shell: Shell, tiny_dense: Path) -> None:
@@ -262,15 +289,17 @@ async def test_generated_messages_of_a_worker_end_nothing(shell: Shell) -> None:
     chance = random.Random(11)
     config = shell.runtime.config
     requests = await shell.admit(4, group_size=2)
+    rows = [shell.row(request_id).to_bytes(4, "little") for request_id in (*requests, "nobody")]
     taken = 0
     for _ in range(20_000):
         known = {
-            "request_id": (*requests, "nobody"),
             "version": (0, 0, 0, 1),
-            "first_token": (0, 0, 1, 2),
+            "rows": (*rows, rows[0] + rows[1]),
+            "first_tokens": (bytes(4), bytes(4), b"\1\0\0\0", b"\2\0\0\0", bytes(8)),
+            "counts": (b"\1\0\0\0", b"\1\0\0\0", b"\2\0\0\0", b"\1\0\0\0" * 2),
             "token_ids": (b"\3\0\0\0", b"\3\0\0\0", bytes(8)),
             "logprobs": (b"\0\0\x80\xbf", b"\0\0\x80\xbf", b"\0\0\x80\xbf" * 2),
-            "finish_reason": ("", "", "", "length"),
+            "ends": (b"", b"", b"", b"\0", b"\2", b"\0\2"),
             "kv_used_tokens": (0, 64),
             "generated_tokens": (0, 5),
             "reprefilled_tokens": (0, 5),

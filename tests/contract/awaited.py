@@ -30,6 +30,9 @@ class AwaitedTrainer(_Awaited):
     async def attach(self, groups: int = 0) -> Any:
         return await asyncio.to_thread(self._client.attach, groups)
 
+    async def settled(self) -> None:
+        await asyncio.to_thread(self._client.settled)
+
     async def republish(self, *arguments: Any, **options: Any) -> None:
         await asyncio.to_thread(lambda: self._client.republish(*arguments, **options))
 

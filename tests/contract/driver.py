@@ -49,6 +49,7 @@ class Response:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop: str = ""
+    routed_experts: list[int] = field(default_factory=list)  # bytes of its rows
 
 
 class Driver:
@@ -60,7 +61,10 @@ class Driver:
 
     def add(self, request: RequestSpec) -> None:
         self.engine.add(request)
-        self.responses[request.request_id] = Response(list(request.output_token_ids), list(request.logprobs))
+        response = Response(list(request.output_token_ids), list(request.logprobs))
+        if request.output_token_ids and request.request_id in self.responses:
+            response.routed_experts = self.responses[request.request_id].routed_experts
+        self.responses[request.request_id] = response
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
@@ -72,6 +76,7 @@ class Driver:
                 assert len(delta.logprobs) == len(delta.token_ids)
                 response.token_ids += delta.token_ids
                 response.logprobs += delta.logprobs
+                response.routed_experts += delta.routed_experts
                 response.finish_reason, response.stop = delta.finish_reason, delta.stop
 
     def finish(self) -> dict[str, Response]:

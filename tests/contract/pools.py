@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from dora.kvtransfer.peer import ANY_MODEL
+from dora.pool.disk import Disk
 from dora.pool.loop import PoolLoop
 from dora.pool.spill import SpillFolder
 from dora.pool.store import Store
 from dora.rpc import dora_pb2 as pb
+from dora.worker.engine import RolloutEngine
 from tests.contract.planes import SECRET, End, a_plane, until
 
 ARENA_BYTES = 8 << 20
@@ -58,7 +60,8 @@ class PoolEnd(Orders):
         self.end = end
         assert end.plane.arena is not None
         self.arena = end.plane.arena
-        self.store = Store(self.arena, spill, SECRET, READ_BYTES, clock)
+        disk = Disk(spill, SECRET, READ_BYTES) if spill is not None else None
+        self.store = Store(self.arena, disk, SECRET, clock)
         self.loop = PoolLoop(self, end.plane, self.store, iter(range(1 << 40)).__next__)  # every turn reports
 
     def turn(self) -> None:
@@ -107,3 +110,22 @@ def a_pool(
             pool.store.close()
             if disk is not None:
                 disk.close()
+
+
+def park(engine: RolloutEngine, source: End, pool: PoolEnd, request_id: str, kv_bytes: int = 0) -> None:
+    """A request leaves its engine for a pool."""
+    assert pool.let_in(request_id, source.identity.epoch, kv_bytes).ok
+    engine.freeze(request_id)
+    snapshot = engine.export(request_id)
+    assert snapshot is not None
+    key = source.plane.send(pool.end.peer, request_id, snapshot).done.result(60).key
+    assert pool.obey(copy_in=pb.CopyIn(request_id=request_id, version=1, locator=key)).ok
+    engine.remove(request_id)
+
+
+def sent_on(pool: PoolEnd, target: pb.KvPeer, request_id: str) -> str:
+    """Its key at a target that expects it."""
+    sent = pool.obey(copy_out=pb.CopyOut(request_id=request_id, target=target))
+    assert sent.ok, sent.error
+    assert pool.obey(remove_request=pb.RemoveRequest(request_id=request_id)).ok
+    return sent.locator

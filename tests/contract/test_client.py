@@ -86,7 +86,7 @@ async def test_whole_groups_arrive_and_versions_are_published(service: Running, 
                 assert group.tokens().shape == group.logprobs().shape == group.loss_mask().shape
                 assert group.tokens().dtype == np.int32 and group.logprobs().dtype == np.float32
                 seen.append(group.group_id)
-            commit = await step.commit(weights=tensors, metrics={"loss": 0.5})
+            commit = await step.commit(weights=tensors, metrics={"loss": 0.5}, wait=True)
             assert commit.version == step.number + 1
             if step.number == 2:
                 break
@@ -97,7 +97,7 @@ async def test_commit_is_idempotent(service: Running, tensors: dict[str, Any]) -
     async with trainer_of(service) as trainer:
         step = await anext(trainer.steps(groups=GROUPS))
         await group_ids(step)
-        assert await step.commit(tensors) == await step.commit(tensors)
+        assert await step.commit(tensors, wait=True) == await step.commit(tensors, wait=True)
         assert (await trainer.attach(GROUPS)).next_step == 1
 
 
@@ -108,8 +108,8 @@ async def test_uncommitted_groups_come_again_to_the_next_trainer(service: Runnin
         again = await anext(second.steps(groups=GROUPS))
         assert sorted(await group_ids(again)) == sorted(taken)
         with pytest.raises(Conflict, match="trainer_epoch"):
-            await step.commit(tensors)
-        await again.commit(tensors)
+            await step.commit(tensors, wait=True)
+        await again.commit(tensors, wait=True)
 
 
 async def test_commit_before_all_groups_were_taken_is_refused(service: Running, tensors: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ async def test_commit_before_all_groups_were_taken_is_refused(service: Running, 
         step = await anext(steps)
         await anext(step)
         with pytest.raises(Conflict, match="1 of 2 groups were taken"):
-            await step.commit(tensors)
+            await step.commit(tensors, wait=True)
         with pytest.raises(Conflict, match="committed before the next one"):
             await anext(steps)
 
@@ -129,14 +129,14 @@ async def test_wrong_weights_name_the_tensor_and_the_service_goes_on(service: Ru
         step = await anext(trainer.steps(groups=GROUPS))
         await group_ids(step)
         with pytest.raises(InvalidValue, match=rf"{name}: shape = \[256, 128\] .*\[128, 256\]"):
-            await step.commit({**tensors, name: tensors[name].T})
+            await step.commit({**tensors, name: tensors[name].T}, wait=True)
         with pytest.raises(InvalidValue, match="weights: tensor = 'surplus'"):
-            await step.commit({**tensors, "surplus": tensors[name]})
+            await step.commit({**tensors, "surplus": tensors[name]}, wait=True)
         with pytest.raises(InvalidValue, match=rf"weights: {name} is missing"):
-            await step.commit({key: value for key, value in tensors.items() if key != name})
+            await step.commit({key: value for key, value in tensors.items() if key != name}, wait=True)
         with pytest.raises(InvalidValue, match="weights = 'int'"):
-            await step.commit(7)  # type: ignore[arg-type]
-        assert (await step.commit(tensors)).version == 1
+            await step.commit(7, wait=True)  # type: ignore[arg-type]
+        assert (await step.commit(tensors, wait=True)).version == 1
 
 
 @by_hand
@@ -155,7 +155,7 @@ async def test_the_service_itself_refuses_wrong_versions_and_weights(service: Ru
 
         assert trainer.attachment.store_folder is not None
         incoming = trainer.attachment.store_folder / "incoming" / f"{epoch}-1"
-        incoming.mkdir()
+        incoming.mkdir(exist_ok=True)
         save_file({"nonsense": np.zeros(3, np.float32)}, incoming / "model.safetensors")
         found = hash_file(incoming / "model.safetensors")
         file = pb.WeightFile(name=found.name, file_bytes=found.file_bytes, blake3=found.blake3)
@@ -232,7 +232,7 @@ async def test_a_module_is_published_with_its_canary(service: Running, model_fol
     async with trainer_of(service) as trainer:
         step = await anext(trainer.steps(groups=GROUPS))
         await group_ids(step)
-        await step.commit(weights=module)
+        await step.commit(weights=module, wait=True)
     assert module.training
     store = service.service.store
     assert store.canary(1) == compute_canary(module)
@@ -276,7 +276,7 @@ async def test_a_group_too_large_for_a_message_arrives_whole(service: Running, t
         assert [group.group_id for group in groups] == [f"s0-g{index}" for index in range(GROUPS)]
         for group in groups:
             assert [each.sample_index for each in group.trajectories] == list(range(5))
-        await step.commit(tensors)
+        await step.commit(tensors, wait=True)
     assert not service.service.faults.after_parts
 
 
@@ -287,7 +287,7 @@ async def test_a_broken_stream_is_attached_again_and_no_group_comes_twice(
     async with trainer_of(service) as trainer:
         step = await anext(trainer.steps(groups=4))
         assert await group_ids(step) == ["s0-g0", "s0-g1", "s0-g2", "s0-g3"]
-        await step.commit(tensors)
+        await step.commit(tensors, wait=True)
     assert service.service.epoch == 4
     assert service.service.next_step == 1
 
@@ -310,7 +310,7 @@ async def test_a_wait_that_is_given_up_loses_no_group(service: Running, tensors:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(step), timeout=0.1)
         taken += await group_ids(step)
-        await step.commit(tensors)
+        await step.commit(tensors, wait=True)
     assert taken == ["s0-g0", "s0-g1"]
 
 
@@ -322,7 +322,7 @@ async def test_a_restarted_service_is_found_again(service: Running, tensors: dic
         await service.restart()
         assert await group_ids(step) == ["s0-g1"]
         await service.restart()
-        await step.commit(tensors)
+        await step.commit(tensors, wait=True)
         step = await anext(steps)
         assert await group_ids(step) == ["s1-g0", "s1-g1"]
 
@@ -332,7 +332,7 @@ async def test_a_commit_lost_before_it_was_carried_out_is_repeated(service: Runn
     async with trainer_of(service) as trainer:
         step = await anext(trainer.steps(groups=GROUPS))
         await group_ids(step)
-        commit = await step.commit(tensors)
+        commit = await step.commit(tensors, wait=True)
     assert (commit.version, commit.groups_trained) == (1, GROUPS)
     assert len(service.service.commits) == 1 and service.service.epoch == 3
 
@@ -343,7 +343,7 @@ async def test_a_commit_whose_reply_was_lost_is_not_repeated(service: Running, t
         steps = trainer.steps(groups=GROUPS)
         step = await anext(steps)
         await group_ids(step)
-        commit = await step.commit(tensors)
+        commit = await step.commit(tensors, wait=True)
         assert (commit.version, commit.groups_trained) == (1, None)
         assert (await anext(steps)).number == 1
     assert len(service.service.commits) == 1
@@ -362,7 +362,7 @@ async def test_a_step_that_was_filled_with_other_groups_is_not_trained_as_if_it_
         await group_ids(step)
         service.service.faults.before_commit = 1
         with pytest.raises(Conflict, match="other groups into it since it was trained"):
-            await step.commit(tensors)
+            await step.commit(tensors, wait=True)
     assert service.service.next_step == 0
 
 
@@ -397,10 +397,10 @@ async def test_another_host_uploads(service: Running, tensors: dict[str, Any], m
         step = await anext(steps)
         assert trainer.attachment.store_folder is None
         await group_ids(step)
-        await step.commit(tensors)
+        await step.commit(tensors, wait=True)
         step = await anext(steps)
         await group_ids(step)
-        await step.commit(model_folder / "model.safetensors")
+        await step.commit(model_folder / "model.safetensors", wait=True)
     assert service.service.uploads == ["model.safetensors", "model.safetensors"]
     assert service.service.store.versions() == (0, 1, 2)
 
@@ -415,7 +415,7 @@ async def test_steps_end_with_the_prompts(
         async for step in trainer.steps(groups=GROUPS):
             numbers.append(step.number)
             await group_ids(step)
-            await step.commit(tensors)
+            await step.commit(tensors, wait=True)
         assert numbers == [0, 1]
     await service.server.stop(None)
 
@@ -429,7 +429,7 @@ async def test_a_short_last_step_is_the_end(
         taken = []
         async for step in trainer.steps(groups=GROUPS):
             taken.append(len(await group_ids(step)))
-            await step.commit(tensors)
+            await step.commit(tensors, wait=True)
         assert step.end_of_prompts
     assert taken == [2, 1]
     assert service.service.next_step == 2
@@ -454,7 +454,7 @@ async def test_a_rejected_version_is_published_anew_and_the_step_goes_on(
                 try:
                     async for group in step:
                         groups.append(group.group_id)
-                    await step.commit(weights=tensors)
+                    await step.commit(weights=tensors, wait=True)
                 except VersionRejected as rejected:
                     told.append(rejected)
                     await trainer.republish(tensors, version=rejected.version)

@@ -43,7 +43,7 @@ def ends(tmp_path: Path, transport: str, model: Path) -> Iterator[Ends]:
 
 
 def loaded(worker: Worker, model: Path) -> Worker:
-    assert worker.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+    assert worker.obey(load_version=pb.LoadVersion(version=1, name=str(model))).ok
     return worker
 
 
@@ -204,7 +204,7 @@ def test_what_a_pool_does_not_have_is_to_be_prefilled_again(ends: Ends) -> None:
 
 def test_a_pool_runs_nothing(ends: Ends, model: Path) -> None:
     _, _, pool = ends
-    refused = pool.obey(load_version=pb.LoadVersion(version=1, folder=str(model)))
+    refused = pool.obey(load_version=pb.LoadVersion(version=1, name=str(model)))
     assert not refused.ok and refused.error_kind == "refused" and "load_version" in refused.error
 
 

@@ -3,17 +3,20 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dora.errors import CanaryMismatch
+from dora.errors import CanaryMismatch, SnapshotRefused, TransferFailed
+from dora.kvtransfer.checksum import Seal, digest_with
+from dora.kvtransfer.codec import head_of
 from dora.kvtransfer.reslice import resliced
 from dora.kvtransfer.snapshot import KvSnapshot
-from dora.models.tiny import make_tiny
+from dora.models.tiny import TinyKind, make_tiny
 from dora.types import Canary
 from dora.worker.vllm_engine import VllmEngine
 from tests.contract.driver import (
@@ -29,8 +32,14 @@ from tests.contract.driver import (
     mixed_requests,
     run,
 )
+from tests.contract.planes import SECRET, a_plane
+from tests.contract.pools import a_pool, park, sent_on
+from tests.contract.workers import peer_of
 
 REQUESTS = mixed_requests(6)
+MOST_BYTES = 1 << 30
+# Ranks share layers of which some have a window, or are stages of alike layers. Dense ones are shared in tests/e2e.
+RANKED: dict[TinyKind, dict[str, int]] = {"window": {"tensor_parallel": 2}, "dense": {"pipeline_parallel": 2}}
 
 
 class Losses:
@@ -46,9 +55,13 @@ class Losses:
 
 
 @pytest.fixture(scope="module")
-def version_folder(tmp_path_factory: pytest.TempPathFactory) -> VersionFolder:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[TinyKind, VersionFolder]:
     base = tmp_path_factory.mktemp("ranks")
-    return lambda version: make_tiny("dense", base / f"v{version}", seed=version, kv_heads=2)
+    return {kind: partial(_version, base, kind) for kind in RANKED}
+
+
+def _version(base: Path, kind: TinyKind, version: int) -> Path:
+    return make_tiny(kind, base / f"{kind}{version}", seed=version, kv_heads=2)
 
 
 def make_ranked(model: Path, losses: Losses, **ranks: int) -> VllmEngine:
@@ -67,9 +80,13 @@ class Alone:
 
 
 @pytest.fixture(scope="module")
-def alone(version_folder: VersionFolder) -> Alone:
-    engine = make_ranked(version_folder(1), Losses())
-    canary = engine.load_weights(1, version_folder(1), None)
+def alone_of(folders: dict[TinyKind, VersionFolder]) -> dict[TinyKind, Alone]:
+    return {kind: _alone(folder(1)) for kind, folder in folders.items()}
+
+
+def _alone(model: Path) -> Alone:
+    engine = make_ranked(model, Losses())
+    canary = engine.load_weights(1, model, None)
     responses = run(engine, REQUESTS)
     driver = Driver(engine)
     driver.add(REQUESTS[1])
@@ -79,13 +96,26 @@ def alone(version_folder: VersionFolder) -> Alone:
     return Alone(canary, responses, snapshot)
 
 
-@pytest.fixture(scope="module", params=["tensor_parallel", "pipeline_parallel"])
-def pair(
-    request: pytest.FixtureRequest, version_folder: VersionFolder, alone: Alone
-) -> Iterator[tuple[VllmEngine, Losses]]:
-    """Two ranks that share each layer, or the layers. vLLM keeps some state for a process, so ``alone`` comes first."""
+@pytest.fixture(scope="module", params=RANKED)
+def kind(request: pytest.FixtureRequest) -> TinyKind:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def version_folder(kind: TinyKind, folders: dict[TinyKind, VersionFolder]) -> VersionFolder:
+    return folders[kind]
+
+
+@pytest.fixture(scope="module")
+def alone(kind: TinyKind, alone_of: dict[TinyKind, Alone]) -> Alone:
+    return alone_of[kind]
+
+
+@pytest.fixture(scope="module")
+def pair(kind: TinyKind, version_folder: VersionFolder, alone: Alone) -> Iterator[tuple[VllmEngine, Losses]]:
+    """An engine of two ranks. vLLM keeps some state for a process, so ``alone`` comes first."""
     losses = Losses()
-    engine = make_ranked(version_folder(1), losses, **{request.param: 2})
+    engine = make_ranked(version_folder(1), losses, **RANKED[kind])
     yield engine, losses
     engine.close()
 
@@ -152,6 +182,78 @@ def test_a_request_of_one_rank_goes_on_in_two_with_its_kv_bit_for_bit(
     found = driver.finish()
     assert farthest(found, {name: alone.responses[name] for name in found}) < ROUNDING
     assert engine.load().reprefilled_tokens == 0
+
+
+def test_parked_requests_equal_unparked_ones_bitwise(engine: VllmEngine, driver: Driver, tmp_path: Path) -> None:
+    """The KV of both ranks lies in a pool while others run in their place."""
+    undisturbed, others = run(engine, REQUESTS), [make_request(index) for index in range(6, 6 + SLOTS)]
+    untouched = run(engine, others)
+    before = engine.load().reprefilled_tokens
+    with (
+        a_plane(tmp_path, 2, fingerprint=engine.layout.fingerprint) as end,
+        a_pool(tmp_path, 1, ("shm", "tcp")) as pool,
+    ):
+        for request in REQUESTS:
+            driver.add(request)
+        driver.step(9)
+        parked = driver.unfinished()
+        for name in parked:
+            park(engine, end, pool, name)
+        assert engine.load().kv_used_tokens == 0
+        for request in others:
+            driver.add(request)
+        driver.step(20)
+        for name in reversed(parked):
+            end.plane.expect(name, 1, MOST_BYTES)
+            engine.take_in(end.plane.take(sent_on(pool, peer_of(end), name)))
+        assert driver.finish() == undisturbed | untouched
+    assert (engine.load().reprefilled_tokens, engine.load().kv_used_tokens) == (before, 0)
+
+
+def doubled(parts: list[bytes]) -> list[bytes]:
+    return [parts[0], *parts]
+
+
+def missing(parts: list[bytes]) -> list[bytes]:
+    return parts[1:]
+
+
+def swapped(parts: list[bytes]) -> list[bytes]:
+    return [parts[1], parts[0], *parts[2:]]
+
+
+def resized(parts: list[bytes]) -> list[bytes]:
+    return [parts[0][: len(parts[0]) // 2], *parts[1:]]
+
+
+@pytest.mark.parametrize("change", [doubled, missing, swapped, resized])
+def test_a_shard_that_is_not_as_it_was_voids_all_and_the_source_goes_on(
+    engine: VllmEngine, driver: Driver, tmp_path: Path, change: Callable[[list[bytes]], list[bytes]]
+) -> None:
+    request = REQUESTS[1]
+    name, undisturbed = request.request_id, run(engine, [request])
+    with (
+        a_plane(tmp_path, 1, fingerprint=engine.layout.fingerprint) as source,
+        a_plane(tmp_path, 2, fingerprint=engine.layout.fingerprint) as target,
+    ):
+        driver.add(request)
+        driver.step(30)
+        used_tokens = engine.load().kv_used_tokens
+        target.plane.expect(name, 1, MOST_BYTES, engine.reserve(name, 60))
+        engine.freeze(name)
+        snapshot = engine.export(name)
+        assert snapshot is not None
+        held = [b"".join(piece.tobytes() for piece in snapshot.blocks[layer]) for layer, _ in snapshot.layout.layers]
+        body, made = b"".join(held), b"".join(change(held))
+        sums = Seal("xxh3", len(body), (digest_with("xxh3", SECRET)([body]),))
+        sending = source.plane.send_parts(target.peer, name, [memoryview(made)], head_of(snapshot), seal=sums)
+        with pytest.raises((SnapshotRefused, TransferFailed), match=r"checksum of chunk 1|body bytes"):
+            target.plane.take(sending.done.result(60).key)
+        engine.release(name)
+        engine.thaw(name)
+        assert engine.load().kv_used_tokens == used_tokens
+        assert driver.finish() == undisturbed
+    assert engine.load().kv_used_tokens == 0
 
 
 def test_a_killed_rank_is_told_of_and_the_others_end_with_the_engine(pair: tuple[VllmEngine, Losses]) -> None:

@@ -87,7 +87,19 @@ def interrupt_at(connection: Any, method: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_names_and_parameters_are_those_of_the_asynchronous_clients() -> None:
-    within = {"attached", "attach_again", "bring", "connection", "stub", "take"}  # for the client's own parts
+    within = {
+        "attach_again",
+        "attached",
+        "beside",
+        "bring",
+        "connection",
+        "has_come",
+        "let_go",
+        "make_ready",
+        "stream_step",
+        "stub",
+        "take",
+    }  # for the client's own parts
     for ours, theirs in (
         (dora.sync.Trainer, client.Trainer),
         (dora.sync.Prompts, client.Prompts),
@@ -116,7 +128,7 @@ def test_clients_share_one_thread_which_ends_with_the_last(service: Running, wei
             assert threads() == 1
         for step in trainer.steps(groups=GROUPS):
             assert [group.group_id for group in step] == ["s0-g0", "s0-g1"]
-            assert step.commit(weights=weights, metrics={"loss": 0.5}).version == 1
+            assert step.commit(weights=weights, metrics={"loss": 0.5}, wait=True).version == 1
             break
         assert threads() == 1
     assert threads() == 0
@@ -146,7 +158,7 @@ def test_ctrl_c_ends_a_wait_and_loses_no_group(
             next(step)
         taken += [group.group_id for group in step]
         assert taken == ["s0-g0", "s0-g1"]
-        step.commit(weights)
+        step.commit(weights, wait=True)
     assert service.service.next_step == 1
 
 
@@ -159,9 +171,9 @@ def test_ctrl_c_in_a_commit_comes_when_the_commit_is_whole(
         list(step)
         interrupt_at(trainer._client.connection, "call", monkeypatch)
         with pytest.raises(KeyboardInterrupt):
-            step.commit(weights)
+            step.commit(weights, wait=True)
         assert step.committed and service.service.next_step == 1
-        assert step.commit(weights).version == 1
+        assert step.commit(weights, wait=True).version == 1
         assert len(service.service.commits) == 1
 
 
@@ -183,7 +195,7 @@ def test_errors_are_the_asynchronous_clients_own(service: Running, weights: Path
         steps = trainer.steps(groups=GROUPS)
         step = next(steps)
         with pytest.raises(Conflict, match="0 of 2 groups were taken") as refused:
-            step.commit(weights)
+            step.commit(weights, wait=True)
         assert refused.value.field == "step"
         with pytest.raises(Conflict, match="is open already"):
             trainer.open()
@@ -237,7 +249,9 @@ def test_a_fork_is_refused_rather_than_hung(service: Running, weights: Path) -> 
         list(step)
         told = in_fork(lambda: trainer.attach())
         assert f"was opened by process {os.getpid()}, of which this is a fork" in told
-        assert "is a fork: it must be used in the process that opened it" in in_fork(lambda: step.commit(weights))
+        assert "is a fork: it must be used in the process that opened it" in in_fork(
+            lambda: step.commit(weights, wait=True)
+        )
         assert "forked while a client was open" in in_fork(lambda: trainer_of(service).open())
         assert in_fork(trainer.close) == "None"
-        assert step.commit(weights).version == 1
+        assert step.commit(weights, wait=True).version == 1

@@ -36,7 +36,7 @@ def workers(tmp_path: Path, transport: str, model: Path) -> Iterator[tuple[Worke
     with a_plane(tmp_path, 1, (transport,), timeout_s=1.0) as one, a_plane(tmp_path, 2, (transport,)) as two:
         both = Worker(one, model), Worker(two, model)
         for worker in both:
-            load = pb.LoadVersion(version=1, folder=str(model))
+            load = pb.LoadVersion(version=1, name=str(model))
             assert worker.obey(load_version=load).ok
         yield both
 
@@ -56,7 +56,7 @@ def reserved(target: Worker, request_id: str) -> None:
 def alone(model: Path, request: RequestSpec) -> list[int]:
     """What the request generates where nobody touches it."""
     worker = Worker(None, model)
-    assert worker.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+    assert worker.obey(load_version=pb.LoadVersion(version=1, name=str(model))).ok
     started(worker, [request], 1)
     return worker.finish(request.request_id)
 
@@ -137,7 +137,7 @@ def test_the_first_token_at_the_target_is_reported_at_once(tmp_path: Path, model
     with a_plane(tmp_path, 1) as one, a_plane(tmp_path, 2) as two:
         source, target = Worker(one, model), Worker(two, model, clock=lambda: 0.0)  # no report is ever due by time
         for worker in (source, target):
-            assert worker.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+            assert worker.obey(load_version=pb.LoadVersion(version=1, name=str(model))).ok
         started(source, list(two_requests()), 5)
         reserved(target, "r1")
         copied = source.obey(copy_out=pb.CopyOut(request_id="r1", target=peer_of(two)))
@@ -228,7 +228,7 @@ def test_a_worker_without_a_free_slot_refuses_who_could_wait_in_a_pool(workers: 
 
 def test_a_worker_without_a_data_plane_takes_part_in_no_handoff(model: Path) -> None:
     worker = Worker(None, model)
-    assert worker.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+    assert worker.obey(load_version=pb.LoadVersion(version=1, name=str(model))).ok
     reserve = pb.ReserveSlot(request_id="r1", version=1, kv_tokens=64, source_epoch=1)
     refused = worker.obey(reserve_slot=reserve)
     assert not refused.ok and refused.error_kind == "refused"

@@ -33,7 +33,7 @@ def workers(tmp_path: Path, request: pytest.FixtureRequest, model: Path) -> Iter
     with a_plane(tmp_path, 1, transports, timeout_s=1.0) as one, a_plane(tmp_path, 2, transports) as two:
         both = Worker(one, model), Worker(two, model)
         for worker in both:
-            assert worker.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+            assert worker.obey(load_version=pb.LoadVersion(version=1, name=str(model))).ok
         yield both
 
 
@@ -121,17 +121,17 @@ def test_a_snapshot_that_the_target_refuses_leaves_its_reservation_to_be_cancell
 def test_a_source_that_dies_leaves_blocks_until_its_handoff_is_cancelled(tmp_path: Path, model: Path) -> None:
     with a_plane(tmp_path, 2) as two:
         target = Worker(two, model)
-        assert target.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+        assert target.obey(load_version=pb.LoadVersion(version=1, name=str(model))).ok
         with a_plane(tmp_path, 1) as one:
             source = Worker(one, model)
-            assert source.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+            assert source.obey(load_version=pb.LoadVersion(version=1, name=str(model))).ok
             copying(source, target)
         assert reservation(target).written == FULL_BLOCKS
-        refused = target.obey(load_version=pb.LoadVersion(version=2, folder=str(model)))
+        refused = target.obey(load_version=pb.LoadVersion(version=2, name=str(model)))
         assert not refused.ok and "requests held" in refused.error, "not under blocks that are kept"
         assert target.obey(cancel_reservation=pb.CancelReservation(request_id="r1")).ok
         until(lambda: is_empty(target))
-        assert target.obey(load_version=pb.LoadVersion(version=2, folder=str(model))).ok
+        assert target.obey(load_version=pb.LoadVersion(version=2, name=str(model))).ok
 
 
 def test_a_target_without_room_refuses_with_the_reason(workers: tuple[Worker, Worker]) -> None:
@@ -152,7 +152,7 @@ def test_what_a_bad_peer_sends_is_never_written(tmp_path: Path, model: Path) -> 
     """A round with a wrong checksum, one that is short, of no whole blocks, that follows on none, of another layout."""
     with a_plane(tmp_path, 2, ("tcp",)) as end:
         target = Worker(end, model)
-        assert target.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+        assert target.obey(load_version=pb.LoadVersion(version=1, name=str(model))).ok
         reserve = pb.ReserveSlot(request_id="r1", version=1, kv_tokens=64, source_epoch=9)
         assert target.obey(reserve_slot=reserve).ok
         with hostile(end) as stream:
@@ -174,7 +174,7 @@ def test_a_prefix_that_is_none_is_refused_before_anything_is_sent(
     """Named by no key, or by that of another worker. This engine shares nothing, so a right one is refused too."""
     with a_plane(tmp_path, 2, ("tcp",)) as end:
         target = Worker(end, model)
-        assert target.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+        assert target.obey(load_version=pb.LoadVersion(version=1, name=str(model))).ok
         reserve = pb.ReserveSlot(request_id="r1", version=1, kv_tokens=64, source_epoch=9)
         assert target.obey(reserve_slot=reserve).ok
         block_bytes = target.engine.layout.block_bytes

@@ -16,7 +16,7 @@ from dora.errors import Conflict, InvalidValue, VersionRejected
 from dora.orchestrator.prompt_check import PromptCheck
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import server_options
-from dora.rpc.convert import canary_from_wire, trajectory_batches
+from dora.rpc.convert import canary_from_wire
 from dora.rpc.door import server_interceptors
 from dora.rpc.dora_pb2_grpc import (
     PromptsServicer,
@@ -25,6 +25,7 @@ from dora.rpc.dora_pb2_grpc import (
     add_TrainerServicer_to_server,
 )
 from dora.rpc.errors import ServiceUnavailable
+from dora.rpc.packed import pack, packed_batches
 from dora.rpc.roles import Tokens
 from dora.trajectory import Trajectory, TrajectoryGroup
 from dora.types import SamplingParams, Segment
@@ -99,6 +100,7 @@ class ScriptedService(TrainerServicer, PromptsServicer):
         self.commits: list[pb.CommitStepRequest] = []
         self.republished: list[pb.RepublishVersionRequest] = []
         self.uploads: list[str] = []
+        self.upload_bytes: list[int] = []  # that travelled for each
         self.prompts: set[str] = set()
         self.max_message_bytes = 1 << 20
         self.cut_bytes = self.max_message_bytes  # larger groups come in parts
@@ -128,7 +130,9 @@ class ScriptedService(TrainerServicer, PromptsServicer):
             tensors=tensors,
         )
 
-    async def StreamStep(self, request: pb.StreamStepRequest, context: Any) -> AsyncIterator[pb.TrajectoryBatch]:
+    async def StreamStep(
+        self, request: pb.StreamStepRequest, context: Any
+    ) -> AsyncIterator[pb.TrajectoryBatch | bytes]:
         self._check(request.trainer_epoch, request.step)
         first = request.step * self.groups_per_step
         left = max(0, min(self.groups_per_step, self._total_groups - first))
@@ -145,7 +149,9 @@ class ScriptedService(TrainerServicer, PromptsServicer):
                 await asyncio.Event().wait()
             number = index + (100 * self.epoch if self.faults.other_groups else 0)
             groups = [make_group(request.step, number, self.group_size)]
-            batches = trajectory_batches(request.step, groups, max_message_bytes=self.cut_bytes)
+            if request.packed and number % 2:  # a trainer has to take both
+                groups = [pack(group) or group for group in groups]
+            batches = packed_batches(request.step, groups, max_message_bytes=self.cut_bytes)
             for part, batch in enumerate(batches):
                 if part == break_within:
                     raise ServiceUnavailable("broken by the script within a group")
@@ -155,11 +161,16 @@ class ScriptedService(TrainerServicer, PromptsServicer):
 
     async def UploadWeights(self, messages: AsyncIterator[pb.WeightChunk], context: Any) -> pb.UploadReply:
         header = (await anext(aiter(messages))).header
-        with self.store.upload(header.trainer_epoch, header.version, header.file_name, header.file_bytes) as upload:
+        base = (header.base_version, header.base_blake3) if header.base_blake3 else None
+        named = (header.trainer_epoch, header.version, header.file_name, header.file_bytes)
+        with self.store.upload(*named, base, header.piece_bytes) as upload:
+            content_bytes = 0
             async for message in messages:
+                content_bytes += len(message.content)
                 upload.append(message.content)
             file_bytes = upload.finish()
         self.uploads.append(header.file_name)
+        self.upload_bytes.append(content_bytes)
         return pb.UploadReply(file_bytes=file_bytes)
 
     async def CommitStep(self, request: pb.CommitStepRequest, context: Any) -> pb.CommitStepReply:

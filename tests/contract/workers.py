@@ -3,20 +3,26 @@
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 from dora.kvtransfer.plane import DataPlane
 from dora.kvtransfer.transfer import Transfer
-from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
+from dora.rpc.columns import unpacked
 from dora.types import FinishReason
 from dora.worker.engine import RolloutEngine
 from dora.worker.fake_engine import FakeEngine
-from dora.worker.loop import EngineLoop
+from dora.worker.loop import EngineLoop, Versions
 from tests.contract.planes import WAIT_S, End
 
 TURNS_MOST = 20_000
+
+
+def anywhere(name: str) -> AbstractContextManager[Path]:
+    """Versions of a worker that has no host's store: each is named by its folder."""
+    return nullcontext(Path(name))
 
 
 class _Plane:
@@ -46,6 +52,8 @@ class Worker:
         model: Path,
         clock: Callable[[], float] | None = None,
         engine: RolloutEngine | None = None,
+        outlives_s: float = 0.0,
+        versions: Versions = anywhere,
     ) -> None:
         self.end = end
         self.engine = engine or FakeEngine(
@@ -56,13 +64,15 @@ class Worker:
         self.outcomes: dict[int, pb.WorkerOutcome] = {}
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[float]] = {}
+        self.routed: dict[str, bytes] = {}
         self.ends: dict[str, FinishReason | None] = {}
         self.began: set[int] = set()  # copies that run ahead of their freeze
         self._number = 0
+        self._names: list[str] = []  # of requests, by row
         clock = clock or iter(range(1 << 40)).__next__  # every turn reports
-        welcome = pb.Welcome(epoch=1, report_period_ms=1)
+        welcome = pb.Welcome(epoch=1, report_period_ms=1, outlives_s=outlives_s)
         self._plane = None if end is None else _Plane(end.plane)
-        self.loop = EngineLoop(self.engine, self, welcome, cast(DataPlane | None, self._plane), clock)
+        self.loop = EngineLoop(self.engine, self, welcome, cast(DataPlane | None, self._plane), clock, versions)
 
     def take(self, _timeout_s: float) -> pb.WorkerCommand | None:
         return None if self._commands.empty() else self._commands.get()
@@ -73,6 +83,10 @@ class Worker:
     def order(self, **kind: object) -> int:
         """Gives a command; its number."""
         self._number += 1
+        for order in kind.values():
+            if isinstance(order, (pb.StartRequest, pb.CopyIn)):  # of a new row at each worker that it comes to
+                order.row = len(self._names)
+                self._names.append(order.request_id)
         self._commands.put(pb.WorkerCommand(command_id=self._number, **kind))
         return self._number
 
@@ -107,6 +121,21 @@ class Worker:
                 self._hear(self._said.get(timeout=WAIT_S))
         return self.outcomes.pop(number)
 
+    def return_with(self, tokens: dict[str, int], end: End | None = None) -> None:
+        """A service is there again, which has so many tokens of each of these requests and knows no other."""
+        goes_on = []
+        for request_id, count in tokens.items():
+            for told in (self.tokens, self.logprobs):
+                told[request_id] = told.get(request_id, [])[:count]  # type: ignore[index]
+            self.ends.pop(request_id, None)
+            goes_on.append(pb.GoesOn(request_id=request_id, row=len(self._names), tokens=count))
+            self._names.append(request_id)
+        welcome = pb.Welcome(epoch=2, report_period_ms=1, outlives_s=60.0, goes_on=goes_on)
+        self._plane = None if end is None else _Plane(end.plane)
+        self.loop.come_back(self, welcome, cast(DataPlane | None, self._plane))
+        while not self._said.empty():
+            self._hear(self._said.get())
+
     def await_sent(self) -> None:
         """Until what was sent last has arrived, or never will."""
         if self._plane is not None:
@@ -129,12 +158,14 @@ class Worker:
         if message.HasField("copy_began"):
             assert message.copy_began.command_id not in self.outcomes, "told before its outcome"
             self.began.add(message.copy_began.command_id)
-        for delta in map(convert.delta_from_wire, message.report.deltas):
-            known = self.tokens.setdefault(delta.request_id, [])
-            assert delta.first_token == len(known), "each token is told once"
-            known.extend(delta.token_ids)
-            self.logprobs.setdefault(delta.request_id, []).extend(delta.logprobs)
-            self.ends[delta.request_id] = delta.finish_reason
+        for stretch in unpacked(message.report):
+            request_id = self._names[stretch.row]
+            known = self.tokens.setdefault(request_id, [])
+            assert stretch.first_token == len(known), "each token is told once"
+            known.extend(stretch.token_ids)
+            self.logprobs.setdefault(request_id, []).extend(stretch.logprobs)
+            self.routed[request_id] = self.routed.get(request_id, b"") + stretch.routed_experts
+            self.ends[request_id] = stretch.finish_reason
 
 
 def peer_of(end: End) -> pb.KvPeer:

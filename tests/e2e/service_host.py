@@ -33,7 +33,7 @@ async def main(orders: dict[str, Any]) -> None:
         Operator(handle.address, handle.token) as operator,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
-        say({"address": handle.address, "token": handle.tokens[Role.WORKER]})
+        say({"address": handle.address, "token": handle.tokens[Role.WORKER], "host_token": handle.tokens[Role.HOST]})
         await until(operator, lambda status: len(status.workers) == WORKERS)
         say({"workers": WORKERS})
         steps: list[list[TrajectoryGroup]] = []
@@ -66,7 +66,7 @@ async def train(trainer: dora.Trainer, model: Path, steps: list[list[TrajectoryG
         left -= enough.is_set()
         if not left:
             return
-        await step.commit(weights=model)
+        await step.commit(weights=model, wait=True)
 
 
 async def grown(operator: Operator, counter: str, more: int) -> dict[str, float]:

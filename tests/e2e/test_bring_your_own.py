@@ -166,7 +166,7 @@ async def test_the_loops_of_the_other_documents_run(
 ) -> None:
     import torch
 
-    monkeypatch.setattr("dora.client.step.canary_of", lambda *_: None)
+    monkeypatch.setattr("dora.client.session.canary_of", lambda *_: None)
     weight = torch.zeros((), requires_grad=True)
     prompts = [{"prompt": "LATE", "prompt_id": f"p{index}", "group_size": 2} for index in range(32)]
     (folder / "few.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in prompts))

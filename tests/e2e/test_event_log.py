@@ -10,7 +10,7 @@ import pytest
 
 import dora
 from dora.client import Operator
-from dora.errors import InvalidValue, NotFound
+from dora.errors import NotFound
 from dora.orchestrator import main
 from dora.orchestrator.eventlog import read_log
 from dora.orchestrator.replay import Replay, known_of
@@ -34,11 +34,10 @@ def runtimes(monkeypatch: pytest.MonkeyPatch) -> list[Runtime]:
 
 
 async def test_a_replay_ends_as_the_service_did(tiny_dense: Path, tmp_path: Path, runtimes: list[Runtime]) -> None:
-    """With handoffs, refusals, a worker's death, and the drain at the end."""
-    file = tmp_path / "events.log"
-    config = configured(
-        tiny_dense, window__size=2, service__event_log=str(file), service__token="correct-horse", **LONG
-    )
+    """With handoffs, refusals, and a worker's death."""
+    folder = tmp_path / "state"
+    kept = {"service__state": str(folder), "service__keep_events": True}
+    config = configured(tiny_dense, window__size=2, service__token="correct-horse", **kept, **LONG)
     async with (
         running(config) as handle,
         Operator(handle.address, handle.token) as operator,
@@ -53,8 +52,9 @@ async def test_a_replay_ends_as_the_service_did(tiny_dense: Path, tmp_path: Path
         os.kill(next(worker.pid for worker in status.workers if worker.worker_id == "w0"), signal.SIGKILL)
         await training
     (runtime,) = runtimes
-    log = read_log(file)
-    assert log.config.service.token == "" and b"correct-horse" not in file.read_bytes()
+    log = read_log(folder)
+    segments = b"".join(path.read_bytes() for path in (folder / "log").iterdir())
+    assert log.config.service.token == "" and b"correct-horse" not in segments
     assert log.config.window == config.window and log.config.workers == config.workers
 
     run = Replay(log.config, log)
@@ -71,12 +71,3 @@ async def test_a_replay_ends_as_the_service_did(tiny_dense: Path, tmp_path: Path
 
     again = Replay(log.config, log)
     assert list(again) == decisions
-
-
-async def test_an_earlier_log_is_not_written_over(tiny_dense: Path, tmp_path: Path) -> None:
-    file = tmp_path / "events.log"
-    file.write_bytes(b"of an earlier service")
-    with pytest.raises(InvalidValue, match=r"service\.event_log"):
-        async with running(configured(tiny_dense, workers__engine="fake", service__event_log=str(file))):
-            pass
-    assert file.read_bytes() == b"of an earlier service"

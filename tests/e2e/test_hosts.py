@@ -31,9 +31,9 @@ SETTINGS = {
 
 
 class Run:
-    """The three hosts' processes: a service with its trainer, and two workers."""
+    """The three hosts' processes: a service with its trainer, and two workers, or agents that have one each."""
 
-    def __init__(self, hosts: Hosts, model: Path, folder: Path, **settings: Any) -> None:
+    def __init__(self, hosts: Hosts, model: Path, folder: Path, *, agents: bool = False, **settings: Any) -> None:
         self.hosts = hosts
         orders = json.dumps({"model": str(model), "settings": {**SETTINGS, **settings}})
         self._logs = [folder / f"host-{host}.log" for host in range(3)]
@@ -44,8 +44,11 @@ class Run:
         for host in (1, 2):
             argv = [*python, "dora.worker", "--orchestrator", reached["address"], "--worker-id", f"w{host}"]
             argv += ["--engine", "fake", "--model", str(model), "--slots", "8", "--kv-tokens", "16384"]
+            if agents:
+                argv = [*python, "dora", "host", "--join", reached["address"], "--name", f"h{host}", "--workers", "1"]
+                argv += ["--model", str(model), "--folder", str(folder / f"h{host}"), "--kv-host", address_of(host)]
             with self._logs[host].open("w") as log:
-                hosts.start(host, argv, {"DORA_TOKEN": reached["token"]}, stderr=log)
+                hosts.start(host, argv, {"DORA_TOKEN": reached["host_token" if agents else "token"]}, stderr=log)
         assert self._said() == {"workers": 2}
 
     def until(self, counter: str, more: int) -> dict[str, float]:
@@ -97,3 +100,18 @@ def test_requests_move_over_bad_links_or_stay(hosts: Hosts, tiny_dense: Path, tm
     counters = found["counters"]
     assert counters["groups_lost"] == counters["c1_violations"] == counters["workers_lost"] == 0
     assert found["kv_use"] == 0
+
+
+def test_one_way_of_a_link_is_cut(hosts: Hosts, tiny_dense: Path, tmp_path: Path) -> None:
+    """First the service does not hear a host, then a host does not hear the service: either is lost, and comes back."""
+    run = Run(hosts, tiny_dense, tmp_path, agents=True, workers__silence_timeout_s=3.0)
+    run.until("migrations_kv", 1)
+    for source, target in ((1, 0), (0, 1)):
+        hosts.cut(source, target)
+        run.until("workers_lost", 1)
+        hosts.mend(source, target)
+        run.until("migrations_kv", 2)
+    found = run.end()
+    assert found["farthest_logprob"] == 0.0 and found["kv_use"] == 0
+    counters = found["counters"]
+    assert counters["groups_lost"] == counters["c1_violations"] == 0

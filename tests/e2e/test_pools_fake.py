@@ -9,10 +9,10 @@ import pytest
 
 import dora
 from dora.client import Operator
-from dora.errors import Conflict, NotFound
+from dora.errors import NotFound
 from dora.rpc import dora_pb2 as pb
 from dora.trajectory import TrajectoryGroup
-from tests.service import check_promises, configured, during, running, train, until
+from tests.service import check_promises, configured, during, park, running, train, until
 
 GROUPS = 4
 LONG = {
@@ -23,21 +23,6 @@ LONG = {
     "workers__kv_tokens": 16384,
     "kv__pool_mb": 64,
 }
-
-
-async def park(operator: Operator, count: int) -> None:
-    """Parks requests as an operator does, until so many went into the pool and one came back from there."""
-    async for status in operator.watch(period_ms=50):
-        if status.counters["requests_parked"] >= count and status.counters["requests_resumed"]:
-            return
-        if not status.pools or status.pools[0].state != "ready":
-            continue
-        listed = (await operator.trajectories("running", limit=1000)).trajectories
-        for request in sorted(listed, key=lambda request: request.tokens)[:2]:
-            try:
-                await operator.migrate(request.trajectory_id, "pool-0")
-            except (Conflict, NotFound):  # it has ended or changed hands since
-                continue
 
 
 def arrivals(steps: list[list[TrajectoryGroup]]) -> list[str]:

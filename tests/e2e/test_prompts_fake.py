@@ -34,7 +34,7 @@ async def train_to_the_end(handle: ServiceHandle, groups: int = GROUPS) -> list[
     async with dora.Trainer(handle.address, token=handle.token) as trainer:
         async for step in trainer.steps(groups=groups):
             taken.append([group async for group in step])
-            await step.commit(weights=handle.model)
+            await step.commit(weights=handle.model, wait=True)
     return taken
 
 
@@ -129,10 +129,10 @@ async def test_what_is_cancelled_is_queued_or_admitted_and_never_taken(tiny_dens
                 await prompts.cancel(["p1"] * 5000)
             await prompts.end()
             taken = [first.prompt_id, *[group.prompt_id async for group in step]]
-            await step.commit(weights=handle.model)
+            await step.commit(weights=handle.model, wait=True)
             async for step in steps:
                 taken += [group.prompt_id async for group in step]
-                await step.commit(weights=handle.model)
+                await step.commit(weights=handle.model, wait=True)
         status = await operator.status()
     lines = [json.loads(line) for line in (tmp_path / CANCELLED_FILE).read_text().splitlines()]
     assert [line["reason"] for line in lines] == ["cancelled on request: mistyped"] * 2

@@ -10,8 +10,10 @@ import pytest
 
 from dora.client import Operator
 from dora.orchestrator.main import ServiceHandle
-from dora.trainers.grpo import GrpoConfig, Report, train
+from dora.trainers.grpo import train
 from dora.trainers.learner import LearnerConfig
+from dora.trainers.options import GrpoConfig
+from dora.trainers.report import Report
 from dora.verify import verify
 from tests.service import configured, during, move_one, running, until
 

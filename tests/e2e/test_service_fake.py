@@ -96,7 +96,7 @@ async def test_draining_delivers_what_was_admitted(tiny_dense: Path) -> None:
         async with dora.Trainer(handle.address, token=handle.token) as trainer:
             async for step in trainer.steps(groups=GROUPS):
                 taken.append(len([group async for group in step]))
-                await step.commit(weights=handle.model)
+                await step.commit(weights=handle.model, wait=True)
 
     async with (
         running(config) as handle,
@@ -213,16 +213,16 @@ async def test_a_bad_commit_is_refused_and_a_good_one_follows(tiny_dense: Path) 
         async for step in trainer.steps(groups=GROUPS):
             assert len([group async for group in step]) == GROUPS
             with pytest.raises(InvalidValue, match=first):
-                await step.commit(weights={name: tensors[name] for name in tensors if name != first})
+                await step.commit(weights={name: tensors[name] for name in tensors if name != first}, wait=True)
             with pytest.raises(InvalidValue, match=first):
-                await step.commit(weights={**tensors, first: tensors[first][:1]})
+                await step.commit(weights={**tensors, first: tensors[first][:1]}, wait=True)
             with pytest.raises(InvalidValue, match="stranger"):
-                await step.commit(weights={**tensors, "stranger": tensors[first]})
+                await step.commit(weights={**tensors, "stranger": tensors[first]}, wait=True)
             request = pb.CommitStepRequest(trainer_epoch=trainer.attachment.epoch, step=step.number, version=7)
             with pytest.raises(Conflict, match="version = 7 is not next: it must be 1"):
                 await trainer.connection.call(trainer.stub.CommitStep, request)
             assert (await operator.status()).newest_version == 0
-            await step.commit(weights=tensors)
+            await step.commit(weights=tensors, wait=True)
             break
         status = await until(operator, lambda status: status.newest_version == 1)
         assert status.counters["groups_trained"] == GROUPS

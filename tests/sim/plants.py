@@ -2,14 +2,17 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from dora.orchestrator import journal, recollection
+from dora.orchestrator.book import Book
 from dora.orchestrator.core import (
     admission,
+    evaluation,
     fleet,
     handoff,
     handoff_table,
@@ -18,22 +21,126 @@ from dora.orchestrator.core import (
     parking,
     placement,
     rejection,
+    restoring,
     scheduler,
     selection,
 )
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.balance import Balance
+from dora.orchestrator.core.evaluations import Evaluations
 from dora.orchestrator.core.handoff_table import Action, Phase, Signal
 from dora.orchestrator.core.hosting import Hosting
 from dora.orchestrator.core.line import Line
 from dora.orchestrator.core.policies.base import BasePolicy
 from dora.orchestrator.core.pool import Pool
-from dora.orchestrator.core.state import State
+from dora.orchestrator.core.state import LEASED, State
 from dora.orchestrator.core.window import Window
 from dora.orchestrator.core.worker import Worker
+from dora.orchestrator.entry import TOKEN
+from dora.sim import crash
+from dora.sim.service import Facts
+from dora.stretches import TokenColumns
 
 Patch = pytest.MonkeyPatch
+
+
+# -------------------------------------------------------------------------------------------------------------- restart
+
+
+def leased_groups_are_open_again(patch: Patch) -> None:
+    """What the open step had taken waits for a step once more."""
+    restored = recollection.restored
+
+    def forgotten(*arguments: Any) -> on.Restored:
+        event = restored(*arguments)
+        left = event.left if event.step > event.newest else event.left + len(event.leased)
+        return replace(event, leased=(), finished=(*event.finished, *event.leased), left=left)
+
+    patch.setattr(recollection, "restored", forgotten)
+
+
+def returned_request_is_taken_twice(patch: Patch) -> None:
+    """Whoever comes back goes on with what it has, whether or not another one does."""
+
+    def all_of_them(state: State, version: int, requests: Mapping[str, int]) -> list[int]:
+        rows = [state.request_row[name] for name in requests if name in state.request_row]
+        return [row for row in rows if state.requests["version"][row] == version]
+
+    patch.setattr(fleet, "adoptable", all_of_them)
+    patch.setattr(crash, "without_doubles", list)
+
+
+def ids_begin_anew(patch: Patch) -> None:
+    patch.setattr(recollection, "_next_name", lambda named, unsaid: 0)
+
+
+def restored_requests_stand_in_no_line(patch: Patch) -> None:
+    patch.setattr(restoring, "_line_up", lambda state, rows: None)
+
+
+def deadlines_follow_the_window_of_now(patch: Patch) -> None:
+    enter = admission.enter
+
+    def by_the_window(state: State, *arguments: Any) -> list[int]:
+        names, prompts, versions, _, rows = arguments
+        return enter(state, names, prompts, versions, [state.window.deadline(version) for version in versions], rows)
+
+    patch.setattr(restoring, "enter", by_the_window)
+
+
+def verdicts_that_are_due_count_as_given(patch: Patch) -> None:
+    patch.setattr(recollection, "FINISHED", recollection.SCORED)
+
+
+def lost_verdicts_are_not_asked_for_again(patch: Patch) -> None:
+    restored = restoring.restored
+
+    def unasked(state: State, event: on.Restored) -> None:
+        restored(state, event)
+        state.out.clear()
+
+    patch.setitem(machine._HANDLERS, on.Restored, unasked)
+
+
+def trainer_is_told_before_the_journal(patch: Patch) -> None:
+    """What is acknowledged may be lost."""
+    patch.setattr(Facts, "relied_on", property(lambda self: 1, lambda self, count: None), raising=False)
+
+
+# ----------------------------------------------------------------------------------------------------- book and journal
+
+
+def repeated_tokens_are_taken_twice(patch: Patch) -> None:
+    """A worker that repeats some of what the book holds adds them to it once more."""
+    append = Book.append
+
+    def all_of_them(self: Book, worker_id: str, columns: TokenColumns, at: float) -> Any:
+        return append(self, worker_id, replace(columns, first_tokens=self.column("held", columns.rows)), at)
+
+    patch.setattr(Book, "append", all_of_them)
+
+
+def journal_mixes_up_tokens(patch: Patch) -> None:
+    """What is restored has the tokens of a report in another order."""
+    tokens_of = journal._tokens_of
+
+    def backwards(*arguments: Any) -> Any:
+        tokens = tokens_of(*arguments)
+        return replace(tokens, token_ids=tokens.token_ids[::-1])
+
+    patch.setattr(journal, "_tokens_of", backwards)
+
+
+def restored_book_lacks_its_last_tokens(patch: Patch) -> None:
+    restore = Book.restore
+
+    def shortened(self: Book, group: Any, first: int, found: Any) -> None:
+        restore(self, group, first, found)
+        for row in group.rows:
+            del self.at(row).delivered[-TOKEN.itemsize :]
+
+    patch.setattr(Book, "restore", shortened)
 
 
 # ---------------------------------------------------------------------------------------------------- window, admission
@@ -86,7 +193,7 @@ def _shut(window: Window, closed: bool) -> None:
 
 
 def takes_whatever_is_finished(patch: Patch) -> None:
-    patch.setattr(Window, "takeable", lambda self, version: self.left > 0 and self.newest == self.step)
+    patch.setattr(Window, "takeable", lambda self, deadline: self.left > 0 and self.newest == self.step)
 
 
 def in_flight_not_counted(patch: Patch) -> None:
@@ -94,7 +201,7 @@ def in_flight_not_counted(patch: Patch) -> None:
 
 
 def cancelled_keeps_its_place(patch: Patch) -> None:
-    patch.setattr(Window, "give_back", lambda self, version: None)
+    patch.setattr(Window, "give_back", lambda self, version, deadline: None)
 
 
 def recovery_forgets_what_was_taken(patch: Patch) -> None:
@@ -103,6 +210,48 @@ def recovery_forgets_what_was_taken(patch: Patch) -> None:
         state.window._open.clear()
 
     patch.setitem(machine._HANDLERS, on.TrainerAttached, attach)
+
+
+def wider_window_holds_for_what_was_admitted(patch: Patch) -> None:
+    """The bound is looked up when a group is taken: an open one lives as long as the window allows by then."""
+    _resized_deadlines(patch, wider=True)
+
+
+def narrower_window_holds_for_what_was_admitted(patch: Patch) -> None:
+    """The same the other way round: what was begun in time may be due at once, more than a step takes."""
+    _resized_deadlines(patch, wider=False)
+
+
+def _resized_deadlines(patch: Patch, wider: bool) -> None:
+    adapt = lifecycle._adapt
+
+    def deadlines_anew(state: State, event: on.StepCommitted, took_s: float | None) -> None:
+        before = state.window.size
+        adapt(state, event, took_s)
+        window, groups = state.window, state.groups
+        if window.size == before or (window.size > before) != wider:
+            return
+        for group in [row for row in state.group_id if groups["status"][row] != LEASED]:
+            version, old = int(groups["version"][group]), int(groups["deadline"][group])
+            new = window.deadline(version)
+            window._count(version, old, -1)
+            window._count(version, new, 1)
+            groups["deadline"][group] = new
+            if group in state.finished.get(old, ()):
+                lifecycle._no_longer_finished(state, group, old)
+                state.finished.setdefault(new, deque()).append(group)
+
+    patch.setattr(lifecycle, "_adapt", deadlines_anew)
+
+
+def narrower_window_lets_older_versions_go(patch: Patch) -> None:
+    """What is live is reckoned from the window in force alone."""
+    patch.setattr(Window, "oldest_live", property(lambda self: self.oldest_admitting))
+
+
+def let_go_version_comes_back(patch: Patch) -> None:
+    """As the window gets wider, it admits groups of versions that had left it."""
+    patch.setattr(Window, "oldest_admitting", property(lambda self: max(0, self.step - self.size + 1)))
 
 
 def draws_prompts_once(patch: Patch) -> None:
@@ -456,7 +605,7 @@ def leased_groups_are_queued_again(patch: Patch) -> None:
     def attach(state: State, event: on.TrainerAttached) -> None:
         lifecycle.attached(state, event)
         for group in state.leased:
-            state.finished.setdefault(int(state.groups["version"][group]), deque()).append(group)
+            state.finished.setdefault(int(state.groups["deadline"][group]), deque()).append(group)
 
     patch.setitem(machine._HANDLERS, on.TrainerAttached, attach)
 
@@ -477,7 +626,7 @@ def straggler_is_dropped(patch: Patch) -> None:
         lifecycle.commit(state, event)
         window = state.window
         for row, group_id in list(state.group_id.items()):
-            due = window.deadline(int(state.groups["version"][row])) == window.step
+            due = state.groups["deadline"][row] == window.step
             if due and state.groups["status"][row] == admission.GroupStatus.OPEN:
                 lifecycle.cancel(state, on.GroupCancelled(group_id, ""))
 
@@ -494,6 +643,53 @@ def step_ends_short_too_early(patch: Patch) -> None:
             lifecycle._close(state, state.window.step, exhausted=True)
 
     patch.setattr(lifecycle, "end_if_exhausted", end)
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+def evaluation_keeps_its_slots(patch: Patch) -> None:
+    patch.setattr(evaluation, "_make_room", lambda state, worker: None)
+
+
+def evaluations_die_with_their_worker(patch: Patch) -> None:
+    def lost(self: Evaluations, worker_id: str) -> None:
+        self.held.pop(worker_id, None)
+        self.lent.discard(worker_id)
+
+    patch.setattr(Evaluations, "lost", lost)
+
+
+def evaluation_outlives_its_weights(patch: Patch) -> None:
+    patch.setattr(evaluation, "version_ends", lambda state, version: None)
+
+
+def evaluation_ends_with_its_last_prompt(patch: Patch) -> None:
+    """It is done as soon as nothing of it is left to begin."""
+
+    def end(state: State, asked: evaluation.Evaluation) -> None:
+        if not asked.todo:
+            evaluation._end(state, asked, "")
+
+    patch.setattr(evaluation, "_end_if_done", end)
+
+
+def preempted_evaluation_is_forgotten(patch: Patch) -> None:
+    def wait(self: Evaluations, request_id: str) -> None:
+        self.leaves(self.requests[request_id])
+
+    patch.setattr(Evaluations, "wait", wait)
+
+
+def evaluation_takes_more_than_its_share(patch: Patch) -> None:
+    lend = evaluation._lend
+
+    def more(state: State, worker: Worker) -> None:
+        lend(state, worker)
+        if worker.lent_slots and worker.slots > 1:
+            worker.slots, worker.lent_slots = 1, worker.slots + worker.lent_slots - 1
+
+    patch.setattr(evaluation, "_lend", more)
 
 
 def core_draws_lots(patch: Patch) -> None:

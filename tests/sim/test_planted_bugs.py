@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dora.sim.trial import Trial
+from dora.sim.trial import DRAWN, Trial
 from tests.sim import plants
 
 SEEDS = 60
@@ -13,12 +13,14 @@ SEEDS = 60
 
 @dataclass(frozen=True)
 class Bug:
-    """``what`` it is, and who had it; ``caught``: what the first failure says, one of these; ``kinds`` of faults."""
+    """``what`` it is, and who had it; ``caught``: what the first failure says, one of these; ``kinds`` of faults;
+    ``window`` of the trials."""
 
     what: str
     caught: str
     plant: Callable[[pytest.MonkeyPatch], None]
     kinds: str = "all"
+    window: str = DRAWN
 
 
 BUGS = [
@@ -30,11 +32,30 @@ BUGS = [
     Bug("what is in flight is not counted (verl-recipe 113)", "C3", plants.in_flight_not_counted),
     Bug("full storage stops nothing", "while storage is full", plants.full_storage_is_not_looked_at, "storage"),
     Bug("admission stays closed once storage is well", "not done", plants.full_storage_closes_for_ever, "storage"),
+    Bug(
+        "a wider window holds for what was admitted before",
+        "admitted in a window of|by deadline",
+        plants.wider_window_holds_for_what_was_admitted,
+        window="auto",
+    ),
+    Bug(
+        "a narrower window lets go what it still needs",
+        "C1",
+        plants.narrower_window_lets_older_versions_go,
+        window="auto",
+    ),
+    Bug(
+        "a narrower window holds for what was admitted before",
+        "C3|to give back",
+        plants.narrower_window_holds_for_what_was_admitted,
+        window="auto",
+    ),
+    Bug("a version that was let go comes back", "C1|let go|not done", plants.let_go_version_comes_back, window="auto"),
     Bug("a cancelled group's place is not given back", "C3", plants.cancelled_keeps_its_place),
     Bug("staleness passes its bound after recovery (AReaL 1388)", "C3", plants.recovery_forgets_what_was_taken),
     Bug("an undersized buffer: prompts are asked for once only", "not done", plants.draws_prompts_once),
     Bug("a version is read twice (AReaL 1569)", "C1", plants.version_read_twice),
-    Bug("the version is stamped at completion (rLLM 622)", "C3", plants.version_stamped_at_completion),
+    Bug("the version is stamped at completion (rLLM 622)", "C3|may not take", plants.version_stamped_at_completion),
     Bug("weights change under live requests", "C1", plants.load_under_live_requests),
     Bug("a worker serves before its first weights are there", "C1", plants.failed_load_serves, "copy"),
     Bug("a failed load is never tried again", "not told to load", plants.failed_load_is_never_tried_again),
@@ -60,7 +81,7 @@ BUGS = [
         "gone|no living worker|not told",
         plants.dead_worker_is_picked_again,
     ),
-    Bug("reports of an epoch that is over count", "lost epoch|gone", plants.epoch_is_not_looked_at, "partition,hang"),
+    Bug("reports of an epoch that is over count", "lost epoch|gone", plants.epoch_is_not_looked_at, "partition"),
     Bug("progress is reset on retry", "C2", plants.progress_reset_on_retry),
     Bug("claims on KV are never given back", "claimed", plants.claims_never_given_back),
     Bug(
@@ -112,7 +133,35 @@ BUGS = [
     Bug("long rollouts are dropped (tinker-cookbook 822)", "C2", plants.straggler_is_dropped),
     Bug("a step drops more than its redundant share", "C2", plants.more_is_dropped_than_is_redundant),
     Bug("the last step ends before its groups are there", "C2|not done", plants.step_ends_short_too_early),
+    Bug("an evaluation keeps slots that training wants", "evaluates", plants.evaluation_keeps_its_slots, "evaluate"),
+    Bug("evaluations die with their worker", "C2|hold", plants.evaluations_die_with_their_worker, "evaluate,kill"),
+    Bug("an evaluation outlives its weights", "C1", plants.evaluation_outlives_its_weights, "evaluate"),
+    Bug("an evaluation ends too early", "C2", plants.evaluation_ends_with_its_last_prompt, "evaluate"),
+    Bug("a preempted request is forgotten", "C2", plants.preempted_evaluation_is_forgotten, "evaluate"),
+    Bug("an evaluation takes more than its share", "lent", plants.evaluation_takes_more_than_its_share, "evaluate"),
     Bug("the core is not deterministic", "replayed", plants.core_draws_lots),
+    Bug("what a step had taken is open again after a crash", "C2|C3", plants.leased_groups_are_open_again, "crash"),
+    Bug(
+        "two that come back go on with one request",
+        "C2|C1|counted otherwise",
+        plants.returned_request_is_taken_twice,
+        "crash,migrate,handoff",
+    ),
+    Bug("ids of groups begin anew after a crash", "C1|C2|C3|journal", plants.ids_begin_anew, "crash"),
+    Bug("restored requests wait in no line", "C2", plants.restored_requests_stand_in_no_line, "crash"),
+    Bug(
+        "restored deadlines follow the window of now",
+        "C3",
+        plants.deadlines_follow_the_window_of_now,
+        "crash",
+        window="auto",
+    ),
+    Bug("a verdict that is due counts as given", "C2|journal", plants.verdicts_that_are_due_count_as_given, "crash"),
+    Bug("nobody asks for a lost verdict again", "not done", plants.lost_verdicts_are_not_asked_for_again, "crash"),
+    Bug("a trainer is told before it is durable", "C2|newest", plants.trainer_is_told_before_the_journal, "crash"),
+    Bug("tokens that are held are taken once more", "C1|BookError", plants.repeated_tokens_are_taken_twice),
+    Bug("the journal mixes up a report's tokens", "C1|BookError", plants.journal_mixes_up_tokens, "crash"),
+    Bug("a restored response lacks tokens", "C1|BookError", plants.restored_book_lacks_its_last_tokens, "crash"),
 ]
 
 
@@ -136,7 +185,7 @@ def test_the_core_as_it_is_passes_these_seeds() -> None:
 def test_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first seed that sees the bug says what is wrong, and passes again once the bug has gone."""
     bug.plant(monkeypatch)
-    trials = (Trial(seed, "dora", bug.kinds) for seed in range(SEEDS))
+    trials = (Trial(seed, "dora", bug.kinds, window=bug.window) for seed in range(SEEDS))
     trial, found = next(((trial, failure) for trial in trials if (failure := trial.run())), (None, None))
     assert trial is not None and found is not None, f"unseen for {SEEDS} seeds: {bug.what}"
     assert any(words in found.message for words in bug.caught.split("|")), found.message

@@ -74,8 +74,8 @@ def test_the_filter_lets_that_share_of_finished_groups_go_and_the_trainer_never_
     scenario = scenario_of("dora", filter_fraction=0.4)
     watched = Watched(scenario)
     chosen = Filter(scenario.filter_fraction, seed=3)
-    assert all(chosen.lets_go(prompt) for prompt in watched.cancelled[FILTERED])
-    assert not any(chosen.lets_go(prompt) for step in watched.trained for prompt in step)
+    assert all(chosen.lets_go(prompt.prompt_id) for prompt in watched.cancelled[FILTERED])
+    assert not any(chosen.lets_go(prompt.prompt_id) for step in watched.trained for prompt in step)
     assert watched.finished_when_dropped and all(watched.finished_when_dropped)
     assert all(len(step) == scenario.trainer.groups_per_step for step in watched.trained)
     share = len(watched.cancelled[FILTERED]) / (len(watched.cancelled[FILTERED]) + sum(map(len, watched.trained)))
@@ -85,7 +85,7 @@ def test_the_filter_lets_that_share_of_finished_groups_go_and_the_trainer_never_
 def test_the_filter_follows_from_the_seed_and_the_prompt() -> None:
     scenario = scenario_of("dora", filter_fraction=0.25)
     prompts = WorkloadStream(scenario.workload, 0, 8).take(4000)
-    chosen = [[Filter(0.25, seed).lets_go(prompt) for prompt in prompts] for seed in (1, 1, 2)]
+    chosen = [[Filter(0.25, seed).lets_go(prompt.prompt_id) for prompt in prompts] for seed in (1, 1, 2)]
     assert chosen[0] == chosen[1] != chosen[2]
     assert sum(chosen[0]) / len(prompts) == pytest.approx(0.25, abs=0.03)
 

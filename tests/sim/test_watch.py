@@ -4,16 +4,19 @@ import pytest
 
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from dora.sim.fault_kinds import KINDS
 from dora.sim.ledger import Failure, failure_of
-from dora.sim.trial import Trial, conduct
+from dora.sim.trial import DRAWN, Trial, conduct
 from dora.sim.unreliable import UnreliableWorld
 from dora.sim.watch import Watch
 from tests.sim import plants
 from tests.sim.test_planted_bugs import BUGS, SEEDS, Bug
 
+QUIET = 20  # seeds in which a watch has nothing to say
+
 # What only a look at the whole state finds: how many workers are to stay is no single one's, and what a snapshot would
-# show is nobody's.
-UNNAMED = {plants.staying_is_counted_again, plants.given_work_is_not_noted}
+# show is nobody's. What a core draws by lot shows where its events are replayed.
+UNNAMED = {plants.staying_is_counted_again, plants.given_work_is_not_noted, plants.core_draws_lots}
 
 
 class WatchedWorld(UnreliableWorld):
@@ -27,8 +30,14 @@ class WatchedWorld(UnreliableWorld):
         self.watch.saw(self.now_s, event, commands)
 
 
-def watched(seed: int, kinds: str = "all", policy: str = "dora") -> Failure | None:
-    trial = Trial(seed, policy, kinds)
+# A watch stays with one core: what a core that starts again stands at is compared as a whole (dora/sim/unsteady.py).
+CRASH = "crash"
+ALL = ",".join(kind for kind in KINDS if kind != CRASH)
+SEEN = [bug for bug in BUGS if bug.plant not in UNNAMED and CRASH not in bug.kinds.split(",")]
+
+
+def watched(seed: int, kinds: str = "all", policy: str = "dora", window: str = DRAWN) -> Failure | None:
+    trial = Trial(seed, policy, ALL if kinds == "all" else kinds, window=window)
     world = None
     try:
         world = WatchedWorld(trial.cluster(), seed)
@@ -38,14 +47,21 @@ def watched(seed: int, kinds: str = "all", policy: str = "dora") -> Failure | No
     return None
 
 
-@pytest.mark.parametrize("policy", ["dora", "laxity", "staleflow"])
-def test_a_watch_finds_nothing_where_nothing_is_wrong(policy: str) -> None:
-    failures = {seed: failure for seed in range(SEEDS) if (failure := watched(seed, policy=policy))}
+@pytest.mark.parametrize(
+    ("policy", "window"), [("dora", DRAWN), ("laxity", DRAWN), ("staleflow", DRAWN), ("laxity", "auto")]
+)
+def test_a_watch_finds_nothing_where_nothing_is_wrong(policy: str, window: str) -> None:
+    found = ((seed, watched(seed, policy=policy, window=window)) for seed in range(QUIET))
+    failures = {seed: failure for seed, failure in found if failure}
     assert not failures
 
 
-@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.plant not in UNNAMED], ids=lambda bug: bug.plant.__name__)
+@pytest.mark.parametrize(
+    "bug",
+    [bug for bug in BUGS if bug.plant not in UNNAMED and CRASH not in bug.kinds.split(",")],
+    ids=lambda bug: bug.plant.__name__,
+)
 def test_a_watch_finds_a_planted_bug(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     bug.plant(monkeypatch)
-    found = next((failure for seed in range(SEEDS) if (failure := watched(seed, bug.kinds))), None)
+    found = next((failure for seed in range(SEEDS) if (failure := watched(seed, bug.kinds, window=bug.window))), None)
     assert found is not None, f"unseen for {SEEDS} seeds: {bug.what}"

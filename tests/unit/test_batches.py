@@ -192,7 +192,8 @@ def test_a_step_is_one_batch_however_its_groups_come_and_are_cut(name: str, dens
 
     def gradients(tokens_max: int, packing: bool, at_once: int, groups: Sequence[TrajectoryGroup]) -> Any:
         module = load(dense)
-        learner = Learner(module, LearnerConfig(objective=chosen, micro_batch_tokens=tokens_max, packing=packing))
+        config = LearnerConfig(objective=chosen, micro_batch_tokens=tokens_max, packing=packing)
+        learner = Learner(module, config, reference=load(dense))
         for index, each in enumerate(groups):
             learner.add_group(each)
             if index % at_once == at_once - 1:

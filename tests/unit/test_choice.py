@@ -14,31 +14,31 @@ contexts = st.integers(1, 1_000_000)
 costs = st.builds(lambda prefill, copy: replace(TYPICAL, prefill_token_s=prefill, copy_token_s=copy), rates, rates)
 
 
-@given(costs, contexts, seconds, st.booleans(), st.booleans(), seconds)
+@given(costs, contexts, seconds, st.booleans(), st.booleans())
 def test_only_what_is_possible_is_chosen(
-    cost: CostModel, context: int, held_up_s: float, slot: bool, pool: bool, wait_s: float
+    cost: CostModel, context: int, held_up_s: float, slot: bool, pool: bool
 ) -> None:
-    choice = cheapest(cost, context, held_up_s, slot=slot, pool=pool, wait_s=wait_s)
+    choice = cheapest(cost, context, held_up_s, slot=slot, pool=pool)
     assert (choice is not Choice.MOVE or slot) and (choice is not Choice.PARK or pool)
 
 
-@given(costs, contexts, seconds, seconds)
-def test_with_a_free_slot_nothing_is_parked(cost: CostModel, context: int, held_up_s: float, wait_s: float) -> None:
+@given(costs, contexts, seconds)
+def test_with_a_free_slot_nothing_is_parked(cost: CostModel, context: int, held_up_s: float) -> None:
     """One copy is less than two."""
-    assert cheapest(cost, context, held_up_s, slot=True, pool=True, wait_s=wait_s) is not Choice.PARK
+    assert cheapest(cost, context, held_up_s, slot=True, pool=True) is not Choice.PARK
 
 
-@given(costs, contexts, st.booleans(), st.booleans(), seconds)
-def test_what_holds_nobody_up_stays(cost: CostModel, context: int, slot: bool, pool: bool, wait_s: float) -> None:
-    assert cheapest(cost, context, 0.0, slot=slot, pool=pool, wait_s=wait_s) is Choice.STAY
+@given(costs, contexts, st.booleans(), st.booleans())
+def test_what_holds_nobody_up_stays(cost: CostModel, context: int, slot: bool, pool: bool) -> None:
+    assert cheapest(cost, context, 0.0, slot=slot, pool=pool) is Choice.STAY
 
 
-@given(costs, contexts, seconds, seconds, st.floats(1.0, 100.0))
+@given(costs, contexts, seconds, st.floats(1.0, 100.0))
 def test_what_is_parked_is_parked_too_where_it_holds_up_more_or_a_copy_is_faster(
-    cost: CostModel, context: int, held_up_s: float, wait_s: float, times: float
+    cost: CostModel, context: int, held_up_s: float, times: float
 ) -> None:
     def parked(cost: CostModel, held_up_s: float) -> bool:
-        return cheapest(cost, context, held_up_s, slot=False, pool=True, wait_s=wait_s) is Choice.PARK
+        return cheapest(cost, context, held_up_s, slot=False, pool=True) is Choice.PARK
 
     faster = replace(cost, copy_token_s=cost.copy_token_s / times)
     assert parked(cost, held_up_s) <= min(parked(faster, held_up_s), parked(cost, held_up_s * times))

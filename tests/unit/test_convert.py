@@ -19,8 +19,6 @@ from dora.rpc.convert import (
     canary_from_wire,
     canary_to_wire,
     capability_from_wire,
-    delta_from_wire,
-    delta_to_wire,
     group_from_wire,
     hello_to_wire,
     prompt_to_wire,
@@ -45,7 +43,7 @@ from dora.rpc.errors import (
 )
 from dora.rpc.roles import Tokens
 from dora.trajectory import EnvironmentEvent, TrajectoryGroup
-from dora.types import Canary, EngineCapability, Prompt, RequestSpec, SamplingParams, TokenDelta
+from dora.types import Canary, EngineCapability, Prompt, RequestSpec, SamplingParams
 from tests.contract.trainer_service import make_group, make_trajectory
 
 SAMPLING = SamplingParams(
@@ -104,14 +102,9 @@ def test_a_group_keeps_its_order() -> None:
     assert [each.trajectory_id for each in again.trajectories] == [each.trajectory_id for each in group.trajectories]
 
 
-def test_requests_deltas_prompts_canaries_and_capabilities_round_trip() -> None:
+def test_requests_prompts_canaries_and_capabilities_round_trip() -> None:
     request = RequestSpec("r", 3, (1, 2), SAMPLING, (4, 5, 6), LOGPROBS)
     assert request_from_wire(over_the_wire(request_to_wire(request))) == request
-    for reason in (None, "stop"):
-        delta = TokenDelta("r", 3, 7, (4, 5, 6), LOGPROBS, reason)  # type: ignore[arg-type]
-        assert delta_from_wire(over_the_wire(delta_to_wire(delta))) == delta
-    stopped = replace(delta, stop="</answer> é")
-    assert delta_from_wire(over_the_wire(delta_to_wire(stopped))) == stopped
     sampling = {"temperature": 0.5, "ignore_eos": True, "stop": ("a", "b"), "stop_token_ids": (3,)}
     prompt = Prompt("p", "t", (1, 2), "text", 4, sampling, '{"answer": 3}', priority=-7)
     assert PromptCheck(validated({})).from_wire(over_the_wire(prompt_to_wire(prompt))) == prompt
@@ -125,9 +118,6 @@ def test_requests_deltas_prompts_canaries_and_capabilities_round_trip() -> None:
 @pytest.mark.parametrize(
     ("message", "from_wire", "complaint"),
     [
-        (pb.TokenDelta(token_ids=b"\0" * 8, logprobs=b"\0" * 4), delta_from_wire, "logprobs = 1 .*that is 2"),
-        (pb.TokenDelta(token_ids=b"\0" * 7), delta_from_wire, "token_ids: bytes = 7 .*multiple of 4"),
-        (pb.TokenDelta(finish_reason="bored"), delta_from_wire, "finish_reason = 'bored'"),
         (pb.StartRequest(output_token_ids=b"\0" * 4), request_from_wire, "logprobs = 0"),
         (pb.Canary(token_ids=b"\0" * 8, logprobs=b"\0" * 8), canary_from_wire, "canary.logprobs = 2 .*one fewer"),
         (pb.Trajectory(response_token_ids=b"\0" * 8), trajectory_from_wire, "len.logprobs. = 0"),

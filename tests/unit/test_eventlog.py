@@ -1,30 +1,23 @@
 """The event log's file: exact round trips of every event, crashes, damage, and logs of other versions."""
 
 import dataclasses
-import errno
 import struct
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.config import Config, validated
+from dora.config import upgraded, validated
 from dora.errors import InvalidValue
-from dora.orchestrator import eventlog
+from dora.journal import facts, frames
 from dora.orchestrator.core import events as on
-from dora.orchestrator.eventlog import (
-    EVENT_KINDS,
-    FLUSH_RECORDS,
-    EventLogWriter,
-    event_from_fields,
-    event_to_fields,
-    framed,
-    read_log,
-)
-from tests.abuse.full import files_up_to
+from dora.orchestrator.event_fields import EVENT_KINDS, event_from_fields, event_to_fields
+from dora.orchestrator.eventlog import read_log
+from tests.eventlogs import FileWriter, FolderWriter, framed
 
 PREAMBLE_BYTES = 10
 CONFIG = validated({"window": {"size": 3}, "service": {"token": "correct-horse"}})
@@ -47,6 +40,10 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(of(parts[0]), of(parts[1]), max_size=4)
     if origin is Literal:
         return st.sampled_from(parts)
+    if origin is np.ndarray:
+        dtype = get_args(parts[1])[0]
+        numbers = st.integers(int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+        return st.lists(numbers, max_size=4).map(lambda column: np.array(column, dtype))
     if hint is int:
         return st.integers(-(1 << 63), (1 << 64) - 1)
     return st.floats(allow_nan=False) if hint is float else st.from_type(hint)
@@ -54,7 +51,7 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
 
 def write(path: Path, *events: on.Event) -> Path:
     """A log of these events, one a second from 100.5 s on."""
-    with EventLogWriter(path, CONFIG, now_s=100.0) as writer:
+    with FileWriter(path, CONFIG, now_s=100.0) as writer:
         for number, event in enumerate(events):
             writer.append(event, 100.5 + number)
     return path
@@ -95,7 +92,7 @@ def test_a_log_comes_back_with_its_header(tmp_path: Path) -> None:
 
 def test_the_dicts_of_an_event_may_be_filled_until_it_is_appended(tmp_path: Path) -> None:
     """The shell makes a report first and fills it then: what is logged is what the core gets."""
-    with EventLogWriter(tmp_path / "log", CONFIG, now_s=0.0) as writer:
+    with FileWriter(tmp_path / "log", CONFIG, now_s=0.0) as writer:
         report = on.Progress("w0", 1, 0)
         report.tokens["g0.0"] = 3
         writer.append(report, 1.0)
@@ -114,75 +111,6 @@ def test_fields_that_an_older_log_does_not_have_take_their_defaults(tmp_path: Pa
     done, offered = (record.event for record in read_log(old))
     assert done == on.CommandDone("w0", 1, 7)
     assert offered == on.PromptsOffered(EVENTS[1].prompts)  # type: ignore[union-attr]
-
-
-# ------------------------------------------------------------------------------------------------------------ writing
-
-
-def test_events_reach_the_disk_by_number_and_by_time(tmp_path: Path) -> None:
-    writer = EventLogWriter(tmp_path / "log", CONFIG, now_s=0.0)
-    log = read_log(tmp_path / "log")
-    for _ in range(FLUSH_RECORDS - 1):
-        writer.append(on.Tick(), 0.5)
-    assert len(list(log)) == 0
-    writer.append(on.Tick(), 0.5)
-    assert len(list(log)) == FLUSH_RECORDS
-    writer.append(on.Tick(), 1.5)
-    assert len(list(log)) == FLUSH_RECORDS + 1, "the last write was a second ago"
-    writer.append(on.Tick(), 1.5)
-    writer.close()
-    writer.close()
-    assert len(list(log)) == FLUSH_RECORDS + 2
-
-
-def test_a_log_is_never_written_over(tmp_path: Path) -> None:
-    before = write(tmp_path / "log", *EVENTS).read_bytes()
-    with pytest.raises(
-        InvalidValue, match=r"service.event_log = '.*log' is not valid: it must be a file that does not exist yet"
-    ):
-        EventLogWriter(tmp_path / "log", CONFIG, now_s=0.0)
-    assert (tmp_path / "log").read_bytes() == before
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValue, match="No such file or directory"):
-        EventLogWriter(tmp_path / "nowhere" / "log", CONFIG, now_s=0.0)
-
-
-def test_on_a_full_disk_events_wait_until_there_is_room(tmp_path: Path) -> None:
-    writer = EventLogWriter(tmp_path / "log", CONFIG, now_s=0.0)
-    with files_up_to((tmp_path / "log").stat().st_size + 100):
-        for number in range(3 * FLUSH_RECORDS):
-            writer.append(on.Tick(), 0.001 * number)
-        error = writer.write_again()
-        assert error is not None and error.errno == errno.EFBIG
-        log = read_log(tmp_path / "log")
-        assert 1 <= len(list(log)) <= 4 and log.torn_bytes > 0
-    assert writer.write_again() is None
-    writer.append(on.Tick(), 9.0)
-    writer.close()
-    log = read_log(tmp_path / "log")
-    assert len(list(log)) == 3 * FLUSH_RECORDS + 1 and not log.torn_bytes
-
-
-def test_what_waits_is_bounded_and_what_was_written_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(eventlog, "WAITING_BYTES_MOST", 10_000)
-    writer = EventLogWriter(tmp_path / "log", CONFIG, now_s=0.0)
-    with files_up_to((tmp_path / "log").stat().st_size + 100):
-        for number in range(20 * FLUSH_RECORDS):
-            writer.append(on.WorkerLost("w0", 1, "because"), 0.001 * number)
-        assert writer.write_again() is None, "it is given up: nothing waits for it"
-    writer.close()
-    assert caplog.text.count("ends here, of what waits: File too large") == 1
-    assert 1 <= len(list(read_log(tmp_path / "log"))) <= 4
-
-
-def test_a_new_log_on_a_full_disk_is_refused(tmp_path: Path) -> None:
-    with files_up_to(100), pytest.raises(InvalidValue, match="File too large"):
-        EventLogWriter(tmp_path / "log", CONFIG, now_s=0.0)
-    assert not (tmp_path / "log").exists()
 
 
 # ---------------------------------------------------------------------------------------------------- crash and damage
@@ -295,7 +223,7 @@ def test_a_header_that_cannot_be_read_is_told(tmp_path: Path, header: object, me
 @pytest.mark.parametrize("content", [b"", b'{"trajectory_id": "g0.0"}\n', b"PK\x03\x04 something else"])
 def test_other_files_are_no_logs(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(InvalidValue, match=r"LOG = '.*file' is not valid: it must be an event log"):
+    with pytest.raises(InvalidValue, match=r"LOG = '.*file' is not valid: it must be a state folder"):
         read_log(tmp_path / "file")
 
 
@@ -304,5 +232,82 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_log(tmp_path / "nothing")
 
 
-def test_the_default_configuration_writes_no_log() -> None:
-    assert Config().service.event_log == ""
+# ------------------------------------------------------------------------------------------------------ state folders
+
+
+def kept(folder: Path, *events: on.Event) -> Path:
+    """A state folder with these events, one a second from 100.5 s on."""
+    with FolderWriter(folder, CONFIG, now_s=100.0) as writer:
+        for number, event in enumerate(events):
+            writer.append(event, 100.5 + number)
+    return folder
+
+
+def segment(folder: Path) -> Path:
+    return folder / "log" / "00000001.seg"
+
+
+def test_a_state_folder_is_a_log(tmp_path: Path) -> None:
+    log = read_log(kept(tmp_path, *EVENTS))
+    assert log.config == validated({"window": {"size": 3}}), "the token stays out"
+    assert log.now_s == 100.0 and log.started_at == 1.8e9
+    for _ in range(2):  # it may be read again
+        assert [record.event for record in log] == list(EVENTS)
+        assert [(record.number, record.now_s) for record in log] == [(1, 100.5), (2, 101.5), (3, 102.5), (4, 103.5)]
+    assert log.torn_bytes == 0
+
+
+def test_a_state_folder_without_events_is_none(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match=r"LOG = .* must be a state folder .* service.keep_events"):
+        read_log(kept(tmp_path))
+    with pytest.raises(InvalidValue, match=r"LOG = "):
+        read_log(tmp_path / "log")
+
+
+def test_each_life_begins_with_its_configuration(tmp_path: Path) -> None:
+    writer = FolderWriter(tmp_path, CONFIG)
+    writer.append(on.Tick(), 1.0)
+    writer.write(facts.Begun(1, 1.8e9, 50.0, '{"window": {"size": 4}}'))
+    writer.append(on.Tick(), 51.0)
+    log = read_log(tmp_path)
+    assert log.config.window.size == 3
+    assert [record.config.window.size for record in log if record.config is not None] == [3, 4]
+
+
+def test_events_of_a_life_whose_beginning_is_gone_are_passed_over(tmp_path: Path) -> None:
+    """A later life that kept less has let its segment go."""
+    kept(tmp_path, *EVENTS)
+    end = segment(tmp_path).stat().st_size
+    body = facts.encoded(facts.Event(1.0, *event_to_fields(on.Tick())))
+    following = segment(tmp_path).with_name("00000003.seg")
+    following.write_bytes(frames.header(3, end + 1000) + frames.framed(body, 0) + body)
+    assert [record.event for record in read_log(tmp_path)] == list(EVENTS)
+
+
+def test_a_state_folder_cut_short_anywhere_keeps_what_is_whole(tmp_path: Path) -> None:
+    path = segment(kept(tmp_path, *EVENTS))
+    whole, begins = path.read_bytes(), segment(kept(tmp_path / "one", EVENTS[0])).stat().st_size
+    for size in range(begins, len(whole)):
+        path.write_bytes(whole[:size])
+        log = read_log(tmp_path)
+        events = [record.event for record in log]
+        assert events == list(EVENTS[: len(events)]) and len(events) < len(EVENTS)
+        assert log.torn_bytes == size - segment(kept(tmp_path / f"kept{size}", *events)).stat().st_size
+
+
+def test_damage_of_a_state_folder_is_told_with_its_place(tmp_path: Path) -> None:
+    path = segment(kept(tmp_path, *EVENTS))
+    whole = path.read_bytes()
+    begins, last = (segment(kept(tmp_path / f"{n}", *EVENTS[:n])).stat().st_size for n in (1, len(EVENTS) - 1))
+    for at in range(begins, last):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        with pytest.raises(InvalidValue, match=r"seg = 'byte \d+' is not valid: it must be whole"):
+            list(read_log(tmp_path))
+
+
+def test_the_setting_of_before_is_refused_with_what_is_in_its_place() -> None:
+    with pytest.raises(InvalidValue, match=r"service.event_log = 'x' is no setting any more: .*service.keep_events"):
+        validated({"service": {"event_log": "x"}})
+    assert upgraded({"service": {"event_log": "x", "tick_s": 1.0}}) == {"service": {"tick_s": 1.0}}

@@ -9,10 +9,12 @@ from typing import Any, get_args
 import pytest
 
 from dora.config import RolloutConfig
+from dora.errors import NotFound
 from dora.orchestrator.book import Book
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.handoff_table import Handoff
+from dora.orchestrator.evaluations import Evaluations
 from dora.orchestrator.executor import Executor
 from dora.orchestrator.record_queue import RecordQueue
 from dora.orchestrator.storage import Storage
@@ -20,7 +22,9 @@ from dora.orchestrator.streams import Sessions, StepStream, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
 from dora.record import CANCELLED_FILE, TRAJECTORIES_FILE, Recorder
-from dora.types import Canary, EngineCapability, KvEndpoint, Prompt, Reward, TokenDelta
+from dora.rpc.columns import columns_from_wire, columns_to_wire
+from dora.stretches import Stretch
+from dora.types import Canary, EngineCapability, KvEndpoint, Prompt, Reward
 
 CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
 PROMPT = Prompt("p0", "task", (1, 2), group_size=2, verifier_json='{"reward": 0.5}')
@@ -36,6 +40,9 @@ class Feed:
     def release(self, prompt_id: str) -> None:
         self.released.append(prompt_id)
 
+    def origin(self, prompt_id: str) -> tuple[int, int]:
+        return 0, 0
+
 
 class Verifier:
     async def score(self, _prompt: str, _response: str | None, _ids: tuple[int, ...], verifier_json: str) -> Reward:
@@ -46,14 +53,33 @@ class Store:
     def __init__(self) -> None:
         self.retired: list[int] = []
 
-    def folder(self, version: int) -> Path:
-        return Path("versions") / str(version)
+    def name(self, version: int) -> str:
+        return f"v{version}-of-the-store"
+
+    def publication(self, _version: int) -> bytes:
+        return b"publication"
 
     def canary(self, _version: int) -> Canary | None:
         return None
 
     def retire(self, version: int) -> None:
         self.retired.append(version)
+
+
+class Hosts:
+    def __init__(self) -> None:
+        self.retired_versions: list[int] = []
+        self.looked: list[int] = []
+        self.beside = "w0"
+
+    def retired(self, version: int) -> None:
+        self.retired_versions.append(version)
+
+    def shares_store(self, worker_id: str) -> bool:
+        return worker_id == self.beside
+
+    def look_at_store(self, version: int) -> None:
+        self.looked.append(version)
 
 
 class Processes:
@@ -73,7 +99,7 @@ class Parts:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.book = Book(RolloutConfig())
-        self.feed, self.store, self.processes = Feed(), Store(), Processes()
+        self.feed, self.store, self.processes, self.hosts = Feed(), Store(), Processes(), Hosts()
         self.handoffs: dict[int, Handoff] = {}  # by the command of theirs
         self.lost: list[str] = []
         self.sessions = Sessions(lambda session, _: self.lost.append(session.worker_id), self.processes)
@@ -83,6 +109,7 @@ class Parts:
         self.tasks: list[asyncio.Task[None]] = []
         self.storage = Storage()
         self.recorder = RecordQueue(None if folder is None else Recorder(folder), self.storage, self.spawn)
+        self.evaluations = Evaluations(self.book, {}, lambda evaluation_id, reason: None)
         self.executor = Executor(
             book=self.book,
             feed=self.feed,
@@ -92,7 +119,10 @@ class Parts:
             recorder=self.recorder,
             storage=self.storage,
             sessions=self.sessions,
+            hosts=self.hosts,
+            evaluations=self.evaluations,
             handoff_of=self.handoffs.get,
+            row_of={"g0.0": 0, "g0.1": 1},
             telemetry=Telemetry(),
             post=self.posted.append,
             spawn=self.spawn,
@@ -116,8 +146,9 @@ class Parts:
 
     async def finish(self) -> None:
         await self.admit()
-        for request_id in ("g0.0", "g0.1"):
-            self.book[request_id].append("w0", TokenDelta(request_id, 0, 0, (3, 2), (-0.5, -0.25), "stop"), 1.0)
+        for row, request_id in enumerate(("g0.0", "g0.1")):
+            columns = columns_from_wire(columns_to_wire([Stretch(row, 0, (3, 2), (-0.5, -0.25), "stop")]))
+            self.book.append("w0", columns, 1.0)
             await self.carry_out(do.ScoreRequest(request_id))
 
     async def orders(self) -> list[Any]:
@@ -175,7 +206,7 @@ async def test_a_group_that_ends_leaves_the_book_and_frees_its_prompt(command: d
 async def test_a_retired_version_leaves_the_store(recorded: bool, tmp_path: Path) -> None:
     parts = Parts(tmp_path if recorded else None)
     await parts.carry_out(do.RetireVersion(4), do.ReleaseSnapshot("there"))
-    assert parts.store.retired == [4]
+    assert parts.store.retired == parts.hosts.retired_versions == [4]
 
 
 async def test_workers_get_their_commands_as_messages() -> None:
@@ -199,7 +230,7 @@ async def test_workers_get_their_commands_as_messages() -> None:
     await parts.carry_out(*commands, do.Thaw("w0", 2, 10, "g0.0"), do.Thaw("w1", 1, 11, "g0.0"))
     orders = await parts.orders()
     assert [order.command_id for order in orders] == list(range(10)), "none of another epoch or worker"
-    assert orders[0].load_version.folder == "versions/2" and orders[4].copy_in.locator == "there"
+    assert orders[0].load_version.name == "v2-of-the-store" and orders[4].copy_in.locator == "there"
     assert [order.copy_out.request_id for order in orders[8:]] == ["g0.0", "g0.0"]
     assert orders[2].reserve_slot.source_epoch == 0 and orders[3].copy_out.target.address == "", "of no handoff"
 
@@ -245,3 +276,28 @@ async def test_a_handoff_that_took_too_long_is_one_line(caplog: pytest.LogCaptur
     assert [record.getMessage() for record in caplog.records] == [
         "g0.0: its handoff from w1 to w0 is undone: it took longer than 30 s"
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "beside", "kind"),
+    [
+        (NotFound("version", 4, "one of those held"), "w0", "missing"),
+        (FileNotFoundError("versions"), "w0", "missing"),
+        (NotFound("version", 4, "one of those held"), "", "refused"),
+    ],
+)
+async def test_a_version_that_has_vanished_from_the_store_is_a_load_that_fails(
+    error: Exception, beside: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the worker's host has a store of its own, that may have the version: it is not missing there."""
+    parts = Parts()
+    parts.hosts.beside = beside
+
+    def name(_version: int) -> str:
+        raise error
+
+    monkeypatch.setattr(parts.store, "name", name)
+    (done,) = await parts.carry_out(do.LoadVersion("w0", 1, 9, 4))
+    assert isinstance(done, on.CommandDone)
+    assert (done.command_id, done.ok, done.error_kind) == (9, False, kind)
+    assert parts.hosts.looked == [4]

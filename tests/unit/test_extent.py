@@ -267,7 +267,7 @@ def extremes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(extremes(), st.sampled_from(list(strategies())))
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_whatever_is_accepted_runs_a_step_or_says_why_not(tree: dict[str, Any], policy: str) -> None:
     """No traceback, no overflow, no number that is none; that none hangs, the time limit of the test shows."""
     try:

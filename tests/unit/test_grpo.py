@@ -1,33 +1,33 @@
 """The reference trainer: its batches and gradients, and whether it learns."""
 
 import asyncio
+import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from dora.errors import InvalidValue, VersionRejected
+from dora.errors import Conflict, InvalidValue, VersionRejected
 from dora.models.tiny import make_tiny
-from dora.trainers.grpo import GrpoConfig, main, parse_arguments, step_json, step_line, take_groups, train
-from dora.trainers.learner import (
-    Learner,
-    LearnerConfig,
-    multiplies_bfloat16,
-)
+from dora.trainers.grpo import main, take_groups, train
+from dora.trainers.learner import Learner, LearnerConfig
 from dora.trainers.objectives.batch import Row
 from dora.trainers.objectives.presets import OBJECTIVES, objective
+from dora.trainers.options import GrpoConfig, multiplies_bfloat16, parse_arguments
 from dora.trainers.padding import padded_batches, response_logprobs
+from dora.trainers.report import step_json, step_line
 from dora.trajectory import Trajectory, TrajectoryGroup
 from dora.verify.recompute import recomputed_logprobs
-from tests.contract.trainer_service import TOKEN, make_group, make_trajectory, start_service
+from tests.contract.trainer_service import TOKEN, ScriptedService, make_group, make_trajectory, start_service
 
 
 def responses(texts: Sequence[Sequence[int]], rewards: Sequence[float], logprob: float = -1.0) -> TrajectoryGroup:
@@ -149,15 +149,38 @@ def test_invalid_rewards_are_masked_out_of_a_group(model_folder: Path) -> None:
     assert with_invalid.finish_step().grad_norm == pytest.approx(without.finish_step().grad_norm, rel=1e-5)
 
 
-def test_a_gradient_that_is_not_finite_is_not_taken(model_folder: Path) -> None:
+@pytest.mark.parametrize("what", ["loss", "grad_norm"])
+def test_what_is_not_finite_is_not_taken(model_folder: Path, what: str) -> None:
     module = load(model_folder)
     learner = Learner(module, LearnerConfig(learning_rate=0.1))
-    bad = responses([[5], [6]], [1.0, 0.0], logprob=math.nan)
-    learner.add_group(bad)
+    learner.add_group(responses([[5], [6]], [1.0, 0.0]))
+    learner.work()
+    spoilt = next(module.parameters())
+    spoilt.grad[0, 0] = math.inf
+    if what == "loss":
+        learner._sums.loss = math.nan
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    metrics = learner.finish_step()
-    assert metrics.step_skipped and metrics.numbers()["step_skipped"] == 1.0
+    with pytest.raises(InvalidValue, match=rf"^{what} = (nan|inf) is not valid: it must be finite; .* not committed"):
+        learner.finish_step()
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert learner.step == 0
+
+
+def test_what_cannot_be_trained_on_is_named(model_folder: Path) -> None:
+    learner = Learner(load(model_folder), LearnerConfig())
+    with pytest.raises(InvalidValue, match=r"^trajectory s0-g0-0: logprobs = nan is not valid: it must be finite"):
+        learner.add_group(responses([[5], [6]], [1.0, 0.0], logprob=math.nan))
+    with pytest.raises(InvalidValue, match=r"^trajectory s0-g0-1: response_token_ids = 64 .* must be 0 to 63, the tr"):
+        learner.add_group(responses([[5], [6, 64, 65]], [1.0, 0.0]))
+    kl = LearnerConfig(objective=objective("grpo", kl_coefficient=0.1))
+    with pytest.raises(Conflict, match=r"^reference is missing: it must be the reference version's model"):
+        Learner(load(model_folder), kl)
+    learner = Learner(load(model_folder), kl, reference=load(model_folder), reference_version=3)
+    with pytest.raises(Conflict, match=r"^trajectory s0-g0-0: reference_version = 0 is not the version .* must be 3"):
+        learner.add_group(responses([[5], [6]], [1.0, 0.0]))
+    masked = responses([[5, 6], [7]], [1.0, 0.0]).trajectories
+    outside = replace(masked[0], logprobs=np.array([math.nan, -1.0]), loss_mask=np.array([0, 1]))
+    Learner(load(model_folder), LearnerConfig()).add_group(TrajectoryGroup("s0-g0", (outside, masked[1])))
 
 
 class Bandit(torch.nn.Module):
@@ -177,7 +200,7 @@ class Bandit(torch.nn.Module):
 def test_a_bandit_learns_the_arm_that_pays(name: str, kl_coefficient: float) -> None:
     bandit = Bandit()
     chosen = objective(name, kl_coefficient=kl_coefficient)
-    learner = Learner(bandit, LearnerConfig(learning_rate=0.1, objective=chosen))
+    learner = Learner(bandit, LearnerConfig(learning_rate=0.1, objective=chosen), reference=copy.deepcopy(bandit))
     generator = torch.Generator().manual_seed(0)
     for _ in range(30):
         policy = torch.log_softmax(bandit.logits.detach(), 0)
@@ -284,6 +307,29 @@ async def test_a_learner_that_fails_ends_the_wait_for_groups(model_folder: Path)
     with ThreadPoolExecutor(1) as thread, pytest.raises(TypeError, match="logits_to_keep"):
         learner = Learner(bandit, LearnerConfig())
         await asyncio.wait_for(take_groups(step, learner, thread, []), 60.0)  # type: ignore[arg-type]
+
+
+async def test_the_wait_for_the_first_group_of_a_step_is_told(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_s: list[float] = []
+
+    async def late(self: ScriptedService, request: Any, context: Any) -> AsyncIterator[Any]:
+        began_s = time.monotonic()
+        await asyncio.to_thread(sum, range(5_000_000))
+        held_s.append(time.monotonic() - began_s)
+        async for batch in at_once(self, request, context):
+            yield batch
+
+    at_once = ScriptedService.StreamStep
+    monkeypatch.setattr(ScriptedService, "StreamStep", late)
+    service = await start_service(tmp_path / "store", model_folder)
+    report = await train(GrpoConfig(service.address, TOKEN, groups=1, steps=2))
+    told = [commit.waited_s for commit in service.service.commits]
+    assert told == [step.waited_s for step in report.steps]
+    assert all(waited_s >= held for waited_s, held in zip(told, held_s, strict=False)) and len(told) == 2
+    assert all(step.waited_s < step.seconds for step in report.steps)
+    await service.server.stop(None)
 
 
 async def test_a_rejected_version_is_published_anew_once(tmp_path: Path, model_folder: Path) -> None:

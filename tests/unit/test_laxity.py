@@ -129,7 +129,8 @@ def test_few_workers_take_up_fewer_versions_unless_the_trainer_is_behind() -> No
     """Two at window 3, a trainer of 1 s and one of 60 s a step: versions that groups were begun with, of ten."""
     taken: dict[float, set[int]] = {1.0: set(), 60.0: set()}
     for step_s, versions in taken.items():
-        world = World(composed({"trainer": {"step_s": step_s}}, "small", "laxity", 3), 0)
+        settings = {"trainer": {"step_s": step_s}, "window": {"freshness": 0.0}}
+        world = World(composed(settings, "small", "laxity", 3), 0)
 
         def see(now_s: float, event: on.Event, commands: list[do.Command], seen: set[int] = versions) -> None:
             seen.update(command.version for command in commands if isinstance(command, do.AdmitGroup))

@@ -51,6 +51,15 @@ def test_a_config_tells_a_mixture_of_experts(tiny_dense: Path, tiny_moe: Path, t
         experts(tmp_path)
 
 
+def test_a_tiny_mixture_has_as_many_experts_as_asked_for(tmp_path: Path) -> None:
+    for kind in ("moe", "mla"):
+        folder = make_tiny(kind, tmp_path / kind, experts=(16, 4))
+        assert experts(folder) == (16, 4)
+        load(folder)
+    with pytest.raises(InvalidValue, match="no mixture"):
+        make_tiny("dense", tmp_path / "dense", experts=(16, 4))
+
+
 def test_experts_get_one_tensor_per_expert_and_projection(tiny_moe: Path) -> None:
     saved = load_file(tiny_moe / "model.safetensors")
     fused = load(tiny_moe).state_dict()

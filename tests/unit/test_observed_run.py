@@ -11,11 +11,11 @@ from dora.config import Config
 from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.eventlog import EventLogWriter
 from dora.sim import world
 from dora.sim.presets import composed
 from dora.sim.run import simulate
 from perf.observed_run import Books, group_correlation, observed, scenario
+from tests.eventlogs import FolderWriter
 
 WARMUP, STEPS = 4, 12
 
@@ -23,7 +23,7 @@ WARMUP, STEPS = 4, 12
 class LoggedMachine(Machine):
     """A core that logs its events as the service does."""
 
-    def __init__(self, config: Config, log: EventLogWriter) -> None:
+    def __init__(self, config: Config, log: FolderWriter) -> None:
         super().__init__(config)
         self._log = log
 
@@ -50,7 +50,7 @@ def test_what_is_observed_of_a_run_simulates_to_the_same(tmp_path: Path, monkeyp
         "small",
     )
     config = world.core_config(drawn)
-    with EventLogWriter(log, config, now_s=0.0) as writer:
+    with FolderWriter(log, config, now_s=0.0) as writer:
         monkeypatch.setattr(world, "Machine", partial(LoggedMachine, log=writer))
         report = simulate(drawn, steps=STEPS, warmup=WARMUP, seed=5)
         monkeypatch.undo()

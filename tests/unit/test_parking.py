@@ -205,25 +205,26 @@ def test_a_pool_has_an_id_of_its_own_and_some_memory() -> None:
     assert bench.pool.epoch == 2
 
 
+def drained(*pools: on.PoolJoined) -> Bench:
+    """A worker on host a that is to leave with two requests, while the other one's slots are taken."""
+    bench = Bench(window=2, groups=4, policy="dora")
+    bench.join("w0", slots=2, host="a")
+    bench.join("w1", slots=2, host="b")
+    bench.load_all()
+    bench.post(on.TrainerAttached(1, bench.groups))
+    bench.offer(4)
+    for group in range(4):
+        bench.report(f"g{group}.0", 3)
+    for pool in pools:
+        bench.post(pool)
+    bench.post(on.DrainAsked("w0"))
+    return bench
+
+
 def test_a_drained_worker_parks_what_finds_no_slot_and_leaves() -> None:
-    """Without a pool its two requests stay until they end: the other worker's slots are taken."""
-
-    def drained(pool: bool) -> Bench:
-        bench = Bench(window=2, groups=4, policy="dora")
-        bench.join("w0", slots=2)
-        bench.join("w1", slots=2)
-        bench.load_all()
-        bench.post(on.TrainerAttached(1, bench.groups))
-        bench.offer(4)
-        for group in range(4):
-            bench.report(f"g{group}.0", 3)
-        if pool:
-            bench.post(on.PoolJoined("pool-0", 1, 1000))
-        bench.post(on.DrainAsked("w0"))
-        return bench
-
-    assert not drained(pool=False).given(do.Park)
-    bench = drained(pool=True)
+    """Without a pool its two requests stay until they end."""
+    assert not drained().given(do.Park)
+    bench = drained(on.PoolJoined("pool-0", 1, 1000))
     bench.obey(do.ReserveSlot)
     parks = bench.given(do.Park)
     assert [park.worker_id for park in parks] == ["w0", "w0"]
@@ -237,13 +238,19 @@ def test_a_drained_worker_parks_what_finds_no_slot_and_leaves() -> None:
     assert [each.target for each in bench.state.handoffs.values()] == ["w1"], "one resumes as soon as a slot is free"
 
 
-def test_parked_tokens_are_seen() -> None:
+@pytest.mark.parametrize("own_tokens, chosen", [(100, "pool-1"), (5, "pool-2")])
+def test_a_request_is_parked_on_its_own_host_or_else_where_there_is_most_room(own_tokens: int, chosen: str) -> None:
+    pools = (("pool-0", 500, "b"), ("pool-1", own_tokens, "a"), ("pool-2", 1000, "b"))
+    bench = drained(*(on.PoolJoined(pool_id, 1, kv_tokens, host) for pool_id, kv_tokens, host in pools))
+    assert [command.worker_id for command in bench.given(do.ReserveSlot)] == [chosen, chosen]
+
+
+def test_a_policy_sees_how_much_room_pools_have() -> None:
     bench = PoolBench()
-    assert (view_of(bench.state).pools, view_of(bench.state).parked_tokens) == ((1000,), 0)
+    assert view_of(bench.state).pools == (1000,)
     bench.park_and_lose_worker()
     view = view_of(bench.state)
-    assert (view.pools, view.parked_tokens) == ((988,), 12)
-    assert view.requests.parked.nonzero()[0].tolist() == [bench.row] and view.requests.worker[bench.row] == -1
+    assert view.pools == (988,) and view.requests.worker[bench.row] == -1
 
 
 def test_a_worker_without_room_is_asked_once_more_after_a_rest() -> None:

@@ -13,9 +13,12 @@ from dora.sim.plot import draw
 from dora.sim.report import Arrow, Report, Span, StepSpan, Timeline
 
 REPORT = Report(
-    preset="dora-64", policy="dora", window=3, predictor="oracle", seed=0, steps=4, engines=6, step_time_min=17.0,
-    rollout_only_fraction=0.22, dp_groups_to_add=2, tokens_per_s=20_000.0, generated_tokens_per_s=19_000.0,
-    staleness_max=2, staleness_mean=0.8, bound_min=15.63, bound_consumed_min=15.6, work_done_over_consumed=1.0,
+    preset="dora-64", policy="dora", window=3, window_last=3, window_changes=(), predictor="oracle", seed=0, steps=4,
+    engines=6, step_time_min=17.0, rollout_only_fraction=0.22, dp_groups_to_add=2, tokens_per_s=20_000.0,
+    generated_tokens_per_s=19_000.0,
+    staleness_max=2, staleness_mean=0.8, staleness_groups=(800, 858, 390), step_staleness=(0.7, 0.8, 0.9, 0.8),
+    step_took_min=(17.0,) * 4, step_waited_min=(3.7,) * 4,
+    bound_min=15.63, bound_consumed_min=15.6, work_done_over_consumed=1.0,
     kv_utilisation=0.8, violations=0, lost=0, duplicated=0, filter_fraction=0.0, redundant_fraction=0.0,
     groups_filtered=0, groups_dropped=0, tokens_wasted_fraction=0.0, migrations_kv=120, migrations_reprefill=0,
     preemptions=3, overhead_balancing=0.004, overhead_transfer=0.01, overhead_reprefill=0.0, recall_longest_20=1.0,

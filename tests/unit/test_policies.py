@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dora.config import BalanceConfig
+from dora.config import BalanceConfig, WindowConfig, WindowSize
 from dora.errors import InvalidValue, NotFound
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.cost import CostModel
@@ -34,24 +34,31 @@ def test_a_policy_is_found_by_name_and_refused_with_the_reason() -> None:
     assert all(type(policy_of(BalanceConfig(policy=name))).__name__.endswith("Policy") for name in POLICIES)
     with pytest.raises(NotFound, match="did you mean laminar"):
         policy_of(BalanceConfig(policy="laminer"))
-    assert isinstance(policy_of(BalanceConfig(policy="one_step"), window=2), OneStepPolicy)
+    assert isinstance(policy_of(BalanceConfig(policy="one_step"), WindowConfig(size=2)), OneStepPolicy)
 
 
-def live(policy: str, window: int) -> None:
-    check_live(BalanceConfig(policy=policy), window)
+def live(policy: str, window: WindowSize) -> None:
+    check_live(BalanceConfig(policy=policy), WindowConfig(size=window))
 
 
 @pytest.mark.parametrize(
     ("policy", "window", "allowed"),
-    [("sync", 4, "1, by"), ("one_step", 1, "2, by"), ("stream", 3, "2, by"), ("streamrl", 3, "1 to 2, by")],
+    [
+        ("sync", 4, "1, by"),
+        ("one_step", 1, "2, by"),
+        ("stream", 3, "2, by"),
+        ("streamrl", 3, "1 to 2, by"),
+        ("streamrl", "auto", "1 to 2, by"),
+    ],
 )
-def test_a_window_that_a_strategy_is_not_defined_for_is_refused(policy: str, window: int, allowed: str) -> None:
+def test_a_window_that_a_strategy_is_not_defined_for_is_refused(policy: str, window: WindowSize, allowed: str) -> None:
     """By the core and before a service starts: it would run as in another window, or stall."""
-    message = rf"window.size = {window} .* {allowed} the definition of {policy}"
-    for refuse in (lambda: policy_of(BalanceConfig(policy=policy), window), lambda: live(policy, window)):
+    message = rf"window.size = '?{window}'? .* {allowed} the definition of {policy}"
+    sizes = WindowConfig(size=window)
+    for refuse in (lambda: policy_of(BalanceConfig(policy=policy), sizes), lambda: live(policy, window)):
         with pytest.raises(InvalidValue, match=message):
             refuse()
-    live(policy, nearest_window(policy, window))
+    live(policy, nearest_window(policy, 3))
 
 
 def test_a_service_refuses_what_it_does_not_know_and_lengths_that_no_prompt_brings() -> None:
@@ -63,7 +70,7 @@ def test_a_service_refuses_what_it_does_not_know_and_lengths_that_no_prompt_brin
     with pytest.raises(InvalidValue, match=r"balance.policy = 'partial'"):
         live("partial", 64)
     with pytest.raises(InvalidValue, match=r"balance.predictor = 'oracle'.*statistics or ranker"):
-        check_live(BalanceConfig(predictor="oracle"), 2)
+        check_live(BalanceConfig(predictor="oracle"), WindowConfig())
 
 
 # -------------------------------------------------------------------------------------------------------- whole batches

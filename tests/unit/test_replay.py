@@ -18,12 +18,13 @@ from dora.orchestrator.core import Machine
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.window import Window
-from dora.orchestrator.eventlog import EventLogWriter, read_log
+from dora.orchestrator.eventlog import read_log
 from dora.orchestrator.replay import Decision, Known, KnownWorker, Replay, known_of, line_of
 from dora.sim import world
 from dora.sim.invariants import fingerprint
 from dora.sim.trial import Trial, conduct
 from dora.sim.unreliable import UnreliableWorld
+from tests.eventlogs import FolderWriter
 
 FAULTS = "kill,handoff,copy,partition,trainer,leave,migrate,cancel,stale"
 
@@ -37,7 +38,7 @@ class LoggedMachine(Machine):
 
     def __init__(self, config: Config, file: Path) -> None:
         super().__init__(config)
-        self.log = EventLogWriter(file, config, now_s=0.0)
+        self.log = FolderWriter(file, config, now_s=0.0)
         self.answers: list[tuple[tuple[do.Command, ...], str]] = []
 
     def handle(self, event: on.Event, now_s: float) -> list[do.Command]:
@@ -74,7 +75,7 @@ def small(file: Path, *more: on.Event) -> Path:
         on.PromptsOffered((on.OfferedPrompt("p0", "sum", 10, 2, 64),)),
         on.StepRequested(1, 5),
     )
-    with EventLogWriter(file, config, now_s=0.0) as writer:
+    with FolderWriter(file, config, now_s=0.0) as writer:
         for second, event in enumerate((*events, *more), start=1):
             writer.append(event, float(second))
     return file
@@ -157,7 +158,7 @@ def test_what_was_refused_is_refused_again_and_the_replay_goes_on(tmp_path: Path
 def place_given_back_twice(patch: pytest.MonkeyPatch) -> None:
     """A bug of the core that is a DoraError, and yet no refusal: the event is half done by then."""
     give_back = Window.give_back
-    patch.setattr(Window, "give_back", lambda self, version: (give_back(self, version), give_back(self, version)))
+    patch.setattr(Window, "give_back", lambda self, *group: (give_back(self, *group), give_back(self, *group)))
 
 
 def test_what_ends_the_service_ends_the_replay_and_is_no_refusal(
@@ -168,7 +169,7 @@ def test_what_ends_the_service_ends_the_replay_and_is_no_refusal(
     replayed = Replay(log.config, log)
     *_, failed = replayed
     assert (failed.number, failed.refusal, failed.commands) == (6, "", ()) and failed.chose
-    assert failed.failure.startswith("IllegalTransition: no open group of version 0 to give back")
+    assert failed.failure.startswith("IllegalTransition: no open group of version 0 due at 1 to give back")
     assert failed.failure.endswith("in give_back)")
     summary = replayed.summary()
     assert summary.failed == f"event 6, GroupCancelled: {failed.failure}"
@@ -244,7 +245,7 @@ def test_the_command_shows_what_ended_the_service_without_a_traceback(
     file = small(tmp_path / "log", on.GroupCancelled("g0", "user"), on.Tick())
     told = invoke(file, *options)
     assert (told.exit_code, told.stderr) == (1, "")
-    said = "IllegalTransition: no open group of version 0 to give back"
+    said = "IllegalTransition: no open group of version 0 due at 1 to give back"
     assert (f"  failed  {said}" in told.stdout) == ("--only" not in options)
     assert "event 6, GroupCancelled: IllegalTransition" in " ".join(told.stdout.split())
     document = json.loads(invoke(file, "--json", *options).stdout)
@@ -296,28 +297,30 @@ def test_bad_options_are_named(tmp_path: Path, options: tuple[object, ...], mess
 
 
 def test_a_damaged_log_prints_nothing_but_what_is_wrong(tmp_path: Path) -> None:
-    file = small(tmp_path / "log", on.Tick())
-    damaged = bytearray(file.read_bytes())
-    damaged[-40] ^= 1  # in event 5 of 6
-    file.write_bytes(damaged)
-    result = invoke(file)
-    assert result.exit_code == 2 and result.stdout == "" and "record 5 at byte" in result.stderr
-    assert invoke(file, "--to", 4).exit_code == 0, "what came before may be seen"
-    with pytest.raises(InvalidValue, match="record 5"):
-        decisions_of(file)
+    folder = small(tmp_path / "log", on.Tick())
+    segment = folder / "log" / "00000001.seg"
+    damaged = bytearray(segment.read_bytes())
+    damaged[-60] ^= 1  # in event 5 of 6
+    segment.write_bytes(damaged)
+    result = invoke(folder)
+    assert result.exit_code == 2 and result.stdout == "" and "00000001.seg = 'byte" in result.stderr
+    assert invoke(folder, "--to", 4).exit_code == 0, "what came before may be seen"
+    with pytest.raises(InvalidValue, match="the file was damaged"):
+        decisions_of(folder)
 
 
 def test_a_torn_log_is_replayed_and_the_tear_reported(tmp_path: Path) -> None:
-    file = small(tmp_path / "log")
-    file.write_bytes(file.read_bytes()[:-3])
-    result = invoke(file, "--json")
+    folder = small(tmp_path / "log")
+    segment = folder / "log" / "00000001.seg"
+    segment.write_bytes(segment.read_bytes()[:-3])
+    result = invoke(folder, "--json")
     document = json.loads(result.stdout)
     assert result.exit_code == 0 and len(document["decisions"]) == 4 and document["torn_bytes"] > 0
     assert f"the last {document['torn_bytes']} bytes were cut short" in result.stderr
 
 
 def test_many_workers_are_shown_by_version(tmp_path: Path) -> None:
-    with EventLogWriter(tmp_path / "log", Config(), now_s=0.0) as writer:
+    with FolderWriter(tmp_path / "log", Config(), now_s=0.0) as writer:
         for number in range(1, 11):
             writer.append(on.WorkerJoined(f"w{number}", number, 4, 1000), 1.0)
         writer.append(on.Tick(), 2.0)

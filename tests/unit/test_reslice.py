@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora.errors import LayoutMisfit, SnapshotRefused
+from dora.kvtransfer.checksum import Seal, digest_with
 from dora.kvtransfer.codec import head_of, round_of, snapshot_of
 from dora.kvtransfer.layout import blocks_for, check_consistent, check_layout
 from dora.kvtransfer.reslice import resharded, resliced, shard_name
@@ -73,14 +74,63 @@ def test_any_shards_are_made_of_any_others_and_back(found: int, wanted: int, cut
     assert back.layout == sharded(original, found).layout
 
 
-@given(shards=st.sampled_from([2, 4]), seed=st.integers(0, 9))
-def test_shards_travel_rank_by_rank_and_one_that_is_damaged_or_missing_voids_all(shards: int, seed: int) -> None:
-    sent = sharded(whole(seed=seed), shards)
+Shard = tuple[str, int]  # its name, and bytes: of a block in a layout, or all that it has in a body
+
+
+def changed(shards: list[Shard], what: str, first: int, second: int) -> list[Shard]:
+    """Two different shards are chosen; the first of them is not as it was."""
+    made = list(shards)
+    if what == "missing":
+        del made[first]
+    elif what == "doubled":
+        made.insert(second, made[first])
+    elif what == "swapped":
+        made[first], made[second] = made[second], made[first]
+    elif what == "another's":
+        made[first] = made[second]
+    else:
+        name, size = made[first]
+        made[first] = name, size * 2 if what == "longer" else size // 2
+    return made
+
+
+CHANGED = st.sampled_from(["missing", "doubled", "swapped", "another's", "longer", "shorter"])
+PLACES = st.permutations(range(4)).map(lambda places: places[:2])
+
+
+@given(ours=COUNTS, shards=st.sampled_from([2, 4]), what=CHANGED, places=PLACES)
+def test_a_head_of_other_shards_than_its_layout_has_fits_no_engine(
+    ours: int, shards: int, what: str, places: list[int]
+) -> None:
+    """Its table of shards, in the order of the body, is the locator of each; none is written before it is checked."""
+    expected, sent = resharded(whole().layout, ours), resharded(whole().layout, shards)
+    check_layout(sent, expected)
+    layers = changed(list(sent.layers), what, *places)
+    extra = len(layers) - len(sent.layers)
+    interiors = (*sent.interiors, *sent.interiors[:extra])[: len(layers)]
+    with pytest.raises(SnapshotRefused, match=r"layout\.(shards|layers|interiors)"):
+        check_layout(replace(sent, layers=tuple(layers), interiors=interiors), expected)
+
+
+@given(shards=st.sampled_from([2, 4]), what=CHANGED, places=PLACES, chunk_bytes=st.integers(1, 4096), data=st.data())
+def test_shards_travel_rank_by_rank_and_one_that_is_not_as_it_was_voids_all(
+    shards: int, what: str, places: list[int], chunk_bytes: int, data: st.DataObject
+) -> None:
+    """In one body, under the sums of its chunks: whatever has become of a shard, length or sums say so."""
+    sent = sharded(whole(seed=data.draw(st.integers(0, 9))), shards)
     head, body = head_of(sent), b"".join(round_of(sent))
     assert bytes_of(snapshot_of(head, body)) == bytes_of(sent)
-    last = sent.blocks[shard_name(LAYERS[-1], shards - 1, shards)][0].nbytes
-    with pytest.raises(SnapshotRefused, match="body bytes"):
-        snapshot_of(head, body[:-last])
+    digest = digest_with("xxh3", b"")
+    chunks = (body[at : at + chunk_bytes] for at in range(0, len(body), chunk_bytes))
+    seal = Seal("xxh3", chunk_bytes, tuple(digest([chunk]) for chunk in chunks))
+    assert not seal.damaged(memoryview(body), b"")
+    held = bytes_of(sent)
+    parts = changed([(name, len(held[name])) for name, _ in sent.layout.layers], what, *places)
+    made = b"".join((held[name] * 2)[:size] for name, size in parts)
+    assert seal.damaged(memoryview(made), b"")
+    if len(made) != len(body):
+        with pytest.raises(SnapshotRefused, match="body bytes"):
+            snapshot_of(head, made)
 
 
 def test_layouts_that_differ_in_shards_alone_agree() -> None:
@@ -115,6 +165,7 @@ def test_what_cannot_be_cut_between_heads_is_refused_with_the_reason() -> None:
         {"shards": 2, "layers": (("a@0", 8), ("a@1", 8)), "interiors": ((1, ()), (2, ()))},
         {"shards": 2, "layers": (("a@0", 8), ("a@1", 8), ("b@0", 8), ("a@2", 8)), "interiors": ((1, ()),) * 4},
         {"shards": 2, "layers": (("@0", 8), ("a@1", 8))},
+        {"shards": 2, "layers": (("a@1", 8), ("a@0", 8))},
     ],
 )
 def test_a_layout_whose_shards_are_not_there_is_refused(change: dict[str, object]) -> None:

@@ -103,6 +103,24 @@ async def test_closing_ends_the_processes(start: Start) -> None:
     assert not is_alive(process_id)
 
 
+async def test_calls_that_wait_are_asked_together_and_each_fails_alone(start: Start) -> None:
+    """Once calls are known to be short. Whatever one of them does, the others are answered, by another process."""
+    runner = await start("misbehaves", timeout_s=0.5)
+    await asyncio.gather(*(runner.score("", "", [], "{}") for _ in range(32)))
+    prompts = ["", "raise", "", "die", "", "", "hang", "", "exit", ""]
+    rewards = await asyncio.gather(*(runner.score(prompt, "", [1, 2], "{}") for prompt in prompts))
+    assert [reward.valid for reward in rewards] == [not prompt for prompt in prompts]
+    assert "exit code 7" in rewards[3].log and "took longer than 0.5 s" in rewards[6].log
+
+
+async def test_of_calls_that_are_asked_together_each_gets_its_own_verdict(start: Start) -> None:
+    runner = await start("echo")
+    await asyncio.gather(*(runner.score("", "", [], '{"reward": 1}') for _ in range(32)))
+    calls = (runner.score("", "", [index] * index, f'{{"reward": {index}}}') for index in range(100))
+    rewards = await asyncio.gather(*calls)
+    assert [(reward.value, reward.components["tokens"]) for reward in rewards] == [(i, i) for i in range(100)]
+
+
 async def test_a_hanging_call_delays_no_other_worker(start: Start) -> None:
     runner = await start("misbehaves", workers=2, timeout_s=3.0)
     hanging = asyncio.create_task(runner.score("hang", "", [], "{}"))

@@ -14,8 +14,8 @@ import pytest
 from dora.config import validated
 from dora.errors import InvalidValue
 from dora.kvtransfer.segments import SegmentPool
-from dora.orchestrator.book import BookError
 from dora.orchestrator.core import events as on
+from dora.orchestrator.entry import BookError
 from dora.orchestrator.feed import PromptFeed
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.trainer import TrainerService
@@ -23,19 +23,22 @@ from dora.orchestrator.setup import with_context
 from dora.orchestrator.streams import LOST_KEPT, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.record import CANCELLED_FILE, Recorder
-from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
+from dora.rpc.columns import columns_to_wire
+from dora.stretches import Stretch
+from dora.trajectory import Int32Array
 from dora.types import EngineCapability, Prompt, Reward, TokenDelta
 from dora.weights.files import WeightFile, hash_file
 from dora.weights.store import WeightStore
 
+STRETCH = ("first_token", "token_ids", "logprobs", "finish_reason", "stop", "routed_experts")
 CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
 
 
 class Praise:
     """Every response is worth 1.0, or what the prompt's own data says."""
 
-    async def score(self, _prompt: str, _response: str | None, _ids: tuple[int, ...], verifier_json: str) -> Reward:
+    async def score(self, _prompt: str, _response: str | None, _ids: Int32Array, verifier_json: str) -> Reward:
         verdict = json.loads(verifier_json)
         return Reward(verdict.get("reward", 1.0), valid=verdict.get("valid", True))
 
@@ -105,8 +108,8 @@ class Shell:
             snapshots=folder / "kv",
             group_filter=group_filter,
             recorder=Recorder(folder / "record"),
-            processes=self.kills,
         )
+        self.runtime.sessions.processes = self.kills
         self.trainer = TrainerService(self.runtime, model)
         self.session = self.join(1)
 
@@ -133,12 +136,15 @@ class Shell:
                 found.append(getattr(command, kind))
         return found
 
-    async def admit(self, groups: int, group_size: int = 0, verifier_json: str = "{}") -> list[str]:
+    async def admit(self, groups: int, group_size: int = 0, verifier_json: str = "{}", pairs: int = 1) -> list[str]:
         """A trainer attaches, prompts come, their requests are started."""
         self.orders("")
         await self.trainer.Attach(pb.AttachRequest(groups_per_step=groups), None)
         self.runtime.feed.submit(
-            [Prompt(f"p{i}", "task", (1, 2), group_size=group_size, verifier_json=verifier_json) for i in range(groups)]
+            [
+                Prompt(f"p{i}", "task", (1, 2) * pairs, group_size=group_size, verifier_json=verifier_json)
+                for i in range(groups)
+            ]
         )
         await self.until(lambda: len(self.state.group_row) == groups)
         return [start.request_id for start in self.orders("start_request")]
@@ -149,8 +155,15 @@ class Shell:
                 await asyncio.to_thread(lambda: None)
 
     def report(self, *deltas: TokenDelta, version: int = 0) -> None:
-        message = pb.WorkerReport(deltas=[convert.delta_to_wire(delta) for delta in deltas], version=version)
+        """Raises what the service refuses."""
+        stretches = [Stretch(self.row(each.request_id), *(getattr(each, name) for name in STRETCH)) for each in deltas]
+        message = pb.WorkerReport(tokens=columns_to_wire(stretches), version=version)
         self.runtime.reports.report(self.session, message)
+
+    def row(self, request_id: str) -> int:
+        """By which reports name the request; that of none, where there is no such request."""
+        row: int = self.state.request_row.get(request_id, self.state.requests.capacity - 1)
+        return row
 
     def commit_request(self) -> pb.CommitStepRequest:
         file = self.store.begin(1, 1) / "model.safetensors"
@@ -189,7 +202,7 @@ async def test_nothing_of_a_report_with_a_bad_delta_counts(shell: Shell) -> None
     good, bad = await shell.admit(2)
     with pytest.raises(BookError, match="first token = 5"):
         shell.report(ended(good), ended(bad, first=5))
-    assert not shell.runtime.book[good].tokens
+    assert not len(shell.runtime.book[good])
     shell.runtime.sessions.replace(shell.session, "a gap")
     await shell.until(lambda: not shell.state.workers)
     shell.join(2)
@@ -200,7 +213,7 @@ async def test_tokens_of_another_version_are_counted_and_never_taken(shell: Shel
     (request_id,) = await shell.admit(1)
     shell.report(ended(request_id, version=3), version=3)
     assert shell.runtime.machine.counters.c1_violations == 1
-    assert not shell.runtime.book[request_id].tokens
+    assert not len(shell.runtime.book[request_id])
     assert shell.kills.killed == ["w0"]
 
 
@@ -220,7 +233,7 @@ async def test_a_worker_is_lost_at_once_and_its_late_reports_are_ignored(shell: 
     await shell.until(lambda: True)
     assert shell.runtime.sessions.workers == {"w0": new} and list(shell.state.workers) == ["w0"]
     assert shell.kills.killed == ["w0"], "the new process lives"
-    assert not shell.runtime.book[request_id].tokens
+    assert not len(shell.runtime.book[request_id])
 
 
 async def test_a_commit_goes_on_when_its_caller_hangs_up(shell: Shell) -> None:
@@ -325,10 +338,10 @@ async def test_a_commit_that_waited_for_no_time_there_is_is_refused(shell: Shell
 
 async def test_siblings_differ_where_their_prompt_names_a_seed(shell: Shell) -> None:
     prompt = Prompt("p0", "task", (1, 2), sampling={"seed": 7}, group_size=3)
-    shell.runtime.book.admit("g0", prompt, 0, ("g0.0", "g0.1", "g0.2"), 0.0)
+    shell.runtime.book.admit("g0", prompt, 0, {"g0.0": 0, "g0.1": 1, "g0.2": 2}, 0.0)
     seeds = [shell.runtime.book[f"g0.{index}"].sampling.seed for index in range(3)]
     assert seeds[0] == 7 and len(set(seeds)) == 3
-    shell.runtime.book.admit("g1", replace(prompt, prompt_id="p1"), 0, ("g1.0", "g1.1", "g1.2"), 0.0)
+    shell.runtime.book.admit("g1", replace(prompt, prompt_id="p1"), 0, {"g1.0": 3, "g1.1": 4, "g1.2": 5}, 0.0)
     assert seeds == [shell.runtime.book[f"g1.{index}"].sampling.seed for index in range(3)], "they follow from it alone"
 
 

@@ -12,9 +12,11 @@ import torch
 
 from dora.errors import DoraError, InvalidValue
 from dora.orchestrator.services.trainer import METRICS_MOST, checked_metrics
-from dora.trainers.grpo import StepReport, alarm_lines, main, parse_arguments, step_line
+from dora.trainers.grpo import main
 from dora.trainers.learner import LearnerConfig, StepMetrics
 from dora.trainers.objectives.batch import TokenBatch
+from dora.trainers.options import parse_arguments
+from dora.trainers.report import StepReport, alarm_lines, step_line
 from dora.trainers.signals import (
     LOG_RATIO_BIN,
     STALENESS_MOST,
@@ -118,7 +120,7 @@ def test_logprobs_that_are_not_finite_are_counted_and_spoil_nothing() -> None:
 def metrics_of(sums: ByStaleness, bound: float = 0.2) -> StepMetrics:
     found = whole(sums)
     alarms = alarm(found.clip_fraction, bound)
-    return StepMetrics(0.5, 1.0, False, 2, 2, 0, 1.0, found, numbers_by_staleness(sums), alarms)
+    return StepMetrics(0.5, 1.0, 2, 2, 0, 1.0, found, numbers_by_staleness(sums), alarms)
 
 
 def test_a_commit_has_room_for_the_signals_of_any_window() -> None:

@@ -22,11 +22,13 @@ from dora.orchestrator.core.policies import POLICIES, Strategy
 from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.orchestrator.core.view import View
 from dora.orchestrator.core.window import Window
+from dora.sim.ledger import Group
 from dora.sim.meter import Consumed
 from dora.sim.partial import strategies
-from dora.sim.presets import NAMES, composed, scenario_for
+from dora.sim.presets import NAMES, composed, preset, scenario_for
 from dora.sim.report import Report
 from dora.sim.run import simulate as simulate_scenario
+from dora.sim.workload import WorkloadStream
 
 NO_COST = [
     word for name in ("kv_token_s", "weights_s", "request_s", "step_s") for word in ("--set", f"cluster.cost.{name}=0")
@@ -154,7 +156,7 @@ def test_a_broken_promise_is_told_with_its_time_and_the_command_that_shows_it_ag
 def test_a_comparison_ends_with_the_policy_that_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its command names that policy alone, with the window that it had."""
     plant_over_admission(monkeypatch)
-    told = run(*SMALL, "--compare", "--json")
+    told = run(*SMALL, "--set", "window.freshness=0", "--compare", "--json")
     answer = json.loads(told.stdout)
     assert told.exit_code == ExitCode.FAILED and answer["violations"] == 1
     again = run(*shlex.split(answer["replay"])[1:], "--json")
@@ -203,7 +205,11 @@ def test_a_strategy_that_raises_is_told_with_its_name_its_time_and_the_command_t
 
 
 def test_the_report_counts_groups_that_were_trained_outside_the_window() -> None:
-    assert Consumed(staleness=[0, 1, 2, 3, -1]).out_of_window(3) == 2
+    consumed = Consumed()
+    prompt = WorkloadStream(preset("small").workload, 0, 1).take(1)[0]
+    for version, window in ((5, 3), (4, 3), (3, 3), (2, 3), (6, 3), (4, 1)):  # the last was admitted in a window of 1
+        consumed.add(5, 1.0, [Group(prompt, version, window, (), 0)], [])
+    assert consumed.out_of_window == 3
 
 
 def test_the_plan_changes_the_split() -> None:

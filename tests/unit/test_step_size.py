@@ -75,8 +75,8 @@ def test_a_window_of_another_size_is_feasible_or_refused(
     for _ in range(min(opened, window.admissible(0))):
         window.admit(0)
     for _ in range(taken):
-        if window.open_groups and window.takeable(0):
-            window.take(0)
+        if window.open_groups and window.takeable(window.deadline(0)):
+            window.take(0, window.deadline(0))
     fits = window.open_groups <= window.places(new, taken) and taken <= new
     if not fits:
         with pytest.raises(IllegalTransition):

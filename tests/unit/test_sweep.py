@@ -37,7 +37,7 @@ def over_admission(patch: pytest.MonkeyPatch) -> None:
 
 def place_is_kept(patch: pytest.MonkeyPatch) -> None:
     """A bug that needs a cancelled group."""
-    patch.setattr(Window, "give_back", lambda self, version: None)
+    patch.setattr(Window, "give_back", lambda self, version, deadline: None)
 
 
 def requests_die(patch: pytest.MonkeyPatch) -> None:

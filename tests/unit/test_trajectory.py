@@ -50,7 +50,9 @@ def test_every_field_survives_json_and_the_keys_are_the_documented_ones() -> Non
     event = EnvironmentEvent(2, "tool_call", "search", '{"q": 1}', 1.5)
     trajectory = make_trajectory(3, 1, 1, events=(event,), behaviour_version=2, staleness=1)
     record = trajectory.to_json_dict()
-    assert set(record) == ISSUE_KEYS | {"reward_valid", "events", "stop_reason"}
+    assert set(record) == ISSUE_KEYS | {
+        "reward_valid", "events", "stop_reason", "window_versions", "routed_experts"
+    }  # fmt: skip
     assert record["worker_history"][0].keys() == {"worker", "first_token", "last_token", "arrival", "version"}
     again = through_json(trajectory)
     assert again.to_json_dict() == record

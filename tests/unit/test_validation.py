@@ -27,8 +27,8 @@ def refusal(model: type[BaseModel], *overrides: str) -> str:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("window.size=soon", "window.size = 'soon' is not valid: it must be a whole number from 1 to 64"),
-        ("window.size=true", "window.size = True is not valid: it must be a whole number from 1 to 64"),
+        ("window.size=soon", "window.size = 'soon' is not valid: it must be a whole number from 1 to 64 or auto"),
+        ("window.size=true", "window.size = True is not valid: it must be a whole number from 1 to 64 or auto"),
         ("balance.period_s=0", "balance.period_s = 0 is not valid: it must be a number from 0.001 to 100000"),
         ("filter_fraction=1", "filter_fraction = 1 is not valid: it must be a number from 0 to 0.99"),
         ("trainer.step_s=nan", "trainer.step_s = nan is not valid: it must be a finite number from 0 to 100000"),
@@ -138,3 +138,10 @@ def test_a_configuration_of_an_older_log_is_read_by_the_names_of_today() -> None
     assert validated(upgraded({"prompts": "tiny"})).prompts == PromptsConfig(source="tiny")
     for tree in ({}, {"balance": {"policy": "sync", "dora": {"level_gap": 3}}}, {"balance": 3}):
         assert upgraded(tree) == tree
+
+
+def test_a_word_may_stand_in_place_of_a_number() -> None:
+    assert validated(settings_tree(None, ["window.size=auto"])).window.size == "auto"
+    for value in ("Auto", "65", "0", "1.5", "true"):
+        told = refusal(Config, f"window.size={value}")
+        assert told.startswith("window.size = ") and told.endswith("a whole number from 1 to 64 or auto")

@@ -82,7 +82,7 @@ def rewrite(record: Path, change: Callable[[list[Line]], None]) -> None:
 
 def test_a_sound_record_passes(record: Path, trajectories: list[Trajectory]) -> None:
     report = verify(record, window_versions=2)
-    assert report.ok and report.violations == ()
+    assert report.ok and report.violations == () and not report.logprob_mismatches
     assert (report.trajectories, report.versions, report.atol) == (6, (0, 1), 1e-3)
     assert report.tokens == sum(each.length_tokens for each in trajectories)
     assert 0 < report.max_abs_diff < 5e-5 and 0 < report.mean_abs_diff <= report.max_abs_diff
@@ -121,7 +121,8 @@ def test_one_corrupted_logprob_is_found(record: Path) -> None:
 
     rewrite(record, corrupt)
     report = verify(record)
-    assert report.violations_total == 1 and "trajectory s1-g1-1, token 2" in report.violations[0]
+    assert report.violations_total == report.logprob_mismatches == 1
+    assert "trajectory s1-g1-1, token 2" in report.violations[0]
     assert report.max_abs_diff == pytest.approx(0.01, abs=1e-3)
     assert verify(record, atol=0.02).ok
 
@@ -147,6 +148,9 @@ def test_a_trajectory_under_another_version_is_found(record: Path) -> None:
         (0, {"worker_history": (Segment("w0", 0, 3, "migrated", 0),)}, "segment 0 arrived 'migrated'"),
         (0, {"staleness": 0}, "states a staleness of 0; trained step less version is 1"),
         (0, {"trained_step": 2, "staleness": 2}, "has a staleness of 2, over the window's 1 (C3)"),
+        (0, {"window_versions": 1}, "has a staleness of 1, over the 0 of the window that it was admitted in (C3)"),
+        (0, {"window_versions": 3}, "been admitted in a window of 3, over the window's 1 (C3)"),
+        (0, {"window_versions": 2}, "has several values of window_versions: [0, 2]"),
         (5, {"trained_step": 0, "staleness": -1}, "before its version was published"),
         (0, {"logprobs": np.array([0.5, -1, -1, -1])}, "has logprobs that are none: [0.5]"),
         (0, {"loss_mask": [1, 2, 1, 1]}, "loss mask of other values"),

@@ -167,6 +167,16 @@ def test_a_fenced_trainers_files_are_discarded_and_versions_retired(store: Weigh
         store.folder(0)
 
 
+def test_the_version_that_a_kl_term_refers_to_is_kept(tmp_path: Path, models: dict[str, Path]) -> None:
+    store = WeightStore(tmp_path / "store", models["dense"], kept_version=1)
+    for version in (1, 2):
+        files = published(store, version, load_file(models["dense"] / "model.safetensors"))
+        store.publish(1, version, files, None)
+    for version in (0, 1, 2):
+        store.retire(version)
+    assert store.versions() == (1,)
+
+
 def test_a_store_that_is_opened_again_keeps_its_versions(store: WeightStore, models: dict[str, Path]) -> None:
     files = published(store, 1, load_file(store.folder(0) / "model.safetensors"))
     store.publish(1, 1, files, Canary((1, 2, 3), (-0.25, -1.5)))

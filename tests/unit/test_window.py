@@ -1,5 +1,7 @@
 """The window's arithmetic under random histories (Hypothesis): feasible always, deadlines kept, nothing stuck."""
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,18 +11,35 @@ from dora.orchestrator.core.window import Window
 
 SIZES = st.integers(1, 5)
 GROUPS = st.integers(1, 6)
-WISHES = ["admit", "take", "cancel", "publish", "admit", "take", "cancel", "publish", "withhold", "reject", "release"]
+OFTEN = ["admit", "take", "cancel", "publish"]
+WISHES = [*OFTEN, *OFTEN, "withhold", "reject", "release", "resize"]
 CHOICES = st.lists(st.tuples(st.sampled_from(WISHES), st.integers(0, 4)), max_size=200)
+MOST = 5
 
 
-def apply(window: Window, open_versions: list[int], what: str, pick: int) -> int | None:
-    """One random wish; illegal ones must raise and change nothing. Returns the staleness of a group taken."""
+@dataclass(frozen=True)
+class Group:
+    """An open group: its version, and the window that was in force when it was admitted."""
+
+    version: int
+    size: int
+
+    @property
+    def deadline(self) -> int:
+        return self.version + self.size - 1
+
+
+def apply(window: Window, groups: list[Group], what: str, pick: int) -> None:
+    """One random wish; illegal ones must raise and change nothing. No group is taken too late."""
     before = (window.step, window.left, window.newest, window.slack())
     version = window.oldest_live + pick % window.size
     try:
         if what == "admit":
             window.admit(version)
-            open_versions.append(version)
+            groups.append(Group(version, window.size))
+        elif what == "resize":
+            window.set_size(1 + pick % MOST)
+            assert before[:3] == (window.step, window.left, window.newest)
         elif what == "publish":
             rejected = bool(window.rejected)
             window.publish()
@@ -31,49 +50,53 @@ def apply(window: Window, open_versions: list[int], what: str, pick: int) -> int
             assert before == (window.step, window.left, window.newest, window.slack()) and counts == dict(
                 window.open_by_deadline
             ), "who may go on changes, and no count"
-        elif open_versions:
-            version = open_versions[pick % len(open_versions)]
-            step = window.step
+        elif groups:
+            group = groups[pick % len(groups)]
             if what == "cancel":
-                window.give_back(version)
+                window.give_back(group.version, group.deadline)
             else:
-                rejected = bool(window.rejected)
-                window.take(version)
+                rejected, step = bool(window.rejected), window.step
+                window.take(group.version, group.deadline)
                 assert not rejected, "taken past a rejected version"
-            open_versions.remove(version)
-            return step - version if what == "take" else None
+                assert 0 <= step - group.version <= group.size - 1
+            groups.remove(group)
     except IllegalTransition:
         assert before == (window.step, window.left, window.newest, window.slack())
-    return None
 
 
-def slack_by_definition(window: Window, open_versions: list[int]) -> list[int]:
+def slack_by_definition(window: Window, groups: list[Group]) -> list[int]:
     """left + B * k - open(s + k), counted group by group."""
-    deadlines = [version + window.size - 1 for version in open_versions]
+    horizon = max((window.step + window.size - 1, *(group.deadline for group in groups)))
     return [
-        window.left + window.groups_per_step * k - sum(deadline <= window.step + k for deadline in deadlines)
-        for k in range(window.size)
+        window.left + window.groups_per_step * k - sum(group.deadline <= window.step + k for group in groups)
+        for k in range(horizon - window.step + 1)
     ]
 
 
 @given(SIZES, GROUPS, CHOICES)
 @settings(max_examples=400)
 def test_always_feasible_and_never_stale(size: int, groups: int, choices: list[tuple[str, int]]) -> None:
-    window, open_versions = Window(size, groups), []
+    """However the window is resized meanwhile: each group is bound by the one that it was admitted in."""
+    window, is_open = Window(size, groups), []
+    live = retired = 0
     for what, pick in choices:
-        staleness = apply(window, open_versions, what, pick)
-        assert window.slack() == slack_by_definition(window, open_versions)
+        apply(window, is_open, what, pick)
+        assert window.slack() == slack_by_definition(window, is_open)
         assert min(window.slack()) >= 0
         for version in range(window.oldest_live, window.newest + 1):
-            most = min(window.slack()[window.deadline(version) - window.step :])
-            assert window.admissible(version) == (0 if version in window.withheld else most)
-        assert staleness is None or 0 <= staleness <= size - 1
-        assert window.open_groups == len(open_versions)
-        assert all(window.deadline(version) >= window.step for version in open_versions)
+            most = min(window.slack()[max(0, window.deadline(version) - window.step) :])
+            admits = version >= window.oldest_admitting and version not in window.withheld
+            assert window.admissible(version) == (most if admits else 0)
+        assert window.open_groups == len(is_open)
+        assert all(group.deadline >= window.step for group in is_open)
+        assert all(group.version >= window.oldest_live for group in is_open)
+        assert window.oldest_live >= retired, "a version that was let go is back"
+        live, retired = max(live, window.newest - window.oldest_live + 1), window.oldest_kept
         assert window.newest in (window.step - 1, window.step)
         assert window.rejected <= window.withheld <= set(range(1, window.newest + 1))
         assert all(version >= window.oldest_kept for version in window.rejected)
         assert window.newest_sound == max(set(range(window.newest + 1)) - window.withheld)
+    assert live <= MOST
 
 
 @given(SIZES, GROUPS, CHOICES)
@@ -83,23 +106,24 @@ def test_never_stuck(size: int, groups: int, choices: list[tuple[str, int]]) -> 
 
     What is withheld or rejected has to be released first: a version proves good, or is published anew.
     """
-    window, open_versions = Window(size, groups), []
+    window, is_open = Window(size, groups), []
     for what, pick in choices:
-        apply(window, open_versions, what, pick)
+        apply(window, is_open, what, pick)
     for version in list(window.withheld):
         window.release(version)
     goal = window.step + 3
-    for _ in range(20 * groups * (size + 3)):
+    for _ in range(20 * groups * (size + MOST + 3)):
         if window.step >= goal:
             return
+        first = min(is_open, key=lambda group: group.deadline, default=None)
         if window.newest < window.step:
             window.publish()
-        elif open_versions and window.takeable(min(open_versions)):
-            window.take(min(open_versions))
-            open_versions.remove(min(open_versions))
+        elif first is not None and window.takeable(first.deadline):
+            window.take(first.version, first.deadline)
+            is_open.remove(first)
         else:
             window.admit(window.newest)
-            open_versions.append(window.newest)
+            is_open.append(Group(window.newest, window.size))
     raise AssertionError(f"stuck at step {window.step}: slack {window.slack()}")
 
 
@@ -117,8 +141,8 @@ def test_one_version_is_synchronous() -> None:
     window = Window(1, 2)
     window.admit(0)
     window.admit(0)
-    window.take(0)
-    assert window.take(0)
+    window.take(0, 0)
+    assert window.take(0, 0)
     assert window.admissible(0) == 0  # version 0 is over, version 1 not yet published
     assert window.publish() == 1
     assert window.admissible(1) == 2
@@ -128,14 +152,14 @@ def test_a_later_deadline_waits_for_an_earlier_one() -> None:
     window = Window(2, 2)
     for _ in range(4):
         window.admit(0)
-    window.take(0)
-    window.take(0)
+    window.take(0, 1)
+    window.take(0, 1)
     window.publish()
     window.admit(1)
     window.admit(1)
-    assert not window.takeable(1)  # two groups of version 0 are due at step 1, which takes two
+    assert not window.takeable(2)  # two groups of version 0 are due at step 1, which takes two
     with pytest.raises(IllegalTransition):
-        window.take(1)
+        window.take(1, 2)
 
 
 def test_short_step_needs_an_empty_window() -> None:
@@ -143,7 +167,7 @@ def test_short_step_needs_an_empty_window() -> None:
     with pytest.raises(IllegalTransition):
         window.close_short()
     window.admit(0)
-    window.take(0)
+    window.take(0, 1)
     window.close_short()
     assert (window.step, window.left) == (1, 3)
 
@@ -163,23 +187,24 @@ def test_a_rejection_is_as_if_it_had_not_been(
     size: int, groups: int, choices: list[tuple[str, int]], again: int
 ) -> None:
     """Once it is published anew the window is as before: the same counts, the same things allowed."""
-    window, open_versions = Window(size, groups), []
+    window, is_open = Window(size, groups), []
     for what, pick in choices:
-        apply(window, open_versions, what, pick)
+        apply(window, is_open, what, pick)
     for version in list(window.withheld):
         window.release(version)
     version = window.newest
     if not version:
         return
     state = vars(window).copy()
-    allowed = {v: (window.admissible(v), window.takeable(v)) for v in range(version + 1)}
+    deadlines = range(window.horizon + 1)
+    allowed = {v: window.admissible(v) for v in range(version + 1)}, [window.takeable(d) for d in deadlines]
     for _ in range(again):
         window.reject(version)
-        assert not any(window.takeable(v) for v in range(version + 1)) and not window.admissible(version)
-        assert {v: window.admissible(v) for v in range(version)} == {v: allowed[v][0] for v in range(version)}
+        assert not any(window.takeable(deadline) for deadline in deadlines) and not window.admissible(version)
+        assert {v: window.admissible(v) for v in range(version)} == {v: allowed[0][v] for v in range(version)}
         window.release(version)
     assert vars(window) == state
-    assert {v: (window.admissible(v), window.takeable(v)) for v in range(version + 1)} == allowed
+    assert ({v: window.admissible(v) for v in range(version + 1)}, [window.takeable(d) for d in deadlines]) == allowed
 
 
 def test_only_what_a_trainer_published_is_withheld() -> None:
@@ -187,3 +212,18 @@ def test_only_what_a_trainer_published_is_withheld() -> None:
     for version in (0, 1):
         with pytest.raises(IllegalTransition, match="cannot be withheld"):
             window.reject(version)
+
+
+def test_an_admitted_group_keeps_its_deadline_when_the_window_is_resized() -> None:
+    window = Window(3, 1)
+    window.admit(0)
+    window.set_size(1)
+    assert (window.oldest_live, window.deadline(0)) == (0, 0) and dict(window.open_by_deadline) == {2: 1}
+    window.admit(0)
+    assert dict(window.open_by_deadline) == {2: 1, 0: 1}
+    assert window.take(0, 0)
+    assert window.publish() == 1
+    assert window.oldest_live == window.oldest_kept == 0  # the first group is open still
+    assert window.admissible(0) == 0  # though version 0 admits no more
+    window.set_size(3)
+    assert window.admissible(0) == 0 < window.admissible(1)  # nor ever again

@@ -28,30 +28,30 @@ def test_a_change_while_it_settles_is_for_the_next_look() -> None:
 def test_a_worker_found_full_is_no_candidate_until_something_has_left_it() -> None:
     worklist = Worklist()
     worklist.changed(0)
-    assert not worklist.has_room(0), "not before the scheduler has looked"
+    assert 0 not in worklist.roomy, "not before the scheduler has looked"
     worklist.take_touched()
-    assert worklist.has_room(0)
+    assert 0 in worklist.roomy
     worklist.full(0)
-    assert not worklist.has_room(0)
+    assert 0 not in worklist.roomy
     worklist.may_have_room(0)
-    assert worklist.has_room(0)
+    assert 0 in worklist.roomy
 
 
 def test_a_larger_ration_makes_full_workers_candidates_again_and_a_smaller_one_does_not() -> None:
     worklist = Worklist()
     worklist.ration(7, 4, [0, 1])
-    assert not worklist.has_room(0), "there was no ration before that was smaller"
+    assert 0 not in worklist.roomy, "there was no ration before that was smaller"
     worklist.ration(7, 3, [0, 1])
-    assert not worklist.has_room(0)
+    assert 0 not in worklist.roomy
     worklist.ration(7, 5, [0, 1])
-    assert worklist.has_room(0)
-    assert worklist.has_room(1)
+    assert 0 in worklist.roomy
+    assert 1 in worklist.roomy
     worklist.full(0)
     worklist.ration(7, None, [0])
-    assert worklist.has_room(0), "as many as fit is more than any ration"
+    assert 0 in worklist.roomy, "as many as fit is more than any ration"
     worklist.full(0)
     worklist.ration(7, None, [0])
-    assert not worklist.has_room(0)
+    assert 0 not in worklist.roomy
 
 
 def test_the_ration_of_a_retired_version_is_forgotten() -> None:
@@ -59,7 +59,7 @@ def test_the_ration_of_a_retired_version_is_forgotten() -> None:
     worklist.ration(7, 4, [0])
     worklist.retire(7)
     worklist.ration(7, 9, [0])
-    assert not worklist.has_room(0)
+    assert 0 not in worklist.roomy
 
 
 def test_idle_and_nearly_full_workers_are_those_last_said_to_be() -> None:

@@ -43,7 +43,6 @@ def make_view(workers: list[dict[str, int]], requests: list[tuple[int, int, int]
         movable=ones & (index >= 0),
         version=version,
         worker=index,
-        parked=~ones,
         prompt_tokens=np.full(len(version), PROMPT_TOKENS),
         tokens=context - PROMPT_TOKENS,
         expected_tokens=context - PROMPT_TOKENS + np.int64(fields.pop("remaining_tokens", 50)),

@@ -22,7 +22,7 @@ class PresetRow:
     train_gpus: Annotated[int, "accelerators that train"]
     rollout_gpus: Annotated[int, "accelerators that generate"]
     gpus_per_engine: Annotated[int, "accelerators of one worker"]
-    window: Annotated[int, "policy versions that may be live"]
+    window: Annotated[int | str, "policy versions that may be live"]
     groups_per_step: Annotated[int, "prompt groups a step"]
     group_size: Annotated[int, "responses to one prompt"]
     cap_tokens: Annotated[int, "longest response"]
@@ -58,7 +58,7 @@ def _table(rows: list[PresetRow]) -> "Sheet[PresetRow]":
         Column("preset", "", lambda row: row.preset, words=True),
         Column("GPUs\ntrain:rollout", "", lambda row: f"{row.train_gpus}:{row.rollout_gpus}"),
         Column("GPUs\na worker", "", lambda row: f"{row.gpus_per_engine:,}", rank=1),
-        Column("window", "", lambda row: f"{row.window:,}"),
+        Column("window", "", lambda row: f"{row.window}"),
         Column("groups\na step", "", lambda row: f"{row.groups_per_step:,}"),
         Column("group\nsize", "", lambda row: f"{row.group_size:,}"),
         Column("longest\nresponse", "", lambda row: f"{row.cap_tokens:,}"),

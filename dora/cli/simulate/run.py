@@ -11,12 +11,13 @@ import typer
 
 from dora.cli import completion
 from dora.cli.exits import ExitCode
-from dora.cli.options import JsonOption, given_options, refuse_given
+from dora.cli.options import WINDOW_METAVAR, JsonOption, given_options, refuse_given, window_size
 from dora.cli.output import print_json, progress_bar, stderr, stdout
 from dora.config import DEFAULT_POLICY
 from dora.errors import MISSING, InvalidValue, one_of
 
 if TYPE_CHECKING:
+    from dora.config import WindowSize
     from dora.sim.report import BrokenReport, Report, Timeline
     from dora.sim.scenario import Scenario
 
@@ -44,7 +45,10 @@ Policy = Annotated[
         help=f"Strategy; by default the scenario's, which is {DEFAULT_POLICY} in presets.",
     ),
 ]
-Window = Annotated[int | None, typer.Option(help="Policy versions that may be live.")]
+Window = Annotated[
+    str | None,
+    typer.Option(metavar=WINDOW_METAVAR, help="Policy versions that may be live; auto: chosen as the run goes."),
+]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps to measure.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Training steps to run before those.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of prompts and lengths.")]
@@ -172,7 +176,8 @@ def simulate(
         chosen = list(strategies())
     else:
         chosen = [_known_policy(policy or str(value_at(over, "balance.policy") or DEFAULT_POLICY), tuple(strategies()))]
-    scenarios = [_scenario(over, preset, each, window, split, compare) for each in chosen]
+    size = window_size(window)
+    scenarios = [_scenario(over, preset, each, size, split, compare) for each in chosen]
     check_effect(scenarios, over)
     options = _given(preset, file, settings or (), predictor)
     asked = Asked(steps, warmup, seed, options, tuple(settings or ()), split, as_json)
@@ -194,15 +199,19 @@ def _given(preset: str, file: Path | None, settings: Sequence[str], predictor: s
 
 
 def _scenario(
-    over: Mapping[str, Any], preset: str, policy: str, window: int | None, split: SplitChoice, compare: bool
+    over: Mapping[str, Any], preset: str, policy: str, window: "WindowSize | None", split: SplitChoice, compare: bool
 ) -> "Scenario":
-    """Of one policy. In a comparison each has the nearest window that it allows, and the colocated their own split."""
+    """Of one policy. In a comparison each has the nearest window that it allows, and the colocated their own split;
+    with ``auto``, those that are defined for some windows alone have the one nearest to the default."""
     from dora.config import merged, tree_of, value_at
-    from dora.orchestrator.core.policies import nearest_window
+    from dora.orchestrator.core.policies import allows_any, nearest_window
     from dora.sim.partial import strategies
     from dora.sim.presets import composed, planned
+    from dora.sim.scenario import Scenario
 
     asked = value_at(over, "window.size") if window is None else window
+    if compare and asked == "auto" and not allows_any(policy, strategies()):
+        asked = Scenario().window.size
     if compare and isinstance(asked, int):
         window = nearest_window(policy, asked, strategies())
         over = merged(over, tree_of("window.size", window))

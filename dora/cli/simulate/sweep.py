@@ -29,6 +29,9 @@ def sweep(
         list[str] | None,
         typer.Option(autocompletion=completion.swept_policies, help="all, or one strategy; may be repeated."),
     ] = None,
+    window: Annotated[
+        str, typer.Option(metavar="drawn|auto", help="Of each cluster: drawn from 1 to 4, or one that adapts.")
+    ] = "drawn",
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes that share the seeds; by default one a core.")
     ] = None,
@@ -54,7 +57,7 @@ def sweep(
                 drawn = f"(subject {fault.subject}, amount {fault.amount})"
                 stdout().print(f"{fault.at_s:8.3f} s  {fault.kind}: {KINDS[fault.kind].meaning} {drawn}")
     else:
-        report = _sweep(range(first, first + seeds), _known_policies(policy or []), faults, jobs)
+        report = _sweep(range(first, first + seeds), _known_policies(policy or [], window), faults, window, jobs)
     if as_json:
         print_json(asdict(report))
     else:
@@ -63,24 +66,28 @@ def sweep(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _sweep(seeds: range, policies: list[str], faults: str, jobs: int | None) -> "SweepReport":
+def _sweep(seeds: range, policies: list[str], faults: str, window: str, jobs: int | None) -> "SweepReport":
     from dora.sim.fault_kinds import kinds_of
     from dora.sim.sweep import sweep as run
     from dora.sim.trial_processes import processes_for
 
     kinds_of(faults)
     with progress_bar(stderr(), f"{len(seeds)} seeds under faults") as tell:
-        return run(seeds, policies, faults, tell, jobs or processes_for(len(seeds)))
+        return run(seeds, policies, faults, tell, jobs or processes_for(len(seeds)), window)
 
 
-def _known_policies(names: list[str]) -> list[str]:
+def _known_policies(names: list[str], window: str) -> list[str]:
     """The strategies among which the seeds are dealt out. Raises InvalidValue, with the nearest name."""
-    from dora.orchestrator.core.policies import POLICIES
+    from dora.orchestrator.core.policies import POLICIES, allows_any
+    from dora.sim.trial import DRAWN, WINDOWS
 
+    if window not in WINDOWS:
+        raise InvalidValue("--window", window, " or ".join(WINDOWS))
+    known = [name for name in POLICIES if window == DRAWN or allows_any(name)]
     for name in names:
-        if name not in (ALL, *POLICIES):
-            raise InvalidValue("--policy", name, one_of(name, (ALL, *POLICIES)))
-    return list(POLICIES if not names or ALL in names else dict.fromkeys(names))
+        if name not in (ALL, *known):
+            raise InvalidValue("--policy", name, one_of(name, (ALL, *known)))
+    return list(known if not names or ALL in names else dict.fromkeys(names))
 
 
 def _show(report: "SweepReport") -> None:

@@ -1,6 +1,6 @@
 """Prompts are drawn, wait in the backlog, and become groups of a version, as far as window and policy let them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import exp
 from statistics import NormalDist
@@ -13,8 +13,9 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.line import Entry, Line
 from dora.orchestrator.core.lognormal import Estimate, longest_quantile
+from dora.orchestrator.core.need import LOSS
 from dora.orchestrator.core.prediction import PromptTraits
-from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
+from dora.orchestrator.core.state import GroupStatus, RequestStatus, State, unfinished
 
 BACKLOG_MIN_GROUPS = 16
 BACKLOG_STEPS = 2  # steps' worth of prompts that the backlog holds
@@ -98,44 +99,99 @@ def draw(state: State) -> None:
         state.out.append(do.DrawPrompts(state.drawing))
 
 
+def admissible(state: State, version: int) -> int:
+    """How many groups of ``version`` should begin now: what the window allows, as far as a step will want them."""
+    most, window, need = state.window.admissible(version), state.window, state.need
+    if most < 1 or window.size == 1 or not need.acts:
+        return most
+    if need.is_old(state.now_s, window):
+        rows = np.flatnonzero(unfinished(state.requests))
+        need.look(state.now_s, window, state.rhythm, state.requests, rows, _steps_per_s(state))
+    return max(0, min(most, need.wanted(newest=version == window.newest_sound)))
+
+
+def _steps_per_s(state: State) -> float:
+    """What all workers that are to stay generate, were their KV or slots always in use; 0: not known yet."""
+    slots = sum(worker.slots for worker in state.workers.values() if not worker.draining)
+    step_s = state.rhythm.full_step_s(state.window.groups_per_step, slots, state.hosting.staying()[1])
+    return 1.0 / (LOSS * step_s) if step_s else 0.0
+
+
 def admit(state: State, entry: Entry, version: int, rank: Callable[[Entry, float], float] | None = None) -> None:
     """A prompt on offer becomes a group of ``version``, which the window has counted; its requests stand in line.
 
     ``rank`` of the entry and a request's expected tokens orders the line (``Line.push``).
     """
-    prompt, size = entry.prompt, entry.prompt.group_size
-    (group,) = state.groups.allocate(1)
+    prompt, rows = entry.prompt, state.requests.allocate(entry.prompt.group_size)
     group_id = f"g{state.groups_named}"
     state.groups_named += 1
-    for name, value in (("status", GroupStatus.OPEN), ("version", version), ("unfinished", size), ("unscored", size)):
-        state.groups[name][group] = value
-    state.group_id[group], state.group_row[group_id] = group_id, group
-    state.traits[group] = traits_of(prompt)
-    estimate = state.predictor.predict(state.traits[group])
-    log_means, log_sd = estimate.of_siblings(size)
-    expected = _expected_tokens(estimate, prompt)
-    rows = state.requests.allocate(size)
-    columns: tuple[tuple[str, Any], ...] = (
-        ("status", RequestStatus.WAITING),
-        ("group", group),
-        ("version", version),
-        ("prompt_tokens", prompt.prompt_tokens),
-        ("max_tokens", prompt.max_tokens),
-        ("log_mean", log_means),
-        ("log_sd", log_sd),
-        ("expected", expected),
-    )
-    places = np.array(rows)
-    for name, values in columns:
-        state.requests[name][places] = values
-    ids = tuple(f"{group_id}.{index}" for index in range(size))
+    expected = enter(state, [group_id], [prompt], [version], [state.window.deadline(version)], rows)
+    state.need.admitted()
     line = state.waiting.setdefault(version, Line())
-    for row, request_id, tokens in zip(rows, ids, expected, strict=True):
-        state.request_id[row], state.request_row[request_id] = request_id, row
+    for row, tokens in zip(rows, expected, strict=True):
         line.push(row, rank(entry, float(tokens)) if rank is not None else 0.0)
-    state.members[group] = rows
     state.counters.groups_admitted += 1
-    state.out.append(do.AdmitGroup(group_id, prompt.prompt_id, version, ids))
+    state.out.append(do.AdmitGroup(group_id, prompt.prompt_id, version, tuple(request_ids(group_id, len(rows)))))
+
+
+def enter(
+    state: State,
+    group_ids: Sequence[str],
+    prompts: Sequence[on.OfferedPrompt],
+    versions: Sequence[int],
+    deadlines: Sequence[int],
+    rows: list[int],
+) -> list[int]:
+    """Makes the cells of groups that are admitted now and of their requests, which wait. Returns their expected tokens.
+
+    ``rows``: allocated, one a response, group by group.
+    """
+    groups, sizes = state.groups.allocate(len(prompts)), [prompt.group_size for prompt in prompts]
+    of_group: tuple[tuple[str, Any], ...] = (
+        ("status", GroupStatus.OPEN),
+        ("version", versions),
+        ("deadline", deadlines),
+        ("unfinished", sizes),
+        ("unscored", sizes),
+        ("admitted_s", state.now_s),
+    )
+    for name, values in of_group:
+        state.groups[name][groups] = values
+    log_means: list[float] = []
+    log_sds: list[float] = []
+    expected: list[int] = []
+    at = 0
+    for group, group_id, prompt, size in zip(groups, group_ids, prompts, sizes, strict=True):
+        state.group_id[group], state.group_row[group_id] = group_id, group
+        traits = state.traits[group] = traits_of(prompt)
+        estimate = state.predictor.predict(traits)
+        means, log_sd = estimate.of_siblings(size)
+        log_means += means
+        log_sds.append(log_sd)
+        expected += _expected_tokens(estimate, prompt)
+        mine = state.members[group] = rows[at : at + size]
+        at += size
+        names = request_ids(group_id, size)
+        state.request_id.update(zip(mine, names, strict=True))
+        state.request_row.update(zip(names, mine, strict=True))
+    places = np.array(rows)
+    of_request: tuple[tuple[str, Any], ...] = (
+        ("group", groups),
+        ("version", versions),
+        ("prompt_tokens", [prompt.prompt_tokens for prompt in prompts]),
+        ("max_tokens", [prompt.max_tokens for prompt in prompts]),
+        ("log_sd", log_sds),
+    )
+    for name, values in of_request:
+        state.requests[name][places] = np.repeat(values, sizes)
+    for name, values in (("status", RequestStatus.WAITING), ("log_mean", log_means), ("expected", expected)):
+        state.requests[name][places] = values
+    return expected
+
+
+def request_ids(group_id: str, size: int) -> list[str]:
+    """Of the requests of a group of so many."""
+    return [f"{group_id}.{index}" for index in range(size)]
 
 
 def _expected_tokens(estimate: Estimate, prompt: on.OfferedPrompt) -> list[int]:

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Final
 
+from dora.orchestrator.core import evaluation, handoff, rejection
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core import handoff, rejection
 from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.observation import view_of
 from dora.orchestrator.core.plan import LINE, POOL, Move, Trigger
@@ -22,6 +22,7 @@ FRUITLESS_REST_S: Final = 5.0  # after one that found none, unless a slot has be
 TRIGGERS: Final[dict[type, Trigger]] = {
     on.WorkerJoined: Trigger.MEMBERSHIP,
     on.WorkerLost: Trigger.MEMBERSHIP,
+    on.Restored: Trigger.MEMBERSHIP,
     on.StepCommitted: Trigger.UPDATE,
     on.VersionRepublished: Trigger.UPDATE,
     on.DrainAsked: Trigger.OPERATOR,
@@ -69,11 +70,18 @@ class Balance:
         self._moves = deque(plan.moves)  # what the last plan wanted and did not begin is void
         state.worklist.wake()
 
-    def hand_over(self, starved: Iterable[int]) -> None:
-        """Starved workers get another version: the one that the policy names at once, else what a plan says."""
+    def hand_over(self, starved: Iterable[int], evaluated: Iterable[int] = ()) -> None:
+        """Starved workers get another version: the one that the policy names at once, else what a plan says.
+
+        Of those that a plan leaves as they are, the ``evaluated`` get the newest, which an evaluation wants.
+        """
         successor = self.policy.successor(Dispatcher(self._state))
         if successor is None:
+            before = {index: self._target(index) for index in evaluated}
             self.rebalance(Trigger.STARVED)
+            for index, version in sorted(before.items()):
+                if self._target(index) == version:
+                    self._retarget(index, self._state.window.newest_sound)
             return
         for index in sorted(starved):
             self._retarget(index, successor)
@@ -89,7 +97,7 @@ class Balance:
             if move.target == LINE:
                 handoff.send_back(state, move.row)
             elif move.target == POOL:
-                pool = state.pool_with(handoff.kv_tokens(state, move.row))
+                pool = state.pool_with(handoff.kv_tokens(state, move.row), source.host)
                 if pool is not None:
                     handoff.begin(state, move.row, pool)
             else:
@@ -131,15 +139,22 @@ class Balance:
         """Whether a request may move to this worker: into a free slot; without a pool it may queue for one."""
         return worker.held < (1 if self._state.pools else QUEUE_SLOTS) * worker.slots
 
+    def _target(self, index: int) -> int:
+        worker = self._state.worker_list[index]
+        assert worker is not None, f"index {index}, which no worker has"
+        return worker.target
+
     def _retarget(self, index: int, version: int) -> None:
         """The worker with this index is to host this version from now on; if that is withheld, the newest that is not.
 
-        A worker that is to try a version in doubt stays with that.
+        A worker that is to try a version in doubt stays with that, and one that an evaluation keeps with its version.
         """
         worker = self._state.worker_list[index]
         assert worker is not None, f"a version for index {index}, which no worker has"
         if version in self._state.window.withheld:
             version = self._state.window.newest_sound
+        if evaluation.keeps(self._state, worker):
+            return
         if worker.target != version and not rejection.tries(self._state, worker):
             worker.target = version
             self._state.rehosted(worker)

@@ -16,20 +16,11 @@ class Choice(Enum):
     REPREFILL = auto()  # its KV is dropped, and computed again on the next worker with a slot
 
 
-def cheapest(
-    cost: CostModel | None,
-    context_tokens: float,
-    held_up_s: float,
-    *,
-    slot: bool,
-    pool: bool,
-    wait_s: float = 0.0,
-) -> Choice:
+def cheapest(cost: CostModel | None, context_tokens: float, held_up_s: float, *, slot: bool, pool: bool) -> Choice:
     """The choice that costs the least time; of equal ones the first of ``Choice``.
 
-    ``held_up_s``: what its worker is held up if it stays; ``wait_s``: until a worker has a slot for it. ``slot``: one
-    has now; ``pool``: a pool has room. Time of copies counts once for each; a prefill that was not measured counts as
-    typical.
+    ``held_up_s``: what its worker is held up if it stays. ``slot``: a worker has one for it now; ``pool``: a pool has
+    room. Time of copies counts once for each; a prefill that was not measured counts as typical.
     """
     known = cost or TYPICAL
     copy_s = context_tokens * known.copy_token_s
@@ -37,6 +28,6 @@ def cheapest(
     if slot:
         costs[Choice.MOVE] = copy_s
     if pool:
-        costs[Choice.PARK] = 2.0 * copy_s + wait_s
-    costs[Choice.REPREFILL] = context_tokens * (known.prefill_token_s or TYPICAL.prefill_token_s) + wait_s
+        costs[Choice.PARK] = 2.0 * copy_s
+    costs[Choice.REPREFILL] = context_tokens * (known.prefill_token_s or TYPICAL.prefill_token_s)
     return min(costs, key=costs.__getitem__)

@@ -75,6 +75,41 @@ class ForgetGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginEvaluationGroup:
+    """A prompt of an evaluation is sampled under the evaluation's version; make its trajectories."""
+
+    evaluation_id: str
+    group_id: str
+    prompt_id: str
+    version: int
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreEvaluated:
+    """The same for a response of an evaluation, whose group no filter sees."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndEvaluationGroup:
+    """All responses of the group are scored: give it to who asked. ``reason``: why it was let go instead."""
+
+    evaluation_id: str
+    group_id: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EndEvaluation:
+    """Nothing more comes of it; forget what was begun. ``reason``: why it ends before it is done; empty: it is done."""
+
+    evaluation_id: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RetireVersion:
     """No open or later group can be of this version: its weights may go."""
 
@@ -82,8 +117,17 @@ class RetireVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class ResizeWindow:
+    """From here on groups are admitted for ``size`` versions. Those admitted before keep their deadlines."""
+
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RejectVersion:
     """No worker has loaded this version well and these have refused its weights: its trainer must publish it anew.
+    Without workers: its weights are gone.
 
     The trainer's stream ends with that. ``canary_difference``: the largest of a logprob; 0 where none was compared.
     Outcome: VersionRepublished.
@@ -97,7 +141,11 @@ class RejectVersion:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSnapshot:
-    """A handoff is over: delete its KV snapshot."""
+    """A handoff is over: nobody has a use for its KV snapshot any more.
+
+    The target was told to take it in or to drop it, so a service has nothing left to do. The simulator deletes its own
+    copy, and finds what was released twice or never.
+    """
 
     locator: str
 
@@ -209,7 +257,12 @@ Command = (
     | DeliverGroup
     | CloseStep
     | ForgetGroup
+    | BeginEvaluationGroup
+    | ScoreEvaluated
+    | EndEvaluationGroup
+    | EndEvaluation
     | RetireVersion
+    | ResizeWindow
     | RejectVersion
     | ReleaseSnapshot
     | EvictWorker

@@ -39,6 +39,10 @@ class Dispatcher:
         """Live versions, the newest first. One that is withheld has no worker, and admits nothing."""
         return range(self.newest, self.window.oldest_live - 1, -1)
 
+    def admissible(self, version: int) -> int:
+        """How many groups of this version should begin now: what the window allows, as far as steps will want it."""
+        return admission.admissible(self._state, version)
+
     def line(self, version: int) -> Line:
         """Admitted requests of this version that no worker holds, the parked ones among them."""
         return self._state.waiting.get(version, NO_LINE)
@@ -50,8 +54,13 @@ class Dispatcher:
     def candidates(self, version: int) -> list[Worker]:
         """Those of them that may have room: something has left them or their ration grew since they were found full."""
         state = self._state
-        roomy = (worker for worker in state.workers_of(version) if state.worklist.has_room(worker.index))
-        return [worker for worker in roomy if worker.rests_until_s <= state.now_s]
+        hosts, roomy = state.workers_of(version), state.worklist.roomy
+        if len(roomy) < len(hosts):  # a look at those few alone
+            found = (state.worker_list[index] for index in sorted(roomy))
+            candidates = [worker for worker in found if worker is not None and worker.hosts == version]
+        else:
+            candidates = [worker for worker in hosts if worker.index in roomy]
+        return [worker for worker in candidates if worker.rests_until_s <= state.now_s]
 
     def loading(self, version: int) -> int:
         """How many workers are loading this version, and will soon host it."""
@@ -62,7 +71,7 @@ class Dispatcher:
 
         Whoever was found full under a smaller ration is a candidate again.
         """
-        self._state.worklist.ration(version, most, [worker.index for worker in self.workers_of(version)])
+        self._state.worklist.ration(version, most, (worker.index for worker in self.workers_of(version)))
 
     def unfinished(self) -> Column:
         """Rows of the admitted requests that have not ended."""
@@ -76,10 +85,6 @@ class Dispatcher:
         """KV that a waiting request needs at once."""
         requests = self._state.requests
         return int(requests["prompt_tokens"][row] + requests["tokens"][row]) + 1
-
-    def parked(self, row: int) -> bool:
-        """Whether the KV of a waiting request lies in a pool, so that it need not be computed again."""
-        return bool(self._state.requests["pool"][row])
 
     def lacking(self) -> float:
         """Share of a step's groups that have not finished yet, of those that this step still takes."""

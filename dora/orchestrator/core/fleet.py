@@ -1,13 +1,15 @@
 """Workers come, load versions, leave and die. A death costs time, never a sample."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+import numpy as np
 
 from dora.errors import Conflict, NotFound
+from dora.orchestrator.core import arrival, handoff, rejection
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core import handoff, rejection
 from dora.orchestrator.core.placement import orphan
-from dora.orchestrator.core.state import Pending, State
+from dora.orchestrator.core.state import WAITING, Pending, State
 from dora.orchestrator.core.worker import Worker, one_of_workers
 
 LOAD_ATTEMPTS = 3
@@ -17,7 +19,42 @@ def joined(state: State, event: on.WorkerJoined) -> None:
     """A new epoch of a worker. Raises Conflict while the earlier epoch still lives, or a pool has the id."""
     if event.worker_id in state.workers or event.worker_id in state.pools:
         raise Conflict("worker_id", event.worker_id, "an id that no living worker has", why="is taken")
-    state.add_worker(Worker(event.worker_id, event.epoch, state.free_index(), event.slots, event.kv_tokens))
+    index = state.free_index()
+    worker = Worker(event.worker_id, event.epoch, index, event.slots, event.kv_tokens, event.host)
+    window = state.window
+    if event.version in range(state.retired, window.newest + 1) and event.version not in window.rejected:
+        worker.loaded = worker.target = event.version
+        rejection.proves(state, event.version)
+    state.add_worker(worker)
+    if event.requests:
+        _adopt(state, worker, event)
+
+
+def _adopt(state: State, worker: Worker, event: on.WorkerJoined) -> None:
+    """A worker that has outlived the service goes on with its requests, as far as nobody else has them."""
+    rows = adoptable(state, worker.loaded, event.requests)
+    names = [state.request_id[row] for row in rows]
+    if (line := state.waiting.get(worker.loaded)) is not None:
+        for row in rows:
+            if row in line:
+                line.remove(row)
+    state.give_all(rows, worker, [event.requests[name] for name in names])
+    for name in event.requests.keys() - set(names):
+        state.send(do.RemoveRequest(worker.worker_id, worker.epoch, state.command_id(), name))
+
+
+def adoptable(state: State, version: int, requests: Mapping[str, int]) -> list[int]:
+    """Of these requests, by their ids, the rows of those that a worker which hosts ``version`` and comes back may go on
+    with: that wait, are of that version, and of which it has all that the service has. ``requests``: how many tokens
+    it has of each."""
+    known = [(state.request_row[name], held) for name, held in requests.items() if name in state.request_row]
+    if not known:
+        return []
+    rows, held = np.array(known, np.int64).T
+    status, of_version, tokens, pool, moving = state.requests.columns("status", "version", "tokens", "pool", "moving")
+    free = (status[rows] == WAITING) & (pool[rows] == 0) & ~moving[rows]
+    found: list[int] = rows[free & (of_version[rows] == version) & (held >= tokens[rows])].tolist()
+    return found
 
 
 def lost(state: State, event: on.WorkerLost) -> bool:
@@ -31,6 +68,7 @@ def lost(state: State, event: on.WorkerLost) -> bool:
         state.take_away(row)
         if row not in state.handoffs:  # else its snapshot is on the way to another worker
             orphan(state, row)
+    state.evaluations.lost(worker.worker_id)
     state.remove_worker(worker)
     state.counters.workers_lost += worker.evicted or not worker.stopping
     return True
@@ -53,7 +91,8 @@ def drain(state: State, event: on.DrainAsked) -> None:
 def settle(state: State, indexes: Iterable[int]) -> None:
     """Loads the target version into workers that are empty and ready for it; lets drained ones leave.
 
-    A target whose weights are no longer kept waits for the next plan.
+    A target whose weights are no longer kept waits for the next plan, and one that has not arrived at the worker's host
+    for its arrival.
     """
     for index in indexes:
         worker = state.worker_list[index]
@@ -66,6 +105,7 @@ def settle(state: State, indexes: Iterable[int]) -> None:
         elif (
             worker.target >= state.window.oldest_kept
             and worker.target != worker.loaded
+            and arrival.is_within_reach(state, worker)
             and rejection.may_load(state, worker)
         ):
             load(state, worker)
@@ -84,7 +124,7 @@ def load_done(state: State, pending: Pending, event: on.CommandDone) -> None:
     version, worker.loading = worker.loading, -1
     void, worker.load_is_void = worker.load_is_void, False
     state.rehosted(worker)
-    if void or version in state.rejected:
+    if void or version in state.rejected or version in state.gone:
         return  # what it says is of weights that are this version's no more
     if event.ok:
         worker.loaded, worker.load_failures = version, 0
@@ -94,6 +134,8 @@ def load_done(state: State, pending: Pending, event: on.CommandDone) -> None:
     if event.error_kind == "weights" and rejection.is_unproven(state, version):
         rejection.refused(state, worker, version, event)
         return
+    if event.error_kind == "missing":
+        arrival.missed(state, worker.host, version)
     worker.load_failures += 1
     if worker.load_failures >= LOAD_ATTEMPTS:
         reason = f"version {version} failed to load {LOAD_ATTEMPTS} times: {event.error}"

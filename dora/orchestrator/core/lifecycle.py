@@ -5,11 +5,14 @@ C2 lives here: a group leaves the state only by ``commit`` (trained) or ``cancel
 
 from collections import deque
 
+import numpy as np
+
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.limits import GROUPS_MOST
+from dora.orchestrator.core import arrival, evaluation, fleet, handoff, parking, rejection
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
-from dora.orchestrator.core import fleet, handoff, parking, rejection
+from dora.orchestrator.core.adaptive import StepSignals
 from dora.orchestrator.core.handoff_table import Signal
 from dora.orchestrator.core.state import FINISHED, GROUP_FINISHED, LEASED, RUNNING, SCORED, WAITING, State
 
@@ -17,29 +20,37 @@ from dora.orchestrator.core.state import FINISHED, GROUP_FINISHED, LEASED, RUNNI
 
 
 def progress(state: State, event: on.Progress) -> None:
+    tokens_reported(state, event.in_rows(state.rows()))
+
+
+def tokens_reported(state: State, event: on.TokensReported) -> None:
     """Takes over what a worker delivered. Reports on requests that it does not own are ignored (an older handoff)."""
     worker = state.worker_at(event.worker_id, event.epoch)
     if worker is None:
         return
-    state.uses(worker, event.kv_used_tokens)  # by that its load is stirred, too
+    taken = state.reported(worker, event.rows)
+    if state.evaluations.running:
+        evaluation.progress(state, worker, event)
+    rows, tokens, ends = event.rows[taken], event.tokens[taken], event.ends[taken]
+    # what evaluations use is no load of training's; by that its load is stirred, too
+    state.uses(worker, max(0, event.kv_used_tokens - state.evaluations.kv_tokens(worker.worker_id)))
     worker.waiting = event.waiting
     state.worklist.may_have_room(worker.index)
     version, response_tokens, prompt_tokens, claimed = state.requests.columns(
         "version", "tokens", "prompt_tokens", "claim"
     )
-    for request_id, row in state.reported(worker, event.tokens):
-        if version[row] != event.version:  # C1: never take such a token over
-            state.counters.c1_violations += 1
-            fleet.evict(state, worker, f"it sampled {request_id} under version {event.version}")
-            return
-        response_tokens[row] = tokens = event.tokens[request_id]
-        claim = int(prompt_tokens[row]) + tokens
-        if claim > claimed[row]:
-            worker.kv_claimed += claim - int(claimed[row])
-            claimed[row] = claim
-    if event.finished:
-        for _, row in state.reported(worker, event.finished):
-            _finish(state, row)
+    wrong = version[rows] != event.version
+    if wrong.any():  # C1: never take such a token over
+        first = int(wrong.argmax())
+        state.counters.c1_violations += 1
+        fleet.evict(state, worker, f"it sampled {state.request_id[int(rows[first])]} under version {event.version}")
+        return
+    response_tokens[rows] = tokens
+    claim = np.maximum(claimed[rows], prompt_tokens[rows] + tokens)
+    worker.kv_claimed += int((claim - claimed[rows]).sum())
+    claimed[rows] = claim
+    for row in rows[ends > 0].tolist():
+        _finish(state, row)
 
 
 def _finish(state: State, row: int) -> None:
@@ -56,6 +67,9 @@ def _finish(state: State, row: int) -> None:
 
 
 def scored(state: State, event: on.RequestScored) -> None:
+    if event.request_id in state.evaluations.requests:
+        evaluation.scored(state, event.request_id)
+        return
     row = state.request_row.get(event.request_id)
     if row is None or state.requests["status"][row] != FINISHED:
         return
@@ -65,7 +79,8 @@ def scored(state: State, event: on.RequestScored) -> None:
     unscored[group] -= 1
     if not unscored[group]:
         state.groups["status"][group] = GROUP_FINISHED
-        state.finished.setdefault(int(state.groups["version"][group]), deque()).append(group)
+        state.finished.setdefault(int(state.groups["deadline"][group]), deque()).append(group)
+        state.need.finished(state.now_s - float(state.groups["admitted_s"][group]))
         deliver(state)
 
 
@@ -92,6 +107,7 @@ def attached(state: State, event: on.TrainerAttached) -> None:
         window.set_groups_per_step(event.groups_per_step)
     state.trainer_epoch = event.trainer_epoch
     state.stream_step = None
+    state.step_disturbed = True
     state.worklist.wake()
 
 
@@ -126,6 +142,7 @@ def step_requested(state: State, event: on.StepRequested) -> None:
         state.out.append(do.CloseStep(event.step, state.trainer_epoch, exhausted=event.step == state.short_step))
         return
     state.stream_step = event.step
+    state.need.opened(state.now_s)
     deliver(state)
 
 
@@ -134,14 +151,13 @@ def deliver(state: State) -> None:
     window, counters = state.window, state.counters
     while state.stream_step == window.step:
         step = window.step
-        version = next(
-            (version for version in sorted(state.finished) if state.finished[version] and window.takeable(version)),
-            None,
-        )
-        if version is None:
+        deadline = next((deadline for deadline in sorted(state.finished) if window.takeable(deadline)), None)
+        if deadline is None:
             break
-        group = state.finished[version].popleft()
-        filled = window.take(version)
+        group = state.finished[deadline][0]
+        _no_longer_finished(state, group, deadline)
+        version = int(state.groups["version"][group])
+        filled = window.take(version, deadline)
         state.groups["status"][group] = LEASED
         state.leased.append(group)
         counters.groups_taken += 1
@@ -152,10 +168,19 @@ def deliver(state: State) -> None:
     end_if_exhausted(state)
 
 
+def _no_longer_finished(state: State, group: int, deadline: int) -> None:
+    """The group waits for no step any more. A deadline that nothing waits for is forgotten: none is to grow."""
+    waiting = state.finished[deadline]
+    waiting.remove(group)
+    if not waiting:
+        del state.finished[deadline]
+
+
 def end_admission(state: State, _event: on.AdmissionEnded) -> None:
     """What was drawn and not admitted is let go: it was never promised."""
     state.backlog.clear()
     state.exhausted = True
+    evaluation.end_all(state)
     state.worklist.wake()
     end_if_exhausted(state)
 
@@ -176,6 +201,7 @@ def _close(state: State, step: int, *, exhausted: bool = False) -> None:
     state.out.append(do.CloseStep(step, state.trainer_epoch, exhausted))
     state.stream_step = None
     state.rhythm.filled(state.now_s)
+    state.need.filled(state.now_s)
     state.worklist.wake()  # the window has moved on
 
 
@@ -184,10 +210,11 @@ def retire(state: State) -> None:
     while state.retired < state.window.oldest_kept:
         if any(worker.loading == state.retired for worker in state.workers.values()):
             return
+        evaluation.version_ends(state, state.retired)
+        arrival.forgotten(state, state.retired)
         state.out.append(do.RetireVersion(state.retired))
-        for queues in (state.waiting, state.finished):
-            if not queues.get(state.retired, True):  # empty, as it should be: nothing is to grow with the versions
-                del queues[state.retired]
+        if not state.waiting.get(state.retired, True):  # empty, as it should be: nothing is to grow with the versions
+            del state.waiting[state.retired]
         state.worklist.retire(state.retired)
         state.proven.discard(state.retired)
         state.retired += 1
@@ -202,13 +229,31 @@ def commit(state: State, event: on.StepCommitted) -> None:
         state.counters.groups_trained += 1
     state.leased.clear()
     state.window.publish()
-    state.rhythm.published(state.now_s)
+    state.need.published(state.now_s, event.waited_s)
+    _adapt(state, event, state.rhythm.published(state.now_s))
+
+
+def _adapt(state: State, event: on.StepCommitted, took_s: float | None) -> None:
+    """Tells an adaptive window of the step, which took so long (None: not known), and resizes it where it says so."""
+    disturbed, state.step_disturbed = state.step_disturbed, False
+    if state.adaptive is None:
+        return
+    signals = None
+    if took_s and not disturbed:
+        told = (event.waited_s, event.clip_fraction, event.effective_sample)
+        signals = StepSignals(took_s, *(value if value >= 0.0 else None for value in told))
+    resize = state.adaptive.saw(event.step, signals)
+    if resize is not None:
+        state.window.set_size(resize.size)
+        state.out.append(do.ResizeWindow(resize.size, resize.reason))
 
 
 def republished(state: State, event: on.VersionRepublished) -> None:
     """A rejected version has other weights now: workers may load it, and its groups go on."""
     check_republish(state, event.trainer_epoch, event.version)
     rejection.republished(state, event.version)
+    arrival.forgotten(state, event.version)
+    state.step_disturbed = True
 
 
 def check_republish(state: State, trainer_epoch: int, version: int) -> None:
@@ -251,7 +296,7 @@ def cancel(state: State, event: on.GroupCancelled) -> None:
         )
     if state.groups["status"][group] == LEASED:
         raise Conflict("group_id", event.group_id, "a group that no step has taken", why="is taken by a step")
-    version = int(state.groups["version"][group])
+    version, deadline = int(state.groups["version"][group]), int(state.groups["deadline"][group])
     for row in state.members[group]:
         handoff.signal_row(state, row, Signal.UNDO)
         status = state.requests["status"][row]
@@ -264,8 +309,9 @@ def cancel(state: State, event: on.GroupCancelled) -> None:
             if state.requests["pool"][row]:
                 parking.forget(state, row)
     if state.groups["status"][group] == GROUP_FINISHED:
-        state.finished[version].remove(group)
-    state.window.give_back(version)
+        _no_longer_finished(state, group, deadline)
+        state.need.cancelled()
+    state.window.give_back(version, deadline)
     _drop(state, group, event.reason)
     state.worklist.wake()
     deliver(state)

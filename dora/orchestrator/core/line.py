@@ -1,7 +1,7 @@
 """Where work waits: prompts that are not admitted yet, and admitted requests that no worker holds."""
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
@@ -167,6 +167,16 @@ class Line:
         self.changes += 1
         self._number[row] = -self._pushes
         heappush(self._heap, (-inf, -self._pushes, row))
+
+    def extend(self, first: Sequence[int], others: Sequence[int]) -> None:
+        """Those that have begun come first, in this order, then the others, of rank 0, in theirs. An empty line."""
+        self._pushes = len(first) + len(others)
+        self.changes += self._pushes
+        self._number = {row: place - len(first) for place, row in enumerate(first)}
+        self._heap = [(-inf, number, row) for row, number in self._number.items()]
+        for number, row in enumerate(others, start=len(first) + 1):
+            self._number[row] = number
+            self._heap.append((0.0, number, row))  # which is sorted, and so a heap
 
     def peek(self) -> int:
         """The row that is next. The line must not be empty."""

@@ -1,19 +1,34 @@
 """The one entrance to the core: an event in, commands out."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from dora.config import Config
-from dora.orchestrator.core import admission, fleet, handoff, lifecycle, parking, rejection, selection
+from dora.orchestrator.core import (
+    admission,
+    arrival,
+    evaluation,
+    fleet,
+    handoff,
+    lifecycle,
+    parking,
+    rejection,
+    restoring,
+    selection,
+)
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.balance import Balance
 from dora.orchestrator.core.commands import Command
-from dora.orchestrator.core.policies import policy_of
+from dora.orchestrator.core.need import Need
+from dora.orchestrator.core.policies import POLICIES, policy_of
 from dora.orchestrator.core.policy import Policy
 from dora.orchestrator.core.scheduler import Scheduler
 from dora.orchestrator.core.state import Counters, State
+from dora.orchestrator.core.table import Column
 
 
 class Machine:
@@ -26,7 +41,10 @@ class Machine:
     def __init__(self, config: Config, policy: Policy | None = None) -> None:
         """``policy``: instead of the one that the configuration names."""
         self._state = State(config)
-        self._balance = Balance(self._state, policy or policy_of(config.balance, config.window.size))
+        strategy = POLICIES.get(config.balance.policy)
+        if strategy is not None and not strategy.by_need:
+            self._state.need = Need(0.0)
+        self._balance = Balance(self._state, policy or policy_of(config.balance, config.window))
         self._scheduler = Scheduler(self._state, self._balance)
         self._drops = config.selection.redundant_fraction > 0
 
@@ -38,12 +56,16 @@ class Machine:
             counts = _HANDLERS[type(event)](state, event) is not False
             if state.doubts:
                 rejection.judge(state)
+            if state.gone:
+                rejection.ask_for_gone(state)
             trigger = self._balance.trigger(event) if counts else None
             if trigger is not None:
                 self._balance.rebalance(trigger)
             if self._drops:
                 selection.drop_surplus(state)
-            self._scheduler.run()
+            settled = self._scheduler.run()
+            if settled or state.evaluations.stirred or not isinstance(event, on.TokensReported | on.Progress):
+                evaluation.settle(state)  # a mere report takes no slot
             return state.out
         finally:
             state.out = []
@@ -67,14 +89,16 @@ class Machine:
         """The state, to read: operators' views, invariants. Only ``handle`` may change it."""
         return self._state
 
-    def owns(self, worker_id: str, epoch: int, request_id: str) -> bool:
-        """Whether a report of this worker on this request counts (the shell drops tokens of any other)."""
-        return bool(self.owned(worker_id, epoch, (request_id,)))
+    def owned(self, worker_id: str, epoch: int, rows: Column) -> Column:
+        """Which of these rows' tokens are to be taken over from this worker's report; bool (rows,).
 
-    def owned(self, worker_id: str, epoch: int, request_ids: Iterable[str]) -> list[str]:
-        """Those of a whole report, in its order."""
-        worker = self._state.worker_at(worker_id, epoch)
-        return [] if worker is None else [request_id for request_id, _ in self._state.reported(worker, request_ids)]
+        Of any other the shell takes nothing over. Rows are below ``state.requests.capacity``.
+        """
+        state, worker = self._state, self._state.worker_at(worker_id, epoch)
+        if worker is None:
+            return np.zeros(len(rows), np.bool_)
+        trained = state.reported(worker, rows)
+        return trained | state.evaluations.reported(worker_id, rows) if state.evaluations.running else trained
 
     def check_commit(self, trainer_epoch: int, step: int) -> None:
         """Raises Conflict where StepCommitted would be refused; asked before the weights are stored."""
@@ -99,9 +123,17 @@ def _prompt_cancelled(state: State, event: on.PromptCancelled) -> None:
     lifecycle.end_if_exhausted(state)
 
 
+def _arrived(state: State, event: on.VersionArrived) -> bool:
+    is_news = arrival.arrived(state, event)
+    if event.version in state.gone:
+        rejection.found(state, event.version)
+    return is_news
+
+
 def _tick(state: State, _event: on.Tick) -> None:
     handoff.overdue(state)
     fleet.overdue(state)
+    evaluation.end_unhosted(state)
     state.worklist.wake()  # what rested may go on
 
 
@@ -127,6 +159,9 @@ def _copy_began(state: State, event: on.CopyBegan) -> None:
 
 def _start_done(state: State, command: do.StartRequest, event: on.CommandDone) -> None:
     """A request that no engine can take is cancelled with its reason; an engine that disagrees with us is replaced."""
+    if command.request_id in state.evaluations.requests:
+        evaluation.started(state, command, event)
+        return
     row = state.request_row.get(command.request_id)
     worker = state.workers[command.worker_id]
     if row is None or row not in worker.rows or state.requests["starting"][row] != command.command_id:
@@ -147,11 +182,18 @@ _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.AdmissionEnded: lifecycle.end_admission,
     on.RequestScored: lifecycle.scored,
     on.GroupCancelled: lifecycle.cancel,
+    on.EvaluationAsked: evaluation.asked,
+    on.EvaluationCancelled: evaluation.cancelled,
     on.WorkerJoined: fleet.joined,
     on.WorkerLost: fleet.lost,
+    on.TokensReported: lifecycle.tokens_reported,
     on.Progress: lifecycle.progress,
     on.CommandDone: _done,
     on.CopyBegan: _copy_began,
+    on.HostJoined: arrival.joined,
+    on.HostLost: arrival.lost,
+    on.VersionArrived: _arrived,
+    on.VersionGone: rejection.gone,
     on.PoolJoined: parking.joined,
     on.PoolLost: parking.lost,
     on.PoolDropped: parking.dropped,
@@ -159,6 +201,7 @@ _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.StepRequested: lifecycle.step_requested,
     on.StepCommitted: lifecycle.commit,
     on.VersionRepublished: lifecycle.republished,
+    on.Restored: restoring.restored,
     on.Tick: _tick,
     on.StorageChanged: admission.storage_changed,
     on.MigrateAsked: handoff.asked,

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from dora.orchestrator.core.admission import admissible
 from dora.orchestrator.core.state import RUNNING, State, unfinished
 from dora.orchestrator.core.table import Column, Table
 from dora.orchestrator.core.view import RequestColumns, View, WorkerColumns
@@ -21,7 +22,7 @@ def view_of(state: State) -> View:
         newest=window.newest_sound,
         window=window.size,
         groups_per_step=window.groups_per_step,
-        admissible={v: 0 if dried_up else window.admissible(v) for v in live},
+        admissible={v: 0 if dried_up else _admissible(state, v) for v in live},
         cost=state.cost,
         group_tokens=tokens / groups,
         group_kv_tokens=(tokens + prompt_tokens) / groups,
@@ -32,7 +33,6 @@ def view_of(state: State) -> View:
             movable=(status == RUNNING) & ~requests["moving"] & (requests["rests_until_s"] <= state.now_s),
             version=requests["version"],
             worker=requests["worker"] - 1,
-            parked=requests["pool"] > 0,
             prompt_tokens=requests["prompt_tokens"],
             tokens=requests["tokens"],
             expected_tokens=requests["expected"],
@@ -41,8 +41,13 @@ def view_of(state: State) -> View:
             log_sd=requests["log_sd"],
         ),
         pools=tuple(pool.free for pool in state.pools.values()),
-        parked_tokens=sum(pool.kv_claimed for pool in state.pools.values()),
     )
+
+
+def _admissible(state: State, version: int) -> int:
+    """All that the newest version may begin, now or later; of an older one what is wanted now."""
+    newest = version == state.window.newest_sound
+    return state.window.admissible(version) if newest else admissible(state, version)
 
 
 def _seen(requests: Table, window: Window) -> Column:

@@ -9,7 +9,7 @@ from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core import handoff
 from dora.orchestrator.core.pool import Pool
-from dora.orchestrator.core.state import State
+from dora.orchestrator.core.state import WAITING, State
 
 
 def joined(state: State, event: on.PoolJoined) -> None:
@@ -18,8 +18,21 @@ def joined(state: State, event: on.PoolJoined) -> None:
         raise Conflict("pool_id", event.pool_id, "an id that no living pool or worker has", why="is taken")
     if event.kv_tokens < 1:
         raise InvalidValue("kv_tokens", event.kv_tokens, "at least 1")
-    state.add_pool(event.pool_id, event.epoch, event.kv_tokens)
+    pool = state.add_pool(event.pool_id, event.epoch, event.kv_tokens, event.host)
+    for request_id, tokens in event.requests.items():
+        row = state.request_row.get(request_id)
+        if row is not None and tokens == state.requests["tokens"][row] and _parks_again(state, row, pool):
+            state.park(row, pool, handoff.kv_tokens(state, row))
+        else:
+            state.send(do.RemoveRequest(pool.pool_id, pool.epoch, state.command_id(), request_id))
     state.worklist.wake()
+
+
+def _parks_again(state: State, row: int, pool: Pool) -> bool:
+    """Whether a pool that has outlived the service may keep this request: it waits, and lies nowhere else."""
+    requests = state.requests
+    waits = requests["status"][row] == WAITING and not requests["moving"][row] and not requests["pool"][row]
+    return bool(waits) and handoff.kv_tokens(state, row) <= pool.free
 
 
 def lost(state: State, event: on.PoolLost) -> bool:

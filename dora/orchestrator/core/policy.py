@@ -41,5 +41,12 @@ class Policy(Protocol):
         say the same in a thousand times as long.
         """
 
+    def begins(self, dispatcher: Dispatcher, version: int) -> bool:
+        """Whether it would begin a group of this version, an old one, that the window admits, if a worker had room.
+
+        For ``dora`` alone, which begins nothing under an old version that could end too late: a worker that is idle for
+        it starves, and is not to wait for the next periodic plan.
+        """
+
     def dispatch(self, dispatcher: Dispatcher) -> None:
         """Gives workers with room something to do: waiting requests, or new groups. Called after every change."""

@@ -14,6 +14,7 @@ class Pool:
     epoch: int
     index: int
     kv_tokens: int  # capacity
+    host: str = ""
     rows: set[int] = field(default_factory=set)  # requests parked here
     inbound: int = 0  # handoffs on their way to it
     kv_claimed: int = 0  # of both: never above its capacity

@@ -10,10 +10,10 @@ they are. What is left of it is common to a group's siblings, the noise is not: 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,6 +24,7 @@ HORIZON = 8192  # responses: the level forgets at this pace, the trend and the v
 BLOCK = 64  # responses between two fits of the regression
 PROMPTS_MAX = 131_072  # the prompt first seen is forgotten beyond that
 TASKS_MAX = 65_536  # likewise
+LEARNT_TASKS = 1024  # of which what was learnt outlives a crash
 HISTORY_MOST = 128  # responses that count of one prompt or task: later ones push earlier ones out
 PRIOR_VARIANCE = 0.5  # of the prompt effect and of the noise each, worth PRIOR_COUNT responses
 PRIOR_COUNT = 32.0
@@ -60,6 +61,12 @@ class Predictor(Protocol):
     def observe(self, prompt: PromptTraits, tokens: int) -> None:
         """One response to ``prompt`` has finished with ``tokens`` tokens."""
 
+    def learnt(self) -> dict[str, Any]:
+        """What outlives a crash, as plain values: of all prompts and of tasks."""
+
+    def learn_again(self, values: Mapping[str, Any]) -> None:
+        """Goes on from ``learnt``."""
+
 
 class Trend(Protocol):
     """The part of a log length, relative to the level, that a prompt shows before it has a history."""
@@ -67,6 +74,10 @@ class Trend(Protocol):
     def expected(self, prompt: PromptTraits) -> float: ...
 
     def learn(self, prompt: PromptTraits, relative: float) -> None: ...
+
+    def learnt(self) -> dict[str, Any]: ...
+
+    def learn_again(self, values: Mapping[str, Any]) -> None: ...
 
 
 class _Means:
@@ -88,6 +99,13 @@ class _Means:
             del self._values[next(iter(self._values))]
         count = min(count + 1.0, HISTORY_MOST)
         self._values[name] = (count, mean + (value - mean) / count)
+
+    def learnt(self) -> dict[str, tuple[float, float]]:
+        """Of those that came last, ``LEARNT_TASKS`` at most."""
+        return dict(list(self._values.items())[-LEARNT_TASKS:])
+
+    def learn_again(self, values: Mapping[str, Sequence[float]]) -> None:
+        self._values = {name: (count, mean) for name, (count, mean) in values.items()}
 
 
 class _Forgetting:
@@ -118,6 +136,12 @@ class TaskTrend:
     def learn(self, prompt: PromptTraits, relative: float) -> None:
         self._tasks.add(prompt.task_id, relative)
 
+    def learnt(self) -> dict[str, Any]:
+        return {"tasks": self._tasks.learnt()}
+
+    def learn_again(self, values: Mapping[str, Any]) -> None:
+        self._tasks.learn_again(values["tasks"])
+
 
 class RegressionTrend:
     """Online ridge regression on (1, features, log prompt tokens), and each task's mean of what that leaves.
@@ -144,6 +168,20 @@ class RegressionTrend:
         if self._filled == BLOCK:
             self._fit()
         self._tasks.learn(prompt, relative - self._linear(row))
+
+    def learnt(self) -> dict[str, Any]:
+        """Without the responses since the last block."""
+        fitted = {"weights": self._weights}
+        if self._weights:
+            fitted |= {"gram": self._gram.tolist(), "moment": self._moment.tolist()}
+        return fitted | self._tasks.learnt()
+
+    def learn_again(self, values: Mapping[str, Any]) -> None:
+        if values["weights"]:
+            self._start(len(values["weights"]))
+            self._weights = tuple(values["weights"])
+            self._gram, self._moment = np.array(values["gram"]), np.array(values["moment"])
+        self._tasks.learn_again(values)
 
     def _row(self, prompt: PromptTraits) -> tuple[float, ...]:
         row = (1.0, *prompt.features, math.log(max(prompt.prompt_tokens, 1)))
@@ -213,6 +251,19 @@ class MixedModel:
         self._prompts.add(prompt.key, relative)
         self._trend.learn(prompt, relative)
 
+    def learnt(self) -> dict[str, Any]:
+        means = {name: [each.value, each.count] for name, each in self._forgetting().items()}
+        return {"seen": self.seen, "means": means, "trend": self._trend.learnt()}
+
+    def learn_again(self, values: Mapping[str, Any]) -> None:
+        self.seen = values["seen"]
+        for name, each in self._forgetting().items():
+            each.value, each.count = values["means"][name]
+        self._trend.learn_again(values["trend"])
+
+    def _forgetting(self) -> dict[str, _Forgetting]:
+        return {"level": self._level, "noise": self._noise, "residual": self._residual}
+
 
 class Given:
     """Lengths that are known: the simulator's oracle, or the user's own estimates. Without them: the ``fallback``.
@@ -240,6 +291,12 @@ class Given:
 
     def observe(self, prompt: PromptTraits, tokens: int) -> None:
         self._fallback.observe(prompt, tokens)
+
+    def learnt(self) -> dict[str, Any]:
+        return self._fallback.learnt()
+
+    def learn_again(self, values: Mapping[str, Any]) -> None:
+        self._fallback.learn_again(values)
 
 
 PREDICTORS: dict[str, Callable[[], Predictor]] = {

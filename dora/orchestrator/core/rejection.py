@@ -8,12 +8,16 @@
 Two distinct workers reject a version, or all that work, if these have refused it in their present lives. Whoever has
 refused it loads what the next plan gives it: the newest version that is not withheld, or another that has work.
 Version 0 is the model itself: nobody could publish it anew, so who refuses it is at fault.
+
+A version may also be *gone*: no host has its weights any more. It is withheld, and rejected as long as it is needed: as
+the newest one, or for responses that are under way. Once their groups are cancelled it is asked for no more.
 """
 
 from collections.abc import Sequence
 from typing import Final
 
 from dora.errors import VersionRejected
+from dora.orchestrator.core import arrival
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.state import Doubt, Refusal, State
@@ -76,10 +80,52 @@ def judge(state: State) -> None:
         _ask_another(state, version, doubt, working)
 
 
+def gone(state: State, event: on.VersionGone) -> bool:
+    """Nobody can load a version any more. Returns whether that is news."""
+    version, window = event.version, state.window
+    if version in state.rejected or version in state.gone:
+        return False
+    if not max(1, window.oldest_kept) <= version <= window.newest:
+        return False
+    state.doubts.pop(version, None)
+    state.gone[version] = event.reason
+    window.withhold(version)
+    arrival.forgotten(state, version)
+    state.replan = True
+    return True
+
+
+def found(state: State, version: int) -> None:
+    """What was gone is on a host again, with the very weights."""
+    del state.gone[version]
+    state.rejected.pop(version, None)
+    _release(state, version)
+
+
+def ask_for_gone(state: State) -> None:
+    """Rejects the versions that are gone and needed, so that they are published anew; no longer those that are not."""
+    for version, reason in sorted(state.gone.items()):
+        if version < state.window.oldest_kept:
+            found(state, version)  # nobody is to load it any more
+        elif version not in state.rejected and _is_needed(state, version):
+            _rejected(state, do.RejectVersion(version, (), reason, 0.0))
+        elif version in state.rejected and not _is_needed(state, version):
+            del state.rejected[version]
+            _release(state, version)
+            state.window.withhold(version)
+
+
+def _is_needed(state: State, version: int) -> bool:
+    """Whether a worker may have to load it: whoever comes anew loads the newest."""
+    under_way = (state.groups["version"] == version) & (state.groups["unfinished"] > 0)
+    return version == state.window.newest or bool(under_way.any())
+
+
 def republished(state: State, version: int) -> None:
     """Other weights are in place: the version is as if published now. What is still being loaded of it counts for
     nothing."""
     del state.rejected[version]
+    state.gone.pop(version, None)
     for worker in state.workers.values():
         worker.load_is_void |= worker.loading == version
     _release(state, version)
@@ -93,10 +139,13 @@ def _release(state: State, version: int) -> None:
 def _reject(state: State, version: int, doubt: Doubt) -> None:
     refusals = list(doubt.refusals.values())
     difference = max(refusal.canary_difference for refusal in refusals)
-    told = do.RejectVersion(version, tuple(sorted(doubt.refusals)), refusals[0].reason, difference)
     del state.doubts[version]
-    state.rejected[version] = told
-    state.window.reject(version)
+    _rejected(state, do.RejectVersion(version, tuple(sorted(doubt.refusals)), refusals[0].reason, difference))
+
+
+def _rejected(state: State, told: do.RejectVersion) -> None:
+    state.rejected[told.version] = told
+    state.window.reject(told.version)
     state.stream_step = None
     state.counters.versions_rejected += 1
     state.replan = True

@@ -11,8 +11,8 @@
 *When* a plan is made for another reason (a commit, a period, pressure, a worker that comes or goes) is in balance.py.
 """
 
-from dora.orchestrator.core import fleet
-from dora.orchestrator.core.admission import draw
+from dora.orchestrator.core import evaluation, fleet
+from dora.orchestrator.core.admission import admissible, draw
 from dora.orchestrator.core.balance import Balance
 from dora.orchestrator.core.dispatcher import Dispatcher
 from dora.orchestrator.core.lifecycle import retire
@@ -26,13 +26,13 @@ class Scheduler:
     def __init__(self, state: State, balance: Balance) -> None:
         self._state, self._balance = state, balance
         self._unhosted: frozenset[int] = frozenset()  # versions found without a worker at the last look
-        self._starved: tuple[frozenset[int], int, int] | None = None  # indexes found so then; step and newest version
+        self._starved: tuple[frozenset[int], int, int, frozenset[int]] | None = None  # see _look_around
 
-    def run(self) -> None:
-        """See the module."""
+    def run(self) -> bool:
+        """See the module. Returns whether there was anything to look at."""
         state, window = self._state, self._state.window
         if not state.worklist.awake:
-            return
+            return False
         self._settle()
         self._look_around()
         if state.worklist.awake:
@@ -40,6 +40,7 @@ class Scheduler:
         retire(state)  # the window moves, and loads end, in events that settle
         live = window.newest - window.oldest_live + 1
         state.counters.versions_live_max = max(state.counters.versions_live_max, live)
+        return True
 
     def _settle(self) -> None:
         state, worklist = self._state, self._state.worklist
@@ -58,11 +59,12 @@ class Scheduler:
     def _look_around(self) -> None:
         window = self._state.window
         unhosted, starved = self._without_worker(), self._without_work()
-        situation = (starved, window.step, window.newest_sound)
+        evaluated = evaluation.for_newest(self._state, starved)
+        situation = (starved, window.step, window.newest_sound, evaluated)
         if unhosted - self._unhosted:
             self._balance.rebalance(Trigger.MEMBERSHIP)
         elif starved and situation != self._starved:
-            self._balance.hand_over(starved)
+            self._balance.hand_over(starved, evaluated)
         self._unhosted, self._starved = unhosted, situation
 
     def _without_worker(self) -> frozenset[int]:
@@ -75,13 +77,21 @@ class Scheduler:
         return frozenset(waited)
 
     def _without_work(self) -> frozenset[int]:
-        """Indexes of idle workers whose version, an old one, has no waiting or admissible work."""
+        """Indexes of idle workers whose version, an old one, has no waiting work, and none that is to begin."""
         state, window = self._state, self._state.window
         if not state.worklist.idle:
             return frozenset()
         indexes: set[int] = set()
         for version in range(state.retired, window.newest_sound):
             idle = state.hosting.targeting(version) & state.worklist.idle
-            if idle and not state.waiting.get(version) and (not state.backlog or window.admissible(version) < 1):
+            if idle and not state.waiting.get(version) and not self._begins(version):
                 indexes |= idle
-        return frozenset(indexes)
+        kept = {index for index in indexes if evaluation.keeps(state, state.worker_list[index])}
+        return frozenset(indexes - kept)
+
+    def _begins(self, version: int) -> bool:
+        """Whether a group of this old version is to begin: window and policy let it, and there is a prompt."""
+        state = self._state
+        if not state.backlog or admissible(state, version) < 1:
+            return False
+        return self._balance.policy.begins(Dispatcher(state), version)

@@ -40,5 +40,5 @@ def _replaceable(state: State) -> list[str]:
     if sum(map(len, state.finished.values())) < state.window.left:
         return []
     groups = state.groups
-    due = np.flatnonzero((groups["version"] == state.window.oldest_live) & (groups["status"] == OPEN))
+    due = np.flatnonzero((groups["deadline"] == state.window.step) & (groups["status"] == OPEN))
     return [state.group_id[group] for group in due.tolist()] if groups["unfinished"][due].all() else []

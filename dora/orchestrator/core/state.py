@@ -1,19 +1,22 @@
 """Everything the core knows, in one place. The modules beside this one are functions over it."""
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import ChainMap, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 
 from dora.config import Config
+from dora.orchestrator.core.adaptive import AdaptiveSize
 from dora.orchestrator.core.commands import Command, RejectVersion, WorkerCommand
 from dora.orchestrator.core.cost import CostModel
+from dora.orchestrator.core.evaluations import Evaluations
 from dora.orchestrator.core.handoff_table import Handoff
 from dora.orchestrator.core.hosting import Hosting
 from dora.orchestrator.core.line import Backlog, Line
 from dora.orchestrator.core.loads import Loads
+from dora.orchestrator.core.need import Need
 from dora.orchestrator.core.pool import Pool
 from dora.orchestrator.core.prediction import PREDICTORS, PromptTraits
 from dora.orchestrator.core.rhythm import Rhythm
@@ -102,10 +105,12 @@ class State:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.window = Window(config.window.size, config.window.groups_per_step)
+        self.window = Window(config.window.least, config.window.groups_per_step)
+        self.adaptive = AdaptiveSize(config.window) if config.window.is_adaptive else None
         self.predictor = PREDICTORS[config.balance.predictor]()
         self.cost = CostModel.of(config.balance.cost) if config.balance.cost is not None else None
         self.rhythm = Rhythm()
+        self.need = Need(config.window.freshness)
         self.out: list[Command] = []
         self.now_s = 0.0
         # prompts
@@ -113,7 +118,16 @@ class State:
         self.drawing = 0
         self.exhausted = False
         # groups and requests: numpy columns, names beside them
-        self.groups = Table({"status": np.int8, "version": np.int64, "unfinished": np.int64, "unscored": np.int64})
+        self.groups = Table(
+            {
+                "status": np.int8,
+                "version": np.int64,
+                "deadline": np.int64,  # the last step that may train on it, set at its admission
+                "unfinished": np.int64,
+                "unscored": np.int64,
+                "admitted_s": np.float64,
+            }
+        )
         self.group_id: dict[int, str] = {}
         self.group_row: dict[str, int] = {}
         self.members: dict[int, list[int]] = {}  # group row -> request rows
@@ -144,17 +158,22 @@ class State:
         self.request_row: dict[str, int] = {}
         self.traits: dict[int, PromptTraits] = {}  # group row -> what lengths are predicted from
         self.waiting: dict[int, Line] = {}  # version -> request rows on no worker
-        self.finished: dict[int, deque[int]] = {}  # version -> group rows that wait for a step
+        self.finished: dict[int, deque[int]] = {}  # deadline -> group rows that wait for a step, where there are any
+        self.evaluations = Evaluations()  # beside all of that
         # trainer
         self.trainer_epoch = 0
         self.stream_step: int | None = None  # the step whose stream is open
         self.leased: list[int] = []  # group rows taken by the step not yet committed
         self.short_step = -1  # the step that ended short, as prompts had run out
+        self.step_disturbed = False  # its times say nothing: a trainer has begun anew, or weights had to come again
         self.retired = 0  # versions below are retired
+        self.arrived: dict[str, set[int]] = {}  # versions by host, of those with a store of their own (arrival.py)
+        self.missing: set[int] = set()  # kept versions that the service's own store has not, though it should
         # what workers make of versions (rejection.py)
         self.proven: set[int] = set()  # kept versions that some worker has loaded well
         self.doubts: dict[int, Doubt] = {}  # version -> who has refused it so far
         self.rejected: dict[int, RejectVersion] = {}  # version -> why, until it is published anew
+        self.gone: dict[int, str] = {}  # kept versions whose weights no host has any more -> why
         self.replan = False  # which versions may be loaded has changed: the next plan is due at once
         # workers and handoffs
         self.workers: dict[str, Worker] = {}
@@ -177,18 +196,15 @@ class State:
         index = int(self.requests["worker"][row]) - 1
         return self.worker_list[index] if index >= 0 else None
 
-    def reported(self, worker: Worker, request_ids: Iterable[str]) -> list[tuple[str, int]]:
-        """Of the requests in a worker's report those whose tokens are to be taken over, each with its row.
+    def reported(self, worker: Worker, rows: Column) -> Column:
+        """Of the rows in a worker's report those whose tokens are to be taken over; bool (rows,).
 
-        Not before StartRequest was obeyed: until then they are of an earlier stay of the request on this worker.
+        Not before StartRequest was obeyed: until then they are of an earlier stay of the request on this worker, or of
+        another request that had its row.
         """
-        row_of, rows, starting = self.request_row, worker.rows, self.requests["starting"]
-        found = []
-        for request_id in request_ids:
-            row = row_of.get(request_id)
-            if row in rows and not starting[row]:
-                found.append((request_id, row))
-        return found
+        requests = self.requests
+        taken: Column = (requests["worker"][rows] == worker.index + 1) & (requests["starting"][rows] == 0)
+        return taken
 
     def worker_at(self, worker_id: str, epoch: int) -> Worker | None:
         """The living worker of this id and epoch; None if either is over."""
@@ -204,10 +220,20 @@ class State:
         index = int(self.requests["pool"][row]) - 1
         return self.pool_list[index] if index >= 0 else None
 
-    def pool_with(self, kv_tokens: int) -> Pool | None:
-        """The pool with the most room where so much KV may be parked; None: there is none."""
+    def pool_with(self, kv_tokens: int, host: str) -> Pool | None:
+        """Where so much KV may be parked: of the pools of this host, else of all, that with the most room; or None."""
         fit = (pool for pool in self.pools.values() if pool.free >= kv_tokens)
-        return max(fit, key=lambda pool: (pool.free, -pool.index), default=None)
+        return max(fit, key=lambda pool: (pool.host == host, pool.free, -pool.index), default=None)
+
+    def names(self) -> Mapping[int, str]:
+        """The ids of all requests, those of evaluations among them, by their rows."""
+        if not self.evaluations.at:
+            return self.request_id
+        return self.request_id | {row: request.request_id for row, request in self.evaluations.at.items()}
+
+    def rows(self) -> Mapping[str, int]:
+        """The rows of all requests, those of evaluations among them, by their ids."""
+        return ChainMap(self.request_row, self.evaluations.row_of) if self.evaluations.row_of else self.request_row
 
     def workers_of(self, version: int) -> Sequence[Worker]:
         """The workers that take requests of this version, by index."""
@@ -234,6 +260,11 @@ class State:
         """Sends a command to a worker and waits for its outcome."""
         self.pending[command.command_id] = Pending(command, handoff)
         self.out.append(command)  # type: ignore[arg-type]  # every subclass is a Command
+
+    def send_first(self, command: WorkerCommand) -> None:
+        """The same, before all that this event sends."""
+        self.pending[command.command_id] = Pending(command)
+        self.out.insert(0, command)  # type: ignore[arg-type]
 
     def add_worker(self, worker: Worker) -> None:
         if worker.index == len(self.worker_list):
@@ -263,9 +294,10 @@ class State:
             if (pending.command.worker_id, pending.command.epoch) != (name, epoch)
         }
 
-    def add_pool(self, pool_id: str, epoch: int, kv_tokens: int) -> None:
-        pool = self.pools[pool_id] = Pool(pool_id, epoch, _free_index(self.pool_list), kv_tokens)
+    def add_pool(self, pool_id: str, epoch: int, kv_tokens: int, host: str) -> Pool:
+        pool = self.pools[pool_id] = Pool(pool_id, epoch, _free_index(self.pool_list), kv_tokens, host)
         self.pool_list[pool.index : pool.index + 1] = [pool]
+        return pool
 
     def remove_pool(self, pool: Pool) -> None:
         """The pool is gone."""
@@ -310,6 +342,24 @@ class State:
         self.loads.changed(worker.index)
         worker.kv_claimed += claim
         worker.kv_change += prompt_tokens + tokens
+
+    def give_all(self, rows: Sequence[int], worker: Worker, held: Sequence[int]) -> None:
+        """The worker owns these requests from now on, as it did before; ``held``: response tokens that it has of each.
+
+        What it has and has not told was generated before: it says nothing of its pace.
+        """
+        requests, places = self.requests, np.array(rows, np.int64)
+        context = requests["prompt_tokens"][places] + requests["tokens"][places]
+        claims = np.maximum(context, requests["prompt_tokens"][places] + requests["expected"][places])
+        requests["status"][places] = RequestStatus.RUNNING
+        requests["placed_s"][places], requests["placed_tokens"][places] = self.now_s, held
+        requests["worker"][places], requests["claim"][places] = worker.index + 1, claims
+        requests["starting"][places] = 0
+        worker.rows.update(rows)
+        worker.kv_claimed += int(claims.sum())
+        worker.kv_change += int(context.sum())
+        self.worklist.given(worker.index)
+        self.loads.changed(worker.index)
 
     def move_off(self, row: int) -> Worker:
         """Its worker is told to let go of the request, which it owns no more. Returns that worker.

@@ -41,9 +41,17 @@ class Table(dict[str, Column]):
         """So many zeroed rows."""
         while len(self._free) < count:
             self._grow()
-        rows = self._free[-count:][::-1]
-        del self._free[-count:]
+        kept = len(self._free) - count
+        rows = self._free[kept:][::-1]
+        del self._free[kept:]
         return rows
+
+    def take(self, rows: Column) -> None:
+        """These zeroed rows, each another one and none in use."""
+        while len(rows) and int(rows.max()) >= self._rows:
+            self._grow()
+        free = np.array(self._free, np.int64)
+        self._free = free[~np.isin(free, rows)].tolist()
 
     def free(self, rows: list[int]) -> None:
         """Gives rows back. The caller forgets them."""

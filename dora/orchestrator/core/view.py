@@ -33,7 +33,6 @@ class RequestColumns:
     movable: Column  # bool: on a worker, in no handoff, not resting from a failed one
     version: Column  # int64
     worker: Column  # int64 index, -1: waiting for one
-    parked: Column  # bool: its KV lies in a pool
     prompt_tokens: Column  # int64
     tokens: Column  # int64, response tokens so far
     expected_tokens: Column  # int64, of the whole response, as predicted before it began
@@ -68,7 +67,6 @@ class View:
     workers: WorkerColumns
     requests: RequestColumns
     pools: tuple[int, ...] = ()  # KV in tokens that each pool has room for; (): there is no pool
-    parked_tokens: int = 0  # KV that lies in pools
 
     def admits(self, version: int) -> bool:
         """Whether the window lets this version begin another group."""

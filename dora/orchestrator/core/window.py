@@ -1,26 +1,29 @@
 """The sliding window of policy versions and the rule that keeps staleness bounded (C3).
 
 Symbols. Version ``v`` is the weights after ``v`` steps. ``s`` is the step now being filled,
-``B`` the prompt groups a step takes, ``left`` what step ``s`` still takes, ``W`` the window. A group of version ``v``
-has the deadline ``v + W - 1``: trained then at the latest, its staleness is at most ``W - 1``. With ``open(d)`` the
-admitted groups of deadline ``<= d`` that no step has taken,
+``B`` the prompt groups a step takes, ``left`` what step ``s`` still takes, ``W`` the window in force. A group of
+version ``v`` has the deadline ``v + W - 1`` from its admission on: trained then at the latest, its staleness is at most
+``W - 1``. With ``open(d)`` the admitted groups of deadline ``<= d`` that no step has taken,
 
-    feasible  <=>  open(d) <= left + B * (d - s)   for every d in s .. s + W - 1
+    feasible  <=>  open(d) <= left + B * (d - s)   for every d from s on
 
 Earliest-deadline-first feasibility: the groups due by ``d`` fit into the places that steps ``s .. d`` still have.
 Admission and taking keep it true, so every group is taken by its deadline (proof: docs/invariants.md).
+
+``W`` may change between two steps (adaptive.py). A group keeps the deadline that it was admitted with, and a version
+that has left the window does not come back.
 
 A version may be *withheld*: it admits nothing more for now. While one is *rejected*, which is withheld too, no step
 takes a group and no version is published: the window stands still. Neither changes a count.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 
 from dora.errors import IllegalTransition
 
 
 class Window:
-    """Counts of open groups by deadline. Pure arithmetic, no group is named here.
+    """Counts of open groups by deadline and by version. Pure arithmetic, no group is named here.
 
     An operation takes as long as there are deadlines with open groups, however wide the window.
     """
@@ -33,6 +36,8 @@ class Window:
         self.newest = 0
         self.closed = False  # nothing is admitted, whatever there is place for
         self._open: dict[int, int] = {}  # deadline -> open groups, where there are any
+        self._open_of: dict[int, int] = {}  # version -> the same groups
+        self._left_behind = 0  # versions below it have left the window
         self._withheld: set[int] = set()  # versions that admit nothing for now
         self._rejected: set[int] = set()  # of these, those that are to be published anew
 
@@ -55,10 +60,38 @@ class Window:
         """How many groups of version 0 could be open with so many groups a step, ``taken`` of them by the first."""
         return groups * self.size - taken
 
+    def restore(self, newest: int, step: int, left: int, left_behind: int, is_open: Iterable[tuple[int, int]]) -> None:
+        """A new window stands where an earlier one did: with groups open of these (version, deadline).
+
+        Raises IllegalTransition where these cannot have been open together; it is of no use then.
+        """
+        self.newest, self.step, self.left, self._left_behind = newest, step, left, left_behind
+        for version, deadline in is_open:
+            self._count(version, deadline, 1)
+        possible = newest in (step - 1, step) and (0 < left <= self.groups_per_step or left == self.groups_per_step)
+        in_time = min(self._open, default=step) >= step and self.least_slack(step, self.horizon) >= 0
+        if not possible or not in_time or max(self._open_of, default=0) > newest:
+            raise IllegalTransition(f"no window can stand so, with version {newest} the newest: {self.told()}")
+
+    def set_size(self, size: int) -> None:
+        """Groups that are admitted from now on may be so much older than their step; open ones keep their deadlines."""
+        self._left_behind = self.oldest_admitting
+        self.size = size
+
+    @property
+    def left_behind(self) -> int:
+        """Versions below had left the window when its size changed last."""
+        return self._left_behind
+
+    @property
+    def oldest_admitting(self) -> int:
+        """The oldest version that groups may still be admitted to."""
+        return max(self._left_behind, self.step - self.size + 1)
+
     @property
     def oldest_live(self) -> int:
-        """The oldest version whose deadline is not before the step now being filled."""
-        return max(0, self.step - self.size + 1)
+        """The oldest version that a step may still train on: a group of it is open, or may be admitted."""
+        return min((self.oldest_admitting, *self._open_of))
 
     @property
     def oldest_kept(self) -> int:
@@ -98,15 +131,20 @@ class Window:
         return self._open
 
     def deadline(self, version: int) -> int:
-        """The last step that may train on ``version``."""
+        """The last step that may train on a group of ``version`` that is admitted now."""
         return version + self.size - 1
 
+    @property
+    def horizon(self) -> int:
+        """The last deadline that a group has or may get."""
+        return max((self.step + self.size - 1, *self._open))
+
     def slack(self) -> list[int]:
-        """``left + B * k - open(s + k)`` for k in 0 .. W-1; the state is feasible iff none is negative."""
-        return [self.least_slack(deadline, deadline) for deadline in range(self.step, self.step + self.size)]
+        """``left + B * k - open(s + k)`` for k from 0 to the horizon; the state is feasible iff none is negative."""
+        return [self.least_slack(deadline, deadline) for deadline in range(self.step, self.horizon + 1)]
 
     def least_slack(self, first: int, last: int) -> int:
-        """The least slack at a deadline from ``first`` to ``last``, both in the window.
+        """The least slack at a deadline from ``first`` to ``last``.
 
         Between two deadlines with open groups slack only grows, so those and ``first`` are all there is to look at.
         """
@@ -125,26 +163,25 @@ class Window:
 
     def admissible(self, version: int) -> int:
         """How many more groups of ``version`` may be admitted now."""
-        deadline = version + self.size - 1
-        if deadline < self.step or version > self.newest or not self.groups_per_step or version in self._withheld:
+        if not self.oldest_admitting <= version <= self.newest or not self.groups_per_step:
             return 0
-        if self.closed:
+        if self.closed or version in self._withheld:
             return 0
-        return self.least_slack(deadline, self.step + self.size - 1)
+        return self.least_slack(self.deadline(version), self.horizon)
 
     def admit(self, version: int) -> None:
-        """Counts one admitted group. Raises IllegalTransition where it is closed, or would become infeasible."""
+        """Counts one admitted group, whose deadline is ``deadline(version)``. Raises IllegalTransition where it is
+        closed, or would become infeasible."""
         if self.admissible(version) < 1:
             raise IllegalTransition(f"a group of version {version} does not fit: {self.told()}")
-        self._count(version, 1)
+        self._count(version, self.deadline(version), 1)
 
-    def takeable(self, version: int) -> bool:
-        """Whether step ``s`` may take a group of ``version`` and still keep every earlier deadline.
+    def takeable(self, deadline: int) -> bool:
+        """Whether step ``s`` may take a group of this deadline and still keep every earlier one.
 
         Never while the step before is uncommitted: one step at a time is with the trainer. Nor while a version is
         rejected.
         """
-        deadline = self.deadline(version)
         if self.left <= 0 or self.newest != self.step or deadline < self.step or self._rejected:
             return False
         return deadline == self.step or self.least_slack(self.step, deadline - 1) > 0
@@ -154,14 +191,16 @@ class Window:
         closed = "closed; " if self.closed else ""
         return f"{closed}step {self.step} takes {self.left} more; open groups by deadline {self._open}"
 
-    def take(self, version: int) -> bool:
+    def take(self, version: int, deadline: int) -> bool:
         """Step ``s`` takes an open group. True where that filled the step: the window then stands at step ``s + 1``.
 
         Raises IllegalTransition for a group that is not open or that may not be taken before an earlier deadline.
         """
-        if not self._holds(version) or not self.takeable(version):
-            raise IllegalTransition(f"step {self.step} may not take a group of version {version}: {self.told()}")
-        self._count(version, -1)
+        if not self._holds(version, deadline) or not self.takeable(deadline):
+            raise IllegalTransition(
+                f"step {self.step} may not take a group of version {version} due at {deadline}: {self.told()}"
+            )
+        self._count(version, deadline, -1)
         self.left -= 1
         if self.left:
             return False
@@ -177,11 +216,11 @@ class Window:
         self.step += 1
         self.left = self.groups_per_step
 
-    def give_back(self, version: int) -> None:
+    def give_back(self, version: int, deadline: int) -> None:
         """An open group was cancelled: its place is free again."""
-        if not self._holds(version):
-            raise IllegalTransition(f"no open group of version {version} to give back: {self.told()}")
-        self._count(version, -1)
+        if not self._holds(version, deadline):
+            raise IllegalTransition(f"no open group of version {version} due at {deadline} to give back: {self.told()}")
+        self._count(version, deadline, -1)
 
     def publish(self) -> int:
         """The step of the newest version was trained: the next version begins. Returns it.
@@ -212,15 +251,14 @@ class Window:
         self._withheld.discard(version)
         self._rejected.discard(version)
 
-    def _holds(self, version: int) -> bool:
-        """Whether a group of ``version`` is open, and in time."""
-        deadline = self.deadline(version)
-        return deadline >= self.step and deadline in self._open
+    def _holds(self, version: int, deadline: int) -> bool:
+        """Whether a group of ``version`` with this deadline may be open, and is in time."""
+        return deadline >= self.step and deadline in self._open and version in self._open_of
 
-    def _count(self, version: int, more: int) -> None:
-        deadline = self.deadline(version)
-        groups = self._open.get(deadline, 0) + more
-        if groups:
-            self._open[deadline] = groups
-        else:
-            del self._open[deadline]
+    def _count(self, version: int, deadline: int, more: int) -> None:
+        for counts, key in ((self._open, deadline), (self._open_of, version)):
+            groups = counts.get(key, 0) + more
+            if groups:
+                counts[key] = groups
+            else:
+                del counts[key]

@@ -18,6 +18,7 @@ class Worker:
     index: int
     slots: int
     kv_tokens: int
+    host: str = ""
     loaded: int = -1
     target: int = -1
     loading: int = -1
@@ -34,6 +35,8 @@ class Worker:
     kv_used: int = 0  # as last reported
     kv_change: int = 0  # since then: context of the requests given to it, less that of those moved off
     kv_inbound: int = 0  # context of those on their way to it
+    lent_slots: int = 0  # to evaluations, beside ``slots``
+    lent_kv_tokens: int = 0  # the same, beside ``kv_tokens``
     waiting: int = 0  # queued inside the engine, as last reported
 
     @property

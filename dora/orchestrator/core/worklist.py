@@ -95,9 +95,10 @@ class Worklist:
         self._roomy.update(indexes)
         return indexes
 
-    def has_room(self, index: int) -> bool:
-        """Whether this worker may have room."""
-        return index in self._roomy
+    @property
+    def roomy(self) -> Set[int]:
+        """Workers that may have room."""
+        return self._roomy
 
     @property
     def idle(self) -> Set[int]:

@@ -1,14 +1,16 @@
 """The services of those who submit prompts and of operators."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from dora.errors import InvalidValue, one_of
+from dora.errors import Conflict, InvalidValue, one_of
 from dora.orchestrator.core import events as on
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import status
 from dora.orchestrator.services.cancel import cancelled
+from dora.orchestrator.services.evaluation import evaluating
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.door import Counter
@@ -32,13 +34,21 @@ class PromptService(stubs.PromptsServicer):
             # In a thread: texts are tokenised. The queue may be full by then.
             prompts = await asyncio.to_thread(lambda: [feed.check.from_wire(prompt) for prompt in request.prompts])
             free = feed.queue(prompts)
+        await self._runtime.journal.settled()
         return pb.SubmitReply(accepted=len(prompts), queue_free=free)
 
     async def End(self, request: pb.EndRequest, context: ServicerContext) -> pb.EndReply:
-        return pb.EndReply(prompts_left=self._runtime.feed.end())
+        left = self._runtime.feed.end()
+        await self._runtime.journal.settled()
+        return pb.EndReply(prompts_left=left)
 
     async def Cancel(self, request: pb.CancelRequest, context: ServicerContext) -> pb.CancelReply:
-        return pb.CancelReply(outcomes=cancelled(self._runtime, request.ids, request.reason))
+        outcomes = cancelled(self._runtime, request.ids, request.reason)
+        await self._runtime.journal.settled()
+        return pb.CancelReply(outcomes=outcomes)
+
+    def Evaluate(self, request: pb.EvaluateRequest, context: ServicerContext) -> AsyncIterator[pb.EvaluationPart]:
+        return evaluating(self._runtime, request, self._reading, context)
 
 
 class OperatorService(stubs.OperatorServicer):
@@ -70,17 +80,54 @@ class OperatorService(stubs.OperatorServicer):
         return pb.OperatorReply(message=f"{request.trajectory_id} moves to {request.target_worker}", moves=1)
 
     async def Drain(self, request: pb.DrainRequest, context: ServicerContext) -> pb.OperatorReply:
-        return self._change(on.DrainAsked(request.worker_id), f"{request.worker_id} is being emptied and will leave")
+        name, hosts = request.worker_id, self._runtime.hosts
+        if hosts.has(name) and name not in self._runtime.machine.state.workers:
+            with self._changing() as reply:
+                count = hosts.drain(name)
+                reply.message = f"{name} is being emptied: its workers ({count}) leave, and then it does"
+            return reply
+        with self._changing() as reply:
+            hosts.drain_worker(name)
+            reply.message = f"{name} is being emptied and will leave"
+        return reply
+
+    async def Scale(self, request: pb.ScaleRequest, context: ServicerContext) -> pb.OperatorReply:
+        with self._changing() as reply:
+            started, emptied = self._runtime.hosts.scale(request.workers, request.host)
+            words = [f"started: {', '.join(started)}"] if started else []
+            words += [f"being emptied, to leave: {', '.join(emptied)}"] if emptied else []
+            reply.message = "; ".join(words) or "there are so many already"
+        return reply
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: ServicerContext) -> pb.OperatorReply:
-        return self._change(on.RebalanceAsked(), "a re-balancing cycle was run")
+        with self._changing() as reply:
+            self._runtime.post(on.RebalanceAsked())
+            reply.message = "a re-balancing cycle was run"
+        return reply
 
-    def _change(self, event: on.Event, message: str) -> pb.OperatorReply:
-        state = self._runtime.machine.state
-        moves, loads = len(state.handoffs), sum(worker.loading >= 0 for worker in state.workers.values())
-        self._runtime.post(event)
-        return pb.OperatorReply(
-            message=message,
-            moves=max(0, len(state.handoffs) - moves),
-            loads=max(0, sum(worker.loading >= 0 for worker in state.workers.values()) - loads),
+    async def Checkpoint(self, request: pb.CheckpointRequest, context: ServicerContext) -> pb.CheckpointReply:
+        runtime = self._runtime
+        if runtime.journal.log is None:
+            allowed = "of a service with service.state (dora serve --state DIR)"
+            raise Conflict("checkpoint", "a service without a state folder", allowed, why="keeps nothing")
+        size, state = await runtime.journal.log.checkpoint(), runtime.machine.state
+        return pb.CheckpointReply(
+            folder=runtime.config.service.state,
+            life=runtime.life,
+            step=state.window.newest,
+            groups=len(state.group_row),
+            groups_leased=len(state.leased),
+            prompts_queued=len(runtime.feed),
+            log_bytes=size.log_bytes,
+            live_bytes=size.live_bytes,
+            segments=size.segments,
         )
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[pb.OperatorReply]:
+        """A reply to be given, which counts the moves and loads that begin meanwhile."""
+        state, reply = self._runtime.machine.state, pb.OperatorReply()
+        moves, loads = len(state.handoffs), sum(worker.loading >= 0 for worker in state.workers.values())
+        yield reply
+        reply.moves = max(0, len(state.handoffs) - moves)
+        reply.loads = max(0, sum(worker.loading >= 0 for worker in state.workers.values()) - loads)

@@ -9,8 +9,10 @@ import grpc
 from dora.config import Config
 from dora.errors import InvalidValue
 from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.services.host import HostService
 from dora.orchestrator.services.operator import OperatorService, PromptService
 from dora.orchestrator.services.trainer import TrainerService
+from dora.orchestrator.services.waking import WakingInterceptor
 from dora.orchestrator.services.worker import WorkerService
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import server_options
@@ -21,14 +23,19 @@ STREAM_END_S = 1.0  # open streams have so long to end by themselves
 
 
 @contextlib.asynccontextmanager
-async def serving(config: Config, runtime: Runtime, model: Path, snapshots: Path, tokens: Tokens) -> AsyncIterator[str]:
-    """The gRPC server; yields the address it really listens at (port 0 takes a free one)."""
+async def serving(
+    config: Config, runtime: Runtime, model: Path, snapshots: Path, tokens: Tokens, kv_secret: bytes = b""
+) -> AsyncIterator[str]:
+    """The gRPC server; yields the address it really listens at (port 0 takes a free one). ``kv_secret``: of the run,
+    where an earlier life has made it."""
     limit_bytes = config.service.max_message_bytes
-    server = grpc.aio.server(interceptors=server_interceptors(tokens, limit_bytes), options=server_options(limit_bytes))
+    interceptors = (*server_interceptors(tokens, limit_bytes), WakingInterceptor(runtime))
+    server = grpc.aio.server(interceptors=interceptors, options=server_options(limit_bytes))
     stubs.add_TrainerServicer_to_server(TrainerService(runtime, model), server)
     stubs.add_PromptsServicer_to_server(PromptService(runtime), server)
     stubs.add_OperatorServicer_to_server(OperatorService(runtime, model), server)
-    stubs.add_WorkerServicer_to_server(WorkerService(runtime, snapshots, tokens), server)
+    stubs.add_WorkerServicer_to_server(WorkerService(runtime, snapshots, tokens, kv_secret), server)
+    stubs.add_HostServicer_to_server(HostService(runtime), server)
     address = _bound(server, config)
     await server.start()
     try:

@@ -9,6 +9,7 @@ import numpy as np
 from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
 from dora.orchestrator.core.worker import Worker
 from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.services.evaluation import evaluations_of
 from dora.orchestrator.streams import DRAINED
 from dora.orchestrator.telemetry import StepRecord
 from dora.rpc import dora_pb2 as pb
@@ -48,9 +49,20 @@ def of_service(runtime: Runtime, model: str) -> pb.Status:
         source_epoch=position.epoch,
         source_index=position.index,
         kv_tier=_tier(runtime),
+        adaptive_window=_adaptive_window(runtime),
         pools=_pools(runtime),
+        hosts=runtime.hosts.statuses(),
+        evaluations=evaluations_of(runtime),
         dp_groups_to_add=runtime.telemetry.groups_to_add(sum(not w.draining for w in state.workers.values())),
     )
+
+
+def _adaptive_window(runtime: Runtime) -> pb.AdaptiveWindow | None:
+    adaptive, window = runtime.machine.state.adaptive, runtime.config.window
+    if adaptive is None:
+        return None
+    last = None if adaptive.last is None else pb.WindowChange(**asdict(adaptive.last))
+    return pb.AdaptiveWindow(min=window.least, max=window.most, last_change=last)
 
 
 def _tier(runtime: Runtime) -> pb.KvTierStatus | None:
@@ -90,9 +102,10 @@ def _version(state: State, version: int) -> pb.VersionStatus:
     is_open = (groups["status"] == GroupStatus.OPEN) | (groups["status"] == GroupStatus.FINISHED)
     finished = groups["status"] == GroupStatus.FINISHED
     mine = requests["version"] == version
+    deadlines = groups["deadline"][of_version & is_open]
     return pb.VersionStatus(
         version=version,
-        deadline_step=state.window.deadline(version),
+        deadline_step=int(deadlines.max(initial=max(0, state.window.deadline(version)))),
         newest=version == state.window.newest,
         workers=sum(worker.target == version for worker in state.workers.values()),
         groups_open=int(np.count_nonzero(of_version & is_open)),
@@ -107,11 +120,15 @@ def _version(state: State, version: int) -> pb.VersionStatus:
 def _version_state(state: State, version: int) -> str:
     if version in state.rejected:
         return "rejected"
+    if version in state.gone:
+        return "gone"
     return "in doubt" if version in state.doubts else "published"
 
 
 def _reason(state: State, version: int) -> str:
     """Why a version is in doubt or rejected, and who says so."""
+    if version in state.gone:
+        return state.gone[version]
     if version in state.rejected:
         rejected = state.rejected[version]
         return f"{', '.join(rejected.worker_ids)}: {rejected.reason}"
@@ -135,6 +152,8 @@ def _worker(runtime: Runtime, worker: Worker) -> pb.WorkerStatus:
         tokens_per_s=session.rate.per_s(time.monotonic()) if session else 0.0,
         pid=session.pid if session else 0,
         host=session.host if session else "",
+        tensor_parallel=session.capability.tensor_parallel if session else 0,
+        pipeline_parallel=session.capability.pipeline_parallel if session else 0,
     )
 
 
@@ -195,7 +214,7 @@ def trajectories(runtime: Runtime, wanted: str, limit: int) -> pb.TrajectoriesRe
             total += 1
             if len(found) >= (limit or TRAJECTORIES_DEFAULT):
                 continue
-            owner = state.owner(row) or state.pool_of(row)
+            owner, handoff = state.owner(row) or state.pool_of(row), state.handoffs.get(row)
             found.append(
                 pb.TrajectoryStatus(
                     trajectory_id=entry.request_id,
@@ -203,12 +222,14 @@ def trajectories(runtime: Runtime, wanted: str, limit: int) -> pb.TrajectoriesRe
                     prompt_id=entry.prompt.prompt_id,
                     state=word,
                     version=entry.version,
-                    deadline_step=state.window.deadline(entry.version),
+                    deadline_step=int(state.groups["deadline"][state.requests["group"][row]]),
                     worker=owner.worker_id if owner else "",
-                    tokens=len(entry.tokens),
+                    tokens=len(entry),
                     max_tokens=entry.sampling.max_tokens,
                     age_s=now - entry.started_at,
                     moves=int(state.requests["moves"][row]),
+                    handoff=handoff.phase.name if handoff else "",
+                    target=handoff.target if handoff else "",
                 )
             )
     return pb.TrajectoriesReply(trajectories=found, total=total)

@@ -7,28 +7,36 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from dora.errors import MISSING, Conflict, DoraError, InvalidValue
+from dora.errors import MISSING, Conflict, DoraError, InvalidValue, LimitExceeded
+from dora.journal import facts
 from dora.orchestrator.core import events as on
+from dora.orchestrator.core import learning
 from dora.orchestrator.core.lifecycle import check_epoch
 from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.storage import RUN_FOLDER
+from dora.orchestrator.storage import RUN_FOLDER, STATE
 from dora.orchestrator.streams import StepStream
+from dora.orchestrator.telemetry import staleness_groups
 from dora.record import CommittedStep
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext, ServiceUnavailable
+from dora.rpc.packed import packed_batches
 from dora.weights.files import WeightFile
 
 log = logging.getLogger("dora.service")
 
 UPLOAD_SILENCE_S: Final = 60.0  # an upload of which nothing has come for so long is given up
+ROOM_WAIT_S: Final = 20.0
+ROOM_LOOK_S: Final = 0.1
 METRICS_MOST: Final = 128  # of one commit
 METRIC_NAME_MOST: Final = 128  # characters
 CLIENT_NAME_MOST: Final = 128  # characters
+SHARES: Final = ("clip_fraction", "effective_sample")  # of a commit's metrics, those that an adaptive window goes by
 _BLAKE3_BYTES: Final = 32
 
 Reply = TypeVar("Reply")
@@ -40,12 +48,16 @@ class TrainerService(stubs.TrainerServicer):
     def __init__(self, runtime: Runtime, model: Path) -> None:
         self._runtime = runtime
         self._model = model
-        self._epoch = 0
+        before = runtime.resumed
+        self._epoch = before.get("trainer_epoch", 0)
         # A commit stores weights and then posts; an attach in between would strand that version.
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()  # under way: a task lives while it is held
         self._last_commit: tuple[int, bytes] | None = None
         self._last_republish: tuple[int, bytes] | None = None
+        if before:
+            self._last_commit = before["commit_step"], before["commit_digest"]
+            self._last_republish = before["republished"], before["republished_digest"]
 
     async def Attach(self, request: pb.AttachRequest, context: ServicerContext) -> pb.AttachReply:
         return await self._whole(self._attach(request))
@@ -79,6 +91,7 @@ class TrainerService(stubs.TrainerServicer):
                 runtime.sessions.stream = None
             with runtime.storage.tidying(RUN_FOLDER):
                 await asyncio.to_thread(runtime.store.discard, self._epoch - 1)
+        await runtime.journal.settled()
         runtime.trainer.attached(name or "trainer")
         log.info("trainer %s attached (epoch %d)", runtime.trainer.name, self._epoch)
         window = runtime.machine.state.window
@@ -86,7 +99,7 @@ class TrainerService(stubs.TrainerServicer):
             trainer_epoch=self._epoch,
             next_step=window.newest,
             groups_per_step=window.groups_per_step,
-            window_versions=window.size,
+            window_versions=runtime.config.window.most,
             model=str(self._model),
             store_folder=str(runtime.store.root),
             store_proof=str(runtime.store.proof),
@@ -107,7 +120,8 @@ class TrainerService(stubs.TrainerServicer):
 
     async def StreamStep(
         self, request: pb.StreamStepRequest, context: ServicerContext
-    ) -> AsyncIterator[pb.TrajectoryBatch]:
+    ) -> AsyncIterator[pb.TrajectoryBatch | bytes]:
+        """Bytes are of a message: what is packed goes out as it was joined."""
         runtime = self._runtime
         self._check_epoch(request.trainer_epoch)
         stream = StepStream(request.trainer_epoch, request.step)
@@ -119,9 +133,11 @@ class TrainerService(stubs.TrainerServicer):
             raise
         if before is not None:
             before.close(superseded=True)
+        batches = packed_batches if request.packed else convert.trajectory_batches
         try:
             async for groups in stream.batches():
-                for message in convert.trajectory_batches(
+                await runtime.journal.settled()
+                for message in batches(
                     request.step, groups, max_message_bytes=runtime.config.service.max_message_bytes
                 ):
                     yield message
@@ -146,7 +162,13 @@ class TrainerService(stubs.TrainerServicer):
         header, store = first.header, self._runtime.store
         self._check_upload(header.trainer_epoch, header.version)
         opened = functools.partial(
-            store.upload, header.trainer_epoch, header.version, header.file_name, header.file_bytes
+            store.upload,
+            header.trainer_epoch,
+            header.version,
+            header.file_name,
+            header.file_bytes,
+            (header.base_version, header.base_blake3) if header.base_blake3 else None,
+            header.piece_bytes,
         )
         with (
             self._runtime.storage.writing(RUN_FOLDER, f"weights: {header.file_name[:80]}", header.file_bytes),
@@ -183,7 +205,7 @@ class TrainerService(stubs.TrainerServicer):
         async with self._changing:
             digest = _commit_digest(request)
             if self._last_commit == (request.step, digest):
-                return self._committed()  # the reply was lost, the commit was not
+                return await self._committed()  # the reply was lost, the commit was not
             self._check_epoch(request.trainer_epoch)
             runtime.machine.check_commit(request.trainer_epoch, request.step)
             if request.version != request.step + 1:
@@ -193,22 +215,34 @@ class TrainerService(stubs.TrainerServicer):
             if waited_s is not None and not 0.0 <= waited_s < math.inf:
                 raise InvalidValue("waited_s", waited_s, "a finite number of seconds, 0 or above")
             folder = await self._store(request, anew=False)
-            groups = {group.group_id: len(group.trajectories) for group in runtime.book.leased()}
-            step = CommittedStep(request.step, request.version, groups, time.time())
-            await self._record(request, runtime.recorder.committed(step, folder, digest))
+            leased = runtime.book.leased()
+            groups = {group.group_id: len(group) for group in leased}
+            ages = staleness_groups(leased)
+            step = CommittedStep(request.step, request.version, groups, time.time(), ages, waited_s)
+            await self._record(request, folder, runtime.recorder.committed(step, folder, digest))
             try:
                 runtime.machine.check_commit(request.trainer_epoch, request.step)
             except Conflict:  # a version was rejected meanwhile: the next commit may bring others
                 await asyncio.to_thread(runtime.store.retire, request.version)
+                if runtime.versions is not None:
+                    await asyncio.to_thread(runtime.versions.drop, request.version)
                 runtime.recorder.withdrawn(request.version)
                 raise
             stepped_s = time.monotonic()
             runtime.telemetry.step(request.step, runtime.book.leased(), metrics, time.time(), stepped_s, waited_s)
-            runtime.post(on.StepCommitted(request.trainer_epoch, request.step))
+            told = (-1.0 if waited_s is None else waited_s, *(_share(metrics, name) for name in SHARES))
+            committed = on.StepCommitted(request.trainer_epoch, request.step, *told)
+            runtime.hosts.published(request.version)
+            runtime.post(committed, lambda: self._committed_fact(request.step, digest))
             self._last_commit = (request.step, digest)
         runtime.trainer.seen()
+        reply = await self._committed()
         log.info("step %d is trained; version %d is published", request.step, request.version)
-        return self._committed()
+        return reply
+
+    def _committed_fact(self, step: int, digest: bytes) -> facts.Committed:
+        machine = self._runtime.machine
+        return facts.Committed(step, digest, time.time(), asdict(machine.counters), learning.learnt(machine.state))
 
     async def _republish(self, request: pb.RepublishVersionRequest) -> pb.RepublishVersionReply:
         runtime, version = self._runtime, request.version
@@ -217,10 +251,13 @@ class TrainerService(stubs.TrainerServicer):
             if version in runtime.machine.state.rejected or self._last_republish != (version, digest):
                 runtime.machine.check_republish(request.trainer_epoch, version)
                 folder = await self._store(request, anew=True)
-                await self._record(request, runtime.recorder.republished(version, folder, digest))
-                runtime.post(on.VersionRepublished(request.trainer_epoch, version))
+                await self._record(request, folder, runtime.recorder.republished(version, folder, digest))
+                republished = on.VersionRepublished(request.trainer_epoch, version)
+                runtime.post(republished, lambda: facts.Republished(version, digest))
+                runtime.hosts.published(version, anew=True)
                 self._last_republish = (version, digest)
                 log.info("version %d is published anew", version)
+        await runtime.journal.settled()
         runtime.trainer.seen()
         return pb.RepublishVersionReply(next_step=runtime.machine.state.window.newest)
 
@@ -231,23 +268,68 @@ class TrainerService(stubs.TrainerServicer):
         if canary is not None and not 2 <= len(canary.token_ids) <= longest:
             allowed = f"2 to {longest} tokens, which the workers' engines can score"
             raise InvalidValue("canary.token_ids", f"{len(canary.token_ids)} tokens", allowed)
+        await self._room(request.version)
         announced = (request.trainer_epoch, request.version, _announced(request), canary)
-        with self._runtime.storage.writing(RUN_FOLDER, f"weights: version {request.version}"):
-            return await asyncio.to_thread(functools.partial(self._runtime.store.publish, *announced, anew=anew))
+        state, version = self._runtime.machine.state, request.version
+        is_same = version in state.gone and version in state.proven  # it may have been sampled under
+        name = self._runtime.hosts.name_of(version) if is_same else ""
+        with self._runtime.storage.writing(RUN_FOLDER, f"weights: version {version}"):
+            publish = functools.partial(self._runtime.store.publish, *announced, anew=anew, name=name)
+            return await asyncio.to_thread(publish)
+
+    async def _room(self, version: int) -> None:
+        """Waits until the store is within its bound: a version that has left the window may be in use for a moment.
+
+        Raises LimitExceeded where it stays over it.
+        """
+        until_s = time.monotonic() + ROOM_WAIT_S
+        while True:
+            try:
+                what = f"weights: version {version}"
+                with self._runtime.storage.writing(RUN_FOLDER, what):
+                    await asyncio.to_thread(self._runtime.store.check_room, what, 0)
+                return
+            except LimitExceeded:
+                if time.monotonic() >= until_s:
+                    raise
+            await asyncio.sleep(ROOM_LOOK_S)
 
     async def _record(
-        self, request: pb.CommitStepRequest | pb.RepublishVersionRequest, written: Coroutine[Any, Any, None]
+        self,
+        request: pb.CommitStepRequest | pb.RepublishVersionRequest,
+        folder: Path,
+        written: Coroutine[Any, Any, None],
     ) -> None:
-        """Brings what is recorded of a version to disk before it counts. Raises ServiceUnavailable where that is not
-        possible now: the version is then as if it had not been published, else other weights could never be."""
+        """Brings what is recorded of a version to disk before it counts, and its weights where the service is to carry
+        on after a crash. Raises ServiceUnavailable where that is not possible now: the version is then as if it had not
+        been published, else other weights could never be."""
         try:
+            try:
+                await self._keep(request.version, folder)
+            except BaseException:
+                written.close()
+                raise
             await written
         except ServiceUnavailable:
             with self._runtime.storage.tidying(RUN_FOLDER):
                 await asyncio.to_thread(self._runtime.store.take_back, request.trainer_epoch, request.version)
             raise
 
-    def _committed(self) -> pb.CommitStepReply:
+    async def _keep(self, version: int, folder: Path) -> None:
+        """Brings the weights of a version to disk. Raises ServiceUnavailable."""
+        runtime = self._runtime
+        if runtime.versions is None:
+            return
+        try:
+            await asyncio.to_thread(runtime.versions.keep, version, folder)
+        except OSError as error:
+            runtime.storage.failed(STATE, error)
+            why = f"it is not stored: the service's {STATE} cannot be written ({error.strerror})"
+            raise ServiceUnavailable(f"{why}; the call may be repeated") from error
+
+    async def _committed(self) -> pb.CommitStepReply:
+        """What was committed is on disk before anybody is told."""
+        await self._runtime.journal.settled()
         machine = self._runtime.machine
         return pb.CommitStepReply(
             next_step=machine.state.window.newest, groups_trained=machine.state.counters.groups_trained
@@ -268,6 +350,12 @@ def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
             allowed = f"a printable name of 1 to {METRIC_NAME_MOST} characters"
             raise InvalidValue("metrics: name", name, allowed)
     return dict(metrics)
+
+
+def _share(metrics: Mapping[str, float], name: str) -> float:
+    """A share among the metrics; -1 where there is none, or what is called so is no share."""
+    value = metrics.get(name, -1.0)
+    return value if 0.0 <= value <= 1.0 else -1.0
 
 
 def _announced(request: pb.CommitStepRequest | pb.RepublishVersionRequest) -> list[WeightFile]:

@@ -9,10 +9,12 @@ from typing import Final
 
 from dora.config import KvConfig
 from dora.errors import MISSING, Conflict, InvalidValue
+from dora.journal import facts
 from dora.kvtransfer.peer import SECRET_BYTES
 from dora.orchestrator.core import events as on
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.streams import PoolSession, WorkerSession
+from dora.orchestrator.turns import Turns
 from dora.orchestrator.worker_checks import checked_hello, checked_pool_hello
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
@@ -31,33 +33,37 @@ KINDS: Final = {WorkerSession: "report, outcome or copy_began", PoolSession: "po
 class WorkerService(stubs.WorkerServicer):
     """All workers' engines must be alike: the fingerprint of those that are connected holds for a new one."""
 
-    def __init__(self, runtime: Runtime, snapshot_folder: Path, tokens: Tokens) -> None:
+    def __init__(self, runtime: Runtime, snapshot_folder: Path, tokens: Tokens, kv_secret: bytes = b"") -> None:
+        """``kv_secret``: of the run, where an earlier life has made it; empty: a new one."""
         self._runtime = runtime
         self._tokens = tokens
         self._snapshot_folder = snapshot_folder
-        self._kv = _kv_settings(runtime.config.kv)
+        self._kv = _kv_settings(runtime.config.kv, kv_secret or secrets.token_bytes(SECRET_BYTES))
+        self._turns = Turns()
 
     async def Connect(
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: ServicerContext
     ) -> AsyncIterator[pb.WorkerCommand]:
         runtime = self._runtime
         session = self._open(await self._first(request_iterator))
+        runtime.journal.note(facts.WorkerBegan(session.epoch))
         reading = asyncio.create_task(self._read(session, request_iterator))
         reading.add_done_callback(lambda _: session.give_up())
         try:
+            await runtime.journal.settled()  # no later life may give this epoch again
+            await self._join(session)
             yield pb.WorkerCommand(
                 welcome=pb.Welcome(
                     epoch=session.epoch,
                     snapshot_folder=str(self._snapshot_folder),
-                    report_period_ms=runtime.config.workers.report_period_ms,
+                    weights_folder=str(runtime.store.root),
+                    report_period_ms=runtime.sessions.report_period_ms,
                     kv=self._kv,
+                    outlives_s=runtime.outlives_s,
+                    goes_on=self._goes_on(session),
                 )
             )
             log.info("%s joined (epoch %d, pid %d)", session.worker_id, session.epoch, session.pid)
-            if isinstance(session, WorkerSession):
-                capability = session.capability
-                runtime.post(on.WorkerJoined(session.worker_id, session.epoch, capability.slots, capability.kv_tokens))
-            self._introduce_pools()
             async for command in session.commands():
                 yield command
             if reading.done() and not reading.cancelled() and (error := reading.exception()):
@@ -65,6 +71,49 @@ class WorkerService(stubs.WorkerServicer):
         finally:
             reading.cancel()
             runtime.sessions.lose(session, "its connection broke")
+
+    async def _join(self, session: WorkerSession | PoolSession) -> None:
+        """Tells the core who is there: at once, or with its first event, where it is about to be restored."""
+        runtime, roll_call = self._runtime, self._runtime.roll_call
+        if not roll_call.is_over and await roll_call.came(session.worker_id, lambda: self._joined(session)):
+            return
+        if isinstance(session, WorkerSession) and (event := self._joined(session)) is not None:
+            runtime.post(event)
+        self._introduce_pools()
+
+    def _joined(self, session: WorkerSession | PoolSession) -> on.WorkerJoined | on.PoolJoined | None:
+        """What the core is told of it; None: of a pool, while it is not known how many tokens it holds."""
+        if isinstance(session, WorkerSession):
+            capability = session.capability
+            return on.WorkerJoined(
+                session.worker_id,
+                session.epoch,
+                capability.slots,
+                capability.kv_tokens,
+                session.host,
+                session.hosted,
+                dict(session.held),
+            )
+        token_bytes = self._runtime.sessions.kv_token_bytes()
+        capacity_bytes = session.capability.memory_bytes + session.capability.spill_bytes
+        session.kv_tokens = capacity_bytes // token_bytes if token_bytes else 0
+        if not session.kv_tokens:
+            return None
+        return on.PoolJoined(session.worker_id, session.epoch, session.kv_tokens, session.host, dict(session.held))
+
+    def _goes_on(self, session: WorkerSession | PoolSession) -> list[pb.GoesOn]:
+        """Of what a worker said that it holds, what the core has given it again."""
+        state, worker = self._runtime.machine.state, self._runtime.machine.state.workers.get(session.worker_id)
+        if worker is None or worker.epoch != session.epoch:
+            return []
+        rows = [state.request_row[name] for name in session.held if name in state.request_row]
+        owned = [row for row in rows if row in worker.rows and not state.requests["starting"][row]]
+        for row in owned:
+            self._runtime.book.goes_on(row, session.worker_id)
+        return [
+            pb.GoesOn(request_id=state.request_id[row], row=row, tokens=int(state.requests["tokens"][row]))
+            for row in owned
+        ]
 
     async def _first(self, messages: AsyncIterator[pb.WorkerMessage]) -> pb.WorkerMessage | None:
         try:
@@ -75,12 +124,9 @@ class WorkerService(stubs.WorkerServicer):
 
     def _introduce_pools(self) -> None:
         """Tells the core how many tokens each pool holds, once a worker has said how large its KV is."""
-        runtime, token_bytes = self._runtime, self._runtime.sessions.kv_token_bytes()
-        for pool in list(runtime.sessions.pools.values()) if token_bytes else ():
-            kv_tokens = (pool.capability.memory_bytes + pool.capability.spill_bytes) // token_bytes
-            if not pool.kv_tokens and kv_tokens:
-                pool.kv_tokens = kv_tokens
-                runtime.post(on.PoolJoined(pool.worker_id, pool.epoch, kv_tokens))
+        for pool in list(self._runtime.sessions.pools.values()):
+            if not pool.kv_tokens and (event := self._joined(pool)) is not None:
+                self._runtime.post(event)
 
     def _open(self, message: pb.WorkerMessage | None) -> WorkerSession | PoolSession:
         """A session for who says hello. Raises InvalidValue or Conflict for one that cannot serve here."""
@@ -88,7 +134,10 @@ class WorkerService(stubs.WorkerServicer):
             pool, sessions = message.pool_hello, self._runtime.sessions
             held = checked_pool_hello(pool)
             self._check_name("pool_id", pool.pool_id, len(sessions.pools), POOLS_MOST)
-            return sessions.open_pool(pool.pool_id, pool.pid, pool.host, held, convert.kv_endpoint_from_wire(pool))
+            host, kv = self._runtime.hosts.host_of(pool.pool_id) or pool.host, convert.kv_endpoint_from_wire(pool)
+            opened = sessions.open_pool(pool.pool_id, pool.pid, host, held, kv)
+            opened.held = {each.request_id: each.tokens for each in pool.held}
+            return opened
         if message is None or not message.HasField("hello"):
             raise InvalidValue("hello", MISSING, "the first message of a worker")
         hello, runtime = message.hello, self._runtime
@@ -99,7 +148,24 @@ class WorkerService(stubs.WorkerServicer):
             allowed = "that of the other workers: of the same model, engine, KV layout and dtype"  # it is not told
             raise Conflict("fingerprint", "(not shown)", allowed, why="is another")
         kv = convert.kv_endpoint_from_wire(hello)
-        return runtime.sessions.open(hello.worker_id, hello.pid, hello.host, capability, kv)
+        host = runtime.hosts.host_of(hello.worker_id) or hello.host
+        session = runtime.sessions.open(hello.worker_id, hello.pid, host, capability, kv)
+        session.takes_start_requests = hello.takes_start_requests
+        if hello.HasField("hosts"):
+            self._note_hosted(session, hello)
+        return session
+
+    def _note_hosted(self, session: WorkerSession, hello: pb.WorkerHello) -> None:
+        """What a worker that has outlived the service hosts and holds, as far as it is of weights that are still those
+        of its version, and as far as it can report what the service lacks."""
+        version, store = hello.hosts.version, self._runtime.store
+        if version not in store.versions() or store.name(version) != hello.hosts.name:
+            return
+        session.hosted = version
+        for each in hello.held:
+            entry = self._runtime.book.get(each.request_id)
+            if entry is not None and entry.version == version and each.first_token <= len(entry) <= each.tokens:
+                session.held[each.request_id] = each.tokens
 
     def _check_name(self, field: str, name: str, connected: int, most: int) -> None:
         """Raises PermissionDenied or Conflict where a worker or pool may not take this name."""
@@ -116,26 +182,36 @@ class WorkerService(stubs.WorkerServicer):
         """Raises InvalidValue, of which the worker is told, for a message that is wrong; the worker is replaced."""
         try:
             async for message in messages:
-                if isinstance(session, PoolSession) and message.HasField("pool_report"):
-                    self._runtime.reports.pool(session, message.pool_report)
-                elif isinstance(session, WorkerSession) and message.HasField("report"):
-                    self._runtime.reports.report(session, message.report)
-                elif message.HasField("outcome"):
-                    self._runtime.reports.outcome(session, message.outcome)
-                elif isinstance(session, WorkerSession) and message.HasField("copy_began"):
-                    self._runtime.reports.copy_began(session, message.copy_began)
-                else:
-                    raise InvalidValue("kind", message.WhichOneof("kind"), KINDS[type(session)])
+                async with self._turns:
+                    self._take(session, message)
         except InvalidValue as error:
             self._runtime.telemetry.messages_refused += 1
             self._runtime.sessions.replace(session, str(error))
             raise
 
+    def _take(self, session: WorkerSession | PoolSession, message: pb.WorkerMessage) -> None:
+        """Raises InvalidValue for a message that is wrong."""
+        reports = self._runtime.reports
+        kind = message.WhichOneof("kind")
+        if isinstance(session, PoolSession) and kind == "pool_report":
+            reports.pool(session, message.pool_report)
+        elif isinstance(session, WorkerSession) and kind == "report":
+            reports.report(session, message.report)
+        elif kind == "outcome":
+            reports.outcome(session, message.outcome)
+        elif kind == "outcomes":
+            for outcome in message.outcomes.outcomes:
+                reports.outcome(session, outcome)
+        elif isinstance(session, WorkerSession) and kind == "copy_began":
+            reports.copy_began(session, message.copy_began)
+        else:
+            raise InvalidValue("kind", kind, KINDS[type(session)])
 
-def _kv_settings(config: KvConfig) -> pb.KvSettings:
+
+def _kv_settings(config: KvConfig, secret: bytes) -> pb.KvSettings:
     """What all workers of this run have alike: with a secret that nobody else holds."""
     return pb.KvSettings(
-        secret=secrets.token_bytes(SECRET_BYTES),
+        secret=secret,
         transports=config.transports.split(","),
         bandwidth_bytes_per_s=config.bandwidth_mb_per_s * 1e6,
         memory_bytes=config.memory_mb * 10**6,

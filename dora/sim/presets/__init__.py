@@ -11,10 +11,10 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Final
 
-from dora.config import DEFAULT_POLICY, merged, value_at
+from dora.config import DEFAULT_POLICY, WindowSize, merged, value_at
 from dora.errors import InvalidValue, one_of
 from dora.orchestrator.core.cost import CostModel
-from dora.orchestrator.core.policies import check_window, nearest_window
+from dora.orchestrator.core.policies import check_sizes, check_window, nearest_window
 from dora.planning.allocation import TrainingTime, allocate
 from dora.planning.generation import EngineOption, Generation, generation, ways_to_generate
 from dora.planning.workload import StepWorkload
@@ -38,7 +38,7 @@ def preset(name: str) -> Scenario:
     return scenario_for(name, DEFAULT_POLICY)
 
 
-def scenario_for(name: str, policy: str, window: int | None = None) -> Scenario:
+def scenario_for(name: str, policy: str, window: WindowSize | None = None) -> Scenario:
     """The preset with the split, the colocation and the period that are ``policy``'s own.
 
     ``window``: instead of the preset's; only for policies that have a choice. Raises InvalidValue for an unknown
@@ -49,7 +49,7 @@ def scenario_for(name: str, policy: str, window: int | None = None) -> Scenario:
     return adapted(_file(name), name, policy, window)
 
 
-def adapted(tree: Mapping[str, Any], name: str, policy: str, window: int | None = None) -> Scenario:
+def adapted(tree: Mapping[str, Any], name: str, policy: str, window: WindowSize | None = None) -> Scenario:
     """The scenario of a preset's ``tree`` under ``policy``; see ``scenario_for``."""
     own = tree.get("policy", {}).get(policy, {})
     whole = merged(_DEFAULTS, merged({key: value for key, value in tree.items() if key != "policy"}, own))
@@ -68,16 +68,17 @@ def _file(name: str) -> dict[str, Any]:
     return tomllib.loads((files(__name__) / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def window_of(policy: str, default: int, asked: int | None = None) -> int:
+def window_of(policy: str, default: int, asked: WindowSize | None = None) -> WindowSize:
     """The window ``asked`` for; else ``default``, or the nearest one that ``policy`` is defined for."""
     if asked is None:
         return nearest_window(policy, default, strategies())
-    check_window(policy, asked, strategies=strategies())
-    return asked
+    if isinstance(asked, int):
+        check_window(policy, asked, strategies=strategies())
+    return asked  # the bounds of an adaptive one are checked with the whole scenario
 
 
 def composed(
-    over: Mapping[str, Any], name: str = "", policy: str = "", window: int | None = None, *, shared: bool = False
+    over: Mapping[str, Any], name: str = "", policy: str = "", window: WindowSize | None = None, *, shared: bool = False
 ) -> Scenario:
     """The preset ``name`` with the fields of ``over`` in their place; without a name, the default cluster with them.
 
@@ -87,7 +88,7 @@ def composed(
     """
     policy = policy or str(value_at(over, "balance.policy") or DEFAULT_POLICY)
     asked = value_at(over, "window.size") if window is None else window
-    own = asked if isinstance(asked, int) else None  # anything else is for the validation to refuse
+    own = asked if isinstance(asked, int) or asked == "auto" else None  # anything else is for the validation to refuse
     if name:
         base = scenario_for(name, policy, own).model_dump()
     else:
@@ -96,6 +97,7 @@ def composed(
     chosen = {"balance": {"policy": policy}} | ({} if window is None else {"window": {"size": window}})
     sound = {section: fields for section, fields in chosen.items() if isinstance(over.get(section, {}), Mapping)}
     scenario = validated_as(Scenario, merged(merged(base, over), sound))
+    check_sizes(policy, scenario.window, strategies())
     if not shared:
         check_effect([scenario], over)
     return scenario
@@ -129,7 +131,7 @@ def planned(scenario: Scenario) -> Scenario:
     micro_batches = trainer.micro_batches if trainer.streams else 1
 
     def on_engines(option: EngineOption, engines: int) -> Generation:
-        return generation(option, engines, batch, scenario.window.size, micro_batches)
+        return generation(option, engines, batch, scenario.window.most, micro_batches)
 
     training = TrainingTime(((cluster.train_gpus, trainer.step_s),), multiple=cluster.gpus_per_engine)
     split, _ = allocate(cluster.gpus, lambda gpus: ways_to_generate(gpus, on_engines, [option]), training)

@@ -4,7 +4,7 @@ All of it comes from the record (:class:`dora.trajectory.Trajectory`) and from f
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +24,13 @@ class Row:
     def length_tokens(self) -> int:
         """Prompt and response."""
         return len(self.trajectory.prompt_token_ids) + self.trajectory.length_tokens
+
+
+def without_routing(row: Row) -> Row:
+    """For a trainer that does not replay it: what is not there need not be sent to other ranks either."""
+    if row.trajectory.routed_experts is None:
+        return row
+    return Row(replace(row.trajectory, routed_experts=None), row.advantage)
 
 
 @dataclass(frozen=True, slots=True)

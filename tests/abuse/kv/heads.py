@@ -43,7 +43,7 @@ def stormed(model: Path, count: int, seed: int) -> Room:
     plane = Given()
     target = Worker(None, model, engine=an_engine(model))
     target.loop._plane = plane  # type: ignore[assignment]
-    assert target.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+    assert target.obey(load_version=pb.LoadVersion(version=1, name=str(model))).ok
     while room.goes_on(count):
         snapshot = chance.choice(snapshots)
         head, body = head_of(snapshot), b"".join(round_of(snapshot))

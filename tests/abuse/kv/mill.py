@@ -90,7 +90,7 @@ class Mill:
         self._expected = untouched(model)
         self._started = 0
         for worker in self.workers:
-            assert worker.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+            assert worker.obey(load_version=pb.LoadVersion(version=1, name=str(model))).ok
         self.tend()
 
     def tend(self) -> None:

@@ -30,7 +30,7 @@ def stormed(folder: Path, model: Path, count: int, seed: int) -> Room:
     expected, snapshots = untouched(model), exported(model)
     with a_plane(folder, 2, ("tcp",), timeout_s=TIMEOUT_S, memory_bytes=MEMORY_BYTES) as end:
         target = Worker(end, model, engine=an_engine(model))
-        assert target.obey(load_version=pb.LoadVersion(version=1, folder=str(model))).ok
+        assert target.obey(load_version=pb.LoadVersion(version=1, name=str(model))).ok
         while room.goes_on(count):
             snapshot = chance.choice(snapshots)
             is_control = room.mutations // CONTROL_EVERY >= room.controls

@@ -32,7 +32,11 @@ STATUS = pb.Status(
         pb.WorkerStatus(worker_id="w2", epoch=2, state="lost", version=-1, target_version=-1, reason="silent for 61 s"),
     ],
     counters={"groups_admitted": 15, "groups_trained": 12, "blackout_ms_p50": 12.25},
-    steps=[pb.StepMetrics(step=2, mean_reward=0.5, staleness_mean=0.25, staleness_max=1, tokens=1234)],
+    steps=[
+        pb.StepMetrics(
+            step=2, mean_reward=0.5, staleness_mean=0.25, staleness_max=1, tokens=1234, staleness_groups=(3, 1)
+        )
+    ],
     prompts_queued=9,
 )
 RUNNING = pb.TrajectoryStatus(
@@ -71,6 +75,10 @@ class CannedOperator(OperatorServicer):
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: grpc.aio.ServicerContext) -> pb.OperatorReply:
         return pb.OperatorReply(message="a re-balancing cycle was run", moves=2, loads=1)
+
+    async def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.aio.ServicerContext) -> pb.CheckpointReply:
+        size = {"log_bytes": 3 << 20, "live_bytes": 1 << 20, "segments": 2}
+        return pb.CheckpointReply(folder="/out/state", life=1, step=3, groups=9, groups_leased=4, **size)
 
 
 class CannedPrompts(PromptsServicer):

@@ -19,13 +19,19 @@ from tests.service import configured
 from tests.unit.cli.service import dora
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all of these tests: a tokenizer is read once."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to stand in, with a cache of its own."""
+def here(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to stand in."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     return folder
 
 
@@ -77,8 +83,14 @@ def files(folder: Path) -> set[str]:
         ({"record": "old"}, "a folder without an earlier record"),
         ({"service__run_folder": "file"}, "a folder to write in (File exists)"),
         ({"service__run_folder": "foreign"}, "no service has made foreign/weights"),
-        ({"service__event_log": "file"}, "a file that does not exist yet"),
-        ({"service__event_log": "nowhere/events.log"}, "a file that can be made (No such file or directory)"),
+        (
+            {"service__keep_events": True},
+            "service.state = '' is not valid: it must be a folder, where service.keep_events is set",
+        ),
+        (
+            {"service__state": "file"},
+            "service.state = 'file' is not valid: it must be a folder to write in",
+        ),
     ],
     ids=lambda each: str(each)[:60],
 )
@@ -139,7 +151,7 @@ def test_a_good_configuration_is_printed_and_what_was_checked_is_said(here: Path
     (here / "some.jsonl").write_text('{"prompt": "DIGITS"}\n')
     before = files(here)
     arguments = ("--model", str(tiny_dense), "--prompts", "some.jsonl", "--record", "new/record", "--token", "hush")
-    settings = ("workers.engine=fake", "service.run_folder=new/run", "service.event_log=events.log")
+    settings = ("workers.engine=fake", "service.run_folder=new/run", "service.state=new/state")
     shown = dora(
         "serve", "--dry-run", *arguments, "--listen", "127.0.0.1:0", "--reward", "dora.rewards.tiny:score",
         *(part for setting in settings for part in ("--set", setting)),
@@ -151,13 +163,14 @@ def test_a_good_configuration_is_printed_and_what_was_checked_is_said(here: Path
     assert load_config(file).record == "new/record"
     lines = [line.removeprefix("dora: checked ").partition(":")[0] for line in shown.stderr.splitlines()]
     assert lines == [
-        "policy", "workers", "KV tier", "model", "run folder", "record", "prompts", "reward", "filter", "event log",
+        "policy", "workers", "KV tier", "model", "state folder", "run folder", "record", "prompts", "reward", "filter",
         "address", "token", "dora",
     ]  # fmt: skip
     assert "some.jsonl, the first has" in shown.stderr and "hush" not in shown.stderr
 
 
-def test_a_model_that_has_yet_to_be_made_is_not_made(here: Path) -> None:
+def test_a_model_that_has_yet_to_be_made_is_not_made(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here.parent / "cache"))
     shown = dora("serve", "--dry-run", "--model", "tiny", "--listen", "127.0.0.1:0", "--json")
     assert shown.exit_code == ExitCode.OK, shown.stderr
     assert json.loads(shown.stdout)["model"] == "tiny"

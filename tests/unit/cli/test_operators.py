@@ -179,3 +179,13 @@ def test_numbers_and_durations_for_people() -> None:
     assert [number(value) for value in (1234.0, 12.345)] == ["1,234", "12.35"]
     assert spark_line([0.0, 0.5, 1.0]) == "▁▄█"
     assert spark_line([]) == ""
+
+
+def test_a_checkpoint_says_what_is_on_disk(address: str) -> None:
+    shown = at(address, "checkpoint")
+    assert shown.exit_code == 0
+    assert shown.stdout == (
+        "/out/state: step 3, 9 groups (4 with the trainer), 0 queued prompts; "
+        "log 3.1 MB in 2 segments, 1.0 MB of it alive\n"
+    )
+    assert json.loads(at(address, "checkpoint", "--json").stdout)["live_bytes"] == 1 << 20

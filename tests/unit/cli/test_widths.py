@@ -91,7 +91,8 @@ def extreme(**changes: Any) -> pb.Status:
         status.workers.add(
             worker_id=f"{LONG[:-4]}{number:04}", epoch=number, state=("ready", "vacating", "lost")[number % 3],
             version=LARGE - number % 2, target_version=LARGE, running=4096, waiting=1_000_000, slots=4096, kv_use=1.0,
-            tokens_per_s=123_456_789.0, pid=4_194_304, reason="it is silent for 61 s " * 9 if number % 3 == 2 else "",
+            tokens_per_s=123_456_789.0, pid=4_194_304, tensor_parallel=8 if number % 2 else 1, pipeline_parallel=64,
+            reason="it is silent for 61 s " * 9 if number % 3 == 2 else "",
         )  # fmt: skip
     for name in list(status.counters):
         status.counters[name] = 1e15
@@ -156,6 +157,19 @@ def test_the_least_important_columns_go_first_and_a_wide_terminal_shows_all() ->
     assert shown[0] == {"pid", "slots", "waiting", "use", "tokens/s"}
     assert all(after <= before for before, after in pairwise(shown))
     assert shown[-1] < shown[0] and "tokens/s" in shown[-1]
+
+
+def test_ranks_are_shown_where_a_worker_has_several() -> None:
+    one, two = pb.Status(), pb.Status()
+    for status, tensor_parallel in ((one, 1), (two, 2)):
+        status.workers.add(worker_id="w0", state="ready", tensor_parallel=tensor_parallel, pipeline_parallel=1)
+        status.workers.add(worker_id="w1", state="ready", tensor_parallel=1, pipeline_parallel=1)
+        status.workers.add(worker_id="w2", state="lost")
+    lines = [line.strip("┃│ ").split() for line in check(workers_table(two)).splitlines()]
+    shown = {line[0]: line[-1] for line in lines if line}
+    assert (shown["worker"], shown["w0"], shown["w1"], shown["w2"]) == ("ranks", "2x1", "1x1", "-")
+    assert "w0 ready (2x1 ranks), w1 ready, w2 lost" in printed(status_table(two), 120)
+    assert "ranks" not in printed(workers_table(one), 120) + printed(status_table(one), 120)
 
 
 def test_the_reasons_of_lost_workers_stand_below_the_table_once_each() -> None:

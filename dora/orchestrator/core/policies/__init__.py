@@ -11,7 +11,9 @@ from dora.orchestrator.core.policies.laxity import LaxityPolicy
 from dora.orchestrator.core.policies.registry import (
     POLICIES,
     Strategy,
+    allows_any,
     check_live,
+    check_sizes,
     check_window,
     nearest_window,
     policy_of,
@@ -24,15 +26,17 @@ register("dora", DoraPolicy)
 register("laxity", LaxityPolicy)
 register("laminar", LaminarPolicy)
 register("staleflow", StaleFlowPolicy)
-register("streamrl", Strategy(StreamRlPolicy, windows=(1, 2)))
-register("sync", Strategy(SyncPolicy, windows=(1, 1)))
+register("streamrl", Strategy(StreamRlPolicy, windows=(1, 2), by_need=False))
+register("sync", Strategy(SyncPolicy, windows=(1, 1), by_need=False))
 for alias in ("one_step", "stream"):  # they differ in the trainer alone, which streams or does not
-    register(alias, Strategy(OneStepPolicy, windows=(2, 2)))
+    register(alias, Strategy(OneStepPolicy, windows=(2, 2), by_need=False))
 
 __all__ = [
     "POLICIES",
     "Strategy",
+    "allows_any",
     "check_live",
+    "check_sizes",
     "check_window",
     "nearest_window",
     "policy_of",

@@ -29,6 +29,9 @@ class BasePolicy(ABC):
     def successor(self, dispatcher: Dispatcher) -> int | None:
         return None
 
+    def begins(self, dispatcher: Dispatcher, version: int) -> bool:
+        return True
+
     def relieve(self, view: View) -> tuple[Move, ...]:
         return ()
 
@@ -53,7 +56,7 @@ class BasePolicy(ABC):
         if not loading:
             return None
         hosts, first = dispatcher.workers_of(version), dispatcher.backlog.first()
-        groups = max(0, min(len(dispatcher.backlog), dispatcher.window.admissible(version)))
+        groups = max(0, min(len(dispatcher.backlog), dispatcher.admissible(version)))
         supply = len(dispatcher.line(version)) + groups * (first.prompt.group_size if first is not None else 0)
         held = sum([len(worker.rows) + worker.inbound for worker in hosts])
         return ceil((supply + held) / (len(hosts) + loading))
@@ -69,7 +72,7 @@ class BasePolicy(ABC):
 
     def dispatch(self, dispatcher: Dispatcher) -> None:
         for version in self.versions(dispatcher):
-            if dispatcher.line(version) or (dispatcher.backlog and dispatcher.window.admissible(version) > 0):
+            if dispatcher.line(version) or (dispatcher.backlog and dispatcher.admissible(version) > 0):
                 self._fill(dispatcher, version)
 
     def _fill(self, dispatcher: Dispatcher, version: int) -> None:
@@ -102,7 +105,7 @@ class BasePolicy(ABC):
         """Whether a request of this version waits, if need be one of a new group."""
         if dispatcher.line(version):
             return True
-        if not dispatcher.backlog or dispatcher.window.admissible(version) < 1:
+        if not dispatcher.backlog or dispatcher.admissible(version) < 1:
             return False
         entry = self.choose(dispatcher, version)
         if entry is None:

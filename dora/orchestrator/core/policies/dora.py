@@ -78,6 +78,9 @@ class DoraPolicy(BasePolicy):
         most = MARGIN * tokens_left(dispatcher, version)
         return next((entry for entry in islice(dispatcher.backlog, REACH) if entry.longest_tokens <= most), None)
 
+    def begins(self, dispatcher: Dispatcher, version: int) -> bool:
+        return self.choose(dispatcher, version) is not None
+
     def _occupied(self, view: View, indexes: Column) -> tuple[Mapping[int, int], Mapping[int, float]]:
         """By version in memory: how many workers hold it, and how many its KV fills."""
         workers = view.workers

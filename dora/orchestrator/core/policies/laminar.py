@@ -95,7 +95,7 @@ class LaminarPolicy(BasePolicy):
         for version in dispatcher.versions():
             if dispatcher.line(version):
                 self._deal(dispatcher, version, dispatcher.candidates(version), admits=False)
-        if dispatcher.backlog and dispatcher.window.admissible(dispatcher.newest) > 0:
+        if dispatcher.backlog and dispatcher.admissible(dispatcher.newest) > 0:
             begins = [worker for worker in dispatcher.candidates(dispatcher.newest) if self._begins(worker)]
             self._deal(dispatcher, dispatcher.newest, begins, admits=True)
 
@@ -116,7 +116,7 @@ class LaminarPolicy(BasePolicy):
                 dispatcher.full(worker)
                 continue
             if not dispatcher.line(version):
-                entry = dispatcher.backlog.first() if admits and dispatcher.window.admissible(version) > 0 else None
+                entry = dispatcher.backlog.first() if admits and dispatcher.admissible(version) > 0 else None
                 if entry is None:
                     break
                 dispatcher.admit(entry, version, self.rank)

@@ -136,7 +136,7 @@ class Reservations:
             elif not schedule.taken_up(version):  # one that the schedule does not know: what it holds, others lack
                 share = np.minimum(np.ceil(needs), present)
                 spare -= share
-            elif dispatcher.window.admissible(version) < 1:
+            elif dispatcher.admissible(version) < 1:
                 spare += np.maximum(0.0, share - np.ceil(needs))
                 share = np.minimum(share, np.ceil(needs))
             share[0] = max(share[0], present)

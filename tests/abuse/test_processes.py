@@ -6,17 +6,16 @@ from pathlib import Path
 import pytest
 
 from dora.config import WorkersConfig
-from dora.orchestrator import launcher as launching
-from dora.orchestrator.launcher import DEATHS_WITHIN_S, Launcher, WorkerStartError, _Worker
-from dora.orchestrator.storage import Storage
+from dora.host import processes as launching
+from dora.host.launcher import WorkerStartError
+from dora.host.processes import DEATHS_WITHIN_S, Processes, _Worker
 
 DIES = ["-c", "raise SystemExit('no memory')"]
 LIVES = ["-c", "import signal; signal.pause()"]
 
 
-def launcher_of(commands: dict[str, list[str]], folder: Path, restarts: int) -> Launcher:
-    config = WorkersConfig(count=len(commands), restarts=restarts)
-    return Launcher(config, commands.__getitem__, lambda _: {}, folder / "logs", Storage())
+def launcher_of(commands: dict[str, list[str]], folder: Path, restarts: int) -> Processes:
+    return Processes(WorkersConfig(restarts=restarts), commands.__getitem__, lambda _: {}, folder / "logs")
 
 
 async def test_the_others_go_on_without_a_worker_that_dies_again_and_again(
@@ -24,8 +23,8 @@ async def test_the_others_go_on_without_a_worker_that_dies_again_and_again(
 ) -> None:
     monkeypatch.setattr(launching, "RESTART_PAUSE_S", 0.0)
     launcher = launcher_of({"w0": DIES, "w1": LIVES}, tmp_path, restarts=2)
-    launcher.start()
-    await asyncio.wait_for(launcher._tasks[0], 60)
+    launcher.scale(2)
+    await asyncio.wait_for(launcher._tasks["w0"], 60)
     assert not launcher.failed.done()
     assert "w0 is not started again: it ended 3 times" in caplog.text and "no memory" in caplog.text
     await launcher.close()
@@ -33,7 +32,7 @@ async def test_the_others_go_on_without_a_worker_that_dies_again_and_again(
 
 async def test_the_service_ends_when_no_worker_is_left(tmp_path: Path) -> None:
     launcher = launcher_of({"w0": DIES, "w1": DIES}, tmp_path, restarts=0)
-    launcher.start()
+    launcher.scale(2)
     with pytest.raises(WorkerStartError, match=r"no worker is left: w. ended 1 times lately, last with 1: no memory"):
         await asyncio.wait_for(launcher.failed, 60)
     await launcher.close()
@@ -43,8 +42,8 @@ async def test_a_process_that_waits_is_told_what_it_is_for(tmp_path: Path, monke
     monkeypatch.setattr(launching, "WORKER_MODULE", "fileinput")  # prints every line of stdin, then ends
     monkeypatch.setattr(launching, "WAIT_OPTION", "-")
     launcher = launcher_of({"w0": ["-c", "told"]}, tmp_path, restarts=0)
-    await launcher.begin()
-    launcher.start()
+    await launcher.begin(1)
+    launcher.scale(1)
     with pytest.raises(WorkerStartError, match=r'last with 0: .*\["-c", "told"\]'):
         await asyncio.wait_for(launcher.failed, 60)
     await launcher.close()
@@ -52,9 +51,9 @@ async def test_a_process_that_waits_is_told_what_it_is_for(tmp_path: Path, monke
 
 async def test_a_process_that_waits_ends_with_the_service(tmp_path: Path) -> None:
     launcher = launcher_of({"w0": LIVES, "w1": LIVES}, tmp_path, restarts=0)
-    await launcher.begin()
+    await launcher.begin(2)
     await asyncio.wait_for(launcher.close(), 60)
-    assert [worker.process.returncode for worker in launcher._workers.values() if worker.process] == [-15, -15]
+    assert [worker.process.returncode for worker in launcher._begun if worker.process] == [-15, -15]
     await launcher.close()  # as a service does that ends as it should
 
 

@@ -1,0 +1,99 @@
+"""``dora host``"""
+
+import asyncio
+import logging
+import signal
+import socket
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dora.cli.exits import say
+from dora.cli.token import WHERE, find_token
+from dora.errors import MISSING
+
+if TYPE_CHECKING:
+    from dora.host.agent import AgentOptions
+
+EXAMPLE = "dora host --join 10.0.0.5:7070 --workers 2"
+
+
+def host(
+    join: Annotated[
+        str, typer.Option("--join", metavar="HOST:PORT", help="Where the service listens.", show_default=False)
+    ],
+    workers: Annotated[
+        int | None,
+        typer.Option(min=0, max=256, metavar="N", help="Workers; default: as the service's own host."),
+    ] = None,
+    name: Annotated[
+        str, typer.Option(metavar="NAME", help="Begins the ids of its workers; default: what the system calls it.")
+    ] = "",
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="cpu, cuda, or cuda:0,1; default: the GPUs that there are, else cpu.")
+    ] = "",
+    model: Annotated[
+        str, typer.Option(metavar="DIR", help="The service's model, if it is on this host; default: it is fetched.")
+    ] = "",
+    folder: Annotated[
+        str,
+        typer.Option(metavar="DIR", help="For weights, in memory, and kept; default: a new folder in shared memory."),
+    ] = "",
+    kv_host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Where others reach this host; default: that towards the service.")
+    ] = "",
+    place: Annotated[
+        str, typer.Option(metavar="NAME", help="Its datacentre, if not the service's: versions cross to it once.")
+    ] = "",
+    rejoin_s: Annotated[
+        float, typer.Option(min=0.0, metavar="S", help="Try so long to join again after the service is lost.")
+    ] = 600.0,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="DORA_TOKEN", show_envvar=True, help="The service's host token, or its owner's."),
+    ] = None,
+) -> None:
+    """Let this machine join a service: its workers generate with the service's own, until Ctrl-C or `dora drain`.
+
+    It needs the address and the token, and nothing else: the model comes from the service.
+
+    The first Ctrl-C empties its workers, and a second one ends them at once. A service that is lost is joined again.
+    """
+    from dora.host.agent import AS_THE_SERVICE, AgentOptions
+    from dora.rpc.errors import Unauthenticated
+
+    secret = token or find_token(join)
+    if not secret:
+        raise Unauthenticated("token", MISSING, f"the service's host token, or its owner's: {WHERE}")
+    options = AgentOptions(
+        address=join,
+        token=secret,
+        name=name or socket.gethostname().partition(".")[0],
+        workers=AS_THE_SERVICE if workers is None else workers,
+        device=device,
+        model=model,
+        folder=folder,
+        kv_host=kv_host,
+        place=place,
+        rejoin_s=rejoin_s,
+    )
+    asyncio.run(_run(options))
+
+
+async def _run(options: "AgentOptions") -> None:
+    from dora.host.agent import run_agent
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("dora").setLevel(logging.INFO)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def first() -> None:
+        stop.set()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, first)
+    reason = await run_agent(options, stop, lambda line: say(f"dora: {line}"))
+    say(f"dora: {options.name} has left: {reason}")

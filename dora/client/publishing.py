@@ -1,0 +1,162 @@
+"""One commit under way, while its trainer goes on: hashes, checks, the canary, and the call that commits the step.
+
+taken (the trainer was held) ──▶ examined ──▶ brought ──▶ committed
+                                    └── refused ──────────┴──▶ failed: raised once, at the trainer's next call
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+from dora.client.publication import files_to_wire
+from dora.client.session import Attachment, Session
+from dora.client.taking import Taken
+from dora.errors import VersionRejected
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.convert import canary_to_wire
+from dora.rpc.errors import ServiceUnavailable
+from dora.types import Canary
+
+log = logging.getLogger("dora.client")
+
+_HURRY_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What a commit did."""
+
+    version: int  # the version it published
+    groups_trained: int | None  # since the service started; None where it is not known, or not yet
+
+
+class Publication:
+    """One version on its way to the service."""
+
+    def __init__(
+        self,
+        session: Session,
+        step: int,
+        taken: Taken,
+        canary: Callable[[], Canary | None],
+        lease_again: Callable[[Attachment], Awaitable[None]],
+        metrics: dict[str, float],
+        waited_s: float,
+    ) -> None:
+        """Begins at once. ``canary`` is computed of what was taken, in a thread of its own.
+
+        ``lease_again``: what has to be done where the trainer had to attach anew.
+        """
+        self.step = step
+        self.commit: Commit | None = None  # once it is committed
+        self._session, self._taken, self._lease_again = session, taken, lease_again
+        self._metrics, self._waited_s = metrics, waited_s
+        self._checked = asyncio.wrap_future(session.beside(lambda: self._check(canary)))
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended without a commit."""
+        return self._task.done() and self.commit is None
+
+    async def settled(self) -> Commit:
+        """Waits for its end. Raises what it failed with."""
+        await asyncio.wait([self._task])
+        return self._task.result()
+
+    async def ends_within(self, limit_s: float) -> bool:
+        """Whether it has succeeded by then."""
+        await asyncio.wait([self._task], timeout=limit_s)
+        return self.commit is not None
+
+    def again(self) -> None:
+        """Tries once more, with the same weights, after what it failed with is mended."""
+        if self.failed:
+            self._task = asyncio.create_task(self._run())
+
+    async def give_up(self) -> None:
+        """Ends it, whatever it is at, and lets go of what was taken."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        await asyncio.wait([self._checked])
+        if not self._checked.cancelled():
+            self._checked.exception()  # it is told, or given up
+        if self.commit is None:
+            self._taken.close()
+
+    def _check(self, canary: Callable[[], Canary | None]) -> Canary | None:
+        self._taken.examine()
+        return canary()
+
+    async def _run(self) -> Commit:
+        session = self._session
+        canary = await asyncio.shield(self._checked)
+        sent = False
+        while True:
+            attachment = session.attachment
+            try:
+                await session.bring(self._taken, self.step + 1)
+                request = pb.CommitStepRequest(
+                    trainer_epoch=attachment.epoch,
+                    step=self.step,
+                    version=self.step + 1,
+                    files=files_to_wire(self._taken.identities),
+                    canary=canary_to_wire(canary) if canary is not None else None,
+                    metrics=self._metrics,
+                    waited_s=self._waited_s,
+                )
+                sent = True
+                reply = await session.connection.call(session.stub.CommitStep, request)
+                self.commit = Commit(self.step + 1, reply.groups_trained)
+                break
+            except ServiceUnavailable as error:
+                attachment = await session.attach_again(error)
+                if sent and attachment.next_step == self.step + 1:
+                    self.commit = Commit(self.step + 1, None)
+                    break
+                await self._lease_again(attachment)
+        session.patience.progress()
+        session.let_go(self._taken)
+        return self.commit
+
+
+async def settle(session: Session) -> None:
+    """Waits for the commit under way, if there is one. Raises what it failed with; the step is then not committed.
+
+    A rejected version is told again until it is published anew; any other failure once.
+    """
+    publication = session.publishing
+    if publication is None:
+        return
+    try:
+        await publication.settled()
+    except VersionRejected:
+        raise
+    except BaseException:
+        if publication.failed and session.publishing is publication:
+            session.publishing = None
+            await publication.give_up()
+        raise
+    if session.publishing is publication:
+        session.publishing = None
+
+
+async def end(session: Session, hurried: bool) -> None:
+    """At the end of a session: waits for the commit under way and raises what it failed with.
+
+    ``hurried``: for some seconds only, and it raises nothing; what has not ended then is given up.
+    """
+    publication = session.publishing
+    if publication is None:
+        return
+    try:
+        if not hurried:
+            await settle(session)
+            return
+        if not await publication.ends_within(_HURRY_S):
+            log.warning("the commit of step %d is given up", publication.step)
+    finally:
+        session.publishing = None
+        await publication.give_up()

@@ -1,0 +1,76 @@
+"""A module's structure without its weights, by which the canary is computed of what was taken, while training goes on.
+
+The trainer's own module cannot be used for it: its next step changes the weights, and runs in another thread.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Final, Self
+
+from dora.client.modules import is_module, is_sharded, plain_name, unwrapped
+from dora.client.taking import Taken
+from dora.models.checkpoint_names import to_checkpoint
+from dora.types import Canary
+from dora.weights.canary import compute_canary
+from dora.weights.files import tensor_at
+from dora.weights.reference import layout_of
+
+_COMPILED: Final = "_orig_mod"
+
+
+class Skeleton:
+    """Of one module."""
+
+    def __init__(self, module: Any, bare: Any, config: Mapping[str, Any]) -> None:
+        self.module = module  # whose structure it is
+        self._bare, self._config = bare, config
+
+    @classmethod
+    def of(cls, weights: object, config: Mapping[str, Any]) -> Self | None:
+        """None for what has none: no module, one in parts or not in host memory, or one that cannot be copied.
+
+        On another device its copy there would take the room of a second model, and the pass takes milliseconds.
+        """
+        if not is_module(weights) or is_sharded(weights):
+            return None
+        import torch
+
+        module: Any = unwrapped(weights)
+        if any(parameter.device.type != "cpu" for parameter in module.parameters()):
+            return None
+        if any(_COMPILED in part._modules for part in module.modules()):
+            return None  # to run it without compiling is a setting of the whole process
+        memo: dict[int, Any] = {
+            id(parameter): torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+            for parameter in module.parameters()
+        }
+        try:
+            return cls(module, copy.deepcopy(module, memo), config)
+        except Exception:  # whatever a module of the user's own holds: a lock, a stream, a tensor with a gradient
+            return None
+
+    def canary(self, taken: Taken) -> Canary:
+        """Of the weights that were taken."""
+        import torch
+
+        stored = {}
+        for content in taken.mapped().values():
+            offset, tensors = layout_of(content)
+            for header in tensors:
+                stored[header.name] = tensor_at(content, offset, header)
+                offset += header.content_bytes
+        parameters = {}
+        for name, parameter in self._bare.named_parameters():
+            plain = plain_name(name)
+            pieces = to_checkpoint({plain: parameter}, self._config)
+            if not pieces:
+                continue  # a head that is tied, under a name of its own
+            found = [stored[piece] for piece in pieces]
+            if len(found) == 1 and found[0].shape == parameter.shape:
+                parameters[name] = found[0].to(parameter.dtype)
+                continue
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+            for piece, place in to_checkpoint({plain: whole}, self._config).items():
+                place.copy_(stored[piece])
+            parameters[name] = whole
+        return compute_canary(self._bare, parameters=parameters)

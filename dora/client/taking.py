@@ -1,0 +1,173 @@
+"""A trainer's weights taken over in one copy, so that it can go on; what else publishing needs is done with the copy.
+
+The copy is a safetensors file in memory that is laid out before the first tensor comes. Where a ``Spare`` was made
+ready, its pages are there already, and the copy costs what copying memory costs.
+"""
+
+import mmap
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Self
+
+from dora.errors import InvalidValue
+from dora.weights.files import WeightFile, copy_tensor, examine_file, laid_out, preamble
+from dora.weights.reference import TensorHeader
+
+SPARE_FILE: Final = ".spare"
+RECYCLED_FOLDER: Final = "spare"  # of a store: what a retired version has left, to be written over
+_POPULATE: Final = getattr(mmap, "MAP_POPULATE", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """A file whose room is taken and whose pages are mapped; ``file`` has a hidden name until it is used."""
+
+    file: Path
+    room: mmap.mmap
+
+    @classmethod
+    def made(cls, folder: Path, file_bytes: int, recycled: Path | None = None) -> Self:
+        """In ``folder``, made of a file that nobody needs any more where there is one. Raises OSError without room."""
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / SPARE_FILE
+        if recycled is not None:
+            with suppress(OSError):
+                os.rename(recycled, file)
+        return cls(file, _room(file, file_bytes))
+
+
+class Taken:
+    """Files that are copied and complete, whose writers are done. They stay readable if their folder is removed."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        """``names``: of files in ``folder``."""
+        self._open: dict[str, int] = {}
+        self.identities: tuple[WeightFile, ...] = ()  # known once they were examined
+        try:
+            for name in names:
+                self._open[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self.close()
+            raise
+
+    def examine(self) -> tuple[WeightFile, ...]:
+        """Reads everything once: sizes and hashes. Raises InvalidValue for a tensor that is not finite."""
+        self.identities = tuple(
+            replace(examine_file(Path(f"/proc/self/fd/{opened}")).identity, name=name)
+            for name, opened in self._open.items()
+        )
+        return self.identities
+
+    def bring(self, folder: Path) -> None:
+        """Sees to it that the files lie in ``folder``, where they may be already. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, opened in self._open.items():
+            target = folder / name
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(opened), target.stat()):
+                    continue
+            with open(f"/proc/self/fd/{opened}", "rb") as source, target.open("wb") as copy:
+                shutil.copyfileobj(source, copy, 4 << 20)
+
+    def descriptor(self, name: str) -> int:
+        """By which a file can be read, wherever it lies, until it is let go."""
+        return self._open[name]
+
+    def paths(self) -> dict[str, Path]:
+        """Where each file can be read, wherever it lies."""
+        return {name: Path(f"/proc/self/fd/{opened}") for name, opened in self._open.items()}
+
+    def remove(self, folder: Path) -> None:
+        """What lies of it in ``folder``."""
+        for name in self._open:
+            (folder / name).unlink(missing_ok=True)
+
+    def mapped(self) -> dict[str, memoryview]:
+        """Each file's bytes, to be read."""
+        return {name: memoryview(mmap.mmap(opened, 0, prot=mmap.PROT_READ)) for name, opened in self._open.items()}
+
+    def close(self) -> None:
+        """May be repeated."""
+        for opened in self._open.values():
+            os.close(opened)
+        self._open = {}
+
+
+def take_tensors(
+    tensors: Iterable[tuple[str, Any]],
+    headers: Mapping[str, TensorHeader],
+    folder: Path,
+    name: str,
+    spare: Spare | None = None,
+) -> Taken:
+    """Copies ``tensors``, by name, into ``folder / name``, each in the dtype of its header and none twice.
+
+    Raises InvalidValue where numpy lacks the dtype, OSError where there is no room; no file is left then.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    ordered = laid_out(headers.values())
+    head = preamble(ordered)
+    file_bytes = len(head) + sum(header.content_bytes for header in ordered)
+    file, unfinished = folder / name, folder / f".{name}"
+    try:
+        room = _take_spare(spare, unfinished, file_bytes)
+        if room is None:
+            unfinished.unlink(missing_ok=True)
+            room = _room(unfinished, file_bytes)
+        room[: len(head)] = head
+        offset, places = len(head), {}
+        for header in ordered:
+            places[header.name] = offset
+            offset += header.content_bytes
+        for each, tensor in tensors:
+            copy_tensor(tensor, headers[each], room, places[each])
+        os.rename(unfinished, file)
+    except (InvalidValue, OSError):
+        unfinished.unlink(missing_ok=True)
+        raise
+    return Taken(folder, [name])
+
+
+def take_files(paths: Sequence[Path], folder: Path) -> Taken:
+    """Copies files into ``folder``. Raises OSError where there is no room; nothing is left then."""
+    folder.mkdir(parents=True, exist_ok=True)
+    targets = [folder / path.name for path in paths]
+    try:
+        for path, target in zip(paths, targets, strict=True):
+            target.unlink(missing_ok=True)
+            shutil.copyfile(path, target)
+    except OSError:
+        for target in targets:
+            target.unlink(missing_ok=True)
+        raise
+    return Taken(folder, [target.name for target in targets])
+
+
+def _take_spare(spare: Spare | None, unfinished: Path, file_bytes: int) -> mmap.mmap | None:
+    """The spare's room, under another name and of the right size; None where it is gone or too small."""
+    if spare is None or len(spare.room) < file_bytes:
+        return None
+    try:
+        os.rename(spare.file, unfinished)
+        os.truncate(unfinished, file_bytes)
+    except OSError:
+        return None
+    return spare.room
+
+
+def _room(file: Path, file_bytes: int) -> mmap.mmap:
+    """A file of this size that has all its room, its pages mapped."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.ftruncate(descriptor, file_bytes)
+        os.posix_fallocate(descriptor, 0, file_bytes)
+        return mmap.mmap(descriptor, file_bytes, mmap.MAP_SHARED | _POPULATE)
+    except OSError:
+        file.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)

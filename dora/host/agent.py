@@ -1,0 +1,251 @@
+"""The agent of a machine that has joined a service: ``dora host --join``. One stream is one epoch of the host.
+
+    join ──▶ welcome ──▶ the model is brought ──▶ orders: start, stop, hold a version, retire it ──▶ leave
+      ▲                                                  │
+      └───── the stream broke: all processes end ◀───────┘
+             or go on, for as long as the welcome said
+
+Of one epoch nothing is left in the next: workers end before the host joins again, and get new tokens then. What the
+folder holds is kept, and is checked before it counts. Only a service that keeps its state lets processes go on without
+it, and only its next life takes them over; whoever else says welcome does not, and they end.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from dora.errors import Conflict, DoraError
+from dora.host.capacity import capacity_to_wire, chosen_device, gpus
+from dora.host.command import Place
+from dora.host.files import digest_of, model_files
+from dora.host.folder import MODEL, host_folder
+from dora.host.keeping import Keeping
+from dora.host.launcher import check_host_name, check_place
+from dora.host.stay import Files, Stay
+from dora.release import __version__
+from dora.rpc import dora_pb2 as pb
+from dora.rpc import dora_pb2_grpc as stubs
+from dora.rpc.channel import bearer, open_channel
+from dora.rpc.errors import ServiceUnavailable, from_rpc_error
+from dora.weights.reference import read_reference
+
+log = logging.getLogger("dora.host")
+
+REPORT_S: Final = 1.0
+JOIN_PAUSE_S: Final = 0.5  # doubled at each attempt, up to
+JOIN_PAUSE_MOST_S: Final = 2.0
+JOIN_S: Final = 30.0  # a busy service may not answer at once, and one that is being started does later
+WELCOME_S: Final = 120.0  # the service may hash the model first
+LEAVE_S: Final = 60.0  # workers have so long to be emptied, where the machine is to be shut down
+NAME_S: Final = 90.0  # the service may not know yet that this machine's earlier agent is gone
+MESSAGES_MOST: Final = 1024
+AS_THE_SERVICE: Final = -1  # workers
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """Of ``dora host``. ``kv_host``: at which the other hosts reach this one; empty: it finds out. ``place``: its name;
+    empty: it is where the service is."""
+
+    address: str
+    token: str
+    name: str
+    workers: int = AS_THE_SERVICE
+    device: str = ""
+    model: str = ""  # the service's model, where this machine has it; empty: it is fetched
+    folder: str = ""
+    kv_host: str = ""
+    place: str = ""
+    rejoin_s: float = 600.0  # it tries to join again for so long
+
+
+async def run_agent(options: AgentOptions, stop: asyncio.Event, said: Callable[[str], None]) -> str:
+    """Joins and stays until the service lets the host go; returns the reason. ``stop``: leave as soon as may be.
+
+    Raises InvalidValue and Conflict as the service refuses the host, and ServiceUnavailable once it could not be
+    reached for ``rejoin_s``; for ``JOIN_S``, or ``NAME_S`` where its name is in use, before it had ever joined.
+    """
+    check_host_name(options.name)
+    check_place(options.place)
+    device = chosen_device(options.device, gpus())
+    with host_folder(options.folder) as folder:
+        digest = ""
+        if options.model:
+            given = await asyncio.to_thread(read_reference, Path(options.model))
+            digest = digest_of(await asyncio.to_thread(model_files, given))
+        agent = _Agent(options, device, digest, folder, stop, said)
+        try:
+            return await _stay_joined(agent, options.rejoin_s, stop, said)
+        finally:
+            await agent.close()
+
+
+async def _stay_joined(agent: "_Agent", rejoin_s: float, stop: asyncio.Event, said: Callable[[str], None]) -> str:
+    """Joins again and again. Returns and raises as ``run_agent``."""
+    loop = asyncio.get_running_loop()
+    begun_s, joined, pause_s = loop.time(), False, JOIN_PAUSE_S
+    while True:
+        try:
+            if (reason := await agent.stay()) is not None:
+                return reason
+            error: DoraError = ServiceUnavailable("the stream has ended")
+        except (ServiceUnavailable, Conflict) as refused:
+            error = refused
+        if agent.joined:
+            begun_s, joined, pause_s = loop.time(), True, JOIN_PAUSE_S
+        allowed_s = rejoin_s if joined else min(rejoin_s, _first_join_s(error))
+        if stop.is_set():
+            return "told to end"
+        if loop.time() - begun_s >= allowed_s:
+            raise error
+        said(f"{'the service is lost' if joined else 'not joined yet'} ({error}); joining again")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), pause_s)
+        pause_s = min(2 * pause_s, JOIN_PAUSE_MOST_S)
+
+
+def _first_join_s(error: DoraError) -> float:
+    """For how long a host that has never joined tries to, after this."""
+    if isinstance(error, ServiceUnavailable):
+        return JOIN_S
+    return NAME_S if isinstance(error, Conflict) and error.field == "name" else 0.0
+
+
+class _Agent:
+    """Joins, once a call of ``stay``."""
+
+    def __init__(
+        self,
+        options: AgentOptions,
+        device: str,
+        digest: str,
+        folder: Path,
+        stop: asyncio.Event,
+        said: Callable[[str], None],
+    ) -> None:
+        self._options = options
+        self._device = device
+        self._digest = digest
+        self._folder = folder
+        self._stop = stop
+        self._said = said
+        self._outbox: asyncio.Queue[pb.HostMessage | None] = asyncio.Queue(MESSAGES_MOST)
+        self._keeping = Keeping(said)
+        self.joined = False  # in the latest stay
+
+    async def stay(self) -> str | None:
+        """One epoch. Returns why the service let the host go; None where the stream ended without a word."""
+        self.joined = False
+        self._outbox = asyncio.Queue(MESSAGES_MOST)
+        async with open_channel(self._options.address, proxied=False) as channel:
+            stub = stubs.HostStub(channel)
+            call = stub.Join(self._messages(), metadata=bearer(self._options.token))
+            try:
+                welcome = await asyncio.wait_for(anext(aiter(call), None), WELCOME_S)
+                if welcome is None or not welcome.HasField("welcome"):
+                    raise ServiceUnavailable(f"{self._options.address} did not say welcome")
+                self.joined = True
+                how = "is back at" if welcome.welcome.goes_on else "has joined"
+                self._said(f"{self._options.name} {how} {self._options.address}")
+                return await self._stayed(call, stub, welcome.welcome)
+            except TimeoutError as error:
+                raise ServiceUnavailable(f"{self._options.address} did not say welcome in {WELCOME_S:g} s") from error
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+            finally:
+                call.cancel()
+
+    async def close(self) -> None:
+        """Ends what is kept, if anything is."""
+        await self._keeping.end()
+
+    async def _stayed(
+        self, call: AsyncIterator[pb.HostOrder], stub: stubs.HostStub, welcome: pb.HostWelcome
+    ) -> str | None:
+        stay, orders = await self._taken_up(call, stub, welcome)
+        working = asyncio.create_task(orders)
+        reporting = asyncio.create_task(self._report(stay))
+        stopping = asyncio.create_task(self._leave())
+        is_lost = False
+        try:
+            await asyncio.wait({working, stopping, reporting}, return_when=asyncio.FIRST_COMPLETED)
+            if reporting.done():
+                reporting.result()
+            if not working.done():  # told to stop, and not let go in time
+                return "told to end"
+            is_lost = (reason := working.result()) is None
+            return reason
+        except grpc.aio.AioRpcError as error:
+            is_lost = isinstance(from_rpc_error(error), ServiceUnavailable)
+            raise
+        except ServiceUnavailable:
+            is_lost = True
+            raise
+        finally:
+            for task in (working, reporting, stopping):
+                task.cancel()
+            await asyncio.gather(working, reporting, stopping, return_exceptions=True)
+            if is_lost and welcome.outlives_s and stay.stand_still():
+                self._keeping.keep(stay, welcome.outlives_s)
+            else:
+                await stay.close()
+
+    async def _taken_up(
+        self, call: AsyncIterator[pb.HostOrder], stub: stubs.HostStub, welcome: pb.HostWelcome
+    ) -> tuple[Stay, Coroutine[None, None, str | None]]:
+        """What was kept, if it is to go on, else a new stay once that has ended; each with what it is to do now."""
+        if welcome.goes_on:
+            kept = self._keeping.take()
+            if kept is None:  # the service takes it that it goes on, until this stream ends
+                raise ServiceUnavailable("what had been kept has ended meanwhile")
+            return kept, kept.go_on(welcome, call)
+        await self._keeping.end()
+        options = self._options
+        model = Path(options.model) if options.model else self._folder / MODEL
+        place = Place(options.address, model, options.name, str(self._folder), options.kv_host)
+        stay = Stay(place, self._device, self._send, has_model=bool(options.model))
+        return stay, stay.run(welcome, call, Files(stub, options.token))
+
+    async def _leave(self) -> None:
+        """Once told to stop: asks the service to empty the host, which then lets it go."""
+        await self._stop.wait()
+        self._said("leaving: the workers are being emptied")
+        self._send(pb.HostMessage(leaving=pb.HostLeaving()))
+        await asyncio.sleep(LEAVE_S)
+
+    async def _report(self, stay: Stay) -> None:
+        while True:
+            self._send(pb.HostMessage(report=await asyncio.to_thread(stay.report)))
+            await asyncio.sleep(REPORT_S)
+
+    def _send(self, message: pb.HostMessage) -> None:
+        try:
+            self._outbox.put_nowait(message)
+        except asyncio.QueueFull as error:
+            raise ServiceUnavailable(f"{self._options.address} reads nothing") from error
+
+    async def _messages(self) -> AsyncIterator[pb.HostMessage]:
+        yield pb.HostMessage(hello=await asyncio.to_thread(self._hello))
+        while (message := await self._outbox.get()) is not None:
+            yield message
+
+    def _hello(self) -> pb.HostHello:
+        options = self._options
+        return pb.HostHello(
+            name=options.name,
+            dora_version=__version__,
+            pid=os.getpid(),
+            workers=options.workers,
+            device=self._device,
+            model_digest=self._digest or self._keeping.model_digest,
+            capacity=capacity_to_wire(self._folder),
+            kept=self._keeping.kept(),
+            place=options.place,
+        )

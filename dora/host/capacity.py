@@ -1,0 +1,105 @@
+"""What this machine has, and which of its GPUs each worker gets."""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dora.errors import InvalidValue
+from dora.host.launcher import number_of
+from dora.rpc import dora_pb2 as pb
+
+_MEMORY: Final = Path("/proc/meminfo")
+_GPUS: Final = Path("/proc/driver/nvidia/gpus")
+_DEVICE: Final = re.compile(r"cpu|cuda(:\d+(,\d+)*)?")
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Of one machine. ``store_free_bytes``: what versions may take: free in their folder, and not above what is free of
+    the memory; ``gpus``: the model of each."""
+
+    cores: int
+    memory_bytes: int
+    memory_free_bytes: int
+    store_free_bytes: int
+    gpus: tuple[str, ...] = ()
+
+
+def capacity_of(folder: Path) -> Capacity:
+    """``folder``: where versions are kept. Its file system may be the memory itself. Nothing is free in one that
+    is gone."""
+    memory = _memory()
+    free_bytes = memory.get("MemAvailable", 0)
+    try:
+        room = os.statvfs(folder)
+        store_free_bytes = min(room.f_bavail * room.f_frsize, free_bytes)
+    except OSError:
+        store_free_bytes = 0
+    return Capacity(
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=memory.get("MemTotal", 0),
+        memory_free_bytes=free_bytes,
+        store_free_bytes=store_free_bytes,
+        gpus=gpus(),
+    )
+
+
+def gpus() -> tuple[str, ...]:
+    """The NVIDIA GPUs that the driver knows, in its order."""
+    try:
+        folders = sorted(_GPUS.iterdir())
+        texts = [(folder / "information").read_text(encoding="utf-8", errors="replace") for folder in folders]
+    except OSError:
+        return ()
+    found = (re.search(r"^Model:\s*(.+)$", text, re.MULTILINE) for text in texts)
+    return tuple(match.group(1).strip() if match else "GPU" for match in found)
+
+
+def chosen_device(device: str, found: Sequence[str]) -> str:
+    """``device`` as it was given: ``cpu``, ``cuda`` (all GPUs), ``cuda:0,2``; empty: what there is. Raises InvalidValue
+    for another text, and for GPUs that are not there."""
+    if not device:
+        return "cuda" if found else "cpu"
+    numbers = [int(number) for number in device.partition(":")[2].split(",") if number.isdigit()]
+    if not _DEVICE.fullmatch(device) or len(set(numbers)) < len(numbers):
+        raise InvalidValue("--device", device, "cpu, cuda, or cuda: with the numbers of GPUs, such as cuda:0,1")
+    if device != "cpu" and (not found or any(number >= len(found) for number in numbers)):
+        allowed = f"cpu, or GPUs of 0 to {len(found) - 1}" if found else "cpu: this machine has no GPU"
+        raise InvalidValue("--device", device, allowed)
+    return device
+
+
+def visible_gpus(device: str, count: int, prefix: str, worker_id: str, ranks: int) -> dict[str, str]:
+    """The environment that gives a worker its GPUs, as many as it has ranks; workers take them in the order of their
+    numbers, and begin anew where there are no more."""
+    if device == "cpu":
+        return {VISIBLE: ""}
+    given = device.partition(":")[2]
+    numbers = given.split(",") if given else [str(number) for number in range(count)]
+    first = number_of(prefix, worker_id) * ranks
+    return {VISIBLE: ",".join(numbers[(first + rank) % len(numbers)] for rank in range(ranks))}
+
+
+def _memory() -> dict[str, int]:
+    """The kernel's figures, in bytes."""
+    try:
+        lines = _MEMORY.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    return {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
+
+
+def capacity_to_wire(folder: Path) -> pb.HostCapacity:
+    """What ``capacity_of`` finds, as a host reports it."""
+    found = capacity_of(folder)
+    return pb.HostCapacity(
+        cores=found.cores,
+        memory_bytes=found.memory_bytes,
+        memory_free_bytes=found.memory_free_bytes,
+        store_free_bytes=found.store_free_bytes,
+        gpus=found.gpus,
+    )

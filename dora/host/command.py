@@ -1,0 +1,92 @@
+"""How the processes of a host are started: their arguments and their environment."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dora.config import KvConfig, WorkersConfig
+from dora.host.launcher import LOCAL, prefix_of
+
+WORKER_MODULE: Final = "dora.worker"
+POOL_MODULE: Final = "dora.pool"
+WAIT_OPTION: Final = "--wait"  # of a worker: its arguments come on stdin, once its engine is imported
+
+
+def pool_id_of(host: str) -> str:
+    return f"{prefix_of(host)}pool-0"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a host's processes find what they need. ``folder``: the host's own run folder; empty: the service's.
+
+    ``kv_host``: the address at which others reach them; empty: they find out. ``kv_tier``: where the shared tier of
+    KV listens; empty: there is none.
+    """
+
+    address: str  # the service's
+    model: Path
+    host: str = LOCAL
+    folder: str = ""
+    kv_host: str = ""
+    kv_tier: str = ""
+
+
+def worker_argv(config: WorkersConfig, worker_id: str, place: Place) -> list[str]:
+    """The arguments of the Python that runs one worker."""
+    options = {
+        "--orchestrator": place.address,
+        "--worker-id": worker_id,
+        "--host": place.host,
+        "--engine": config.engine,
+        "--model": str(place.model),
+        "--slots": config.slots,
+        "--kv-tokens": config.kv_tokens,
+        "--block-tokens": config.block_tokens,
+        "--max-model-len-tokens": config.max_model_len_tokens,
+        "--dtype": config.dtype,
+        "--tensor-parallel": config.tensor_parallel,
+        "--pipeline-parallel": config.pipeline_parallel,
+        **({"--quantisation": config.quantisation} if config.quantisation else {}),
+        **({"--host-folder": place.folder} if place.folder else {}),
+        **({"--kv-host": place.kv_host} if place.kv_host else {}),
+        **({"--kv-tier": place.kv_tier} if place.kv_tier else {}),
+    }
+    flags = ["--router-replay"] if config.router_replay else []
+    return ["-m", WORKER_MODULE, *(str(part) for option in options.items() for part in option), *flags]
+
+
+def pool_argv(config: KvConfig, pool_id: str, place: Place) -> list[str]:
+    """The same of a pool."""
+    options = {
+        "--orchestrator": place.address,
+        "--pool-id": pool_id,
+        "--host": place.host,
+        "--memory-mb": config.pool_mb,
+        "--spill-mb": config.spill_mb,
+        **({"--spill-folder": config.spill_folder} if config.spill_folder else {}),
+        **({"--host-folder": place.folder} if place.folder else {}),
+        **({"--kv-host": place.kv_host} if place.kv_host else {}),
+    }
+    return ["-m", POOL_MODULE, *(str(part) for option in options.items() for part in option)]
+
+
+def is_started_so(name: str, argv: Sequence[str]) -> bool:
+    """Whether a process with these arguments is the worker or pool of this name, as a host starts it."""
+    modules = {WORKER_MODULE: "--worker-id", POOL_MODULE: "--pool-id"}
+    option = next((modules[part] for part in argv if part in modules), None)
+    if option is None or WAIT_OPTION in argv:  # that one's arguments are not seen
+        return option is not None
+    return option in argv and argv[argv.index(option) + 1 :][:1] == [name]
+
+
+def worker_environment(config: WorkersConfig, token: str) -> dict[str, str]:
+    """Threads are fixed before numpy and torch load. The token travels here, where other users cannot read it."""
+    threads = str(config.threads)
+    return {
+        "DORA_TOKEN": token,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -1,0 +1,70 @@
+"""The files of the model, as a host fetches them from the service: which, and whether what came is what was meant."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from dora.errors import InvalidValue
+from dora.weights.files import WeightFile, hash_file
+from dora.weights.reference import INDEX_FILE, Reference
+
+FILE_CHUNK_BYTES: Final = 1 << 20
+_NAME_MOST: Final = 200
+
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5", ".index.json")
+
+Fetch = Callable[[str], AsyncIterator[bytes]]  # the content of a file, by its name
+
+
+def model_files(reference: Reference) -> tuple[WeightFile, ...]:
+    """What a host needs of the model: its weights, and everything that is no weights. Reads every byte of them."""
+    weights = {*reference.files, INDEX_FILE}
+    names = sorted(
+        file.name
+        for file in reference.folder.iterdir()
+        if file.is_file()
+        and (file.name in weights or (not file.name.startswith(".") and not file.name.endswith(_WEIGHTS)))
+    )
+    return tuple(hash_file(reference.folder / name) for name in names)
+
+
+def digest_of(files: Iterable[WeightFile]) -> str:
+    """Of the names and checksums: alike where two models are, byte for byte."""
+    found = blake3(b"dora-files")
+    for file in sorted(files, key=lambda file: file.name):
+        found.update(f"\n{len(file.name)} {file.name} {file.file_bytes}\n".encode() + file.blake3)
+    return found.hexdigest()[:32]
+
+
+def check_plain(name: str) -> str:
+    """``name`` itself. Raises InvalidValue for one that would be elsewhere than in its folder."""
+    plain = name.isprintable() and 0 < len(name.encode()) <= _NAME_MOST and not name.startswith(".")
+    if not plain or "/" in name or "\\" in name:
+        raise InvalidValue("file name", name, "a plain name, without a folder")
+    return name
+
+
+async def bring(folder: Path, files: Iterable[WeightFile], fetch: Fetch) -> None:
+    """Fetches ``files`` into ``folder``. Raises InvalidValue where one is not what was announced, OSError where it
+    cannot be written. What is there already, whole, does not travel again."""
+    for file in files:
+        target = folder / check_plain(file.name)
+        if target.is_file() and await asyncio.to_thread(hash_file, target) == file:
+            continue
+        unfinished = folder / f".{file.name}"
+        digest, size_bytes = blake3(), 0
+        with unfinished.open("wb") as written:
+            async for content in fetch(file.name):
+                size_bytes += len(content)
+                if size_bytes > file.file_bytes:
+                    break
+                digest.update(content)
+                await asyncio.to_thread(written.write, content)
+        if size_bytes != file.file_bytes or digest.digest() != file.blake3:
+            unfinished.unlink()
+            raise InvalidValue(file.name, f"{size_bytes} bytes", f"{file.file_bytes} bytes of its checksum")
+        os.replace(unfinished, target)

@@ -1,0 +1,74 @@
+"""The folder of a host, in shared memory: the model, live versions, shared memory for KV, logs.
+
+FOLDER/model/        the model that the service has; FOLDER/model.digest once it is whole
+FOLDER/weights/      the store of live versions (weights/store.py)
+FOLDER/kv/           shared memory of the host's workers (kvtransfer/segments.py)
+FOLDER/logs/         what its processes say
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from dora.errors import InvalidValue
+from dora.ownership import hold, hold_new, is_abandoned
+
+log = logging.getLogger("dora.host")
+
+MODEL: Final = "model"
+DIGEST: Final = "model.digest"
+WEIGHTS: Final = "weights"
+SNAPSHOTS: Final = "kv"
+LOGS: Final = "logs"
+_MADE: Final = "dora-host-"
+_LOCK: Final = "made.lock"
+_NAMED_LOCK: Final = "dora-host.lock"
+
+
+@contextlib.contextmanager
+def host_folder(named: str) -> Iterator[Path]:
+    """The folder while this process has it: ``named``, whose content is kept, or one of its own that is removed at the
+    end. What agents left that were killed is removed. Raises InvalidValue where a folder cannot be had."""
+    if named:
+        with _kept(Path(named)) as folder:
+            yield folder
+        return
+    shared = Path("/dev/shm")
+    parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    for left in parent.glob(f"{_MADE}*"):
+        if is_abandoned(left / _LOCK):
+            log.warning("%s is removed: its agent was killed", left)
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_MADE, dir=parent))
+    try:
+        held = hold_new(folder / _LOCK)
+        try:
+            (folder / SNAPSHOTS).mkdir()
+            yield folder
+        finally:
+            os.close(held)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _kept(folder: Path) -> Iterator[Path]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = hold(folder / _NAMED_LOCK)
+        if held is not None:
+            shutil.rmtree(folder / SNAPSHOTS, ignore_errors=True)
+            (folder / SNAPSHOTS).mkdir()
+    except OSError as error:
+        raise InvalidValue("--folder", str(folder), f"a folder to write in ({error.strerror})") from error
+    if held is None:
+        raise InvalidValue("--folder", str(folder), "a folder that no other agent has")
+    try:
+        yield folder
+    finally:
+        os.close(held)

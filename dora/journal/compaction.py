@@ -1,0 +1,217 @@
+"""Which segments of the log can go: those of which nothing is alive, and those of which little is, once that was
+written anew.
+
+Alive is what belongs to a group that was neither trained on nor cancelled, or to a prompt that is queued. Whatever else
+a log says, the first record of each later segment says too (facts.Standing). All segments together have at most
+twice the bytes that are alive, and two segments more.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from dora.journal import facts, frames
+from dora.journal.facts import Column, Fact
+
+PART_BYTES: Final = 4 << 20  # of what is alive, written anew at once
+TOKEN_BYTES: Final = 8
+STRETCH_BYTES: Final = 16  # about
+
+
+@dataclass(slots=True)
+class Share:
+    """A segment, and whose its bytes are. Owners are numbers of requests, and below 0 arrivals of prompts."""
+
+    path: Path
+    base: int
+    end: int = -1  # position; -1: it is being written
+    size_bytes: int = frames.HEADER_BYTES
+    owners: list[Column] = field(default_factory=list)
+    owned_bytes: list[Column] = field(default_factory=list)
+
+    def add(self, owners: Column, owned_bytes: Column, size_bytes: int) -> None:
+        self.owners.append(owners)
+        self.owned_bytes.append(owned_bytes)
+        self.size_bytes += size_bytes
+        if len(self.owners) >= 4096:
+            self.gather()
+
+    def gather(self) -> None:
+        """One cell an owner."""
+        if len(self.owners) > 1:
+            owners, places = np.unique(np.concatenate(self.owners), return_inverse=True)
+            owned = np.bincount(places, np.concatenate(self.owned_bytes)).astype(np.int64)
+            self.owners, self.owned_bytes = [owners], [owned]
+
+    def live_bytes(self, live: "Live") -> int:
+        self.gather()
+        return int(self.owned_bytes[0][live.has(self.owners[0])].sum()) if self.owners else 0
+
+
+class Live:
+    """Who is alive: requests by their numbers, queued prompts by their arrivals."""
+
+    def __init__(self, numbers: list[int], sizes: list[int], arrivals: list[int]) -> None:
+        self._firsts = np.array(numbers, np.int64)
+        self._ends = self._firsts + np.array(sizes, np.int64)
+        self._arrivals = np.array(arrivals, np.int64)
+
+    def has(self, owners: Column) -> Column:
+        """bool, one an owner."""
+        alive = np.isin(-owners, self._arrivals)
+        if len(self._firsts):
+            places = np.searchsorted(self._firsts, owners, "right") - 1
+            alive |= (places >= 0) & (owners < self._ends[places])
+        return alive
+
+
+class Compaction:
+    """Of one log; for its thread alone."""
+
+    def __init__(self, segment_bytes: int, shares: dict[int, Share] | None = None) -> None:
+        """``shares``: of the segments that are there already, by their numbers."""
+        self._segment_bytes = segment_bytes
+        self._shares = shares or {}
+        self._live = Live([], [], [])
+        self._chosen: int | None = None  # the segment that is to go next
+        self._parts: Iterator[list[Fact]] | None = None
+        self._writing = -1
+
+    @property
+    def works(self) -> bool:
+        """Whether there is something to do."""
+        return self._chosen is not None
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all segments."""
+        return sum(share.size_bytes for share in self._shares.values())
+
+    @property
+    def live_bytes(self) -> int:
+        """Of these, what belongs to somebody who is alive."""
+        return sum(share.live_bytes(self._live) for share in self._shares.values())
+
+    @property
+    def segments(self) -> int:
+        return len(self._shares)
+
+    def begun(self, number: int, path: Path, base: int) -> None:
+        """A new segment is written from now on."""
+        if self._writing in self._shares:
+            self._shares[self._writing].end = base
+        self._shares[number] = Share(path, base)
+        self._writing = number
+
+    def count(self, fact: Fact, size_bytes: int) -> None:
+        """A fact has been written, into the segment that is written now."""
+        count(self._shares[self._writing], fact, size_bytes)
+
+    def changed(self, numbers: list[int], sizes: list[int], arrivals: list[int]) -> None:
+        """Who is alive has changed, as ``Ledger.live_numbers`` says."""
+        self._live = Live(numbers, sizes, arrivals)
+        if self._chosen is None:
+            self._choose()
+
+    def _choose(self) -> None:
+        """The segment that is to go next, if one is."""
+        alive = {number: share.live_bytes(self._live) for number, share in self._shares.items()}
+        over = self.size_bytes > 2 * sum(alive.values()) + 2 * self._segment_bytes
+        closed = [number for number in self._shares if number != self._writing]
+        least = min(closed, key=lambda number: alive[number] / self._shares[number].size_bytes, default=None)
+        if least is not None and (over or not alive[least]):
+            self._chosen = least
+            self._parts = iter(self._moved(self._shares[least])) if alive[least] else iter(())
+
+    def next_part(self) -> list[Fact]:
+        """What is to be written anew of the chosen segment before it may go; empty: nothing more is."""
+        assert self._parts is not None
+        return next(self._parts, [])
+
+    def remove(self) -> None:
+        """All that was alive in the chosen segment is on disk elsewhere: it goes. Raises OSError."""
+        assert self._chosen is not None
+        with suppress(FileNotFoundError):
+            os.unlink(self._shares[self._chosen].path)
+        del self._shares[self._chosen]
+        self._chosen = self._parts = None
+        self._choose()
+
+    def give_up(self) -> None:
+        """What was to be written anew could not be: from the beginning, another time."""
+        self._chosen = self._parts = None
+
+    def _moved(self, share: Share) -> Iterator[list[Fact]]:
+        """What is alive in a segment, in parts."""
+        segment = frames.opened(share.path)
+        tokens: list[facts.Tokens] = []
+        others: list[Fact] = []
+        held = 0
+        for _, body in frames.records(segment, share.end) if segment is not None else ():
+            assert segment is not None
+            fact = self._alive(facts.decoded(body, segment.schema))
+            if fact is None:
+                continue
+            held += len(body)
+            if isinstance(fact, facts.Tokens):
+                tokens.append(fact)
+            else:
+                others.append(fact)
+            if held >= PART_BYTES:
+                yield _part(others, tokens)
+                tokens, others, held = [], [], 0
+        if held:
+            yield _part(others, tokens)
+
+    def _alive(self, fact: Fact) -> Fact | None:
+        """What of a fact belongs to somebody who is alive; None: nothing."""
+        owners = owners_of(fact)
+        if owners is None:
+            return None
+        alive = self._live.has(owners[0])
+        if alive.all():
+            return fact
+        if not alive.any():
+            return None
+        if isinstance(fact, facts.Tokens):
+            return facts.only(fact, alive)
+        assert isinstance(fact, facts.Submitted)
+        kept = [place for place, stays in enumerate(alive.tolist()) if stays]
+        return replace(fact, arrivals=[fact.arrivals[k] for k in kept], prompts=[fact.prompts[k] for k in kept])
+
+
+def count(share: Share, fact: Fact, size_bytes: int) -> None:
+    """A fact of so many bytes is in this segment."""
+    owners = owners_of(fact)
+    if owners is None:
+        share.size_bytes += size_bytes
+    else:
+        share.add(*owners, size_bytes)
+
+
+def owners_of(fact: Fact) -> tuple[Column, Column] | None:
+    """To whom a fact belongs, and how many bytes of it to each; None: to nobody."""
+    if isinstance(fact, facts.Tokens):
+        owned = fact.counts.astype(np.int64) * TOKEN_BYTES + STRETCH_BYTES
+        return fact.numbers, owned + fact.routed_bytes if len(fact.routed_bytes) else owned
+    if isinstance(fact, facts.Verdict):
+        return np.array([fact.number]), np.array([64 + len(fact.log)])
+    if isinstance(fact, facts.Admitted):
+        return np.array([fact.number]), np.array([_prompt_bytes(fact.prompt)])
+    if isinstance(fact, facts.Submitted):
+        return -np.array(fact.arrivals, np.int64), np.array([_prompt_bytes(each) for each in fact.prompts])
+    return None
+
+
+def _prompt_bytes(prompt: list[object]) -> int:
+    """About what a prompt takes in the log."""
+    return 64 + sum(len(part) for part in prompt if isinstance(part, str | bytes))
+
+
+def _part(others: list[Fact], tokens: list[facts.Tokens]) -> list[Fact]:
+    return [*others, facts.joined(tokens)] if tokens else others

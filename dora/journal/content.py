@@ -1,0 +1,142 @@
+"""The tokens and verdicts of live requests, gathered from the log. Nothing here is done token by token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from dora.journal.facts import Column, Tokens, Verdict
+from dora.journal.ledger import OPEN, LiveGroup
+
+TOKEN: Final = np.dtype([("token_id", "<i4"), ("logprob", "<f4")])
+
+
+@dataclass(slots=True)
+class Requests:
+    """The requests of the live groups, group by group, each in the order of its samples; columns by request."""
+
+    begins: Column  # request i has the tokens from there on
+    counts: Column
+    tokens: Column  # of all, TOKEN
+    ends: Column  # indexes of FINISH_REASONS: 0, not finished
+    heard_at: Column  # when its last tokens came; 0: none did
+    stops: dict[int, str]
+    stays: dict[int, list[tuple[str, int, str]]]  # worker, first token, arrival
+    routed: dict[int, bytes]
+    verdicts: dict[int, Verdict]
+    damaged: list[int]  # groups, by their place, of which something is lost that came before what is there
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+
+class Content:
+    """What a reader of the log has come across so far."""
+
+    def __init__(self, groups: Sequence[LiveGroup]) -> None:
+        """``groups`` by their numbers, ascending."""
+        self._groups = groups
+        self._firsts = np.array([group.number for group in groups], np.int64)
+        self._sizes = np.array([len(group.rows) for group in groups], np.int64)
+        self._starts = np.cumsum(self._sizes) - self._sizes
+
+    def of(self, tokens: Sequence[Tokens], verdicts: Sequence[Verdict]) -> Requests:
+        """``tokens`` in any order, ``verdicts`` in that of the log."""
+        total = int(self._sizes.sum())
+        numbers = _joined([each.numbers for each in tokens], np.int64)
+        counts = _joined([each.counts for each in tokens], np.int64)
+        firsts = _joined([each.first_tokens for each in tokens], np.int64)
+        ends = _joined([_filled(each.ends, len(each.numbers), np.uint8) for each in tokens], np.uint8)
+        ats = _joined([each.ats if len(each.ats) else np.full(len(each.numbers), each.at) for each in tokens], float)
+        places = self._places(numbers)
+        live = np.flatnonzero(places >= 0)
+        order = live[np.lexsort((counts[live] + firsts[live], firsts[live], places[live]))]
+        place, count, first = places[order], counts[order], firsts[order]
+        reached = np.cumsum(count)
+        begins = np.zeros(total + 1, np.int64)
+        begins[1:] = np.cumsum(np.bincount(place, count, total)) if len(place) else 0
+        broken = first != reached - count - begins[place]
+        requests = Requests(
+            begins[:-1],
+            np.diff(begins),
+            np.empty(int(begins[-1]), TOKEN),
+            np.zeros(total, np.uint8),
+            np.zeros(total),
+            {},
+            {},
+            {},
+            {int(place): each for each in verdicts for place in self._places(np.array([each.number])) if place >= 0},
+            [],
+        )
+        np.maximum.at(requests.ends, place, ends[order])
+        np.maximum.at(requests.heard_at, place, ats[order])
+        targets = np.full(len(numbers), -1, np.int64)  # of each stretch, where its tokens go
+        targets[order] = reached - count
+        _spread(requests, tokens, places, targets)
+        self._check(requests, place[broken])
+        return requests
+
+    def _places(self, numbers: Column) -> Column:
+        """Of these requests; -1: it is not alive."""
+        if not len(self._firsts):
+            return np.full(len(numbers), -1, np.int64)
+        groups = np.searchsorted(self._firsts, numbers, "right") - 1
+        behind = numbers - self._firsts[groups]
+        places: Column = np.where((groups >= 0) & (behind < self._sizes[groups]), self._starts[groups] + behind, -1)
+        return places
+
+    def _check(self, requests: Requests, broken: Column) -> None:
+        """Finds the groups that something is lost of. A verdict on what is not finished, the end being lost, goes."""
+        for place in [each for each in requests.verdicts if not requests.ends[each]]:
+            del requests.verdicts[place]
+        scored = np.zeros(len(requests), np.bool_)
+        scored[list(requests.verdicts)] = True
+        lost = set((np.searchsorted(self._starts, broken, "right") - 1).tolist())
+        for index, group in enumerate(self._groups):
+            begin = int(self._starts[index])
+            if group.step != OPEN and not scored[begin : begin + len(group.rows)].all():
+                lost.add(index)
+        requests.damaged = sorted(lost)
+
+
+def _spread(requests: Requests, tokens: Sequence[Tokens], places: Column, targets: Column) -> None:
+    """Brings the tokens of each stretch, and what else comes with it, to its request."""
+    begin = 0
+    routed: dict[int, list[tuple[int, bytes]]] = {}
+    for each in tokens:
+        end = begin + len(each.numbers)
+        place, target = places[begin:end], targets[begin:end]
+        counts = each.counts.astype(np.int64)
+        begins = np.cumsum(counts) - counts
+        cells = np.repeat(target - begins, counts) + np.arange(len(each.token_ids))
+        if (place < 0).any():
+            chosen = np.repeat(place >= 0, counts)
+            cells, token_ids, logprobs = cells[chosen], each.token_ids[chosen], each.logprobs[chosen]
+        else:
+            token_ids, logprobs = each.token_ids, each.logprobs
+        requests.tokens["token_id"][cells] = token_ids
+        requests.tokens["logprob"][cells] = logprobs
+        for index, *stay in each.stays:
+            if place[index] >= 0:
+                requests.stays.setdefault(int(place[index]), []).append((stay[0], stay[1], stay[2]))
+        for index, stop in each.stops:
+            if place[index] >= 0:
+                requests.stops[int(place[index])] = stop
+        if len(each.routed_bytes):
+            reached = np.cumsum(each.routed_bytes.astype(np.int64)).tolist()
+            for index in np.flatnonzero((place >= 0) & (each.routed_bytes > 0)).tolist():
+                rows = each.routed[reached[index] - int(each.routed_bytes[index]) : reached[index]]
+                routed.setdefault(int(place[index]), []).append((int(each.first_tokens[index]), rows))
+        begin = end
+    for stays in requests.stays.values():
+        stays.sort(key=lambda stay: stay[1])
+    requests.routed = {place: b"".join(rows for _, rows in sorted(parts)) for place, parts in routed.items()}
+
+
+def _joined(columns: list[Column], dtype: type) -> Column:
+    return np.concatenate(columns).astype(dtype, copy=False) if columns else np.zeros(0, dtype)
+
+
+def _filled(column: Column, length: int, dtype: type) -> Column:
+    return column if len(column) else np.zeros(length, dtype)

@@ -1,0 +1,210 @@
+"""What an earlier life of a service has left in its state folder, and what of it cannot be read any more.
+
+    FOLDER/log/NNNNNNNN.seg   the log (frames.py)
+    FOLDER/ledger.db          the ledger (ledger.py)
+
+What a crash cut short, at the end of the log, was never acknowledged: it is cut off, and said. Damage elsewhere is
+said by its file and place. Where the ledger has what the damaged facts said, tokens alone are lost, and the groups that
+they were of are generated anew. Where it has not, the start is refused.
+"""
+
+import logging
+import os
+import sqlite3
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dora.errors import InvalidValue
+from dora.journal import facts, frames
+from dora.journal.compaction import Compaction, Share, count
+from dora.journal.content import Content, Requests
+from dora.journal.facts import Fact
+from dora.journal.frames import Hole, Segment
+from dora.journal.ledger import LEDGER_VERSION, Ledger, LiveGroup, disk_fault
+from dora.journal.log import DEFAULT_SIZES, LOG_FOLDER, Sizes
+
+log = logging.getLogger("dora.journal")
+
+LEDGER_FILE: Final = "ledger.db"
+
+
+@dataclass(slots=True)
+class Found:
+    """What there is. ``said``: each thing that was cut off, damaged or made anew, for people."""
+
+    ledger: Ledger
+    groups: list[LiveGroup]  # by their numbers
+    requests: Requests
+    compaction: Compaction
+    number: int  # of the last segment
+    position: int  # behind it
+    said: list[str]
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no service was here before."""
+        return bool(self.ledger.values["life"] < 0)
+
+
+@dataclass(slots=True)
+class _Read:
+    """What the segments say, behind the ledger's position; tokens and verdicts from the beginning."""
+
+    following: list[Fact]
+    tokens: list[facts.Tokens]
+    verdicts: list[facts.Verdict]
+    shares: dict[int, Share]
+    end: int
+
+
+def find(folder: Path, sizes: Sizes = DEFAULT_SIZES) -> Found:
+    """Opens what is in ``folder``, which is made where it is absent, and brings it to where a service can go on.
+
+    Raises InvalidValue where that cannot be done without losing what was acknowledged; OSError.
+    """
+    try:
+        return _found(folder, sizes)
+    except sqlite3.Error as error:
+        raise (disk_fault(error) or error) from error
+
+
+def _found(folder: Path, sizes: Sizes) -> Found:
+    log_folder = folder / LOG_FOLDER
+    log_folder.mkdir(parents=True, exist_ok=True)
+    said: list[str] = []
+    segments = _segments(log_folder, said)
+    ledger = _ledger(folder / LEDGER_FILE, said)
+    try:
+        read = _read(segments, ledger, said)
+        ledger.apply(read.following, max(read.end, ledger.values["position"]))
+        groups, arrivals = ledger.lacking()
+        if groups or arrivals:
+            what = ", ".join([*groups[:8], *(f"queued prompt {arrival}" for arrival in arrivals[:8])])
+            raise _lost(folder, f"of {what}, what was asked for is lost", said)
+        live = ledger.groups()
+        requests = Content(live).of(read.tokens, read.verdicts)
+    except BaseException:
+        ledger.close()
+        raise
+    compaction = Compaction(sizes.segment_bytes, read.shares)
+    compaction.changed(*ledger.live_numbers())
+    number = max((segment.number for segment in segments), default=0)
+    for line in said:
+        log.warning("%s", line)
+    return Found(ledger, live, requests, compaction, number, ledger.values["position"], said)
+
+
+def _segments(folder: Path, said: list[str]) -> list[Segment]:
+    """By their numbers. A last one of which not even the header was written goes."""
+    found = []
+    paths = sorted(folder.glob(f"[0-9]*{frames.SUFFIX}"))
+    for index, path in enumerate(paths):
+        segment = frames.opened(path)
+        if segment is not None:
+            found.append(segment)
+        elif index == len(paths) - 1:
+            said.append(f"{path}: cut short by a crash before anything was in it")
+            path.unlink()
+        else:
+            said.append(f"{path}: its header is damaged, and nothing of it can be read")
+            found.append(Segment(path, int(path.stem), -1, -1, path.stat().st_size))
+    return found
+
+
+def _ledger(path: Path, said: list[str]) -> Ledger:
+    """The ledger, or a new one where it is damaged or of an older DORA: the log has all that was in it."""
+    if not path.exists():
+        return Ledger(path)
+    ledger: Ledger | None = None
+    try:
+        ledger = Ledger(path)
+        ledger.check()
+        if ledger.version == LEDGER_VERSION:
+            return ledger
+        why = f"of version {ledger.version}"
+    except (sqlite3.Error, ValueError) as error:
+        if isinstance(error, sqlite3.Error) and (fault := disk_fault(error)) is not None:
+            raise fault from error
+        why = f"damaged ({error})"
+    if ledger is not None:
+        ledger.close()
+    said.append(f"{path}: {why}; it is made anew from the log")
+    for left in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+        with suppress(FileNotFoundError):
+            left.rename(left.with_name(f"{left.name}.damaged"))
+    return Ledger(path)
+
+
+def _read(segments: list[Segment], ledger: Ledger, said: list[str]) -> _Read:
+    known = ledger.values["position"]
+    read = _Read([], [], [], {}, 0)
+    for index, segment in enumerate(segments):
+        following = next((each.base for each in segments[index + 1 :] if each.base >= 0), None)
+        if segment.base < 0:
+            if following is None or following > known:
+                raise _lost(segment.path.parent.parent, "and the ledger does not have what it said", said)
+            continue
+        records = list(frames.records(segment, following))
+        cut = _torn_at(segment) if index == len(segments) - 1 else None
+        if cut is not None:
+            records = [(offset, body) for offset, body in records if offset < cut]
+            said.append(f"{segment.path}: the last {segment.size_bytes - cut} bytes were cut short by a crash")
+            _cut(segment, cut)
+        share = read.shares[segment.number] = Share(segment.path, segment.base, segment.end)
+        for hole in segment.holes:
+            if cut is None or hole.offset < cut:
+                _damaged(segment, hole, known, following is not None, said)
+        for offset, body in records:
+            _take(read, share, segment, offset, body, known)
+        read.end = segment.end
+    if read.end < known:
+        said.append(f"the log ends {known - read.end} bytes before what the ledger has: tokens are lost")
+    return read
+
+
+def _take(read: _Read, share: Share, segment: Segment, offset: int, body: memoryview, known: int) -> None:
+    kind = facts.kind_of(body)
+    size_bytes = frames.HEAD_BYTES + len(body)
+    if kind is facts.Event:
+        share.size_bytes += size_bytes
+        return
+    try:
+        fact = facts.decoded(body, segment.schema)
+    except InvalidValue as error:
+        raise error.within(f"{segment.path}: byte {offset}") from error
+    count(share, fact, size_bytes)
+    if isinstance(fact, facts.Tokens):
+        read.tokens.append(fact)
+    elif isinstance(fact, facts.Verdict):
+        read.verdicts.append(fact)
+    elif segment.position(offset) >= known:
+        read.following.append(fact)
+
+
+def _torn_at(segment: Segment) -> int | None:
+    """The byte from which on the last segment's last write did not come whole to disk; None: it did."""
+    return next((hole.offset for hole in segment.holes if hole.offset >= segment.last_write), None)
+
+
+def _cut(segment: Segment, offset: int) -> None:
+    descriptor = os.open(segment.path, os.O_WRONLY)
+    try:
+        os.ftruncate(descriptor, offset)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    segment.size_bytes = offset
+
+
+def _damaged(segment: Segment, hole: Hole, known: int, is_followed: bool, said: list[str]) -> None:
+    """Bytes that were on disk are not what was written. A later segment begins with what stood then."""
+    said.append(f"{hole}, are damaged")
+    if segment.position(hole.offset + hole.size_bytes) > known and not is_followed:
+        raise _lost(segment.path.parent.parent, "and the ledger does not have what they said", said)
+
+
+def _lost(folder: Path, why: str, said: list[str]) -> InvalidValue:
+    allowed = "a folder of which nothing that was acknowledged is lost; restore it from a copy, or begin in a new one"
+    return InvalidValue("service.state", str(folder), allowed, why=f"cannot be carried on ({'; '.join(said)}; {why})")

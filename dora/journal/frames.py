@@ -1,0 +1,151 @@
+"""A segment: one file of the log. Whole records, each behind a head with checksums.
+
+    b"DORA-SEG", schema version (u16), 0 (u16), number (u64), position of its first byte behind the header (u64),
+    CRC-32 of all that (u32)
+
+    record:  mark (4 bytes), body_bytes (u32), bytes since the write that it came in began (u32), CRC-32 of the body
+             (u32), CRC-32 of these sixteen bytes (u32), body
+
+All little-endian. A position counts the bytes of records since the log began, over all segments. One write brings
+several records, and the next one begins once it is on disk. So a record that is damaged was acknowledged unless it is
+of the last write: what a crash cut short is told from what a disk has lost. The mark lets a reader find the next record
+behind a damaged one.
+"""
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+from zlib import crc32
+
+from dora.errors import InvalidValue
+
+SCHEMA_VERSION: Final = 1  # of the facts in the records (facts.py, upgrades.py)
+SUFFIX: Final = ".seg"
+
+_MAGIC: Final = b"DORA-SEG"
+_HEADER: Final = struct.Struct("<8sHHQQ")
+_HEADER_SUM: Final = struct.Struct("<I")
+HEADER_BYTES: Final = _HEADER.size + _HEADER_SUM.size
+_MARK: Final = b"\xd0\x0a\xa7\x1e"
+_HEAD: Final = struct.Struct("<4sIII")
+_HEAD_SUM: Final = struct.Struct("<I")
+HEAD_BYTES: Final = _HEAD.size + _HEAD_SUM.size
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """Bytes of a segment that no longer say what was written."""
+
+    path: Path
+    offset: int
+    size_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.size_bytes} bytes at byte {self.offset}"
+
+
+@dataclass(slots=True)
+class Segment:
+    """A segment as it was read. ``base``: the position of its first record."""
+
+    path: Path
+    number: int
+    base: int
+    schema: int
+    size_bytes: int = 0
+    holes: list[Hole] = field(default_factory=list)  # known once its records were read
+    last_write: int = HEADER_BYTES  # where the last write that can be seen began; the same
+
+    def position(self, offset: int) -> int:
+        """Of a byte of the file, in the log."""
+        return self.base + offset - HEADER_BYTES
+
+    @property
+    def end(self) -> int:
+        """The position behind its last byte."""
+        return self.position(max(self.size_bytes, HEADER_BYTES))
+
+
+def path_of(folder: Path, number: int) -> Path:
+    return folder / f"{number:08d}{SUFFIX}"
+
+
+def header(number: int, base: int) -> bytes:
+    """Of a new segment."""
+    body = _HEADER.pack(_MAGIC, SCHEMA_VERSION, 0, number, base)
+    return body + _HEADER_SUM.pack(crc32(body))
+
+
+def framed(body: bytes, since_write: int) -> bytes:
+    """The head of a record, which goes before its body."""
+    head = _HEAD.pack(_MARK, len(body), since_write, crc32(body))
+    return head + _HEAD_SUM.pack(crc32(head))
+
+
+def opened(path: Path) -> Segment | None:
+    """A segment by its header; None where the header is damaged.
+
+    Raises InvalidValue for a file that is no segment, or one that a newer DORA has written; OSError.
+    """
+    with path.open("rb") as stream:
+        head = stream.read(HEADER_BYTES)
+        size_bytes = os.fstat(stream.fileno()).st_size
+    if len(head) < HEADER_BYTES or _HEADER_SUM.unpack_from(head, _HEADER.size)[0] != crc32(head[: _HEADER.size]):
+        return None
+    magic, schema, _, number, base = _HEADER.unpack_from(head)
+    if magic != _MAGIC:
+        raise InvalidValue("log", str(path), "a segment, as service.state keeps them")
+    if schema > SCHEMA_VERSION:
+        raise InvalidValue(f"{path}: schema version", schema, f"at most {SCHEMA_VERSION}; a newer DORA may read it")
+    return Segment(path, number, base, schema, size_bytes)
+
+
+def records(segment: Segment, end: int | None = None) -> Iterator[tuple[int, memoryview]]:
+    """The offset and the body of each record that is whole, in order; ``segment.holes`` has what lies between.
+
+    ``end``: the position where the next segment begins; what is left behind it is of a write that was given up.
+    """
+    content = segment.path.read_bytes()
+    size = len(content) if end is None else min(len(content), HEADER_BYTES + max(0, end - segment.base))
+    segment.size_bytes = size
+    view = memoryview(content)
+    offset = HEADER_BYTES
+    while offset < size:
+        found = _record_at(view, offset, size)
+        if found is None:
+            behind = _next_record(content, view, offset + 1, size)
+            segment.holes.append(Hole(segment.path, offset, behind - offset))
+            offset = behind
+            continue
+        body_bytes, since_write = found
+        segment.last_write = offset - since_write
+        body_at = offset + HEAD_BYTES
+        yield offset, view[body_at : body_at + body_bytes]
+        offset = body_at + body_bytes
+
+
+def _record_at(view: memoryview, offset: int, size: int) -> tuple[int, int] | None:
+    """A record's body bytes, and the bytes since its write began; None where there is no whole one."""
+    body_at = offset + HEAD_BYTES
+    if body_at > size:
+        return None
+    mark, body_bytes, since_write, body_sum = _HEAD.unpack_from(view, offset)
+    if mark != _MARK or _HEAD_SUM.unpack_from(view, offset + _HEAD.size)[0] != crc32(
+        view[offset : offset + _HEAD.size]
+    ):
+        return None
+    if body_at + body_bytes > size or crc32(view[body_at : body_at + body_bytes]) != body_sum:
+        return None
+    return body_bytes, since_write
+
+
+def _next_record(content: bytes, view: memoryview, offset: int, size: int) -> int:
+    """Where the next whole record begins; the end where there is none."""
+    while (offset := content.find(_MARK, offset, size)) >= 0:
+        if _record_at(view, offset, size) is not None:
+            return offset
+        offset += 1
+    return size

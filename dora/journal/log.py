@@ -1,0 +1,368 @@
+"""The log: facts are appended in the event loop and brought to disk by one thread, many at a time (group commit).
+
+    append ──▶ waiting ──▶ write, fsync ──▶ durable(position) ──▶ ledger ──▶ compaction
+                 ▲ at the latest after FLUSH_S, at FLUSH_BYTES, or at once where somebody waits
+
+What cannot be written waits in memory and is tried again; ``fault`` is told of it, and that it works again. What a
+write left that failed is void: the next try goes into a new segment, which says where it begins.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dora.journal import frames
+from dora.journal.compaction import Compaction
+from dora.journal.facts import Event, Fact, Tokens, Verdict, encoded
+from dora.journal.ledger import Ledger, disk_fault
+from dora.outfile import sync_folder
+
+log = logging.getLogger("dora.journal")
+
+FLUSH_S: Final = 0.02
+FLUSH_BYTES: Final = 4 << 20
+SEGMENT_BYTES: Final = 64 << 20
+BEHIND_BYTES: Final = 128 << 20  # a disk that is so far behind is at fault: nothing more is admitted
+LEDGER_S: Final = 0.25  # the ledger may be so far behind
+LEDGER_FACTS: Final = 1024
+LOG_FOLDER: Final = "log"
+PARTS_MOST: Final = 1024  # that the system writes at once (IOV_MAX)
+BEHIND: Final = OSError(errno.ETIMEDOUT, f"the disk is {BEHIND_BYTES >> 20} MiB behind")
+
+Told = Callable[[OSError | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """When the log writes, and how large its segments are. ``compacts`` False: everything is kept."""
+
+    flush_s: float = FLUSH_S
+    flush_bytes: int = FLUSH_BYTES
+    segment_bytes: int = SEGMENT_BYTES
+    behind_bytes: int = BEHIND_BYTES
+    compacts: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large the log is, and how much of it belongs to groups and prompts that are alive."""
+
+    log_bytes: int
+    live_bytes: int
+    segments: int
+
+
+DEFAULT_SIZES: Final = Sizes()
+
+
+class Log:
+    """Appends to the log of a state folder. All but the thread's own part is for the event loop that opens it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        ledger: Ledger,
+        *,
+        number: int,
+        position: int,
+        compaction: Compaction,
+        sizes: Sizes = DEFAULT_SIZES,
+        fault: Told = lambda error: None,
+    ) -> None:
+        """``number``: of the last segment that is there, ``position`` behind it. ``fault`` is told, in the event loop,
+        why the log cannot be written, and None once it can be again."""
+        self._folder = folder
+        self._ledger = ledger
+        self._number = number
+        self._sizes = sizes
+        self._compaction = compaction
+        self._tell = fault
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()  # resolves with the bug that ends the thread
+        self.appended = 0  # facts
+        self.durable = 0  # of these, on disk
+        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._checkpoints: list[asyncio.Future[Size]] = []
+        self._fault: OSError | None = None
+        # shared with the thread
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[bytes, Fact]] = []
+        self._waiting_bytes = 0  # with what the thread has taken and not written yet
+        self._wanted = 0  # somebody waits for so many facts
+        self._again = self._ending = self._checkpoint = False
+        # the thread's own
+        self._taken: deque[tuple[bytes, Fact]] = deque()
+        self._file = -1
+        self._size_bytes = 0
+        self._facts: list[Fact] = []  # on disk, and not in the ledger yet
+        self._applied_s = time.monotonic()
+        self._position = position
+        self._written = 0  # facts that were appended
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------------- the event loop
+
+    def append(self, fact: Fact) -> int:
+        """Returns how many facts there are now: once so many are ``durable``, this one is on disk."""
+        body = encoded(fact)
+        with self._changed:
+            before, self._waiting_bytes = self._waiting_bytes, self._waiting_bytes + frames.HEAD_BYTES + len(body)
+            self._waiting.append((body, fact))
+            if len(self._waiting) == 1 or before < self._sizes.flush_bytes <= self._waiting_bytes:
+                self._changed.notify()
+        self.appended += 1
+        if self._waiting_bytes > self._sizes.behind_bytes and self._fault is None:
+            self._told(BEHIND)
+        return self.appended
+
+    async def settled(self, facts: int | None = None) -> None:
+        """Returns once all that was appended so far, or the first so many facts, are on disk."""
+        facts = self.appended if facts is None else facts
+        if self.durable >= facts:
+            return
+        waiter = self._loop.create_future()
+        self._waiters.append((facts, waiter))
+        with self._changed:
+            self._wanted = max(self._wanted, facts)
+            self._changed.notify()
+        await waiter
+
+    def try_again(self) -> None:
+        """Tries once more to write where the last time failed."""
+        with self._changed:
+            self._again = True
+            self._changed.notify()
+
+    async def checkpoint(self) -> Size:
+        """Brings all to disk and the ledger up to it; segments that can go are gone then. Returns how large it is."""
+        await self.settled()
+        done: asyncio.Future[Size] = self._loop.create_future()
+        self._checkpoints.append(done)
+        with self._changed:
+            self._checkpoint = True
+            self._changed.notify()
+        return await done
+
+    async def close(self) -> None:
+        """Writes what is left, unless it cannot be written now. May be called again."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def _reached(self, facts: int, error: OSError | None, waiting_bytes: int) -> None:
+        self.durable = facts
+        late = [each for each in self._waiters if each[0] > facts]
+        for _, waiter in (each for each in self._waiters if each[0] <= facts):
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters = deque(late)
+        if error is not None or self._fault is not BEHIND or waiting_bytes < self._sizes.behind_bytes // 2:
+            self._told(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    def _told(self, error: OSError | None) -> None:
+        if error is not self._fault:
+            self._fault = error
+            self._tell(error)
+
+    def _checkpointed(self, size: Size) -> None:
+        for done in self._checkpoints:
+            if not done.done():
+                done.set_result(size)
+        self._checkpoints.clear()
+
+    # ----------------------------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            log.critical("the journal's thread failed: %r", error, exc_info=error)
+            self._call(self._fail, error)
+        finally:
+            self._close_file()
+            self._ledger.close()
+
+    def _work(self) -> None:
+        failed = False
+        while True:
+            with self._changed:
+                self._wait(failed)
+                self._again = False
+                self._taken.extend(self._waiting)
+                self._waiting.clear()
+                ending, checkpoint, self._checkpoint = self._ending, self._checkpoint, False
+            error = self._bring() or self._settle(ending or checkpoint)
+            failed = error is not None
+            with self._changed:
+                waiting_bytes = self._waiting_bytes
+            self._call(self._reached, self._written, error, waiting_bytes)
+            if checkpoint:
+                held = self._compaction
+                self._call(self._checkpointed, Size(held.size_bytes, held.live_bytes, held.segments))
+            if ending:
+                if self._taken:
+                    log.error("the log lacks its last %d facts: they cannot be written", len(self._taken))
+                return
+
+    def _wait(self, failed: bool) -> None:
+        """Until there is something to do, and it is time to. With the lock held."""
+        while not (self._ending or self._checkpoint):
+            if failed:
+                if self._again:
+                    return
+                self._changed.wait()
+            elif self._waiting:
+                if self._wanted <= self._written and self._waiting_bytes < self._sizes.flush_bytes:
+                    self._changed.wait(self._sizes.flush_s)
+                return
+            else:
+                left_s = self._applied_s + LEDGER_S - time.monotonic()
+                if (self._facts and left_s <= 0) or (self._compaction.works and self._sizes.compacts):
+                    return
+                self._changed.wait(left_s if self._facts else None)
+
+    def _bring(self) -> OSError | None:
+        """Brings what was taken to disk, ``FLUSH_BYTES`` at once. Returns why it could not."""
+        while self._taken:
+            chunk, chunk_bytes = [], 0
+            for body, fact in self._taken:
+                chunk.append((body, fact))
+                chunk_bytes += frames.HEAD_BYTES + len(body)
+                if chunk_bytes >= self._sizes.flush_bytes:
+                    break
+            try:
+                if self._file < 0 or self._size_bytes >= self._sizes.segment_bytes:
+                    self._begin_segment()
+                self._append(chunk)
+            except OSError as error:
+                self._void()
+                return error
+            for _ in chunk:
+                self._taken.popleft()
+            self._written += len(chunk)
+            with self._changed:
+                self._waiting_bytes -= chunk_bytes
+        return None
+
+    def _append(self, chunk: list[tuple[bytes, Fact]]) -> None:
+        """One write and its fsync; then the facts count. Raises OSError, and none does."""
+        parts: list[bytes] = []
+        size_bytes = 0
+        for body, _ in chunk:
+            parts += (frames.framed(body, size_bytes), body)
+            size_bytes += frames.HEAD_BYTES + len(body)
+        _write(self._file, parts)
+        os.fdatasync(self._file)
+        self._size_bytes += size_bytes
+        self._position += size_bytes
+        for body, fact in chunk:
+            self._compaction.count(fact, frames.HEAD_BYTES + len(body))
+            if not isinstance(fact, Tokens | Verdict | Event):
+                self._facts.append(fact)
+
+    def _settle(self, at_once: bool) -> OSError | None:
+        """Brings the ledger up to what is on disk where that is due, and goes on with compaction."""
+        late = time.monotonic() - self._applied_s >= LEDGER_S or len(self._facts) >= LEDGER_FACTS
+        try:
+            if self._facts and (at_once or late):
+                self._apply()
+            while self._compaction.works and self._sizes.compacts and self._file >= 0:
+                self._compact()
+                if not at_once:
+                    break
+        except OSError as error:
+            return error
+        return None
+
+    def _apply(self) -> None:
+        """Raises OSError where the ledger cannot be written."""
+        self._applied_s = time.monotonic()
+        try:
+            self._ledger.apply(self._facts, self._position)
+        except sqlite3.Error as error:
+            raise (disk_fault(error) or error) from error
+        self._facts.clear()
+        self._compaction.changed(*self._ledger.live_numbers())
+
+    def _compact(self) -> None:
+        """The next part of what is alive in a segment that is to go is written anew; or the segment goes.
+
+        Who is alive is what the ledger says once it has all that is on disk: what is written anew comes behind that,
+        and a group that has been trained on since would be there again.
+        """
+        if self._facts:
+            self._apply()
+        moved = self._compaction.next_part()
+        if not moved:
+            self._compaction.remove()
+            return
+        try:
+            if self._size_bytes >= self._sizes.segment_bytes:
+                self._begin_segment()
+            self._append([(encoded(fact), fact) for fact in moved])
+        except OSError:
+            self._void()
+            self._compaction.give_up()
+            raise
+
+    def _begin_segment(self) -> None:
+        """A new segment; what stands now is its first record. Raises OSError."""
+        if self._facts:
+            self._apply()
+        self._close_file()
+        number, path = self._number + 1, frames.path_of(self._folder, self._number + 1)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        self._size_bytes = 0
+        standing = self._ledger.standing()
+        body = encoded(standing)
+        _write(self._file, (frames.header(number, self._position), frames.framed(body, 0), body))
+        os.fdatasync(self._file)
+        sync_folder(self._folder)
+        self._compaction.begun(number, path, self._position)
+        self._number = number
+        standing_bytes = frames.HEAD_BYTES + len(body)
+        self._size_bytes = frames.HEADER_BYTES + standing_bytes
+        self._position += standing_bytes
+        self._compaction.count(standing, standing_bytes)
+
+    def _void(self) -> None:
+        """What the last write left does not count: the next one goes into a new segment."""
+        if self._file >= 0:
+            with suppress(OSError):
+                os.ftruncate(self._file, self._size_bytes)
+        self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _call(self, call: Callable[..., None], *arguments: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+
+def _write(descriptor: int, parts: Sequence[bytes]) -> None:
+    """All of these bytes, one after the other. Raises OSError, with an unknown number of them written."""
+    for begin in range(0, len(parts), PARTS_MOST):
+        some = parts[begin : begin + PARTS_MOST]
+        written = os.writev(descriptor, some)
+        left = memoryview(b"".join(some))[written:] if written < sum(map(len, some)) else memoryview(b"")
+        while left:
+            left = left[os.write(descriptor, left) :]

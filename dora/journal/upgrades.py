@@ -1,0 +1,27 @@
+"""From the facts of an older schema to those of today, one version at a time."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from dora.errors import InvalidValue
+from dora.journal.frames import SCHEMA_VERSION
+
+Values = list[Any]  # a fact as it is stored: its code, then its fields
+
+# version -> what makes of its facts those of the next version
+UPGRADES: Final[Mapping[int, Callable[[Values], Values]]] = {}
+
+
+def upgraded(
+    values: Values,
+    schema: int,
+    upgrades: Mapping[int, Callable[[Values], Values]] = UPGRADES,
+    to: int = SCHEMA_VERSION,
+) -> Values:
+    """A fact that was stored under ``schema`` as it would be stored now. Raises InvalidValue where there is no way."""
+    while schema < to:
+        if schema not in upgrades:
+            raise InvalidValue("log: schema version", schema, f"{to}, or one of which this DORA knows the way there")
+        values = upgrades[schema](values)
+        schema += 1
+    return values

@@ -1,0 +1,92 @@
+"""The weights of published versions on disk, for a service whose store lies in memory.
+
+FOLDER/<version>/    as the store has it; its links to files elsewhere are links here too
+"""
+
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from filecmp import cmp
+from pathlib import Path
+
+from dora.outfile import link_or_copy, sync_folder
+
+
+class KeptVersions:
+    """Synchronous; raises OSError, and leaves nothing half, where something cannot be written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for unfinished in folder.glob(".*"):
+            shutil.rmtree(unfinished)
+
+    def keep(self, version: int, folder: Path) -> None:
+        """Brings a version to disk, in place of what was kept under its number."""
+        kept, unfinished = self._folder / str(version), self._folder / f".{version}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            _copied(folder, unfinished)
+            if kept.is_dir():
+                shutil.rmtree(kept)
+            os.rename(unfinished, kept)
+            sync_folder(self._folder)
+        except OSError:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+    def drop(self, version: int) -> None:
+        kept, gone = self._folder / str(version), self._folder / f".{version}"
+        with suppress(FileNotFoundError):
+            os.rename(kept, gone)  # a reader sees the whole folder or none
+            shutil.rmtree(gone)
+
+    def only(self, versions: Iterable[int]) -> None:
+        """Drops all others: nobody was told that they are kept."""
+        wanted = set(map(str, versions))
+        for entry in self._folder.iterdir():
+            if entry.name not in wanted:
+                shutil.rmtree(entry)
+
+    def lacking(self, versions: Iterable[int]) -> list[int]:
+        """Of these, those that are not kept."""
+        return [version for version in versions if not (self._folder / str(version)).is_dir()]
+
+    def bring_back(self, versions: Iterable[int], store: Path) -> None:
+        """Makes the versions in a store's folder those that are kept, and version 0; what is right already stays."""
+        wanted = {str(version): self._folder / str(version) for version in versions}
+        store.mkdir(parents=True, exist_ok=True)
+        for entry in list(store.iterdir()):
+            if entry.name != "0" and (entry.name not in wanted or not _alike(entry, wanted[entry.name])):
+                shutil.rmtree(entry)
+        for name, kept in wanted.items():
+            if name != "0" and not (store / name).is_dir():
+                unfinished = store / f".{name}"
+                _copied(kept, unfinished)
+                os.rename(unfinished, store / name)
+
+
+def _copied(source: Path, target: Path) -> None:
+    target.mkdir()
+    for file in sorted(source.iterdir()):
+        if file.is_symlink():
+            os.symlink(os.readlink(file), target / file.name)
+        elif file.is_file():
+            link_or_copy(file, target / file.name)
+    sync_folder(target)
+
+
+def _alike(left: Path, right: Path) -> bool:
+    """Whether two folders have the same files; large ones by their sizes."""
+    names = {file.name for file in left.iterdir()}
+    if names != {file.name for file in right.iterdir()}:
+        return False
+    return all(
+        (left / name).is_symlink()
+        or (
+            ((left / name).stat().st_size == (right / name).stat().st_size)
+            and (name.endswith(".safetensors") or cmp(left / name, right / name, shallow=False))
+        )
+        for name in names
+    )

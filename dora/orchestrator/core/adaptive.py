@@ -1,0 +1,249 @@
+"""An adaptive window (``window.size = "auto"``): as narrow as costs no time, and never so wide that learning suffers.
+
+A window is changed by one version at a time, between two steps. Groups of the size before are still open for a while,
+so the first ``max(size, size before)`` steps are passed over. Then ``window.look_steps`` or more are looked at, in this
+order:
+
+1. *Too far off-policy*: the clipped fraction is above ``window.clip_fraction_most``, or the effective sample size is
+   below ``window.effective_sample_least``. The window gets narrower.
+2. *A trial*: each change but such a one is a trial. A wider window stays if its steps are shorter than those before by
+   half of ``window.wait_share``, a narrower one if they are not longer by as much; else the window goes back. Where
+   steps differ so much among themselves that this is not clear, more of them are looked at, ``PATIENCE`` times as
+   many at most; what is not clear then is decided for the narrower one.
+3. *The trainer waits* for more than ``window.wait_share`` of the steps' time: a wider one is tried, if the signals have
+   room.
+4. *Nothing has changed* for half of ``window.rest_steps``: a narrower one is tried.
+
+The size that a trial has ruled out rests: it is not tried for ``window.rest_steps``, and twice as many each time. So
+changes become rarer and rarer where nothing changes (hysteresis).
+
+How long steps are is told in units of the training that they hold, time / (time - wait): that does not depend on how
+much a batch has to be trained. With *DORA* (section 7) a window is set by hand, for each task anew.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from math import sqrt
+from statistics import median
+from typing import Any, Final
+
+from dora.config import WindowConfig
+
+PATIENCE: Final = 4
+CLEAR: Final = 2.0  # standard errors, if they are known well
+STEPS_KEPT: Final = 64  # of one size, the latest
+REST_MOST: Final = 1024  # steps
+ROOM: Final = 0.7  # of what a signal may reach, up to which a wider window is tried
+TRAINED_LEAST: Final = 1e-3  # of a step's time: less is no training
+
+
+@dataclass(frozen=True, slots=True)
+class StepSignals:
+    """What one committed step says of the window. None: its trainer does not tell."""
+
+    took_s: float  # since the commit before
+    waited_s: float | None = None  # of it, the trainer waited for groups
+    clip_fraction: float | None = None
+    effective_sample: float | None = None  # 0 to 1
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """A change of the window, as operators see it."""
+
+    step: int  # after whose commit it came
+    before: int
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long some steps took for the training in them, 1 or more, and the standard error of that."""
+
+    mean: float
+    error: float  # 0 where all steps are alike
+    steps: int
+
+    @classmethod
+    def of(cls, steps: "deque[tuple[float, float]]") -> "Pace":
+        """Of steps that (took, trained) so long. A ratio of sums, with the error of such a one."""
+        took_s, trained_s = (sum(parts) for parts in zip(*steps, strict=True))
+        mean = took_s / trained_s
+        residual = sum((took - mean * trained) ** 2 for took, trained in steps)
+        return cls(mean, sqrt(residual * len(steps) / max(1, len(steps) - 1)) / trained_s, len(steps))
+
+    @property
+    def waited(self) -> float:
+        """Share of their time without training."""
+        return 1.0 - 1.0 / self.mean
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    before: int  # the size
+    pace: Pace  # with it
+
+
+class AdaptiveSize:
+    """Chooses the size, from one step's signals after another's. Deterministic; it changes nothing but itself."""
+
+    def __init__(self, config: WindowConfig) -> None:
+        self.size = config.least
+        self.last: Resize | None = None
+        self._config = config
+        self._steps = 0  # seen since the start
+        self._settles = 0  # steps to come that are passed over
+        self._seen = 0  # steps since, with this size
+        self._trial: _Trial | None = None
+        self._rest_until: dict[int, int] = {}  # size -> steps seen before which it is not tried
+        self._rest_steps: dict[int, int] = {}  # size -> how long it rests next
+        self._times: deque[tuple[float, float]] = deque(maxlen=STEPS_KEPT)  # took, and trained
+        self._clips: deque[float] = deque(maxlen=config.look_steps)
+        self._samples: deque[float] = deque(maxlen=config.look_steps)
+
+    def saw(self, step: int, signals: StepSignals | None) -> Resize | None:
+        """A step was committed. Returns how the window changes for what is admitted from now on, if it does.
+
+        ``signals``: None where the step says nothing, as one in which a trainer began anew.
+        """
+        self._steps += 1
+        if self._settles or signals is None:
+            self._settles = max(0, self._settles - 1)
+            return None
+        self._seen += 1
+        self._note(signals)
+        found = self._decide() if self._seen >= self._config.look_steps else None
+        if found is None:
+            return None
+        size, reason = found
+        self.last = Resize(step, self.size, size, reason)
+        self._settles, self._seen = max(size, self.size), 0
+        self.size = size
+        for values in (self._times, self._clips, self._samples):
+            values.clear()
+        return self.last
+
+    def learnt(self) -> dict[str, Any]:
+        """What outlives a crash, as plain values."""
+        trial = self._trial
+        return {
+            "counts": [self._steps, self._settles, self._seen],
+            "trial": None if trial is None else [trial.before, trial.pace.mean, trial.pace.error, trial.pace.steps],
+            "rests": [[size, until, self._rest_steps[size]] for size, until in self._rest_until.items()],
+            "seen": [list(values) for values in (self._times, self._clips, self._samples)],
+            "last": None if self.last is None else [*astuple(self.last)],
+        }
+
+    def learn_again(self, values: Mapping[str, Any]) -> None:
+        """Goes on from ``learnt``; ``size`` is set apart."""
+        self._steps, self._settles, self._seen = values["counts"]
+        if values["trial"] is not None:
+            before, *pace = values["trial"]
+            self._trial = _Trial(before, Pace(*pace))
+        self._rest_until = {size: until for size, until, _ in values["rests"]}
+        self._rest_steps = {size: steps for size, _, steps in values["rests"]}
+        times, clips, samples = values["seen"]
+        self._times.extend((took_s, trained_s) for took_s, trained_s in times)
+        self._clips.extend(clips)
+        self._samples.extend(samples)
+        self.last = None if values["last"] is None else Resize(*values["last"])
+
+    def _note(self, signals: StepSignals) -> None:
+        took_s = signals.took_s
+        if signals.waited_s is not None:
+            self._times.append((took_s, max(took_s - signals.waited_s, TRAINED_LEAST * took_s)))
+        if signals.clip_fraction is not None:
+            self._clips.append(signals.clip_fraction)
+        if signals.effective_sample is not None:
+            self._samples.append(signals.effective_sample)
+
+    def _decide(self) -> tuple[int, str] | None:
+        """The size from now on, and why; None: it stays."""
+        far = self._too_far()
+        if far and self.size > self._config.least:
+            self._trial = None
+            self._rest(self.size)
+            return self.size - 1, far
+        if len(self._times) < self._config.look_steps:
+            return None  # its trainer does not say how long it waited
+        pace = Pace.of(self._times)
+        if self._trial is not None:
+            stays = self._stays(self._trial, pace)
+            if stays is None:
+                return None
+            trial, self._trial = self._trial, None
+            if not stays:
+                self._rest(self.size)
+                told = f"the trainer waited {trial.pace.waited:.0%} of a step before, and {pace.waited:.0%} since"
+                return trial.before, f"{self.size} did not pay: {told}"
+            self._rest(trial.before)
+        return self._try_wider(pace) or self._try_narrower(pace)
+
+    def _stays(self, trial: _Trial, pace: Pace) -> bool | None:
+        """Whether the trial has shown the size to be the better one; None: it is not clear yet."""
+        wider = trial.before < self.size
+        longer = pace.mean / trial.pace.mean - 1.0
+        error = sqrt(pace.error**2 + trial.pace.error**2) / trial.pace.mean
+        least = self._config.wait_share / 2
+        gain = -longer - least if wider else least - longer
+        if self._looks_on and abs(gain) < _clear(min(pace.steps, trial.pace.steps)) * error:
+            return None
+        return gain >= error if wider else gain >= -error
+
+    def _try_wider(self, pace: Pace) -> tuple[int, str] | None:
+        size = self.size + 1
+        if pace.waited <= self._config.wait_share or size > self._config.most or self._rests(size):
+            return None
+        if not self._has_room() or (self._looks_on and pace.mean - 1.0 < _clear(pace.steps) * pace.error):
+            return None
+        self._trial = _Trial(self.size, pace)
+        return size, f"the trainer waited {pace.waited:.0%} of a step"
+
+    def _try_narrower(self, pace: Pace) -> tuple[int, str] | None:
+        size = self.size - 1
+        if size < self._config.least or self._rests(size) or 2 * self._seen < self._config.rest_steps:
+            return None
+        self._trial = _Trial(self.size, pace)
+        return size, f"whether {size} will do is tried: the trainer waited {pace.waited:.0%} of a step"
+
+    @property
+    def _looks_on(self) -> bool:
+        """Whether more steps of this size are looked at where it is not clear yet what they say."""
+        return self._seen < PATIENCE * self._config.look_steps
+
+    def _too_far(self) -> str:
+        """Which signal has passed its limit; empty: none."""
+        config = self._config
+        clip, sample = self._clip(), self._sample()
+        if clip > config.clip_fraction_most:
+            return f"clipped fraction {clip:.1%} is above {config.clip_fraction_most:.1%}"
+        if sample < config.effective_sample_least:
+            return f"effective sample size {sample:.1%} is below {config.effective_sample_least:.1%}"
+        return ""
+
+    def _has_room(self) -> bool:
+        """Whether no signal is near its limit."""
+        config = self._config
+        lost, lost_most = 1.0 - self._sample(), 1.0 - config.effective_sample_least
+        return self._clip() <= ROOM * config.clip_fraction_most and lost <= ROOM * lost_most
+
+    def _clip(self) -> float:
+        return median(self._clips) if self._clips else 0.0
+
+    def _sample(self) -> float:
+        return median(self._samples) if self._samples else 1.0
+
+    def _rests(self, size: int) -> bool:
+        return self._steps < self._rest_until.get(size, 0)
+
+    def _rest(self, size: int) -> None:
+        steps = self._rest_steps.get(size, self._config.rest_steps)
+        self._rest_until[size] = self._steps + steps
+        self._rest_steps[size] = min(2 * steps, REST_MOST)
+
+
+def _clear(steps: int) -> float:
+    """Standard errors that make a difference clear, where they are known from so many steps: as Student has it."""
+    return CLEAR * (1.0 + 2.0 / max(1, steps - 1))

@@ -1,0 +1,121 @@
+"""The service's end of an agent elsewhere: its stream, and its workers' launcher."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+from dora.host.command import pool_id_of
+from dora.host.launcher import Scaled, WorkerStartError, prefix_of, scaled
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.roles import Tokens
+
+ORDERS_QUEUED_MAX = 4096  # an agent this far behind is as good as gone
+
+
+class HostSession:
+    """One epoch of one host."""
+
+    def __init__(self, epoch: int, hello: pb.HostHello) -> None:
+        self.name = hello.name
+        self.epoch = epoch
+        self.pid = hello.pid
+        self.device = hello.device
+        self.place = hello.place
+        self.capacity: pb.HostCapacity = hello.capacity
+        self.troubles: dict[str, str] = {}
+        self.versions: set[int] = set()
+        self.goes_on = False  # with the processes of its epoch before
+        self.heard_s = time.monotonic()
+        self.seen_at = time.time()
+        self._outbox: asyncio.Queue[pb.HostOrder | None] = asyncio.Queue(ORDERS_QUEUED_MAX + 1)
+
+    def heard(self) -> None:
+        """The agent has said something."""
+        self.heard_s, self.seen_at = time.monotonic(), time.time()
+
+    def send(self, order: pb.HostOrder) -> None:
+        """Queues an order; an agent that has too many unread ones is given up."""
+        if self._outbox.qsize() >= ORDERS_QUEUED_MAX:
+            self.give_up()
+        else:
+            self._outbox.put_nowait(order)
+
+    def leave(self, reason: str) -> None:
+        """The agent is to end. No order follows."""
+        self.send(pb.HostOrder(leave=pb.LeaveHost(reason=reason)))
+
+    def give_up(self) -> None:
+        """Ends the stream at once, whatever is queued."""
+        while not self._outbox.empty():
+            self._outbox.get_nowait()
+        self._outbox.put_nowait(None)
+
+    async def next_order(self) -> pb.HostOrder | None:
+        """None: the stream is to end."""
+        return await self._outbox.get()
+
+
+class RemoteLauncher:
+    """The workers of a host that an agent runs (``host/launcher.py`` has the contract)."""
+
+    def __init__(self, session: HostSession, tokens: Tokens, changed: Callable[[], None] = lambda: None) -> None:
+        """``changed``: called when the workers, or their tokens, are others."""
+        self._session = session
+        self._tokens = tokens
+        self._changed = changed
+        self._pool_id = pool_id_of(session.name)
+        self._prefix = prefix_of(session.name)
+        self._workers: list[str] = []
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return tuple(self._workers)
+
+    def adopt(self, worker_ids: Iterable[str]) -> None:
+        """The agent has these already, with tokens that are good."""
+        self._workers.extend(worker_ids)
+
+    def start(self, worker_id: str) -> None:
+        if worker_id not in self._workers:
+            self._start(worker_id)
+            self._changed()
+
+    def _start(self, worker_id: str) -> None:
+        self._workers.append(worker_id)
+        token = self._tokens.started(worker_id)
+        self._session.send(pb.HostOrder(start_worker=pb.StartWorker(worker_id=worker_id, token=token)))
+
+    def stop(self, worker_id: str, *, again: bool = False) -> None:
+        """With ``again`` also of the host's pool; with another token, since the order may be late, or lost."""
+        if again and (worker_id in self._workers or worker_id == self._pool_id):
+            order = pb.StopWorker(worker_id=worker_id, again=True, token=self._tokens.started(worker_id))
+        elif not again and worker_id in self._workers:
+            self._workers.remove(worker_id)
+            self._tokens.ended(worker_id)
+            order = pb.StopWorker(worker_id=worker_id)
+        else:
+            return
+        self._session.send(pb.HostOrder(stop_worker=order))
+        self._changed()
+
+    def scale(self, workers: int) -> Scaled:
+        change = scaled(self._prefix, self._workers, workers)
+        for worker_id in change.started:
+            self._start(worker_id)
+        if change.started:
+            self._changed()
+        return change
+
+    def fails(self, reason: str) -> None:
+        """The agent says that no worker is left that may be started again."""
+        if not self.failed.done():
+            self.failed.set_exception(WorkerStartError(reason))
+            self.failed.exception()  # it is seen in the host's state
+
+    def lost(self) -> None:
+        """The host is gone: its workers' tokens are good for nothing any more."""
+        for worker_id in self._workers:
+            self._tokens.ended(worker_id)
+        self._workers.clear()
+        self.failed.cancel()

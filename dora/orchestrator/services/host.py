@@ -1,0 +1,109 @@
+"""The agents' service: one stream each, its reports in and its orders out; and the files that hosts fetch."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Final
+
+from dora.errors import MISSING, InvalidValue, NotFound
+from dora.host.files import FILE_CHUNK_BYTES, digest_of, model_files
+from dora.orchestrator.remote import HostSession
+from dora.orchestrator.runtime import Runtime
+from dora.rpc import dora_pb2 as pb
+from dora.rpc import dora_pb2_grpc as stubs
+from dora.rpc.errors import ServicerContext
+from dora.weights.files import WeightFile
+
+log = logging.getLogger("dora.service")
+
+HELLO_S: Final = 60.0
+TROUBLE_MOST: Final = 4000  # characters of one worker's trouble
+
+
+class HostService(stubs.HostServicer):
+    """The model's files are hashed once, when the first host joins."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._model: tuple[WeightFile, ...] | None = None
+        self._hashing = asyncio.Lock()
+
+    async def Join(
+        self, request_iterator: AsyncIterator[pb.HostMessage], context: ServicerContext
+    ) -> AsyncIterator[pb.HostOrder]:
+        hosts = self._runtime.hosts
+        await hosts.opened()
+        hello = await self._hello(request_iterator)
+        digest = digest_of(await self._files())
+        session = hosts.join(hello, digest)
+        reading = asyncio.create_task(self._read(session, request_iterator))
+        reading.add_done_callback(lambda _: session.give_up())
+        try:
+            welcome = hosts.welcome(session, digest, self._runtime.outlives_s)
+            await self._runtime.journal.settled()  # no later life may give this epoch again, or take it for another one
+            yield pb.HostOrder(welcome=welcome)
+            how = "came back" if session.goes_on else "joined"
+            log.info("host %s %s (epoch %d)", session.name, how, session.epoch)
+            hosts.welcomed(session, hello.workers)
+            await self._runtime.journal.settled()  # nor may it lack the workers whose start is ordered
+            while (order := await session.next_order()) is not None:
+                yield order
+            if reading.done() and not reading.cancelled() and (error := reading.exception()):
+                raise error
+        finally:
+            reading.cancel()
+            hosts.lose(session, "its agent's connection broke")
+
+    async def _hello(self, messages: AsyncIterator[pb.HostMessage]) -> pb.HostHello:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                message = await anext(aiter(messages), None)
+        except TimeoutError as error:
+            raise InvalidValue("hello", MISSING, f"sent within {HELLO_S:g} s") from error
+        if message is None or not message.HasField("hello"):
+            raise InvalidValue("hello", MISSING, "the first message of an agent")
+        return message.hello
+
+    async def _read(self, session: HostSession, messages: AsyncIterator[pb.HostMessage]) -> None:
+        """Raises InvalidValue, of which the agent is told, for a message that is wrong; its epoch is over then."""
+        hosts = self._runtime.hosts
+        async for message in messages:
+            session.heard()
+            if message.HasField("report"):
+                report = message.report
+                if any(len(text) > TROUBLE_MOST for text in (*report.troubles.values(), report.failed)):
+                    raise InvalidValue("troubles", "a longer text", f"texts of at most {TROUBLE_MOST} characters")
+                hosts.reported(session, report)
+            elif message.HasField("ready"):
+                hosts.ready(session, message.ready)
+            elif message.HasField("arrived"):
+                hosts.arrived(session, message.arrived)
+            elif message.HasField("failed"):
+                hosts.failed(session, message.failed)
+            elif message.HasField("leaving"):
+                hosts.leaves(session)
+            else:
+                raise InvalidValue("kind", message.WhichOneof("kind"), "report, ready, arrived, failed or leaving")
+
+    async def ListFiles(self, request: pb.ListFilesRequest, context: ServicerContext) -> pb.ListFilesReply:
+        files = await self._files()
+        found = [pb.ModelFile(name=each.name, file_bytes=each.file_bytes, blake3=each.blake3) for each in files]
+        return pb.ListFilesReply(files=found, digest=digest_of(files))
+
+    async def FetchFile(self, request: pb.FetchFileRequest, context: ServicerContext) -> AsyncIterator[pb.FileChunk]:
+        sizes = {file.name: file.file_bytes for file in await self._files()}
+        if request.name not in sizes:
+            raise NotFound("name", request.name[:200], "a file of ListFiles")
+        if request.offset > sizes[request.name]:
+            raise InvalidValue("offset", request.offset, f"at most {sizes[request.name]}")
+        file = self._runtime.store.reference.folder / request.name
+        with await asyncio.to_thread(open, file, "rb") as stream:
+            stream.seek(request.offset)
+            while content := await asyncio.to_thread(stream.read, FILE_CHUNK_BYTES):
+                yield pb.FileChunk(content=content)
+
+    async def _files(self) -> tuple[WeightFile, ...]:
+        async with self._hashing:
+            if self._model is None:
+                self._model = await asyncio.to_thread(model_files, self._runtime.store.reference)
+            return self._model

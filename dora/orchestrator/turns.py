@@ -1,0 +1,37 @@
+"""Whatever comes at once, the event loop stands still for a bounded time: reports of a thousand workers take turns."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, Self
+
+TURN_S: Final = 0.005  # of one turn of the loop; what is begun goes on to its end
+
+
+class Turns:
+    """``async with turns:`` around what handles one message. First come, first served."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._one = asyncio.Lock()
+        self._began_s: float | None = None  # the first message of this turn of the loop; None: there was none
+
+    async def __aenter__(self) -> Self:
+        await self._one.acquire()
+        if self._began_s is None:
+            self._began_s = self._clock()
+            asyncio.get_running_loop().call_soon(self._over)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self._began_s is not None and self._clock() - self._began_s >= TURN_S:
+                await asyncio.sleep(0)  # the others wait for their turn meanwhile
+        finally:
+            self._one.release()
+
+    def _over(self) -> None:
+        self._began_s = None

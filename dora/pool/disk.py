@@ -1,0 +1,86 @@
+"""What a pool has on disk: a thread of its own writes snapshots there, reads them back, and checks what it has read.
+
+A snapshot is read back into memory of its own, which is bounded. One whose file is not what was written, or cannot be
+read, is lost. The files themselves are those of ``spill``.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from dora.errors import DoraError, TransferFailed
+from dora.kvtransfer.memory import Pool
+from dora.pool.parked import Bodies, Parked
+from dora.pool.spill import SpillFolder
+from dora.worker.failure import NotMovable
+
+Written = Callable[[Path | None, str], None]  # its file, or why it could not be written; neither: it was not wanted
+NotRead = Callable[[str], None]  # why it is lost; empty: it may be read another time
+
+
+class Disk:
+    """Any thread may use it. What it is given to call is called in the disk's own thread."""
+
+    def __init__(self, spill: SpillFolder, secret: bytes, read_bytes: int) -> None:
+        """``secret``: of the run, for keyed checksums; ``read_bytes``: memory for what is read back at once."""
+        self.most_bytes = spill.most_bytes
+        self._spill = spill
+        self._secret = secret
+        self._back = Pool(read_bytes)
+        self._thread = ThreadPoolExecutor(1, "pool-disk")
+
+    def write(self, parked: Parked, is_wanted: Callable[[], bool], written: Written) -> None:
+        """Writes a snapshot, where it is still wanted once it is its turn."""
+        self._thread.submit(self._write, parked, is_wanted, written)
+
+    def read(self, parked: Parked, opened: "Future[Bodies]", not_read: NotRead) -> None:
+        """Ends ``opened`` with the bodies; with NotMovable where they are lost, TransferFailed where just now no more
+        can be read."""
+        self._thread.submit(self._read, parked, opened, not_read)
+
+    def remove(self, file: Path) -> None:
+        self._spill.remove(file)
+
+    def close(self) -> None:
+        """What is being written or read breaks off."""
+        self._spill.end()
+        self._thread.shutdown(cancel_futures=True)
+
+    def _write(self, parked: Parked, is_wanted: Callable[[], bool], written: Written) -> None:
+        if not is_wanted():
+            written(None, "")
+            return
+        try:
+            file = self._spill.write([body.data for body in parked.bodies])
+        except OSError as error:
+            written(None, f"it could not be written to disk ({error.strerror or error})")
+            return
+        written(file, "")
+
+    def _read(self, parked: Parked, opened: "Future[Bodies]", not_read: NotRead) -> None:
+        lost = ""
+        try:
+            bodies, lost = self._read_back(parked)
+            if lost:
+                raise NotMovable(f"{parked.request_id} is lost: {lost}")
+        except DoraError as error:
+            not_read(lost)
+            opened.set_exception(error)
+        else:
+            opened.set_result(bodies)
+
+    def _read_back(self, parked: Parked) -> tuple[Bodies, str]:
+        """The bodies, and what is wrong with them; empty: nothing."""
+        file = parked.file
+        if file is None:
+            raise NotMovable(f"{parked.request_id} was forgotten meanwhile")
+        bodies = [self._back.array(each.size_bytes) for each in parked.rounds]
+        taken = [body for body in bodies if body is not None]
+        if len(taken) < len(bodies):
+            lent = self._back.lent_bytes()
+            raise TransferFailed(f"{parked.size_bytes:,} bytes: too much is being read back, {lent:,} bytes")
+        try:
+            wrong = "" if self._spill.read_into(file, [body.data for body in taken]) else "its file is too short"
+        except OSError as error:
+            wrong = f"its file cannot be read ({error.strerror or error})"
+        return taken, wrong or parked.damage(taken, self._secret)

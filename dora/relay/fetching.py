@@ -1,0 +1,352 @@
+"""The follower half: brings one version into the store of its host, chunk by chunk, from one upstream after the other.
+
+Whatever has come stays when an upstream fails: the next one is asked for what is lacking. Each chunk is checked where
+it lies, and only then counted as here; bytes that are not the version's end the connection, and name who sent them.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Final
+
+from dora.errors import Conflict, InvalidValue, TransferFailed
+from dora.kvtransfer.peer import Identity, Peer, greet
+from dora.kvtransfer.transport import Receiver, summed
+from dora.kvtransfer.wire import Frame, Kind, Stream
+from dora.relay.holding import TAG_BYTES, Holding, tag_of
+from dora.relay.link import Link
+from dora.relay.numbering import packed
+from dora.relay.orders import Order, Upstream
+from dora.relay.serving import TCP, unsummed
+from dora.weights.manifest import Manifest, read_manifest
+
+log = logging.getLogger("dora.relay")
+
+CHECKED_MOST: Final = 4  # chunks that wait for their check while the next ones come
+MEASURED_LEAST: Final = 8  # pieces that came without a pause
+CONNECT_S: Final = 5.0  # an upstream that does not answer by then is passed over
+GREETING_WAYS: Final = 4  # messages one after the other until both ends know each other
+MakeReceiver = Callable[[Stream], Receiver]
+Hold = Callable[[Manifest], Holding]
+
+
+class WrongBytes(TransferFailed):
+    """What came is not of the version, or not from who said so."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """What one connection showed of its link."""
+
+    start_s: float = 0.0
+    pieces: int = 0
+    piece_bytes: int = 0
+    busy_s: float = 0.0
+
+    def add(self, piece_bytes: int, took_s: float) -> None:
+        """A piece that was ready when the one before it had come."""
+        self.pieces += 1
+        self.piece_bytes += piece_bytes
+        self.busy_s += took_s
+
+    def link(self) -> Link | None:
+        if self.pieces < MEASURED_LEAST or self.busy_s <= 0:
+            return None
+        return Link(self.piece_bytes / self.busy_s, max(self.start_s, 1e-6))
+
+
+@dataclass(slots=True)
+class Fetch:
+    """One version on its way in. ``run`` in a thread of its own; ``replace`` and ``stop`` from any."""
+
+    order: Order
+    own: Identity
+    secret: bytes
+    hold: Hold  # begins to take a version in, or goes on with it
+    receivers: Mapping[str, MakeReceiver]  # transports beside TCP, by name, in order of preference
+    helpers: Executor
+    timeout_s: float
+    came_bytes: int = 0
+    culprits: set[str] = field(default_factory=set)
+    link: Link | None = None
+    taken_from: str = ""
+    _holding: Holding | None = None
+    _stream: Stream | None = None
+    _asked: Upstream | None = None
+    _stopped: str = ""
+    _changed: int = 0  # orders that have replaced the first
+    _failed: int = -1  # how many had when it failed
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _only_tcp: set[str] = field(default_factory=set)  # hosts with which another transport has failed
+
+    def replace(self, order: Order) -> None:
+        """The same version from others: an upstream that is no longer named is left at once."""
+        with self._lock:
+            self.order, self._changed = order, self._changed + 1
+            if self._stream is not None and self._asked not in order.upstreams:
+                self._stream.stop()
+
+    @property
+    def is_stopped(self) -> bool:
+        return bool(self._stopped)
+
+    @property
+    def is_to_go_on(self) -> bool:
+        """Whether it was replaced since it failed, and not stopped."""
+        with self._lock:
+            return not self._stopped and self._changed != self._failed
+
+    def stop(self, reason: str) -> None:
+        """Ends it; ``run`` raises TransferFailed."""
+        with self._lock:
+            self._stopped = reason
+            if self._stream is not None:
+                self._stream.stop()
+
+    def run(self) -> Holding:
+        """Returns the version, sealed. Raises TransferFailed where no upstream could give it, or it was stopped.
+
+        All upstreams are asked once more after a round in which something came, or the order was replaced.
+        """
+        while True:
+            with self._lock:
+                order, changed = self.order, self._changed
+            before = self.came_bytes
+            reasons: list[str] = []
+            for upstream in order.upstreams:
+                holding = self._tried(upstream, reasons)
+                if holding is not None:
+                    return holding
+                if self._stopped:
+                    raise TransferFailed(self._stopped)
+                if self._changed != changed:
+                    break
+            if self._changed == changed and self.came_bytes == before:
+                self._failed = changed
+                raise TransferFailed("; ".join(reasons) or "no host is known that has it")
+
+    def _tried(self, upstream: Upstream, reasons: list[str]) -> Holding | None:
+        """The version, or a reason more; by TCP once more where another transport has failed."""
+        while True:
+            by_tcp = upstream.host in self._only_tcp
+            try:
+                return self._take(upstream)
+            except TransferFailed as error:
+                self._note(upstream, error)
+                reasons.append(f"{upstream.host}: {error}")
+            if self._stopped or by_tcp or upstream.host not in self._only_tcp:
+                return None
+
+    def _note(self, upstream: Upstream, error: TransferFailed) -> None:
+        level = logging.INFO if self._stopped else logging.WARNING
+        log.log(level, "relay: %s from %s: %s", self.order.name, upstream.host, error)
+        if isinstance(error, WrongBytes):
+            self.culprits.add(upstream.host)
+
+    def _take(self, upstream: Upstream) -> Holding:
+        """All that is lacking, from one upstream, and the seal."""
+        measured = Measured()
+        stream = self._connect(upstream)
+        receivers: dict[str, Receiver] = {}
+        transport = TCP
+        try:
+            began_s = time.monotonic()
+            peer = Peer(upstream.host, upstream.epoch, upstream.address, ())
+            far = greet(stream, self.own, peer, self.secret).host != self.own.host
+            measured.start_s = (time.monotonic() - began_s) / GREETING_WAYS
+            transport = self._open(stream, upstream, receivers)
+            holding = self._holding
+            assert holding is not None
+            if holding.lacked():
+                self._receive(_Arriving(stream, holding, receivers.get(transport), far, upstream.host, measured))
+            lacked = len(holding.lacked())
+            if lacked:
+                raise TransferFailed(f"it says that all was sent, and {lacked} chunks are lacking")
+            self._seal(holding)
+        except TransferFailed:
+            if transport != TCP:
+                self._only_tcp.add(upstream.host)
+            raise
+        except InvalidValue as error:  # the store has no room, or it is another model's
+            raise TransferFailed(str(error)) from error
+        finally:
+            with self._lock:
+                self._stream = self._asked = None
+            for receiver in receivers.values():
+                receiver.close()
+            stream.close()
+        self.link, self.taken_from = measured.link(), upstream.host
+        return holding
+
+    def _seal(self, holding: Holding) -> None:
+        try:
+            holding.seal()
+        except OSError as error:
+            raise TransferFailed(f"{holding.manifest.name} cannot be kept: {error.strerror}") from error
+
+    def _connect(self, upstream: Upstream) -> Stream:
+        host, _, port = upstream.address.rpartition(":")
+        try:
+            connected = socket.create_connection((host.strip("[]"), int(port)), min(CONNECT_S, self.timeout_s))
+        except (OSError, ValueError) as error:
+            raise TransferFailed(f"at {upstream.address!r}: {error}") from error
+        stream = Stream(connected, self.timeout_s)
+        stream.yield_to_others()
+        with self._lock:
+            self._stream, self._asked = stream, upstream
+            stale = self._stopped or upstream not in self.order.upstreams
+        if stale:
+            stream.close()
+            raise TransferFailed(self._stopped or f"{upstream.host} is no longer asked")
+        return stream
+
+    def _open(self, stream: Stream, upstream: Upstream, receivers: dict[str, Receiver]) -> str:
+        """Asks for the version, and takes its manifest. Returns the transport."""
+        names = [*([] if upstream.host in self._only_tcp else self.receivers), TCP]
+        fetch = {"name": self.order.name, "piece_bytes": self.order.piece_bytes, "transports": " ".join(names)}
+        stream.send(Kind.FETCH, {**fetch, "manifest": self._holding is None})
+        while (frame := _heard(stream)).kind is Kind.ATTACH:
+            self._attach(stream, frame, receivers)
+        if frame.kind is not Kind.HELD:
+            raise TransferFailed(f"it sent {frame.kind.name}, not HELD")
+        body = stream.read(frame.body_bytes)
+        if self._holding is None:
+            self._holding = self.hold(self._manifest(body))
+        stream.send(Kind.LACKED, {}, [memoryview(packed(self._holding.lacked()))])
+        return frame.field("transport", str)
+
+    def _attach(self, stream: Stream, frame: Frame, receivers: dict[str, Receiver]) -> None:
+        name, offer = frame.field("transport", str), frame.head.get("offer")
+        try:
+            receivers[name] = self.receivers[name](stream)
+            stream.send(Kind.ATTACHED, {"answer": receivers[name].attach(dict(offer or {}))})
+        except Exception as error:  # each library raises its own kinds; TCP remains
+            if isinstance(error, TransferFailed):
+                raise
+            stream.send(Kind.REFUSED, {"reason": f"{error}"[:200]})
+
+    def _manifest(self, body: bytes) -> Manifest:
+        try:
+            manifest = read_manifest(body.decode())
+        except (InvalidValue, UnicodeDecodeError) as error:
+            raise WrongBytes(f"its manifest: {error}") from error
+        if manifest.name != self.order.name:
+            raise WrongBytes(f"it sent the manifest of {manifest.name}")
+        return manifest
+
+    def _receive(self, arriving: "_Arriving") -> None:
+        try:
+            arriving.run(self.helpers, self.secret)
+        finally:
+            self.came_bytes += arriving.came_bytes
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """Pieces on their way in, over one connection."""
+
+    stream: Stream
+    holding: Holding
+    receiver: Receiver | None  # None: TCP
+    is_far: bool
+    host: str
+    measured: Measured
+    came_bytes: int = 0
+    _seen: set[int] = field(default_factory=set)  # chunks that were written, checked or not: none is written twice
+    _checking: "deque[Future[int]]" = field(default_factory=deque)
+
+    def run(self, helpers: Executor, secret: bytes) -> None:
+        """Until the other end says that all has been sent. Raises TransferFailed."""
+        try:
+            self._hear(helpers, secret)
+        except TransferFailed as error:
+            raise self._settled(0) or error from error
+        wrong = self._settled(0)
+        if wrong is not None:
+            raise wrong
+
+    def _hear(self, helpers: Executor, secret: bytes) -> None:
+        ready_s = 0.0  # when the last piece had come, where the next was ready then
+        while (frame := _heard(self.stream)).kind is not Kind.COMPLETE:
+            if frame.kind is Kind.AWAITED:
+                continue
+            if frame.kind is not Kind.CHUNK:
+                raise WrongBytes(f"it sent {frame.kind.name}")
+            size, came_s = self._piece(frame, helpers, secret), time.monotonic()
+            if ready_s:
+                self.measured.add(size, came_s - ready_s)
+            ready_s = came_s if frame.field("more", bool, False) else 0.0
+
+    def _piece(self, frame: Frame, helpers: Executor, secret: bytes) -> int:
+        first, count = frame.field("first", int), frame.field("count", int)
+        tags = frame.field("tags", bytes, b"")
+        numbers = range(first, first + count)
+        numbering = self.holding.numbering
+        if not 0 <= first < first + count <= numbering.chunks or len(tags) != (count * TAG_BYTES if self.is_far else 0):
+            raise WrongBytes(f"a piece of chunks {first} to {first + count}, with {len(tags)} bytes of tags")
+        size = sum(numbering.chunk_bytes(number) for number in numbers)
+        if frame.field("size", int) != size or (self.receiver is None and frame.body_bytes != size):
+            raise WrongBytes(f"a piece of {frame.body_bytes} bytes, whose chunks have {size}")
+        receiving = self.holding.receiving
+        assert receiving is not None
+        for at, number in enumerate(numbers):
+            file, index = numbering.place(number)
+            if number in self._seen or receiving.has(file, index):
+                raise WrongBytes(f"chunk {index} of {file}, which is here")
+            self._seen.add(number)
+            target = receiving.place(file, index)
+            if self.receiver is None:
+                self.stream.read_into(target)
+            else:
+                summed(self.receiver.chunk(self.stream, frame, target, unsummed))
+            tag = tags[at * TAG_BYTES : (at + 1) * TAG_BYTES]
+            self._checking.append(helpers.submit(self._check, number, target, tag, secret))
+            error = self._settled(CHECKED_MOST)
+            if error is not None:
+                raise error
+        return size
+
+    def _check(self, number: int, content: memoryview, tag: bytes, secret: bytes) -> int:
+        """Whether a chunk that lies in its place is the version's. Only then it may be passed on."""
+        file, index = self.holding.numbering.place(number)
+        receiving = self.holding.receiving
+        assert receiving is not None
+        try:
+            if tag and tag_of(content, secret) != tag:
+                raise WrongBytes(f"{file}: chunk {index} was changed on the way")
+            receiving.placed(file, index)
+        except Conflict as error:  # the version was given up meanwhile
+            raise TransferFailed(str(error)) from error
+        except InvalidValue as error:
+            self.stream.stop()  # nothing more is wanted from there
+            raise WrongBytes(str(error)) from error
+        except WrongBytes:
+            self.stream.stop()
+            raise
+        self.holding.add(number, tag)
+        return content.nbytes
+
+    def _settled(self, most: int) -> TransferFailed | None:
+        """Waits until at most so many checks are under way. Returns what one has found, wrong bytes before all else."""
+        found: TransferFailed | None = None
+        while len(self._checking) > most:
+            try:
+                self.came_bytes += self._checking.popleft().result()
+            except WrongBytes as error:
+                found = error
+            except TransferFailed as error:
+                found = found or error
+        return found
+
+
+def _heard(stream: Stream) -> Frame:
+    """The next frame. Raises TransferFailed where it is a refusal."""
+    frame = stream.receive()
+    if frame.kind is Kind.REFUSED:
+        raise TransferFailed(f"refused: {frame.head.get('reason')}")
+    return frame

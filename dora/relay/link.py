@@ -1,0 +1,75 @@
+"""How long a pipelined chain takes, and the best size of its pieces.
+
+Source: Laminar, appendix C. A body of M bytes goes over p hosts, its holder included, in k pieces of M/k bytes. A piece
+takes ``start_s + M/k / bytes_per_s`` from one host to the next, and passes p - 1 links; the others follow one after the
+other. So the last host has all after
+
+    T(p, k) = (p + k - 2) (M / (k bytes_per_s) + start_s)
+
+which is least at k* = sqrt((p - 2) M / (bytes_per_s start_s)). A checksum is of a chunk of the manifest, so pieces are
+whole chunks here, and the best number of them is taken.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from dora.errors import InvalidValue
+
+PIECE_BYTES_MOST: Final = 32 << 20  # a piece is in flight, or being checked, four times at a host
+SMOOTHING: Final = 0.3  # of a new measurement
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """From one host to the next. Raises InvalidValue where a number is not finite or not positive."""
+
+    bytes_per_s: float
+    start_s: float  # what a piece costs whatever its size: frames, threads, the way of the first byte
+
+    def __post_init__(self) -> None:
+        for field, value in (("bytes_per_s", self.bytes_per_s), ("start_s", self.start_s)):
+            if not (math.isfinite(value) and value > 0):
+                raise InvalidValue(f"link: {field}", value, "finite and above 0")
+
+    def after(self, measured: "Link") -> "Link":
+        """What is believed after one more measurement."""
+        return Link(
+            self.bytes_per_s + SMOOTHING * (measured.bytes_per_s - self.bytes_per_s),
+            self.start_s + SMOOTHING * (measured.start_s - self.start_s),
+        )
+
+
+ASSUMED: Final = Link(1e9, 5e-4)  # until one was measured
+
+
+def broadcast_s(link: Link, hosts: int, body_bytes: int, pieces: int) -> float:
+    """T(p, k): when the last of ``hosts`` (2 or more, the holder included) has the whole body."""
+    return (hosts + pieces - 2) * (body_bytes / pieces / link.bytes_per_s + link.start_s)
+
+
+def least_broadcast_s(link: Link, hosts: int, body_bytes: int) -> float:
+    """T*(p): the least of ``broadcast_s`` where pieces may have any size: the bound that a chain is compared with."""
+    whole_s, hops = body_bytes / link.bytes_per_s, hosts - 2
+    if hops * whole_s <= link.start_s:  # one piece
+        return broadcast_s(link, hosts, body_bytes, 1)
+    return whole_s + hops * link.start_s + 2 * math.sqrt(hops * whole_s * link.start_s)
+
+
+def chain_s(link: Link, hosts: int, body_bytes: int, piece_bytes: int) -> float:
+    """When the last of ``hosts`` has a body in pieces of ``piece_bytes``, of which the last may be shorter."""
+    pieces = max(1, -(-body_bytes // piece_bytes))
+    last_s = (body_bytes - (pieces - 1) * piece_bytes) / link.bytes_per_s + link.start_s
+    if pieces == 1:
+        return (hosts - 1) * last_s
+    return (hosts + pieces - 3) * (piece_bytes / link.bytes_per_s + link.start_s) + last_s
+
+
+def piece_chunks(link: Link, hosts: int, body_bytes: int, chunk_bytes: int) -> int:
+    """How many chunks make a piece, so that the last of ``hosts`` has the body soonest; at least one.
+
+    Two hosts have nothing to pipeline: there the largest piece is best, up to PIECE_BYTES_MOST.
+    """
+    chunks = max(1, -(-body_bytes // chunk_bytes))
+    sizes = range(1, max(1, min(chunks, PIECE_BYTES_MOST // chunk_bytes)) + 1)
+    return min(sizes, key=lambda each: chain_s(link, hosts, body_bytes, each * chunk_bytes))

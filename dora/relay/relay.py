@@ -1,0 +1,234 @@
+"""The relay of a host: brings versions into the host's store, and gives them on while they still come.
+
+    order: fetch ──▶ Fetch, one a version ──▶ store.receive … seal ──▶ outcome: Arrived or Failed
+                          │ each chunk, as soon as it is checked
+                          ▼
+    followers ◀── Serving, one a follower
+
+A relay decides nothing: who takes what from whom comes with its orders (dora/orchestrator/broadcast.py).
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+from typing import Final
+
+from dora.errors import DoraError, InvalidValue, NotFound, TransferFailed, told
+from dora.kvtransfer.door import Door
+from dora.kvtransfer.peer import SECRET_BYTES, Identity
+from dora.kvtransfer.throttle import Throttle
+from dora.kvtransfer.torch_pair import TorchReceiver, TorchSender
+from dora.kvtransfer.transport import Receiver, Sender, is_installed
+from dora.kvtransfer.wire import Stream
+from dora.relay.background import stand_back
+from dora.relay.fetching import Fetch, MakeReceiver
+from dora.relay.holding import Holding
+from dora.relay.orders import Arrived, Failed, Order, Outcome
+from dora.relay.serving import TCP, MakeSender, Serving
+from dora.weights.host_store import HostStore
+from dora.weights.manifest import Manifest, parsed_name
+
+log = logging.getLogger("dora.relay")
+
+FETCHES_MOST: Final = 2  # at once; others wait in their order
+ORDERS_MOST: Final = 64  # that wait or are under way; one more fails
+HELPERS: Final = 2  # threads that check chunks
+TORCH: Final = ("gloo", "nccl")
+
+
+@dataclass(frozen=True, slots=True)
+class RelaySettings:
+    """What a whole run has alike."""
+
+    secret: bytes  # 32 random bytes
+    transports: tuple[str, ...] = (TCP,)  # in order of preference; TCP is tried last in any case
+    bandwidth_bytes_per_s: float = 0.0  # of all that the relay sends; 0: no cap
+    timeout_s: float = 30.0  # a peer that is silent for so long has failed; one on a busy host has little time to talk
+    wait_s: float = 60.0  # an upstream that gets nothing more for so long is left for the next
+
+
+class Relay:
+    """Any thread may use it."""
+
+    def __init__(
+        self, store: HostStore, door: Door, own: Identity, settings: RelaySettings, tell: Callable[[Outcome], None]
+    ) -> None:
+        """Opens ``door``, and closes it in the end. ``own``: as peers know this host and its epoch.
+
+        ``tell`` gets one outcome for each order, or for several of one version, in a thread of the relay.
+        """
+        if len(settings.secret) != SECRET_BYTES:
+            raise InvalidValue("relay secret", f"{len(settings.secret)} bytes", f"{SECRET_BYTES} bytes")
+        self.address = door.address
+        self._store = store
+        self._door = door
+        self._own = own
+        self._settings = settings
+        self._tell = tell
+        self._lock = threading.RLock()
+        self._begun = threading.Condition(self._lock)  # something of a version is here now
+        self._fetches: dict[str, Fetch] = {}
+        self._holdings: dict[str, Holding] = {}
+        self._threads = ThreadPoolExecutor(FETCHES_MOST, "relay-in", stand_back)
+        self._helpers = ThreadPoolExecutor(HELPERS, "relay-sum", stand_back)
+        self._is_closed = False
+        throttle = Throttle(settings.bandwidth_bytes_per_s)
+        serving = Serving(own, settings.secret, self.find, self._senders(), throttle, settings.wait_s)
+        door.open(serving.serve, settings.timeout_s)
+
+    def fetch(self, order: Order) -> None:
+        """Begins to bring a version here, or takes it from others from now on. Its outcome comes by ``tell``.
+
+        Raises InvalidValue for a name that is none.
+        """
+        version, _ = parsed_name(order.name)
+        with self._lock:
+            fetch = self._fetches.get(order.name)
+            if fetch is not None:
+                fetch.replace(order)
+                return
+            refused = ""
+            if self._is_closed:
+                refused = "this relay ends"
+            elif len(self._fetches) >= ORDERS_MOST:
+                refused = f"{ORDERS_MOST} versions are on their way here"
+            elif not self._is_held(version, order.name):
+                fetch = self._fetches[order.name] = self._made(order)
+        if fetch is not None:
+            self._threads.submit(self._run, fetch)
+        else:
+            self._tell(Failed(order.name, refused) if refused else Arrived(order.name, "", 0, 0.0, None))
+
+    def drop(self, name: str) -> None:
+        """The version is needed no more: nobody takes it from here, and the store retires it. May be repeated."""
+        version, _ = parsed_name(name)
+        with self._lock:
+            fetch, holding = self._fetches.get(name), self._holdings.pop(name, None)
+        reason = f"{name} is retired"
+        if fetch is not None:
+            fetch.stop(reason)
+        if holding is not None:
+            holding.end(reason)
+        if self._is_held(version, name):
+            self._store.retire(version)
+
+    def find(self, name: str, wait_s: float = 0.0) -> Holding | None:
+        """What is here of a version: in the store, or on its way into it; once there is something, or the time is over.
+
+        Raises InvalidValue for a name that is none.
+        """
+        version, _ = parsed_name(name)
+        with self._begun:
+            self._begun.wait_for(lambda: name in self._holdings or self._is_held(version, name), wait_s)
+            holding = self._holdings.get(name)
+            if holding is None and self._is_held(version, name):
+                holding = self._holdings[name] = Holding(self._store, self._store.manifest(version))
+            return holding
+
+    def close(self) -> None:
+        """Breaks off what is under way; what came of it is thrown away. May be repeated."""
+        with self._lock:
+            self._is_closed = True
+            fetches, holdings = list(self._fetches.values()), list(self._holdings.values())
+        for fetch in fetches:
+            fetch.stop("this relay ends")
+        for holding in holdings:
+            holding.end("this relay ends")
+        self._door.close()
+        self._threads.shutdown()
+        self._helpers.shutdown()
+
+    def _made(self, order: Order) -> Fetch:
+        settings = self._settings
+        return Fetch(
+            order, self._own, settings.secret, self._hold, self._receivers(), self._helpers, settings.timeout_s
+        )
+
+    def _run(self, fetch: Fetch) -> None:
+        began_s = monotonic()
+        while True:
+            outcome = self._outcome(fetch, began_s)
+            with self._lock:
+                if isinstance(outcome, Failed) and fetch.is_to_go_on:
+                    continue  # others were named meanwhile
+                del self._fetches[fetch.order.name]
+                if isinstance(outcome, Failed):
+                    self._clean(fetch)
+            break
+        self._tell(outcome)
+
+    def _clean(self, fetch: Fetch) -> None:
+        """What has come of a version stays for the next order, unless nobody wants it, or the store refuses it."""
+        holding = self._holdings.get(fetch.order.name)
+        if holding is not None and not holding.is_whole and (fetch.is_stopped or holding.is_ended):
+            del self._holdings[fetch.order.name]
+            holding.end(f"{fetch.order.name} is given up")
+
+    def _outcome(self, fetch: Fetch, began_s: float) -> Outcome:
+        name, culprits = fetch.order.name, fetch.culprits
+        try:
+            fetch.run()
+        except TransferFailed as error:
+            return Failed(name, str(error), tuple(sorted(culprits)))
+        except Exception as error:  # a bug, or a disk that fails: whoever has ordered it must not wait for ever
+            log.exception("relay: %s", name)
+            return Failed(name, told(error), tuple(sorted(culprits)))
+        return Arrived(name, fetch.taken_from, fetch.came_bytes, monotonic() - began_s, fetch.link)
+
+    def _hold(self, manifest: Manifest) -> Holding:
+        """Begins to take a version in, with what an earlier one has alike; or goes on with what has come of it.
+
+        Raises as ``HostStore.receive``.
+        """
+        with self._lock:
+            known = self._holdings.get(manifest.name)
+            if known is not None:
+                return known
+            receiving = self._store.receive(manifest)
+        try:
+            self._take_alike(manifest, receiving.take_from)
+        except DoraError:
+            receiving.close()
+            raise
+        with self._begun:
+            holding = self._holdings[manifest.name] = Holding(self._store, manifest, receiving)
+            self._begun.notify_all()
+        return holding
+
+    def _take_alike(self, manifest: Manifest, take: Callable[..., int]) -> None:
+        """Copies the chunks that do not differ from the version it is based on, or from the newest before it."""
+        earlier = [version for version in self._store.versions() if 0 < version < manifest.version]
+        base = parsed_name(manifest.base)[0] if manifest.base else max(earlier, default=0)
+        try:
+            with self._store.hold(base, "relay") as folder:
+                copied = take(folder, self._store.manifest(base))
+        except NotFound:
+            return  # it is not here, or retired meanwhile: all has to travel
+        log.info("relay: %s has %d chunks like version %d", manifest.name, copied, base)
+
+    def _is_held(self, version: int, name: str) -> bool:
+        try:
+            return self._store.name(version) == name
+        except NotFound:
+            return False
+
+    def _names(self) -> list[str]:
+        return [name for name in self._settings.transports if name in TORCH and is_installed(name)]
+
+    def _senders(self) -> Mapping[str, MakeSender]:
+        return {name: partial(_torch_sender, name, self._settings.timeout_s, self._helpers) for name in self._names()}
+
+    def _receivers(self) -> Mapping[str, MakeReceiver]:
+        return {name: partial(_torch_receiver, name, self._settings.timeout_s) for name in self._names()}
+
+
+def _torch_sender(name: str, timeout_s: float, helpers: Executor, stream: Stream) -> Sender:
+    return TorchSender(name, stream, timeout_s, helpers)
+
+
+def _torch_receiver(name: str, timeout_s: float, stream: Stream) -> Receiver:
+    return TorchReceiver(name, stream, timeout_s)

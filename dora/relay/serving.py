@@ -1,0 +1,250 @@
+"""The upstream half: sends the versions that a relay has, whole or still coming, on a thread for each follower.
+
+follower                               upstream
+FETCH    name, transports      ──────▶
+                               ◀────── ATTACH      of a transport that both have; ATTACHED or REFUSED answers it
+                               ◀────── HELD        the manifest
+LACKED   chunks                ──────▶
+                               ◀────── CHUNK       a piece: some chunks in a row, as soon as they are here
+                               ◀────── AWAITED     nothing new for a while, but more is to come
+                               ◀────── COMPLETE    all that was lacked
+                               ◀────── REFUSED     instead of any of these
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dora.errors import InvalidValue, TransferFailed
+from dora.kvtransfer.checksum import Buffer
+from dora.kvtransfer.door import TICK_S
+from dora.kvtransfer.peer import Identity, answer
+from dora.kvtransfer.throttle import Throttle
+from dora.kvtransfer.transport import Sender
+from dora.kvtransfer.wire import BODY_MOST, Frame, Kind, Stream
+from dora.relay.background import stand_back
+from dora.relay.holding import Holding, Reader
+from dora.relay.link import PIECE_BYTES_MOST
+from dora.relay.numbering import unpacked
+
+log = logging.getLogger("dora.relay")
+
+TCP: Final = "tcp"
+FOLLOWERS_MOST: Final = 32  # at once; more are refused, and ask elsewhere
+AWAITED_S: Final = 1.0  # how often a follower that waits is told that its upstream lives
+Find = Callable[[str, float], Holding | None]
+MakeSender = Callable[[Stream], Sender]
+
+
+class Serving:
+    """``serve`` runs on the thread of each connection. ``find``: what is here of the version of a name."""
+
+    def __init__(
+        self,
+        own: Identity,
+        secret: bytes,
+        find: Find,
+        senders: Mapping[str, MakeSender],
+        throttle: Throttle,
+        wait_s: float,
+    ) -> None:
+        """``find`` waits for so many seconds. ``senders``: transports beside TCP, by name.
+
+        ``wait_s``: how long a follower is kept without more.
+        """
+        self._own = own
+        self._secret = secret
+        self._find = find
+        self._senders = senders
+        self._throttle = throttle
+        self._wait_s = wait_s
+        self._places = threading.Semaphore(FOLLOWERS_MOST)
+
+    def serve(self, stream: Stream, stopping: threading.Event) -> None:
+        stand_back()
+        stream.yield_to_others()
+        try:
+            peer = answer(stream, self._own, self._secret)
+        except TransferFailed as error:
+            log.warning("relay: %s", error)
+            return
+        if not self._places.acquire(blocking=False):
+            stream.send(Kind.REFUSED, {"reason": f"{FOLLOWERS_MOST} others take from this relay"})
+            return
+        try:
+            self._serve(_Follower(stream, peer, stopping))
+        except TransferFailed as error:
+            if not stopping.is_set():
+                log.info("relay: %s takes no more: %s", peer.worker_id, error)
+        finally:
+            self._places.release()
+
+    def _serve(self, follower: "_Follower") -> None:
+        stream = follower.stream
+        fetch = _expected(stream, Kind.FETCH)
+        name, most_bytes = fetch.field("name", str), fetch.field("piece_bytes", int)
+        try:
+            holding = self._awaited(name, follower)
+            sender = self._attached(stream, fetch.field("transports", str, "").split())
+            body = holding.manifest.to_json().encode() if fetch.field("manifest", bool, True) else b""
+            if len(body) > BODY_MOST:
+                raise TransferFailed(f"the manifest of {name} has {len(body):,} bytes, a frame at most {BODY_MOST:,}")
+            stream.send(Kind.HELD, {"transport": sender.name if sender else TCP}, [memoryview(body)])
+            try:
+                lacked = unpacked(_body(stream, _expected(stream, Kind.LACKED)), holding.numbering.chunks)
+                is_far = follower.peer.host != self._own.host
+                piece_bytes = min(max(most_bytes, 1), PIECE_BYTES_MOST)
+                with holding.reader() as reader:
+                    self._send(_Way(holding, reader, sender, piece_bytes, is_far), follower, lacked)
+            finally:
+                if sender is not None:
+                    sender.close()
+        except (TransferFailed, InvalidValue) as error:
+            stream.send(Kind.REFUSED, {"reason": str(error)})
+            raise TransferFailed(str(error)) from error
+        stream.send(Kind.COMPLETE, {})
+
+    def _awaited(self, name: str, follower: "_Follower") -> Holding:
+        """The version, once something of it is here: a follower may ask before its upstream has begun."""
+        ends_s = time.monotonic() + self._wait_s
+        while (holding := self._find(name, TICK_S)) is None:
+            if time.monotonic() > ends_s:
+                raise TransferFailed(f"{name} is not here")
+            follower.check()
+        return holding
+
+    def _attached(self, stream: Stream, wanted: Sequence[str]) -> Sender | None:
+        """The first transport that works of those that both ends have; None: TCP, on the stream itself."""
+        for name in wanted:
+            if name == TCP:
+                return None
+            make = self._senders.get(name)
+            if make is None:
+                continue
+            sender = make(stream)
+
+            def ask(offer: dict[str, Any], name: str = name) -> dict[str, Any]:
+                stream.send(Kind.ATTACH, {"transport": name, "offer": offer})
+                told = stream.receive()
+                if told.kind is not Kind.ATTACHED:
+                    raise _NotAttached(f"{name}: {told.head.get('reason')}")
+                return dict(told.head.get("answer") or {})
+
+            try:
+                sender.attach(ask)
+                return sender
+            except _NotAttached as error:
+                log.warning("relay: %s", error)
+                sender.close()
+        return None
+
+    def _send(self, way: "_Way", follower: "_Follower", lacked: Sequence[tuple[int, int]]) -> None:
+        """Everything that is lacked, in the order in which it comes here."""
+        holding, left = way.holding, {first + more for first, count in lacked for more in range(count)}
+        seen, heard_s, told_s = 0, time.monotonic(), time.monotonic()
+        while left:
+            come = holding.wait(seen, TICK_S)
+            now_s = time.monotonic()
+            if len(come) == seen:
+                follower.check()
+                if now_s - heard_s > self._wait_s:
+                    raise TransferFailed(f"nothing more of {holding.manifest.name} came for {self._wait_s:g} s")
+                if now_s - told_s > AWAITED_S:
+                    follower.stream.send(Kind.AWAITED, {"here": len(come)})
+                    told_s = now_s
+                continue
+            wanted = [number for number in come[seen:] if number in left]
+            seen = len(come)
+            pieces = list(way.pieces(wanted))
+            for at, (first, count) in enumerate(pieces, start=1):
+                self._send_piece(way, follower, first, count, more=at < len(pieces))
+            left.difference_update(wanted)
+            heard_s = told_s = time.monotonic()
+
+    def _send_piece(self, way: "_Way", follower: "_Follower", first: int, count: int, more: bool) -> None:
+        parts = [way.reader.chunk(number) for number in range(first, first + count)]
+        size = sum(part.nbytes for part in parts)
+        head: dict[str, Any] = {"first": first, "count": count, "size": size, "more": more}
+        if way.is_far:
+            numbers = range(first, first + count)
+            tags = [way.holding.tag(number, part, self._secret) for number, part in zip(numbers, parts, strict=True)]
+            head["tags"] = b"".join(tags)
+        if follower.stopping.is_set():
+            raise TransferFailed("this relay ends")
+        if way.sender is None:
+            pace = self._throttle.pass_bytes if self._throttle.is_capped else None
+            follower.stream.send(Kind.CHUNK, head, parts, pace)
+        else:
+            self._throttle.pass_bytes(size)
+            way.sender.chunk(follower.stream, head, parts, unsummed)
+            way.sender.finish()
+
+
+class _NotAttached(TransferFailed):
+    """The other end has refused a transport."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Follower:
+    """Who takes, on a thread of its own."""
+
+    stream: Stream
+    peer: Identity
+    stopping: threading.Event
+
+    def check(self) -> None:
+        """Raises TransferFailed where it has gone, or speaks out of turn."""
+        if self.stopping.is_set():
+            raise TransferFailed("this relay ends")
+        if self.stream.is_readable(0):
+            frame = self.stream.receive()
+            reason = frame.field("reason", str, "") if frame.kind is Kind.REFUSED else f"it sent {frame.kind.name}"
+            raise TransferFailed(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How one version gets to one follower."""
+
+    holding: Holding
+    reader: Reader
+    sender: Sender | None
+    piece_bytes: int
+    is_far: bool  # another host
+
+    def pieces(self, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Runs of chunks in the order given, of one file each and at most ``piece_bytes``, but at least one chunk."""
+        numbering = self.holding.numbering
+        most_bytes = self.piece_bytes if self.sender is None else 0
+        first, count, size, file = 0, 0, 0, ""
+        for number in numbers:
+            chunk_bytes, of_file = numbering.chunk_bytes(number), numbering.place(number)[0]
+            if count and number == first + count and of_file == file and size + chunk_bytes <= most_bytes:
+                count, size = count + 1, size + chunk_bytes
+                continue
+            if count:
+                yield first, count
+            first, count, size, file = number, 1, chunk_bytes, of_file
+        if count:
+            yield first, count
+
+
+def unsummed(parts: Iterable[Buffer]) -> bytes:
+    """For transports that make sums as they copy; a version has its own. What is given is gone through all the same."""
+    deque(parts, maxlen=0)
+    return b""
+
+
+def _expected(stream: Stream, kind: Kind) -> Frame:
+    frame = stream.receive()
+    if frame.kind is not kind:
+        raise TransferFailed(f"it sent {frame.kind.name}, not {kind.name}")
+    return frame
+
+
+def _body(stream: Stream, frame: Frame) -> bytes:
+    return stream.read(frame.body_bytes)

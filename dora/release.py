@@ -1,0 +1,5 @@
+"""Which DORA this is."""
+
+from typing import Final
+
+__version__: Final = "0.1.0"

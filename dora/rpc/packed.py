@@ -1,0 +1,330 @@
+"""Prompt groups in columns on the wire: what a trainer takes fifty thousand responses a second of.
+
+A packed group is a TrajectoryGroup as any other. Its tokens stay what came, or what the book holds, until somebody asks
+for them: the service joins the book's bytes into a message, and the client reads them out of it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Final, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from dora.errors import InvalidValue
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.channel import MAX_MESSAGE_BYTES, PACKED_BYTES
+from dora.trajectory import (
+    BoolArray,
+    Decoder,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    Trajectory,
+    TrajectoryGroup,
+)
+from dora.types import FinishReason
+
+TOKEN: Final = np.dtype([("token_id", "<i4"), ("logprob", "<f4")])  # as the book holds it, and TrajectoryBatch.tokens
+Content = bytes | bytearray | memoryview
+
+_ARRAYS: Final = {"response_token_ids": "token_id", "logprobs": "logprob"}  # in TOKEN
+_COLUMNS: Final = (  # of a response each
+    *("seeds", "sample_indexes", "length_tokens", "rewards", "rewards_valid", "finish_reasons"),
+    *("started_at", "finished_at", "segments"),
+)
+_SPARSE: Final = ("reward_components", "verifier_logs", "stop_reasons")  # empty, or the same
+_ENVELOPE_BYTES: Final = 64  # of a batch, around what is in it
+_TOKENS_FIELD: Final = pb.TrajectoryBatch.DESCRIPTOR.fields_by_name["tokens"].number
+_BY_LENGTH: Final = 2  # protobuf's wire type of bytes, texts and messages
+_TOKENS_TAG: Final = bytes([_TOKENS_FIELD << 3 | _BY_LENGTH])
+
+
+class PackedGroup(TrajectoryGroup):
+    """A group whose responses are made when they are asked for; all else is read from its columns."""
+
+    def __init__(self, message: pb.PackedGroup, tokens: Sequence[Content], decoder: Decoder | None = None) -> None:
+        """``tokens``: of each response a TOKEN each; they must not change. Raises InvalidValue for a misshapen one."""
+        responses = len(message.trajectory_ids)
+        for name in (*_COLUMNS, *_SPARSE):
+            given = len(getattr(message, name))
+            if given != responses and (given or name in _COLUMNS):
+                raise InvalidValue(f"group {message.group_id}: {name}", given, f"one of each of {responses} responses")
+        if sum(message.segments) != len(message.worker_history):
+            allowed = f"{sum(message.segments)}, as segments say"
+            raise InvalidValue(f"group {message.group_id}: worker_history", len(message.worker_history), allowed)
+        if [len(content) for content in tokens] != [TOKEN.itemsize * length for length in message.length_tokens]:
+            raise InvalidValue(f"group {message.group_id}: tokens", "other ones", "as many as length_tokens says")
+        object.__setattr__(self, "group_id", message.group_id)
+        object.__setattr__(self, "message", message)
+        object.__setattr__(self, "contents", tokens)
+        object.__setattr__(self, "_decoder", decoder)
+
+    message: pb.PackedGroup
+    contents: Sequence[Content]
+    _decoder: Decoder | None
+
+    def __reduce__(self) -> tuple[type[TrajectoryGroup], tuple[str, tuple[Trajectory, ...]]]:
+        return TrajectoryGroup, (self.group_id, self.trajectories)
+
+    @cached_property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """Made at the first access."""
+        return tuple(self._trajectories())
+
+    def __len__(self) -> int:
+        return len(self.message.trajectory_ids)
+
+    @property
+    def prompt_id(self) -> str:
+        return self.message.prompt_id
+
+    @property
+    def prompt_token_ids(self) -> Int32Array:
+        return np.frombuffer(self.message.prompt_token_ids, "<i4").astype(np.int32)
+
+    @property
+    def rewards(self) -> Float64Array:
+        return np.array(self.message.rewards, np.float64)
+
+    @property
+    def rewards_valid(self) -> BoolArray:
+        return np.array(self.message.rewards_valid, np.bool_) & np.isfinite(self.rewards)
+
+    @property
+    def versions(self) -> Int64Array:
+        return np.full(len(self), self.message.behaviour_version, np.int64)
+
+    @property
+    def staleness(self) -> Int64Array:
+        return np.full(len(self), self.message.trained_step - self.message.behaviour_version, np.int64)
+
+    @property
+    def lengths(self) -> Int64Array:
+        return np.array(self.message.length_tokens, np.int64)
+
+    def _padded(self, name: str, dtype: npt.DTypeLike, pad: int) -> npt.NDArray[Any]:
+        lengths = list(self.message.length_tokens)
+        padded = np.empty((len(lengths), max(lengths, default=0)), dtype)
+        for row, length in enumerate(lengths):
+            padded[row, :length] = 1 if name == "loss_mask" else self._column(row, name)
+            padded[row, length:] = pad
+        return padded
+
+    def _column(self, index: int, name: str) -> npt.NDArray[Any]:
+        return np.frombuffer(self.contents[index], TOKEN)[_ARRAYS[name]]
+
+    def _trajectories(self) -> Iterator[Trajectory]:
+        message, first_segment = self.message, 0
+        prompt_token_ids, sampling = self.prompt_token_ids, convert.sampling_from_wire(message.sampling)
+        for index, length in enumerate(message.length_tokens):
+            segments = message.worker_history[first_segment : first_segment + message.segments[index]]
+            first_segment += len(segments)
+            yield Trajectory(
+                trajectory_id=message.trajectory_ids[index],
+                group_id=message.group_id,
+                prompt_id=message.prompt_id,
+                task_id=message.task_id,
+                sample_index=message.sample_indexes[index],
+                group_size=message.group_size,
+                behaviour_version=message.behaviour_version,
+                reference_version=message.reference_version,
+                trained_step=message.trained_step,
+                staleness=message.trained_step - message.behaviour_version,
+                window_versions=message.window_versions,
+                prompt_token_ids=prompt_token_ids,
+                response_token_ids=self._column(index, "response_token_ids"),
+                logprobs=self._column(index, "logprobs"),
+                loss_mask=np.ones(length, np.uint8),
+                sampling=replace(sampling, seed=message.seeds[index]),
+                reward=message.rewards[index],
+                reward_valid=message.rewards_valid[index],
+                reward_components=dict(message.reward_components[index].values) if message.reward_components else {},
+                verifier_log=message.verifier_logs[index] if message.verifier_logs else "",
+                finish_reason=cast(FinishReason, message.finish_reasons[index]),
+                stop_reason=_stop_reason(message.stop_reasons[index]) if message.stop_reasons else None,
+                started_at=message.started_at[index],
+                finished_at=message.finished_at[index],
+                worker_history=tuple(map(convert.segment_from_wire, segments)),
+                length_tokens=length,
+                decoder=self._decoder,
+            )
+
+
+def pack(group: TrajectoryGroup) -> PackedGroup | None:
+    """The same group in columns; None where they would not say all of it."""
+    first = group.trajectories[0] if group.trajectories else None
+    if first is None or not all(_is_packable(each, first) for each in group.trajectories):
+        return None
+    contents = []
+    for each in group.trajectories:
+        tokens = np.empty(each.length_tokens, TOKEN)
+        tokens["token_id"], tokens["logprob"] = each.response_token_ids, each.logprobs
+        contents.append(tokens.tobytes())
+    members = group.trajectories
+    message = pb.PackedGroup(
+        group_id=group.group_id,
+        prompt_id=first.prompt_id,
+        task_id=first.task_id,
+        group_size=first.group_size,
+        behaviour_version=first.behaviour_version,
+        reference_version=first.reference_version,
+        trained_step=first.trained_step,
+        window_versions=first.window_versions,
+        prompt_token_ids=first.prompt_token_ids.astype("<i4").tobytes(),
+        sampling=convert.sampling_to_wire(first.sampling),
+        seeds=[each.sampling.seed for each in members],
+        trajectory_ids=[each.trajectory_id for each in members],
+        sample_indexes=[each.sample_index for each in members],
+        length_tokens=[each.length_tokens for each in members],
+        rewards=[each.reward for each in members],
+        rewards_valid=[each.reward_valid for each in members],
+        reward_components=components_to_wire([each.reward_components for each in members]),
+        verifier_logs=texts_to_wire([each.verifier_log for each in members]),
+        finish_reasons=[each.finish_reason for each in members],
+        stop_reasons=stop_reasons_to_wire([each.stop_reason for each in members]),
+        started_at=[each.started_at for each in members],
+        finished_at=[each.finished_at for each in members],
+        segments=[len(each.worker_history) for each in members],
+        worker_history=[convert.segment_to_wire(segment) for each in members for segment in each.worker_history],
+    )
+    return PackedGroup(message, contents)
+
+
+_ALIKE: Final = (  # of all responses in a packed group
+    *("prompt_id", "task_id", "group_size", "behaviour_version", "reference_version", "trained_step", "staleness"),
+    "window_versions",
+)
+
+
+def _is_packable(each: Trajectory, first: Trajectory) -> bool:
+    return (
+        each.routed_experts is None
+        and not each.events
+        and bool((each.loss_mask == 1).all())
+        and all(getattr(each, name) == getattr(first, name) for name in _ALIKE)
+        and each.staleness == each.trained_step - each.behaviour_version
+        and np.array_equal(each.prompt_token_ids, first.prompt_token_ids)
+        and replace(each.sampling, seed=0) == replace(first.sampling, seed=0)
+    )
+
+
+def components_to_wire(components: Sequence[Mapping[str, float]]) -> list[pb.RewardComponents]:
+    return [pb.RewardComponents(values=dict(each)) for each in components] if any(components) else []
+
+
+def texts_to_wire(texts: Sequence[str]) -> Sequence[str]:
+    return texts if any(texts) else ()
+
+
+def stop_reasons_to_wire(reasons: Sequence[str | int | None]) -> list[pb.StopReason]:
+    if all(reason is None for reason in reasons):
+        return []
+    return [pb.StopReason(**convert.stop_reason_to_wire(reason)) for reason in reasons]
+
+
+def _stop_reason(message: pb.StopReason) -> str | int | None:
+    stopped_by = message.WhichOneof("stop_reason")
+    return cast(str | int, getattr(message, stopped_by)) if stopped_by else None
+
+
+# ------------------------------------------------------------------------------------------------------------ messages
+
+
+def packed_batches(
+    step: int,
+    groups: Iterable[TrajectoryGroup],
+    *,
+    batch_bytes: int = PACKED_BYTES,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> Iterator[bytes | pb.TrajectoryBatch]:
+    """As :func:`dora.rpc.convert.trajectory_batches`: packed groups as the bytes of their messages, others as messages.
+
+    Raises LimitExceeded for a trajectory over the limit.
+    """
+    held: list[PackedGroup] = []
+    held_bytes = 0
+    for group in groups:
+        size_bytes = _size_bytes(group)
+        if held and (size_bytes is None or held_bytes + size_bytes > min(batch_bytes, max_message_bytes)):
+            yield _joined(step, held)
+            held, held_bytes = [], 0
+        if isinstance(group, PackedGroup) and size_bytes is not None and size_bytes <= max_message_bytes:
+            held.append(group)
+            held_bytes += size_bytes
+        else:
+            yield from convert.trajectory_batches(step, [group], max_message_bytes=max_message_bytes)
+    if held:
+        yield _joined(step, held)
+
+
+def _size_bytes(group: TrajectoryGroup) -> int | None:
+    """Of a message with this packed group alone; None for another group."""
+    if not isinstance(group, PackedGroup):
+        return None
+    return group.message.ByteSize() + sum(map(len, group.contents)) + _ENVELOPE_BYTES
+
+
+def _joined(step: int, groups: Sequence[PackedGroup]) -> bytes:
+    """The message, as protobuf would serialise it: but its tokens are copied once."""
+    head = pb.TrajectoryBatch(step=step, packed=[group.message for group in groups]).SerializeToString()
+    contents = [content for group in groups for content in group.contents]
+    return b"".join([head, _TOKENS_TAG, _varint(sum(map(len, contents))), *contents])
+
+
+def split(content: bytes) -> tuple[pb.TrajectoryBatch, memoryview]:
+    """A batch without its tokens, and the tokens where they lie in ``content``. Raises DecodeError for what is none."""
+    view, at, tokens = memoryview(content), 0, memoryview(b"")
+    rest: list[memoryview] = []
+    begun = 0
+    while at < len(content):
+        tag, begin = _read_varint(content, at)
+        if tag & 7 != _BY_LENGTH:
+            if tag & 7:
+                break  # no field of this message: protobuf says what is wrong, or leaves it out
+            at = _read_varint(content, begin)[1]
+            continue
+        length, begin = _read_varint(content, begin)
+        if tag >> 3 == _TOKENS_FIELD and begin + length <= len(content):
+            tokens = view[begin : begin + length]
+            rest.append(view[begun:at])
+            begun = begin + length
+        at = begin + length
+    return pb.TrajectoryBatch.FromString(b"".join([*rest, view[begun:]])), tokens
+
+
+def packed_groups(batch: pb.TrajectoryBatch, tokens: memoryview, decoder: Decoder | None = None) -> list[PackedGroup]:
+    """What :func:`split` has found, as groups. Raises InvalidValue where the tokens are not those of the groups."""
+    groups, at = [], 0
+    for message in batch.packed:
+        contents = []
+        for length in message.length_tokens:
+            contents.append(tokens[at : at + TOKEN.itemsize * length])
+            at += TOKEN.itemsize * length
+        groups.append(PackedGroup(message, contents, decoder))
+    if at != len(tokens):
+        raise InvalidValue("tokens: bytes", len(tokens), f"{at}, of the groups with them")
+    return groups
+
+
+def _varint(value: int) -> bytes:
+    content = bytearray()
+    while value > 0x7F:
+        content.append(value & 0x7F | 0x80)
+        value >>= 7
+    content.append(value)
+    return bytes(content)
+
+
+def _read_varint(content: bytes, at: int) -> tuple[int, int]:
+    """The number there, and where it ends: beyond the content where it is cut."""
+    value = shift = 0
+    while at < len(content):
+        byte = content[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+    return value, at + 1

@@ -1,0 +1,145 @@
+"""The orchestrator dies, at any moment, and starts again with a beginning of its journal. Workers and pools outlive it.
+
+What was on its way is lost: messages, verdicts, prompts that were being drawn. Of the workers some come back at once,
+so that the new core's first event names them, some later, some never; they have generated on meanwhile. Each is a
+process that lives on under a new epoch.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from random import Random
+from typing import Final
+
+from dora.orchestrator.core import Machine, restoring
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.selection import REDUNDANT
+from dora.orchestrator.roll_call import without_doubles
+from dora.sim.fault import Fault
+from dora.sim.ledger import Group, Ledger, Lost, Response, Violation
+from dora.sim.service import Kept, cut
+from dora.sim.unreliable import UnreliableWorld
+from dora.sim.worker import SimWorker
+from dora.sim.workload import SimPrompt
+
+DIE: Final = 0.15  # share of workers and pools that do not outlive it
+LATE: Final = 0.35  # and of those that come back after the core has begun
+LATE_MOST_S: Final = 20.0
+SAME: Final = (  # of what is restored, where nothing was lost, as the core itself says it
+    *("newest", "step", "left", "groups_per_step", "window_versions", "retired", "trainer_epoch", "leased"),
+    *("left_behind", "short_step", "rejected"),
+)
+
+
+def crash(world: UnreliableWorld, fault: Fault) -> None:
+    """The orchestrator dies now. ``amount``: the share that it keeps of the facts that nobody relies on."""
+    world.check_replay()
+    told, random = world.facts, Random(f"crash {fault.at_s} {fault.subject}")
+    count = told.relied_on + round(fault.amount * (told.appended - told.relied_on))
+    kept = world.service.kept(count)
+    if count == told.appended:
+        check_kept(world.machine, kept)
+    cut(told, count, world.life + 1)
+    world.prompts_again += rewind(world.ledger, world.archive, world.dropped, kept)
+    members = _members(world, random)
+    world.begin_life(kept)
+    at_once = [worker for worker, late_s in members if not late_s]
+    restored = with_members(kept.restored, [world.hello(worker) for worker in at_once])
+    for worker in at_once:
+        world.enter(worker)
+    world.post(restored)
+    for worker in at_once:
+        world.welcome(worker)
+    for worker, late_s in members:
+        if late_s:
+            world.after(late_s, world.come_back, worker)
+    world.carry_on()
+
+
+def _members(world: UnreliableWorld, random: Random) -> list[tuple[SimWorker, float]]:
+    """Those that outlive it, each with how late it comes back; 0: in time to be awaited. The others are started again
+    by who starts them."""
+    found: list[tuple[SimWorker, float]] = []
+    for worker in [*world.workers.values(), *world.pools.values()]:
+        hung_s = world.session(worker).hung_until_s - world.now_s
+        late_s = hung_s if hung_s > 0.0 else random.random() * LATE_MOST_S if random.random() < LATE else 0.0
+        if world.outlives(worker, random.random() >= DIE):
+            found.append((world.reborn(worker), late_s))
+    return found
+
+
+def check_kept(machine: Machine, kept: Kept) -> None:
+    """Where no fact is lost, the journal must come to what the core says of itself. Raises Violation."""
+    told, found = restoring.durable(machine.state), kept.restored
+    differing = [name for name in SAME if getattr(told, name) != getattr(found, name)]
+    by_name = {group.group_id: group for group in found.groups}
+    differing += [
+        each.group_id
+        for each in told.groups
+        if each.group_id not in by_name or by_name[each.group_id].deadline != each.deadline
+    ]
+    if told.requests != found.requests or sorted(told.finished) != sorted(found.finished):
+        differing.append("requests")
+    if differing or len(told.groups) != len(by_name):
+        raise Violation(f"the journal says otherwise than the core of {', '.join(differing) or 'groups'} (C2)")
+
+
+def rewind(
+    ledger: Ledger, archive: dict[str, tuple[Group, list[Response]]], dropped: dict[str, str], kept: Kept
+) -> list[SimPrompt]:
+    """The books are as what was kept says. Returns the prompts that have to be drawn again: those on offer, and of
+    groups that were admitted and are not any more.
+
+    ``archive``: all groups there ever were; ``dropped``: with which reason some of them were.
+    Raises Lost where something is missing that somebody relied on.
+    """
+    names = {group.group_id for group in kept.groups}
+    unsaid = [group_id for group_id in ledger.groups if group_id not in names]
+    if taken := [group_id for group_id in unsaid if group_id in ledger.received]:
+        raise Lost(f"{', '.join(taken)}: in the trainer's hands, and the journal does not know them (C2)")
+    again = [*(ledger.groups[group_id].prompt for group_id in unsaid), *ledger.offered.values()]
+    ledger.offered.clear()
+    for group_id in unsaid:
+        for request_id in ledger.groups.pop(group_id).request_ids:
+            del ledger.responses[request_id]
+    ledger.admitted -= len(unsaid)
+    counts, ends = kept.requests.counts.tolist(), kept.requests.ends.tolist()
+    place = 0
+    for live in kept.groups:
+        group, responses = archive[live.group_id]
+        if live.group_id not in ledger.groups:  # that it was dropped is forgotten
+            reason = dropped.pop(live.group_id)
+            ledger.cancelled -= 1
+            ledger.cancel_reasons[reason] -= 1
+            ledger.redundant[ledger.steps] -= reason == REDUNDANT
+            ledger.groups[live.group_id] = group
+            ledger.responses.update(zip(group.request_ids, responses, strict=True))
+        group.step, group.unscored = live.step, len(responses)
+        for response in responses:
+            if counts[place] > response.tokens:
+                raise Violation(f"{live.group_id} has {counts[place]} tokens in the journal, of {response.tokens} (C2)")
+            response.tokens, response.finished = counts[place], bool(ends[place])
+            group.unscored -= place in kept.requests.verdicts
+            place += 1
+    if {each.version for each in kept.restored.rejected} != ledger.rejected:
+        raise Violation(f"{sorted(ledger.rejected)} are rejected, and the journal does not know it")
+    ledger.window = kept.restored.window_versions
+    ledger.received = []
+    _end_evaluations(ledger)
+    return again
+
+
+def _end_evaluations(ledger: Ledger) -> None:
+    """Who asked for them sees their streams end."""
+    for asked in ledger.evaluations.values():
+        asked.ended = True
+        for group in asked.groups.values():
+            for request_id in group.request_ids:
+                del ledger.responses[request_id]
+        asked.groups.clear()
+
+
+def with_members(restored: on.Restored, joined: Iterable[on.WorkerJoined | on.PoolJoined]) -> on.Restored:
+    """With those that have come back in time."""
+    events = list(joined)
+    workers = tuple(without_doubles(event for event in events if isinstance(event, on.WorkerJoined)))
+    return replace(restored, workers=workers, pools=tuple(each for each in events if isinstance(each, on.PoolJoined)))

@@ -1,0 +1,394 @@
+"""The service around a simulated core: its own book, executor and journal, with no event loop, no disk and no socket.
+
+    commands ──▶ executor ──▶ book, journal ──▶ facts, of which a crash keeps a beginning
+                    ▲ reports of simulated workers, as the columns of tokens that real ones would send
+
+Each token follows from its request, its version and its place, so what a trainer is given can be told from anything
+else: a gap, a double, another's token, a token of another version.
+"""
+
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, cast
+from zlib import crc32
+
+import numpy as np
+
+from dora.config import Config, RolloutConfig
+from dora.journal import facts
+from dora.journal.content import Content, Requests
+from dora.journal.ledger import Ledger, LiveGroup
+from dora.journal.log import Log
+from dora.orchestrator import recollection, resume
+from dora.orchestrator.book import Book
+from dora.orchestrator.core import Machine, learning
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.handoff_table import Handoff, Kind
+from dora.orchestrator.evaluations import Evaluations, EvaluationStream
+from dora.orchestrator.executor import Executor
+from dora.orchestrator.journal import Journal
+from dora.orchestrator.orders import worker_message
+from dora.orchestrator.telemetry import Telemetry
+from dora.orchestrator.worker_checks import check_against_book
+from dora.sim.ledger import Violation
+from dora.sim.scenario import Scenario
+from dora.sim.trainer import SimTrainer
+from dora.sim.worker import SimWorker
+from dora.sim.workload import FILTERED, Filter, SimPrompt
+from dora.stretches import Column, TokenColumns
+from dora.trajectory import TrajectoryGroup
+from dora.types import FINISH_REASONS, Prompt, Reward
+
+REPEATED_MOST: Final = 4  # tokens that a report may repeat of what is held, less one
+TOKENS_MOST: Final = 4096  # of a response
+TOKEN_IDS: Final = 50_000
+_STRIDE: Final = 7919  # from a token id to the next one of its request
+
+
+def sampled(names: Sequence[tuple[str, int]], firsts: Column, counts: Column) -> tuple[Column, Column]:
+    """Token ids and logprobs of stretches. ``names``: of each its request and version."""
+    origins = np.array([crc32(f"{request_id}/{version}".encode()) for request_id, version in names], np.int64)
+    places = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts - firsts, counts)
+    token_ids = ((np.repeat(origins, counts) + places * _STRIDE) % TOKEN_IDS).astype(np.int32)
+    return token_ids, (-(token_ids + 1) / TOKEN_IDS).astype(np.float32)
+
+
+class Surroundings(Protocol):
+    """What a service needs of the world around it."""
+
+    config: Config
+    scenario: Scenario
+    machine: Machine
+    trainer: SimTrainer
+    filter: Filter
+    now_s: float
+
+    def after(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None: ...
+    def posted(self, event: on.Event) -> None: ...
+    def prompts_s(self) -> float: ...
+    def drawn(self, asked: int) -> list[SimPrompt]: ...
+    def verdict_s(self) -> float: ...
+    def known_prompt(self, prompt_id: str) -> on.OfferedPrompt: ...
+    def addressed(self, command: do.WorkerCommand | do.EvictWorker | do.StopWorker) -> SimWorker | None: ...
+    def to_worker(self, command: do.WorkerCommand) -> None: ...
+    def release(self, command: do.ReleaseSnapshot) -> None: ...
+    def evict(self, command: do.EvictWorker) -> None: ...
+    def stop(self, command: do.StopWorker) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the first so many facts come to."""
+
+    groups: list[LiveGroup]
+    requests: Requests
+    restored: on.Restored
+    next_number: int
+
+
+class Facts:
+    """The log: in memory, and durable once it is relied on."""
+
+    def __init__(self) -> None:
+        self.told: list[facts.Fact] = [facts.Begun(0, 0.0, 0.0, "")]
+        self.relied_on = 1  # so many of them are not lost, whenever a crash comes
+
+    @property
+    def appended(self) -> int:
+        return len(self.told)
+
+    @property
+    def durable(self) -> int:
+        return len(self.told)
+
+    def append(self, fact: facts.Fact) -> int:
+        self.told.append(fact)
+        return len(self.told)
+
+    def rely(self) -> None:
+        """Somebody is told what all of them come to."""
+        self.relied_on = len(self.told)
+
+    async def settled(self, facts: int | None = None) -> None: ...
+    async def close(self) -> None: ...
+
+
+class _Delay:
+    """Awaited: simulated seconds pass."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __await__(self) -> Generator[float, None, None]:
+        yield self._seconds
+
+
+class Service:
+    """One life of it. ``world`` is what is around it, and is told what happens."""
+
+    def __init__(self, world: Surroundings, log: Facts) -> None:
+        self._world = world
+        self.log = log
+        self._ended = False
+        state = world.machine.state
+        self.journal = Journal(cast(Log, log))  # what a journal asks of one, Facts has
+        self.book = Book(RolloutConfig(max_tokens=TOKENS_MOST), None, state.window.size)
+        self.evaluations = Evaluations(self.book, state.evaluations.row_of, self._end_evaluation)
+        self.executor = _Executor(
+            world,
+            log,
+            book=self.book,
+            feed=_Feed(world),
+            verifier=_Verifier(world),
+            group_filter=_Filter(world) if world.scenario.filter_fraction else None,
+            store=cast(Any, _Nothing()),
+            recorder=cast(Any, _Nothing()),
+            storage=cast(Any, _Nothing()),
+            sessions=cast(Any, _Trainers(world, self)),
+            hosts=cast(Any, _Nothing()),
+            evaluations=self.evaluations,
+            handoff_of=self._handoff_of,
+            row_of=state.request_row,
+            telemetry=Telemetry(),
+            post=world.posted,
+            spawn=self._go_on,
+            journal=self.journal,
+            now=lambda: world.now_s,
+        )
+
+    def _handoff_of(self, command_id: int) -> Handoff | None:
+        pending = self._world.machine.state.pending.get(command_id)
+        return pending.handoff if pending is not None else None
+
+    def end(self) -> None:
+        """It dies; what waits in it never goes on."""
+        self._ended = True
+
+    # --------------------------------------------------------------------------------------------------------- events
+
+    def taken_over(self, machine: Machine, event: on.Progress) -> None:
+        """A worker's report comes as columns; of those it owns the tokens go into the book, and only they stay."""
+        names = [name for name in event.tokens if name in machine.state.rows()]
+        rows = np.array([machine.state.rows()[name] for name in names], np.int64)
+        owned = machine.owned(event.worker_id, event.epoch, rows)
+        mine = [name for name, is_owned in zip(names, owned.tolist(), strict=True) if is_owned]
+        for name in event.tokens.keys() - set(mine):
+            del event.tokens[name]
+            event.finished.pop(name, None)
+        columns = self._columns(event, mine, rows[owned])
+        if (self.book.column("version", columns.rows) != event.version).any():
+            return  # C1: the core counts such a token, and evicts the worker
+        check_against_book(self.book, columns)
+        held = self.book.column("held", columns.rows)
+        self.book.append(event.worker_id, columns, self._world.now_s)
+        self.journal.report(self.book, columns, held, self._world.now_s)
+
+    def _columns(self, event: on.Progress, names: list[str], rows: Column) -> TokenColumns:
+        """Some tokens of what is held already come once more, as from a worker that has begun a request again."""
+        held = self.book.column("held", rows)
+        reached = np.array([event.tokens[name] for name in names], np.int64)
+        firsts = np.maximum(0, np.minimum(held, reached) - (reached + rows) % REPEATED_MOST)
+        counts = reached - firsts
+        token_ids, logprobs = sampled([(name, event.version) for name in names], firsts, counts)
+        ends = np.array([FINISH_REASONS.index(event.finished.get(name)) for name in names], np.uint8)
+        nothing = np.zeros(len(names), np.int64)
+        return TokenColumns(
+            rows, firsts, counts, ends, np.cumsum(counts) - counts, token_ids, logprobs, {}, nothing, nothing,
+            memoryview(b""),
+        )  # fmt: skip
+
+    def handled(self, machine: Machine, event: on.Event) -> None:
+        """The core has taken this event: what a service then tells its journal, before it carries out what follows."""
+        state = machine.state
+        if isinstance(event, on.StepCommitted):
+            counters = {"groups_trained": state.counters.groups_trained}
+            learnt = learning.learnt(state)
+            self.journal.note(facts.Committed(event.step, b"", self._world.now_s, counters, learnt))
+            self.log.rely()
+        elif isinstance(event, on.VersionRepublished):
+            self.journal.note(facts.Republished(event.version, b""))
+            self.log.rely()
+        self.journal.window(state)
+
+    def carried_out(self, event: on.Event) -> None:
+        """What followed has been done."""
+        if isinstance(event, on.TrainerAttached):
+            self.journal.trainer(self._world.machine.state)
+            self.log.rely()
+        elif isinstance(event, on.GroupCancelled) and event.reason == "asked for":
+            self.log.rely()
+
+    def ask_evaluation(self, evaluation_id: str, prompts: Sequence[SimPrompt]) -> None:
+        wanted = {each.prompt_id: prompt_of(each) for each in prompts}
+        self.evaluations.running[evaluation_id] = EvaluationStream(evaluation_id, "", wanted)
+
+    def _end_evaluation(self, evaluation_id: str, reason: str) -> None:
+        raise Violation(f"the results of {evaluation_id} are not read: {reason}")
+
+    # ----------------------------------------------------------------------------------------------------- background
+
+    def _go_on(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Up to its next delay; begun or not."""
+        if self._ended:
+            coroutine.close()
+            return
+        try:
+            seconds = coroutine.send(None)
+        except StopIteration:
+            return
+        self._world.after(seconds, self._go_on, coroutine)
+
+    # -------------------------------------------------------------------------------------------------------- crashes
+
+    def kept(self, count: int) -> Kept:
+        """What the first ``count`` facts come to."""
+        ledger = Ledger(None)
+        ledger.apply(self.log.told[:count], count)
+        groups = ledger.groups()
+        tokens = [fact for fact in self.log.told[:count] if isinstance(fact, facts.Tokens)]
+        verdicts = [fact for fact in self.log.told[:count] if isinstance(fact, facts.Verdict)]
+        requests = Content(groups).of(tokens, verdicts)
+        least, now_s = self._world.config.window.least, self._world.now_s
+        restored = recollection.restored(ledger, groups, requests, self._offered, least, now_s)
+        number = ledger.values["next_number"]
+        ledger.close()
+        return Kept(groups, requests, restored, number)
+
+    def _offered(self, prompt: Prompt) -> on.OfferedPrompt:
+        return self._world.known_prompt(prompt.prompt_id)
+
+    def restore(self, kept: Kept) -> None:
+        """This life begins with what was kept."""
+        resume.restore_book(self.book, kept.groups, kept.requests, kept.next_number)
+        self.book.window_versions = kept.restored.window_versions
+
+
+def cut(log: Facts, count: int, life: int) -> None:
+    """All facts but the first so many are lost, and another life begins."""
+    del log.told[count:]
+    log.append(facts.Begun(life, 0.0, 0.0, ""))
+    log.rely()
+
+
+def prompt_of(prompt: SimPrompt) -> Prompt:
+    return Prompt(prompt.prompt_id, prompt.task_id, (0,), prompt.prompt_id, prompt.group_size, {}, "{}", 0)
+
+
+class _Executor(Executor):
+    """As the service's, but for what goes to workers: their messages are made, and simulated workers told."""
+
+    def __init__(self, world: Surroundings, log: Facts, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._world = world
+        self._log = log
+
+    def _to_worker(self, command: do.WorkerCommand) -> None:
+        if self._world.addressed(command) is not None:
+            handoff = self._handoff_of(command.command_id)
+            was_parked = handoff is not None and handoff.kind is Kind.RESUME
+            if not isinstance(command, do.LoadVersion):
+                worker_message(command, self._book, self._store, was_parked=was_parked)
+            self._world.to_worker(command)
+
+    def _reject_version(self, command: do.RejectVersion) -> None:
+        super()._reject_version(command)
+        self._log.rely()  # its trainer is told, with its stream or when it asks for the next one
+
+    def _release_snapshot(self, command: do.ReleaseSnapshot) -> None:
+        self._world.release(command)
+
+    def _evict_worker(self, command: do.EvictWorker) -> None:
+        self._world.evict(command)
+
+    def _stop_worker(self, command: do.StopWorker) -> None:
+        self._world.stop(command)
+
+
+class _Feed:
+    def __init__(self, world: Surroundings) -> None:
+        self._world = world
+
+    async def take(self, count: int) -> tuple[list[Prompt], bool]:
+        await _Delay(self._world.prompts_s())
+        drawn = self._world.drawn(count)
+        return [prompt_of(prompt) for prompt in drawn], not drawn
+
+    def release(self, prompt_id: str) -> None: ...
+
+    def origin(self, prompt_id: str) -> tuple[int, int]:
+        return -1, 0
+
+
+class _Verifier:
+    def __init__(self, world: Surroundings) -> None:
+        self._world = world
+
+    async def score(self, prompt_text: str, response_text: str | None, token_ids: Any, verifier_json: str) -> Reward:
+        await _Delay(self._world.verdict_s())
+        return Reward(float(token_ids[-1]))
+
+
+class _Filter:
+    """The user's."""
+
+    name = FILTERED.removeprefix("filtered: ")
+
+    def __init__(self, world: Surroundings) -> None:
+        self._world = world
+
+    async def keeps(self, prompt_text: str, rewards: Sequence[float], verifier_json: str) -> bool:
+        return not self._world.filter.lets_go(prompt_text)
+
+
+class _Trainers:
+    """The sessions of trainers: their streams."""
+
+    def __init__(self, world: Surroundings, service: Service) -> None:
+        self._world = world
+        self._service = service
+        self.stream: _Stream | None = None
+
+    def stream_of(self, trainer_epoch: int, step: int) -> "_Stream | None":
+        trainer = self._world.trainer
+        self.stream = _Stream(self._world, self._service) if trainer_epoch == trainer.epoch else None
+        return self.stream
+
+
+class _Stream:
+    def __init__(self, world: Surroundings, service: Service) -> None:
+        self._world = world
+        self._service = service
+
+    def put(self, group: TrajectoryGroup) -> None:
+        self._relied_on()
+        for each in group.trajectories:
+            names = [(each.trajectory_id, each.behaviour_version)]
+            counts = np.array([each.length_tokens])
+            token_ids, logprobs = sampled(names, np.zeros(1, np.int64), counts)
+            if not (np.array_equal(each.response_token_ids, token_ids) and np.array_equal(each.logprobs, logprobs)):
+                raise Violation(f"{each.trajectory_id} is delivered with tokens that were not sampled for it (C1)")
+        self._world.trainer.received()
+
+    def close(self, *, exhausted: bool = False, error: Exception | None = None) -> None:
+        self._relied_on()
+        if error is None:
+            self._world.trainer.closed(exhausted)
+
+    def _relied_on(self) -> None:
+        if self._world.trainer.alive:
+            self._service.log.rely()
+
+
+class _Nothing:
+    """A recorder, a storage, hosts and weights of which nothing is asked here."""
+
+    def delivered(self, group: object) -> None: ...
+    def cancelled(self, group: object) -> None: ...
+    def withdrawn(self, version: int) -> None: ...
+    def retire(self, version: int) -> None: ...
+    def retired(self, version: int) -> None: ...
+
+    def tidying(self, place: str) -> nullcontext[None]:
+        return nullcontext()

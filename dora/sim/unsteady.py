@@ -1,0 +1,352 @@
+"""The simulated world in which workers, messages, trainer, prompts and storage fail. What fails, and when, is data.
+
+Two views part here. The orchestrator sees a session: it ends with its stream, or by silence. The worker is a process:
+it may die while what it sent is still under way, stand still, or go on decoding although its epoch is over.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Any
+
+from dora.errors import DoraError
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.planning.request import SimRequest
+from dora.sim.driver import Order
+from dora.sim.invariants import check_state, fingerprint
+from dora.sim.ledger import Group, Response, Violation
+from dora.sim.pool import SimPool
+from dora.sim.scenario import Scenario
+from dora.sim.served import ServedWorld
+from dora.sim.wire import Session, Wire
+from dora.sim.worker import SimWorker
+from dora.sim.world import TICK_S
+
+SILENCE_LIMIT_S = 8.0  # a worker not heard of for so long is lost (workers.silence_timeout_s)
+RESTART_MOST_S = 6.0  # until a lost worker or trainer is started again
+
+
+@dataclass(slots=True)
+class Process:
+    """What a worker's or pool's process has of its own, under one epoch."""
+
+    life: int  # of the orchestrator that it is connected to; -1: to none
+    publication: int = 0  # of the version that it hosts: how often that had been published anew
+    ended: dict[str, SimRequest] = field(default_factory=dict)  # that have ended here, and are not settled
+    loads: dict[int, int] = field(default_factory=dict)  # command -> publication that it was told to load
+
+    @property
+    def is_away(self) -> bool:
+        return self.life < 0
+
+
+Handled = tuple[float, on.Event, list[do.Command] | str]  # when, what, and the commands, or why it was refused
+
+
+class UnsteadyWorld(ServedWorld):
+    """A ServedWorld whose messages take their time and whose members may fail. Its core is checked at every event."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self.log: list[Handled] = []  # what the orchestrators have handled
+        self.traps: list[Callable[[do.WorkerCommand], bool]] = []  # are shown every command; True: sprung
+        self.sessions: dict[int, Session] = {}  # by worker epoch
+        self.ending = False  # admission has ended, or will with the prompts
+        self.dies_committing = False  # the trainer is lost with its next commit
+        self.storage_faults = 0  # under way now
+        self.bad_commits = 0  # so many of the next commits publish what no worker can reproduce,
+        self.bad_again = 0  # and so many of the next times that something is published anew
+        self.loads: dict[int, int] = {}  # command -> version that a worker was told to load
+        self.archive: dict[str, tuple[Group, list[Response]]] = {}  # every group that was ever admitted
+        self.dropped: dict[str, str] = {}  # group -> why it was cancelled
+        self._away: set[str] = set()  # ids of those that have outlived an orchestrator, and not come back yet
+        self._life = 0  # of the orchestrator
+        self._began = 0  # where in the log this life of it began
+        self._processes: dict[int, Process] = {}  # by worker epoch
+        self._names = 0
+        super().__init__(scenario, seed)
+        self._names = scenario.cluster.engines
+        self.trainer.rest_s = self._rest_s
+        if scenario.window.is_adaptive:
+            self._signals = Random(f"signals {seed}")
+            self.trainer.tells = self._tells
+
+    def _rest_s(self) -> float:
+        return self.random.random() * self.habits.trainer_rests_most_s
+
+    def _tells(self, _groups: list[Group]) -> tuple[float, float]:
+        """Whatever it is told, an adaptive window has to keep every promise: it is told to change often."""
+        return self._signals.random() * self.scenario.trainer.step_s, self._signals.choice((0.0, 0.0, 0.5))
+
+    def _tick(self) -> None:
+        self.post(on.Tick())
+        self._sweep_snapshots()
+        self.after(2.0 * TICK_S * self.random.random(), self._tick)
+
+    def _sweep_snapshots(self) -> None:
+        """As the service does at each tick: what workers that are gone have left, and no handoff knows."""
+        epochs = {worker.epoch for worker in (*self.workers.values(), *self.pools.values())}
+        kept = {handoff.locator for handoff in self.machine.state.handoffs.values()}
+        for locator, snapshot in list(self.snapshots.items()):
+            if snapshot.epoch not in epochs and locator not in kept:
+                del self.snapshots[locator]
+
+    def handled(self, event: on.Event, commands: list[do.Command]) -> None:
+        if isinstance(event, on.StepCommitted):
+            self.bad_commits -= self._published(event.step + 1, self.bad_commits > 0)
+        elif isinstance(event, on.VersionRepublished):
+            self.bad_again -= self._published(event.version, self.bad_again > 0)
+        super().handled(event, commands)
+        self.log.append((self.now_s, event, commands))
+        self._archive(commands)
+        self.check(event, commands)
+        if self.traps:
+            self._show_traps(commands)
+        if self.dies_committing and isinstance(event, on.StepCommitted):
+            self.dies_committing = False
+            self.lose_trainer()
+
+    def _published(self, version: int, bad: bool) -> bool:
+        """Weights were stored, which workers can reproduce or cannot. Returns ``bad``."""
+        if bad:
+            self.bad_weights.add(version)
+        else:
+            self.bad_weights.discard(version)
+        return bad
+
+    def _archive(self, commands: list[do.Command]) -> None:
+        groups, responses = self.ledger.groups, self.ledger.responses
+        for command in commands:
+            if isinstance(command, do.AdmitGroup) and command.group_id in groups:
+                group = groups[command.group_id]
+                self.archive[command.group_id] = group, [responses[name] for name in group.request_ids]
+            elif isinstance(command, do.DropGroup):
+                self.dropped[command.group_id] = command.reason
+
+    def check(self, event: on.Event, commands: list[do.Command]) -> None:
+        """The core's whole state, after every event; what it answers while storage is full; and that no worker ends for
+        what its trainer has published."""
+        check_state(self.machine.state)
+        if self.storage_faults and any(isinstance(command, do.AdmitGroup) for command in commands):
+            raise Violation(f"{event} admits a group while storage is full")
+        if isinstance(event, on.CommandDone) and event.error_kind == "weights":
+            version = self.loads.get(event.command_id)
+            if version in self.bad_weights and any(isinstance(command, do.EvictWorker) for command in commands):
+                raise Violation(f"{event.worker_id} is replaced, as it cannot load version {version}: nobody can")
+
+    def _show_traps(self, commands: Iterable[do.Command]) -> None:
+        for command in commands:
+            if isinstance(command, do.WorkerCommand):
+                self.traps = [trap for trap in self.traps if not trap(command)]
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def session(self, worker: SimWorker) -> Session:
+        found = self.sessions.get(worker.epoch)
+        if found is None:
+            latency_s, broke = self.scenario.cluster.link_latency_s, partial(self.lose, worker, "its stream broke")
+            found = self.sessions[worker.epoch] = Session(
+                Wire(self, latency_s, self.random, partial(self._read, worker), broke),
+                Wire(self, latency_s, self.random, partial(self._hear, worker), broke),
+            )
+        return found
+
+    def send(self, worker: SimWorker, order: Order) -> None:
+        if isinstance(order[0], do.LoadVersion):
+            self.loads[order[0].command_id] = order[0].version
+            self.process(worker).loads[order[0].command_id] = self.ledger.publications[order[0].version]
+        self.session(worker).to_worker.send(order)
+
+    def to_core(self, worker: SimWorker, event: on.Event) -> None:
+        process = self.process(worker)
+        if isinstance(event, on.CommandDone) and event.ok and event.command_id in process.loads:
+            process.publication = process.loads[event.command_id]
+        if process.is_away:
+            return
+        self.session(worker).to_core.send(event)
+
+    def _read(self, worker: SimWorker, order: Order) -> None:
+        session = self.session(worker)
+        if session.hung_until_s > self.now_s:
+            session.unread.append(order)
+        else:
+            self._obey(worker, (order,))
+
+    def _hear(self, worker: SimWorker, event: on.Event) -> None:
+        """Also from a worker whose epoch is over: it is the core that must tell them apart. Nothing comes through that
+        was sent to an earlier life of the orchestrator."""
+        if self.process(worker).life != self._life:
+            return
+        if isinstance(event, on.WorkerLost | on.PoolLost):
+            self.fence(worker, event.reason)
+        else:
+            self.post(event)
+
+    def ask(self, event: on.Event, *, refused: bool = False) -> bool:
+        """What the core may refuse (``refused``: must); then nothing may have changed. Whether it took it."""
+        before = fingerprint(self.machine.state)
+        try:
+            self.post(event)
+        except DoraError as error:
+            self.log.append((self.now_s, event, str(error)))
+            after = fingerprint(self.machine.state)
+            if after != before:
+                changed = ", ".join(name for name in before if before[name] != after[name])
+                raise Violation(f"{event} was refused, yet changed {changed}") from error
+            return False
+        if refused:
+            raise Violation(f"{event} was not refused")
+        return True
+
+    # -------------------------------------------------------------------------------------------------------- workers
+
+    def running(self) -> list[SimWorker]:
+        """Workers in session whose process lives, by id."""
+        return [worker for _, worker in sorted(self.workers.items()) if worker.alive]
+
+    def kill(self, worker: SimWorker, share: float) -> None:
+        """The process dies. That ``share`` of what it has sent still arrives, and then the end of its stream."""
+        self._bury(worker)
+        self.session(worker).to_core.end(_lost(worker, "killed"), share)
+
+    def lose(self, worker: SimWorker, reason: str) -> None:
+        """Process and session end together: the stream broke, or the orchestrator ended the worker."""
+        self._bury(worker)
+        self.fence(worker, reason)
+
+    def fence(self, worker: SimWorker, reason: str, starts_again: bool = True) -> None:
+        """To the orchestrator this epoch is over, whatever the process does."""
+        members: dict[str, Any] = self.pools if isinstance(worker, SimPool) else self.workers
+        if members.get(worker.worker_id) is worker:
+            del members[worker.worker_id]
+            self.post(_lost(worker, reason))
+            if starts_again:
+                self.after(self.random.random() * RESTART_MOST_S, self._start_again, worker.worker_id)
+
+    def stop(self, command: do.StopWorker) -> None:
+        worker = self.addressed(command)
+        if worker is not None:
+            self._bury(worker)
+            self.fence(worker, "drained", starts_again=False)
+
+    def join_new(self) -> None:
+        """A worker of a new name."""
+        self._names += 1
+        self.join(f"w{self._names - 1}")
+
+    def hang(self, worker: SimWorker, for_s: float) -> None:
+        """The process stands still: it neither decodes nor reads nor answers. Silent for too long, it is replaced."""
+        session, until_s = self.session(worker), self.now_s + for_s
+        session.hung_until_s = max(session.hung_until_s, until_s)
+        worker.engine.advance(self.now_s)
+        worker.engine.paused = True
+        self.wake_later(worker)
+        self.after(for_s, self._go_on, worker)
+        if for_s > SILENCE_LIMIT_S:
+            self.after(SILENCE_LIMIT_S, self.lose, worker, "silent")
+
+    def partition(self, worker: SimWorker, for_s: float, to_core: bool) -> None:
+        """One direction is silent. For too long: the epoch is over, while the worker goes on until that reaches it."""
+        session = self.session(worker)
+        wire = session.to_core if to_core else session.to_worker
+        wire.silent_until_s = max(wire.silent_until_s, self.now_s + for_s)
+        if for_s > SILENCE_LIMIT_S:
+            self.after(SILENCE_LIMIT_S, self.fence, worker, "silent")
+            self.after(for_s + 1.0, self._bury, worker)
+
+    def slow_down(self, worker: SimWorker, times: float) -> None:
+        if worker.alive:
+            worker.engine.advance(self.now_s)
+            worker.engine.slowness = times
+            self.wake_later(worker)
+
+    def _start_again(self, worker_id: str) -> None:
+        if worker_id.startswith("pool-"):
+            if worker_id not in self.pools and worker_id not in self._away:
+                self.join_pool(worker_id)
+        elif worker_id not in self.workers and worker_id not in self._away:
+            self.join(worker_id)
+
+    def _bury(self, worker: SimWorker) -> None:
+        if worker.alive:
+            worker.alive = False
+            worker.engine.advance(self.now_s)
+            self.ended.append(worker.engine)
+
+    def _go_on(self, worker: SimWorker) -> None:
+        session = self.session(worker)
+        if not worker.alive or session.hung_until_s > self.now_s:
+            return
+        worker.engine.advance(self.now_s)
+        worker.engine.paused = False
+        unread, session.unread = session.unread, []
+        self._obey(worker, unread)
+
+    def _obeyed(self, worker: SimWorker, finish: Callable[[], on.CommandDone]) -> None:
+        still_s = self.session(worker).hung_until_s - self.now_s
+        if still_s > 0.0:
+            self.after(still_s, self._obeyed, worker, finish)
+        else:
+            super()._obeyed(worker, finish)
+
+    def _report(self, worker: SimWorker) -> None:
+        still_s = self.session(worker).hung_until_s - self.now_s
+        if still_s > 0.0:
+            self.after(still_s, self._report, worker)
+        else:
+            super()._report(worker)
+
+    # ------------------------------------------------------------------------------------------------ trainer, prompts
+
+    def lose_trainer(self) -> None:
+        """It is started again after a while, and gets what it has not committed once more."""
+        if self.trainer.alive:
+            self.trainer.die()
+            self.after(self.random.random() * RESTART_MOST_S, self.trainer.attach)
+
+    def fill_storage(self, for_s: float) -> None:
+        """Nothing can be stored for a while; a fault that strikes meanwhile prolongs it."""
+        self.storage_faults += 1
+        self.post(on.StorageChanged("record: no room"))
+        self.after(for_s, self._empty_storage)
+
+    def _empty_storage(self) -> None:
+        self.storage_faults -= 1
+        if not self.storage_faults:
+            self.post(on.StorageChanged(""))
+
+    def end_prompts(self, left: int | None) -> None:
+        """The source has only so many prompts left; None: the service admits nothing more, now."""
+        self.ending = True
+        if left is None:
+            self.post(on.AdmissionEnded())
+        else:
+            self.prompts_left = left
+
+    def _ended(self, worker: SimWorker, ended: list[SimRequest]) -> None:
+        whole = [request for request in ended if request.tokens >= request.length]
+        self.process(worker).ended.update((request.request_id, request) for request in whole)
+        super()._ended(worker, ended)
+
+    def _obey(self, worker: SimWorker, orders: Iterable[Order]) -> None:
+        listed, process = list(orders), self.process(worker)
+        for command, _ in listed:
+            if isinstance(command, do.LoadVersion):
+                process.ended.clear()
+            elif isinstance(command, do.RemoveRequest):
+                process.ended.pop(command.request_id, None)
+        super()._obey(worker, listed)
+
+    # -------------------------------------------------------------------------------------------------- processes
+
+    def process(self, worker: SimWorker) -> "Process":
+        found = self._processes.get(worker.epoch)
+        if found is None:
+            found = self._processes[worker.epoch] = Process(self._life)
+        return found
+
+
+def _lost(worker: SimWorker, reason: str) -> on.WorkerLost | on.PoolLost:
+    kind = on.PoolLost if isinstance(worker, SimPool) else on.WorkerLost
+    return kind(worker.worker_id, worker.epoch, reason)

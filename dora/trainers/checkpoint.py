@@ -1,0 +1,141 @@
+"""What a trainer needs to go on where it was: model, optimiser, step and reference version, on disk before the commit.
+
+    FOLDER/step-12/model.safetensors        the weights that step 11 made, by Hugging Face names, in the trainer's dtype
+    FOLDER/step-12/config.json
+    FOLDER/step-12/optimizer.safetensors    AdamW's moments, by the parameters' names in the module
+    FOLDER/step-12/trainer.json             the step that comes next, and the reference version
+
+A folder is there whole or not at all: it is written under a hidden name and renamed. It is written before its step is
+committed, so the step that the service wants next always has one: that of a commit that was not made is left unused,
+and replaced. No pickle.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file
+
+from dora.errors import InvalidValue
+from dora.strict_json import json_object
+from dora.trainers.sharding import part_of
+from dora.weights.files import header_of, write_weights
+from dora.weights.reference import WEIGHTS_FILE
+
+OPTIMIZER_FILE: Final = "optimizer.safetensors"
+STATE_FILE: Final = "trainer.json"
+KEPT: Final = 2  # that of the last commit, and that of the one to come
+_PREFIX: Final = "step-"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where in the stream of steps a checkpoint stands."""
+
+    step: int  # the next one
+    reference_version: int
+
+
+def save(
+    folder: Path,
+    position: Position,
+    weights: Mapping[str, torch.Tensor],
+    moments: Mapping[str, torch.Tensor],
+    config: Any,
+) -> Path:
+    """Writes one checkpoint: see :func:`written`. ``config``: of transformers.
+
+    Raises InvalidValue for weights that are not finite, OSError as writing does.
+    """
+    with written(folder, position) as unfinished:
+        for name, tensors in ((WEIGHTS_FILE, weights), (OPTIMIZER_FILE, moments)):
+            write_weights(unfinished / name, tensors, {key: header_of(key, each) for key, each in tensors.items()})
+        config.save_pretrained(unfinished)
+    return path_of(folder, position.step)
+
+
+@contextmanager
+def written(folder: Path, position: Position) -> Iterator[Path]:
+    """A folder to write one checkpoint into; at the end it gets its name, if nothing was raised.
+
+    One of the same step is replaced, and those older than the last :data:`KEPT` are removed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    target = path_of(folder, position.step)
+    unfinished = folder / f".{target.name}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    yield unfinished
+    (unfinished / STATE_FILE).write_text(json.dumps(asdict(position)))
+    for file in unfinished.iterdir():
+        _sync(file)
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(unfinished, target)
+    _sync(folder)
+    for step in steps_in(folder)[:-KEPT]:
+        shutil.rmtree(path_of(folder, step))
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of which there is a checkpoint, ascending; none where there is no such folder."""
+    names = [each.name.removeprefix(_PREFIX) for each in folder.glob(f"{_PREFIX}*")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint is from which ``step`` goes on."""
+    return folder / f"{_PREFIX}{step}"
+
+
+def position_of(checkpoint: Path) -> Position:
+    """Raises InvalidValue where it is no checkpoint."""
+    found = json_object(checkpoint / STATE_FILE, "checkpoint")
+    try:
+        return Position(int(found["step"]), int(found["reference_version"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidValue(f"checkpoint: {STATE_FILE}", found, "step and reference_version, whole numbers") from error
+
+
+def read_moments(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """What :func:`moments_of` gave."""
+    return load_file(checkpoint / OPTIMIZER_FILE)
+
+
+def moments_of(module: Any, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """The optimiser's state as "NAME/exp_avg" and so on, by the parameters' names in ``module``."""
+    for name, parameter in module.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            yield f"{name}/{key}", value
+
+
+def set_moments(module: Any, optimizer: torch.optim.Optimizer, moments: Mapping[str, torch.Tensor]) -> None:
+    """The inverse: this rank's parts, where ``module`` is cut over ranks. Raises InvalidValue for another model's."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, value in moments.items():
+        found.setdefault(name.rpartition("/")[0], {})[name.rpartition("/")[2]] = value
+    parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    for name, values in found.items():
+        shape = parameters[name].shape if name in parameters else None
+        if any(each.shape not in ((), shape) for each in values.values()):
+            allowed = f"of shape {list(shape)}" if shape is not None else "of a parameter that is trained"
+            raise InvalidValue(
+                f"checkpoint: moments of {name}", [list(each.shape) for each in values.values()], allowed
+            )
+        parameter = parameters[name]
+        optimizer.state[parameter] = {
+            key: part_of(each, parameter) if each.shape else each for key, each in values.items()
+        }
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,40 @@
+"""Rows of a step on their way from the leader to the other ranks: in about equal parts, as bytes.
+
+The leader alone has whole groups and says what each response's advantage is; a rank gets responses and advantages.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.convert import trajectory_from_wire, trajectory_to_wire
+from dora.trainers.batches import karmarkar_karp
+from dora.trainers.objectives.batch import Row
+
+_ADVANTAGE = np.dtype("<f8")
+
+
+def dealt(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
+    """For each rank its rows, with about equal numbers of tokens; the first may have the most."""
+    parts = karmarkar_karp([row.length_tokens for row in rows], ranks)
+    return [[rows[index] for index in part] for part in parts]
+
+
+def rows_to_bytes(rows: Sequence[Row]) -> bytes:
+    """The number of rows (8 bytes), their advantages (8 each), and the responses as one ``pb.TrajectoryBatch``."""
+    message = pb.TrajectoryBatch()
+    for row in rows:
+        part = message.groups.add(group_id=row.trajectory.group_id)
+        part.trajectories.append(trajectory_to_wire(row.trajectory))
+    numbers = np.array([row.advantage for row in rows], _ADVANTAGE)
+    return len(rows).to_bytes(8, "little") + numbers.tobytes() + message.SerializeToString()
+
+
+def rows_from_bytes(content: bytes) -> list[Row]:
+    """The inverse of :func:`rows_to_bytes`; none of nothing."""
+    count = int.from_bytes(content[:8], "little")
+    advantages = np.frombuffer(content, _ADVANTAGE, count, 8) if count else ()
+    message = pb.TrajectoryBatch.FromString(content[8 + count * _ADVANTAGE.itemsize :])
+    trajectories = (trajectory_from_wire(each.trajectories[0]) for each in message.groups)
+    return [Row(each, float(advantage)) for each, advantage in zip(trajectories, advantages, strict=True)]

@@ -1,0 +1,61 @@
+"""The Megatron trainer's settings and its command line: those of any trainer, and how the ranks share the model."""
+
+import argparse
+from dataclasses import dataclass, field, fields
+from typing import get_args
+
+from dora.trainers.megatron.architecture import Layers
+from dora.trainers.megatron.layout import Layout
+from dora.trainers.objectives.presets import add_objective
+from dora.trainers.options import GrpoConfig, add_common, common_of
+
+_SIZES = {
+    "tp": "tensor parallelism: ranks that share each layer",
+    "pp": "pipeline parallelism: stages of layers",
+    "ep": "expert parallelism: ranks that share a layer's experts",
+    "cp": "context parallelism: ranks that share each sequence",
+    "etp": "expert tensor parallelism: ranks that share each expert",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronConfig(GrpoConfig):
+    """One run of the Megatron trainer."""
+
+    layout: Layout = field(default_factory=Layout)
+    transformer: Layers = "auto"
+    distributed_optimizer: bool = False
+    scratch: str = ""  # folder that all ranks see, for the files of a version; empty: the system's
+
+
+def parse_arguments(arguments: list[str]) -> tuple[MegatronConfig, bool]:
+    """The configuration, and whether each step is to be printed as a JSON line."""
+    parser = argparse.ArgumentParser(
+        prog="torchrun ... -m dora.trainers.megatron",
+        description="Megatron-core trainer for a running 'dora serve'; one process for each GPU.",
+        epilog="example: torchrun --nproc-per-node 8 -m dora.trainers.megatron --tp 2 --pp 2 --groups 64 --lr 1e-6",
+    )
+    add_common(parser)
+    layout = parser.add_argument_group("layout", "what is left of the ranks holds copies (data parallelism)")
+    for each in fields(Layout):
+        layout.add_argument(f"--{each.name}", type=int, default=1, metavar="N", help=_SIZES[each.name])
+    parser.add_argument(
+        "--transformer",
+        choices=get_args(Layers),
+        default="auto",
+        help="layers of Megatron or of Transformer Engine; auto: the latter where it is installed",
+    )
+    parser.add_argument(
+        "--distributed-optimizer", action="store_true", help="optimiser states are cut over data-parallel ranks"
+    )
+    parser.add_argument("--scratch", default="", metavar="FOLDER", help="seen by all ranks: files of a version")
+    add_objective(parser)
+    given = parser.parse_args(arguments)
+    config = MegatronConfig(
+        **common_of(given),
+        layout=Layout(**{each.name: getattr(given, each.name) for each in fields(Layout)}),
+        transformer=given.transformer,
+        distributed_optimizer=given.distributed_optimizer,
+        scratch=given.scratch,
+    )
+    return config, given.json

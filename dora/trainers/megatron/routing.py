@@ -1,0 +1,91 @@
+"""Megatron's routers, led to the experts of the record (router replay), on whatever part of a pack a rank has.
+
+Source: megatron.core.transformer.moe.router_replay.RouterReplay, whose place in a router :class:`Lead` takes. That one
+knows no tokens without a record, which padding is.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dora.trainers.megatron.architecture import Built
+from dora.trainers.router_replay import OWN, choice
+
+
+class Lead:
+    """What one router asks for its choice. ``routed`` (tokens, top_k), of the pass that it makes; None: it chooses.
+
+    ``ties`` counts tokens whose last chosen and first other expert have logits within ``margin``, where that is set.
+    """
+
+    def __init__(self, *, in_logs: bool) -> None:
+        """``in_logs``: scores are probabilities, whose logarithms are as far apart as the logits."""
+        self.routed: torch.Tensor | None = None
+        self.margin, self.ties, self._in_logs = 0.0, 0, in_logs
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and indices (tokens, topk) of the chosen experts. Megatron calls it by this name."""
+        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        if self.margin and topk < scores.shape[1]:
+            largest = (scores.log() if self._in_logs else scores).topk(topk + 1, dim=1).values
+            self.ties += int((largest[:, -2] - largest[:, -1] < self.margin).sum())
+        if self.routed is None:
+            return values, own
+        indices = choice(self.routed, own)
+        return scores.gather(1, indices), indices
+
+
+class Routers:
+    """The routers of this rank's part of the model."""
+
+    def __init__(self, built: Built) -> None:
+        self._place, self._first = built.place, built.first_layer
+        self._leads: list[Lead] = []
+        self._shares_sequence = bool(built.module.config.sequence_parallel)
+        if built.architecture.experts:
+            for layer in built.module.decoder.layers:
+                router = layer.mlp.router
+                router.router_replay = lead = Lead(in_logs=router.config.moe_router_pre_softmax)
+                self._leads.append(lead)
+
+    @contextmanager
+    def sending(self, routed: torch.Tensor | None, tokens: int, own: slice) -> Iterator[None]:
+        """Within it, a forward pass over the places ``own`` of a pack that is filled up to ``tokens``.
+
+        ``routed``: of the pack, as :class:`dora.trainers.packing.Pack` has it.
+        """
+        if routed is not None and self._leads:
+            filled = torch.nn.functional.pad(routed, (0, 0, 0, 0, 0, tokens - len(routed)), value=OWN)[own]
+            if self._shares_sequence:
+                filled = filled.chunk(self._place.layout.tp)[self._place.tp]
+            for index, lead in enumerate(self._leads, self._first):
+                lead.routed = filled[:, index]
+        try:
+            yield
+        finally:
+            for lead in self._leads:
+                lead.routed = None
+
+    @contextmanager
+    def watched(self, margin: float) -> Iterator[None]:
+        """Within it, :attr:`ties` counts those within ``margin``."""
+        for lead in self._leads:
+            lead.margin, lead.ties = margin, 0
+        try:
+            yield
+        finally:
+            for lead in self._leads:
+                lead.margin = 0.0
+
+    @property
+    def ties(self) -> int:
+        """On this rank, while :meth:`watched`: tokens for which rounding may choose between two experts."""
+        return sum(lead.ties for lead in self._leads)

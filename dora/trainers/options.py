@@ -1,0 +1,126 @@
+"""The reference trainer's settings and its command line."""
+
+import argparse
+import os
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import torch
+
+from dora.errors import InvalidValue
+from dora.trainers.learner import LearnerConfig
+from dora.trainers.objectives.presets import add_objective, objective_of
+
+_COMMON: Final = (
+    *("address", "token", "model", "groups", "steps", "threads", "dtype", "reference"),
+    *("checkpoints", "checkpoint_every", "tensorboard", "wandb"),
+)  # fields that are options of their own name
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoConfig:
+    """One run of the reference trainer."""
+
+    address: str
+    token: str
+    model: str = ""  # Hugging Face folder; empty: the service's newest version, which needs a shared host
+    groups: int = 0  # prompt groups a step; 0: what the service has
+    steps: int = 0  # 0: until the prompts are exhausted
+    threads: int = 1  # CPU threads of the forward and backward passes
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    layers: int = 0  # train only the last decoder layers, so many; 0: the whole model
+    device: str = "cpu"  # "cuda": the one of this rank
+    reference: str = ""  # folder of the reference version's weights; empty: the service's
+    checkpoints: str = ""  # folder; empty: none are written, and none is gone on from
+    checkpoint_every: int = 1  # steps
+    reconnect_s: float = 60.0
+    rank_timeout_s: float = 120.0  # of several ranks: how long one may take for a micro-batch
+    tensorboard: str = ""  # folder for event files; empty: none
+    wandb: str = ""  # project; empty: none
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+
+    def __post_init__(self) -> None:
+        for name, least in (("groups", 0), ("steps", 0), ("layers", 0), ("threads", 1), ("checkpoint_every", 1)):
+            if getattr(self, name) < least:
+                raise InvalidValue(name, getattr(self, name), f"{least} or more")
+
+
+def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
+    """The configuration, and whether each step is to be printed as a JSON line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dora.trainers.grpo",
+        description="Reference trainer for a running 'dora serve'.",
+        epilog="example: python -m dora.trainers.grpo --address 127.0.0.1:7070 --token SECRET --groups 16 --lr 1e-5",
+    )
+    add_common(parser)
+    parser.add_argument("--packing", action=argparse.BooleanOptionalAction, default=True, help="rows in one sequence")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the GPU of this rank")
+    parser.add_argument("--layers", type=int, default=0, help="train the last so many decoder layers; 0: everything")
+    parser.add_argument(
+        "--autocast",
+        choices=("off", "on", "auto"),
+        default="off",
+        help="matrix products in bfloat16: faster, rougher ratios; auto: where the processor multiplies them itself",
+    )
+    add_objective(parser)
+    given = parser.parse_args(arguments)
+    autocast = given.autocast == "on" or (given.autocast == "auto" and multiplies_bfloat16())
+    return GrpoConfig(**common_of(given, packing=given.packing, autocast=autocast), device=given.device,
+                      layers=given.layers), given.json  # fmt: skip
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """The options that all trainers have, whatever they train with; those of the objective come beside them."""
+    defaults = LearnerConfig()
+    parser.add_argument("--address", default="127.0.0.1:7070", help="host:port of the service (%(default)s)")
+    parser.add_argument("--token", default=os.environ.get("DORA_TOKEN", ""), help="default: $DORA_TOKEN")
+    parser.add_argument("--model", default="", help="Hugging Face folder; default: the service's newest version")
+    parser.add_argument("--groups", type=int, default=0, help="prompt groups a step; 0: what the service has")
+    parser.add_argument("--steps", type=int, default=0, help="0: until the prompts are exhausted")
+    parser.add_argument("--lr", type=float, default=defaults.learning_rate, help="AdamW's rate (%(default)s)")
+    parser.add_argument("--grad-norm-max", type=float, default=defaults.grad_norm_max)
+    parser.add_argument("--weight-decay", type=float, default=defaults.weight_decay)
+    parser.add_argument("--micro-batch-tokens", type=int, default=defaults.micro_batch_tokens)
+    parser.add_argument(
+        "--router-replay",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="send tokens to the experts that the record has, if it has any",
+    )
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--reference", default="", help="folder of the KL reference; default: the service's version")
+    parser.add_argument("--checkpoints", default="", metavar="FOLDER", help="what a trainer needs to go on, by step")
+    parser.add_argument("--checkpoint-every", type=int, default=1, metavar="STEPS")
+    parser.add_argument("--rank-timeout", type=float, default=120.0, metavar="S", help="of a rank that does not answer")
+    parser.add_argument("--clip-alarm", type=float, default=defaults.clip_alarm, help="clipped share (%(default)s)")
+    parser.add_argument("--tensorboard", default="", metavar="FOLDER", help="event files of the signals")
+    parser.add_argument("--wandb", default="", metavar="PROJECT", help="the signals as a run of Weights & Biases")
+    parser.add_argument("--json", action="store_true", help="one JSON object a step instead of a line for people")
+
+
+def common_of(given: argparse.Namespace, **learner: Any) -> dict[str, Any]:
+    """Fields of GrpoConfig from the options of :func:`add_common` and of the objective, and more of its ``learner``."""
+    config = LearnerConfig(
+        learning_rate=given.lr,
+        objective=objective_of(given),
+        weight_decay=given.weight_decay,
+        grad_norm_max=given.grad_norm_max,
+        micro_batch_tokens=given.micro_batch_tokens,
+        router_replay=given.router_replay,
+        clip_alarm=given.clip_alarm,
+        **learner,
+    )
+    return {name: getattr(given, name) for name in _COMMON} | {
+        "rank_timeout_s": given.rank_timeout,
+        "learner": config,
+    }
+
+
+def multiplies_bfloat16(capability: str | None = None) -> bool:
+    """Whether this processor multiplies matrices in bfloat16 itself. ``capability``: torch's name for what it has.
+
+    torch does it through AVX-512 or more. Below, it emulates: on a processor with AVX2 alone a product of the size of
+    a SmolLM2 layer's took 58 times as long as in fp32.
+    """
+    return (capability or torch.backends.cpu.get_cpu_capability()).startswith("AVX512")

@@ -1,0 +1,61 @@
+"""What a run of the reference trainer says of its steps: for programs, and in lines for people."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+
+from dora.trainers.learner import StepMetrics
+from dora.types import ALARM
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One committed step."""
+
+    step: int
+    metrics: StepMetrics
+    group_ids: tuple[str, ...]  # as received, in order
+    seconds: float
+    waited_s: float  # of it, there was nothing to train on
+
+    def numbers(self) -> dict[str, float]:
+        """For curves: those of the metrics, and the times."""
+        return {**self.metrics.numbers(), "step_s": self.seconds, "waited_s": self.waited_s}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The steps of one run."""
+
+    steps: tuple[StepReport, ...]
+    seconds: float
+
+
+def step_line(report: StepReport) -> str:
+    """A step in one line for people."""
+    metrics, signals = report.metrics, report.metrics.signals
+    reward, clipped = _shown(signals.reward_mean, ".3f"), _shown(signals.clip_fraction, ".1%")
+    ratio_max, effective = _shown(signals.ratio_max, ".3f"), _shown(signals.effective_sample, ".1%")
+    return (
+        f"step {report.step:4d}  reward {reward}  loss {metrics.loss:+.4f}  tokens {signals.tokens_trained}"
+        f"  stale {metrics.staleness_mean:.2f}  ratio max {ratio_max}  clipped {clipped}  effective {effective}"
+        f"  grad {metrics.grad_norm:.3f}  {report.seconds:.1f} s"
+    )
+
+
+def alarm_lines(report: StepReport) -> list[str]:
+    """What operators have to be told of a step, in sentences; mostly nothing."""
+    numbers = report.metrics.numbers()
+    return [
+        f"step {report.step}: {name.removeprefix(ALARM)} {numbers[name.removeprefix(ALARM)]:.3g} is above {bound:g}"
+        for name, bound in report.metrics.alarms.items()
+    ]
+
+
+def _shown(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)
+
+
+def step_json(report: StepReport) -> str:
+    """A step as one JSON object: ``step``, ``metrics`` (finite numbers), ``group_ids``, ``seconds``, ``waited_s``."""
+    return json.dumps({**asdict(report), "metrics": report.metrics.numbers()})

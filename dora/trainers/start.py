@@ -1,0 +1,138 @@
+"""Where a trainer begins: its weights, moments and reference, as the service's next step and the disk say."""
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dora.client import Attachment
+from dora.client.publication import check_module
+from dora.errors import MISSING, Conflict, InvalidValue
+from dora.trainers.checkpoint import path_of, position_of, read_moments, steps_in
+from dora.trainers.learner import Learner
+from dora.trainers.options import GrpoConfig
+from dora.trainers.ranks import Ranks
+from dora.weights.reference import TensorHeader
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The same for every rank: folders that all of them read."""
+
+    step: int
+    weights: str
+    moments: str  # a checkpoint; empty: none
+    reference: str  # empty: no KL term is asked for
+    reference_version: int
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def of_bytes(cls, content: bytes) -> "Start":
+        return cls(**json.loads(content))
+
+
+def start_of(config: GrpoConfig, attachment: Attachment) -> Start:
+    """Of the next step: its checkpoint, if there is one. Else the weights of the service's newest version, with the
+    moments of the newest checkpoint before it, if there is one.
+
+    Raises Conflict where all checkpoints are of later steps, or refer to another reference version, and where weights
+    are not on this host; InvalidValue for a folder without a model.
+    """
+    checkpoint = _checkpoint(config, attachment) if config.checkpoints else None
+    step = attachment.next_step
+    if checkpoint is not None and checkpoint.name == path_of(Path(), step).name:
+        weights = checkpoint
+    else:
+        weights = Path(config.model) if config.model else _version(attachment, step, "--model")
+    reference: Path | str = ""
+    if config.learner.objective.needs_reference:
+        version = attachment.reference_version
+        reference = _folder(
+            Path(config.reference) if config.reference else _version(attachment, version, "--reference")
+        )
+    moments = str(checkpoint) if checkpoint is not None else ""
+    return Start(step, str(_folder(weights)), moments, str(reference), attachment.reference_version)
+
+
+def make_learner(config: GrpoConfig, start: Start, ranks: Ranks, tensors: Sequence[TensorHeader] = ()) -> Learner:
+    """Every rank makes its own, from the same folders. ``tensors``: what the service wants of published weights.
+
+    Raises Conflict where the model has others than these: then the service has another model.
+    """
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if config.device == "cuda" else "cpu"
+    module = _module(start.weights, config.dtype).to(device).train()
+    try:
+        check_module(module, tensors)
+    except InvalidValue as error:
+        raise Conflict("--model", start.weights, f"the service's model ({error})", "is another model") from error
+    if config.layers:
+        decoder_layers = module.get_decoder().layers
+        if config.layers > len(decoder_layers):
+            raise InvalidValue("--layers", config.layers, f"0 to {len(decoder_layers)}, as the model has")
+        module.requires_grad_(False)
+        decoder_layers[-config.layers :].requires_grad_(True)
+    reference = _module(start.reference, config.dtype).to(device).eval() if start.reference else None
+    learner = Learner(
+        module,
+        config.learner,
+        reference=reference,
+        reference_version=start.reference_version,
+        ranks=ranks,
+        step=start.step,
+    )
+    if start.moments:
+        learner.set_moments(read_moments(Path(start.moments)))
+    return learner
+
+
+def _checkpoint(config: GrpoConfig, attachment: Attachment) -> Path | None:
+    """The newest one of the next step or of one before; None where there is none at all."""
+    folder, step = Path(config.checkpoints), attachment.next_step
+    steps = steps_in(folder)
+    usable = [each for each in steps if each <= step]
+    if not usable:
+        if steps:
+            why = f"has only checkpoints of later steps, from {steps[0]} on"
+            raise Conflict("--checkpoints", str(folder), f"of step {step} or before, or empty", why)
+        return None
+    found = path_of(folder, usable[-1])
+    version = position_of(found).reference_version
+    if version != attachment.reference_version:
+        allowed = f"{attachment.reference_version}, the service's rollout.reference_version"
+        raise Conflict(f"{found.name}: reference_version", version, allowed, "is another one")
+    if usable[-1] < step:
+        log.warning("the newest checkpoint is of step %d, and the service is at step %d: its weights are gone on from, "
+                    "with the checkpoint's moments", usable[-1], step)  # fmt: skip
+    return found
+
+
+def _version(attachment: Attachment, version: int, option: str) -> Path:
+    """The folder of a version of the service. Raises Conflict where it is not on this host, or not held any more."""
+    if attachment.store_folder is not None:
+        folder = attachment.store_folder / "versions" / str(version)
+        if folder.is_dir():
+            return folder
+    if version == 0:
+        return Path(attachment.model)
+    raise Conflict(option, MISSING, f"the folder of version {version}, on this host")
+
+
+def _folder(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise InvalidValue("--model", str(folder), "a Hugging Face model folder on this host")
+    return folder
+
+
+def _module(folder: str, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)

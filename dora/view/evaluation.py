@@ -1,0 +1,95 @@
+"""An evaluation as a table: pure functions from what came of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+from rich.text import Text
+
+from dora.client.evaluation import Evaluation, Score, score_of, scores_by
+from dora.rpc.dora_pb2 import EvaluationStatus
+from dora.view.numbers import measured, number, percent
+from dora.view.tables import Column, Sheet
+
+VALUES_MOST: Final = 200  # of one column, that have a row of their own
+ALL: Final = "all"
+OTHERS: Final = "(others)"
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReport:
+    """What came of an evaluation."""
+
+    evaluation_id: Annotated[str, "its id in the service"]
+    version: Annotated[int, "the policy version that sampled every response"]
+    prompts: Annotated[int, "prompts that were asked for"]
+    missing: Annotated[int, "prompts of which nothing has come, as it ended before"]
+    reason: Annotated[str, "why it ended before; empty: it did not"]
+    refused: Annotated[Mapping[str, str], "prompts that no engine can take, each with the reason"]
+    score: Annotated[Score, "of all responses"]
+    by: Annotated[Mapping[str, Mapping[str, Score]], "the same by the values of columns: of task_id, and of `--by`"]
+
+    @property
+    def whole(self) -> bool:
+        return not (self.missing or self.reason or self.refused)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    name: str
+    score: Score
+
+
+COLUMNS: Final[Sequence[Column[_Row]]] = (
+    Column("", "all responses, or those of a column's value", lambda row: row.name, words=True),
+    Column("prompts", "prompts whose responses are all there", lambda row: number(row.score.groups), rank=2),
+    Column("responses", "their responses", lambda row: number(row.score.responses)),
+    Column("reward", "mean reward over valid verdicts", lambda row: measured(row.score.reward_mean)),
+    Column("±", "standard error of that mean, over prompts", lambda row: number(row.score.reward_error, 4)),
+    Column("tokens", "mean length", lambda row: number(row.score.length_mean_tokens, 1)),
+    Column("p90", "90th percentile of the lengths", lambda row: number(row.score.length_p90_tokens, 0), rank=1),
+    Column("cut", "share that was cut at its longest", lambda row: percent(_share(row.score.cut, row.score))),
+    Column("failed", "verdicts that the reward function did not give", lambda row: number(row.score.verdicts_failed)),
+)
+
+
+def report_of(evaluation: Evaluation, column: str, value_of: Mapping[str, str]) -> EvaluationReport:
+    """``value_of``: the value of ``column`` of each prompt, by its id; ``column`` empty: none was asked for."""
+    by = {}
+    tasks = scores_by(evaluation.groups, lambda group: group.trajectories[0].task_id)
+    if len(tasks) > 1:
+        by["task_id"] = tasks
+    if column:
+        by[column] = scores_by(evaluation.groups, lambda group: value_of.get(group.prompt_id, OTHERS))
+    return EvaluationReport(
+        evaluation_id=evaluation.evaluation_id,
+        version=evaluation.version,
+        prompts=evaluation.asked,
+        missing=evaluation.missing,
+        reason=evaluation.reason,
+        refused=evaluation.refused,
+        score=score_of(evaluation.groups),
+        by=by,
+    )
+
+
+def evaluation_table(report: EvaluationReport) -> Sheet[_Row]:
+    rows = [_Row(ALL, report.score)]
+    for column, scores in report.by.items():
+        rows += [_Row(f"{column} {value}", score) for value, score in list(scores.items())[:VALUES_MOST]]
+    notes = [f"{prompt_id} is refused: {why}" for prompt_id, why in report.refused.items()]
+    if report.reason:
+        notes.append(f"{report.missing:,} of {report.prompts:,} prompts are missing: {report.reason}")
+    return Sheet(COLUMNS, rows, f"evaluation of v{report.version}", notes=notes)
+
+
+def evaluation_line(status: EvaluationStatus) -> Text:
+    """One that runs, in a line."""
+    share = f"a share of {status.share:g}" if status.share else "idle slots"
+    name = f"{status.evaluation_id} {status.name}".strip()
+    done = f"{status.prompts_done:,} of {status.prompts:,} prompts done"
+    return Text(f"{name}: v{status.version}, {done}, {status.running:,} running, {status.waiting:,} waiting, {share}")
+
+
+def _share(part: int, score: Score) -> float | None:
+    return part / score.responses if score.responses else None

@@ -1,0 +1,74 @@
+"""The hosts of a running service as a table, and in a line."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from rich.text import Text
+
+from dora.rpc.dora_pb2 import HostStatus, Status
+from dora.view.numbers import NONE, size
+from dora.view.tables import Column, Sheet
+
+STATE_STYLES: Final = {
+    "ready": "green",
+    "draining": "cyan",
+    "awaited": "yellow",
+    "failed": "bold red",
+    "lost": "bold red",
+}
+
+HOST_COLUMNS: Final[Sequence[Column[HostStatus]]] = (
+    Column(
+        "host",
+        "its name, as `drain` and `scale --host` take it; `local`: the service's own",
+        lambda row: row.name,
+        words=True,
+    ),
+    Column(
+        "state",
+        "`ready`; `draining`: its workers are being emptied; `drained`: it has none, as was asked; `failed`: none "
+        "may be started again; `lost`: its agent's connection broke, and the reason stands below the table; `awaited`: "
+        "its agent has not come back yet since the service was started again",
+        lambda row: Text(row.state, style=STATE_STYLES.get(row.state, "dim")),
+        words=True,
+    ),
+    Column(
+        "workers",
+        "those that host a version, of those that it is to run",
+        lambda row: f"{row.workers_ready}/{row.workers}",
+    ),
+    Column(
+        "versions",
+        "the policy versions that it holds",
+        lambda row: ", ".join(f"v{version}" for version in row.versions[-4:]) or NONE,
+        words=True,
+    ),
+    Column("place", "as `dora host --place` named it", lambda row: row.place or NONE, words=True, rank=4),
+    Column("cores", "of its processor", lambda row: f"{row.capacity.cores:,}", rank=2),
+    Column(
+        "memory",
+        "free, of all that it has",
+        lambda row: f"{size(row.capacity.memory_free_bytes)}/{size(row.capacity.memory_bytes)}",
+        rank=1,
+    ),
+    Column("GPUs", "that its driver knows", lambda row: f"{len(row.capacity.gpus):,}", rank=2),
+    Column("epoch", "how often a host had joined by then; 0: the service's own", lambda row: f"{row.epoch:,}", rank=3),
+    Column("pid", "its agent's process", lambda row: str(row.pid or NONE), rank=4),
+)
+
+
+def hosts_table(status: Status) -> Sheet[HostStatus]:
+    """The hosts; below them why some are lost, and what troubles others."""
+    notes = [f"{row.name}: {row.reason}" for row in status.hosts if row.reason]
+    return Sheet(HOST_COLUMNS, list(status.hosts), "hosts", notes=notes)
+
+
+def hosts_line(status: Status) -> str:
+    """Each host that is there, with its workers; then how many are gone."""
+    there = [row for row in status.hosts if row.state not in ("lost", "drained") or not row.epoch]
+    words = [
+        f"{row.name} {row.workers_ready}/{row.workers}{'' if row.state == 'ready' else ' ' + row.state}"
+        for row in there
+    ]
+    lost = [row.name for row in status.hosts if row.state == "lost"]
+    return ", ".join(words) + (f"; lost: {', '.join(lost)}" if lost else "")

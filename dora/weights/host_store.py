@@ -1,0 +1,408 @@
+"""The weight store of one host: every live version once, in a folder that should lie in memory (tmpfs).
+
+    FOLDER/receiving/<name>/      a version on its way in: of its final size, and not to be read
+    FOLDER/versions/<version>/    a loadable Hugging Face folder, complete or absent; its manifest's name in dora-name
+    FOLDER/holds/<name>/          who uses it (holds.py); a version that is held is kept until it is let go
+
+Each host has one, with the model's own folder linked as version 0. A version gets in by its manifest, chunk by chunk
+(:meth:`HostStore.receive`), and is visible after one rename. Synchronous; calls about one version come from one thread.
+"""
+
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from dora.errors import Conflict, InvalidValue, LimitExceeded, NotFound, is_full
+from dora.types import Canary
+from dora.weights.canary import check_canary
+from dora.weights.files import hash_file
+from dora.weights.holds import HOLDS_FOLDER, NAME_FILE, RETIRED_FILE, VERSIONS_FOLDER, held, holders, name_of
+from dora.weights.manifest import DIGEST_CHARACTERS, Manifest, read_manifest, version_name
+from dora.weights.receiving import Receiving
+from dora.weights.reference import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    Reference,
+    TensorHeader,
+    check_tensors,
+    read_header,
+    read_reference,
+)
+
+log = logging.getLogger("dora.weights")
+
+MANIFEST_FILE: Final = "dora-manifest.json"
+CANARY_FILE: Final = "dora-canary.json"
+RECEIVING_FOLDER: Final = "receiving"
+_METADATA_BYTES: Final = 1 << 20  # what all safetensors headers of a version may hold beside the tensors' entries
+_ENTRY_BYTES: Final = 1 << 10  # of one tensor in a header
+_WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5")
+
+
+def bound_of(reference: Reference, versions: int) -> int:
+    """Bytes that so many versions of a model take at most, with what safetensors files have beside the weights."""
+    return versions * (reference.content_bytes + header_bytes_of(reference))
+
+
+def header_bytes_of(reference: Reference) -> int:
+    """Of all files of a version: what their headers may take."""
+    return _METADATA_BYTES + _ENTRY_BYTES * len(reference.tensors)
+
+
+def model_digest(reference: Reference) -> str:
+    """Of what a model is: its tensors' names, dtypes and shapes, and its vocabulary. Hosts of one run have it alike."""
+    found = blake3(f"{reference.vocab_size}".encode())
+    for tensor in reference.tensors:
+        found.update(f"\n{tensor.name} {tensor.dtype} {tensor.shape} {tensor.optional}".encode())
+    return found.hexdigest()[:DIGEST_CHARACTERS]
+
+
+class HostStore:
+    """Keeps what every live version is made of. See the module's docstring for the layout."""
+
+    def __init__(self, folder: Path, reference: Path, kept_version: int | None = None, bound_bytes: int = 0) -> None:
+        """Opens or makes the store; version 0 is the model folder ``reference``, linked, not copied.
+
+        ``kept_version`` is never retired: trainers read the weights there that their KL terms refer to. Versions that
+        an earlier process left whole are kept. ``bound_bytes``: of all versions, those on their way in included; 0:
+        what the file system has (``bound_of``). Raises InvalidValue where ``reference`` is no model.
+        """
+        self.root = folder
+        self.bound_bytes = bound_bytes
+        self._kept_version = kept_version
+        self.reference: Reference = read_reference(reference)
+        self._versions = folder / VERSIONS_FOLDER
+        self._receiving_folder = folder / RECEIVING_FOLDER
+        for made in (self._versions, self._receiving_folder, folder / HOLDS_FOLDER):
+            made.mkdir(parents=True, exist_ok=True)
+        for unfinished in (*self._versions.glob(".*"), *self._receiving_folder.iterdir()):
+            shutil.rmtree(unfinished)
+        self._receiving: dict[str, Receiving] = {}
+        self._changing = threading.RLock()
+        self._canaries: dict[int, Canary] = {}  # what the first workers have reproduced
+        if not (self._versions / "0").is_dir():
+            self._link_reference()
+
+    # -------------------------------------------------------------------------------------------------------- reading
+
+    def versions(self) -> tuple[int, ...]:
+        """The versions that are held, ascending."""
+        found = (int(entry.name) for entry in self._versions.iterdir() if entry.name.isdigit())
+        return tuple(sorted(version for version in found if self._is_live(version)))
+
+    def folder(self, version: int) -> Path:
+        """A loadable Hugging Face folder. Raises NotFound for a version that is not held."""
+        if not self._is_live(version):
+            known = ", ".join(map(str, self.versions()))
+            raise NotFound("version", version, f"one of those held: {known or '(none)'}", why="is not held")
+        return self._versions / str(version)
+
+    def name(self, version: int) -> str:
+        """What orders and relays call it, e.g. ``v17-3f2a...``. Raises NotFound."""
+        return name_of(self.folder(version))
+
+    def manifest(self, version: int) -> Manifest:
+        """What a version is made of, with its canary. Raises NotFound; also for version 0, which does not travel:
+        every host has the model."""
+        file = self.folder(version) / MANIFEST_FILE
+        if not file.is_file():
+            raise NotFound("version", version, "one that was published: every host has the model itself")
+        return read_manifest(file.read_text()).with_canary(self.canary(version))
+
+    def hold(self, version: int, holder: str) -> AbstractContextManager[Path]:
+        """The version's folder, whose files stay as they are within the context. Raises NotFound.
+
+        A worker needs no store for it, but ``holds.held`` alone.
+        """
+        return held(self.root, self.name(version), holder)
+
+    def holders(self, version: int) -> tuple[str, ...]:
+        """Who uses a version: workers that load it, relays that send it. Raises NotFound."""
+        return holders(self.root, self.name(version))
+
+    def canary(self, version: int) -> Canary | None:
+        """The canary published with ``version``; None where there was none. Raises NotFound."""
+        kept = self._canaries.get(version)
+        if kept is not None:
+            return kept
+        file = self.folder(version) / CANARY_FILE
+        if not file.is_file():
+            return None
+        stored = json.loads(file.read_text())
+        return Canary(tuple(stored["token_ids"]), tuple(stored["logprobs"]))
+
+    def keep_canary(self, version: int, canary: Canary) -> None:
+        """Remembers the canary of a version that came without, as its first worker reproduced it. Raises NotFound.
+
+        Where it cannot be written (OSError) this process remembers it all the same.
+        """
+        folder = self.folder(version)
+        self._canaries[version] = canary
+        _write_canary(folder, canary)
+
+    def is_sound(self, version: int) -> bool:
+        """Whether the version is here and its files are, byte for byte, those of its manifest. Reads all of them."""
+        try:
+            manifest = self.manifest(version)
+            with self.hold(version, "check") as folder:
+                return all(hash_file(folder / file.name).blake3 == file.blake3 for file in manifest.files)
+        except InvalidValue:
+            return False
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all weights here: of versions, also retired ones that are held, and of those on their way in."""
+        files = [*self._versions.glob("*/*.safetensors"), *self._receiving_folder.glob("*/*.safetensors")]
+        return sum(size_here(file) for file in files)
+
+    def check_room(self, what: str, file_bytes: int) -> None:
+        """Raises LimitExceeded where ``file_bytes`` more are over the bound, or more than the host has left."""
+        self.sweep()
+        held_bytes = self.held_bytes
+        if self.bound_bytes and held_bytes + file_bytes > self.bound_bytes:
+            left = max(0, self.bound_bytes - held_bytes)
+            bound = f"this host's store is bound to {self.bound_bytes:,}, of which {held_bytes:,} are in use"
+            allowed = f"at most {left:,} bytes now: {bound}"
+            raise LimitExceeded(what, f"{file_bytes:,} bytes", allowed)
+        room = os.statvfs(self.root)
+        free_bytes = room.f_bavail * room.f_frsize
+        if file_bytes > free_bytes:
+            raise LimitExceeded(
+                what, f"{file_bytes:,} bytes", f"at most {free_bytes:,} bytes: all that {self.root} has left"
+            )
+
+    # ------------------------------------------------------------------------------------------------------ receiving
+
+    def receive(self, manifest: Manifest) -> Receiving:
+        """Begins to take a version in. Its room is taken at once, before a byte of it travels.
+
+        Raises Conflict where the version is here or on its way, or an other one of this number is; InvalidValue where
+        its tensors are not the model's; LimitExceeded where there is no room for it.
+        """
+        with self._changing:
+            self._check_absent(manifest)
+            if manifest.name in self._receiving:
+                raise Conflict("version", manifest.name, "a version that is not here", why="is on its way in already")
+            self.check_tensors({each.header.name: each.header for each in manifest.tensors})
+            if manifest.canary is not None:
+                check_canary(manifest.canary, self.reference.vocab_size)
+            self.check_room(f"weights: version {manifest.version}", manifest.total_bytes)
+            folder = self._receiving_folder / manifest.name
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            try:
+                receiving = Receiving(folder, manifest, self._sealed, self._received)
+            except OSError as error:
+                shutil.rmtree(folder, ignore_errors=True)
+                if not is_full(error):
+                    raise
+                what, size = f"weights: version {manifest.version}", f"{manifest.total_bytes:,} bytes"
+                raise LimitExceeded(what, size, f"what {self.root} has room for ({error.strerror})") from error
+            self._receiving[manifest.name] = receiving
+        return receiving
+
+    def receiving(self, name: str) -> Receiving | None:
+        """The version of this name that is on its way in."""
+        return self._receiving.get(name)
+
+    def check_tensors(self, found: Mapping[str, TensorHeader]) -> None:
+        """Raises InvalidValue for the first tensor that is not as the model's."""
+        check_tensors(found, self.reference.tensors)
+
+    def _sealed(self, receiving: Receiving) -> Path:
+        manifest, found = receiving.manifest, {}
+        for file in manifest.files:
+            found[file.name] = read_header(receiving.folder / file.name)
+        placed = {each.header.name: each.header for each in manifest.tensors}
+        if {name: header for headers in found.values() for name, header in headers.items()} != placed:
+            raise InvalidValue(f"{manifest.name}: tensors", "other ones than its files hold", "those of its files")
+        with self._changing:
+            self._check_absent(manifest)
+            return self._admit(receiving.folder, manifest)
+
+    def _check_absent(self, manifest: Manifest) -> None:
+        """Raises Conflict where a version of this number is here: one that was published anew meanwhile stays."""
+        if self._is_live(manifest.version):
+            found = name_of(self._versions / str(manifest.version))
+            why = "is here already" if found == manifest.name else f"is here as {found}"
+            raise Conflict("version", manifest.name, "a version that is not here", why=why)
+
+    def _received(self, receiving: Receiving) -> None:
+        with self._changing:
+            self._receiving.pop(receiving.manifest.name, None)
+        shutil.rmtree(receiving.folder, ignore_errors=True)
+
+    def _admit(self, folder: Path, manifest: Manifest) -> Path:
+        """Makes ``folder``, whose weights are checked, the version of its manifest, in one rename. Returns its place.
+
+        Where something cannot be written (OSError) what was held before is held still.
+        """
+        target = self._versions / str(manifest.version)
+        replaced = self._versions / f".{manifest.version}.replaced"
+        self._complete(folder, manifest)
+        with self._changing:
+            shutil.rmtree(replaced, ignore_errors=True)
+            if target.is_dir():
+                os.rename(target, replaced)
+            try:
+                os.rename(folder, target)
+            except OSError:
+                if replaced.is_dir():
+                    os.rename(replaced, target)
+                raise
+            self._canaries.pop(manifest.version, None)
+        shutil.rmtree(replaced, ignore_errors=True)
+        return target
+
+    def _complete(self, folder: Path, manifest: Manifest) -> None:
+        """Adds to the weights what makes ``folder`` loadable, and what the store itself needs."""
+        self._link_side_files(folder)
+        if {file.name for file in manifest.files} != {WEIGHTS_FILE}:
+            weight_map = {each.header.name: each.file for each in manifest.tensors}
+            total_bytes = sum(each.header.content_bytes for each in manifest.tensors)
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+            (folder / INDEX_FILE).write_text(json.dumps(index))
+        (folder / MANIFEST_FILE).write_text(manifest.with_canary(None).to_json())
+        (folder / NAME_FILE).write_text(manifest.name)
+        if manifest.canary is not None:
+            _write_canary(folder, manifest.canary)
+
+    # ------------------------------------------------------------------------------------------------------- retiring
+
+    def retire(self, version: int) -> None:
+        """Frees a version that left the window, unless it is the one that is kept. An unknown one is ignored.
+
+        One that is held is freed when it is let go; until then nobody new can hold it.
+        """
+        if version != self._kept_version:
+            self._remove(version)
+
+    def sweep(self) -> None:
+        """Frees the retired versions that nobody holds any more."""
+        for mark in list(self._versions.glob(f"*/{RETIRED_FILE}")):
+            self._remove(int(mark.parent.name))
+
+    def _remove(self, version: int) -> None:
+        folder = self._versions / str(version)
+        with self._changing:
+            self._canaries.pop(version, None)
+            if not folder.is_dir():
+                return
+            name = name_of(folder)
+            (folder / RETIRED_FILE).touch()  # from here on nobody new holds it: then the look at who does
+            users = holders(self.root, name)
+            if users:
+                log.info("version %d is retired, and kept until %s let it go", version, ", ".join(users))
+                return
+            gone = self._versions / f".{version}"
+            os.rename(folder, gone)  # a reader sees the whole folder or none
+        self._free(gone)
+        shutil.rmtree(self.root / HOLDS_FOLDER / name, ignore_errors=True)
+
+    def _free(self, folder: Path) -> None:
+        shutil.rmtree(folder)
+
+    # ---------------------------------------------------------------------------------------------------------- on disk
+
+    def persist(self, version: int, folder: Path) -> None:
+        """Copies a version into ``folder`` on a disk, complete or absent, for restarts. Raises NotFound, OSError."""
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        with self.hold(version, "persist") as source:
+            canary = self.canary(version)
+            for file in source.iterdir():
+                if not file.is_symlink() and file.name not in (NAME_FILE, CANARY_FILE):
+                    shutil.copyfile(file, unfinished / file.name)
+            if canary is not None:
+                _write_canary(unfinished, canary)
+        for file in unfinished.iterdir():
+            _to_disk(file)
+        _to_disk(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(unfinished, folder)
+        _to_disk(folder.parent)
+
+    def restore(self, folder: Path) -> Manifest:
+        """Takes a version in that :meth:`persist` wrote, every chunk checked. Returns its manifest.
+
+        Raises InvalidValue for a folder that is not whole, and as :meth:`receive`.
+        """
+        try:
+            manifest = read_manifest((folder / MANIFEST_FILE).read_text())
+        except OSError as error:
+            raise InvalidValue(
+                "version on disk", str(folder), f"a folder with {MANIFEST_FILE} ({error.strerror})"
+            ) from error
+        canary_file = folder / CANARY_FILE
+        if canary_file.is_file():
+            stored = json.loads(canary_file.read_text())
+            manifest = manifest.with_canary(Canary(tuple(stored["token_ids"]), tuple(stored["logprobs"])))
+        receiving = self.receive(manifest)
+        try:
+            for file in manifest.files:
+                with (folder / file.name).open("rb") as stream:
+                    for index in range(file.chunks):
+                        receiving.write(file.name, index, stream.read(file.chunk(index)[1]))
+            receiving.seal()
+        except OSError as error:
+            raise InvalidValue("version on disk", str(folder), f"a folder to read from ({error.strerror})") from error
+        finally:
+            receiving.close()
+        return manifest
+
+    # ---------------------------------------------------------------------------------------------------------- folders
+
+    def _is_live(self, version: int) -> bool:
+        folder = self._versions / str(version)
+        return folder.is_dir() and not (folder / RETIRED_FILE).exists()
+
+    def _link_reference(self) -> None:
+        unfinished = self._versions / ".0"
+        unfinished.mkdir()
+        names = [*self.reference.files]
+        if (self.reference.folder / INDEX_FILE).is_file():
+            names.append(INDEX_FILE)
+        for name in names:
+            (unfinished / name).symlink_to((self.reference.folder / name).resolve())
+        self._link_side_files(unfinished)
+        (unfinished / NAME_FILE).write_text(version_name(0, model_digest(self.reference)))
+        os.rename(unfinished, self._versions / "0")
+
+    def _link_side_files(self, folder: Path) -> None:
+        """Links config, tokenizer and the like: everything of the reference that is no weights."""
+        for file in self.reference.folder.iterdir():
+            if file.is_file() and not file.name.endswith((*_WEIGHT_SUFFIXES, ".index.json")):
+                link = folder / file.name
+                if not link.is_symlink():
+                    link.symlink_to(file.resolve())
+
+
+def size_here(file: Path) -> int:
+    """Bytes of a file that lies here itself; a link takes no room."""
+    try:
+        return 0 if file.is_symlink() else file.stat().st_size
+    except OSError:  # gone meanwhile
+        return 0
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_canary(folder: Path, canary: Canary) -> None:
+    unfinished = folder / f".{CANARY_FILE}"
+    unfinished.write_text(json.dumps({"token_ids": canary.token_ids, "logprobs": canary.logprobs}))
+    os.rename(unfinished, folder / CANARY_FILE)

@@ -1,0 +1,109 @@
+"""What a worker's engine has sampled since its last report, gathered by request until it is time to report it."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.channel import BATCH_BYTES
+from dora.rpc.columns import columns_to_wire
+from dora.stretches import Stretch
+from dora.types import FinishReason, TokenDelta
+
+TOKEN_BYTES: Final = 8  # of a token's id and logprob
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """One request's new tokens."""
+
+    first_token: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop: str = ""
+    routed_experts: bytearray = field(default_factory=bytearray)
+
+
+class Gathering:
+    """Tokens of one version, by request; and the row of each request that the engine holds."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {}
+        self._gathered: dict[str, _Gathered] = {}
+        self.version: int | None = None  # that sampled what is here; None: nothing is
+        self.has_ends = False
+
+    def __bool__(self) -> bool:
+        return bool(self._gathered)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._gathered
+
+    def name(self, request_id: str, row: int) -> None:
+        """The service knows the request by this row from now on."""
+        self._rows[request_id] = row
+
+    def forget(self, request_id: str) -> None:
+        """The engine does not hold the request any more. What was gathered of it must be reported before."""
+        self._rows.pop(request_id, None)
+
+    def takes(self, deltas: Iterable[TokenDelta]) -> bool:
+        """Whether these can join what is here: they are of the same version."""
+        return not self._gathered or all(delta.version == self.version for delta in deltas)
+
+    def add(self, deltas: Iterable[TokenDelta]) -> None:
+        """Of the version of what is here already, and each with the token that follows there."""
+        for delta in deltas:
+            self.version = delta.version
+            gathered = self._gathered.get(delta.request_id)
+            if gathered is None:
+                gathered = self._gathered[delta.request_id] = _Gathered(delta.first_token)
+            gathered.token_ids.extend(delta.token_ids)
+            gathered.logprobs.extend(delta.logprobs)
+            gathered.routed_experts += delta.routed_experts
+            if delta.finish_reason is not None:
+                gathered.finish_reason, gathered.stop = delta.finish_reason, delta.stop
+                self.has_ends = True
+
+    def take(self, ends_only: bool = False) -> list[pb.TokenColumns]:
+        """All of it, for as many reports as messages of about ``BATCH_BYTES`` take: rows of long prompts take many.
+
+        ``ends_only``: what is of requests that have ended; the rest stays.
+        """
+        gathered_of, left = self._gathered, {}
+        if ends_only:
+            left = {name: each for name, each in gathered_of.items() if each.finish_reason is None}
+            gathered_of = {name: each for name, each in gathered_of.items() if each.finish_reason is not None}
+        stretches = [
+            Stretch(
+                self._rows[request_id],
+                gathered.first_token,
+                tuple(gathered.token_ids),
+                tuple(gathered.logprobs),
+                gathered.finish_reason,
+                gathered.stop,
+                bytes(gathered.routed_experts),
+            )
+            for request_id, gathered in gathered_of.items()
+        ]
+        for request_id, gathered in gathered_of.items():
+            if gathered.finish_reason is not None:
+                self.forget(request_id)
+        self._gathered, self.has_ends = left, False
+        self.version = self.version if left else None
+        return [columns_to_wire(batch) for batch in _batches(stretches)]
+
+
+def _batches(stretches: list[Stretch]) -> Iterator[list[Stretch]]:
+    batch: list[Stretch] = []
+    held_bytes = 0
+    for stretch in stretches:
+        stretch_bytes = TOKEN_BYTES * len(stretch.token_ids) + len(stretch.routed_experts)
+        if batch and held_bytes + stretch_bytes > BATCH_BYTES:
+            yield batch
+            batch, held_bytes = [], 0
+        batch.append(stretch)
+        held_bytes += stretch_bytes
+    if batch:
+        yield batch

@@ -1,0 +1,157 @@
+"""What a worker's requests have got so far, kept until the service has it for good.
+
+A service that keeps its state may have lost what a worker reported last, and a worker may generate on while there is no
+service. So each response is kept whole, from its first token, until its request is removed, or has ended and is
+settled.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from dora.rpc import dora_pb2 as pb
+from dora.types import FinishReason, RequestSpec, TokenDelta
+
+KEPT_BYTES_MOST: Final = 256 << 20
+PIECE_BYTES: Final = 4 << 20  # of one response in one report
+TOKEN_BYTES: Final = 8  # of a token's id and logprob
+
+
+@dataclass(slots=True)
+class _Response:
+    version: int
+    prompt_tokens: int
+    token_ids: "array[int]"
+    logprobs: "array[float]"
+    first_sampled: int  # tokens that it had when it came here
+    routed: bytearray = field(default_factory=bytearray)  # rows of what was fed here
+    finish_reason: FinishReason | None = None
+    stop: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        return TOKEN_BYTES * len(self.token_ids) + len(self.routed)
+
+    @property
+    def first_token(self) -> int:
+        """The first token that it can be reported from: rows of those before were reported elsewhere."""
+        return self.first_sampled if self.routed else 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token, with its row of routed experts."""
+        return TOKEN_BYTES + (len(self.routed) // self._rows(len(self.token_ids)) if self.routed else 0)
+
+    def routed_between(self, first: int, end: int) -> bytes:
+        """Rows that come with these tokens."""
+        if not self.routed:
+            return b""
+        row_bytes = self.token_bytes - TOKEN_BYTES
+        before = self._rows(first) if first > self.first_sampled else 0
+        return bytes(self.routed[before * row_bytes : self._rows(end) * row_bytes])
+
+    def _rows(self, tokens: int) -> int:
+        """Of what was fed here for so many tokens: with the first token of a response its whole prompt."""
+        return tokens - self.first_sampled + (0 if self.first_sampled else self.prompt_tokens - 1)
+
+
+class Responses:
+    """Responses by request.
+
+    Bounded to ``most_bytes``: of those that have ended, and of what has come since the service is away. Where it is
+    full the worker stops stepping. What else runs is bounded by the engine.
+    """
+
+    def __init__(self, most_bytes: int = KEPT_BYTES_MOST) -> None:
+        self._most_bytes = most_bytes
+        self._kept: dict[str, _Response] = {}
+        self._ended_bytes = 0
+        self._alone_bytes = 0  # since the service is away, of what runs
+        self.is_alone = False  # the service is away
+
+    @property
+    def is_full(self) -> bool:
+        return self._ended_bytes + self._alone_bytes >= self._most_bytes
+
+    def begin(self, request: RequestSpec) -> None:
+        """The engine holds the request from now on, with the tokens that it has."""
+        self.forget(request.request_id)
+        self._kept[request.request_id] = _Response(
+            request.version,
+            len(request.prompt_token_ids),
+            array("i", request.output_token_ids),
+            array("f", request.logprobs),
+            len(request.output_token_ids),
+        )
+
+    def add(self, deltas: Iterable[TokenDelta]) -> None:
+        """What a step has sampled."""
+        for delta in deltas:
+            response = self._kept[delta.request_id]
+            response.token_ids.extend(delta.token_ids)
+            response.logprobs.extend(delta.logprobs)
+            response.routed += delta.routed_experts
+            if self.is_alone:
+                self._alone_bytes += TOKEN_BYTES * len(delta.token_ids) + len(delta.routed_experts)
+            if delta.finish_reason is not None:
+                response.finish_reason, response.stop = delta.finish_reason, delta.stop
+                self._ended_bytes += response.size_bytes
+
+    def forget(self, request_id: str) -> None:
+        """The request was removed, or has ended and is settled. Unknown ids are ignored."""
+        response = self._kept.pop(request_id, None)
+        if response is not None and response.finish_reason is not None:
+            self._ended_bytes -= response.size_bytes
+
+    def clear(self) -> None:
+        """Another version is loaded: what has ended of this one and is not settled has to be generated again, if it was
+        lost."""
+        self._kept.clear()
+        self._ended_bytes = 0
+
+    def held(self) -> list[pb.HeldRequest]:
+        """What a hello says of them."""
+        return [
+            pb.HeldRequest(request_id=request_id, tokens=len(each.token_ids), first_token=each.first_token)
+            for request_id, each in self._kept.items()
+        ]
+
+    def come_back(self, goes_on: Mapping[str, int]) -> tuple[list[str], list[list[TokenDelta]]]:
+        """The service is there again. ``goes_on``: of the requests that go on, the tokens that it has.
+
+        Returns those that do not, which are forgotten, and of the others what the service lacks: in rounds, of which
+        each is to be reported by itself, as a report is bounded.
+        """
+        self.is_alone, self._alone_bytes = False, 0
+        over = [request_id for request_id in self._kept if request_id not in goes_on]
+        for request_id in over:
+            self.forget(request_id)
+        rounds: list[list[TokenDelta]] = [[]]
+        for request_id, tokens in goes_on.items():
+            if request_id in self._kept:
+                for number, piece in enumerate(self._after(request_id, tokens)):
+                    rounds[number:] = rounds[number:] or [[]]
+                    rounds[number].append(piece)
+        return over, rounds
+
+    def _after(self, request_id: str, tokens: int) -> Iterator[TokenDelta]:
+        """What comes after so many tokens, in pieces of at most ``PIECE_BYTES``; the last one has the end."""
+        response = self._kept[request_id]
+        total, most = len(response.token_ids), max(1, PIECE_BYTES // response.token_bytes)
+        while tokens < total or (tokens == total and response.finish_reason is not None):
+            end = min(total, tokens + most)
+            ends = end == total
+            yield TokenDelta(
+                request_id,
+                response.version,
+                tokens,
+                tuple(response.token_ids[tokens:end]),
+                tuple(response.logprobs[tokens:end]),
+                response.finish_reason if ends else None,
+                response.stop if ends else "",
+                response.routed_between(tokens, end),
+            )
+            if ends:
+                return
+            tokens = end

@@ -1,0 +1,172 @@
+"""The generated part of docs/convergence.md: tables and bars in Markdown."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from dora.errors import InvalidValue
+from experiments.convergence.intervals import Estimate
+from experiments.convergence.report import SOONER_BAR
+
+BEGIN: Final = "<!-- results: written by python -m experiments.convergence -->"
+END: Final = "<!-- end of results -->"
+REWARD_PLOT: Final = "convergence-reward.svg"
+LIMITS_PLOT: Final = "convergence-limits.svg"
+
+
+def with_results(page: str, results: str) -> str:
+    """``page`` with ``results`` between its two marks. Raises InvalidValue for a page without them."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise InvalidValue("--page", page[:80], f"a page with the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{results.strip()}\n\n{END}{after}"
+
+
+def write_page(path: Path, results: str) -> None:
+    path.write_text(with_results(path.read_text(), results))
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """Setup, rates, modes, bars, staleness and limits, as far as there are runs of them."""
+    setup = report["setup"]
+    parts = [
+        f"{setup['steps']} steps, learning rate {setup['learning_rate']:g}, mean and 95% interval over seeds (their "
+        f"number in brackets). Load average of the machine while it ran: {setup['load']}.",
+    ]
+    if report["rates"]:
+        parts += [
+            "**The learning rate**, by the mean reward of sync over all steps, with seeds of its own.",
+            _rates(report),
+        ]
+    if report["modes"]:
+        parts += ["**Reward at equal samples.**", _rewards(report["modes"])]
+        parts += [f"![Reward by samples and by the clock]({REWARD_PLOT})"]
+        level = "" if setup["level"] is None else f" The level is a reward of {_number(setup['level'])}."
+        parts += [f"**By the clock.**{level}", _clocks(report["modes"])]
+    if report["bars"]:
+        parts += ["**Bars.**", _bars(report)]
+    if report["staleness"]:
+        parts += ["**By staleness** of what was trained on.", _staleness(report)]
+    if report["limits"]:
+        base = report["modes"].get(report["base_of_limits"], {}).get("title", report["base_of_limits"])
+        parts += [f"**What limits.** Each row is {base} with one thing changed.", _limits(report)]
+    if report["staleness"]:
+        parts.append(f"![Staleness, and what it does]({LIMITS_PLOT})")
+    if report["failures"]:
+        parts += ["**Promises that were broken:**", "\n".join(f"- {each}" for each in report["failures"])]
+    return "\n\n".join(parts)
+
+
+def _rates(report: Mapping[str, Any]) -> str:
+    chosen = f"{report['setup']['learning_rate']:g}"
+    rows = [[f"**{rate}**" if rate == chosen else rate, _estimate(each)] for rate, each in report["rates"].items()]
+    return _table(["learning rate", "mean reward"], rows)
+
+
+def _rewards(modes: Mapping[str, Mapping[str, Any]]) -> str:
+    heads = ["", "staleness", "end", "over sync's", "policy at the end", "over sync's", "all steps", "over sync's"]
+    rows = [
+        [
+            f"{row['title']} ({row['seeds']})",
+            _estimate(row["staleness_mean"], 2),
+            _estimate(row["end_reward"]),
+            _estimate(row["end_difference"], signed=True),
+            _estimate(row["policy_reward"]),
+            _estimate(row["policy_difference"], signed=True),
+            _estimate(row["mean_reward"]),
+            _estimate(row["mean_difference"], signed=True),
+        ]
+        for row in modes.values()
+        if row["seeds"]
+    ]
+    return _table(heads, rows)
+
+
+def _clocks(modes: Mapping[str, Mapping[str, Any]]) -> str:
+    heads = ["", "reach it", "steps", "measured s a step", "trainer waits", "sooner, measured", "the policy"]
+    heads += ["simulated min a step", "sooner, simulated", "the policy"]
+    rows = [
+        [
+            row["title"],
+            f"{row['reached']} of {row['seeds']}" if row["seeds"] and "reached" in row else "-",
+            _estimate(row.get("steps_to_level"), 1),
+            _estimate(row["step_s"], 2),
+            _share(row["waited_share"]),
+            _estimate(row.get("sooner_measured"), 2),
+            _estimate(row.get("sooner_measured_policy"), 2),
+            _number(row["fleet_step_min"], 2),
+            _estimate(row.get("sooner_fleet"), 2),
+            _estimate(row.get("sooner_fleet_policy"), 2),
+        ]
+        for row in modes.values()
+    ]
+    return _table(heads, rows)
+
+
+def _bars(report: Mapping[str, Any]) -> str:
+    heads = ["", "reaches sync's reward", "its policy does", f"{SOONER_BAR:g} times sooner, measured", "simulated"]
+    words = {True: "yes", False: "**no**", None: "-"}
+    rows = [
+        [report["modes"][name]["title"], *(words[met] for met in bars.values())]
+        for name, bars in report["bars"].items()
+    ]
+    return _table(heads, rows)
+
+
+def _staleness(report: Mapping[str, Any]) -> str:
+    heads = ["", "staleness", "responses", "tokens clipped", "effective sample", "99% of ratios below"]
+    rows = [
+        [
+            report["modes"][name]["title"],
+            staleness,
+            _share(cell["share"]),
+            _share(cell["clip_fraction"]),
+            _share(cell["effective_sample"]),
+            _number(cell["ratio_p99"], 2),
+        ]
+        for name, cells in report["staleness"].items()
+        for staleness, cell in cells.items()
+    ]
+    return _table(heads, rows)
+
+
+def _limits(report: Mapping[str, Any]) -> str:
+    rows = [report["modes"][report["base_of_limits"]]] if report["base_of_limits"] in report["modes"] else []
+    cells = [
+        [
+            f"{row['title']} ({row['seeds']})",
+            _estimate(row["staleness_mean"], 2),
+            _estimate(row["end_reward"]),
+            _estimate(row["end_difference"], signed=True),
+            _estimate(row["mean_reward"]),
+            _estimate(row.get("steps_to_level"), 1),
+        ]
+        for row in [*rows, *report["limits"].values()]
+    ]
+    return _table(["", "staleness", "end reward", "over sync's", "all steps", "steps to the level"], cells)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def lines() -> Iterator[str]:
+        yield f"| {' | '.join(heads)} |"
+        yield f"|{'|'.join(['---', *['---:'] * (len(heads) - 1)])}|"
+        yield from (f"| {' | '.join(row)} |" for row in rows)
+
+    return "\n".join(lines())
+
+
+def _estimate(found: Estimate | None, digits: int = 3, signed: bool = False) -> str:
+    if found is None:
+        return "-"
+    mean = f"{found.mean:+.{digits}f}" if signed else f"{found.mean:.{digits}f}"
+    return mean if found.half is None else f"{mean} ± {found.half:.{digits}f}"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _share(value: Estimate | float | None) -> str:
+    number = value.mean if isinstance(value, Estimate) else value
+    return "-" if number is None else f"{number:.1%}"

@@ -1,0 +1,117 @@
+"""Which runs there are, in order; a run is done once its result is there and is of the same specification."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dora.config import load_config
+from dora.errors import DoraError
+from experiments.convergence.rows import HALF_RATE, RATE_SEEDS, SYNC, Row
+
+Result = Mapping[str, Any]  # one file of ``runs``; see trial.py
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of the live service, wholly specified."""
+
+    row: str
+    seed: int
+    steps: int
+    learning_rate: float
+    settings: tuple[str, ...]
+    trainer_arguments: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.row}-lr{self.learning_rate:g}-seed{self.seed}"
+
+    @property
+    def specification(self) -> dict[str, Any]:
+        """As it reads in a result."""
+        return json.loads(json.dumps(asdict(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The folder of all results."""
+
+    root: Path
+
+    @property
+    def runs(self) -> Path:
+        return self.root / "runs"
+
+    @property
+    def fleet(self) -> Path:
+        return self.root / "fleet"
+
+    @property
+    def work(self) -> Path:
+        """A folder for the demo of each run, removed when the run has ended well."""
+        return self.root / "work"
+
+    def result(self, run: Run) -> Result | None:
+        """None: there is none, or it is of another specification."""
+        found = read_json(self.runs / f"{run.name}.json")
+        return found if found is not None and found["run"] == run.specification else None
+
+    def write(self, run: Run, result: Result) -> None:
+        write_json(self.runs / f"{run.name}.json", result)
+
+
+def read_json(path: Path) -> Any:
+    """None where there is no such file."""
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """The file appears whole: a run that is interrupted leaves none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)
+
+
+def refusal(row: Row) -> str:
+    """Why this version of the service cannot run the row; empty: it can, or the row is only simulated."""
+    try:
+        load_config(None, [*row.settings])
+    except DoraError as error:
+        return str(error)
+    return ""
+
+
+def rate_runs(sync: Row, rates: Sequence[float], steps: int, settings: Sequence[str]) -> list[Run]:
+    """The sweep of the learning rate."""
+    return [_run(sync, seed, steps, rate, settings) for seed in RATE_SEEDS for rate in rates]
+
+
+def row_runs(rows: Sequence[Row], seeds: int, steps: int, rate: float, settings: Sequence[str]) -> list[Run]:
+    """Seed by seed, so that what slows the machine down for a while slows every row down, and rows end together."""
+    return [
+        _run(row, seed, steps, rate / 2 if row.name == HALF_RATE else rate, settings)
+        for seed in range(seeds)
+        for row in rows
+        if not row.reward_of
+    ]
+
+
+def _run(row: Row, seed: int, steps: int, rate: float, settings: Sequence[str]) -> Run:
+    return Run(row.name, seed, steps, rate, (*row.settings, *settings), row.trainer_arguments)
+
+
+def chosen_rate(results: Sequence[Result]) -> float:
+    """Of a sweep: the learning rate with the highest reward, mean over all steps and seeds."""
+    rewards: dict[float, list[float]] = {}
+    for result in results:
+        assert result["run"]["row"] == SYNC
+        rewards.setdefault(result["run"]["learning_rate"], []).extend(rewards_of(result))
+    return max(rewards, key=lambda rate: sum(rewards[rate]) / len(rewards[rate]))
+
+
+def rewards_of(result: Result) -> Iterator[float]:
+    """The mean reward of each step; 0 where no response had a valid one."""
+    return (step["reward"] or 0.0 for step in result["steps"])

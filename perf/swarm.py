@@ -1,0 +1,215 @@
+"""Synthetic workers, many in one process, each with a connection of its own: the load of perf/orchestrator.py."""
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import grpc
+import numpy as np
+
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.channel import bearer, channel_options
+from dora.types import EngineCapability
+
+KEPT_BYTES: Final = 32 << 20  # of reports that are kept, to be sent again to a server that drops them
+ENDLESS: Final = 1 << 40
+GOLDEN: Final = 0.6180339887  # its multiples are spread evenly over 0 to 1
+END_WAITS_S: Final = 0.05  # for others, as in dora/worker/loop.py
+POOL_TOKENS: Final = 1 << 16  # made once, out of which reports are cut
+REQUEST: Final = {"row": np.int64, "began_s": np.float64, "done": np.int64}  # done: tokens that were reported
+LATE_S: Final = 0.005  # of a report that is as good as in time
+CONNECT: Final = "/dora.v1.Worker/Connect"
+
+
+@dataclass(frozen=True)
+class Load:
+    """What each worker does: ``requests`` at once, each of ``length`` tokens (0: without end) at ``tokens_per_s``."""
+
+    requests: int
+    length: int
+    tokens_per_s: float
+
+
+@dataclass
+class Sent:
+    """What all workers of a swarm have sent."""
+
+    started: int = 0
+    tokens: int = 0
+    reports: int = 0
+    report_bytes: int = 0
+    kept: deque[tuple[bytes, int]] = field(default_factory=deque)  # reports, with their tokens
+    kept_bytes: int = 0
+    keeps: bool = False
+
+    def note(self, content: bytes, tokens: int) -> None:
+        self.tokens += tokens
+        self.reports += 1
+        self.report_bytes += len(content)
+        if self.keeps and self.kept_bytes < KEPT_BYTES:
+            self.kept.append((content, tokens))
+            self.kept_bytes += len(content)
+
+
+class SyntheticWorker:
+    """One worker: obeys commands at once, samples tokens by the clock, reports as the service says."""
+
+    def __init__(self, name: str, load: Load, sent: Sent, rng: np.random.Generator, vocab_size: int) -> None:
+        self.name, self._load, self._sent = name, load, sent
+        self._random = rng
+        self._token_ids = rng.integers(3, vocab_size, POOL_TOKENS, dtype=np.int32)
+        self._logprobs = -rng.random(POOL_TOKENS, dtype=np.float32)
+        self._rows: dict[str, int] = {}  # of requests, by id
+        self._requests = {name: np.zeros(0, dtype) for name, dtype in REQUEST.items()}
+        self._version = -1
+        self._generated = 0
+        self._begun = 0
+        self.period_s = 1.0
+        self.ready = asyncio.Event()
+
+    def obey(self, command: pb.WorkerCommand) -> pb.WorkerMessage | None:
+        """The outcome; None where the command has none."""
+        kind = command.WhichOneof("kind")
+        if kind == "pace":
+            self.period_s = command.pace.report_period_ms / 1000
+            return None
+        if kind == "start_requests":
+            return self._start_all(command.start_requests)
+        outcome = pb.WorkerOutcome(command_id=command.command_id, ok=True, at=time.time())
+        if kind == "load_version":
+            self._version = command.load_version.version
+            self.ready.set()
+        elif kind == "start_request":
+            self._start(command.start_request)
+        elif kind == "remove_request":
+            row = self._rows.pop(command.remove_request.request_id, None)
+            self._keep(self._requests["row"] != row)
+        elif kind != "cancel_reservation":
+            outcome.ok, outcome.error, outcome.error_kind = False, "a synthetic worker moves nothing", "refused"
+        return pb.WorkerMessage(outcome=outcome)
+
+    def _start_all(self, orders: pb.StartRequests) -> pb.WorkerMessage:
+        for order in orders.requests:
+            self._start(order)
+        at = time.time()
+        outcomes = [pb.WorkerOutcome(command_id=order.command_id, ok=True, at=at) for order in orders.requests]
+        return pb.WorkerMessage(outcomes=pb.WorkerOutcomes(outcomes=outcomes))
+
+    def _start(self, order: pb.StartRequest) -> None:
+        """The first groups are as far as they would be had all been running for long: their ends come evenly."""
+        done = len(order.output_token_ids) // convert.TOKEN_ID_BYTES
+        length, now_s = self._load.length or ENDLESS, time.monotonic()
+        is_first = self._load.length and self._begun < self._load.requests
+        group = int(order.request_id.removeprefix("g").partition(".")[0])
+        ahead = max(done, int(length * (group * GOLDEN % 1.0))) if is_first else done
+        began_s = now_s - ahead / self._load.tokens_per_s
+        new = {"row": order.row, "began_s": began_s, "done": done}
+        self._requests = {name: np.append(column, new[name]) for name, column in self._requests.items()}
+        self._rows[order.request_id] = order.row
+        self._begun += 1
+        self._sent.started += 1
+
+    def _keep(self, kept: np.ndarray) -> None:
+        self._requests = {name: column[kept] for name, column in self._requests.items()}
+
+    def due_s(self, reported_s: float) -> tuple[float, bool]:
+        """When the next report is due, and whether it is of ends only."""
+        due_s, began_s = reported_s + self.period_s, self._requests["began_s"]
+        if self._load.length and len(began_s):
+            ends_s = float(began_s.min()) + self._load.length / self._load.tokens_per_s + END_WAITS_S
+            return min(due_s, ends_s), ends_s < due_s
+        return due_s, False
+
+    def stall(self, late_s: float) -> None:
+        """Nothing was sampled for so long, as the service did not read."""
+        self._requests["began_s"] += late_s
+
+    def report(self, ends_only: bool = False) -> tuple[bytes, int]:
+        """What was sampled since the last report, or of it what has ended, and how many tokens that is."""
+        now_s, length, requests = time.monotonic(), self._load.length or ENDLESS, self._requests
+        reached = np.minimum(length, ((now_s - requests["began_s"]) * self._load.tokens_per_s).astype(np.int64))
+        some = (reached > requests["done"]) & (not ends_only or reached == length)
+        counts, ends = (reached - requests["done"])[some], reached[some] == length
+        tokens = int(counts.sum())
+        at = int(self._random.integers(0, max(1, POOL_TOKENS - tokens)))
+        columns = pb.TokenColumns(
+            rows=requests["row"][some].astype("<u4").tobytes(),
+            first_tokens=requests["done"][some].astype("<u4").tobytes(),
+            counts=counts.astype("<u4").tobytes(),
+            ends=(2 * ends).astype("u1").tobytes() if ends.any() else b"",
+            token_ids=np.resize(self._token_ids[at : at + tokens], tokens).tobytes(),
+            logprobs=np.resize(self._logprobs[at : at + tokens], tokens).tobytes(),
+        )
+        requests["done"][some] = reached[some]
+        if ends.any():
+            self._keep(requests["done"] < length)
+        self._generated += tokens
+        report = pb.WorkerReport(
+            tokens=columns if tokens else None,
+            running=len(self._requests["row"]),
+            kv_used_tokens=int(self._requests["done"].sum()),
+            generated_tokens=self._generated,
+            version=self._version,
+            at=time.time(),
+        )
+        return pb.WorkerMessage(report=report).SerializeToString(), tokens
+
+
+class Swarm:
+    """``run`` connects all workers and serves until it is cancelled; ``ready`` once each hosts a version."""
+
+    def __init__(self, address: str, token: str, capability: EngineCapability, load: Load, workers: int) -> None:
+        self._address, self._token, self._capability = address, token, capability
+        self.sent = Sent()
+        self.workers = [
+            SyntheticWorker(f"s{index}", load, self.sent, np.random.default_rng(index), capability.vocab_size)
+            for index in range(workers)
+        ]
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for worker in self.workers:
+                group.create_task(self._serve(worker))
+
+    async def ready(self) -> None:
+        for worker in self.workers:
+            await worker.ready.wait()
+
+    async def _serve(self, worker: SyntheticWorker) -> None:
+        options = [*channel_options(proxied=False), ("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+            connect = channel.stream_stream(CONNECT, response_deserializer=pb.WorkerCommand.FromString)
+            call: Any = connect(metadata=bearer(self._token), wait_for_ready=True)
+            hello = convert.hello_to_wire(worker.name, 1, "synthetic", self._capability)
+            hello.takes_start_requests = True
+            await call.write(pb.WorkerMessage(hello=hello).SerializeToString())
+            worker.period_s = (await call.read()).welcome.report_period_ms / 1000
+            writing = asyncio.Lock()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._obey(worker, call, writing))
+                group.create_task(self._report(worker, call, writing))
+
+    async def _obey(self, worker: SyntheticWorker, call: Any, writing: asyncio.Lock) -> None:
+        while (command := await call.read()) is not grpc.aio.EOF:
+            said = worker.obey(command)
+            if said is not None:
+                async with writing:
+                    await call.write(said.SerializeToString())
+
+    async def _report(self, worker: SyntheticWorker, call: Any, writing: asyncio.Lock) -> None:
+        """gRPC holds a writer back whose reader is behind; then nothing is sampled."""
+        reported_s = time.monotonic()
+        while True:
+            (due_s, ends_only), now_s = worker.due_s(reported_s), time.monotonic()
+            if due_s > now_s:
+                await asyncio.sleep(due_s - now_s)
+                continue
+            async with writing:
+                worker.stall(max(0.0, time.monotonic() - due_s - LATE_S))
+                reported_s = reported_s if ends_only else time.monotonic()
+                content, tokens = worker.report(ends_only)
+                self.sent.note(content, tokens)
+                await call.write(content)

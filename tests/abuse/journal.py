@@ -1,0 +1,243 @@
+"""Logs that were cut or damaged: ``python -m tests.abuse.journal --count 1000000``. Ends with 1 where a bar is not met.
+
+Services are recorded once, with what stood after each fact. Then a segment of one is cut at some byte, or bits of it
+are flipped, with the ledger beside it, with an older ledger, or with none. What a start makes of that is right if it
+stands where the service stood at some moment, that is not before what was acknowledged last or else it is said; if the
+tokens that it has are those that were generated; and if a group that a step had taken is whole, or named as lost. To
+refuse the start, with the reason, is right too. One loss nobody can see: a log cut between two records whose ledger is
+gone too.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dora.errors import InvalidValue
+from dora.journal import facts, frames
+from dora.journal.finding import LEDGER_FILE, Found, find
+from dora.journal.ledger import OPEN
+from dora.journal.log import LOG_FOLDER
+from tests.unit.journal.lives import GROUP_SIZE, SMALL, Known, Life, opened
+
+RECORDED = 6
+FLIPS_MOST = 3
+LEDGERS = ("its ledger", "an older ledger", "no ledger")
+
+Stands = tuple[Any, ...]  # step and place in the source, and the step of each group
+
+
+@dataclass
+class Recorded:
+    """A folder that a service has left, and all that it knew at any moment."""
+
+    folder: Path
+    older: Path  # its ledger of before
+    stood: list[Stands] = field(default_factory=list)  # after each fact
+    acknowledged: int = 0  # of these, how many before the last write
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # of every request that there was
+    last_write: int = 0  # where it begins in the last segment
+
+    @property
+    def segments(self) -> list[Path]:
+        return sorted((self.folder / LOG_FOLDER).iterdir())
+
+
+def stands(known: Known) -> Stands:
+    return known.newest, known.place, tuple(sorted(known.steps.items()))
+
+
+async def recorded(folder: Path, seed: int) -> Recorded:
+    """A service of some steps in two lives; every second one keeps all of its log."""
+    chosen = random.Random(seed)
+    made = Recorded(folder, folder.with_name(f"{folder.name}.older"))
+    known = Known()
+    sizes = replace(SMALL, compacts=bool(seed % 2), segment_bytes=4000)
+    for life in range(2):
+        _, log = opened(folder, sizes)
+        told = Life(lambda fact, log=log: tell(fact, log.append, known, made), known, 100 * seed + life)
+        for _ in range(chosen.randint(2, 4)):
+            told.step(groups=chosen.randint(1, 3), reports=chosen.randint(1, 4))
+            await log.settled()
+        told.admit()
+        told.report()
+        await log.settled()
+        if life == 0:
+            await log.checkpoint()
+            copy_ledger(folder, made.older)
+        made.acknowledged = len(made.stood)
+        told.report(ends=True)
+        told.take()
+        await log.close()
+    segment = made.segments[-1]
+    read = frames.opened(segment)
+    assert read is not None
+    list(frames.records(read))
+    made.last_write = read.last_write
+    return made
+
+
+def tell(fact: facts.Fact, append: Any, known: Known, made: Recorded) -> None:
+    """The life keeps count after it has told; so what stood before is noted then."""
+    made.stood.append(stands(known))
+    for number, tokens in known.tokens.items():
+        made.tokens[number] = list(tokens)
+    append(fact)
+
+
+def copy_ledger(source: Path, target: Path) -> None:
+    target.mkdir(exist_ok=True)
+    for path in source.glob(f"{LEDGER_FILE}*"):
+        shutil.copyfile(path, target / path.name)
+
+
+@dataclass
+class Outcome:
+    trials: int = 0
+    refused: int = 0
+    carried_on: int = 0
+    wrong: list[str] = field(default_factory=list)
+    crashes: list[str] = field(default_factory=list)
+    ways: Counter[str] = field(default_factory=Counter)
+
+
+def trial(made: Recorded, scratch: Path, seed: int, outcome: Outcome) -> None:
+    """One start on one damaged copy."""
+    chosen = random.Random(seed)
+    shutil.rmtree(scratch, ignore_errors=True)
+    (scratch / LOG_FOLDER).mkdir(parents=True)
+    for path in made.segments:
+        (scratch / LOG_FOLDER / path.name).symlink_to(path)
+    ledger = chosen.choice(LEDGERS)
+    if ledger != LEDGERS[2]:
+        copy_ledger(made.folder if ledger == LEDGERS[0] else made.older, scratch)
+    hurt = made.segments[-1] if chosen.random() < 0.5 else chosen.choice(made.segments)
+    content = bytearray(hurt.read_bytes())
+    is_cut = chosen.random() < 0.5
+    if is_cut:
+        at = chosen.randint(made.last_write if chosen.random() < 0.3 and hurt == made.segments[-1] else 0, len(content))
+        del content[at:]
+    else:
+        ats = [chosen.randrange(len(content)) for _ in range(chosen.randint(1, FLIPS_MOST))]
+        for at in ats:
+            content[at] ^= 1 << chosen.randrange(8)
+        at = min(ats)
+    target = scratch / LOG_FOLDER / hurt.name
+    target.unlink()
+    target.write_bytes(content)
+    name = f"seed {seed}: {'cut' if is_cut else 'flips'} from byte {at} of {hurt.name}, {ledger}"
+    outcome.trials += 1
+    outcome.ways[f"{'cut' if is_cut else 'flips'}, {ledger}"] += 1
+    try:
+        found = find(scratch)
+    except InvalidValue:
+        outcome.refused += 1
+        return
+    except Exception as error:
+        outcome.crashes.append(f"{name}: {error!r}")
+        return
+    outcome.carried_on += 1
+    in_last_write = hurt == made.segments[-1] and at >= made.last_write
+    unseen = is_cut and ledger != LEDGERS[0]
+    try:
+        wrong = fault_of(made, found, in_last_write, bool(found.said) or unseen)
+    finally:
+        found.ledger.close()
+    if wrong:
+        outcome.wrong.append(f"{name}: {wrong} ({'; '.join(found.said)})")
+
+
+def fault_of(made: Recorded, found: Found, in_last_write: bool, said: bool) -> str:
+    """What is wrong with it; empty: nothing. ``said``: something may be lost."""
+    values, requests = found.ledger.values, found.requests
+    now = values["newest"], values["place"], tuple((group.number, group.step) for group in found.groups)
+    if now not in made.stood:
+        return f"the service never stood at {now}"
+    if in_last_write and now not in made.stood[made.acknowledged - 1 :]:
+        return f"it stands at {now}, before what was acknowledged"
+    if not said and now != made.stood[-1]:
+        return f"nothing is said, and it stands at {now}"
+    for index, group in enumerate(found.groups):
+        if index in requests.damaged:
+            if not said:
+                return f"{group.group_id} is lost, and nothing is said"
+            continue
+        for place, number in enumerate(range(group.number, group.number + GROUP_SIZE), start=GROUP_SIZE * index):
+            begin, count = int(requests.begins[place]), int(requests.counts[place])
+            tokens = requests.tokens["token_id"][begin : begin + count].tolist()
+            true = made.tokens[number]
+            whole = tokens == true and place in requests.verdicts
+            if tokens != true[: len(tokens)] or (place in requests.verdicts and tokens != true):
+                return f"request {number} has other tokens than were generated"
+            if group.step != OPEN and not whole:
+                return f"{group.group_id}, which step {group.step} has, is not whole"
+            if not said and tokens != true:
+                return f"tokens of request {number} are lost, and nothing is said"
+    return ""
+
+
+def stormed(count: int, seed: int, told: bool = False) -> Outcome:
+    outcome, began_s = Outcome(), time.monotonic()
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
+        scratch = Path(name)
+        all_made = []
+        for index in range(RECORDED):
+            made = asyncio.run(recorded(scratch / f"recorded{index}", seed + index))
+            made.stood.append(last_of(made))
+            all_made.append(made)
+        for number in range(count):
+            trial(all_made[number % RECORDED], scratch / "trial", seed + number, outcome)
+            if told and number % 20_000 == 19_999:
+                speed = outcome.trials / (time.monotonic() - began_s)
+                print(f"{outcome.trials:,} starts, {speed:.0f}/s, {len(outcome.wrong)} wrong", file=sys.stderr)
+    return outcome
+
+
+def last_of(made: Recorded) -> Stands:
+    """What stood at the end: the undamaged folder says it."""
+    copy = made.folder.with_name("copy")
+    shutil.copytree(made.folder, copy)
+    found = find(copy)
+    assert not found.said
+    values = found.ledger.values
+    for index, group in enumerate(found.groups):
+        for place, number in enumerate(range(group.number, group.number + GROUP_SIZE), start=GROUP_SIZE * index):
+            begin, tokens = int(found.requests.begins[place]), int(found.requests.counts[place])
+            made.tokens[number] = found.requests.tokens["token_id"][begin : begin + tokens].tolist()
+    found.ledger.close()
+    shutil.rmtree(copy)
+    return values["newest"], values["place"], tuple((group.number, group.step) for group in found.groups)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.abuse.journal", description=__doc__)
+    parser.add_argument("--count", type=int, default=1_000_000, help="damaged logs")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    logging.disable(logging.WARNING)
+    outcome = stormed(options.count, options.seed, told=True)
+    shown = {
+        "starts": outcome.trials,
+        "refused": outcome.refused,
+        "carried_on": outcome.carried_on,
+        "crashes": len(outcome.crashes),
+        "wrong": len(outcome.wrong),
+        "ways": dict(outcome.ways),
+        "first": [*outcome.crashes[:5], *outcome.wrong[:5]],
+    }
+    print(json.dumps(shown, indent=2))
+    return bool(outcome.crashes or outcome.wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

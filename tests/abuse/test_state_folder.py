@@ -1,0 +1,131 @@
+"""State folders that cannot be used, whose disk has no room, or whose service has other settings now."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from dora.config import Config, validated
+from dora.errors import InvalidValue
+from dora.journal import facts
+from dora.journal.log import DEFAULT_SIZES
+from dora.orchestrator.core import events as on
+from dora.orchestrator.main import journal_of
+from dora.orchestrator.state_folder import SERVICE_FILE, StateFolder, check_state, state_folder_of
+from dora.orchestrator.storage import Storage
+from dora.types import Prompt
+from tests.abuse.full import faults, files_up_to
+from tests.unit.test_runtime import Shell
+
+
+def configured(folder: Path, **sections: object) -> Config:
+    return validated({"service": {"state": str(folder), "listen": "127.0.0.1:0"}, **sections})
+
+
+async def begun(folder: Path) -> None:
+    """A first life of a service with the default settings."""
+    config = configured(folder)
+    with state_folder_of(config, DEFAULT_SIZES) as state:
+        assert state is not None and state.found.is_new
+        state.check_settings(config)
+        state.remember(address="127.0.0.1:4711", token="correct-horse")
+        journal = journal_of(config, state, Storage())
+        journal.note(facts.Begun(0, 1.0, 2.0, config.model_dump_json(exclude={"service": {"token"}})))
+        await journal.close()
+
+
+def found(folder: Path, **sections: object) -> StateFolder:
+    """What a later start finds, closed again."""
+    config = configured(folder, **sections)
+    with state_folder_of(config, DEFAULT_SIZES) as state:
+        assert state is not None
+        try:
+            state.check_settings(config)
+        finally:
+            state.found.ledger.close()
+        return state
+
+
+async def test_without_room_nothing_is_admitted_and_nothing_is_lost(tmp_path: Path, tiny_dense: Path) -> None:
+    shell, config = Shell(tmp_path, tiny_dense, None), configured(tmp_path / "state")
+    runtime = shell.runtime
+    with state_folder_of(config, DEFAULT_SIZES) as state:
+        assert state is not None
+        journal = runtime.journal = journal_of(config, state, runtime.storage)
+        runtime.post(on.Tick())
+        await journal.settled()
+        with files_up_to(10):
+            journal.submitted([1], [Prompt("p0", "echo", (1, 2, 3))])
+            waiting = asyncio.create_task(journal.settled())
+            await shell.until(lambda: shell.state.window.closed)
+            assert faults(shell) == {"state folder": "File too large"}
+            assert not waiting.done(), "nobody is told that it was taken in"
+        await runtime.look_at_storage()
+        await waiting
+        await shell.until(lambda: not shell.state.window.closed)
+        assert not faults(shell)
+        await runtime.close()
+        await journal.close()
+    with state_folder_of(config, DEFAULT_SIZES) as state:
+        assert state is not None
+        assert [prompt.prompt_id for _, prompt in state.found.ledger.queued()] == ["p0"]
+        state.found.ledger.close()
+
+
+async def test_a_later_start_has_address_and_token_of_before_unless_it_names_others(tmp_path: Path) -> None:
+    await begun(tmp_path)
+    assert (tmp_path / SERVICE_FILE).stat().st_mode & 0o077 == 0
+    state = found(tmp_path)
+    carried_on = state.carried_on(configured(tmp_path)).service
+    assert (carried_on.listen, carried_on.token) == ("127.0.0.1:4711", "correct-horse")
+    named = validated({"service": {"listen": "127.0.0.1:7", "token": "battery-staple"}})
+    assert state.carried_on(named) == named
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"window": {"size": 3}}, r"window\.size = 3 has changed: it must be 2, as"),
+        ({"rollout": {"seed": 7}}, r"rollout\.seed = 7 has changed: it must be 0, as"),
+        (
+            {"prompts": {"source": "tiny"}},
+            r"prompts\.source = 'tiny' has changed: it must be 'reasoning-gym",
+        ),
+        ({"workers": {"dtype": "bfloat16"}}, r"workers\.dtype = 'bfloat16' has changed"),
+        ({"workers": {"quantisation": "int8"}}, r"workers\.quantisation = 'int8' has changed"),
+        ({"reward": {"function": "json:loads"}}, r"reward\.function = 'json:loads' has changed"),
+        ({"model": "tiny"}, r"model = 'tiny' has changed"),
+    ],
+    ids=str,
+)
+async def test_settings_that_matter_must_not_change(tmp_path: Path, sections: dict[str, object], words: str) -> None:
+    await begun(tmp_path)
+    with pytest.raises(InvalidValue, match=words):
+        found(tmp_path, **sections)
+    found(tmp_path, workers={"count": 7, "slots": 3}, balance={"policy": "dora"}, record="elsewhere")
+
+
+async def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    await begun(tmp_path / "good")
+    for check in (check_state, lambda config: state_folder_of(config, DEFAULT_SIZES).__enter__()):
+        with pytest.raises(InvalidValue, match=r"service\.state = '.*file' is not valid: it must be a folder to write"):
+            check(configured(tmp_path / "file"))
+        with pytest.raises(InvalidValue, match=r"service\.state = '' .* a folder, where service\.keep_events is set"):
+            check(validated({"service": {"keep_events": True}}))
+        with state_folder_of(configured(tmp_path / "good"), DEFAULT_SIZES) as state:
+            assert state is not None
+            with pytest.raises(InvalidValue, match="a folder that no running service has"):
+                check(configured(tmp_path / "good"))
+            state.found.ledger.close()
+    with files_up_to(10), pytest.raises(InvalidValue, match=r"service\.state"):
+        state_folder_of(configured(tmp_path / "new"), DEFAULT_SIZES).__enter__()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"address": "x", "colour": "red"})])
+async def test_what_says_where_the_service_was_may_be_damaged(tmp_path: Path, content: str) -> None:
+    await begun(tmp_path)
+    (tmp_path / SERVICE_FILE).write_text(content)
+    with pytest.raises(InvalidValue, match=r"service\.json is missing: it must be as a service leaves it"):
+        found(tmp_path)

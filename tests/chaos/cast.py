@@ -1,0 +1,116 @@
+"""The processes of a run that are not the service's: a trainer, and the agent of a host that joins."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from tests.e2e.agents import joining
+
+LINE_BYTES_MOST: Final = 1 << 20
+
+
+class Keeping:
+    """A process that is started again as often as it is killed, as whoever runs it would."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        self.name, self.log = name, log
+        self.deaths = 0
+        self.process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[int] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process is not None and self.process.returncode is None else 0
+
+    @property
+    def ended(self) -> "asyncio.Task[int]":
+        """Its exit code, once it has ended by itself."""
+        assert self._task is not None
+        return self._task
+
+    def begin(self) -> None:
+        self._task = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self.process is not None and self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGKILL)
+            await self.process.wait()
+
+    async def _keep(self) -> int:
+        while True:
+            self.process = await self._start()
+            await self._lived(self.process)
+            code = await self.process.wait()
+            if code != -signal.SIGKILL:
+                return code
+            self.deaths += 1
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        raise NotImplementedError
+
+    async def _lived(self, process: asyncio.subprocess.Process) -> None:
+        await process.wait()
+
+
+class TrainerProcess(Keeping):
+    """``tests.chaos.trainer``. ``trained``: what it has said after its commits."""
+
+    def __init__(self, argv: list[str], token: str, log: Path) -> None:
+        super().__init__("trainer", log)
+        self.trained: list[tuple[int, list[str]]] = []
+        self._argv = [sys.executable, "-m", "tests.chaos.trainer", *argv]
+        self._environment = {**os.environ, "DORA_TOKEN": token, "OMP_NUM_THREADS": "1"}
+        self._awaited: list[tuple[str, asyncio.Future[int]]] = []
+
+    async def reaches(self, moment: str) -> int:
+        """The number of the step, as soon as the trainer says that it is at this moment of one."""
+        awaited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._awaited.append((moment, awaited))
+        return await awaited
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        with self.log.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *self._argv,
+                env=self._environment,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                limit=LINE_BYTES_MOST,
+                start_new_session=True,  # Ctrl-C is for the run alone
+            )
+
+    async def _lived(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            if line.endswith(b"\n"):  # else it was killed as it wrote
+                self._said(json.loads(line))
+
+    def _said(self, said: Mapping[str, Any]) -> None:
+        if said["at"] == "committed":
+            self.trained.append((said["step"], said["group_ids"]))
+        for moment, awaited in self._awaited:
+            if moment == said["at"] and not awaited.done():
+                awaited.set_result(said["step"])
+        self._awaited = [each for each in self._awaited if not each[1].done()]
+
+
+class AgentProcess(Keeping):
+    """A host that joins, and joins again. ``inside``: the beginning of its command line, before Python."""
+
+    def __init__(self, name: str, address: str, token: str, log: Path, inside: Sequence[str]) -> None:
+        super().__init__(name, log)
+        self._address, self._token, self._inside = address, token, inside
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        options = ("--workers", "1")
+        return await joining(self._address, self._token, self.name, self.log, *options, inside=self._inside)

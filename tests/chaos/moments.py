@@ -1,0 +1,74 @@
+"""The moments at which a fault strikes, but those of handoffs: what is waited for, and who is the victim then."""
+
+from collections.abc import Callable
+
+from dora.rpc import dora_pb2 as pb
+from tests.chaos import family
+from tests.chaos.faults import Fault
+from tests.chaos.setting import HOST
+from tests.chaos.world import Condition, World
+
+
+class Missed(Exception):
+    """The moment did not come."""
+
+
+async def come(world: World, moment: str) -> None:
+    """Returns as soon as it is seen. Raises Missed."""
+    match moment:
+        case "taking" | "committing" | "publishing":
+            await world.trainer.reaches(moment)
+        case "published":
+            step = await world.trainer.reaches("publishing")
+            await _seen(world, lambda status: status.newest_version > step)
+        case "loading":
+            await _seen(world, lambda status: any(worker.state == "loading" for worker in status.workers))
+        case "scoring":
+            await _grows(world, "trajectories_finished")
+        case "admission":
+            await _grows(world, "groups_admitted")
+        case "submitting":
+            if not await world.submitting.submit():
+                raise Missed
+        case "decoding":
+            await _seen(world, lambda status: any(worker.running for worker in status.workers))
+
+
+async def victim_of(world: World, fault: Fault) -> int:
+    """Its process id; 0: there is none now."""
+    own: dict[str, Callable[[], int]] = {
+        "trainer": lambda: world.trainer.pid,
+        "agent": lambda: world.agent.pid,
+        "from host": lambda: world.agent.pid,
+        "to host": lambda: world.agent.pid,
+        "verifier": lambda: family.verifier(world.service.pid),
+        "keeper": lambda: family.keeper(world.service.pid),
+        "orchestrator": lambda: world.service.pid,
+        "state": lambda: world.service.pid,
+    }
+    whose = fault.whose
+    if whose in own:
+        return own[whose]()
+    status = await world.operator.status()
+    if whose == "pool":
+        return next((pool.pid for pool in status.pools if pool.host == "local"), 0)
+    host = HOST if whose == "host worker" else "local"
+    workers = [worker for worker in status.workers if worker.host == host and worker.pid]
+    state = "loading" if fault.moment == "loading" else "ready"
+    worker = max(workers, key=lambda each: (each.state == state, each.running), default=None)
+    if worker is None:
+        return 0
+    return family.rank(worker.pid) if whose == "rank" else worker.pid
+
+
+async def _seen(world: World, condition: Condition) -> pb.Status:
+    """As soon as may be."""
+    while True:
+        status = await world.status()
+        if status is not None and condition(status):
+            return status
+
+
+async def _grows(world: World, counter: str) -> None:
+    before = (await world.operator.status()).counters[counter]
+    await _seen(world, lambda status: status.counters[counter] > before)

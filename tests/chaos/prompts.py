@@ -1,0 +1,55 @@
+"""Prompts that go in as they are used up, and which of them the service has acknowledged."""
+
+import random
+from typing import Any, Final, Self
+
+from dora.client import Prompts
+from dora.errors import DoraError
+from tests.stress.load import prompt_rows
+
+PROMPTS_AT_ONCE: Final = 32
+LENGTHS_TOKENS: Final = (100, 400)
+
+
+def long_rows(count: int, seed: int) -> list[dict[str, Any]]:
+    """Prompts whose responses are long enough to be caught on their way, and of as many lengths."""
+    chance = random.Random(seed)
+    rows = prompt_rows(count, seed)
+    for row in rows:
+        row["sampling"] = {"max_tokens": chance.randint(*LENGTHS_TOKENS), "ignore_eos": True}
+    return rows
+
+
+class Submitting:
+    """Prompts that go in as they are used up. ``accepted``: the ids of those that the service has acknowledged."""
+
+    def __init__(self, address: str, token: str, rows: list[dict[str, Any]]) -> None:
+        self.accepted: set[str] = set()
+        self.uncertain: set[str] = set()  # the service was killed before it could say
+        self._prompts = Prompts(address, token)
+        self._rows = rows
+        self._sent = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._prompts.close()
+
+    async def submit(self) -> bool:
+        """Some more, under ids that nobody has had; whether the service has acknowledged them."""
+        first, self._sent = self._sent, self._sent + PROMPTS_AT_ONCE
+        rows = [
+            {**self._rows[number % len(self._rows)], "prompt_id": f"p{number}"} for number in range(first, self._sent)
+        ]
+        ids = {row["prompt_id"] for row in rows}
+        try:
+            await self._prompts.submit(rows)
+        except DoraError:
+            self.uncertain |= ids
+            return False
+        self.accepted |= ids
+        return True
+
+    async def end(self) -> None:
+        await self._prompts.end()

@@ -1,0 +1,125 @@
+"""What a run's record, its processes and its faults say together: ``out/chaos/report.json``."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+
+from dora.record import TRAJECTORIES_FILE, VERSIONS_FOLDER
+from dora.rpc import dora_pb2 as pb
+from dora.trajectory import Trajectory
+from dora.types import RequestSpec
+from dora.verify import verify
+from dora.verify.check import ATOL_FP32, read_trajectories
+from dora.worker.fake_engine import FakeEngine
+from tests import promises
+from tests.chaos.faults import ACTIONS
+from tests.chaos.setting import GROUP_SIZE, WINDOW, Setting
+from tests.chaos.strikes import Struck
+from tests.chaos.world import World
+from tests.contract.driver import ROUNDING, Response, run
+
+MUST_BE_0: Final = (*promises.MUST_BE_0, "logprob_mismatches")
+_VERIFIED_AT_ONCE: Final = 256
+
+
+def report_of(world: World, struck: Struck, status: pb.Status | None, stuck: str) -> dict[str, Any]:
+    """``status``: at the end, once all was trained on; None: it did not come to that. ``stuck``: why."""
+    setting, counters = world.setting, dict(status.counters) if status is not None else {}
+    submitting = world.submitting
+    prompts = submitting.accepted if status is not None else set()  # else the last ones have had no chance
+    found = promises.promises(setting.record, prompts, world.trainer.trained, WINDOW, GROUP_SIZE)
+    mismatches, violations = _verified(setting)
+    of_action = Counter(name.partition(" ")[0] for name in (*struck.kills, *struck.faults))
+    report: dict[str, Any] = {
+        "kills": len(struck.kills),
+        "faults": len(struck.faults),
+        "fault_counts": {action: of_action[action] for action in ACTIONS},
+        "packets_cut": world.link.packets_cut if world.link else 0,
+        "lost": found.lost + GROUP_SIZE * int(counters.get("groups_lost", 0)),
+        "duplicated": found.duplicated,
+        "c1_violations": found.c1_violations + int(counters.get("c1_violations", 0)),
+        "c3_violations": found.c3_violations,
+        "logprob_mismatches": mismatches,
+        "worker_recovery_s_p95": _percentile(struck.worker_recovery_s, 95),
+        "worker_recovery_s_p50": _percentile(struck.worker_recovery_s, 50),
+        "orchestrator_restart_s": _percentile(struck.orchestrator_restart_s, 95),
+        "orchestrator_restart_s_p50": _percentile(struck.orchestrator_restart_s, 50),
+        "whole_again_s_p50": _percentile(struck.whole_again_s, 50),
+        "rss_growth": dict(_growth(world.processes)),
+        "missed": struck.missed,
+        "phases_held": dict(world.phases),
+        "trajectories": found.trajectories,
+        "steps": len({step for step, _ in world.trainer.trained}),
+        "lives": world.lives,
+        "struck": dict(sorted(Counter([*struck.kills, *struck.faults]).items())),
+        "counters": {name: value for name, value in counters.items() if value},
+    }
+    wrong = [f"{name} is {report[name]}" for name in MUST_BE_0 if report[name]]
+    report["failures"] = [*([stuck] if stuck else []), *wrong, *violations]
+    return report
+
+
+def _verified(setting: Setting) -> tuple[int, tuple[str, ...]]:
+    """Trajectories with a logprob that their version does not give, and what else is wrong with the record."""
+    if setting.engine == "fake":
+        return sum(_mismatches(setting)), ()
+    found = verify(setting.record, atol=ATOL_FP32, window_versions=WINDOW)
+    return found.logprob_mismatches, found.violations
+
+
+def _mismatches(setting: Setting) -> Iterator[bool]:
+    """Of each trajectory that fake engines have sampled, whether one in which nothing happened is another."""
+    of_version: dict[int, list[Trajectory]] = defaultdict(list)
+    for each in read_trajectories(setting.record / TRAJECTORIES_FILE):
+        of_version[each.behaviour_version].append(each)
+    for version, trajectories in sorted(of_version.items()):
+        engine = FakeEngine(slots=_VERIFIED_AT_ONCE, kv_tokens=1 << 20, max_model_len_tokens=512, model=setting.model)
+        folder = setting.record / VERSIONS_FOLDER / str(version)
+        engine.load_weights(version, folder if version else setting.model, None)
+        for first in range(0, len(trajectories), _VERIFIED_AT_ONCE):
+            yield from _differ(engine, trajectories[first : first + _VERIFIED_AT_ONCE])
+
+
+def _differ(engine: FakeEngine, trajectories: Sequence[Trajectory]) -> Iterator[bool]:
+    requests = [
+        RequestSpec(each.trajectory_id, each.behaviour_version, tuple(each.prompt_token_ids.tolist()), each.sampling)
+        for each in trajectories
+    ]
+    expected: dict[str, Response] = run(engine, requests)
+    for each in trajectories:
+        wanted = expected[each.trajectory_id]
+        yield wanted.token_ids != each.response_token_ids.tolist() or not np.allclose(
+            wanted.logprobs, each.logprobs, rtol=0, atol=ROUNDING
+        )
+
+
+def _percentile(values: Sequence[float], percent: float) -> float:
+    return round(float(np.percentile(values, percent)), 2) if values else 0.0
+
+
+def _growth(weighed: Iterable[tuple[float, str, int, int]]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Of each role the resident megabytes in the first and in the last quarter of the looks at it, medians; and of its
+    process that lived longest, from the first third of its life to its end."""
+    of_role: dict[str, list[tuple[float, int, int]]] = defaultdict(list)
+    for at_s, name, pid, resident in weighed:
+        of_role[name].append((at_s, pid, resident))
+    for name, looks in sorted(of_role.items()):
+        quarter = max(len(looks) // 4, 1)
+        first, last = (median(each[2] for each in part) / 1e6 for part in (looks[:quarter], looks[-quarter:]))
+        lives: dict[int, list[tuple[float, int]]] = defaultdict(list)
+        for at_s, pid, resident in looks:
+            lives[pid].append((at_s, resident))
+        longest = max(lives.values(), key=lambda life: life[-1][0] - life[0][0])
+        yield (
+            name,
+            {
+                "first_mb": round(first, 1),
+                "last_mb": round(last, 1),
+                "growth_mb": round(last - first, 1),
+                "longest_life_s": round(longest[-1][0] - longest[0][0], 1),
+                "longest_life_growth_mb": round((longest[-1][1] - longest[len(longest) // 3][1]) / 1e6, 1),
+            },
+        )

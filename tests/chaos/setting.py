@@ -1,0 +1,63 @@
+"""What a run is made of: its sizes, and the settings of its service."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from tests.chaos.rewards import score
+from tests.e2e.restarts import settings_of
+
+WORKERS: Final = 3
+WINDOW: Final = 3
+GROUP_SIZE: Final = 4
+HOST: Final = "h1"
+HOST_WORKER: Final = f"{HOST}-w0"
+SILENCE_S: Final = 5.0  # after which a worker is lost
+STATE_BYTES: Final = 160 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a run is made of."""
+
+    model: Path
+    folder: Path  # of logs, record and state
+    engine: str
+    rows: list[dict[str, Any]] = field(repr=False)  # of prompts
+    groups_per_step: int
+    ranks: int = 1
+    has_host: bool = True  # that has joined
+    has_link: bool = False  # to that host, which can be cut
+    has_disk: bool = False  # of its own for the state, which can be filled up
+
+    @property
+    def record(self) -> Path:
+        return self.folder / "record"
+
+
+def settings_in(setting: Setting, state: Path) -> dict[str, Any]:
+    """Of the service, by their dotted names; its state is in the folder ``state``."""
+    is_fake = setting.engine == "fake"
+    return settings_of(
+        setting.model,
+        setting.folder,
+        prompts="none",
+        service__state=str(state),
+        record=str(setting.record),
+        reward__function=f"{score.__module__}:{score.__name__}",
+        window__size=WINDOW,
+        rollout__group_size=GROUP_SIZE,
+        rollout__max_tokens=400,
+        rollout__ignore_eos=False,
+        kv__pool_mb=16,
+        workers__engine=setting.engine,
+        workers__count=WORKERS,
+        workers__tensor_parallel=setting.ranks,
+        workers__slots=8,
+        workers__block_tokens=16,
+        workers__kv_tokens=8192 if is_fake else 2048,
+        workers__max_model_len_tokens=512,
+        workers__restarts=10_000,
+        workers__silence_timeout_s=SILENCE_S,
+        service__prompts_queued_max=4096,
+    )

@@ -1,0 +1,106 @@
+"""Hosts with a store and a relay, for tests: in this process, each its own host to the others."""
+
+import queue
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from dora.client.publication import place_weights
+from dora.kvtransfer.door import Door
+from dora.kvtransfer.peer import Identity
+from dora.relay.orders import Arrived, Failed, Order, Outcome, Upstream
+from dora.relay.relay import Relay, RelaySettings
+from dora.types import Canary
+from dora.weights.files import CHUNK_BYTES
+from dora.weights.host_store import HostStore
+from dora.weights.store import WeightStore
+
+SECRET = bytes(range(32))
+WAIT_S = 30.0
+FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host: ``outcomes`` has what its relay told."""
+
+    identity: Identity
+    store: HostStore
+    relay: Relay
+    outcomes: "queue.SimpleQueue[Outcome]"
+
+    @property
+    def upstream(self) -> Upstream:
+        return Upstream(self.identity.worker_id, self.identity.epoch, self.relay.address)
+
+    def fetch(self, name: str, *upstreams: "Host | Upstream", piece_bytes: int = CHUNK_BYTES) -> None:
+        asked = tuple(each.upstream if isinstance(each, Host) else each for each in upstreams)
+        self.relay.fetch(Order(name, asked, piece_bytes))
+
+    def arrived(self) -> Arrived:
+        outcome = self.outcomes.get(timeout=WAIT_S)
+        assert isinstance(outcome, Arrived), outcome
+        return outcome
+
+    def failed(self) -> Failed:
+        outcome = self.outcomes.get(timeout=WAIT_S)
+        assert isinstance(outcome, Failed), outcome
+        return outcome
+
+
+@contextmanager
+def a_host(
+    store: HostStore, name: str, epoch: int = 1, machine: str = "", secret: bytes = SECRET, **settings: Any
+) -> Iterator[Host]:
+    """``machine``: hosts of one machine share a kernel; by default each is a machine of its own."""
+    outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    identity = Identity(name, epoch, "", machine or name)
+    relay = Relay(store, Door("127.0.0.1"), identity, RelaySettings(secret, **settings), outcomes.put)
+    try:
+        yield Host(identity, store, relay, outcomes)
+    finally:
+        relay.close()
+
+
+@contextmanager
+def hosts_of(folder: Path, model: Path, count: int, **settings: Any) -> Iterator[list[Host]]:
+    """The first has a store in which versions can be published."""
+    with ExitStack() as stack:
+        stores = [WeightStore(folder / "h0", model), *(HostStore(folder / f"h{at}", model) for at in range(1, count))]
+        yield [stack.enter_context(a_host(store, f"h{at}", **settings)) for at, store in enumerate(stores)]
+
+
+def publish(store: HostStore, version: int, changed: str = "") -> str:
+    """Publishes weights of their own, or that differ from the model's in one tensor. Returns the version's name."""
+    assert isinstance(store, WeightStore)
+    generator = np.random.default_rng(version)
+    tensors = load_file(store.reference.folder / FILE)
+    for name, tensor in tensors.items():
+        if changed in ("", name):
+            tensors[name] = generator.standard_normal(tensor.shape).astype(tensor.dtype)
+    store.publish(1, version, place_weights(tensors, (), store.begin(1, version)), Canary((1, 2), (-0.5,)))
+    return store.name(version)
+
+
+def publish_anew(store: HostStore, version: int = 1) -> str:
+    """Other weights under a number that is in use."""
+    assert isinstance(store, WeightStore)
+    tensors = {name: tensor + 1 for name, tensor in load_file(store.reference.folder / FILE).items()}
+    written = place_weights(tensors, (), store.begin(2, version))
+    store.publish(2, version, written, Canary((1, 2), (-0.5,)), anew=True)
+    return store.name(version)
+
+
+def same(one: HostStore, other: HostStore, version: int) -> bool:
+    """Whether both have a version whole, with equal bytes."""
+    assert one.manifest(version).name == other.manifest(version).name
+    assert one.canary(version) == other.canary(version)
+    files = [file.name for file in one.manifest(version).files]
+    return all(
+        (one.folder(version) / file).read_bytes() == (other.folder(version) / file).read_bytes() for file in files
+    )

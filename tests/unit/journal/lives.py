@@ -1,0 +1,133 @@
+"""Lives of a service as its journal sees them: facts of groups that are admitted, generated, scored, taken, trained."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from dora.journal import facts
+from dora.journal.finding import Found, find
+from dora.journal.log import LOG_FOLDER, Log, Sizes
+from dora.types import Prompt
+
+SMALL = Sizes(flush_s=0.001, flush_bytes=1000, segment_bytes=6000)
+GROUP_SIZE = 2
+
+
+@dataclass
+class Known:
+    """What a life knows: tokens by number of requests, the step of groups, the places that were drawn."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    scored: set[int] = field(default_factory=set)
+    steps: dict[int, int] = field(default_factory=dict)  # by the numbers of groups
+    newest: int = 0
+    place: int = 0
+    next_number: int = 0
+
+
+class Life:
+    """Tells a log what happens, and keeps count."""
+
+    def __init__(self, tell: Callable[[facts.Fact], object], known: Known, seed: int = 0) -> None:
+        self._tell = tell
+        self.known = known
+        self._random = np.random.default_rng(seed)
+
+    def admit(self) -> int:
+        known = self.known
+        number, known.next_number = known.next_number, known.next_number + GROUP_SIZE
+        prompt = facts.prompt_values(Prompt(f"p{known.place}", "sum", tuple(range(5)), "what", GROUP_SIZE))
+        rows = [2 * number, 2 * number + 1]
+        at, newest = 1.0 + known.place, known.newest
+        self._tell(facts.Admitted(number, f"g{known.place}", prompt, newest, newest + 1, 2, at, rows, known.place, 0))
+        known.place += 1
+        known.steps[number] = -1
+        known.tokens |= {number + index: [] for index in range(GROUP_SIZE)}
+        return number
+
+    def report(self, ends: bool = False) -> None:
+        """Of every request that goes on: up to nine tokens."""
+        numbers = [number for number, tokens in self.known.tokens.items() if number not in self.known.scored]
+        counts = self._random.integers(1, 10, len(numbers))
+        token_ids = self._random.integers(0, 1000, int(counts.sum()))
+        begins = np.cumsum(counts) - counts
+        firsts = [len(self.known.tokens[number]) for number in numbers]
+        stays = [[index, "w0", 0, "new"] for index, first in enumerate(firsts) if not first]
+        self._tell(
+            facts.Tokens(
+                9.0,
+                np.array(numbers, np.int64),
+                np.array(firsts),
+                counts,
+                np.full(len(numbers), int(ends), np.uint8),
+                token_ids,
+                token_ids / 8,
+                stays,
+            )
+        )
+        for number, begin, count in zip(numbers, begins.tolist(), counts.tolist(), strict=True):
+            self.known.tokens[number] += token_ids[begin : begin + count].tolist()
+        for number in numbers if ends else ():
+            self._tell(facts.Verdict(number, 9.0, 0.5, True, "", {"part": 1.0}))
+            self.known.scored.add(number)
+
+    def take(self) -> None:
+        """The step takes every group that is scored."""
+        for number, step in self.known.steps.items():
+            if step < 0 and number in self.known.scored:
+                self._tell(facts.Leased(number, self.known.newest))
+                self.known.steps[number] = self.known.newest
+
+    def commit(self) -> None:
+        known = self.known
+        self._tell(facts.Committed(known.newest, b"digest", 1.0, {"groups_trained": known.newest}, ""))
+        for number in [number for number, step in known.steps.items() if step == known.newest]:
+            del known.steps[number]
+            for index in range(GROUP_SIZE):
+                del known.tokens[number + index]
+                known.scored.discard(number + index)
+        known.newest += 1
+
+    def step(self, groups: int = 3, reports: int = 4) -> None:
+        for _ in range(groups):
+            self.admit()
+        for index in range(reports):
+            self.report(ends=index == reports - 1)
+        self.admit()  # of which nothing is reported before the commit
+        self.take()
+        self.commit()
+
+
+def opened(folder: Path, sizes: Sizes = SMALL, faults: list[OSError | None] | None = None) -> tuple[Found, Log]:
+    """What is found, and the log that goes on."""
+    found = find(folder, sizes)
+    log = Log(
+        folder / LOG_FOLDER,
+        found.ledger,
+        number=found.number,
+        position=found.position,
+        compaction=found.compaction,
+        sizes=sizes,
+        fault=(faults if faults is not None else []).append,
+    )
+    return found, log
+
+
+def check(found: Found, known: Known) -> None:
+    """All that is known is found, and nothing else."""
+    values = found.ledger.values
+    assert [group.number for group in found.groups] == sorted(known.steps)
+    assert {group.number: group.step for group in found.groups} == known.steps
+    assert (values["newest"], values["place"]) == (known.newest, known.place)
+    numbers = [group.number + index for group in found.groups for index in range(GROUP_SIZE)]
+    requests = found.requests
+    for place, number in enumerate(numbers):
+        begin, count = int(requests.begins[place]), int(requests.counts[place])
+        held = requests.tokens[begin : begin + count]
+        assert held["token_id"].tolist() == known.tokens[number], number
+        assert np.array_equal(held["logprob"], np.array(known.tokens[number], np.float32) / 8)
+        assert (place in requests.verdicts) == (number in known.scored)
+        assert bool(requests.ends[place]) == (number in known.scored)
+        assert not known.tokens[number] or requests.stays[place] == [("w0", 0, "new")]

@@ -1,0 +1,387 @@
+"""The log and its ledger: what was told is found again, after a stop, a crash, compaction, disk faults, damage."""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import pytest
+
+from dora.errors import InvalidValue
+from dora.journal import facts, frames
+from dora.journal import log as journal_log
+from dora.journal.content import Content
+from dora.journal.finding import LEDGER_FILE, find
+from dora.journal.log import LOG_FOLDER, Sizes
+from dora.journal.upgrades import upgraded
+from dora.types import Prompt
+from tests.abuse.full import files_up_to
+from tests.unit.journal.lives import SMALL, Known, Life, check, opened
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in (folder / LOG_FOLDER).iterdir())
+
+
+def forget_ledger(folder: Path) -> None:
+    for path in folder.glob(f"{LEDGER_FILE}*"):
+        path.unlink()
+
+
+async def test_a_new_folder_has_nothing(tmp_path: Path) -> None:
+    found = find(tmp_path / "new")
+    assert found.is_new and not found.groups and not found.said and found.position == 0
+    found.ledger.close()
+
+
+@pytest.mark.parametrize("ledger", [True, False], ids=["with its ledger", "from the log alone"])
+async def test_lives_follow_each_other(tmp_path: Path, ledger: bool) -> None:
+    known = Known()
+    for life in range(4):
+        found, log = opened(tmp_path)
+        assert found.said == [] and found.ledger.values["life"] == life - 1
+        check(found, known)
+        log.append(facts.Begun(life, 1.0, 2.0, "{}"))
+        told = Life(log.append, known, life)
+        for _ in range(3):
+            told.step()
+        told.report()
+        await log.close()
+        if not ledger:
+            forget_ledger(tmp_path)
+    found, log = opened(tmp_path)
+    check(found, known)
+    await log.close()
+
+
+async def test_what_is_waited_for_is_on_disk(tmp_path: Path) -> None:
+    _, log = opened(tmp_path, Sizes(flush_s=1000.0))
+    told = Life(log.append, Known())
+    told.step()
+    assert log.durable < log.appended
+    await log.settled()
+    assert log.durable == log.appended
+    shutil.copytree(tmp_path / LOG_FOLDER, tmp_path / "copy" / LOG_FOLDER)
+    copy = find(tmp_path / "copy")
+    check(copy, told.known)
+    copy.ledger.close()
+    await log.close()
+
+
+async def test_the_log_stays_small(tmp_path: Path) -> None:
+    """However much is told: at most twice what is alive, and two segments; a write may go over a segment's end."""
+    _, log = opened(tmp_path)
+    told = Life(log.append, Known())
+    for step in range(60):
+        told.step()
+        if step % 10 == 9:
+            size = await log.checkpoint()
+            assert size.log_bytes <= 2 * size.live_bytes + 2 * (SMALL.segment_bytes + 2 * SMALL.flush_bytes)
+            assert size.segments == len(list((tmp_path / LOG_FOLDER).iterdir()))
+            assert size.log_bytes == size_of(tmp_path)
+    await log.close()
+    found, log = opened(tmp_path)
+    check(found, told.known)
+    await log.close()
+
+
+@pytest.mark.parametrize("late_s", [0.0, 3600.0], ids=["at once", "late"])
+@pytest.mark.parametrize("ledger", [True, False], ids=["with its ledger", "from the log alone"])
+async def test_what_is_alive_in_old_segments_is_written_anew(
+    tmp_path: Path, ledger: bool, late_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group that is never trained on outlives many segments, and is found whole; so is a queued prompt.
+
+    Those that have been trained on stay away, however far the ledger is behind.
+    """
+    monkeypatch.setattr(journal_log, "LEDGER_S", late_s)
+    sizes = replace(SMALL, segment_bytes=1500)
+    _, log = opened(tmp_path, sizes)
+    told = Life(log.append, Known())
+    queued = [Prompt("waits", "sum", (1, 2), "text", 1, {"stop": ("a", "b")}), Prompt("goes", "sum", (3,))]
+    log.append(facts.Submitted([1, 2], [facts.prompt_values(prompt) for prompt in queued]))
+    kept = told.admit()
+    told.report()
+    slow = {number: told.known.tokens.pop(number) for number in (kept, kept + 1)}  # nothing more is reported of them
+    log.append(facts.LetGo([2], [], ["goes"]))
+    for step in range(40):
+        told.step()
+        if step % 10 == 0:
+            queued.append(Prompt(f"waits{step}", "sum", (1, 2)))
+            log.append(facts.Submitted([3 + step], [facts.prompt_values(queued[-1])]))
+        await log.settled()
+    size = await log.checkpoint()
+    assert size.log_bytes <= 2 * size.live_bytes + 2 * (sizes.segment_bytes + sizes.flush_bytes)
+    assert size.segments <= 4, "there was something alive in six"
+    await log.close()
+    told.known.tokens |= slow
+    if not ledger:
+        forget_ledger(tmp_path)
+    found, log = opened(tmp_path)
+    check(found, told.known)
+    assert [prompt for _, prompt in found.ledger.queued()] == [queued[0], *queued[2:]]
+    assert found.groups[0].number == kept and found.groups[0].rows == (0, 1)
+    await log.close()
+
+
+# ------------------------------------------------------------------------------------------------- faults of the disk
+
+
+async def test_without_room_nothing_is_lost_and_it_goes_on(tmp_path: Path) -> None:
+    faults: list[OSError | None] = []
+    _, log = opened(tmp_path, faults=faults)
+    told = Life(log.append, Known())
+    told.step()
+    await log.settled()
+    with files_up_to(1000):
+        told.step()
+        told.step()
+        waiting = log.settled()
+        log.try_again()
+        await until(lambda: bool(faults))
+        assert log.durable < log.appended
+        log.try_again()
+    log.try_again()
+    await waiting
+    await until(lambda: faults[-1] is None)
+    assert isinstance(faults[0], OSError) and faults[0].strerror == "File too large"
+    told.step()
+    await log.close()
+    found, log = opened(tmp_path)
+    assert found.said == []
+    check(found, told.known)
+    await log.close()
+
+
+async def test_a_service_that_ends_without_room_keeps_what_was_acknowledged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, log = opened(tmp_path)
+    told = Life(log.append, Known())
+    told.step()
+    await log.settled()
+    with files_up_to(100):
+        log.append(facts.WorkerBegan(7))
+        await log.close()
+    assert "lacks its last 1 facts" in caplog.text
+    found, log = opened(tmp_path)
+    check(found, told.known)
+    await log.close()
+
+
+async def test_a_disk_that_is_too_slow_is_at_fault_until_it_has_caught_up(tmp_path: Path) -> None:
+    faults: list[OSError | None] = []
+    _, log = opened(tmp_path, Sizes(behind_bytes=2000, flush_s=1000.0), faults)
+    told = Life(log.append, Known())
+    for _ in range(6):
+        told.step()
+    assert isinstance(faults[0], OSError) and "behind" in str(faults[0])
+    await log.settled()
+    await until(lambda: faults[-1] is None)
+    await log.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """The event loop turns until it holds."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  nobody tells when
+            await asyncio.sleep(0)
+
+
+# --------------------------------------------------------------------------------------------------- crash and damage
+
+
+async def recorded(folder: Path, steps: int = 4) -> Known:
+    """A folder with several segments, as a service leaves it that was stopped."""
+    _, log = opened(folder, replace(SMALL, compacts=False))
+    log.append(facts.Begun(0, 1.0, 2.0, "{}"))
+    told = Life(log.append, Known())
+    for _ in range(steps):
+        told.step()
+        told.admit()
+        await log.settled()
+    for _ in range(3):
+        told.report()
+        await log.settled()
+    await log.close()
+    return told.known
+
+
+def segment_of(path: Path) -> frames.Segment:
+    segment = frames.opened(path)
+    assert segment is not None
+    return segment
+
+
+def segments(folder: Path) -> list[Path]:
+    return sorted((folder / LOG_FOLDER).iterdir())
+
+
+async def test_what_a_crash_cut_short_is_cut_off_and_said(tmp_path: Path) -> None:
+    await recorded(tmp_path / "whole")
+    last = segments(tmp_path / "whole")[-1]
+    whole = last.read_bytes()
+    for size in range(0, len(whole), 37):
+        folder = tmp_path / "cut"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "whole" / LOG_FOLDER, folder / LOG_FOLDER)
+        (folder / LOG_FOLDER / last.name).write_bytes(whole[:size])
+        found = find(folder)
+        assert all("cut short" in line for line in found.said)
+        found.ledger.close()
+        again = find(folder)
+        assert again.said == [] or size < frames.HEADER_BYTES, "it is cut off once"
+        again.ledger.close()
+
+
+async def test_damaged_tokens_cost_what_they_were_of(tmp_path: Path) -> None:
+    """The ledger has what the facts said; groups whose tokens are lost are named, all others are whole."""
+    known = await recorded(tmp_path)
+    live = {number + index for number in known.steps for index in range(2)}
+    first, offset = next(
+        (path, offset)
+        for path in segments(tmp_path)
+        for offset, body in frames.records(segment_of(path))
+        if isinstance(fact := facts.decoded(body, 1), facts.Tokens) and live & set(fact.numbers.tolist())
+    )
+    content = bytearray(first.read_bytes())
+    content[offset + 40] ^= 4
+    first.write_bytes(content)
+    found = find(tmp_path)
+    assert len(found.said) == 1 and first.name in found.said[0] and "damaged" in found.said[0]
+    assert [group.number for group in found.groups] == sorted(known.steps)
+    assert found.requests.damaged
+    for index, group in enumerate(found.groups):
+        for place in (2 * index, 2 * index + 1):
+            begin, count = int(found.requests.begins[place]), int(found.requests.counts[place])
+            tokens = found.requests.tokens["token_id"][begin : begin + count].tolist()
+            whole = known.tokens[group.number + place % 2]
+            assert index in found.requests.damaged or tokens == whole[: len(tokens)]
+    found.ledger.close()
+
+
+async def test_damage_that_the_ledger_does_not_make_good_is_refused(tmp_path: Path) -> None:
+    await recorded(tmp_path)
+    forget_ledger(tmp_path)
+    first = segments(tmp_path)[-1]
+    content = bytearray(first.read_bytes())
+    at = content.find(b"\xd0\x0a\xa7\x1e", len(content) // 4)
+    content[at + 30] ^= 4
+    first.write_bytes(content)
+    with pytest.raises(InvalidValue, match=r"service.state = .* cannot be carried on \(.*seg: \d+ bytes at byte \d+"):
+        find(tmp_path)
+
+
+async def test_a_damaged_ledger_is_made_anew(tmp_path: Path) -> None:
+    known = await recorded(tmp_path)
+    ledger = tmp_path / LEDGER_FILE
+    content = bytearray(ledger.read_bytes())
+    content[: len(content) // 2] = bytes(len(content) // 2)
+    ledger.write_bytes(content)
+    found = find(tmp_path)
+    assert len(found.said) == 1 and "made anew from the log" in found.said[0]
+    check(found, known)
+    found.ledger.close()
+
+
+async def test_what_is_no_segment_and_a_newer_one_are_refused(tmp_path: Path) -> None:
+    await recorded(tmp_path)
+    newest = segments(tmp_path)[-1]
+    content = bytearray(newest.read_bytes())
+    newer = bytearray(frames.header(9, 0))
+    newer[8] = 2
+    newer[-4:] = crc(newer[:-4])
+    newest.write_bytes(newer + content[frames.HEADER_BYTES :])
+    with pytest.raises(InvalidValue, match=r"schema version = 2 .* at most 1; a newer DORA"):
+        find(tmp_path)
+    other = bytearray(frames.header(9, 0))
+    other[:8] = b"SOMEBODY"
+    other[-4:] = crc(other[:-4])
+    newest.write_bytes(other)
+    with pytest.raises(InvalidValue, match=r"a segment, as service\.state keeps them"):
+        find(tmp_path)
+
+
+def crc(body: bytes | bytearray) -> bytes:
+    return crc32(body).to_bytes(4, "little")
+
+
+# -------------------------------------------------------------------------------------------------------------- facts
+
+
+def test_facts_of_an_older_schema_are_upgraded_step_by_step() -> None:
+    upgrades = {1: lambda values: [*values, "b"], 2: lambda values: [values[0], "c", *values[1:]]}
+    assert upgraded([0, "a"], 1, upgrades, to=3) == [0, "c", "a", "b"]
+    assert upgraded([0, "a"], 3, upgrades, to=3) == [0, "a"]
+    with pytest.raises(InvalidValue, match="schema version = 0"):
+        upgraded([0], 0, upgrades, to=3)
+
+
+@pytest.mark.parametrize("body", [b"", b"\x91", b"\x91\xcc\xff", b"\x92\x00\x01", b"\xc0", b"\x93\x06\x01\x02"])
+def test_what_is_no_fact_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidValue):
+        facts.decoded(body, frames.SCHEMA_VERSION)
+
+
+def test_every_kind_of_fact_comes_back() -> None:
+    prompt = facts.prompt_values(Prompt("p", "t", (1, 2), "\udcff", 3, {"stop": ("x",), "seed": 1}, "{}", 2))
+    told = [
+        facts.Begun(1, 2.0, 3.0, "{}"),
+        facts.Event(1.0, "Tick", {}),
+        facts.Submitted([1], [prompt]),
+        facts.LetGo([1], [2], ["a"]),
+        facts.PromptsEnded(),
+        facts.Admitted(3, "g1", prompt, 4, 5, 2, 1.5, [7, 8], -1, 9),
+        facts.Verdict(1, 2.0, 0.5, False, "log", {"a": 1.0}),
+        facts.Leased(1, 2),
+        facts.Dropped(1, ["g1"], "{}"),
+        facts.Committed(1, b"d", 2.0, {"a": 1}, "l"),
+        facts.Republished(1, b"d"),
+        facts.Rejected(1, "why", ["w0"], 0.5),
+        facts.Retired(1, True),
+        facts.Attached(1, 2),
+        facts.WorkerBegan(1),
+        facts.WindowStands(1, 2, 3),
+        facts.Renumbered(1, 2),
+        facts.Standing({"a": 1}, [[1, "g", 2, -1, 0]], [1], [2], [[1, b"d", None]]),
+        facts.HostStands("h1", 2, {"h1-w0": "ab"}),
+        facts.HostStands("h1", 2, None),
+    ]
+    assert {type(fact) for fact in told} | {facts.Tokens} == set(facts.KINDS)
+    for fact in told:
+        body = facts.encoded(fact)
+        assert facts.decoded(body, frames.SCHEMA_VERSION) == fact and facts.kind_of(body) is type(fact)
+    assert facts.prompt_of(prompt) == Prompt("p", "t", (1, 2), "\udcff", 3, {"stop": ("x",), "seed": 1}, "{}", 2)
+
+
+def test_tokens_are_cut_and_joined_column_by_column() -> None:
+    def tokens(first: int, routed: bool) -> facts.Tokens:
+        rows = np.array([2, 0, 4], "<u4") if routed else np.zeros(0, "<u4")
+        return facts.Tokens(
+            1.0 + first,
+            np.array([first, first + 1, first + 2]),
+            np.array([0, 5, 0]),
+            np.array([2, 1, 3]),
+            np.array([0, 1, 0], np.uint8),
+            np.arange(6) + 10 * first,
+            np.arange(6) / 4,
+            [[0, "w0", 0, "new"], [2, "w1", 0, "migrated"]],
+            [[1, "stop"]],
+            rows,
+            b"abcdef" if routed else b"",
+        )
+
+    some = facts.only(tokens(3, True), np.array([False, True, True]))
+    assert (some.numbers.tolist(), some.token_ids.tolist()) == ([4, 5], [32, 33, 34, 35])
+    assert (some.stays, some.stops, some.routed) == ([[1, "w1", 0, "migrated"]], [[0, "stop"]], b"cdef")
+    both = facts.joined([tokens(0, False), some])
+    assert both.numbers.tolist() == [0, 1, 2, 4, 5] and both.ats.tolist() == [1.0, 1.0, 1.0, 4.0, 4.0]
+    assert both.routed_bytes.tolist() == [0, 0, 0, 0, 4] and both.ends.tolist() == [0, 1, 0, 1, 0]
+    assert both.stays == [[0, "w0", 0, "new"], [2, "w1", 0, "migrated"], [4, "w1", 0, "migrated"]]
+    back = facts.decoded(facts.encoded(both), frames.SCHEMA_VERSION)
+    assert isinstance(back, facts.Tokens)
+    assert (4 * back.logprobs).tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
+    assert len(Content([]).of([both], [])) == 0

@@ -1,0 +1,182 @@
+"""The size of an adaptive window: within its bounds whatever it is told, slow, and settled where it should be."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dora.config import WindowConfig
+from dora.errors import InvalidValue
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from dora.orchestrator.core.adaptive import AdaptiveSize, StepSignals
+from tests.unit.test_machine import Bench
+
+SHARE = st.none() | st.floats(0.0, 1.0)
+SIGNALS = st.none() | st.builds(StepSignals, st.floats(0.5, 2.0), SHARE, SHARE, SHARE)
+LOOK = 4
+
+
+def adaptive(least: int = 1, most: int = 4, look_steps: int = LOOK) -> AdaptiveSize:
+    return AdaptiveSize(WindowConfig(size="auto", min=least, max=most, look_steps=look_steps))
+
+
+def run(window: AdaptiveSize, steps: int, signals: Callable[[int], StepSignals], first: int = 0) -> list[int]:
+    """The sizes in force at each of so many steps, where each step's signals follow from its size."""
+    sizes = []
+    for step in range(first, first + steps):
+        sizes.append(window.size)
+        window.saw(step, signals(window.size))
+    return sizes
+
+
+def waits(shares: Sequence[float]) -> Callable[[int], StepSignals]:
+    """A trainer that waits for these shares of a step in windows of 1, 2, ..."""
+    return lambda size: StepSignals(1.0, shares[size - 1])
+
+
+def unsteady(shares: Sequence[float], spread: float, seed: int) -> Callable[[int], StepSignals]:
+    """The same on average, and another share in each step."""
+    random = Random(seed)
+
+    def signals(size: int) -> StepSignals:
+        trained_s = 1.0 - shares[size - 1]
+        took_s = max(1.01 * trained_s, random.gauss(1.0, spread))
+        return StepSignals(took_s, took_s - trained_s)
+
+    return signals
+
+
+@given(st.integers(1, 4), st.integers(0, 4), st.integers(1, 6), st.lists(SIGNALS, max_size=200))
+@settings(max_examples=300)
+def test_it_stays_within_bounds_and_changes_slowly(
+    least: int, more: int, look_steps: int, seen: list[StepSignals | None]
+) -> None:
+    """By one at a time, with a reason, and only after as many steps as are passed over and looked at."""
+    window, since = adaptive(least, least + more, look_steps), 0
+    assert window.size == least
+    passed_over = 0
+    for step, signals in enumerate(seen):
+        before = window.size
+        resize = window.saw(step, signals)
+        since += 1
+        assert least <= window.size <= least + more
+        if resize is None:
+            assert window.size == before
+            continue
+        assert (resize.step, resize.before, resize.size) == (step, before, window.size) and resize.reason
+        assert window.last == resize and abs(window.size - before) == 1
+        assert since >= passed_over + look_steps
+        passed_over, since = max(before, window.size), 0
+
+
+@given(st.lists(SIGNALS, max_size=120))
+def test_the_same_signals_give_the_same_sizes(seen: list[StepSignals | None]) -> None:
+    one, other = adaptive(), adaptive()
+    assert [one.saw(step, each) for step, each in enumerate(seen)] == [
+        other.saw(step, each) for step, each in enumerate(seen)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shares", "settled"),
+    [
+        ((0.0, 0.0, 0.0, 0.0), 1),  # it never waits
+        ((0.3, 0.01, 0.0, 0.0), 2),  # a wait that nobody sees is no reason
+        ((0.38, 0.21, 0.10, 0.16), 3),  # dora-64
+        ((0.5, 0.4, 0.3, 0.2), 4),
+        ((0.5, 0.5, 0.5, 0.5), 1),  # generation is too slow in any window
+        ((0.5, 0.4, 0.396, 0.395), 2),
+    ],
+)
+def test_it_settles_at_the_narrowest_window_with_the_shortest_steps(shares: Sequence[float], settled: int) -> None:
+    """Within about a window.wait_share of them; and it spends nearly all later steps there."""
+    sizes = run(adaptive(), 400, waits(shares))
+    assert sizes[60:].count(settled) > 0.8 * len(sizes[60:])
+    took = [1.0 / (1.0 - share) for share in shares]
+    assert took[settled - 1] <= 1.02 * min(took)
+    assert sum(one != other for one, other in pairwise(sizes[200:])) <= 8
+
+
+@pytest.mark.parametrize(("spread", "least"), [(0.02, 0.75), (0.05, 0.7), (0.15, 0.5)])
+def test_steps_that_differ_much_among_themselves_are_looked_at_for_longer(spread: float, least: float) -> None:
+    """It takes longer until it settles, and most runs settle where they would have anyway."""
+    shares = []
+    for seed in range(11):
+        sizes = run(adaptive(), 300, unsteady((0.38, 0.21, 0.10, 0.16), spread, seed))
+        shares.append(sizes[60:].count(3) / len(sizes[60:]))
+    assert sorted(shares)[5] > least
+
+
+def test_it_gets_narrower_again_when_a_narrower_one_will_do() -> None:
+    window = adaptive()
+    assert run(window, 50, waits((0.5, 0.3, 0.1, 0.0)))[-1] == 4
+    sizes = run(window, 400, waits((0.0, 0.0, 0.0, 0.0)), first=50)  # more workers came
+    assert sizes[-1] == 1 and sizes.count(1) > 200
+
+
+def test_a_signal_past_its_limit_makes_it_narrower_and_holds_it_there() -> None:
+    def stale(size: int) -> StepSignals:
+        return StepSignals(1.0, 0.5 / size, clip_fraction=0.12 * (size - 1))
+
+    sizes = run(adaptive(), 300, stale)
+    assert max(sizes) == 3, "0.24 is above the limit, and is found out"
+    assert sizes[40:].count(2) > 0.8 * len(sizes[40:])
+    few = run(adaptive(), 300, lambda size: StepSignals(1.0, 0.5 / size, effective_sample=1.0 - 0.2 * (size - 1)))
+    assert max(few) == 3 and sorted(few[40:])[len(few[40:]) // 2] == 3, "a window of 4 would spend 0.6 of the sample"
+
+
+def test_a_wider_window_is_not_tried_near_a_limit() -> None:
+    sizes = run(adaptive(), 200, lambda size: StepSignals(1.0, 0.5, clip_fraction=0.15))
+    assert set(sizes) == {1}
+
+
+def test_a_step_that_says_nothing_changes_nothing() -> None:
+    window = adaptive()
+    for step in range(100):
+        assert window.saw(step, None) is None
+        assert window.saw(step, StepSignals(1.0)) is None, "its trainer does not say how long it waited"
+
+
+def train(bench: Bench, step: int, **told: float) -> list[do.Command]:
+    """Runs one step of one group, and commits it a second after the one before. Returns what the commit gave."""
+    bench.post(on.StepRequested(1, step))
+    while bench.state.window.step == step:
+        bench.load_all()
+        bench.offer(bench.state.drawing)
+        bench.complete(next(name for name, row in bench.state.request_row.items() if bench.state.owner(row)))
+    bench.now_s = float(step + 1)
+    return bench.post(on.StepCommitted(1, step, **told))
+
+
+def test_the_core_resizes_between_two_steps_and_what_is_open_keeps_its_deadline() -> None:
+    """The event has all that the choice follows from, so that a log replays to it."""
+    bench = Bench(window="auto", groups=1)
+    bench.start("w0", "w1")
+    commands: list[do.Command] = []
+    for step in range(8):
+        commands += train(bench, step, waited_s=0.5)
+    for step in range(8, 20):
+        commands += train(bench, step, waited_s=0.1, clip_fraction=0.3)
+    wider, narrower = [each for each in commands if isinstance(each, do.ResizeWindow)]
+    assert wider == do.ResizeWindow(2, "the trainer waited 50% of a step")
+    assert narrower == do.ResizeWindow(1, "clipped fraction 30.0% is above 20.0%")
+    assert bench.state.window.size == 1
+
+
+def test_a_step_in_which_a_trainer_began_anew_is_not_looked_at() -> None:
+    bench = Bench(window="auto", groups=1)
+    bench.start("w0")
+    for step in range(20):
+        train(bench, step, waited_s=0.9)
+        bench.post(on.TrainerAttached(step + 2, 1))
+        bench.state.trainer_epoch = 1  # so that ``train`` may go on as the first
+    assert bench.state.window.size == 1
+
+
+def test_bounds_are_checked() -> None:
+    with pytest.raises(InvalidValue, match=r"window.max = 2 is not valid: it must be at least window.min, 3"):
+        WindowConfig(size="auto", min=3, max=2)

@@ -1,0 +1,35 @@
+"""A load is proven by the canary: how far its logprobs may be off, and how many of them."""
+
+from fractions import Fraction
+
+import pytest
+
+from dora.errors import CanaryMismatch
+from dora.types import Canary
+from dora.worker.engine_checks import CanaryBound, check_reproduced
+
+TOKENS = tuple(range(41))
+PUBLISHED = Canary(TOKENS, (-2.0,) * 40)
+MOST = CanaryBound(0.25, Fraction(9, 10))
+
+
+def off_by(*differences: float) -> Canary:
+    return Canary(TOKENS, tuple(-2.0 + each for each in (*differences, *(0.0,) * (40 - len(differences)))))
+
+
+def test_every_logprob_counts_unless_a_share_is_given() -> None:
+    check_reproduced(3, off_by(*(0.2,) * 40), PUBLISHED, CanaryBound(0.25))
+    with pytest.raises(CanaryMismatch, match=r"version 3: logprobs differ from the canary by 0\.72, allowed is 0\.25"):
+        check_reproduced(3, off_by(0.72), PUBLISHED, CanaryBound(0.25))
+
+
+def test_a_token_in_ten_may_have_gone_to_another_expert() -> None:
+    check_reproduced(3, off_by(0.72, -3.0, 0.5, -0.6), PUBLISHED, MOST)
+    with pytest.raises(CanaryMismatch, match=r"more than 1/10 of the logprobs .* by 0\.3,"):
+        check_reproduced(3, off_by(0.72, -3.0, 0.5, -0.6, 0.3), PUBLISHED, MOST)
+
+
+def test_what_is_no_number_differs_from_everything() -> None:
+    with pytest.raises(CanaryMismatch) as failure:
+        check_reproduced(3, off_by(float("nan")), PUBLISHED, CanaryBound(0.25))
+    assert failure.value.difference == float("inf")

@@ -1,0 +1,116 @@
+"""A version whose weights no host has any more, event by event: asked for while it is needed, and nobody loads it."""
+
+import pytest
+
+from dora.errors import VersionRejected
+from dora.orchestrator.core import commands as do
+from dora.orchestrator.core import events as on
+from tests.unit.test_rejection import Publications
+
+WHY = "no host has its weights any more"
+
+
+def loses(bench: Publications, version: int) -> list[do.Command]:
+    return bench.post(on.VersionGone(version, WHY))
+
+
+def test_the_newest_is_asked_for_at_once_and_nobody_is_told_to_load_it() -> None:
+    bench = Publications("w0", "w1", window=1)
+    under_way = bench.loads(1)
+    (told,) = [each for each in loses(bench, 1) if isinstance(each, do.RejectVersion)]
+    assert (told.version, told.worker_ids, told.reason) == (1, (), WHY)
+    with pytest.raises(VersionRejected, match="cannot be loaded any more: it must be published anew"):
+        bench.post(on.StepRequested(1, 1))
+    for load in under_way:
+        bench.answer(load, ok=False, error="no such file")
+    assert not bench.loads(1) and not bench.given(do.EvictWorker)
+    assert loses(bench, 1) == [], "it is no news"
+    bench.post(on.VersionRepublished(1, 1))
+    bench.load_all()
+    assert {worker.hosts for worker in bench.state.workers.values()} == {1}
+    bench.fill(1)
+    assert not bench.state.rejected and not bench.state.gone and not bench.state.window.withheld
+
+
+def test_what_was_loaded_before_goes_on_where_it_is() -> None:
+    """Its weights were right: a response that runs on a worker which has them is trained on."""
+    bench = Publications("w0", "w1")
+    while not any(worker.hosts == 1 for worker in bench.state.workers.values()):
+        bench.empty(*bench.state.workers)
+        bench.load_all()
+    worker = next(worker for worker in bench.state.workers.values() if worker.hosts == 1)
+    bench.obey(do.StartRequest)
+    (row, *_) = sorted(worker.rows)
+    loses(bench, 1)
+    assert worker.loaded == 1 and row in worker.rows and 1 in bench.state.proven
+    bench.complete(bench.state.request_id[row])
+    assert not bench.given(do.EvictWorker) and not bench.given(do.DropGroup)
+
+
+def older_version(bench: Publications) -> None:
+    """Version 2 is published, while groups of version 1 are under way."""
+    while not any(worker.hosts == 1 and worker.rows for worker in bench.state.workers.values()):
+        bench.empty(*bench.state.workers)
+        bench.load_all()
+    bench.fill(1)
+    bench.post(on.StepCommitted(1, 1))
+    assert of_version(bench, 1)
+
+
+def of_version(bench: Publications, version: int) -> list[str]:
+    groups = bench.state.groups
+    return [
+        name
+        for row, name in bench.state.group_id.items()
+        if groups["version"][row] == version and groups["unfinished"][row]
+    ]
+
+
+def test_an_older_one_is_asked_for_while_its_groups_are_under_way() -> None:
+    bench = Publications("w0", "w1", window=3)
+    older_version(bench)
+    loses(bench, 1)
+    assert set(bench.state.rejected) == {1}
+    for name in of_version(bench, 1):
+        bench.post(on.GroupCancelled(name, "cancelled on request"))
+    assert not bench.state.rejected, "nobody needs it any more"
+    assert bench.state.window.admissible(1) == 0
+    loads = len(bench.given(do.LoadVersion))
+    for step in (2, 3, 4):
+        bench.load_all()
+        bench.offer(bench.state.drawing)
+        bench.fill(step)
+        bench.post(on.StepCommitted(1, step))
+    assert not bench.state.gone and not bench.state.window.withheld, "it has left the window"
+    assert 1 not in [load.version for load in bench.given(do.LoadVersion)[loads:]]
+    retired = [each.version for each in bench.given(do.RetireVersion)]
+    assert retired == sorted(set(retired)) and 1 in retired
+
+
+def test_a_version_in_doubt_may_be_gone() -> None:
+    bench = Publications("w0", "w1", window=1)
+    bench.refuse(bench.loads(1)[0])
+    assert bench.state.doubts
+    loses(bench, 1)
+    assert not bench.state.doubts and set(bench.state.rejected) == {1}
+    bench.post(on.VersionRepublished(1, 1))
+    bench.load_all()
+    assert 1 in bench.state.proven
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_neither_the_model_nor_what_was_never_published_can_be_gone(version: int) -> None:
+    bench = Publications("w0")
+    assert loses(bench, version) == [] and not bench.state.gone
+
+
+def test_what_is_on_a_host_again_is_asked_for_no_more() -> None:
+    bench = Publications("w0", window=1)
+    (load,) = bench.loads(1)
+    loses(bench, 1)
+    bench.answer(load, ok=False, error="no such file", error_kind="missing")
+    assert bench.state.rejected and not bench.loads(1)
+    bench.post(on.VersionArrived("", 1))
+    assert not bench.state.rejected and not bench.state.gone
+    bench.load_all()
+    assert bench.state.workers["w0"].hosts == 1

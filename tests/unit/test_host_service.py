@@ -1,0 +1,49 @@
+"""Hosts that come while the service is starting: they wait until it knows what is live, and keep what is."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from dora.host.processes import Processes
+from dora.orchestrator.services.host import HostService
+from dora.release import __version__
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.roles import Tokens
+from tests.contract.relays import publish
+from tests.unit.test_runtime import Shell
+
+
+@pytest.fixture
+async def shell(tmp_path: Path, tiny_dense: Path) -> AsyncIterator[Shell]:
+    made = Shell(tmp_path, tiny_dense, None)
+    yield made
+    await asyncio.to_thread(made.runtime.hosts.close_relay)
+    await made.runtime.close()
+
+
+async def test_a_host_that_comes_early_waits_and_keeps_what_is_live(shell: Shell, tmp_path: Path) -> None:
+    """Version 1 is kept for trainers to refer to, and in no window any more: no host is to have it."""
+    names = [publish(shell.store, version) for version in (1, 2, 3)]
+
+    async def said() -> AsyncIterator[pb.HostMessage]:
+        capacity = pb.HostCapacity(store_free_bytes=1 << 40)
+        yield pb.HostMessage(hello=pb.HostHello(name="h1", dora_version=__version__, capacity=capacity))
+        yield pb.HostMessage(ready=pb.HostReady(relay_address="127.0.0.1:1", held=names[:2]))
+        await asyncio.Event().wait()
+
+    orders = HostService(shell.runtime).Join(said(), None)
+    first = asyncio.create_task(anext(orders))
+    await asyncio.sleep(0)
+    assert not first.done()
+    hosts = shell.runtime.hosts
+    launcher = Processes(shell.runtime.config.workers, lambda _: [], lambda _: {}, tmp_path)  # which starts none
+    hosts.begin(launcher, tmp_path, Tokens(""))
+    hosts.open_relay("127.0.0.1", oldest=2)
+    assert (await first).HasField("welcome")
+    told = [await anext(orders), await anext(orders)]
+    assert [order.drop_version.name or order.fetch_version.name for order in told] == [names[0], names[2]]
+    assert [order.WhichOneof("kind") for order in told] == ["drop_version", "fetch_version"]
+    assert shell.state.arrived["h1"] == {0, 2}
+    await orders.aclose()

@@ -1,0 +1,39 @@
+"""Names of workers and hosts, which workers begin and leave when a host is scaled, and how many each host gets."""
+
+import pytest
+
+from dora.errors import InvalidValue
+from dora.host.command import pool_id_of
+from dora.host.launcher import LOCAL, WORKERS_MOST, check_host_name, number_of, prefix_of, scaled, worker_name
+from dora.orchestrator.hosts import spread
+
+
+def test_ids_begin_with_their_host_but_for_the_services_own() -> None:
+    assert worker_name(prefix_of(LOCAL), 0) == "w0" and pool_id_of(LOCAL) == "pool-0"
+    assert worker_name(prefix_of("gpu-7"), 12) == "gpu-7-w12" and pool_id_of("gpu-7") == "gpu-7-pool-0"
+    assert number_of(prefix_of("gpu-7"), "gpu-7-w12") == 12
+
+
+@pytest.mark.parametrize("name", ["", "local", "-x", "a/b", "a b", "é", "a" * 33])
+def test_a_name_that_no_host_may_have(name: str) -> None:
+    with pytest.raises(InvalidValue, match="letters, digits"):
+        check_host_name(name)
+
+
+def test_the_lowest_free_numbers_begin_and_the_highest_leave() -> None:
+    present = ["h-w10", "h-w2", "h-w0"]
+    assert scaled("h-", present, 5).started == ("h-w1", "h-w3")
+    assert scaled("h-", present, 1).surplus == ("h-w2", "h-w10")
+    assert scaled("h-", present, 3) == scaled("h-", sorted(present), 3)
+    assert len(scaled("h-", [], WORKERS_MOST).started) == WORKERS_MOST
+    for wrong in (-1, WORKERS_MOST + 1):
+        with pytest.raises(InvalidValue, match="0 to 256 on one host"):
+            scaled("h-", present, wrong)
+
+
+def test_hosts_are_filled_evenly_and_emptied_from_the_fullest() -> None:
+    assert spread({"a": 1, "b": 4, "c": 2}, 9) == {"a": 3, "b": 4, "c": 2}
+    assert spread({"a": 1, "b": 4, "c": 2}, 5) == {"a": 1, "b": 2, "c": 2}
+    assert spread({"a": 1}, 0) == {"a": 0}
+    with pytest.raises(InvalidValue, match="there is none"):
+        spread({}, 1)

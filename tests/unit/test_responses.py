@@ -1,0 +1,78 @@
+"""What a worker keeps of its responses: told again from any token on, in pieces, with the rows that belong to them."""
+
+import pytest
+
+from dora.types import RequestSpec, SamplingParams, TokenDelta
+from dora.worker import responses
+from dora.worker.responses import TOKEN_BYTES, Responses
+
+PROMPT = (7, 8, 9)
+ROW = 6  # bytes
+
+
+def spec(request_id: str, outputs: int = 0) -> RequestSpec:
+    held = tuple(range(outputs))
+    return RequestSpec(request_id, 3, PROMPT, SamplingParams(max_tokens=99), held, tuple(-float(i) for i in held))
+
+
+def row(position: int) -> bytes:
+    """Of the token at this position, the prompt's first."""
+    return bytes([position]) * ROW
+
+
+def sampled(kept: Responses, request_id: str, first: int, count: int, *, routed: bool, end: bool = False) -> None:
+    for index in range(first, first + count):
+        fed = range(len(PROMPT)) if index == 0 else [len(PROMPT) + index - 1]
+        rows = b"".join(map(row, fed)) if routed else b""
+        reason = "length" if end and index == first + count - 1 else None
+        kept.add([TokenDelta(request_id, 3, index, (index,), (-float(index),), reason, "", rows)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("piece_tokens", [1, 4, 100])
+@pytest.mark.parametrize("known", [0, 1, 5, 9])
+def test_what_the_service_lacks_is_told_with_its_rows(
+    monkeypatch: pytest.MonkeyPatch, routed: bool, piece_tokens: int, known: int
+) -> None:
+    monkeypatch.setattr(responses, "PIECE_BYTES", piece_tokens * (TOKEN_BYTES + ROW * routed))
+    kept = Responses()
+    kept.begin(spec("a"))
+    sampled(kept, "a", 0, 9, routed=routed, end=True)
+    over, rounds = kept.come_back({"a": known})
+    pieces = [piece for each in rounds for piece in each]
+    assert not over and all(len(each) <= 1 for each in rounds)
+    assert [token for piece in pieces for token in piece.token_ids] == list(range(known, 9))
+    assert [piece.first_token for piece in pieces] == list(range(known, 9, piece_tokens)) or known == 9
+    rows = range(0 if known == 0 else len(PROMPT) + known - 1, len(PROMPT) + 9 - 1)
+    assert b"".join(piece.routed_experts for piece in pieces) == b"".join(map(row, rows)) * routed
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+
+
+def test_rows_of_tokens_that_were_sampled_elsewhere_are_not_here() -> None:
+    kept = Responses()
+    kept.begin(spec("a", outputs=4))
+    sampled(kept, "a", 4, 3, routed=True)
+    kept.begin(spec("b", outputs=4))
+    sampled(kept, "b", 4, 3, routed=False)
+    assert {each.request_id: (each.first_token, each.tokens) for each in kept.held()} == {"a": (4, 7), "b": (0, 7)}
+    _, rounds = kept.come_back({"a": 5, "b": 1})
+    (a, b) = rounds[0]
+    assert a.token_ids == (5, 6) and a.routed_experts == row(7) + row(8)
+    assert b.token_ids == (1, 2, 3, 4, 5, 6) and b.logprobs[:2] == (-1.0, -2.0)
+
+
+def test_it_is_full_of_what_has_ended_and_of_what_came_alone() -> None:
+    kept = Responses(most_bytes=TOKEN_BYTES * 10)
+    for name in ("a", "b"):
+        kept.begin(spec(name))
+    sampled(kept, "a", 0, 30, routed=False)
+    assert not kept.is_full, "what runs is bounded by its engine"
+    kept.is_alone = True
+    sampled(kept, "b", 0, 9, routed=False)
+    assert not kept.is_full
+    sampled(kept, "b", 9, 1, routed=False, end=True)
+    assert kept.is_full
+    kept.come_back({"a": 30, "b": 10})
+    assert kept.is_full, "an ended response has ten tokens, and is not settled"
+    kept.forget("b")
+    assert not kept.is_full and [each.request_id for each in kept.held()] == ["a"]
