@@ -22,6 +22,7 @@ from dora.weights.files import CHUNK_BYTES
 from dora.weights.manifest import parsed_name
 
 ATTEMPTS: Final = 3  # of a host to get a version, one after the other; then ``remind`` begins anew
+ALIKE: Final = 1.5  # times a giver's own rate: who receives no faster or slower than that may have waited for it
 COMPLAINTS: Final = 2  # hosts that got wrong bytes from another one: nobody takes this version from it any more
 
 
@@ -102,6 +103,7 @@ class Broadcast:
     def __init__(self) -> None:
         self._hosts: dict[str, _Host] = {}
         self._versions: dict[int, _Version] = {}
+        self._measured: dict[str, Arrived] = {}  # by who received: not weighed yet, as the giver's own may come later
         self._newest = 0
 
     # -------------------------------------------------------------------------------------------------------- looking
@@ -130,7 +132,8 @@ class Broadcast:
         return live.chain.hosts if live is not None and live.chain is not None else ()
 
     def link(self, host: str) -> Link | None:
-        """What was measured of the link on which a host receives."""
+        """What was measured of the link on which a host receives; None where only slower hosts gave to it."""
+        self._weigh()
         known = self._hosts.get(host)
         return known.link if known is not None else None
 
@@ -165,6 +168,7 @@ class Broadcast:
         if known is None or known.epoch != epoch:
             return []
         del self._hosts[host]
+        self._measured.pop(host, None)
         out: list[Command] = []
         for version, live in sorted(self._versions.items()):
             live.waiting.discard(host)
@@ -212,7 +216,7 @@ class Broadcast:
         if live is None or live.name != outcome.name:
             return [Drop(host, epoch, outcome.name)]
         if outcome.link is not None:
-            known.link = known.link.after(outcome.link) if known.link is not None else outcome.link
+            self._measured[host] = outcome
         return self._whole(host, known, version)
 
     def failed(self, host: str, epoch: int, outcome: Failed) -> list[Command]:
@@ -293,12 +297,30 @@ class Broadcast:
 
     def _begun(self, head: str, version: int, live: _Version) -> list[Command]:
         """All that lack a version are to get it from this host on."""
+        self._weigh()
         lacking = [host for host in self._hosts if not self.has(host, version)]
         sites = [self._hosts[host].site(host) for host in lacking]
         live.chain = planned(self._hosts[head].site(head), sites)
         live.failures.clear()
         live.waiting.clear()
         return [self._fetch(host, live, self._upstreams(host, version, live)) for host in live.chain.hosts[1:]]
+
+    def _weigh(self) -> None:
+        """Takes what was measured for what it tells: a host behind a slow one received slowly, and may be fast."""
+        while self._measured:
+            self._weigh_one(next(iter(self._measured)))
+
+    def _weigh_one(self, host: str) -> None:
+        outcome = self._measured.pop(host)
+        if outcome.upstream in self._measured:
+            self._weigh_one(outcome.upstream)
+        known, giver, measured = self._hosts[host], self._hosts.get(outcome.upstream), outcome.link
+        assert measured is not None
+        if giver is not None and giver.link is not None:
+            ratio = measured.bytes_per_s / giver.link.bytes_per_s
+            if 1 / ALIKE < ratio < ALIKE:
+                return
+        known.link = known.link.after(measured) if known.link is not None else measured
 
     def _appeared(self, host: str, version: int) -> list[Command]:
         """A host has come, or tries again: it goes to the end of the chain."""

@@ -92,6 +92,25 @@ def test_a_late_host_gets_the_newest_first() -> None:
     assert [each.name for each in commands if isinstance(each, Fetch)] == [name_of(3), name_of(2), name_of(1)]
 
 
+@pytest.mark.parametrize("first", ["h2", "h3"])
+def test_a_host_behind_a_slow_one_is_not_taken_for_slow(first: str) -> None:
+    """It received no faster than the slow one did. Whichever of the two tells first."""
+    broadcast = of_hosts(5)
+    broadcast.published(1, name_of(1), "h0", BODY)
+    told = {
+        "h1": ("h0", Link(1e9, 1e-3)),
+        "h2": ("h1", Link(1e6, 1e-3)),
+        "h3": ("h2", Link(1.2e6, 1e-3)),
+        "h4": ("h3", Link(1e9, 1e-3)),
+    }
+    for host in sorted(told, key=lambda host: (host != first, host)):
+        giver, link = told[host]
+        broadcast.sealed(host, 1, Arrived(name_of(1), giver, BODY, 1.0, link))
+    broadcast.published(2, name_of(2), "h0", BODY)
+    assert broadcast.chain(2) == ("h0", "h3", "h1", "h4", "h2")
+    assert broadcast.link("h3") is None and broadcast.link("h2") == Link(1e6, 1e-3)
+
+
 def test_a_slow_host_is_last_in_the_next_chain_and_pieces_fit_the_link() -> None:
     broadcast = of_hosts(3)
     broadcast.published(1, name_of(1), "h0", BODY)
