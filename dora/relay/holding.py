@@ -84,7 +84,7 @@ class Holding:
             self.receiving.close()
 
     def wait(self, after: int, timeout_s: float) -> Sequence[int]:
-        """All that has come, in order, once that is more than ``after`` chunks, or the time is over.
+        """What has come beyond the first ``after`` chunks, in order; nothing where the time is over before more comes.
 
         Raises TransferFailed where the version is given up.
         """
@@ -92,7 +92,7 @@ class Holding:
             self._changed.wait_for(lambda: self._ended or len(self._arrived) > after, timeout_s)
             if self._ended:
                 raise TransferFailed(self._ended)
-            return self._arrived
+            return self._arrived[after:]  # of its own: ``add`` goes on
 
     def tag(self, number: int, content: memoryview, secret: bytes) -> bytes:
         """The tag of a chunk: as it came, or made now and kept."""

@@ -149,16 +149,16 @@ class Serving:
         while left:
             come = holding.wait(seen, TICK_S)
             now_s = time.monotonic()
-            if len(come) == seen:
+            if not come:
                 follower.check()
                 if now_s - heard_s > self._wait_s:
                     raise TransferFailed(f"nothing more of {holding.manifest.name} came for {self._wait_s:g} s")
                 if now_s - told_s > AWAITED_S:
-                    follower.stream.send(Kind.AWAITED, {"here": len(come)})
+                    follower.stream.send(Kind.AWAITED, {"here": seen})
                     told_s = now_s
                 continue
-            wanted = [number for number in come[seen:] if number in left]
-            seen = len(come)
+            wanted = [number for number in come if number in left]
+            seen += len(come)
             pieces = list(way.pieces(wanted))
             for at, (first, count) in enumerate(pieces, start=1):
                 self._send_piece(way, follower, first, count, more=at < len(pieces))

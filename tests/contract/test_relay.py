@@ -8,6 +8,7 @@ import pytest
 from dora.errors import InvalidValue, NotFound
 from dora.kvtransfer.transport import is_installed
 from dora.models.tiny import make_tiny
+from dora.relay.holding import Holding
 from dora.weights import files, manifest
 from dora.weights.host_store import HostStore
 from dora.weights.store import WeightStore
@@ -42,6 +43,20 @@ def test_a_version_goes_down_a_chain_of_eight(tmp_path: Path, model: Path) -> No
             arrived = host.arrived()
             assert arrived.name == name and arrived.came_bytes == hosts[0].store.manifest(1).total_bytes
             assert same(hosts[0].store, host.store, 1)
+
+
+def test_what_came_meanwhile_is_seen_the_next_time(hosts: list[Host]) -> None:
+    """What a follower is shown does not grow under its hands: it would count chunks that it has not sent."""
+    publish(hosts[0].store, 1)
+    manifest = hosts[0].store.manifest(1)
+    holding = Holding(hosts[1].store, manifest, hosts[1].store.receive(manifest))
+    for number in range(4):
+        holding.add(number)
+    come = holding.wait(1, 0.0)
+    holding.add(4)
+    assert list(come) == [1, 2, 3] and list(holding.wait(1 + len(come), 0.0)) == [4]
+    assert not holding.wait(5, 0.0)
+    holding.end("the test ends")
 
 
 @pytest.mark.parametrize("piece_bytes", [1, SMALL, 3 * SMALL + 1, CHUNK_BYTES])
