@@ -103,7 +103,7 @@ def restarted(folder: Path) -> tuple[float, float, dict[str, float]]:
     book = Book(config.rollout, None, config.window.least)
     resume.restore_book(book, found.groups, found.requests, found.ledger.values["next_number"])
     part("book")
-    event = resume.restored(book, found, found.groups, config.window.least, time.time())
+    event = resume.restored(book, found, found.groups, config.window.least, time.time(), life=2)
     part("event")
     Machine(config).handle(event, 0.0)
     part("core")

@@ -13,7 +13,7 @@ from dora.orchestrator.core.commands import RejectVersion
 from dora.types import Prompt
 
 COMMANDS_A_LIFE: Final = 1 << 32  # ids of commands that a life may give
-GROUPS_ROUNDED: Final = 1000  # ids of groups go on from a multiple of it
+GROUPS_A_LIFE: Final = 1_000_000  # ids of groups go on so far on, at least: more than a window has places for
 UNFINISHED, FINISHED, SCORED = range(3)  # stages of a request, as the core names them
 
 
@@ -24,10 +24,11 @@ def restored(
     offer: Callable[[Prompt], on.OfferedPrompt],
     window_least: int,
     now: float,
+    life: int,
 ) -> on.Restored:
     """What the core is told, but for who has come back. ``offer``: a prompt as the core knows it.
 
-    ``now``: in seconds, as the journal has times.
+    ``now``: in seconds, as the journal has times. ``life``: the one that begins, which no other was told of.
     """
     values = ledger.values
     newest, groups_per_step = values["newest"], values["groups_per_step"]
@@ -44,8 +45,8 @@ def restored(
         window_versions=window_versions,
         retired=values["retired"],
         trainer_epoch=values["trainer_epoch"],
-        groups_named=_next_name(values["groups_named"], groups_per_step * (window_versions + 1)),
-        commands_sent=(values["life"] + 1) * COMMANDS_A_LIFE,
+        groups_named=_next_name(values["groups_named"], life),
+        commands_sent=life * COMMANDS_A_LIFE,
         groups=tuple(
             on.RestoredGroup(
                 group.group_id, offer(group.prompt), group.version, group.deadline, max(0.0, now - group.at)
@@ -78,10 +79,10 @@ def _counters(kept: Mapping[str, int], held: int, taken: int) -> dict[str, int]:
     return {**kept, "groups_admitted": admitted, "groups_taken": max(kept.get("groups_taken", 0), trained + taken)}
 
 
-def _next_name(named: int, unsaid: int) -> int:
-    """The number in the next group's id. Workers may have heard of groups that were not on disk yet: at most as many as
-    a window has places for, since what makes places waits for the disk."""
-    return -(-(named + 2 * unsaid) // GROUPS_ROUNDED) * GROUPS_ROUNDED if named else 0
+def _next_name(named: int, life: int) -> int:
+    """The number in the next group's id. Workers may have heard of groups that were not on disk yet, from any earlier
+    life: at most as many from each as a window has places for, since what makes places waits for the disk."""
+    return (-(-named // GROUPS_A_LIFE) + life) * GROUPS_A_LIFE
 
 
 def _finished(groups: Sequence[LiveGroup], requests: Requests) -> tuple[str, ...]:

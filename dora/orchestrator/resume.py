@@ -69,9 +69,11 @@ def restore_feed(feed: PromptFeed, found: Found, groups: list[LiveGroup]) -> Non
     feed.restore_live((group.prompt.prompt_id for group in groups), ledger.cancelled())
 
 
-def restored(book: Book, found: Found, groups: list[LiveGroup], window_least: int, now: float) -> on.Restored:
-    """What the core is told. ``now``: seconds since the Unix epoch."""
-    return recollection.restored(found.ledger, groups, found.requests, partial(offer, book), window_least, now)
+def restored(
+    book: Book, found: Found, groups: list[LiveGroup], window_least: int, now: float, life: int
+) -> on.Restored:
+    """What the core is told. ``now``: seconds since the Unix epoch. ``life``: the number of the one that begins."""
+    return recollection.restored(found.ledger, groups, found.requests, partial(offer, book), window_least, now, life)
 
 
 def ran_on(requests: Requests) -> set[str]:

@@ -181,7 +181,7 @@ class Runtime:
         number = max([self.resumed["next_number"], *(group.number + len(group.rows) for group in groups)])
         leased = resume.restore_book(self.book, groups, found.requests, number)
         resume.restore_feed(self.feed, found, groups)
-        restored = resume.restored(self.book, found, groups, self.config.window.least, time.time())
+        restored = resume.restored(self.book, found, groups, self.config.window.least, time.time(), self.life)
         self.book.window_versions = restored.window_versions
         self.recorder.restored(leased, resume.cancelled_of(ledger.dropped()), newest)
         log.warning("carrying on at step %d with %d groups, %d of them leased", newest, len(groups), len(leased))
@@ -190,7 +190,11 @@ class Runtime:
 
     async def restore(self, restored: on.Restored | None) -> None:
         """Waits for those who may have outlived the earlier life, then hands the core what is left of that. Until then
-        no caller but workers and pools is let in."""
+        no caller but workers and pools is let in.
+
+        That this life has begun is on disk by then: no later one gives its ids again.
+        """
+        await self.journal.settled()
         if restored is None:
             return
         try:

@@ -214,10 +214,9 @@ class Service:
 
     def carried_out(self, event: on.Event) -> None:
         """What followed has been done."""
-        if isinstance(event, on.TrainerAttached):
-            self.journal.trainer(self._world.machine.state)
-            self.log.rely()
-        elif isinstance(event, on.GroupCancelled) and event.reason == "asked for":
+        self.journal.trainer(self._world.machine.state)
+        was_asked = isinstance(event, on.GroupCancelled) and event.reason == "asked for"
+        if was_asked or isinstance(event, on.TrainerAttached):
             self.log.rely()
 
     def ask_evaluation(self, evaluation_id: str, prompts: Sequence[SimPrompt]) -> None:
@@ -251,7 +250,8 @@ class Service:
         verdicts = [fact for fact in self.log.told[:count] if isinstance(fact, facts.Verdict)]
         requests = Content(groups).of(tokens, verdicts)
         least, now_s = self._world.config.window.least, self._world.now_s
-        restored = recollection.restored(ledger, groups, requests, self._offered, least, now_s)
+        life = ledger.values["life"] + 1
+        restored = recollection.restored(ledger, groups, requests, self._offered, least, now_s, life)
         number = ledger.values["next_number"]
         ledger.close()
         return Kept(groups, requests, restored, number)

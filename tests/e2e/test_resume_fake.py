@@ -85,7 +85,7 @@ def check(runtime: Runtime, state: Path, copy: Path) -> on.Restored:
     book = Book(runtime.config.rollout, None, runtime.config.window.least)
     groups = found.groups
     leased = resume.restore_book(book, groups, found.requests, found.ledger.values["next_number"])
-    told = resume.restored(book, found, groups, runtime.config.window.least, time.time())
+    told = resume.restored(book, found, groups, runtime.config.window.least, time.time(), runtime.life)
     found.ledger.close()
     machine = Machine(runtime.config)
     machine.handle(told, time.monotonic())

@@ -50,6 +50,11 @@ def test_promises_hold_under_faults(policy: str) -> None:
     assert not failures(sweep(range(SEEDS), (policy,)))
 
 
+def test_promises_hold_where_crash_follows_crash() -> None:
+    """Seed 0: a life ended before anything of it was on disk, and the next one gave its groups' ids again."""
+    assert not failures(sweep(range(8), ("dora",), "crash"))
+
+
 def test_promises_hold_under_faults_while_the_window_changes() -> None:
     """Each group's bound is that of its admission, and a size changes as often as the signals can make it."""
     policies = [name for name in POLICIES if allows_any(name)]
