@@ -1,9 +1,13 @@
 """Models for tests: tiny random ones, made once a run, and the real one, kept in the user's cache."""
 
+import asyncio
+import functools
+import inspect
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,6 +26,30 @@ for name in ("COLUMNS", "LINES"):
 # The same examples in every run, and none that fails because the machine is busy.
 settings.register_profile("dora", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dora")
+
+
+TIMEOUT_LEAD_S: Final = 20.0  # a coroutine is cancelled so long before its process is interrupted
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Coroutines that take too long are cancelled, so that they end what they have started.
+
+    An interrupt by a signal is lost where it meets a callback of the event loop, and the test then goes on for ever.
+    """
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            marker = item.get_closest_marker("timeout")
+            timeout_s = float(marker.args[0] if marker is not None else item.config.getini("timeout"))
+            item.obj = _limited(item.obj, timeout_s - TIMEOUT_LEAD_S)
+
+
+def _limited(test: Callable[..., Any], most_s: float) -> Callable[..., Any]:
+    @functools.wraps(test)
+    async def limited(*arguments: Any, **named: Any) -> None:
+        async with asyncio.timeout(most_s):
+            await test(*arguments, **named)
+
+    return limited
 
 
 @pytest.fixture(autouse=True)

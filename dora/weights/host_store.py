@@ -170,7 +170,7 @@ class HostStore:
         if self.bound_bytes and held_bytes + file_bytes > self.bound_bytes:
             left = max(0, self.bound_bytes - held_bytes)
             bound = f"this host's store is bound to {self.bound_bytes:,}, of which {held_bytes:,} are in use"
-            allowed = f"at most {left:,} bytes now: {bound}"
+            allowed = f"at most {left:,} bytes now: {bound}, by {self._in_use()}"
             raise LimitExceeded(what, f"{file_bytes:,} bytes", allowed)
         room = os.statvfs(self.root)
         free_bytes = room.f_bavail * room.f_frsize
@@ -178,6 +178,15 @@ class HostStore:
             raise LimitExceeded(
                 what, f"{file_bytes:,} bytes", f"at most {free_bytes:,} bytes: all that {self.root} has left"
             )
+
+    def _in_use(self) -> str:
+        """What takes the room, for people: the retired versions with who holds them."""
+        found = [f"version {version}" for version in self.versions() if version]
+        for mark in sorted(self._versions.glob(f"*/{RETIRED_FILE}")):
+            users = ", ".join(holders(self.root, name_of(mark.parent)))
+            found.append(f"version {mark.parent.name}, retired and held by {users or 'nobody now'}")
+        found += [f"{folder.name}, on its way in" for folder in sorted(self._receiving_folder.iterdir())]
+        return "; ".join(found) or "nothing"
 
     # ------------------------------------------------------------------------------------------------------ receiving
 

@@ -57,7 +57,8 @@ async def test_requests_go_on_where_they_run(tiny_dense: Path, tmp_path: Path) -
 
 async def test_what_is_parked_outlives_the_orchestrator(tiny_dense: Path, tmp_path: Path) -> None:
     settings = settings_of(tiny_dense, tmp_path, window__size=2)
-    settings |= {"kv.pool_mb": 64, "workers.roll_call_s": 30.0, "rollout.max_tokens": 1500}
+    settings |= {"kv.pool_mb": 64, "workers.roll_call_s": 30.0, "rollout.max_tokens": 4000}
+    settings |= {"workers.max_model_len_tokens": 4096, "workers.kv_tokens": 65536}  # none ends before it is parked
     service = Killed(tmp_path, settings)
     await service.start()
     try:
