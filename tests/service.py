@@ -117,10 +117,10 @@ async def move_one(operator: Operator, *, and_begin_another: bool = False) -> No
             return
 
 
-def check_promises(steps: list[list[TrajectoryGroup]], window: int, groups: int) -> None:
-    """C1-C3 as a trainer sees them."""
+def check_promises(steps: list[list[TrajectoryGroup]], window: int, groups: int, first: int = 0) -> None:
+    """C1-C3 as a trainer sees them. ``first``: the number of the first of these steps."""
     seen: set[str] = set()
-    for number, step in enumerate(steps):
+    for number, step in enumerate(steps, first):
         assert len(step) == groups
         for group in step:
             assert group.group_id not in seen

@@ -163,7 +163,8 @@ class _News:
         self._reason = ""
         self._come = threading.Event()
         self._watch = store.clone()  # a store answers one call at a time
-        threading.Thread(target=self._listen, name="ranks", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name="ranks", daemon=True)
+        self._listener.start()
 
     def heard(self, wait_s: float) -> str:
         """Another rank's reason, waited for; empty where there is none."""
@@ -193,9 +194,10 @@ class _News:
         return found
 
     def leave(self) -> None:
-        """Ends the watch."""
+        """Ends the watch, which is not to be in the store when the process ends."""
         with suppress(RuntimeError):
             self._store.set(f"news/{self._rank}", "")
+        self._listener.join(_HEAR_S)
 
     def _listen(self) -> None:
         try:

@@ -182,9 +182,9 @@ class HostStore:
     def _in_use(self) -> str:
         """What takes the room, for people: the retired versions with who holds them."""
         found = [f"version {version}" for version in self.versions() if version]
-        for mark in sorted(self._versions.glob(f"*/{RETIRED_FILE}")):
-            users = ", ".join(holders(self.root, name_of(mark.parent)))
-            found.append(f"version {mark.parent.name}, retired and held by {users or 'nobody now'}")
+        for version in self.leaving():
+            users = ", ".join(holders(self.root, name_of(self._versions / str(version))))
+            found.append(f"version {version}, retired and held by {users or 'nobody now'}")
         found += [f"{folder.name}, on its way in" for folder in sorted(self._receiving_folder.iterdir())]
         return "; ".join(found) or "nothing"
 
@@ -294,10 +294,14 @@ class HostStore:
         if version != self._kept_version:
             self._remove(version)
 
+    def leaving(self) -> tuple[int, ...]:
+        """The retired versions that are here still, as somebody held them when they were looked at last; ascending."""
+        return tuple(sorted(int(mark.parent.name) for mark in self._versions.glob(f"[0-9]*/{RETIRED_FILE}")))
+
     def sweep(self) -> None:
         """Frees the retired versions that nobody holds any more."""
-        for mark in list(self._versions.glob(f"*/{RETIRED_FILE}")):
-            self._remove(int(mark.parent.name))
+        for version in self.leaving():
+            self._remove(version)
 
     def _remove(self, version: int) -> None:
         folder = self._versions / str(version)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,13 @@ import dora
 from dora.client import Operator
 from dora.errors import Conflict, DoraError, InvalidValue, NotFound
 from dora.orchestrator.main import ServiceHandle
+from dora.orchestrator.services import trainer as trainer_service
+from dora.orchestrator.setup import WEIGHTS_FOLDER
 from dora.record import CANCELLED_FILE
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded, Unauthenticated
 from dora.types import Prompt
+from dora.weights.holds import VERSIONS_FOLDER, held, name_of
 from tests.service import check_promises, configured, during, move_one, running, train, until
 
 GROUPS = 4
@@ -176,6 +180,36 @@ async def test_a_bad_start_says_what_is_wrong(
     with pytest.raises(DoraError, match=message):
         async with running(configured(Path(model) if model else tiny_dense, workers__engine="fake", **fields)):
             pass
+
+
+async def test_a_commit_waits_for_retired_versions_that_are_held(
+    tiny_dense: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a worker holds one that is stopped while it loads: for longer than the wait where nobody is about to leave."""
+    monkeypatch.setattr(trainer_service, "ROOM_WAIT_S", 0.0)
+    # with what is allowed for headers, three of these small versions
+    config = configured(tiny_dense, workers__engine="fake", window__size=2, service__weight_versions=2)
+    async with running(config) as handle, dora.Trainer(handle.address, token=handle.token) as trainer:
+        store = handle.run_folder / WEIGHTS_FOLDER
+        with ExitStack() as holds:
+            for version in ("1", "2"):
+                await train(handle, trainer, steps=1, groups=GROUPS)
+                holds.enter_context(held(store, name_of(store / VERSIONS_FOLDER / version), "a test"))
+            training = asyncio.create_task(train(handle, trainer, steps=2, groups=GROUPS))
+            while "version 1, retired and held by a test" not in caplog.text:
+                await asyncio.wait({training}, timeout=0.05)
+                assert not training.done()
+        check_promises(await training, window=2, groups=GROUPS, first=2)
+
+
+async def test_a_commit_is_refused_where_nothing_leaves_the_store(
+    tiny_dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_service, "ROOM_WAIT_S", 0.0)
+    config = configured(tiny_dense, workers__engine="fake", service__weight_versions=1, window__size=2)
+    async with running(config) as handle, dora.Trainer(handle.address, token=handle.token) as trainer:
+        with pytest.raises(LimitExceeded, match=r"in use, by version 1$"):
+            await train(handle, trainer, steps=4, groups=GROUPS)
 
 
 async def test_a_busy_port_is_named(tiny_dense: Path) -> None:

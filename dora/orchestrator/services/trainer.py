@@ -31,7 +31,7 @@ from dora.weights.files import WeightFile
 log = logging.getLogger("dora.service")
 
 UPLOAD_SILENCE_S: Final = 60.0  # an upload of which nothing has come for so long is given up
-ROOM_WAIT_S: Final = 20.0
+ROOM_WAIT_S: Final = 20.0  # for room in the store that nobody is known to be about to leave
 ROOM_LOOK_S: Final = 0.1
 METRICS_MOST: Final = 128  # of one commit
 METRIC_NAME_MOST: Final = 128  # characters
@@ -278,20 +278,27 @@ class TrainerService(stubs.TrainerServicer):
             return await asyncio.to_thread(publish)
 
     async def _room(self, version: int) -> None:
-        """Waits until the store is within its bound: a version that has left the window may be in use for a moment.
+        """Waits until the store is within its bound: a version that has left the window stays while a worker loads it,
+        and one that does not end is replaced after ``workers.load_timeout_s``.
 
         Raises LimitExceeded where it stays over it.
         """
-        until_s = time.monotonic() + ROOM_WAIT_S
+        runtime, began_s, is_told = self._runtime, time.monotonic(), False
+        what = f"weights: version {version}"
         while True:
             try:
-                what = f"weights: version {version}"
-                with self._runtime.storage.writing(RUN_FOLDER, what):
-                    await asyncio.to_thread(self._runtime.store.check_room, what, 0)
+                with runtime.storage.writing(RUN_FOLDER, what):
+                    await asyncio.to_thread(runtime.store.check_room, what, 0)
                 return
-            except LimitExceeded:
-                if time.monotonic() >= until_s:
+            except LimitExceeded as error:
+                state = runtime.machine.state
+                is_leaving = state.retired < state.window.oldest_kept or bool(runtime.store.leaving())
+                most_s = ROOM_WAIT_S + is_leaving * runtime.config.workers.load_timeout_s
+                if time.monotonic() - began_s >= most_s:
                     raise
+                if not is_told:
+                    log.warning("a commit waits for room in the store, for %g s at most: %s", most_s, error)
+                    is_told = True
             await asyncio.sleep(ROOM_LOOK_S)
 
     async def _record(
