@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -105,95 +105,18 @@ async def serve(
         run_folder = stack.enter_context(run_folder_of(config))
         storage = Storage()
         tier = await _tier_of(config, run_folder, storage, stack)
-        living = None if state is None else Living(state.folder / LIVING_FILE, tokens.mark_of)
-        found = {} if living is None else living.find(is_started_so)
-        for name, (_, mark) in found.items():
-            tokens.known_again(name, mark)
-        pool_id = pool_id_of(LOCAL)
-
-        def command(name: str) -> list[str]:
-            place = Place(address, model, kv_host=config.kv.host, kv_tier=tier.endpoint if tier else "")
-            return pool_argv(config.kv, name, place) if name == pool_id else worker_argv(config.workers, name, place)
-
-        launcher = Processes(
-            config.workers,
-            command,
-            lambda worker_id: worker_environment(config.workers, tokens.started(worker_id)),
-            run_folder / "logs",
-            lambda error: storage.failed(RUN_FOLDER, error),
-            [pool_id] if config.kv.pool_mb else [],
-            living=living,
-        )
-        launcher.adopt({name: process for name, (process, _) in found.items()}, config.workers.count)
-        stack.push_async_callback(launcher.close)
-        await launcher.begin(config.workers.count)
-        progress(f"preparing the model {config.model}")
-        model = await prepared_model(config, progress)
-        model_s = asyncio.get_running_loop().time()
-        config = with_context(config, model)
-        if state is not None:
-            state.check_settings(config)
-            with writable(RUN_FOLDER_SETTING, run_folder):
-                kept = state.found.ledger.versions()
-                await asyncio.to_thread(state.versions.bring_back, kept, run_folder / WEIGHTS_FOLDER / "versions")
-        routing = routing_wanted(config, model)
-        store = await asyncio.to_thread(store_of, run_folder, model, config)
-        recorder = await recorder_of(config, store, stack, state is not None and not state.found.is_new)
-        tokenizer = await asyncio.to_thread(ChatTokenizer, model, cache_of(config))
-        vocab_size = store.reference.vocab_size
-        check = PromptCheck(config, tokenizer=tokenizer, vocab_size=vocab_size, routing=routing)
-        seed = config.rollout.seed
-        source = await asyncio.to_thread(
-            resolve_prompts, config.prompts, tokenizer, seed, check=check.well_formed, progress=progress
-        )
-        verifier = await stack.enter_async_context(verifying(config, source, model))
-        group_filter = await stack.enter_async_context(filtering(config))
-        snapshots = run_folder / SNAPSHOTS_FOLDER
-        journal = Journal()
-        if state is not None:
-            journal = journal_of(config, state, storage)
-            stack.push_async_callback(journal.close)
-        runtime = Runtime(
-            config,
-            feed=PromptFeed(config, source, check, journal),
-            verifier=verifier,
-            group_filter=group_filter,
-            store=store,
-            snapshots=snapshots,
-            recorder=recorder,
-            journal=journal,
-            versions=state.versions if state is not None else None,
-            storage=storage,
-            routing=routing,
-        )
-        stack.push_async_callback(runtime.close)
-        restored = None
-        if state is not None:
-            stood = state.found.ledger.values
-            outlived = found.keys() | runtime.hosts.expect(stood["hosts"], stood["host_epoch"], tokens)
-            elsewhere = ran_on(state.found.requests) - launcher.names(config.workers.count)
-            restored = runtime.resume(state.found, outlived | elsewhere)
-        secret = b"" if state is None else bytes.fromhex(state.identity.kv_secret)
-        address = await stack.enter_async_context(serving(config, runtime, model, snapshots, tokens, secret))
-        if state is not None:
-            with writable(STATE_SETTING, state.folder):
-                state.remember(address=address, token=tokens.of[Role.OWNER])
-        runtime.hosts.begin(launcher, run_folder, tokens)
-        runtime.hosts.open_relay(config.kv.host or local_host(address), runtime.resumed.get("retired", 0))
-        stack.push_async_callback(asyncio.to_thread, runtime.hosts.close_relay)
-        runtime.tier = tier
-        # agents end, or wait for the start that carries on
-        stack.callback(runtime.hosts.close if state is None else runtime.hosts.suspend)
-        stack.push_async_callback(launcher.close)  # a second time: workers end before what they talk to
-        launcher.open()
-        launcher.scale(config.workers.count)
-        await runtime.restore(restored)
+        start = _Start(config, tokens, state, run_folder, storage, tier, stack, progress)
+        launcher = await start.launch()
+        await start.prepare()
+        config = start.config
+        runtime = await start.build()
+        await start.open(runtime, launcher)
         ticking = asyncio.create_task(runtime.ticks())
         stack.callback(ticking.cancel)
         progress(f"starting {config.workers.count} workers")
         failures = (runtime.failed, launcher.failed, ticking)
         if await _until_ready(config, runtime, launcher, stop, failures):
-            ready(ServiceHandle(address, tokens.of, run_folder, model, model_s))
+            ready(start.handle)
             failures = (runtime.failed, _alone(launcher, runtime), ticking)
             await _first(stop, *failures)
             if state is None:
@@ -202,6 +125,132 @@ async def serve(
             else:
                 progress(f"stopping; a start with service.state = {state.folder} carries on")
     return 0
+
+
+@dataclass(slots=True)
+class _Start:
+    """The parts of a service, made one after the other; ``stack`` ends them in the reverse order."""
+
+    config: Config
+    tokens: Tokens
+    state: StateFolder | None
+    run_folder: Path
+    storage: Storage
+    tier: TierServer | None
+    stack: contextlib.AsyncExitStack
+    progress: Callable[[str], None]
+    address: str = ""
+    model: Path = field(default_factory=Path)
+    model_s: float = 0.0
+    outlived: set[str] = field(default_factory=set)  # processes of an earlier life
+
+    @property
+    def handle(self) -> ServiceHandle:
+        return ServiceHandle(self.address, self.tokens.of, self.run_folder, self.model, self.model_s)
+
+    async def launch(self) -> Processes:
+        """Begins the processes of workers, which import their libraries meanwhile, and takes over those that live."""
+        config, state, tokens = self.config, self.state, self.tokens
+        living = None if state is None else Living(state.folder / LIVING_FILE, tokens.mark_of)
+        found = {} if living is None else living.find(is_started_so)
+        for name, (_, mark) in found.items():
+            tokens.known_again(name, mark)
+        self.outlived = set(found)
+        pool_id = pool_id_of(LOCAL)
+
+        def command(name: str) -> list[str]:
+            tier = self.tier.endpoint if self.tier else ""
+            place = Place(self.address, self.model, kv_host=config.kv.host, kv_tier=tier)
+            return pool_argv(config.kv, name, place) if name == pool_id else worker_argv(config.workers, name, place)
+
+        launcher = Processes(
+            config.workers,
+            command,
+            lambda worker_id: worker_environment(config.workers, tokens.started(worker_id)),
+            self.run_folder / "logs",
+            lambda error: self.storage.failed(RUN_FOLDER, error),
+            [pool_id] if config.kv.pool_mb else [],
+            living=living,
+        )
+        launcher.adopt({name: process for name, (process, _) in found.items()}, config.workers.count)
+        self.stack.push_async_callback(launcher.close)
+        await launcher.begin(config.workers.count)
+        return launcher
+
+    async def prepare(self) -> None:
+        """The model, and the versions of it that an earlier life has left."""
+        self.progress(f"preparing the model {self.config.model}")
+        self.model = await prepared_model(self.config, self.progress)
+        self.model_s = asyncio.get_running_loop().time()
+        self.config = with_context(self.config, self.model)
+        state = self.state
+        if state is not None:
+            state.check_settings(self.config)
+            with writable(RUN_FOLDER_SETTING, self.run_folder):
+                kept, store = state.found.ledger.versions(), self.run_folder / WEIGHTS_FOLDER / "versions"
+                await asyncio.to_thread(state.versions.bring_back, kept, store)
+
+    async def build(self) -> Runtime:
+        """Everything around the core, with nobody to talk to yet."""
+        config, state, model, stack = self.config, self.state, self.model, self.stack
+        routing = routing_wanted(config, model)
+        store = await asyncio.to_thread(store_of, self.run_folder, model, config)
+        recorder = await recorder_of(config, store, stack, state is not None and not state.found.is_new)
+        tokenizer = await asyncio.to_thread(ChatTokenizer, model, cache_of(config))
+        vocab_size = store.reference.vocab_size
+        check = PromptCheck(config, tokenizer=tokenizer, vocab_size=vocab_size, routing=routing)
+        seed = config.rollout.seed
+        source = await asyncio.to_thread(
+            resolve_prompts, config.prompts, tokenizer, seed, check=check.well_formed, progress=self.progress
+        )
+        verifier = await stack.enter_async_context(verifying(config, source, model))
+        group_filter = await stack.enter_async_context(filtering(config))
+        journal = Journal()
+        if state is not None:
+            journal = journal_of(config, state, self.storage)
+            stack.push_async_callback(journal.close)
+        runtime = Runtime(
+            config,
+            feed=PromptFeed(config, source, check, journal),
+            verifier=verifier,
+            group_filter=group_filter,
+            store=store,
+            snapshots=self.run_folder / SNAPSHOTS_FOLDER,
+            recorder=recorder,
+            journal=journal,
+            versions=state.versions if state is not None else None,
+            storage=self.storage,
+            routing=routing,
+        )
+        stack.push_async_callback(runtime.close)
+        return runtime
+
+    async def open(self, runtime: Runtime, launcher: Processes) -> None:
+        """Opens the door, first to those that have outlived an earlier life, and starts the workers."""
+        config, state, stack = self.config, self.state, self.stack
+        restored = None
+        if state is not None:
+            stood = state.found.ledger.values
+            outlived = {*self.outlived, *runtime.hosts.expect(stood["hosts"], stood["host_epoch"], self.tokens)}
+            elsewhere = ran_on(state.found.requests) - launcher.names(config.workers.count)
+            restored = runtime.resume(state.found, outlived | elsewhere)
+        secret = b"" if state is None else bytes.fromhex(state.identity.kv_secret)
+        snapshots = self.run_folder / SNAPSHOTS_FOLDER
+        served = serving(config, runtime, self.model, snapshots, self.tokens, secret)
+        self.address = await stack.enter_async_context(served)
+        if state is not None:
+            with writable(STATE_SETTING, state.folder):
+                state.remember(address=self.address, token=self.tokens.of[Role.OWNER])
+        runtime.hosts.begin(launcher, self.run_folder, self.tokens)
+        runtime.hosts.open_relay(config.kv.host or local_host(self.address), runtime.resumed.get("retired", 0))
+        stack.push_async_callback(asyncio.to_thread, runtime.hosts.close_relay)
+        runtime.tier = self.tier
+        # agents end, or wait for the start that carries on
+        stack.callback(runtime.hosts.close if state is None else runtime.hosts.suspend)
+        stack.push_async_callback(launcher.close)  # a second time: workers end before what they talk to
+        launcher.open()
+        launcher.scale(config.workers.count)
+        await runtime.restore(restored)
 
 
 def journal_of(config: Config, state: StateFolder, storage: Storage) -> Journal:
