@@ -1,5 +1,5 @@
-"""The hosts of a service: its own, and those whose agents have joined. Which workers each is to run, and which versions
-each holds.
+"""The hosts of a service: its own, and those whose agents have joined. Which versions each holds; which workers each is
+to run is asked of ``staffing.py``.
 
 A host is lost when its agent's stream ends or says nothing for too long. Its workers and its pool are lost with it, at
 once and for good: their tokens are good for nothing, so whoever of them still lives is refused. An agent that comes
@@ -16,21 +16,21 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from dora.config import Config
-from dora.errors import Conflict, InvalidValue, NotFound, one_of
+from dora.errors import Conflict
 from dora.host.capacity import capacity_to_wire
 from dora.host.command import pool_id_of
-from dora.host.launcher import LOCAL, WORKERS_MOST, Launcher, check_host_name, check_place
+from dora.host.launcher import LOCAL, Launcher, check_host_name, check_place
 from dora.journal import facts
 from dora.orchestrator.awaited import AwaitedHosts
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core.state import State
 from dora.orchestrator.remote import HostSession, RemoteLauncher
 from dora.orchestrator.spread import Spread
+from dora.orchestrator.staffing import Host, Staffing
 from dora.orchestrator.streams import DRAINED, Session, Sessions
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
@@ -45,26 +45,6 @@ LOST_KEPT: Final = 64
 LEFT_BY_ITSELF: Final = "its agent was told to end"
 NOT_BACK: Final = "its agent has not come back"
 ANOTHER_CAME: Final = "its agent came back without its processes"
-
-
-@dataclass(slots=True)
-class Host:
-    """One machine. ``session`` None: it is the service's own."""
-
-    name: str
-    launcher: Launcher
-    session: HostSession | None = None
-    draining: bool = False
-    leaving: set[str] = field(default_factory=set)  # workers that are being emptied, to be stopped then
-
-    @property
-    def is_failed(self) -> bool:
-        return self.launcher.failed.done() and not self.launcher.failed.cancelled()
-
-    @property
-    def active(self) -> list[str]:
-        """Workers that are to stay."""
-        return [name for name in self.launcher.workers if name not in self.leaving]
 
 
 class Hosts:
@@ -87,6 +67,7 @@ class Hosts:
         self._post = post
         self._note = note
         self._hosts: dict[str, Host] = {}
+        self.staffing = Staffing(self._hosts, state, post)
         self._awaited: AwaitedHosts | None = None
         self._awaited_s: float | None = None  # since when agents are let in
         self._unlike: Mapping[str, int] = {}
@@ -314,6 +295,10 @@ class Hosts:
                 return host.name
         return None if self._awaited is None else self._awaited.host_of(name)
 
+    def has(self, name: str) -> bool:
+        """Whether a host of this name is there."""
+        return name in self._hosts
+
     def has_others(self) -> bool:
         """Whether another host than the service's own has workers."""
         return any(host.launcher.workers and not host.is_failed for host in self._remote())
@@ -343,7 +328,7 @@ class Hosts:
     def leaves(self, session: HostSession) -> None:
         """Its agent was told to end. Where the host cannot be emptied it goes as it is."""
         try:
-            self.drain(session.name)
+            self.staffing.drain(session.name)
         except Conflict as error:
             log.warning("host %s leaves with its requests: %s", session.name, error)
             session.leave(LEFT_BY_ITSELF)
@@ -404,81 +389,6 @@ class Hosts:
         if host is not None and host.session is not None and host.session.epoch == epoch:
             host.session.send(order)
 
-    # ---------------------------------------------------------------------------------------------- what operators ask
-
-    def drain(self, name: str) -> int:
-        """Empties all workers of a host, which then leaves. Returns how many there are. Raises NotFound, Conflict."""
-        host = self._named(name)
-        if host.draining:
-            raise Conflict("host", name, "a host that is not draining", why="is draining already")
-        self._check_left_over(host.active)
-        host.draining = True
-        count = len(host.active)
-        for worker_id in host.active:
-            self._empty(host, worker_id)
-        self._end_if_drained(host)
-        return count
-
-    def drain_worker(self, worker_id: str) -> None:
-        """The same of one worker, which need not be one that a launcher started. Raises NotFound, Conflict."""
-        self._post(on.DrainAsked(worker_id))
-        host = self._hosts.get(self.host_of(worker_id) or "")
-        if host is not None:
-            host.leaving.add(worker_id)
-
-    def scale(self, workers: int, name: str) -> tuple[list[str], list[str]]:
-        """Takes a host, or all together, to so many workers. Returns those that start and those that are emptied."""
-        hosts = [self._named(name)] if name else [host for host in self._hosts.values() if not host.draining]
-        if hosts and not 0 <= workers <= WORKERS_MOST * len(hosts):  # before anything is dealt out, one by one
-            allowed = f"0 to {WORKERS_MOST} on one host, {WORKERS_MOST * len(hosts)} on {len(hosts)}"
-            raise InvalidValue("workers", workers, allowed)
-        counts = {host.name: len(host.active) for host in hosts}
-        wanted = {name: workers} if name else spread(counts, workers)
-        changed = [host for host in hosts if wanted[host.name] != counts[host.name] or host.draining]
-        for host in changed:
-            if host.leaving:
-                why = f"changes already: {', '.join(sorted(host.leaving))} are being emptied"
-                raise Conflict("host", host.name, "a host whose workers have left that are to leave", why=why)
-        surplus = [each for host in changed for each in host.active[max(0, wanted[host.name]) :]]
-        if surplus:
-            self._check_left_over(surplus)
-        started: list[str] = []
-        emptied: list[str] = []
-        for host in changed:
-            change = host.launcher.scale(wanted[host.name])
-            host.draining = False
-            started.extend(change.started)
-            for worker_id in change.surplus:
-                emptied.append(worker_id)
-                self._empty(host, worker_id)
-        return started, emptied
-
-    def _empty(self, host: Host, worker_id: str) -> None:
-        """The worker is emptied, then stopped; one that has not joined is stopped."""
-        worker = self._state.workers.get(worker_id)
-        if worker is None:
-            host.launcher.stop(worker_id)
-            return
-        host.leaving.add(worker_id)
-        if not worker.draining:
-            self._post(on.DrainAsked(worker_id))
-
-    def _check_left_over(self, leaving: Collection[str]) -> None:
-        """Raises Conflict where nobody would be left to take over their requests."""
-        working = {name for name, worker in self._state.workers.items() if not worker.draining}
-        if working and not working - set(leaving):
-            allowed = "some of several, so that their requests have somewhere to go"
-            raise Conflict("workers", ", ".join(sorted(leaving)), allowed, why="are the last working ones")
-
-    def _named(self, name: str) -> Host:
-        if name not in self._hosts:
-            raise NotFound("host", name, one_of(name, list(self._hosts)))
-        return self._hosts[name]
-
-    def has(self, name: str) -> bool:
-        """Whether a host of this name is there."""
-        return name in self._hosts
-
     # ----------------------------------------------------------------------------- the processes, as sessions see them
 
     def kill(self, worker_id: str) -> None:
@@ -491,22 +401,13 @@ class Hosts:
     def let_go(self, worker_id: str) -> None:
         if self._awaited is not None and (name := self._awaited.let_go(worker_id)) is not None:
             self._note(facts.HostStands(name, *self._awaited.stand(name)))
-        for host in list(self._hosts.values()):
-            if worker_id in host.launcher.workers:
-                host.launcher.stop(worker_id)
-                host.leaving.discard(worker_id)
-                self._end_if_drained(host)
+        self.staffing.let_go(worker_id)
 
     def worker_lost(self, session: Session) -> None:
         """One that was to leave has left."""
-        for host in list(self._hosts.values()):
-            if session.worker_id in host.leaving:
-                self._sessions.keep_reason(session.worker_id, DRAINED)
-                self.let_go(session.worker_id)
-
-    def _end_if_drained(self, host: Host) -> None:
-        if host.draining and not host.launcher.workers and host.session is not None:
-            host.session.leave(DRAINED)
+        if self.staffing.is_leaving(session.worker_id):
+            self._sessions.keep_reason(session.worker_id, DRAINED)
+            self.let_go(session.worker_id)
 
     # --------------------------------------------------------------------------------------------------------- status
 
@@ -545,21 +446,3 @@ class Hosts:
 
     def _remote(self) -> Iterator[Host]:
         return (host for host in self._hosts.values() if host.session is not None)
-
-
-def spread(counts: dict[str, int], total: int) -> dict[str, int]:
-    """``counts`` of workers by host, brought to ``total``: the host with the fewest gains, the one with the most loses.
-
-    Raises InvalidValue where there is no host.
-    """
-    if not counts:
-        raise InvalidValue("workers", total, "a number for hosts that are there and not draining: there is none")
-    found = dict(counts)
-    while (left := total - sum(found.values())) != 0:
-        name = (
-            min(found, key=lambda name: (found[name], name))
-            if left > 0
-            else max(found, key=lambda name: (found[name], name))
-        )
-        found[name] += 1 if left > 0 else -1
-    return found

@@ -164,7 +164,7 @@ async def test_one_that_does_not_come_is_lost_in_the_end(lives: Callable[[], Lif
 async def test_orders_that_did_not_reach_the_agent_are_given_again(lives: Callable[[], Life]) -> None:
     """One worker was to start and one to stop as the service died; two were found out to be bad before it came back."""
     first, session = begin(lives)
-    first.hosts.scale(3, "h1")
+    first.hosts.staffing.scale(3, "h1")
     first.hosts._hosts["h1"].launcher.stop("h1-w0")
     second = lives()
     assert "h1-w2" in second.awaited and not second.good("h1-w0")

@@ -83,17 +83,17 @@ class OperatorService(stubs.OperatorServicer):
         name, hosts = request.worker_id, self._runtime.hosts
         if hosts.has(name) and name not in self._runtime.machine.state.workers:
             with self._changing() as reply:
-                count = hosts.drain(name)
+                count = hosts.staffing.drain(name)
                 reply.message = f"{name} is being emptied: its workers ({count}) leave, and then it does"
             return reply
         with self._changing() as reply:
-            hosts.drain_worker(name)
+            hosts.staffing.drain_worker(name)
             reply.message = f"{name} is being emptied and will leave"
         return reply
 
     async def Scale(self, request: pb.ScaleRequest, context: ServicerContext) -> pb.OperatorReply:
         with self._changing() as reply:
-            started, emptied = self._runtime.hosts.scale(request.workers, request.host)
+            started, emptied = self._runtime.hosts.staffing.scale(request.workers, request.host)
             words = [f"started: {', '.join(started)}"] if started else []
             words += [f"being emptied, to leave: {', '.join(emptied)}"] if emptied else []
             reply.message = "; ".join(words) or "there are so many already"
