@@ -65,8 +65,7 @@ async def test_two_versions_and_migrations(tiny_dense: Path, tiny_moe: Path, tmp
     check_record(tmp_path / "record", report)
 
 
-@pytest.mark.parametrize("victim", ["w0", "w1"])
-@pytest.mark.parametrize("moment", ["in the first step", "while requests move"])
+@pytest.mark.parametrize(("victim", "moment"), [("w0", "in the first step"), ("w1", "while requests move")])
 async def test_kill_9_costs_no_sample(tiny_dense: Path, tmp_path: Path, victim: str, moment: str) -> None:
     async with (
         running(configured(tiny_dense, record=str(tmp_path / "record"), **TINY)) as handle,
