@@ -30,7 +30,7 @@ async def until_none_is_behind(operator: Operator, before: dict[str, int]) -> No
 
 async def test_requests_go_on_where_they_run(tiny_dense: Path, tmp_path: Path) -> None:
     """No token is computed twice, though the service dies while all of them are under way."""
-    settings = settings_of(tiny_dense, tmp_path, window__size=2, **{"workers.roll_call_s": 30.0})
+    settings = settings_of(tiny_dense, tmp_path, window__size=2, rollout__max_tokens=1500, workers__roll_call_s=30.0)
     service = Killed(tmp_path, settings)
     await service.start()
     try:
