@@ -54,7 +54,7 @@ def settings_in(setting: Setting, state: Path) -> dict[str, Any]:
         workers__count=WORKERS,
         workers__tensor_parallel=setting.ranks,
         workers__slots=8,
-        workers__block_tokens=16,
+        workers__block_tokens=16 if is_fake else 32,
         workers__kv_tokens=8192 if is_fake else 2048,
         workers__max_model_len_tokens=512,
         workers__restarts=10_000,

@@ -88,6 +88,8 @@ class World:
 
     async def status(self) -> pb.Status | None:
         """None: there is none now."""
+        if not self.lives:
+            return None
         try:
             return await self.operator.status()
         except DoraError:
