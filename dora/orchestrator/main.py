@@ -161,12 +161,15 @@ class _Start:
         def command(name: str) -> list[str]:
             tier = self.tier.endpoint if self.tier else ""
             place = Place(self.address, self.model, kv_host=config.kv.host, kv_tier=tier)
-            return pool_argv(config.kv, name, place) if name == pool_id else worker_argv(config.workers, name, place)
+            settings = self.config  # as the model has completed it
+            if name == pool_id:
+                return pool_argv(settings.kv, name, place)
+            return worker_argv(settings.workers, name, place)
 
         launcher = Processes(
             config.workers,
             command,
-            lambda worker_id: worker_environment(config.workers, tokens.started(worker_id)),
+            lambda worker_id: worker_environment(self.config.workers, tokens.started(worker_id)),
             self.run_folder / "logs",
             lambda error: self.storage.failed(RUN_FOLDER, error),
             [pool_id] if config.kv.pool_mb else [],
