@@ -73,7 +73,7 @@ class Stress:
 
 @dataclass
 class Seen:
-    """What was seen of a run. ``trained``: the group ids of each step, as the trainer said after its commit."""
+    """What was seen of a run. ``trained``: the group ids of each step whose commit a trainer knew to be done."""
 
     trained: list[tuple[int, list[str]]] = field(default_factory=list)
     worker_kills: int = 0
@@ -142,11 +142,15 @@ class _Trainer:
                 *self._argv, env=self._environment, stdout=asyncio.subprocess.PIPE, stderr=log, limit=LINE_BYTES_MOST
             )
         assert self._process.stdout is not None
+        said: list[tuple[int, list[str]]] = []
         async for line in self._process.stdout:
             if line.endswith(b"\n"):  # else it was killed as it wrote
                 step = json.loads(line)
-                self._seen.trained.append((step["step"], step["group_ids"]))
-        return await self._process.wait()
+                said.append((step["step"], step["group_ids"]))
+        code = await self._process.wait()
+        # a commit goes on beside what follows it, and is done when the next step is: one who is killed had not all done
+        self._seen.trained += said if code == 0 else said[:-1]
+        return code
 
 
 async def _force(operator: Operator, period_s: float, seen: Seen) -> None:
