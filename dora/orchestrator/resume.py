@@ -22,13 +22,13 @@ from dora.trajectory import TrajectoryGroup
 log = logging.getLogger("dora.service")
 
 
-def begin_life(journal: Journal, found: Found, config: str) -> list[LiveGroup]:
-    """Says in the journal that another life begins. Returns the groups that it begins with.
+def begin_life(journal: Journal, found: Found, config: str, life: int) -> list[LiveGroup]:
+    """Says in the journal that another life begins, of this number. Returns the groups that it begins with.
 
     Those of which tokens are lost begin anew.
     """
     values, groups = found.ledger.values, list(found.groups)
-    journal.note(facts.Begun(values["life"] + 1, time.time(), time.monotonic(), config))
+    journal.note(facts.Begun(life, time.time(), time.monotonic(), config))
     number, first = values["next_number"], 0
     damaged = set(found.requests.damaged)
     for index, group in enumerate(groups):

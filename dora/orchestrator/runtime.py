@@ -172,7 +172,7 @@ class Runtime:
         self.outlives_s = self.config.workers.outlive_s
         self.life = found.ledger.values["life"] + 1
         tree = self.config.model_dump_json(exclude={"service": {"token"}})
-        groups = resume.begin_life(self.journal, found, tree)
+        groups = resume.begin_life(self.journal, found, tree, self.life)
         if found.is_new:
             return None
         ledger, newest = found.ledger, found.ledger.values["newest"]

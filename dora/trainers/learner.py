@@ -305,8 +305,7 @@ class Learner:
 
     def follow(self) -> None:
         """What the learner does on a rank that does not lead: as it is told, until the end."""
-        while (order := self._ranks.told()).name != "end":
-            self._obey(order)
+        self._ranks.follow(self._obey)
 
     def _obey(self, order: Order) -> None:
         match order.name:
@@ -318,8 +317,6 @@ class Learner:
                 checkpoint_of(self.module, self._ranks)
             case "moments":
                 gathered(moments_of(self.module, self._optimiser), self._ranks)
-            case "idle":  # the leader waits
-                pass
             case other:
                 raise InvalidValue("order", other, "one that this rank knows: do all ranks run one version?")
 

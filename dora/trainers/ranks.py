@@ -6,8 +6,7 @@
             ...
             ranks.tell("end")
         else:
-            while (order := ranks.told()).name != "end":
-                ...
+            ranks.follow(obey)   # which is given each order, until the end
             # on every rank, at the same place: collectives of the model, and ranks.agree({"step": 3, "loss": 0.5})
 
 A rank that fails in ``joined`` says so through the store, so each of the others raises :class:`RankFailed` with its
@@ -23,7 +22,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -92,6 +91,12 @@ class Ranks:
         if len(content):
             dist.recv(content, 0)
         return Order(bytes(header[:_NAME_BYTES].tolist()).decode().rstrip(), content.numpy().tobytes())
+
+    def follow(self, obey: Callable[[Order], None]) -> None:
+        """The others': ``obey`` is given each of the leader's orders until the end, but those to wait."""
+        while (order := self.told()).name != "end":
+            if order.name != "idle":
+                obey(order)
 
     def any(self, here: bool) -> bool:
         """Whether it holds on any rank. A collective, like all that follow."""

@@ -220,8 +220,7 @@ class MegatronLearner:
 
     def follow(self) -> None:
         """What the learner does on a rank that does not lead: as it is told, until the end."""
-        while (order := self._ranks.told()).name != "end":
-            self._obey(order)
+        self._ranks.follow(self._obey)
 
     def _obey(self, order: Order) -> None:
         match order.name:
@@ -236,7 +235,5 @@ class MegatronLearner:
                 self._canary()
             case "save":
                 self._save(Path(order.content.decode()))
-            case "idle":  # the leader waits
-                pass
             case other:
                 raise InvalidValue("order", other, "one that this rank knows: do all ranks run one version?")
