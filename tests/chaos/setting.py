@@ -12,7 +12,8 @@ WINDOW: Final = 3
 GROUP_SIZE: Final = 4
 HOST: Final = "h1"
 HOST_WORKER: Final = f"{HOST}-w0"
-SILENCE_S: Final = 5.0  # after which a worker is lost
+SILENCE_S: Final = {"fake": 5.0, "vllm": 20.0}  # by engine, after which a worker is lost: vLLM's starts fill all cores
+RECOVERY_MOST_S: Final = {"fake": 120.0, "vllm": 600.0}  # by engine, until everything is as it was
 STATE_BYTES: Final = 160 << 20
 
 
@@ -29,6 +30,14 @@ class Setting:
     has_host: bool = True  # that has joined
     has_link: bool = False  # to that host, which can be cut
     has_disk: bool = False  # of its own for the state, which can be filled up
+
+    @property
+    def silence_s(self) -> float:
+        return SILENCE_S[self.engine]
+
+    @property
+    def recovery_most_s(self) -> float:
+        return RECOVERY_MOST_S[self.engine]
 
     @property
     def record(self) -> Path:
@@ -58,6 +67,6 @@ def settings_in(setting: Setting, state: Path) -> dict[str, Any]:
         workers__kv_tokens=8192 if is_fake else 2048,
         workers__max_model_len_tokens=512,
         workers__restarts=10_000,
-        workers__silence_timeout_s=SILENCE_S,
+        workers__silence_timeout_s=setting.silence_s,
         service__prompts_queued_max=4096,
     )

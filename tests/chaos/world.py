@@ -27,7 +27,6 @@ from tests.chaos.setting import HOST, HOST_WORKER, STATE_BYTES, WORKERS, Setting
 from tests.e2e.restarts import Killed
 
 QUEUED_LEAST: Final = 48  # prompts
-RECOVERY_MOST_S: Final = 120.0
 POLL_S: Final = 0.02
 
 Condition = Callable[[pb.Status], bool]
@@ -95,8 +94,9 @@ class World:
         except DoraError:
             return None
 
-    async def until(self, condition: Condition, what: str, limit_s: float = RECOVERY_MOST_S) -> pb.Status:
-        """Looks again and again. Raises Stuck."""
+    async def until(self, condition: Condition, what: str) -> pb.Status:
+        """Looks again and again, for as long as a recovery may last. Raises Stuck."""
+        limit_s = self.setting.recovery_most_s
         status: pb.Status | None = None
         try:
             async with asyncio.timeout(limit_s):
@@ -152,7 +152,7 @@ class World:
         if self.setting.has_host:
             await self.agent.close()
         await self.submitting.end()
-        code = await asyncio.wait_for(self.trainer.ended, 2 * RECOVERY_MOST_S)
+        code = await asyncio.wait_for(self.trainer.ended, 2 * self.setting.recovery_most_s)
         if code:
             raise Stuck(f"the trainer has ended with {code}: {self.trainer.log.read_text()[-2000:]}")
         self.cast = ()
@@ -169,7 +169,7 @@ class World:
         """Kills what is left of the service, where something failed; else ends it as an operator does."""
         status = await self.status()
         try:
-            await asyncio.wait_for(self.service.stop(), RECOVERY_MOST_S)
+            await asyncio.wait_for(self.service.stop(), self.setting.recovery_most_s)
         except TimeoutError:
             await self.service.kill()
         if status is None:
