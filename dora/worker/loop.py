@@ -31,17 +31,15 @@ from dora.weights.holds import held
 from dora.worker.copying import Copying
 from dora.worker.engine import RolloutEngine
 from dora.worker.failure import fail
-from dora.worker.gathering import Gathering
 from dora.worker.orders import REASON_MOST, Orders, check_asked_for, peer_of, waiting
 from dora.worker.prefixes import SentPrefixes
+from dora.worker.reporting import IDLE_S, Reporting
 from dora.worker.responses import Responses
 
 log = logging.getLogger("dora.worker")
 
 Versions = Callable[[str], AbstractContextManager[Path]]  # the folder of a version, held
 
-IDLE_S = 0.5  # an idle worker looks up, and is heard of, this often
-END_WAITS_S = 0.05  # for others, to be reported with them
 QUEUE_SLOTS = 2  # requests taken in by handoff where there is no pool: this many times the slots
 
 
@@ -69,20 +67,15 @@ class EngineLoop:
         self._engine = engine
         self._orders = orders
         self._plane = plane
-        self._period_s = welcome.report_period_ms / 1000
         self._clock = clock
         self.outlives_s = welcome.outlives_s
         self._responses = Responses() if welcome.outlives_s else None  # None: nobody will ask for them again
         self._name = ""  # of the manifest of the version loaded
         self._reserved: set[str] = set()
-        self._base = engine.load()  # as this epoch began
         self._versions = versions or of_store(Path(welcome.weights_folder), "worker")
-        self._sampled = Gathering()
-        self._ended_s = 0.0  # when the first response ended of those that were not reported yet
-        self._reported_s = clock()
+        self._reporting = Reporting(engine, orders, welcome.report_period_ms / 1000, clock)
         self._copies: dict[str, _Copy] = {}  # by request
         self._sent = SentPrefixes()
-        self._arrived: set[str] = set()  # taken in, and no token yet
         self._shutdown = False
 
     def run(self, stop: threading.Event) -> None:
@@ -91,7 +84,7 @@ class EngineLoop:
 
     def turn(self) -> None:
         """All commands that wait (one awaited, if there is nothing to run), one step, one report where due."""
-        timeout_s = 0.0 if self._sampled or self.has_work() else IDLE_S
+        timeout_s = 0.0 if self._reporting.has_tokens or self.has_work() else IDLE_S
         for command in waiting(self._orders, timeout_s):
             self._obey(command)
         if self._shutdown:
@@ -100,10 +93,7 @@ class EngineLoop:
             self._go_on(copy)
         if self.has_work():
             self._step()
-        if self._due():
-            self._report()
-        elif self._sampled.has_ends and self._clock() - self._ended_s >= END_WAITS_S:
-            self._report(ends_only=True)  # what still runs can wait for its period
+        self._reporting.report_due(self.has_work())
 
     def has_work(self) -> bool:
         """Whether there is anything to step, and room for what comes of it."""
@@ -113,48 +103,10 @@ class EngineLoop:
         deltas = self._engine.step()
         if self._responses is not None:
             self._responses.add(deltas)
-        if not self._sampled.takes(deltas):
-            self._report()
-        had_ends = self._sampled.has_ends
-        self._sampled.add(deltas)
-        if self._sampled.has_ends and not had_ends:
-            self._ended_s = self._clock()
+        self._reporting.add(deltas)
         for delta in deltas:
             if delta.finish_reason and delta.request_id in self._copies:
                 self._end_copy(delta.request_id, NotFound("request_id", delta.request_id, "one that has not ended"))
-
-    def _due(self) -> bool:
-        now_s, sampled = self._clock(), self._sampled
-        if not sampled:
-            return now_s - self._reported_s >= IDLE_S
-        if not self.has_work() or any(request_id in sampled for request_id in self._arrived):
-            return True
-        return now_s - self._reported_s >= self._period_s
-
-    def _report(self, ends_only: bool = False) -> None:
-        """What the engine has produced since the last report; or of that, what is of requests that have ended."""
-        version = self._sampled.version if self._sampled else self._engine.version
-        self._arrived = {request_id for request_id in self._arrived if request_id not in self._sampled}
-        batches: list[pb.TokenColumns | None] = [*self._sampled.take(ends_only)]
-        for tokens in batches or [None]:
-            self._send_report(tokens, -1 if version is None else version)
-        if not ends_only:
-            self._reported_s = self._clock()
-
-    def _send_report(self, tokens: pb.TokenColumns | None, version: int) -> None:
-        load = self._engine.load()
-        report = pb.WorkerReport(
-            tokens=tokens,
-            running=load.running,
-            waiting=load.waiting,
-            kv_used_tokens=load.kv_used_tokens,
-            reprefilled_tokens=load.reprefilled_tokens - self._base.reprefilled_tokens,
-            generated_tokens=load.generated_tokens - self._base.generated_tokens,
-            version=version,
-            at=time.time(),
-            kv_tier=None if load.tier is None else convert.tier_to_wire(load.tier),
-        )
-        self._orders.send(pb.WorkerMessage(report=report))
 
     def _obey(self, command: pb.WorkerCommand) -> None:
         kind = command.WhichOneof("kind")
@@ -162,7 +114,7 @@ class EngineLoop:
             self._shutdown = True
             return
         if kind == "pace":
-            self._period_s = command.pace.report_period_ms / 1000
+            self._reporting.period_s = command.pace.report_period_ms / 1000
             return
         if kind == "settled":
             self._settle(command.settled.request_ids)
@@ -175,23 +127,14 @@ class EngineLoop:
             fail(kind, outcome, error)
             log.warning("%s: %s", kind, error)
         if kind == "start_request":  # of a request that nothing was sampled of; what was of others can wait
-            self._send_outcome(outcome)
+            self._reporting.answer_ahead(outcome)
         else:
-            self._answer(outcome, reports=kind == "load_version")
+            self._reporting.answer(outcome, reports=kind == "load_version")
 
     def _settle(self, request_ids: Iterable[str]) -> None:
         if self._responses is not None:
             for request_id in request_ids:
                 self._responses.forget(request_id)
-
-    def _answer(self, outcome: pb.WorkerOutcome, reports: bool = False) -> None:
-        if self._sampled or reports:
-            self._report()
-        self._send_outcome(outcome)
-
-    def _send_outcome(self, outcome: pb.WorkerOutcome) -> None:
-        outcome.at = time.time()
-        self._orders.send(pb.WorkerMessage(outcome=outcome))
 
     def _load_version(self, order: pb.LoadVersion, outcome: pb.WorkerOutcome) -> None:
         began_s = self._clock()
@@ -209,9 +152,9 @@ class EngineLoop:
         self._engine.add(request)
         self._holds(request, order.row)
 
-    def _holds(self, request: RequestSpec, row: int) -> None:
+    def _holds(self, request: RequestSpec, row: int, *, arrives: bool = False) -> None:
         """The engine has taken the request."""
-        self._sampled.name(request.request_id, row)
+        self._reporting.begin(request.request_id, row, arrives=arrives)
         if self._responses is not None:
             self._responses.begin(request)
 
@@ -248,10 +191,7 @@ class EngineLoop:
 
     def _let_go(self, request_id: str) -> None:
         """The engine forgets the request, if it has it; what was sampled of it is reported first."""
-        if request_id in self._sampled:
-            self._report()
-        self._arrived.discard(request_id)
-        self._sampled.forget(request_id)
+        self._reporting.forget(request_id)
         if self._responses is not None:
             self._responses.forget(request_id)
         self._engine.remove(request_id)
@@ -273,39 +213,23 @@ class EngineLoop:
             copy.copying.cancel()
             fail("copy_out", copy.outcome, error)
             log.warning("copy_out: %s", error)
-            self._answer(copy.outcome)
+            self._reporting.answer(copy.outcome)
             return
         if copy.copying.is_ahead and not copy.is_told:
             copy.is_told = True
-            self._orders.send(pb.WorkerMessage(copy_began=pb.CopyBegan(command_id=copy.outcome.command_id)))
+            self._reporting.began_copy(copy.outcome.command_id)
         if last is not None:  # the copy's thread answers: the request is frozen, so what is left of it is reported now
             copy.is_last = True
             copy.outcome.tokens = copy.copying.tokens
             copy.outcome.snapshot_bytes = sum(sent.body_bytes for sent in copy.copying.ahead)
             for sent in copy.copying.ahead:
                 copy.outcome.kv_fallbacks.extend(reason[:REASON_MOST] for reason in sent.fallbacks)
-            if self._sampled:
-                self._report()
-            outcome = copy.outcome  # alone: the copy has the snapshot, which would hold itself by way of this
-            last.done.add_done_callback(lambda done: self._copied(done, outcome))
-
-    def _copied(self, done: "Future[Sent]", outcome: pb.WorkerOutcome) -> None:
-        """In a thread of the data plane: the snapshot is at its target, or will not be."""
-        error = done.exception()
-        if error is None:
-            sent = done.result()
-            outcome.locator = sent.key
-            outcome.snapshot_bytes += sent.body_bytes
-            outcome.kv_transport = sent.transport
-            outcome.kv_fallbacks.extend(reason[:REASON_MOST] for reason in sent.fallbacks)
-        else:
-            assert isinstance(error, DoraError), error
-            fail("copy_out", outcome, error)
-        outcome.at = time.time()
-        try:
-            self._orders.send(pb.WorkerMessage(outcome=outcome))
-        except DoraError as gone:  # the engine's thread finds out by itself
-            log.info("the outcome of a copy was not sent: %s", gone)
+            if self._reporting.has_tokens:
+                self._reporting.report()
+            # Without the copy, whose snapshot would hold itself by way of this; and to the service that asked, even
+            # where another is there by then, whose commands have the same numbers.
+            outcome, reporting = copy.outcome, self._reporting
+            last.done.add_done_callback(lambda done: _copied(done, outcome, reporting))
 
     def _end_copy(self, request_id: str, why: DoraError | None = None) -> None:
         """What was copied is void: ``why``, or it was told to."""
@@ -315,7 +239,7 @@ class EngineLoop:
         copy.copying.cancel()
         if not copy.is_last:
             fail("copy_out", copy.outcome, why or TransferFailed("it was cancelled"))
-            self._answer(copy.outcome)
+            self._reporting.answer(copy.outcome)
 
     # The service's absence.
 
@@ -330,7 +254,7 @@ class EngineLoop:
         for request_id in self._reserved:
             self._engine.release(request_id)
         self._reserved.clear()
-        self._sampled, self._sent, self._arrived, self._plane = Gathering(), SentPrefixes(), set(), None
+        self._sent, self._plane = SentPrefixes(), None
 
     def step_alone(self) -> bool:
         """One step while nobody listens; False: there is nothing to step."""
@@ -353,19 +277,18 @@ class EngineLoop:
     ) -> None:
         """A service is there again: goes on with the requests that it names, and reports what it lacks of them."""
         assert self._responses is not None
-        self._orders, self._plane, self._base = orders, plane, self._engine.load()
-        self._period_s, self.outlives_s = welcome.report_period_ms / 1000, welcome.outlives_s
+        self._orders, self._plane, self.outlives_s = orders, plane, welcome.outlives_s
+        self._reporting = Reporting(self._engine, orders, welcome.report_period_ms / 1000, self._clock)
         self._versions = versions or of_store(Path(welcome.weights_folder), "worker")
         over, rounds = self._responses.come_back({each.request_id: each.tokens for each in welcome.goes_on})
         for request_id in over:
             self._engine.remove(request_id)
         for each in welcome.goes_on:
-            self._sampled.name(each.request_id, each.row)
+            self._reporting.begin(each.request_id, each.row)
         log.info("went on with %d requests, and gave up %d", len(welcome.goes_on), len(over))
-        self._ended_s = self._clock()
         for missing in rounds:
-            self._sampled.add(missing)
-            self._report()
+            self._reporting.add(missing)
+            self._reporting.report()
 
     def _data_plane(self) -> DataPlane:
         if self._plane is None:
@@ -377,8 +300,7 @@ class EngineLoop:
         check_asked_for(snapshot.request, order)
         self._engine.take_in(snapshot)
         self._reserved.discard(order.request_id)
-        self._holds(snapshot.request, order.row)
-        self._arrived.add(order.request_id)
+        self._holds(snapshot.request, order.row, arrives=True)
 
     def _thaw(self, order: pb.Thaw, outcome: pb.WorkerOutcome) -> None:
         self._end_copy(order.request_id)
@@ -394,6 +316,24 @@ class _Copy:
     outcome: pb.WorkerOutcome
     is_told: bool = False  # that it has begun
     is_last: bool = False  # its last round is on its way
+
+
+def _copied(done: "Future[Sent]", outcome: pb.WorkerOutcome, reporting: Reporting) -> None:
+    """In a thread of the data plane: the snapshot is at its target, or will not be."""
+    error = done.exception()
+    if error is None:
+        sent = done.result()
+        outcome.locator = sent.key
+        outcome.snapshot_bytes += sent.body_bytes
+        outcome.kv_transport = sent.transport
+        outcome.kv_fallbacks.extend(reason[:REASON_MOST] for reason in sent.fallbacks)
+    else:
+        assert isinstance(error, DoraError), error
+        fail("copy_out", outcome, error)
+    try:
+        reporting.answer_ahead(outcome)
+    except DoraError as gone:  # the engine's thread finds out by itself
+        log.info("the outcome of a copy was not sent: %s", gone)
 
 
 LATER: Final = object()  # the answer to a command follows by itself

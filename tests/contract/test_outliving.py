@@ -1,20 +1,24 @@
 """A worker that outlives its service: it generates on, and the next service gets what it lacks, bit for bit."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
+from dora.kvtransfer.plane import DataPlane
+from dora.kvtransfer.transfer import Transfer
 from dora.models.tiny import make_tiny
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.types import RequestSpec, SamplingParams
 from dora.worker.engine import RolloutEngine
+from dora.worker.fake_engine import FakeEngine
 from dora.worker.loop import EngineLoop
 from dora.worker.responses import Responses
 from tests.contract.driver import Driver, Response, VersionFolder, make_request
 from tests.contract.planes import a_plane
-from tests.contract.workers import Worker, peer_of
+from tests.contract.workers import Worker, anywhere, peer_of
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True)
 
@@ -164,3 +168,58 @@ def test_without_a_service_that_keeps_its_state_nothing_is_kept(tmp_path: Path) 
 def np32(value: float) -> float:
     """As it travels."""
     return float(np.float32(value))
+
+
+@dataclass
+class Life:
+    """One life of a service, as its worker sees it."""
+
+    commands: list[pb.WorkerCommand] = field(default_factory=list)
+    heard: list[pb.WorkerMessage] = field(default_factory=list)
+
+    def take(self, _timeout_s: float) -> pb.WorkerCommand | None:
+        return self.commands.pop(0) if self.commands else None
+
+    def send(self, message: pb.WorkerMessage) -> None:
+        self.heard.append(message)
+
+    @property
+    def outcomes(self) -> list[pb.WorkerOutcome]:
+        return [message.outcome for message in self.heard if message.HasField("outcome")]
+
+
+class Unhurried:
+    """A data plane whose transfers end when a test ends them."""
+
+    def __init__(self) -> None:
+        self.sent: list[Transfer] = []
+
+    def send_parts(self, _peer: object, *transfer: Any, **options: Any) -> Transfer:
+        self.sent.append(Transfer(*transfer, **options))
+        return self.sent[-1]
+
+
+def test_a_copy_that_ends_late_is_not_told_to_the_next_service_whose_commands_have_the_same_numbers(
+    tmp_path: Path,
+) -> None:
+    model = make_tiny("dense", tmp_path / "model", seed=1)
+    engine = FakeEngine(slots=4, kv_tokens=2048, max_model_len_tokens=256, mean_tokens=25, model=model)
+    first, second, plane = Life(), Life(), Unhurried()
+    welcome = pb.Welcome(epoch=1, report_period_ms=1, outlives_s=60.0)
+    clock = iter(range(1 << 40)).__next__
+    loop = EngineLoop(engine, first, welcome, cast(DataPlane, plane), clock, anywhere)
+    first.commands = [
+        pb.WorkerCommand(command_id=1, load_version=pb.LoadVersion(version=1, name=str(model))),
+        pb.WorkerCommand(command_id=2, start_request=convert.request_to_wire(requests_of(1)[0])),
+    ]
+    loop.turn()
+    first.commands = [pb.WorkerCommand(command_id=3, copy_out=pb.CopyOut(request_id="r1"))]
+    while engine.has_work():
+        loop.turn()
+    (transfer,) = plane.sent
+    loop.leave()
+    loop.come_back(second, pb.Welcome(epoch=2, report_period_ms=1, outlives_s=60.0), None)
+    assert transfer.cancelled.is_set()
+    transfer.fail("it was cancelled")
+    assert [outcome.command_id for outcome in first.outcomes] == [1, 2, 3]
+    assert not second.outcomes
