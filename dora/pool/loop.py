@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Final
 
 from dora.errors import Conflict, DoraError
@@ -108,32 +109,27 @@ class PoolLoop:
         except DoraError as error:
             fail(kind, outcome, error)
             log.warning("%s: %s", kind, outcome.error)  # not the error: its traceback holds what has come
-        self._answer(outcome)
+        _answer(self._orders, outcome)
 
-    def _answer(self, outcome: pb.WorkerOutcome) -> None:
-        """From any thread."""
-        outcome.at = time.time()
-        try:
-            self._orders.send(pb.WorkerMessage(outcome=outcome))
-        except DoraError as gone:  # the loop finds out by itself
-            log.info("an outcome was not sent: %s", gone)
-
-    # Each returns whether the outcome is complete; else it follows.
+    # Each returns whether the outcome is complete; else it follows, from any thread, and goes to the service that asked
+    # even where another is there by then, whose commands have the same numbers.
 
     def _reserve_slot(self, command: pb.WorkerCommand, outcome: pb.WorkerOutcome) -> bool:
         order = command.reserve_slot
+        orders, plane = self._orders, self._plane
         room = self._store.let_in(order.request_id, order.kv_bytes)
-        self._plane.expect(order.request_id, order.source_epoch, order.most_bytes)
-        room.add_done_callback(lambda done: self._let_in(order.request_id, done, outcome))
-        return False
+        plane.expect(order.request_id, order.source_epoch, order.most_bytes)
 
-    def _let_in(self, request_id: str, done: "Future[None]", outcome: pb.WorkerOutcome) -> None:
-        error = done.exception()
-        if error is not None:
-            assert isinstance(error, DoraError), error
-            self._plane.forget(request_id)
-            fail("reserve_slot", outcome, error)
-        self._answer(outcome)
+        def let_in(done: "Future[None]") -> None:
+            error = done.exception()
+            if error is not None:
+                assert isinstance(error, DoraError), error
+                plane.forget(order.request_id)
+                fail("reserve_slot", outcome, error)
+            _answer(orders, outcome)
+
+        room.add_done_callback(let_in)
+        return False
 
     def _cancel_reservation(self, command: pb.WorkerCommand, outcome: pb.WorkerOutcome) -> bool:
         request_id = command.cancel_reservation.request_id
@@ -153,16 +149,10 @@ class PoolLoop:
         order = command.copy_out
         self._end_sending(order.request_id)
         parked, opened = self._store.open(order.request_id)
-        sending = Sending(self._plane, self._store, peer_of(order), parked, outcome, self._sent)
+        sending = Sending(self._plane, self._store, peer_of(order), parked, outcome, partial(_sent, self._orders))
         self._sendings[order.request_id] = sending
         opened.add_done_callback(sending.begin)
         return False
-
-    def _sent(self, outcome: pb.WorkerOutcome, error: DoraError | None) -> None:
-        if error is not None:
-            fail("copy_out", outcome, error)
-            log.warning("copy_out: %s", outcome.error)
-        self._answer(outcome)
 
     def _thaw(self, command: pb.WorkerCommand, outcome: pb.WorkerOutcome) -> bool:
         self._end_sending(command.thaw.request_id)
@@ -177,3 +167,18 @@ class PoolLoop:
         sending = self._sendings.pop(request_id, None)
         if sending is not None:
             sending.cancel()
+
+
+def _sent(orders: Orders, outcome: pb.WorkerOutcome, error: DoraError | None) -> None:
+    if error is not None:
+        fail("copy_out", outcome, error)
+        log.warning("copy_out: %s", outcome.error)
+    _answer(orders, outcome)
+
+
+def _answer(orders: Orders, outcome: pb.WorkerOutcome) -> None:
+    outcome.at = time.time()
+    try:
+        orders.send(pb.WorkerMessage(outcome=outcome))
+    except DoraError as gone:  # the loop finds out by itself
+        log.info("an outcome was not sent: %s", gone)

@@ -1,13 +1,12 @@
 """A worker that outlives its service: it generates on, and the next service gets what it lacks, bit for bit."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
 from dora.kvtransfer.plane import DataPlane
-from dora.kvtransfer.transfer import Transfer
 from dora.models.tiny import make_tiny
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
@@ -17,6 +16,7 @@ from dora.worker.fake_engine import FakeEngine
 from dora.worker.loop import EngineLoop
 from dora.worker.responses import Responses
 from tests.contract.driver import Driver, Response, VersionFolder, make_request
+from tests.contract.lives import Life, Unhurried
 from tests.contract.planes import a_plane
 from tests.contract.workers import Worker, anywhere, peer_of
 
@@ -168,35 +168,6 @@ def test_without_a_service_that_keeps_its_state_nothing_is_kept(tmp_path: Path) 
 def np32(value: float) -> float:
     """As it travels."""
     return float(np.float32(value))
-
-
-@dataclass
-class Life:
-    """One life of a service, as its worker sees it."""
-
-    commands: list[pb.WorkerCommand] = field(default_factory=list)
-    heard: list[pb.WorkerMessage] = field(default_factory=list)
-
-    def take(self, _timeout_s: float) -> pb.WorkerCommand | None:
-        return self.commands.pop(0) if self.commands else None
-
-    def send(self, message: pb.WorkerMessage) -> None:
-        self.heard.append(message)
-
-    @property
-    def outcomes(self) -> list[pb.WorkerOutcome]:
-        return [message.outcome for message in self.heard if message.HasField("outcome")]
-
-
-class Unhurried:
-    """A data plane whose transfers end when a test ends them."""
-
-    def __init__(self) -> None:
-        self.sent: list[Transfer] = []
-
-    def send_parts(self, _peer: object, *transfer: Any, **options: Any) -> Transfer:
-        self.sent.append(Transfer(*transfer, **options))
-        return self.sent[-1]
 
 
 def test_a_copy_that_ends_late_is_not_told_to_the_next_service_whose_commands_have_the_same_numbers(

@@ -1,6 +1,7 @@
 """A pool outlives its service: what is parked there goes on under its next epoch, from the same memory."""
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -9,7 +10,9 @@ from dora.kvtransfer.door import Door
 from dora.kvtransfer.peer import ANY_MODEL, Identity, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.models.tiny import make_tiny
-from tests.contract.planes import SECRET, End, a_plane
+from dora.rpc import dora_pb2 as pb
+from tests.contract.lives import Life, Unhurried
+from tests.contract.planes import SECRET, End, a_plane, until
 from tests.contract.pools import ARENA_BYTES, a_pool, reserve
 from tests.contract.test_pool import a_request, alone, loaded, park, resume, started
 from tests.contract.workers import Worker
@@ -39,6 +42,28 @@ def test_what_is_parked_goes_on_under_the_next_epoch(tmp_path: Path, transport: 
         finally:
             pool.store.close()
             plane.close()
+
+
+def test_a_snapshot_that_is_sent_late_is_not_told_to_the_next_service(tmp_path: Path) -> None:
+    model, transports = make_tiny("dense", tmp_path / "model", seed=1), ("shm",)
+    first, second, slow = Life(), Life(), Unhurried()
+    with a_plane(tmp_path, 1, transports) as one, a_pool(tmp_path, 3, transports) as pool:
+        worker = loaded(Worker(one, model), model)
+        started(worker, [a_request()], 5)
+        park(worker, pool, "r1")
+        pool.loop.come_back(first, cast(DataPlane, slow))
+        first.commands = [pb.WorkerCommand(command_id=7, copy_out=pb.CopyOut(request_id="r1"))]
+
+        def is_on_its_way() -> bool:
+            pool.loop.turn()
+            return bool(slow.sent)
+
+        until(is_on_its_way)
+        pool.loop.leave()
+        pool.loop.come_back(second, cast(DataPlane, slow))
+        slow.sent[0].fail("it was cancelled")
+        assert [outcome.command_id for outcome in first.outcomes] == [7]
+        assert not second.outcomes
 
 
 def test_an_arena_stays_where_it_cannot_be_moved(tmp_path: Path) -> None:
