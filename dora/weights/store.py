@@ -72,6 +72,7 @@ class WeightStore(HostStore):
         time. Raises NotFound where that is not here.
         Raises InvalidValue for a name that is not plain, or where the files, those on their way included, would
         outgrow the model; Conflict where a file of this name is on its way; LimitExceeded where the store has no room.
+        Raises OSError where it cannot be written: it may be brought again.
         """
         check_file_name(file_name)
         with self._uploads:
@@ -90,12 +91,15 @@ class WeightStore(HostStore):
                 raise InvalidValue(
                     "file_name", file_name, f"one of at most {self._files_max} files, as the model's tensors"
                 )
-            based_on = None if base is None else self._base_of(file_name, *base)
-            self._uploading[file] = file_bytes
-            if based_on is None:
+            if base is None:
                 upload = Upload(file, file_bytes, self._upload_ended)
             else:
-                upload = DeltaUpload(file, file_bytes, self._upload_ended, based_on, piece_bytes)
+                try:
+                    based_on = self._base_of(file_name, *base)
+                    upload = DeltaUpload(file, file_bytes, self._upload_ended, based_on, piece_bytes)
+                except FileNotFoundError:  # retired this moment
+                    raise NotFound("base_version", base[0], "a version that is held") from None
+            self._uploading[file] = file_bytes
         return upload
 
     def _base_of(self, file_name: str, version: int, blake3: bytes) -> Path:
@@ -168,6 +172,10 @@ class WeightStore(HostStore):
             log.warning("the files of version %d have to be brought again", version, exc_info=True)
         self._remove(version)
 
+    def withdraw(self, version: int) -> None:
+        """Frees a version that is not committed after all, even the one that is kept: others may be brought for it."""
+        self._remove(version)
+
     def discard(self, epoch: int) -> None:
         """Frees what the trainers up to ``epoch`` had begun to write: they are fenced."""
         for entry in self._incoming.iterdir():
@@ -189,9 +197,10 @@ class WeightStore(HostStore):
             super().check_room(what, file_bytes)
 
     def _free(self, folder: Path) -> None:
-        """One file is kept, to be written over: memory that was used before is ready at once."""
+        """One file is kept, to be written over: memory that was used before is ready at once. A file that is linked
+        from elsewhere, as from a record on the same disk, is still that one's."""
         kept = folder / WEIGHTS_FILE
-        if not self._uploaded and kept.is_file() and not kept.is_symlink():
+        if not self._uploaded and kept.is_file() and not kept.is_symlink() and kept.stat().st_nlink == 1:
             os.rename(kept, self._spare / WEIGHTS_FILE)
         shutil.rmtree(folder)
 

@@ -71,12 +71,15 @@ class DeltaUpload(Upload):
     def __init__(
         self, file: Path, file_bytes: int, ended: Callable[[Path], None], base: Path, piece_bytes: int
     ) -> None:
-        """``base`` may be removed from now on. Raises InvalidValue for a length that no message has."""
+        """``base`` may be removed from now on. Raises InvalidValue for a length that no message has, OSError."""
         if not 0 < piece_bytes <= _PIECE_BYTES_MOST:
-            ended(file)
             raise InvalidValue("piece_bytes", piece_bytes, f"1 to {_PIECE_BYTES_MOST}")
-        super().__init__(file, file_bytes, ended)
         self._base = os.open(base, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            super().__init__(file, file_bytes, ended)
+        except BaseException:
+            os.close(self._base)
+            raise
         self._piece_bytes = piece_bytes
 
     def append(self, content: bytes) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from dora.client.publication import canary_of, place_weights
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.models.tiny import make_tiny
+from dora.outfile import link_or_copy
 from dora.types import Canary
 from dora.weights.canary import canary_token_ids, check_canary, compute_canary
 from dora.weights.files import WeightFile, check_file_name, hash_file, header_of, write_weights
@@ -157,6 +158,41 @@ def test_uploads_are_bounded_and_whole(store: WeightStore) -> None:
             check_file_name(name)
 
 
+def test_an_upload_that_could_not_be_opened_may_be_brought_again(store: WeightStore) -> None:
+    size_bytes = (store.folder(0) / "model.safetensors").stat().st_size
+    in_the_way = store.begin(1, 1) / ".model.safetensors"
+    in_the_way.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        store.upload(1, 1, "model.safetensors", size_bytes)
+    in_the_way.rmdir()
+    with store.upload(1, 1, "model.safetensors", size_bytes):
+        pass
+
+
+def test_an_upload_whose_base_has_vanished_may_be_brought_whole(store: WeightStore) -> None:
+    tensors = load_file(store.folder(0) / "model.safetensors")
+    (announced,) = published(store, 1, tensors)
+    (store.publish(1, 1, [announced], None) / announced.name).unlink()
+    with pytest.raises(NotFound, match="base_version = 1"):
+        store.upload(1, 2, announced.name, announced.file_bytes, (1, announced.blake3), 1 << 20)
+    with store.upload(1, 2, announced.name, announced.file_bytes):
+        pass
+
+
+def test_a_retired_file_that_is_linked_elsewhere_is_not_written_over(store: WeightStore, tmp_path: Path) -> None:
+    """As by a record on the same disk."""
+    tensors = load_file(store.folder(0) / "model.safetensors")
+    spare = store.root / "spare"
+    for version in (1, 2):
+        folder = store.publish(1, version, published(store, version, tensors), None)
+        if version == 1:
+            link_or_copy(folder / "model.safetensors", tmp_path / "kept.safetensors")
+    store.retire(1)
+    assert not list(spare.iterdir())
+    store.retire(2)
+    assert [file.name for file in spare.iterdir()] == ["model.safetensors"]
+
+
 def test_a_fenced_trainers_files_are_discarded_and_versions_retired(store: WeightStore) -> None:
     old, new = store.begin(1, 1), store.begin(2, 1)
     store.discard(1)
@@ -169,12 +205,15 @@ def test_a_fenced_trainers_files_are_discarded_and_versions_retired(store: Weigh
 
 def test_the_version_that_a_kl_term_refers_to_is_kept(tmp_path: Path, models: dict[str, Path]) -> None:
     store = WeightStore(tmp_path / "store", models["dense"], kept_version=1)
+    tensors = load_file(models["dense"] / "model.safetensors")
     for version in (1, 2):
-        files = published(store, version, load_file(models["dense"] / "model.safetensors"))
-        store.publish(1, version, files, None)
+        store.publish(1, version, published(store, version, tensors), None)
     for version in (0, 1, 2):
         store.retire(version)
     assert store.versions() == (1,)
+    store.withdraw(1)
+    store.publish(2, 1, published(store, 1, {**tensors, NAME: tensors[NAME] + 1}, epoch=2), None)
+    assert store.versions() == (1,), "it was not committed, so others could be brought"
 
 
 def test_a_store_that_is_opened_again_keeps_its_versions(store: WeightStore, models: dict[str, Path]) -> None:

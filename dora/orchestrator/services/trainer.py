@@ -223,7 +223,7 @@ class TrainerService(stubs.TrainerServicer):
             try:
                 runtime.machine.check_commit(request.trainer_epoch, request.step)
             except Conflict:  # a version was rejected meanwhile: the next commit may bring others
-                await asyncio.to_thread(runtime.store.retire, request.version)
+                await asyncio.to_thread(runtime.store.withdraw, request.version)
                 if runtime.versions is not None:
                     await asyncio.to_thread(runtime.versions.drop, request.version)
                 runtime.recorder.withdrawn(request.version)
