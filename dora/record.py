@@ -119,7 +119,7 @@ class Recorder:
 
     def republish(self, version: int, folder: Path, identity: bytes) -> None:
         """Keeps a version that was withdrawn and has other weights now, and says so."""
-        self.keep_version(version, folder, identity)
+        self.keep_version(version, folder, identity, anew=True)
         self._steps.append(json.dumps({REPUBLISHED: version}).encode() + b"\n")
         self._steps.sync()
 
@@ -134,10 +134,14 @@ class Recorder:
         self._steps.append(json.dumps(asdict(step)).encode() + b"\n")
         self._steps.sync()
 
-    def keep_version(self, version: int, folder: Path, identity: bytes = b"") -> Path:
-        """Copies a version's Hugging Face folder unless it is kept already; a file on the same disk is hard-linked."""
+    def keep_version(self, version: int, folder: Path, identity: bytes = b"", *, anew: bool = False) -> Path:
+        """Copies a version's Hugging Face folder; a file on the same disk is hard-linked.
+
+        One that is kept already stays as it is, unless it has another identity, or is published ``anew``: an earlier
+        process may have kept other weights.
+        """
         kept = self._versions / str(version)
-        if kept.is_dir() and self._kept.get(version, identity) == identity:
+        if not anew and kept.is_dir() and self._kept.get(version, identity) == identity:
             return kept
         unfinished = self._versions / f".{version}"
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from dora.journal import frames
 from dora.journal.compaction import Compaction
@@ -143,6 +143,16 @@ class Log:
         with self._changed:
             self._again = True
             self._changed.notify()
+
+    async def flush(self) -> None:
+        """Tries once to bring all that was appended so far to disk, whether or not the last time failed."""
+        tried: asyncio.Future[Size] = self._loop.create_future()
+        self._checkpoints.append(tried)
+        with self._changed:
+            self._checkpoint = True
+            self._changed.notify()
+        ends: list[asyncio.Future[Any]] = [tried, self.failed]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
 
     async def checkpoint(self) -> Size:
         """Brings all to disk and the ledger up to it; segments that can go are gone then. Returns how large it is."""

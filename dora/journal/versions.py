@@ -9,35 +9,44 @@ from collections.abc import Iterable
 from contextlib import suppress
 from filecmp import cmp
 from pathlib import Path
+from typing import Final
 
 from dora.outfile import link_or_copy, sync_folder
+
+REPLACED_SUFFIX: Final = ".replaced"  # of what a version that is published anew takes the place of
 
 
 class KeptVersions:
     """Synchronous; raises OSError, and leaves nothing half, where something cannot be written."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        for replaced in folder.glob(f".*{REPLACED_SUFFIX}"):
+            kept = folder / replaced.name[1 : -len(REPLACED_SUFFIX)]
+            if not kept.exists():  # what was to take its place had not yet done so
+                os.rename(replaced, kept)
         for unfinished in folder.glob(".*"):
             shutil.rmtree(unfinished)
 
     def keep(self, version: int, folder: Path) -> None:
         """Brings a version to disk, in place of what was kept under its number."""
-        kept, unfinished = self._folder / str(version), self._folder / f".{version}"
+        kept, unfinished = self.folder / str(version), self.folder / f".{version}"
+        replaced = unfinished.with_name(unfinished.name + REPLACED_SUFFIX)
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             _copied(folder, unfinished)
             if kept.is_dir():
-                shutil.rmtree(kept)
+                os.rename(kept, replaced)
             os.rename(unfinished, kept)
-            sync_folder(self._folder)
+            sync_folder(self.folder)
         except OSError:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def drop(self, version: int) -> None:
-        kept, gone = self._folder / str(version), self._folder / f".{version}"
+        kept, gone = self.folder / str(version), self.folder / f".{version}"
         with suppress(FileNotFoundError):
             os.rename(kept, gone)  # a reader sees the whole folder or none
             shutil.rmtree(gone)
@@ -45,17 +54,17 @@ class KeptVersions:
     def only(self, versions: Iterable[int]) -> None:
         """Drops all others: nobody was told that they are kept."""
         wanted = set(map(str, versions))
-        for entry in self._folder.iterdir():
+        for entry in self.folder.iterdir():
             if entry.name not in wanted:
                 shutil.rmtree(entry)
 
     def lacking(self, versions: Iterable[int]) -> list[int]:
         """Of these, those that are not kept."""
-        return [version for version in versions if not (self._folder / str(version)).is_dir()]
+        return [version for version in versions if not (self.folder / str(version)).is_dir()]
 
     def bring_back(self, versions: Iterable[int], store: Path) -> None:
         """Makes the versions in a store's folder those that are kept, and version 0; what is right already stays."""
-        wanted = {str(version): self._folder / str(version) for version in versions}
+        wanted = {str(version): self.folder / str(version) for version in versions}
         store.mkdir(parents=True, exist_ok=True)
         for entry in list(store.iterdir()):
             if entry.name != "0" and (entry.name not in wanted or not _alike(entry, wanted[entry.name])):

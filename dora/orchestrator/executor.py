@@ -25,7 +25,7 @@ from dora.orchestrator.evaluations import Evaluations
 from dora.orchestrator.journal import Journal, Origin
 from dora.orchestrator.orders import PublishedVersions, worker_message
 from dora.orchestrator.record_queue import RecordQueue
-from dora.orchestrator.storage import RUN_FOLDER, STATE, Storage
+from dora.orchestrator.storage import KEPT, RUN_FOLDER, Storage
 from dora.orchestrator.streams import Sessions
 from dora.orchestrator.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
@@ -262,7 +262,7 @@ class Executor:
     async def _drop_kept(self, versions: KeptVersions, version: int) -> None:
         """Its weights go from the disk once nobody can be told that they are needed."""
         await self._journal.settled()
-        with self._storage.tidying(STATE):
+        with self._storage.tidying(KEPT):
             await asyncio.to_thread(versions.drop, version)
 
     def _resize_window(self, command: do.ResizeWindow) -> None:

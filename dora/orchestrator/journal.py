@@ -46,6 +46,11 @@ class Journal:
         if self.log is not None:
             await self.log.settled(told)
 
+    async def flush(self) -> None:
+        """Tries once to bring to disk what was told so far: ``durable`` says what is there then."""
+        if self.log is not None:
+            await self.log.flush()
+
     async def close(self) -> None:
         """Writes what was told, where that is possible now."""
         if self.log is not None:
@@ -57,7 +62,7 @@ class Journal:
             self.note(facts.Event(now_s, *event_to_fields(event)))
 
     def window(self, state: State) -> None:
-        """What of the window has changed that no other fact says."""
+        """What of the window has changed that no other fact says: behind what the event did to the groups of a step."""
         stands = (state.window.size, state.window.left_behind, state.short_step)
         if self.writes and stands != self._window:
             self.note(facts.WindowStands(*stands))

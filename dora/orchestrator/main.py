@@ -6,7 +6,7 @@ async with contexts, innermost last:  run folder ─▶ verifier ─▶ runtime 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -110,7 +110,8 @@ async def serve(
         await start.prepare()
         config = start.config
         runtime = await start.build()
-        await start.open(runtime, launcher)
+        if not await _opened(start.open(runtime, launcher), stop, runtime.failed):
+            return 0
         ticking = asyncio.create_task(runtime.ticks())
         stack.callback(ticking.cancel)
         progress(f"starting {config.workers.count} workers")
@@ -323,6 +324,24 @@ def _alone(launcher: Processes, runtime: Runtime) -> asyncio.Future[None]:
 
     launcher.failed.add_done_callback(tell)
     return alone
+
+
+async def _opened(opens: Coroutine[Any, Any, None], stop: asyncio.Event, failed: asyncio.Future[None]) -> bool:
+    """Opens the service, which waits for storage that is at fault. False: it was stopped before."""
+    opening, stopping = asyncio.create_task(opens), asyncio.create_task(stop.wait())
+    try:
+        ends: list[asyncio.Future[Any]] = [opening, stopping, failed]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        if not opening.done():
+            opening.cancel()
+            await asyncio.wait([opening])
+    _raise_failure((failed,))
+    if opening.cancelled():
+        return False
+    await opening
+    return True
 
 
 async def _first(stop: asyncio.Event, *failures: asyncio.Future[None]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.orchestrator.journal import Journal
-from dora.orchestrator.storage import RECORD, Storage
+from dora.orchestrator.storage import RECORD, STATE, Storage
 from dora.record import CancelledGroup, CommittedStep, Recorder
 from dora.rpc.errors import ServiceUnavailable
 from dora.trajectory import TrajectoryGroup
@@ -51,7 +51,7 @@ class RecordQueue:
         self._spawn = spawn
         self._waiting: deque[_Write] = deque()
         self._writing: asyncio.Task[None] | None = None
-        self._ends = False
+        self._ends = asyncio.Event()
 
     def delivered(self, group: TrajectoryGroup) -> None:
         if self._recorder is not None:
@@ -92,8 +92,10 @@ class RecordQueue:
             await self._writing
 
     async def finish(self) -> None:
-        """The service ends: what cannot be written now is given up."""
-        self._ends = True
+        """The service ends: what cannot be written now is given up, and what is not in the journal: a start that
+        carries on may do it otherwise."""
+        await self._journal.flush()
+        self._ends.set()
         self._storage.look_again()
         await self.written()
 
@@ -111,13 +113,15 @@ class RecordQueue:
     async def _write(self) -> None:
         while self._waiting:
             write = self._waiting[0]
-            if not self._ends:
-                await self._journal.settled(write.told)
+            await self._settled(write.told)
+            if self._journal.durable < write.told:
+                self._give_up(f"the service's {STATE} cannot be written")
+                continue
             try:
                 await asyncio.to_thread(write.write)
             except OSError as error:
                 self._storage.failed(RECORD, error)
-                self._give_up(error)
+                self._give_up(f"the service's record cannot be written ({error.strerror})")
                 if self._waiting:
                     await self._storage.next_look()
             else:
@@ -126,17 +130,29 @@ class RecordQueue:
                 if not write.done.done():
                     write.done.set_result(None)
 
-    def _give_up(self, error: OSError) -> None:
+    async def _settled(self, told: int) -> None:
+        """Waits until the journal has so many facts; where it never will, until the service ends."""
+        if self._journal.durable >= told:
+            return
+        waits = [asyncio.ensure_future(self._journal.settled(told)), asyncio.ensure_future(self._ends.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waits:
+                each.cancel()
+
+    def _give_up(self, reason: str) -> None:
         """Tells those who have waited long enough. At the end of the service: all."""
         now_s = asyncio.get_running_loop().time()
         lines = 0
         for write in list(self._waiting):
             commit = write.given_up_s is not None
-            if self._ends or (write.given_up_s is not None and now_s >= write.given_up_s):
+            if self._ends.is_set() or (write.given_up_s is not None and now_s >= write.given_up_s):
                 self._waiting.remove(write)
                 lines += not commit
                 if commit and not write.done.done():
-                    why = f"it is not stored: the service's record cannot be written ({error.strerror})"
-                    write.done.set_exception(ServiceUnavailable(f"{why}; the call may be repeated"))
+                    write.done.set_exception(
+                        ServiceUnavailable(f"it is not stored: {reason}; the call may be repeated")
+                    )
         if lines:
-            log.error("the record lacks the last %d writes: %s", lines, error.strerror)
+            log.error("the record lacks the last %d writes: %s", lines, reason)

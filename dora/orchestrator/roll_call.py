@@ -48,7 +48,7 @@ class RollCall:
         try:
             await self.over()
         finally:
-            del self._came[name]
+            self._came.pop(name, None)  # one of its name may have come after it
         return name in self._told
 
     async def ended(self, limit_s: float) -> None:

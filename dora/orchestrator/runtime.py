@@ -37,7 +37,7 @@ from dora.orchestrator.journal import Journal
 from dora.orchestrator.presence import TrainerPresence
 from dora.orchestrator.record_queue import RecordQueue
 from dora.orchestrator.roll_call import RollCall
-from dora.orchestrator.storage import RUN_FOLDER, Storage
+from dora.orchestrator.storage import KEPT, RUN_FOLDER, Storage
 from dora.orchestrator.streams import KvTier, Session, Sessions, WorkerSession
 from dora.orchestrator.telemetry import Telemetry
 from dora.orchestrator.worker_reports import WorkerReports
@@ -86,7 +86,7 @@ class Runtime:
         self.life = 0  # how often the service was started again
         self.resumed: Mapping[str, Any] = {}  # what the ledger said at the start, where there was one
         self.storage = storage or Storage()
-        self.storage.tell(lambda fault: self.post_soon(on.StorageChanged(fault)))
+        self.storage.tell(self._storage_told)
         self.recorder = RecordQueue(recorder, self.storage, self.spawn, self.journal)
         self.sessions = Sessions(self._end_lost, None, config.workers.report_period_ms)
         self.hosts = Hosts(config, store, self.sessions, self.machine.state, self.post, self.journal.note)
@@ -152,9 +152,9 @@ class Runtime:
             handled = True
             if fact_of is not None and self.journal.writes:
                 self.journal.note(fact_of())
-            self.journal.window(self.machine.state)
             for command in commands:
                 self.executor.carry_out(command)
+            self.journal.window(self.machine.state)
             self.journal.trainer(self.machine.state)
         except Exception as error:
             if handled or not isinstance(error, InvalidValue):
@@ -194,7 +194,7 @@ class Runtime:
 
         That this life has begun is on disk by then: no later one gives its ids again.
         """
-        await self.journal.settled()
+        await self._begun()
         if restored is None:
             return
         try:
@@ -202,6 +202,26 @@ class Runtime:
             self.post(replace(self.roll_call.completed(restored), hosts=self.hosts.stood()))
         finally:
             self.roll_call.close()
+        if self.storage.faults:
+            self._storage_changed(self.storage.told())
+
+    async def _begun(self) -> None:
+        """Returns once what this life has noted so far is on disk. What could not be written is repeated meanwhile."""
+        settled = asyncio.ensure_future(self.journal.settled())
+        try:
+            while not (await asyncio.wait([settled], timeout=self.config.service.tick_s))[0]:
+                await self.look_at_storage()
+        finally:
+            settled.cancel()
+
+    def _storage_told(self, fault: str) -> None:
+        """Tells the core after what is being handled now."""
+        asyncio.get_running_loop().call_soon(self._storage_changed, fault)
+
+    def _storage_changed(self, fault: str) -> None:
+        """Not before the core is restored: the journal would have a fresh one's window and trainer."""
+        if self.roll_call.is_over:
+            self.post(on.StorageChanged(fault))
 
     def post_soon(self, event: on.Event) -> None:
         """Posts after what is being handled now."""
@@ -267,6 +287,8 @@ class Runtime:
     async def look_at_storage(self) -> None:
         """Finds out what can be written, and repeats what could not."""
         await self.storage.look_at(RUN_FOLDER, self.store.root)
+        if self.versions is not None and KEPT in self.storage.faults:
+            await self.storage.look_at(KEPT, self.versions.folder)
         if self.journal.log is not None:
             self.journal.log.try_again()
         self.storage.look_again()

@@ -256,6 +256,8 @@ async def recorder_of(
     recorder = await asyncio.to_thread(Recorder, folder, config.workers.quantisation)
     stack.callback(recorder.close)
     with writable("record", folder):
+        if not carries_on:
+            await asyncio.to_thread(recorder.carry_on, -1, ())  # a start that came to nothing has kept its model
         for version in store.versions():
             await asyncio.to_thread(recorder.keep_version, version, store.folder(version))
     return recorder
@@ -272,7 +274,8 @@ def check_record(config: Config) -> None:
 
 def _new_record(config: Config) -> Path:
     folder = Path(config.record)
-    left = [*(folder / name for name in LINES_FILES), *(folder / VERSIONS_FOLDER).glob("[0-9]*")]
-    if any(each.exists() for each in left):  # ids and versions begin anew with each service
+    lines = any(file.exists() and file.stat().st_size for file in (folder / name for name in LINES_FILES))
+    # ids and versions begin anew with each service
+    if lines or any(kept.name != "0" for kept in (folder / VERSIONS_FOLDER).glob("[0-9]*")):
         raise InvalidValue("record", config.record, "a folder without an earlier record")
     return folder

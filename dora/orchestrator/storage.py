@@ -25,7 +25,8 @@ log = logging.getLogger("dora.storage")
 
 RUN_FOLDER: Final = "run folder"
 RECORD: Final = "record"
-STATE: Final = "state folder"
+STATE: Final = "state folder"  # its log
+KEPT: Final = "state folder: versions"
 ROOM_BYTES: Final = 256 << 10  # with less room than this the run folder counts as full
 _ROOM_FILE: Final = ".room"
 

@@ -210,10 +210,10 @@ class Service:
         elif isinstance(event, on.VersionRepublished):
             self.journal.note(facts.Republished(event.version, b""))
             self.log.rely()
-        self.journal.window(state)
 
     def carried_out(self, event: on.Event) -> None:
         """What followed has been done."""
+        self.journal.window(self._world.machine.state)
         self.journal.trainer(self._world.machine.state)
         was_asked = isinstance(event, on.GroupCancelled) and event.reason == "asked for"
         if was_asked or isinstance(event, on.TrainerAttached):

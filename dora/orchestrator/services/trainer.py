@@ -11,13 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from dora.errors import MISSING, Conflict, DoraError, InvalidValue, LimitExceeded
+from dora.errors import MISSING, Conflict, DoraError, InvalidValue, LimitExceeded, is_full
 from dora.journal import facts
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core import learning
 from dora.orchestrator.core.lifecycle import check_epoch
 from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.storage import RUN_FOLDER, STATE
+from dora.orchestrator.storage import KEPT, RUN_FOLDER
 from dora.orchestrator.streams import StepStream
 from dora.orchestrator.telemetry import staleness_groups
 from dora.record import CommittedStep
@@ -330,9 +330,10 @@ class TrainerService(stubs.TrainerServicer):
         try:
             await asyncio.to_thread(runtime.versions.keep, version, folder)
         except OSError as error:
-            runtime.storage.failed(STATE, error)
-            why = f"it is not stored: the service's {STATE} cannot be written ({error.strerror})"
+            runtime.storage.failed(KEPT, error, _bytes_of(folder) if is_full(error) else 0)
+            why = f"it is not stored: the service's state folder cannot be written ({error.strerror})"
             raise ServiceUnavailable(f"{why}; the call may be repeated") from error
+        runtime.storage.works(KEPT)
 
     async def _committed(self) -> pb.CommitStepReply:
         """What was committed is on disk before anybody is told."""
@@ -363,6 +364,10 @@ def _share(metrics: Mapping[str, float], name: str) -> float:
     """A share among the metrics; -1 where there is none, or what is called so is no share."""
     value = metrics.get(name, -1.0)
     return value if 0.0 <= value <= 1.0 else -1.0
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file() and not file.is_symlink())
 
 
 def _announced(request: pb.CommitStepRequest | pb.RepublishVersionRequest) -> list[WeightFile]:

@@ -82,7 +82,10 @@ class WorkerService(stubs.WorkerServicer):
         self._introduce_pools()
 
     def _joined(self, session: WorkerSession | PoolSession) -> on.WorkerJoined | on.PoolJoined | None:
-        """What the core is told of it; None: of a pool, while it is not known how many tokens it holds."""
+        """What the core is told of it; None: it was lost meanwhile; or, of a pool, it is not known how many tokens it
+        holds."""
+        if self._runtime.sessions.of_epoch(session.worker_id, session.epoch) is not session:
+            return None
         if isinstance(session, WorkerSession):
             capability = session.capability
             return on.WorkerJoined(
