@@ -14,10 +14,11 @@ from dora.config import WorkersConfig
 from dora.demo.folder import OutFolder
 from dora.errors import InvalidValue
 from dora.host.processes import Processes
+from dora.models.tiny import make_tiny
 from dora.orchestrator.setup import recorder_of, run_folder_of
 from dora.orchestrator.storage import RUN_FOLDER, Storage
 from dora.prompts import ChatTokenizer
-from dora.record import Recorder
+from dora.record import CancelledGroup, CommittedStep, Recorder
 from dora.weights.store import WeightStore
 from tests.abuse.full import files_up_to, has_namespaces
 from tests.contract.trainer_service import make_group
@@ -75,7 +76,8 @@ async def test_every_leaving_of_an_earlier_record_is_seen(tmp_path: Path, tiny_d
     store = WeightStore(tmp_path / "store", tiny_dense)
     with Recorder(out.record) as recorder:
         recorder.append(make_group(0, 0).trajectories)
-        recorder.keep_version(1, tiny_dense)
+        recorder.append_cancelled(CancelledGroup("g1", "p1", "task", 0, "asked for", (1,), (None,), 1.0))
+        recorder.commit(CommittedStep(0, 1, {"g0": 1}, 1.0), tiny_dense)
     left = sorted(out.record.iterdir())
     assert len(left) == 4
     async with AsyncExitStack() as stack:
@@ -88,6 +90,19 @@ async def test_every_leaving_of_an_earlier_record_is_seen(tmp_path: Path, tiny_d
                 os.rename(tmp_path / other.name, other) if other != kept else None
         out.clear()
         assert await recorder_of(config, store, stack, carries_on=False) is not None, "a demo's second run"
+
+
+async def test_a_start_that_came_to_nothing_leaves_a_record_that_the_next_one_takes(
+    tmp_path: Path, tiny_dense: Path
+) -> None:
+    """With its own model, whichever the first one had."""
+    config = configured(tiny_dense, record=str(tmp_path / "record"))
+    with Recorder(tmp_path / "record") as recorder:
+        recorder.keep_version(0, make_tiny("dense", tmp_path / "another", seed=7))
+    async with AsyncExitStack() as stack:
+        await recorder_of(config, WeightStore(tmp_path / "store", tiny_dense), stack, carries_on=False)
+    kept = tmp_path / "record/versions/0/model.safetensors"
+    assert kept.read_bytes() == (tiny_dense / "model.safetensors").read_bytes()
 
 
 async def test_a_worker_whose_log_cannot_be_made_runs_all_the_same(tmp_path: Path) -> None:

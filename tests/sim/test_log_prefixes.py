@@ -33,7 +33,7 @@ def beginnings(world: UnreliableWorld) -> Iterator[tuple[facts.Fact, on.Restored
             yield fact, recollection.restored(ledger, groups, requests, offered, size, world.now_s, 1)
 
 
-@pytest.mark.parametrize("seed", [4, 7, 8])
+@pytest.mark.parametrize("seed", [4, 7])
 def test_each_can_be_carried_on_with(seed: int) -> None:
     trial = Trial(seed, "dora", "end,cancel,trainer,kill")
     world = UnreliableWorld(trial.cluster(), seed)

@@ -7,7 +7,7 @@ import pytest
 
 from dora.errors import InvalidValue
 from dora.models.tiny import make_tiny
-from dora.record import Recorder
+from dora.record import CommittedStep, Recorder
 from dora.verify.check import read_trajectories
 from dora.weights.store import WeightStore
 from tests.contract.trainer_service import make_group
@@ -56,3 +56,17 @@ def test_versions_are_kept_as_hugging_face_folders_after_the_store_lets_go(tmp_p
     assert {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors"} <= names
     assert not any(file.is_symlink() or file.name.startswith("dora-") for file in kept.iterdir())
     assert (kept / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+def test_a_version_that_is_published_anew_replaces_what_an_earlier_process_has_kept(tmp_path: Path) -> None:
+    """That had no time to write that it was withdrawn."""
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    for folder in (bad, good):
+        folder.mkdir()
+        (folder / "model.safetensors").write_text(folder.name)
+    with Recorder(tmp_path / "record") as recorder:
+        recorder.commit(CommittedStep(0, 1, {"g0": 1}, 1.0), bad, b"bad")
+    with Recorder(tmp_path / "record") as recorder:
+        recorder.keep_version(1, bad)
+        recorder.republish(1, good, b"good")
+    assert (tmp_path / "record/versions/1/model.safetensors").read_text() == "good"

@@ -41,6 +41,16 @@ async def test_who_has_gone_again_is_not_told() -> None:
     assert roll.completed(RESTORED).workers == ()
 
 
+async def test_one_that_comes_a_second_time_is_told_as_it_came_last() -> None:
+    roll = RollCall(["w0"])
+    came = [asyncio.create_task(roll.came("w0", lambda tokens=tokens: joined("w0", r1=tokens))) for tokens in (1, 2)]
+    await roll.ended(60.0)
+    (worker,) = roll.completed(RESTORED).workers
+    assert worker.requests == {"r1": 2}
+    roll.close()
+    assert await asyncio.gather(*came) == [True, True]
+
+
 async def test_who_does_not_come_is_not_awaited_for_ever() -> None:
     roll = RollCall(["w0"])
     await roll.ended(0.01)

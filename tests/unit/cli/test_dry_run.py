@@ -101,7 +101,7 @@ async def test_what_a_start_refuses_a_dry_run_refuses_in_the_same_words(
     (here / "good.jsonl").write_text('{"prompt": "DIGITS"}\n')
     (here / "bad.jsonl").write_text('{"prompt": "DIGITS"}\n{"promt": "DIGITS"}\n')
     (here / "old").mkdir()
-    (here / "old" / "trajectories.jsonl").write_text("")
+    (here / "old" / "steps.jsonl").write_text("{}\n")
     (here / "foreign" / "weights").mkdir(parents=True)
     before = files(here)
     config = fake(fields.pop("model", tiny_dense), **fields)
