@@ -17,7 +17,7 @@ from functools import partial
 from time import monotonic
 from typing import Final
 
-from dora.errors import DoraError, InvalidValue, NotFound, TransferFailed, told
+from dora.errors import InvalidValue, NotFound, TransferFailed, told
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.peer import SECRET_BYTES, Identity
 from dora.kvtransfer.throttle import Throttle
@@ -191,8 +191,8 @@ class Relay:
             receiving = self._store.receive(manifest)
         try:
             self._take_alike(manifest, receiving.take_from)
-        except DoraError:
-            receiving.close()
+        except BaseException:
+            receiving.close()  # else the version could never come, and its room would stay taken
             raise
         with self._begun:
             holding = self._holdings[manifest.name] = Holding(self._store, manifest, receiving)
@@ -200,14 +200,19 @@ class Relay:
         return holding
 
     def _take_alike(self, manifest: Manifest, take: Callable[..., int]) -> None:
-        """Copies the chunks that do not differ from the version it is based on, or from the newest before it."""
+        """Copies the chunks that do not differ from the version it is based on, or from the newest before it.
+
+        Where that one cannot be read, what was not copied has to travel.
+        """
         earlier = [version for version in self._store.versions() if 0 < version < manifest.version]
         base = parsed_name(manifest.base)[0] if manifest.base else max(earlier, default=0)
         try:
             with self._store.hold(base, "relay") as folder:
                 copied = take(folder, self._store.manifest(base))
-        except NotFound:
-            return  # it is not here, or retired meanwhile: all has to travel
+        except (InvalidValue, OSError) as error:
+            level = logging.DEBUG if isinstance(error, NotFound) else logging.WARNING
+            log.log(level, "relay: %s takes nothing of version %d: %s", manifest.name, base, error)
+            return
         log.info("relay: %s has %d chunks like version %d", manifest.name, copied, base)
 
     def _is_held(self, version: int, name: str) -> bool:

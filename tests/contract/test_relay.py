@@ -1,5 +1,6 @@
 """What a relay does: a version arrives whole and equal, from whoever has it, or not at all."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,9 +11,12 @@ from dora.kvtransfer.transport import is_installed
 from dora.models.tiny import make_tiny
 from dora.relay.holding import Holding
 from dora.weights import files, manifest
-from dora.weights.host_store import HostStore
+from dora.weights.holds import NAME_FILE, VERSIONS_FOLDER
+from dora.weights.host_store import MANIFEST_FILE, HostStore
+from dora.weights.manifest import Manifest
+from dora.weights.receiving import Receiving
 from dora.weights.store import WeightStore
-from tests.contract.relays import CHUNK_BYTES, WAIT_S, Host, a_host, hosts_of, publish, publish_anew, same
+from tests.contract.relays import CHUNK_BYTES, FILE, WAIT_S, Host, a_host, hosts_of, publish, publish_anew, same
 
 SMALL = 4096
 
@@ -97,6 +101,44 @@ def test_only_what_differs_travels(hosts: list[Host]) -> None:
     hosts[1].arrived()
     hosts[1].fetch(publish(hosts[0].store, 2, changed="model.norm.weight"), hosts[0])
     assert 0 < hosts[1].arrived().came_bytes <= 2 * SMALL and same(hosts[0].store, hosts[1].store, 2)
+
+
+HARMS: dict[str, Callable[[Path], object]] = {
+    "no file": lambda folder: (folder / FILE).unlink(),
+    "no name": lambda folder: (folder / NAME_FILE).unlink(),
+    "no manifest": lambda folder: (folder / MANIFEST_FILE).write_bytes(bytes(100)),
+    "a folder in its place": lambda folder: ((folder / FILE).unlink(), (folder / FILE).mkdir()),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_base_that_cannot_be_read_costs_the_whole_way_and_no_version(hosts: list[Host], harm: str) -> None:
+    source, target = hosts[:2]
+    target.fetch(publish(source.store, 1, changed="model.norm.weight"), source)
+    target.arrived()
+    HARMS[harm](target.store.folder(1))
+    target.fetch(publish(source.store, 2, changed="model.norm.weight"), source)
+    assert target.arrived().came_bytes == source.store.manifest(2).total_bytes
+    assert same(source.store, target.store, 2)
+
+
+def test_what_goes_wrong_as_a_version_begins_to_come_leaves_no_room_taken(hosts: list[Host]) -> None:
+    source, target = hosts[:2]
+    name, receive = publish(source.store, 1), target.store.receive
+
+    def faulty(found: Manifest) -> Receiving:
+        receiving = receive(found)
+        shutil.rmtree(target.store.root / VERSIONS_FOLDER)  # the look for a base finds no folder of versions
+        return receiving
+
+    target.store.receive = faulty  # type: ignore[method-assign]
+    target.fetch(name, source)
+    assert "FileNotFoundError" in target.failed().reason and target.store.held_bytes == 0
+    target.store.receive = receive  # type: ignore[method-assign]
+    (target.store.root / VERSIONS_FOLDER).mkdir()
+    target.fetch(name, source)
+    target.arrived()
+    assert same(source.store, target.store, 1)
 
 
 def test_several_versions_at_once(hosts: list[Host]) -> None:
