@@ -132,6 +132,8 @@ class Fetch:
         """
         before = self.came_bytes
         reasons: list[str] = []
+        if self._holding is not None and self._holding.is_ended:
+            self._holding = None  # the store has refused it: all comes anew
         for upstream in order.upstreams:
             holding = self._tried(upstream, reasons)
             if holding is not None:

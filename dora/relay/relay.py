@@ -69,7 +69,7 @@ class Relay:
         self._own = own
         self._settings = settings
         self._tell = tell
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of the next three; nothing that may take long is done under it
         self._begun = threading.Condition(self._lock)  # something of a version is here now
         self._fetches: dict[str, Fetch] = {}
         self._holdings: dict[str, Holding] = {}
@@ -125,9 +125,7 @@ class Relay:
         with self._begun:
             self._begun.wait_for(lambda: name in self._holdings or self._is_held(version, name), wait_s)
             holding = self._holdings.get(name)
-            if holding is None and self._is_held(version, name):
-                holding = self._holdings[name] = Holding(self._store, self._store.manifest(version))
-            return holding
+        return holding or self._whole(version, name)
 
     def close(self) -> None:
         """Breaks off what is under way; what came of it is thrown away. May be repeated."""
@@ -142,6 +140,19 @@ class Relay:
         self._threads.shutdown()
         self._helpers.shutdown()
 
+    def _whole(self, version: int, name: str) -> Holding | None:
+        """A version that the store has, unless it is retired meanwhile."""
+        if not self._is_held(version, name):
+            return None
+        try:
+            manifest = self._store.manifest(version)
+        except NotFound:
+            return None
+        with self._lock:
+            if manifest.name != name or not self._is_held(version, name):
+                return None
+            return self._holdings.setdefault(name, Holding(self._store, manifest))
+
     def _made(self, order: Order) -> Fetch:
         settings = self._settings
         return Fetch(
@@ -152,21 +163,24 @@ class Relay:
         began_s = monotonic()
         while True:
             outcome = self._outcome(fetch, began_s)
+            if isinstance(outcome, Failed):
+                self._clean(fetch)
             with self._lock:
                 if isinstance(outcome, Failed) and fetch.is_to_go_on:
                     continue  # others were named meanwhile
                 del self._fetches[fetch.order.name]
-                if isinstance(outcome, Failed):
-                    self._clean(fetch)
             break
         self._tell(outcome)
 
     def _clean(self, fetch: Fetch) -> None:
         """What has come of a version stays for the next order, unless nobody wants it, or the store refuses it."""
-        holding = self._holdings.get(fetch.order.name)
-        if holding is not None and not holding.is_whole and (fetch.is_stopped or holding.is_ended):
-            del self._holdings[fetch.order.name]
-            holding.end(f"{fetch.order.name} is given up")
+        name = fetch.order.name
+        with self._lock:
+            holding = self._holdings.get(name)
+            if holding is None or holding.is_whole or not (fetch.is_stopped or holding.is_ended):
+                return
+            del self._holdings[name]
+        holding.end(f"{name} is given up")
 
     def _outcome(self, fetch: Fetch, began_s: float) -> Outcome:
         name, culprits = fetch.order.name, fetch.culprits
@@ -186,9 +200,9 @@ class Relay:
         """
         with self._lock:
             known = self._holdings.get(manifest.name)
-            if known is not None:
-                return known
-            receiving = self._store.receive(manifest)
+        if known is not None:
+            return known
+        receiving = self._store.receive(manifest)
         try:
             self._take_alike(manifest, receiving.take_from)
         except BaseException:

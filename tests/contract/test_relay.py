@@ -1,7 +1,9 @@
 """What a relay does: a version arrives whole and equal, from whoever has it, or not at all."""
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,35 @@ def test_what_goes_wrong_as_a_version_begins_to_come_leaves_no_room_taken(hosts:
     target.fetch(name, source)
     target.arrived()
     assert same(source.store, target.store, 1)
+
+
+class Taking(HostStore):
+    """Takes the room of a version only when it may, and nothing else of the store changes meanwhile."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        super().__init__(folder, model)
+        self.began, self.may = threading.Event(), threading.Event()
+
+    def receive(self, manifest: Manifest) -> Receiving:
+        with self._changing:
+            self.began.set()
+            assert self.may.wait(WAIT_S)
+            return super().receive(manifest)
+
+
+def test_an_order_does_not_wait_for_the_room_of_another_version(tmp_path: Path, model: Path) -> None:
+    with hosts_of(tmp_path, model, 1) as (source,), ThreadPoolExecutor(1) as caller:
+        store = Taking(tmp_path / "taking", model)
+        with a_host(store, "taking") as target:
+            target.fetch(publish(source.store, 1), source)
+            assert store.began.wait(WAIT_S)
+            try:
+                caller.submit(target.fetch, publish(source.store, 2), source).result(timeout=WAIT_S)
+                assert target.relay.find(source.store.name(1)) is None
+            finally:
+                store.may.set()
+            target.arrived(), target.arrived()
+            assert all(same(source.store, store, version) for version in (1, 2))
 
 
 def test_several_versions_at_once(hosts: list[Host]) -> None:
