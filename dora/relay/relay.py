@@ -107,14 +107,13 @@ class Relay:
         """The version is needed no more: nobody takes it from here, and the store retires it. May be repeated."""
         version, _ = parsed_name(name)
         with self._lock:
-            fetch, holding = self._fetches.get(name), self._holdings.pop(name, None)
-        reason = f"{name} is retired"
+            fetch = self._fetches.get(name)
         if fetch is not None:
-            fetch.stop(reason)
-        if holding is not None:
-            holding.end(reason)
+            fetch.stop(f"{name} is retired")
+        self._forget(name)
         if self._is_held(version, name):
             self._store.retire(version)
+            self._forget(name)  # until then a follower may have asked for it anew
 
     def find(self, name: str, wait_s: float = 0.0) -> Holding | None:
         """What is here of a version: in the store, or on its way into it; once there is something, or the time is over.
@@ -152,6 +151,12 @@ class Relay:
             if manifest.name != name or not self._is_held(version, name):
                 return None
             return self._holdings.setdefault(name, Holding(self._store, manifest))
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            holding = self._holdings.pop(name, None)
+        if holding is not None:
+            holding.end(f"{name} is retired")
 
     def _made(self, order: Order) -> Fetch:
         settings = self._settings

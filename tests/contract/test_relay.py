@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dora.errors import InvalidValue, NotFound
+from dora.errors import InvalidValue, NotFound, TransferFailed
 from dora.kvtransfer.transport import is_installed
 from dora.models.tiny import make_tiny
 from dora.relay.holding import Holding
@@ -227,6 +227,29 @@ def test_a_version_that_is_dropped_comes_no_more(hosts: list[Host]) -> None:
     assert hosts[1].relay.find(name) is None
     hosts[1].fetch(name, hosts[0])
     hosts[1].arrived()
+
+
+class AskedLate(WeightStore):
+    """A follower asks for a version at the last moment before it is retired."""
+
+    ask: Callable[[str], Holding | None]
+    late: Holding | None = None
+
+    def retire(self, version: int) -> None:
+        self.late = self.ask(self.name(version))
+        super().retire(version)
+
+
+def test_a_version_that_a_follower_asks_for_as_it_is_dropped_is_given_up(tmp_path: Path, model: Path) -> None:
+    store = AskedLate(tmp_path / "asked", model)
+    with a_host(store, "asked") as host:
+        store.ask = host.relay.find
+        name = publish(store, 1)
+        host.relay.drop(name)
+        assert store.late is not None
+        with pytest.raises(TransferFailed, match="is retired"):
+            store.late.wait(0, 0.0)
+        assert host.relay.find(name) is None
 
 
 def test_a_version_that_is_published_anew_takes_the_place_of_the_first(hosts: list[Host]) -> None:
