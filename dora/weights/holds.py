@@ -49,10 +49,10 @@ def held(store: Path, name: str, holder: str) -> Iterator[Path]:
 
 
 def name_of(folder: Path) -> str:
-    """The name of the version in ``folder``; empty where there is none."""
+    """The name of the version in ``folder``; empty where there is none that can be read."""
     try:
         return (folder / NAME_FILE).read_text()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return ""
 
 

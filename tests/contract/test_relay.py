@@ -14,10 +14,11 @@ from dora.models.tiny import make_tiny
 from dora.relay.holding import Holding
 from dora.weights import files, manifest
 from dora.weights.holds import NAME_FILE, VERSIONS_FOLDER
-from dora.weights.host_store import MANIFEST_FILE, HostStore
+from dora.weights.host_store import HostStore
 from dora.weights.manifest import Manifest
 from dora.weights.receiving import Receiving
 from dora.weights.store import WeightStore
+from dora.weights.whole import MANIFEST_FILE
 from tests.contract.relays import CHUNK_BYTES, FILE, WAIT_S, Host, a_host, hosts_of, publish, publish_anew, same
 
 SMALL = 4096
