@@ -172,6 +172,7 @@ def test_an_order_that_names_other_weights_of_the_same_number_finds_nothing(
     with pytest.raises(InvalidValue, match="version's name"), held(store.root, "v1-../..", "w0"):
         pass
     assert parsed_name(store.name(1)) == (1, store.name(1)[3:])
+    assert not list((store.root / "holds").iterdir()), "nothing is left of the questions"
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
