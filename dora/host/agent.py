@@ -21,11 +21,11 @@ from typing import Final
 
 import grpc
 
-from dora.errors import Conflict, DoraError
+from dora.errors import Conflict, DoraError, LimitExceeded
 from dora.host.capacity import capacity_to_wire, chosen_device, gpus
 from dora.host.command import Place
 from dora.host.files import digest_of, model_files
-from dora.host.folder import MODEL, host_folder
+from dora.host.folder import MODEL, host_folder, kept_bytes
 from dora.host.keeping import Keeping
 from dora.host.launcher import check_host_name, check_place
 from dora.host.stay import Files, Stay
@@ -69,8 +69,9 @@ class AgentOptions:
 async def run_agent(options: AgentOptions, stop: asyncio.Event, said: Callable[[str], None]) -> str:
     """Joins and stays until the service lets the host go; returns the reason. ``stop``: leave as soon as may be.
 
-    Raises InvalidValue and Conflict as the service refuses the host, and ServiceUnavailable once it could not be
-    reached for ``rejoin_s``; for ``JOIN_S``, or ``NAME_S`` where its name is in use, before it had ever joined.
+    Raises InvalidValue, Conflict and LimitExceeded as the service refuses the host, and ServiceUnavailable once it
+    could not be reached for ``rejoin_s``; before it had ever joined, for ``JOIN_S``, or for ``NAME_S`` where its name
+    is in use. One that had joined tries for ``rejoin_s`` after a Conflict or a LimitExceeded, too.
     """
     check_host_name(options.name)
     check_place(options.place)
@@ -96,7 +97,7 @@ async def _stay_joined(agent: "_Agent", rejoin_s: float, stop: asyncio.Event, sa
             if (reason := await agent.stay()) is not None:
                 return reason
             error: DoraError = ServiceUnavailable("the stream has ended")
-        except (ServiceUnavailable, Conflict) as refused:
+        except (ServiceUnavailable, Conflict, LimitExceeded) as refused:  # these may pass
             error = refused
         if agent.joined:
             begun_s, joined, pause_s = loop.time(), True, JOIN_PAUSE_S
@@ -237,7 +238,8 @@ class _Agent:
             yield message
 
     def _hello(self) -> pb.HostHello:
-        options = self._options
+        options, capacity = self._options, capacity_to_wire(self._folder)
+        capacity.store_free_bytes += kept_bytes(self._folder, has_model=bool(options.model))
         return pb.HostHello(
             name=options.name,
             dora_version=__version__,
@@ -245,7 +247,7 @@ class _Agent:
             workers=options.workers,
             device=self._device,
             model_digest=self._digest or self._keeping.model_digest,
-            capacity=capacity_to_wire(self._folder),
+            capacity=capacity,
             kept=self._keeping.kept(),
             place=options.place,
         )

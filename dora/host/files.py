@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Final
@@ -48,12 +49,27 @@ def check_plain(name: str) -> str:
     return name
 
 
+def keep_only(folder: Path, files: Iterable[WeightFile]) -> None:
+    """Removes from ``folder`` what is none of ``files``: another model's, or half a file. Raises OSError."""
+    names = {file.name for file in files}
+    for entry in folder.iterdir():
+        if entry.name not in names:
+            entry.unlink() if entry.is_symlink() or not entry.is_dir() else shutil.rmtree(entry)
+
+
+def _is_whole(target: Path, file: WeightFile) -> bool:
+    try:
+        return target.is_file() and hash_file(target) == file
+    except InvalidValue:  # it cannot be read
+        return False
+
+
 async def bring(folder: Path, files: Iterable[WeightFile], fetch: Fetch) -> None:
     """Fetches ``files`` into ``folder``. Raises InvalidValue where one is not what was announced, OSError where it
     cannot be written. What is there already, whole, does not travel again."""
     for file in files:
         target = folder / check_plain(file.name)
-        if target.is_file() and await asyncio.to_thread(hash_file, target) == file:
+        if await asyncio.to_thread(_is_whole, target, file):
             continue
         unfinished = folder / f".{file.name}"
         digest, size_bytes = blake3(), 0

@@ -17,6 +17,8 @@ from typing import Final
 
 from dora.errors import InvalidValue
 from dora.ownership import hold, hold_new, is_abandoned
+from dora.weights.files import SUFFIX
+from dora.weights.host_store import size_here
 
 log = logging.getLogger("dora.host")
 
@@ -28,6 +30,16 @@ LOGS: Final = "logs"
 _MADE: Final = "dora-host-"
 _LOCK: Final = "made.lock"
 _NAMED_LOCK: Final = "dora-host.lock"
+
+
+def kept_bytes(folder: Path, *, has_model: bool) -> int:
+    """Of what an agent's folder holds from an earlier epoch, and needs no more room for: versions, and the model.
+
+    ``has_model``: the machine has the model elsewhere, so that one in the folder is none that is used.
+    """
+    used = [WEIGHTS] if has_model else [WEIGHTS, MODEL]
+    found = (Path(path, name) for each in used for path, _, names in os.walk(folder / each) for name in names)
+    return sum(size_here(file) for file in found if file.suffix == SUFFIX)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,7 @@ from dora.config import KvConfig, WorkersConfig
 from dora.errors import InvalidValue
 from dora.host.capacity import capacity_to_wire, gpus, visible_gpus
 from dora.host.command import Place, pool_argv, pool_id_of, worker_argv, worker_environment
-from dora.host.files import bring, digest_of
+from dora.host.files import bring, digest_of, keep_only
 from dora.host.folder import DIGEST, LOGS, MODEL, SNAPSHOTS, WEIGHTS
 from dora.host.launcher import prefix_of
 from dora.host.processes import Processes
@@ -84,6 +85,8 @@ class Stay:
         self._tokens: dict[str, str] = {}  # by worker id, and the pool's
         self._processes: Processes | None = None
         self._store: HostStore | None = None
+        self._opening: asyncio.Future[HostStore] | None = None
+        self._is_closed = threading.Event()
         self._relay: Relay | None = None
         self._is_alone = False
         self.model_digest = ""  # of the model that is used
@@ -96,7 +99,8 @@ class Stay:
         if not self._has_model:
             await self._bring_model(welcome.model_digest, service)
         self.model_digest = welcome.model_digest
-        self._store = HostStore(self._folder / WEIGHTS, self._place.model)
+        self._opening = asyncio.get_running_loop().run_in_executor(None, self._checked_store)
+        self._store = await asyncio.shield(self._opening)
         self._relay = self._open_relay(welcome, self._store)
         self._processes = self._launch(welcome.pool_token)
         return await self._obey(orders, self._processes, self._relay)
@@ -126,7 +130,10 @@ class Stay:
         return await self._obey(orders, self._processes, self._relay)
 
     async def close(self) -> None:
-        """Ends all processes, at once: their epoch is over."""
+        """Ends all processes, at once: their epoch is over. Afterwards nothing of it is at work in the folder."""
+        self._is_closed.set()
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
         if self._processes is not None:
             await self._processes.close(grace_s=0)
             sweep(self._folder / SNAPSHOTS)
@@ -201,23 +208,33 @@ class Stay:
     # -------------------------------------------------------------------------------------------------------- weights
 
     async def _bring_model(self, digest: str, service: Files) -> None:
-        """The model's own files, where they are not here already."""
+        """The model's own files, of which those do not travel that are here already and whole."""
         folder, whole = self._folder / MODEL, self._folder / DIGEST
-        if whole.is_file() and whole.read_text() == digest:
-            return
-        for stale in (folder, self._folder / WEIGHTS):
-            shutil.rmtree(stale, ignore_errors=True)
-        whole.unlink(missing_ok=True)
-        folder.mkdir()
+        if not whole.is_file() or whole.read_text() != digest:
+            whole.unlink(missing_ok=True)
+            shutil.rmtree(self._folder / WEIGHTS, ignore_errors=True)  # of another model
+        folder.mkdir(exist_ok=True)
         reply = await service.list()
         files = [WeightFile(each.name, each.file_bytes, each.blake3) for each in reply.files]
         try:
+            keep_only(folder, files)
             await bring(folder, files, service.content)
         except (InvalidValue, OSError) as error:
             raise ServiceUnavailable(f"the model cannot be brought: {error}") from error
         if digest_of(files) != digest:
             raise ServiceUnavailable("the model's files are not those that the service announced")
         whole.write_text(digest)
+
+    def _checked_store(self) -> HostStore:
+        """The host's store. Of what an earlier agent has left there, no damaged version is told to be here."""
+        store = HostStore(self._folder / WEIGHTS, self._place.model)
+        for version in store.versions():
+            if self._is_closed.is_set():
+                break
+            if version and not store.is_sound(version):
+                log.warning("version %d in %s is damaged, and is brought anew if it is wanted", version, store.root)
+                store.retire(version)
+        return store
 
     def _open_relay(self, welcome: pb.HostWelcome, store: HostStore) -> Relay:
         """The host's relay, which brings versions into its store and gives them on."""

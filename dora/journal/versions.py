@@ -5,7 +5,7 @@ FOLDER/<version>/    as the store has it; its links to files elsewhere are links
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from filecmp import cmp
 from pathlib import Path
@@ -62,18 +62,29 @@ class KeptVersions:
         """Of these, those that are not kept."""
         return [version for version in versions if not (self.folder / str(version)).is_dir()]
 
-    def bring_back(self, versions: Iterable[int], store: Path) -> None:
-        """Makes the versions in a store's folder those that are kept, and version 0; what is right already stays."""
+    def bring_back(self, versions: Iterable[int], store: Path, is_sound: Callable[[Path], bool]) -> list[int]:
+        """Makes the versions in a store's folder those that are kept, and version 0; what is right already stays.
+
+        ``is_sound`` looks at a version's folder. Returns those that are kept, but not sound: they are not brought back.
+        """
+        damaged = []
         wanted = {str(version): self.folder / str(version) for version in versions}
         store.mkdir(parents=True, exist_ok=True)
         for entry in list(store.iterdir()):
-            if entry.name != "0" and (entry.name not in wanted or not _alike(entry, wanted[entry.name])):
+            if entry.name == "0":
+                continue
+            if entry.name not in wanted or not (_alike(entry, wanted[entry.name]) and is_sound(entry)):
                 shutil.rmtree(entry)
         for name, kept in wanted.items():
             if name != "0" and not (store / name).is_dir():
                 unfinished = store / f".{name}"
                 _copied(kept, unfinished)
-                os.rename(unfinished, store / name)
+                if is_sound(unfinished):
+                    os.rename(unfinished, store / name)
+                else:
+                    shutil.rmtree(unfinished)
+                    damaged.append(int(name))
+        return damaged
 
 
 def _copied(source: Path, target: Path) -> None:

@@ -52,6 +52,7 @@ from dora.orchestrator.storage import RUN_FOLDER, STATE, Storage
 from dora.orchestrator.tier_server import TierServer, check_tier
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.rpc.roles import Role, Tokens
+from dora.weights.holds import VERSIONS_FOLDER
 
 log = logging.getLogger("dora.service")
 
@@ -191,8 +192,8 @@ class _Start:
         if state is not None:
             state.check_settings(self.config)
             with writable(RUN_FOLDER_SETTING, self.run_folder):
-                kept, store = state.found.ledger.versions(), self.run_folder / WEIGHTS_FOLDER / "versions"
-                await asyncio.to_thread(state.versions.bring_back, kept, store)
+                store = self.run_folder / WEIGHTS_FOLDER / VERSIONS_FOLDER
+                await asyncio.to_thread(state.bring_back_versions, store)
 
     async def build(self) -> Runtime:
         """Everything around the core, with nobody to talk to yet."""

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,7 @@ from dora.journal.log import Sizes
 from dora.journal.versions import KeptVersions
 from dora.outfile import sync_folder, try_folder
 from dora.ownership import hold, is_abandoned
+from dora.weights.whole import is_sound
 
 SETTING: Final = "service.state"
 LOCK_FILE: Final = "dora.lock"
@@ -75,11 +76,18 @@ class StateFolder:
 
     def check_versions(self) -> None:
         """Raises InvalidValue where the weights of a version that may be needed are not there."""
-        lacking = self.versions.lacking(self.found.ledger.versions())
-        if lacking:
-            allowed = f"with the weights of version {', '.join(map(str, lacking))}; restore them from a copy"
-            raise InvalidValue(SETTING, str(self.folder), allowed, why="cannot be carried on")
+        self._check_lacks(self.versions.lacking(self.found.ledger.versions()), "the weights")
         self.versions.only(self.found.ledger.versions())
+
+    def bring_back_versions(self, store: Path) -> None:
+        """Into a store's folder. Raises InvalidValue where one of them is not as it was published, and OSError."""
+        damaged = self.versions.bring_back(self.found.ledger.versions(), store, is_sound)
+        self._check_lacks(damaged, "undamaged weights")
+
+    def _check_lacks(self, versions: Sequence[int], what: str) -> None:
+        if versions:
+            allowed = f"with {what} of version {', '.join(map(str, versions))}; restore them from a copy"
+            raise InvalidValue(SETTING, str(self.folder), allowed, why="cannot be carried on")
 
     def carried_on(self, config: Config) -> Config:
         """The configuration with where the service was before, unless it names other things."""

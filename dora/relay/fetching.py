@@ -109,26 +109,42 @@ class Fetch:
                 self._stream.stop()
 
     def run(self) -> Holding:
-        """Returns the version, sealed. Raises TransferFailed where no upstream could give it, or it was stopped.
+        """Returns the version, sealed. Raises TransferFailed where no upstream could give it, or it was stopped, and
+        OSError where the store's folder cannot be used.
 
         All upstreams are asked once more after a round in which something came, or the order was replaced.
         """
         while True:
             with self._lock:
                 order, changed = self.order, self._changed
-            before = self.came_bytes
-            reasons: list[str] = []
-            for upstream in order.upstreams:
-                holding = self._tried(upstream, reasons)
-                if holding is not None:
-                    return holding
-                if self._stopped:
-                    raise TransferFailed(self._stopped)
-                if self._changed != changed:
-                    break
-            if self._changed == changed and self.came_bytes == before:
+            try:
+                holding = self._round(order, changed)
+            except Exception:
                 self._failed = changed
-                raise TransferFailed("; ".join(reasons) or "no host is known that has it")
+                raise
+            if holding is not None:
+                return holding
+
+    def _round(self, order: Order, changed: int) -> Holding | None:
+        """Asks each upstream once. Returns the version, or None where another round is worth while; raises as ``run``.
+
+        ``changed``: how many orders had replaced the first when this one was taken.
+        """
+        before = self.came_bytes
+        reasons: list[str] = []
+        if self._holding is not None and self._holding.is_ended:
+            self._holding = None  # the store has refused it: all comes anew
+        for upstream in order.upstreams:
+            holding = self._tried(upstream, reasons)
+            if holding is not None:
+                return holding
+            if self._stopped:
+                raise TransferFailed(self._stopped)
+            if self._changed != changed:
+                return None
+        if self._changed == changed and self.came_bytes == before:
+            raise TransferFailed("; ".join(reasons) or "no host is known that has it")
+        return None
 
     def _tried(self, upstream: Upstream, reasons: list[str]) -> Holding | None:
         """The version, or a reason more; by TCP once more where another transport has failed."""

@@ -17,7 +17,7 @@ from functools import partial
 from time import monotonic
 from typing import Final
 
-from dora.errors import DoraError, InvalidValue, NotFound, TransferFailed, told
+from dora.errors import InvalidValue, NotFound, TransferFailed, told
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.peer import SECRET_BYTES, Identity
 from dora.kvtransfer.throttle import Throttle
@@ -69,7 +69,7 @@ class Relay:
         self._own = own
         self._settings = settings
         self._tell = tell
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of the next three; nothing that may take long is done under it
         self._begun = threading.Condition(self._lock)  # something of a version is here now
         self._fetches: dict[str, Fetch] = {}
         self._holdings: dict[str, Holding] = {}
@@ -107,14 +107,13 @@ class Relay:
         """The version is needed no more: nobody takes it from here, and the store retires it. May be repeated."""
         version, _ = parsed_name(name)
         with self._lock:
-            fetch, holding = self._fetches.get(name), self._holdings.pop(name, None)
-        reason = f"{name} is retired"
+            fetch = self._fetches.get(name)
         if fetch is not None:
-            fetch.stop(reason)
-        if holding is not None:
-            holding.end(reason)
+            fetch.stop(f"{name} is retired")
+        self._forget(name)
         if self._is_held(version, name):
             self._store.retire(version)
+            self._forget(name)  # until then a follower may have asked for it anew
 
     def find(self, name: str, wait_s: float = 0.0) -> Holding | None:
         """What is here of a version: in the store, or on its way into it; once there is something, or the time is over.
@@ -125,9 +124,7 @@ class Relay:
         with self._begun:
             self._begun.wait_for(lambda: name in self._holdings or self._is_held(version, name), wait_s)
             holding = self._holdings.get(name)
-            if holding is None and self._is_held(version, name):
-                holding = self._holdings[name] = Holding(self._store, self._store.manifest(version))
-            return holding
+        return holding or self._whole(version, name)
 
     def close(self) -> None:
         """Breaks off what is under way; what came of it is thrown away. May be repeated."""
@@ -142,6 +139,25 @@ class Relay:
         self._threads.shutdown()
         self._helpers.shutdown()
 
+    def _whole(self, version: int, name: str) -> Holding | None:
+        """A version that the store has, unless it is retired meanwhile."""
+        if not self._is_held(version, name):
+            return None
+        try:
+            manifest = self._store.manifest(version)
+        except NotFound:
+            return None
+        with self._lock:
+            if manifest.name != name or not self._is_held(version, name):
+                return None
+            return self._holdings.setdefault(name, Holding(self._store, manifest))
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            holding = self._holdings.pop(name, None)
+        if holding is not None:
+            holding.end(f"{name} is retired")
+
     def _made(self, order: Order) -> Fetch:
         settings = self._settings
         return Fetch(
@@ -152,21 +168,24 @@ class Relay:
         began_s = monotonic()
         while True:
             outcome = self._outcome(fetch, began_s)
+            if isinstance(outcome, Failed):
+                self._clean(fetch)
             with self._lock:
                 if isinstance(outcome, Failed) and fetch.is_to_go_on:
                     continue  # others were named meanwhile
                 del self._fetches[fetch.order.name]
-                if isinstance(outcome, Failed):
-                    self._clean(fetch)
             break
         self._tell(outcome)
 
     def _clean(self, fetch: Fetch) -> None:
         """What has come of a version stays for the next order, unless nobody wants it, or the store refuses it."""
-        holding = self._holdings.get(fetch.order.name)
-        if holding is not None and not holding.is_whole and (fetch.is_stopped or holding.is_ended):
-            del self._holdings[fetch.order.name]
-            holding.end(f"{fetch.order.name} is given up")
+        name = fetch.order.name
+        with self._lock:
+            holding = self._holdings.get(name)
+            if holding is None or holding.is_whole or not (fetch.is_stopped or holding.is_ended):
+                return
+            del self._holdings[name]
+        holding.end(f"{name} is given up")
 
     def _outcome(self, fetch: Fetch, began_s: float) -> Outcome:
         name, culprits = fetch.order.name, fetch.culprits
@@ -186,13 +205,13 @@ class Relay:
         """
         with self._lock:
             known = self._holdings.get(manifest.name)
-            if known is not None:
-                return known
-            receiving = self._store.receive(manifest)
+        if known is not None:
+            return known
+        receiving = self._store.receive(manifest)
         try:
             self._take_alike(manifest, receiving.take_from)
-        except DoraError:
-            receiving.close()
+        except BaseException:
+            receiving.close()  # else the version could never come, and its room would stay taken
             raise
         with self._begun:
             holding = self._holdings[manifest.name] = Holding(self._store, manifest, receiving)
@@ -200,14 +219,19 @@ class Relay:
         return holding
 
     def _take_alike(self, manifest: Manifest, take: Callable[..., int]) -> None:
-        """Copies the chunks that do not differ from the version it is based on, or from the newest before it."""
+        """Copies the chunks that do not differ from the version it is based on, or from the newest before it.
+
+        Where that one cannot be read, what was not copied has to travel.
+        """
         earlier = [version for version in self._store.versions() if 0 < version < manifest.version]
         base = parsed_name(manifest.base)[0] if manifest.base else max(earlier, default=0)
         try:
             with self._store.hold(base, "relay") as folder:
                 copied = take(folder, self._store.manifest(base))
-        except NotFound:
-            return  # it is not here, or retired meanwhile: all has to travel
+        except (InvalidValue, OSError) as error:
+            level = logging.DEBUG if isinstance(error, NotFound) else logging.WARNING
+            log.log(level, "relay: %s takes nothing of version %d: %s", manifest.name, base, error)
+            return
         log.info("relay: %s has %d chunks like version %d", manifest.name, copied, base)
 
     def _is_held(self, version: int, name: str) -> bool:

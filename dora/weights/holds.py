@@ -30,29 +30,35 @@ def held(store: Path, name: str, holder: str) -> Iterator[Path]:
     ``store``: the folder of this host's store; ``holder``: who holds it, as operators see it.
     Raises NotFound where the store does not have this version whole, or has retired it.
     """
-    version, _ = parsed_name(name)
     folder = store / HOLDS_FOLDER / name
     file = folder / f"{holder}.{os.getpid()}.{next(_serial)}"
+    _check_here(store, name)  # else a folder would be left for a version that never comes
     try:
         folder.mkdir(exist_ok=True)
         descriptor = hold_new(file)  # before the look: a store that retires the version looks for holders last
     except FileNotFoundError as error:
         raise NotFound("version", name, f"one that {store} holds", why="is in no store: there is none") from error
     try:
-        found = store / VERSIONS_FOLDER / str(version)
-        if name_of(found) != name or (found / RETIRED_FILE).exists():
-            raise NotFound("version", name, f"one that {store} holds", why="is not in this host's store")
-        yield found
+        yield _check_here(store, name)
     finally:
         file.unlink(missing_ok=True)
         os.close(descriptor)
 
 
+def _check_here(store: Path, name: str) -> Path:
+    """The version's folder. Raises NotFound where it is not there, or retired."""
+    version, _ = parsed_name(name)
+    found = store / VERSIONS_FOLDER / str(version)
+    if name_of(found) != name or (found / RETIRED_FILE).exists():
+        raise NotFound("version", name, f"one that {store} holds", why="is not in this host's store")
+    return found
+
+
 def name_of(folder: Path) -> str:
-    """The name of the version in ``folder``; empty where there is none."""
+    """The name of the version in ``folder``; empty where there is none that can be read."""
     try:
         return (folder / NAME_FILE).read_text()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return ""
 
 

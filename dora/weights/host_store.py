@@ -8,12 +8,11 @@ Each host has one, with the model's own folder linked as version 0. A version ge
 (:meth:`HostStore.receive`), and is visible after one rename. Synchronous; calls about one version come from one thread.
 """
 
-import json
 import logging
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
@@ -23,24 +22,22 @@ from blake3 import blake3
 from dora.errors import Conflict, InvalidValue, LimitExceeded, NotFound, is_full
 from dora.types import Canary
 from dora.weights.canary import check_canary
-from dora.weights.files import hash_file
 from dora.weights.holds import HOLDS_FOLDER, NAME_FILE, RETIRED_FILE, VERSIONS_FOLDER, held, holders, name_of
-from dora.weights.manifest import DIGEST_CHARACTERS, Manifest, read_manifest, version_name
+from dora.weights.manifest import DIGEST_CHARACTERS, Manifest, parsed_name, version_name
 from dora.weights.receiving import Receiving
 from dora.weights.reference import (
     INDEX_FILE,
-    WEIGHTS_FILE,
     Reference,
     TensorHeader,
     check_tensors,
     read_header,
     read_reference,
 )
+from dora.weights.whole import MANIFEST_FILE as MANIFEST_FILE
+from dora.weights.whole import canary_in, index_of, is_sound, manifest_in, write_canary
 
 log = logging.getLogger("dora.weights")
 
-MANIFEST_FILE: Final = "dora-manifest.json"
-CANARY_FILE: Final = "dora-canary.json"
 RECEIVING_FOLDER: Final = "receiving"
 _METADATA_BYTES: Final = 1 << 20  # what all safetensors headers of a version may hold beside the tensors' entries
 _ENTRY_BYTES: Final = 1 << 10  # of one tensor in a header
@@ -88,8 +85,7 @@ class HostStore:
         self._receiving: dict[str, Receiving] = {}
         self._changing = threading.RLock()
         self._canaries: dict[int, Canary] = {}  # what the first workers have reproduced
-        if not (self._versions / "0").is_dir():
-            self._link_reference()
+        self._link_reference()
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -112,10 +108,10 @@ class HostStore:
     def manifest(self, version: int) -> Manifest:
         """What a version is made of, with its canary. Raises NotFound; also for version 0, which does not travel:
         every host has the model."""
-        file = self.folder(version) / MANIFEST_FILE
-        if not file.is_file():
+        folder = self.folder(version)
+        if not (folder / MANIFEST_FILE).is_file():
             raise NotFound("version", version, "one that was published: every host has the model itself")
-        return read_manifest(file.read_text()).with_canary(self.canary(version))
+        return manifest_in(folder).with_canary(self.canary(version))
 
     def hold(self, version: int, holder: str) -> AbstractContextManager[Path]:
         """The version's folder, whose files stay as they are within the context. Raises NotFound.
@@ -133,11 +129,7 @@ class HostStore:
         kept = self._canaries.get(version)
         if kept is not None:
             return kept
-        file = self.folder(version) / CANARY_FILE
-        if not file.is_file():
-            return None
-        stored = json.loads(file.read_text())
-        return Canary(tuple(stored["token_ids"]), tuple(stored["logprobs"]))
+        return canary_in(self.folder(version))
 
     def keep_canary(self, version: int, canary: Canary) -> None:
         """Remembers the canary of a version that came without, as its first worker reproduced it. Raises NotFound.
@@ -146,14 +138,13 @@ class HostStore:
         """
         folder = self.folder(version)
         self._canaries[version] = canary
-        _write_canary(folder, canary)
+        write_canary(folder, canary)
 
     def is_sound(self, version: int) -> bool:
-        """Whether the version is here and its files are, byte for byte, those of its manifest. Reads all of them."""
+        """Whether the version is here and its files are those of its manifest. Reads all of them."""
         try:
-            manifest = self.manifest(version)
             with self.hold(version, "check") as folder:
-                return all(hash_file(folder / file.name).blake3 == file.blake3 for file in manifest.files)
+                return is_sound(folder)
         except InvalidValue:
             return False
 
@@ -274,15 +265,12 @@ class HostStore:
     def _complete(self, folder: Path, manifest: Manifest) -> None:
         """Adds to the weights what makes ``folder`` loadable, and what the store itself needs."""
         self._link_side_files(folder)
-        if {file.name for file in manifest.files} != {WEIGHTS_FILE}:
-            weight_map = {each.header.name: each.file for each in manifest.tensors}
-            total_bytes = sum(each.header.content_bytes for each in manifest.tensors)
-            index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-            (folder / INDEX_FILE).write_text(json.dumps(index))
+        if index := index_of(manifest):
+            (folder / INDEX_FILE).write_text(index)
         (folder / MANIFEST_FILE).write_text(manifest.with_canary(None).to_json())
         (folder / NAME_FILE).write_text(manifest.name)
         if manifest.canary is not None:
-            _write_canary(folder, manifest.canary)
+            write_canary(folder, manifest.canary)
 
     # ------------------------------------------------------------------------------------------------------- retiring
 
@@ -309,68 +297,26 @@ class HostStore:
             self._canaries.pop(version, None)
             if not folder.is_dir():
                 return
-            name = name_of(folder)
+            name = name_of(folder) if self._is_named(version) else ""
             (folder / RETIRED_FILE).touch()  # from here on nobody new holds it: then the look at who does
-            users = holders(self.root, name)
+            users = holders(self.root, name) if name else ()  # nobody can hold a version whose name is damaged
             if users:
                 log.info("version %d is retired, and kept until %s let it go", version, ", ".join(users))
                 return
             gone = self._versions / f".{version}"
             os.rename(folder, gone)  # a reader sees the whole folder or none
         self._free(gone)
-        shutil.rmtree(self.root / HOLDS_FOLDER / name, ignore_errors=True)
+        if name:
+            shutil.rmtree(self.root / HOLDS_FOLDER / name, ignore_errors=True)
+
+    def _is_named(self, version: int) -> bool:
+        try:
+            return parsed_name(name_of(self._versions / str(version)))[0] == version
+        except InvalidValue:
+            return False
 
     def _free(self, folder: Path) -> None:
         shutil.rmtree(folder)
-
-    # ---------------------------------------------------------------------------------------------------------- on disk
-
-    def persist(self, version: int, folder: Path) -> None:
-        """Copies a version into ``folder`` on a disk, complete or absent, for restarts. Raises NotFound, OSError."""
-        unfinished = folder.with_name(f".{folder.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        with self.hold(version, "persist") as source:
-            canary = self.canary(version)
-            for file in source.iterdir():
-                if not file.is_symlink() and file.name not in (NAME_FILE, CANARY_FILE):
-                    shutil.copyfile(file, unfinished / file.name)
-            if canary is not None:
-                _write_canary(unfinished, canary)
-        for file in unfinished.iterdir():
-            _to_disk(file)
-        _to_disk(unfinished)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(unfinished, folder)
-        _to_disk(folder.parent)
-
-    def restore(self, folder: Path) -> Manifest:
-        """Takes a version in that :meth:`persist` wrote, every chunk checked. Returns its manifest.
-
-        Raises InvalidValue for a folder that is not whole, and as :meth:`receive`.
-        """
-        try:
-            manifest = read_manifest((folder / MANIFEST_FILE).read_text())
-        except OSError as error:
-            raise InvalidValue(
-                "version on disk", str(folder), f"a folder with {MANIFEST_FILE} ({error.strerror})"
-            ) from error
-        canary_file = folder / CANARY_FILE
-        if canary_file.is_file():
-            stored = json.loads(canary_file.read_text())
-            manifest = manifest.with_canary(Canary(tuple(stored["token_ids"]), tuple(stored["logprobs"])))
-        receiving = self.receive(manifest)
-        try:
-            for file in manifest.files:
-                with (folder / file.name).open("rb") as stream:
-                    for index in range(file.chunks):
-                        receiving.write(file.name, index, stream.read(file.chunk(index)[1]))
-            receiving.seal()
-        except OSError as error:
-            raise InvalidValue("version on disk", str(folder), f"a folder to read from ({error.strerror})") from error
-        finally:
-            receiving.close()
-        return manifest
 
     # ---------------------------------------------------------------------------------------------------------- folders
 
@@ -379,24 +325,48 @@ class HostStore:
         return folder.is_dir() and not (folder / RETIRED_FILE).exists()
 
     def _link_reference(self) -> None:
-        unfinished = self._versions / ".0"
+        """Makes version 0 of the model, unless it is that already: another one may have been there before."""
+        model, unfinished = self._versions / "0", self._versions / ".0"
+        name = version_name(0, model_digest(self.reference))
+        wanted = {file.name: os.fspath(file.resolve()) for file in self._files_of_reference()}
+        if name_of(model) == name and _links(model) == wanted:
+            return
         unfinished.mkdir()
+        for link, target in wanted.items():
+            (unfinished / link).symlink_to(target)
+        (unfinished / NAME_FILE).write_text(name)
+        shutil.rmtree(model, ignore_errors=True)
+        os.rename(unfinished, model)
+        for version in self.versions():
+            self._link_side_files(self._versions / str(version))
+
+    def _files_of_reference(self) -> Iterator[Path]:
         names = [*self.reference.files]
         if (self.reference.folder / INDEX_FILE).is_file():
             names.append(INDEX_FILE)
-        for name in names:
-            (unfinished / name).symlink_to((self.reference.folder / name).resolve())
-        self._link_side_files(unfinished)
-        (unfinished / NAME_FILE).write_text(version_name(0, model_digest(self.reference)))
-        os.rename(unfinished, self._versions / "0")
+        yield from (self.reference.folder / name for name in names)
+        yield from self._side_files()
 
-    def _link_side_files(self, folder: Path) -> None:
-        """Links config, tokenizer and the like: everything of the reference that is no weights."""
+    def _side_files(self) -> Iterator[Path]:
+        """Config, tokenizer and the like: everything of the reference that is no weights."""
         for file in self.reference.folder.iterdir():
             if file.is_file() and not file.name.endswith((*_WEIGHT_SUFFIXES, ".index.json")):
-                link = folder / file.name
-                if not link.is_symlink():
-                    link.symlink_to(file.resolve())
+                yield file
+
+    def _link_side_files(self, folder: Path) -> None:
+        found = _links(folder)
+        for file in self._side_files():
+            target = os.fspath(file.resolve())
+            if found.get(file.name) != target:
+                (folder / file.name).unlink(missing_ok=True)
+                (folder / file.name).symlink_to(target)
+
+
+def _links(folder: Path) -> dict[str, str]:
+    """The symbolic links in a folder, with where they point to; none where there is no folder."""
+    if not folder.is_dir():
+        return {}
+    return {file.name: os.readlink(file) for file in folder.iterdir() if file.is_symlink()}
 
 
 def size_here(file: Path) -> int:
@@ -405,17 +375,3 @@ def size_here(file: Path) -> int:
         return 0 if file.is_symlink() else file.stat().st_size
     except OSError:  # gone meanwhile
         return 0
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_canary(folder: Path, canary: Canary) -> None:
-    unfinished = folder / f".{CANARY_FILE}"
-    unfinished.write_text(json.dumps({"token_ids": canary.token_ids, "logprobs": canary.logprobs}))
-    os.rename(unfinished, folder / CANARY_FILE)

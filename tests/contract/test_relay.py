@@ -1,18 +1,25 @@
 """What a relay does: a version arrives whole and equal, from whoever has it, or not at all."""
 
+import shutil
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from dora.errors import InvalidValue, NotFound
+from dora.errors import InvalidValue, NotFound, TransferFailed
 from dora.kvtransfer.transport import is_installed
 from dora.models.tiny import make_tiny
 from dora.relay.holding import Holding
 from dora.weights import files, manifest
+from dora.weights.holds import NAME_FILE, VERSIONS_FOLDER
 from dora.weights.host_store import HostStore
+from dora.weights.manifest import Manifest
+from dora.weights.receiving import Receiving
 from dora.weights.store import WeightStore
-from tests.contract.relays import CHUNK_BYTES, WAIT_S, Host, a_host, hosts_of, publish, publish_anew, same
+from dora.weights.whole import MANIFEST_FILE
+from tests.contract.relays import CHUNK_BYTES, FILE, WAIT_S, Host, a_host, hosts_of, publish, publish_anew, same
 
 SMALL = 4096
 
@@ -99,6 +106,73 @@ def test_only_what_differs_travels(hosts: list[Host]) -> None:
     assert 0 < hosts[1].arrived().came_bytes <= 2 * SMALL and same(hosts[0].store, hosts[1].store, 2)
 
 
+HARMS: dict[str, Callable[[Path], object]] = {
+    "no file": lambda folder: (folder / FILE).unlink(),
+    "no name": lambda folder: (folder / NAME_FILE).unlink(),
+    "no manifest": lambda folder: (folder / MANIFEST_FILE).write_bytes(bytes(100)),
+    "a folder in its place": lambda folder: ((folder / FILE).unlink(), (folder / FILE).mkdir()),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_base_that_cannot_be_read_costs_the_whole_way_and_no_version(hosts: list[Host], harm: str) -> None:
+    source, target = hosts[:2]
+    target.fetch(publish(source.store, 1, changed="model.norm.weight"), source)
+    target.arrived()
+    HARMS[harm](target.store.folder(1))
+    target.fetch(publish(source.store, 2, changed="model.norm.weight"), source)
+    assert target.arrived().came_bytes == source.store.manifest(2).total_bytes
+    assert same(source.store, target.store, 2)
+
+
+def test_what_goes_wrong_as_a_version_begins_to_come_leaves_no_room_taken(hosts: list[Host]) -> None:
+    source, target = hosts[:2]
+    name, receive = publish(source.store, 1), target.store.receive
+
+    def faulty(found: Manifest) -> Receiving:
+        receiving = receive(found)
+        shutil.rmtree(target.store.root / VERSIONS_FOLDER)  # the look for a base finds no folder of versions
+        return receiving
+
+    target.store.receive = faulty  # type: ignore[method-assign]
+    target.fetch(name, source)
+    assert "FileNotFoundError" in target.failed().reason and target.store.held_bytes == 0
+    target.store.receive = receive  # type: ignore[method-assign]
+    (target.store.root / VERSIONS_FOLDER).mkdir()
+    target.fetch(name, source)
+    target.arrived()
+    assert same(source.store, target.store, 1)
+
+
+class Taking(HostStore):
+    """Takes the room of a version only when it may, and nothing else of the store changes meanwhile."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        super().__init__(folder, model)
+        self.began, self.may = threading.Event(), threading.Event()
+
+    def receive(self, manifest: Manifest) -> Receiving:
+        with self._changing:
+            self.began.set()
+            assert self.may.wait(WAIT_S)
+            return super().receive(manifest)
+
+
+def test_an_order_does_not_wait_for_the_room_of_another_version(tmp_path: Path, model: Path) -> None:
+    with hosts_of(tmp_path, model, 1) as (source,), ThreadPoolExecutor(1) as caller:
+        store = Taking(tmp_path / "taking", model)
+        with a_host(store, "taking") as target:
+            target.fetch(publish(source.store, 1), source)
+            assert store.began.wait(WAIT_S)
+            try:
+                caller.submit(target.fetch, publish(source.store, 2), source).result(timeout=WAIT_S)
+                assert target.relay.find(source.store.name(1)) is None
+            finally:
+                store.may.set()
+            target.arrived(), target.arrived()
+            assert all(same(source.store, store, version) for version in (1, 2))
+
+
 def test_several_versions_at_once(hosts: list[Host]) -> None:
     names = [publish(hosts[0].store, version) for version in (1, 2, 3)]
     for name in names:
@@ -154,6 +228,29 @@ def test_a_version_that_is_dropped_comes_no_more(hosts: list[Host]) -> None:
     assert hosts[1].relay.find(name) is None
     hosts[1].fetch(name, hosts[0])
     hosts[1].arrived()
+
+
+class AskedLate(WeightStore):
+    """A follower asks for a version at the last moment before it is retired."""
+
+    ask: Callable[[str], Holding | None]
+    late: Holding | None = None
+
+    def retire(self, version: int) -> None:
+        self.late = self.ask(self.name(version))
+        super().retire(version)
+
+
+def test_a_version_that_a_follower_asks_for_as_it_is_dropped_is_given_up(tmp_path: Path, model: Path) -> None:
+    store = AskedLate(tmp_path / "asked", model)
+    with a_host(store, "asked") as host:
+        store.ask = host.relay.find
+        name = publish(store, 1)
+        host.relay.drop(name)
+        assert store.late is not None
+        with pytest.raises(TransferFailed, match="is retired"):
+            store.late.wait(0, 0.0)
+        assert host.relay.find(name) is None
 
 
 def test_a_version_that_is_published_anew_takes_the_place_of_the_first(hosts: list[Host]) -> None:

@@ -22,6 +22,7 @@ from dora.relay.holding import tag_of
 from dora.relay.numbering import Numbering, packed, unpacked
 from dora.relay.orders import Upstream
 from dora.weights import files, manifest
+from dora.weights.host_store import RECEIVING_FOLDER
 from tests.contract.relays import SECRET, WAIT_S, Host, hosts_of, publish, publish_anew, same
 
 SMALL = 4096
@@ -171,6 +172,20 @@ def test_what_has_come_serves_a_later_order_and_a_follower(tmp_path: Path, model
         target.fetch(name, source)
         assert target.arrived().came_bytes <= half + 2 * SMALL
         assert all(same(source.store, each.store, 1) for each in (target, behind))
+
+
+def test_an_order_that_the_store_cannot_obey_fails_with_the_reason(hosts: list[Host]) -> None:
+    source, target = hosts
+    name = publish(source.store, 1)
+    receiving = target.store.root / RECEIVING_FOLDER
+    receiving.rmdir()
+    target.fetch(name, source)
+    failed = target.failed()
+    assert "FileNotFoundError" in failed.reason and str(receiving) in failed.reason and not failed.culprits
+    receiving.mkdir()
+    target.fetch(name, source)
+    target.arrived()
+    assert same(source.store, target.store, 1)
 
 
 def flipped(upstream: Scripted, number: int = 3) -> bytes:

@@ -111,6 +111,11 @@ async def test_a_stop_keeps_its_state_and_so_does_a_change_that_does_not_matter(
     service.change(**{"rollout.temperature": 1.0})
     with pytest.raises(AssertionError, match="with the weights of version 4; restore them"):
         await service.start()
+    (tmp_path / "gone" / "model.safetensors").unlink()
+    (tmp_path / "gone" / "model.safetensors").write_bytes(bytes((tiny_dense / "model.safetensors").stat().st_size))
+    (tmp_path / "gone").rename(tmp_path / "state" / "versions" / "4")
+    with pytest.raises(AssertionError, match="with undamaged weights of version 4; restore them"):
+        await service.start()
 
 
 async def test_what_was_submitted_comes_once_whatever_dies(tiny_dense: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """A host's store: versions come in chunk by chunk, whole or not at all, within a bound, and stay while held."""
 
 import random
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +16,11 @@ from dora.models.tiny import make_tiny
 from dora.rpc import dora_pb2 as pb
 from dora.types import Canary
 from dora.weights import files, manifest
-from dora.weights.holds import held
+from dora.weights.holds import NAME_FILE, held
 from dora.weights.host_store import HostStore, bound_of
 from dora.weights.manifest import Manifest, parsed_name, read_manifest
 from dora.weights.store import WeightStore
+from dora.weights.whole import CANARY_FILE, MANIFEST_FILE
 from dora.worker.loop import of_store
 from tests.contract.workers import Worker
 
@@ -169,26 +172,59 @@ def test_an_order_that_names_other_weights_of_the_same_number_finds_nothing(
     with pytest.raises(InvalidValue, match="version's name"), held(store.root, "v1-../..", "w0"):
         pass
     assert parsed_name(store.name(1)) == (1, store.name(1)[3:])
+    assert not list((store.root / "holds").iterdir()), "nothing is left of the questions"
 
 
-def test_a_version_comes_back_from_disk_and_a_damaged_one_does_not(
-    origin: WeightStore, store: HostStore, tmp_path: Path
-) -> None:
-    origin.persist(1, tmp_path / "disk" / "1")
-    assert store.restore(tmp_path / "disk" / "1") == origin.manifest(1)
-    assert store.canary(1) == origin.canary(1)
-    origin.persist(2, tmp_path / "disk" / "2")
-    content = bytearray((tmp_path / "disk" / "2" / FILE).read_bytes())
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a bit": lambda folder: altered(folder / FILE),
+    "a file that is cut": lambda folder: (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-1]),
+    "a file that is gone": lambda folder: (folder / FILE).unlink(),
+    "a folder in its place": lambda folder: ((folder / FILE).unlink(), (folder / FILE).mkdir()),
+    "the manifest": lambda folder: (folder / MANIFEST_FILE).write_bytes(b"\xff" * 99),
+    "no manifest": lambda folder: (folder / MANIFEST_FILE).unlink(),
+    "the canary": lambda folder: (folder / CANARY_FILE).write_bytes(bytes(99)),
+    "the name": lambda folder: (folder / NAME_FILE).write_bytes(bytes(35)),
+    "a name that is no text": lambda folder: (folder / NAME_FILE).write_bytes(b"\xff"),
+    "another version's name": lambda folder: (folder / NAME_FILE).write_text(f"v2-{'0' * 32}"),
+    "no name": lambda folder: (folder / NAME_FILE).unlink(),
+}
+
+
+def altered(file: Path) -> None:
+    content = bytearray(file.read_bytes())
     content[-1] ^= 1
-    (tmp_path / "disk" / "2" / FILE).write_bytes(content)
-    with pytest.raises(InvalidValue, match="checksum of chunk"):
-        store.restore(tmp_path / "disk" / "2")
-    (tmp_path / "disk" / "2" / FILE).write_bytes(content[:-1])
-    with pytest.raises(InvalidValue, match="bytes of chunk"):
-        store.restore(tmp_path / "disk" / "2")
-    with pytest.raises(InvalidValue, match="version on disk"):
-        store.restore(tmp_path / "nowhere")
-    assert store.versions() == (0, 1) and not list((store.root / "receiving").iterdir())
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_version_that_is_damaged_is_found_out_and_goes_alone(
+    origin: WeightStore, store: HostStore, damage: str
+) -> None:
+    bring(origin, store, 1), bring(origin, store, 2)
+    assert store.is_sound(1) and origin.is_sound(1) and not store.is_sound(3)
+    DAMAGES[damage](store.folder(1))
+    assert not store.is_sound(1) and store.is_sound(2)
+    with store.hold(2, "w0"):
+        store.retire(1)
+        assert store.holders(2) == ("w0",)
+    assert store.versions() == (0, 2) and not store.leaving()
+
+
+def test_a_store_that_is_opened_with_another_model_shows_it(store: HostStore, model: Path, tmp_path: Path) -> None:
+    origin = WeightStore(tmp_path / "origin", model)
+    origin.publish(1, 1, place_weights(load_file(model / FILE), (), origin.begin(1, 1)), None)
+    bring(origin, store, 1)
+    before = (store.folder(0) / FILE).stat()
+    again = HostStore(store.root, model)
+    assert (again.folder(0) / FILE).samefile(model / FILE) and (again.folder(0) / FILE).stat() == before
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    moved = HostStore(store.root, other)
+    assert {file.resolve().parent for file in moved.folder(0).iterdir() if file.is_symlink()} == {other}
+    assert moved.name(0) == store.name(0) and moved.is_sound(1)
+    assert (moved.folder(1) / "config.json").resolve().parent == other, "it is loaded with what lies there now"
+    name, experts = store.name(0), make_tiny("moe", tmp_path / "moe")
+    assert HostStore(store.root, experts).name(0) == HostStore(tmp_path / "new", experts).name(0) != name
 
 
 def test_a_version_of_another_model_is_refused(store: HostStore, tmp_path: Path) -> None:

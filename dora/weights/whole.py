@@ -1,0 +1,76 @@
+"""What lies beside the weights in a version's folder, and whether all of it is as it was when the version came in."""
+
+import json
+import os
+from pathlib import Path
+from typing import Final
+
+from dora.errors import InvalidValue, NotFound
+from dora.types import Canary
+from dora.weights.files import sum_of
+from dora.weights.holds import name_of
+from dora.weights.manifest import Manifest, ManifestFile, read_manifest
+from dora.weights.reference import INDEX_FILE, WEIGHTS_FILE, open_regular
+
+MANIFEST_FILE: Final = "dora-manifest.json"
+CANARY_FILE: Final = "dora-canary.json"
+
+
+def manifest_in(folder: Path) -> Manifest:
+    """Without its canary. Raises NotFound where there is none, InvalidValue for a damaged one."""
+    file = folder / MANIFEST_FILE
+    try:
+        return read_manifest(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise NotFound("manifest", str(file), "in the folder of a version that was published") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValue("manifest", str(file), f"a file of JSON that can be read ({error})") from error
+
+
+def canary_in(folder: Path) -> Canary | None:
+    """None: the version came without. Raises InvalidValue for a damaged one."""
+    file = folder / CANARY_FILE
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        return Canary(tuple(stored["token_ids"]), tuple(stored["logprobs"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InvalidValue("canary", str(file), f"a file as a store writes it ({error})") from error
+
+
+def write_canary(folder: Path, canary: Canary) -> None:
+    unfinished = folder / f".{CANARY_FILE}"
+    unfinished.write_text(json.dumps({"token_ids": canary.token_ids, "logprobs": canary.logprobs}))
+    os.rename(unfinished, folder / CANARY_FILE)
+
+
+def index_of(manifest: Manifest) -> str:
+    """The index by which a loader finds the tensors; empty where they are in one file of the usual name."""
+    if {file.name for file in manifest.files} == {WEIGHTS_FILE}:
+        return ""
+    weight_map = {each.header.name: each.file for each in manifest.tensors}
+    total_bytes = sum(each.header.content_bytes for each in manifest.tensors)
+    return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def is_sound(folder: Path) -> bool:
+    """Whether a version is in ``folder`` and all its files are those of its manifest. Reads every byte of them."""
+    try:
+        manifest = manifest_in(folder)
+        canary_in(folder)
+        index = index_of(manifest)
+        return (
+            name_of(folder) == manifest.name
+            and (not index or (folder / INDEX_FILE).read_text(encoding="utf-8") == index)
+            and all(_is_sound_file(folder / file.name, file) for file in manifest.files)
+        )
+    except (InvalidValue, OSError, UnicodeDecodeError):
+        return False
+
+
+def _is_sound_file(path: Path, file: ManifestFile) -> bool:
+    with open_regular(path) as stream:
+        return os.fstat(stream.fileno()).st_size == file.file_bytes and all(
+            sum_of(stream.read(file.chunk(index)[1])) == file.sums[index] for index in range(file.chunks)
+        )

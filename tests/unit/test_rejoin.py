@@ -1,0 +1,66 @@
+"""An agent that joins again: what its folder has kept is no reason to refuse it, and what may pass does not end it."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dora.errors import LimitExceeded
+from dora.host import agent
+from dora.host.agent import AgentOptions, _Agent, _stay_joined
+from dora.host.folder import MODEL, WEIGHTS
+from dora.journal.ledger import Ledger
+from dora.rpc import dora_pb2 as pb
+from dora.weights.store import WeightStore
+from tests.contract.relays import publish
+from tests.service import configured
+from tests.unit.test_hosts_awaited import DIGEST, Life
+
+
+@pytest.mark.parametrize("has_model", [False, True])
+async def test_a_host_needs_no_room_for_what_its_folder_has_kept(
+    tiny_dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_model: bool
+) -> None:
+    folder, config = tmp_path / "host", configured(tiny_dense, workers__engine="fake", window__size=2)
+    shutil.copytree(tiny_dense, folder / MODEL)
+    store = WeightStore(folder / WEIGHTS, tiny_dense)
+    for version in (1, 2):
+        publish(store, version)
+    options = AgentOptions("127.0.0.1:1", "", "h1", 1, model=str(tiny_dense) if has_model else "")
+    model_bytes = store.reference.content_bytes
+    joining = _Agent(options, "cpu", DIGEST if has_model else "", folder, asyncio.Event(), lambda _: None)
+    life = Life(tmp_path, config, Ledger(None))
+
+    def free(free_bytes: int) -> pb.HostHello:
+        monkeypatch.setattr(agent, "capacity_to_wire", lambda _: pb.HostCapacity(store_free_bytes=free_bytes))
+        return joining._hello()
+
+    with pytest.raises(LimitExceeded, match="store_free_bytes"):
+        life.hosts.join(free(model_bytes // 2), DIGEST)
+    life.hosts.join(free(model_bytes), DIGEST)  # for the version that is on its way in
+
+
+class Refused:
+    """An agent that the service refuses for want of memory, in some of its attempts to join."""
+
+    def __init__(self, *attempts: str) -> None:
+        self.attempts, self.joined = list(attempts), False
+
+    async def stay(self) -> str | None:
+        attempt = self.attempts.pop(0)
+        self.joined = attempt == "lost"
+        if attempt == "refused":
+            raise LimitExceeded("store_free_bytes", 1, "2 bytes", why="is too little")
+        return None if attempt == "lost" else attempt
+
+
+async def joined(refused: Refused) -> str:
+    return await _stay_joined(refused, 600.0, asyncio.Event(), lambda _: None)  # type: ignore[arg-type]
+
+
+async def test_only_a_host_that_had_joined_waits_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "JOIN_PAUSE_S", 0.0)
+    assert await joined(Refused("lost", "refused", "refused", "let go")) == "let go"
+    with pytest.raises(LimitExceeded):
+        await joined(Refused("refused", "let go"))
