@@ -339,6 +339,11 @@ class Hosts:
         """The version is in the service's own store: the other hosts are to get it."""
         self._spread.published(version, anew=anew)
 
+    def publishing(self, version: int) -> contextlib.AbstractContextManager[None]:
+        """While a version is published anew: the core hears of no host that has it, so that it is asked for until that
+        has succeeded or failed. Afterwards it hears of all that have it."""
+        return self._spread.publishing(version)
+
     def name_of(self, version: int) -> str:
         """What a live version was published as, whether it is still there or not; empty where it is none."""
         return self._spread.name_of(version)

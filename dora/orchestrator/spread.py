@@ -7,7 +7,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from dora.errors import InvalidValue, NotFound
@@ -48,6 +49,7 @@ class Spread:
         self._relay: Relay | None = None
         self._reminded_s = time.monotonic()
         self._doubted: set[int] = set()  # versions that somebody has not found in the service's own store
+        self._anew = -1  # the version that is being published anew
 
     def begin(self, listen_host: str, oldest: int = 0) -> None:
         """The relay of the service's own host listens. Of what the store has, the versions from ``oldest`` on are live.
@@ -90,6 +92,19 @@ class Spread:
         manifest = self._store.manifest(version)
         self._carry_out(self._broadcast.published(version, manifest.name, LOCAL, manifest.total_bytes, anew=anew))
 
+    @contextmanager
+    def publishing(self, version: int) -> Iterator[None]:
+        """Within it the version is published anew. Nobody hears who has it or that nobody has: who has the weights that
+        were published before is about to have another version. In the end ``in_reach`` hears of all that have it."""
+        self._anew = version
+        try:
+            yield
+        finally:
+            self._anew = -1
+            self._look_at_own()
+            for host in self._broadcast.holders(version):
+                self._in_reach(host, version)
+
     def retired(self, version: int) -> None:
         self._carry_out(self._broadcast.retired(version))
 
@@ -129,6 +144,8 @@ class Spread:
     def _look_at_own(self) -> None:
         self._doubted &= self._broadcast.versions().keys()
         for version, name in self._broadcast.versions().items():
+            if version == self._anew:
+                continue
             is_here, had = self._is_here(version, name), self._broadcast.has(LOCAL, version)
             if is_here is False and had:
                 log.error("%s is missing in this host's store", name)
@@ -172,7 +189,8 @@ class Spread:
                 case broadcast.Drop(host=host, epoch=epoch, name=name):
                     self._drop(host, epoch, name)
                 case broadcast.Ready(host=host, version=version):
-                    self._in_reach(host, version)
+                    if version != self._anew:
+                        self._in_reach(host, version)
                 case broadcast.GaveUp(host=host, version=version, reason=reason):
                     log.warning("%s does not have version %d yet: %s", host, version, reason)
                 case broadcast.Gone(version=version, name=name):
@@ -180,8 +198,8 @@ class Spread:
 
     def _gone(self, version: int, name: str) -> None:
         """There is nobody to take it from. Where this host has it, others have complained of that: it is read again."""
-        if self._relay is None:
-            return  # this service spreads nothing
+        if self._relay is None or version == self._anew:
+            return  # this service spreads nothing; or the version is at hand already
         if not self._broadcast.has(LOCAL, version):
             log.error("no host has %s any more", name)
             self._lost(version, "no host has its weights any more")

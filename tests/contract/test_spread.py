@@ -170,3 +170,31 @@ async def test_a_host_that_misses_a_version_is_to_fetch_it(own: Spread, told: To
     assert [order.WhichOneof("kind") for host, order in orders if host == "h1"] == ["drop_version", "fetch_version"]
     own.missed("h1", 1, 7)
     assert told.orders.empty(), "no such version is live"
+
+
+async def test_nobody_hears_of_a_version_while_it_is_published_anew(
+    own: Spread, store: WeightStore, told: Told
+) -> None:
+    """Its bytes are here by then, and it is not published yet: it may be given up."""
+    name = own.name_of(1)
+    rmtree(store.folder(1))
+    own.remind()
+    assert await told.lost.get() == 1
+    with own.publishing(1):
+        own.joined("h3", 1, "h3:1", [name])
+        publish(store, 1)
+        own.remind()
+        assert told.ready.empty()
+    assert {told.ready.get_nowait() for _ in range(told.ready.qsize())} == {(LOCAL, 1), ("h3", 1)}
+
+
+async def test_what_fails_to_be_published_anew_leaves_what_others_have(
+    own: Spread, store: WeightStore, told: Told
+) -> None:
+    name = own.name_of(1)
+    rmtree(store.folder(1))
+    own.remind()
+    with pytest.raises(ZeroDivisionError), own.publishing(1):
+        own.joined("h3", 1, "h3:1", [name])
+        raise ZeroDivisionError
+    assert {told.ready.get_nowait() for _ in range(told.ready.qsize())} == {("h3", 1)}
