@@ -36,6 +36,7 @@ from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
 from dora.rpc.roles import Tokens
+from dora.types import Canary
 from dora.weights.host_store import HostStore
 
 log = logging.getLogger("dora.service")
@@ -347,6 +348,15 @@ class Hosts:
     def name_of(self, version: int) -> str:
         """What a live version was published as, whether it is still there or not; empty where it is none."""
         return self._spread.name_of(version)
+
+    def name(self, version: int) -> str:
+        """What workers are told to load, each from its own host, whether the service's own has it or not. Raises
+        NotFound for what is neither live nor in the store."""
+        return self.name_of(version) or self._store.name(version)
+
+    def canary(self, version: int) -> Canary | None:
+        """What workers have to reproduce of it; None where that is not known. Raises as ``name``."""
+        return self._spread.canary(version)
 
     def retired(self, version: int) -> None:
         """Nobody loads it any more."""

@@ -20,6 +20,7 @@ from dora.relay.link import Link
 from dora.relay.orders import Arrived, Failed, Order, Outcome
 from dora.relay.relay import Relay, RelaySettings
 from dora.rpc import dora_pb2 as pb
+from dora.types import Canary
 from dora.weights.host_store import HostStore
 from dora.weights.manifest import parsed_name
 
@@ -50,6 +51,7 @@ class Spread:
         self._reminded_s = time.monotonic()
         self._doubted: set[int] = set()  # versions that somebody has not found in the service's own store
         self._anew = -1  # the version that is being published anew
+        self._canaries: dict[int, Canary | None] = {}  # of live versions, as they came
 
     def begin(self, listen_host: str, oldest: int = 0) -> None:
         """The relay of the service's own host listens. Of what the store has, the versions from ``oldest`` on are live.
@@ -65,6 +67,7 @@ class Spread:
         self._relay = Relay(self._store, Door(listen_host), own, RelaySettings(self.secret), tell)
         live = [self._store.manifest(version) for version in self._store.versions() if version >= max(1, oldest)]
         for manifest in live:
+            self._canaries[manifest.version] = manifest.canary
             self._carry_out(self._broadcast.restored(manifest.version, manifest.name, manifest.total_bytes))
         held = [manifest.name for manifest in live]
         self._carry_out(self._broadcast.joined(LOCAL, OWN_EPOCH, self._relay.address, held=held))
@@ -90,6 +93,7 @@ class Spread:
 
     def published(self, version: int, *, anew: bool) -> None:
         manifest = self._store.manifest(version)
+        self._canaries[version] = manifest.canary
         self._carry_out(self._broadcast.published(version, manifest.name, LOCAL, manifest.total_bytes, anew=anew))
 
     @contextmanager
@@ -106,6 +110,7 @@ class Spread:
                 self._in_reach(host, version)
 
     def retired(self, version: int) -> None:
+        self._canaries.pop(version, None)
         self._carry_out(self._broadcast.retired(version))
 
     def arrived(self, host: str, epoch: int, message: pb.VersionArrived) -> None:
@@ -178,6 +183,21 @@ class Spread:
     def name_of(self, version: int) -> str:
         """The name of a live version; empty where it is none."""
         return self._broadcast.versions().get(version, "")
+
+    def canary(self, version: int) -> Canary | None:
+        """That with which the version came, else what its first worker made of it, where that is still known here.
+
+        Raises NotFound for a version that is neither live nor in the store.
+        """
+        published = self._canaries.get(version)
+        if published is not None:
+            return published
+        try:
+            return self._store.canary(version)
+        except (NotFound, OSError):
+            if version in self._canaries:
+                return None  # another host has it
+            raise
 
     # ------------------------------------------------------------------------------------------------------- commands
 

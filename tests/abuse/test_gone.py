@@ -17,15 +17,19 @@ from dora.host.processes import Processes
 from dora.orchestrator import spread
 from dora.orchestrator.core import events as on
 from dora.orchestrator.remote import HostSession
+from dora.orchestrator.streams import WorkerSession
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
+from dora.rpc.convert import canary_to_wire
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.roles import Tokens
+from dora.types import Canary
 from dora.weights.files import hash_file
 from tests.service import check_promises, configured, running, until
-from tests.unit.test_runtime import Shell, ended
+from tests.unit.test_runtime import CAPABILITY, Shell, ended
 
 GROUPS = 4
+CANARY = Canary((1, 2, 3), (-0.5, -0.25))
 
 
 @pytest.mark.timeout(300)
@@ -167,7 +171,9 @@ class Losing:
         shell.report(ended(request_id))
         async for _ in stream:
             pass
-        await shell.trainer.CommitStep(shell.commit_request(), None)
+        request = shell.commit_request()
+        request.canary.CopyFrom(canary_to_wire(CANARY))
+        await shell.trainer.CommitStep(request, None)
         self.name = shell.store.name(1)
 
     def join(self, *held: str) -> HostSession:
@@ -295,3 +301,19 @@ async def test_what_leaves_the_window_while_it_is_published_anew_leaves_nothing(
     assert (await losing.bring(1.0, leave)).next_step == 2
     assert 1 not in shell.store.versions() and not state.gone and not state.rejected
     assert not shell.runtime.failed.done()
+
+
+async def test_a_worker_of_a_host_that_has_the_version_loads_what_the_service_has_lost(losing: Losing) -> None:
+    """The service knows its name and its canary, though its own store has neither any more."""
+    shell, runtime = losing.shell, losing.shell.runtime
+    losing.hosts.arrived(losing.join(), pb.VersionArrived(name=losing.name))
+    rmtree(shell.store.folder(1))
+    session = runtime.sessions.workers["far"] = WorkerSession("far", 9, 2, "host", CAPABILITY)
+    runtime.post(on.WorkerJoined("far", 9, CAPABILITY.slots, CAPABILITY.kv_tokens, "h1"))
+    (order,) = [session._outbox.get_nowait() for _ in range(session._outbox.qsize())]
+    assert order is not None
+    assert order.load_version.name == losing.name and order.load_version.canary == canary_to_wire(CANARY)
+    await shell.until(lambda: True)
+    assert shell.state.workers["far"].loading == 1 and not shell.state.counters.loads_failed
+    runtime.reports.outcome(session, pb.WorkerOutcome(command_id=order.command_id, ok=True))
+    assert shell.state.workers["far"].hosts == 1 and not shell.kills.killed
