@@ -391,6 +391,16 @@ class Hosts:
             host.session.versions.discard(version)
             self._spread.missed(host.name, host.session.epoch, version)
 
+    async def lacks(self, worker_id: str, version: int) -> bool:
+        """Whether the host of a worker that could not load a version has no more what was published.
+
+        The service's own store is read. Of another host it is taken for true as long as a third one has the version:
+        what is there is checked as it comes, and nothing is lost by getting it once more.
+        """
+        if self.shares_store(worker_id):
+            return await self._spread.is_damaged(version)
+        return self._spread.has_elsewhere(self._state.workers[worker_id].host, version)
+
     def look_at_store(self, version: int) -> None:
         """The service's own store seems to have a version no longer."""
         self._spread.missed_here(version)

@@ -50,6 +50,8 @@ class Spread:
         self._relay: Relay | None = None
         self._reminded_s = time.monotonic()
         self._doubted: set[int] = set()  # versions that somebody has not found in the service's own store
+        self._damaged: set[str] = set()  # names of versions whose files here are not those that were published
+        self._checks: dict[str, asyncio.Task[bool]] = {}  # by name: under way
         self._anew = -1  # the version that is being published anew
         self._canaries: dict[int, Canary | None] = {}  # of live versions, as they came
 
@@ -94,6 +96,7 @@ class Spread:
     def published(self, version: int, *, anew: bool) -> None:
         manifest = self._store.manifest(version)
         self._canaries[version] = manifest.canary
+        self._replaced(manifest.name)
         self._carry_out(self._broadcast.published(version, manifest.name, LOCAL, manifest.total_bytes, anew=anew))
 
     @contextmanager
@@ -138,13 +141,47 @@ class Spread:
     def missed(self, host: str, epoch: int, version: int) -> None:
         """Another host has a version no longer."""
         if name := self.name_of(version):
-            log.error("%s is missing in the store of %s", name, host)
+            log.error("%s is missing in the store of %s, or damaged there", name, host)
             self._carry_out(self._broadcast.missed(host, epoch, name))
 
     def missed_here(self, version: int) -> None:
         """The service's own host seems to have a version no longer: ``in_reach`` hears where it has."""
         self._doubted.add(version)
         self._look_at_own()
+
+    def has_elsewhere(self, host: str, version: int) -> bool:
+        """Whether another host than this one has a version whole."""
+        return any(holder != host for holder in self._broadcast.holders(version))
+
+    async def is_damaged(self, version: int) -> bool:
+        """Whether this host's files of a live version are not what was published; it is then missing here. Reads all
+        of them, once for all that ask meanwhile."""
+        name = self.name_of(version)
+        if not name:
+            return False
+        if name not in self._checks:
+            self._checks[name] = asyncio.create_task(self._check(version, name))
+        return await self._checks[name]
+
+    async def _check(self, version: int, name: str) -> bool:
+        try:
+            is_sound = await asyncio.to_thread(self._store.is_sound, version)
+        except OSError as error:  # the folder of all versions is at fault, which may pass
+            log.error("%s cannot be read: %s", name, error)
+            is_sound = True
+        except ValueError:  # what lies beside the weights is cut
+            is_sound = False
+        if self._checks.get(name) is asyncio.current_task():  # else it has come anew meanwhile
+            del self._checks[name]
+            if not is_sound and self._is_here(version, name):
+                log.error("%s is damaged in this host's store", name)
+                self._damaged.add(name)
+        return not is_sound
+
+    def _replaced(self, name: str) -> None:
+        """The files of this version are other ones from now on, or none."""
+        self._damaged.discard(name)
+        self._checks.pop(name, None)
 
     def _look_at_own(self) -> None:
         self._doubted &= self._broadcast.versions().keys()
@@ -164,6 +201,8 @@ class Spread:
 
     def _is_here(self, version: int, name: str) -> bool | None:
         """None: the folder of all versions is at fault, which is shown as such and may pass."""
+        if name in self._damaged:
+            return False
         try:
             return self._store.name(version) == name
         except NotFound:
@@ -254,5 +293,7 @@ class Spread:
     def _drop(self, host: str, epoch: int, name: str) -> None:
         if host != LOCAL:
             self._order(host, epoch, pb.HostOrder(drop_version=pb.DropVersion(name=name)))
-        elif self._relay is not None:
-            self._relay.drop(name)
+        else:
+            self._replaced(name)
+            if self._relay is not None:
+                self._relay.drop(name)

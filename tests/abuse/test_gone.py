@@ -1,6 +1,7 @@
 """Weights, or the whole run folder, vanish under a living service: it says so, asks for them, and goes on."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from shutil import rmtree
@@ -15,6 +16,7 @@ from dora.client import Operator
 from dora.errors import Conflict, VersionRejected
 from dora.host.processes import Processes
 from dora.orchestrator import spread
+from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
 from dora.orchestrator.remote import HostSession
 from dora.orchestrator.streams import WorkerSession
@@ -317,3 +319,67 @@ async def test_a_worker_of_a_host_that_has_the_version_loads_what_the_service_ha
     assert shell.state.workers["far"].loading == 1 and not shell.state.counters.loads_failed
     runtime.reports.outcome(session, pb.WorkerOutcome(command_id=order.command_id, ok=True))
     assert shell.state.workers["far"].hosts == 1 and not shell.kills.killed
+
+
+def answer(losing: Losing, kind: str) -> None:
+    """The worker's answer to the order to load version 1."""
+    shell = losing.shell
+    (number,) = [
+        number
+        for number, pending in shell.state.pending.items()
+        if isinstance(pending.command, do.LoadVersion) and pending.command.version == 1
+    ]
+    outcome = pb.WorkerOutcome(command_id=number, ok=False, error="cannot be loaded", error_kind=kind)
+    shell.runtime.reports.outcome(shell.session, outcome)
+
+
+@pytest.mark.parametrize("kind", ["refused", "weights"])
+async def test_a_proven_version_whose_file_is_cut_is_gone_and_no_worker_dies_of_it(losing: Losing, kind: str) -> None:
+    """Workers say what they make of it; that they are not at fault is found out before it counts."""
+    shell, state = losing.shell, losing.shell.state
+    shell.orders("")
+    assert 1 in state.proven
+    os.truncate(shell.store.folder(1) / "model.safetensors", 1000)
+    shell.runtime.post(on.WorkerLost("w0", 1, "killed"))
+    shell.join(2)
+    answer(losing, kind)
+    await shell.until(lambda: 1 in state.rejected)
+    assert state.gone and not shell.kills.killed
+    await shell.trainer.RepublishVersion(losing.weights(1.0), None)
+    assert [load.name for load in shell.orders("load_version")][-1] == losing.name
+    assert state.workers["w0"].hosts == 1 and not shell.kills.killed
+
+
+async def test_a_worker_that_cannot_load_what_is_sound_is_replaced(losing: Losing) -> None:
+    shell, state = losing.shell, losing.shell.state
+    shell.orders("")
+    shell.runtime.post(on.WorkerLost("w0", 1, "killed"))
+    shell.join(2)
+    for failed in range(1, 4):
+        answer(losing, "weights")
+        await shell.until(lambda failed=failed: state.counters.loads_failed == failed)
+    assert shell.kills.killed == ["w0"] and not state.rejected and not state.missing
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+async def test_what_another_hosts_worker_cannot_load_is_got_there_anew(losing: Losing, elsewhere: bool) -> None:
+    """Unless nobody else has it: then it may be the worker's fault, and the last copy is kept."""
+    shell, runtime = losing.shell, losing.shell.runtime
+    shell.orders("")
+    session = losing.join()
+    losing.hosts.arrived(session, pb.VersionArrived(name=losing.name))
+    shell.session = runtime.sessions.workers["far"] = WorkerSession("far", 9, 2, "host", CAPABILITY)
+    runtime.post(on.WorkerJoined("far", 9, CAPABILITY.slots, CAPABILITY.kv_tokens, "h1"))
+    if not elsewhere:
+        rmtree(shell.store.folder(1))
+        losing.look()
+    answer(losing, "weights")
+    await shell.until(lambda: shell.state.counters.loads_failed == 1)
+    assert (1 in shell.state.arrived["h1"]) != elsewhere and not shell.state.gone
+    assert (losing.name in {order.drop_version.name for order in orders(session)}) == elsewhere
+
+
+def orders(session: HostSession) -> list[pb.HostOrder]:
+    """What the agent was told so far."""
+    found = [session._outbox.get_nowait() for _ in range(session._outbox.qsize())]
+    return [order for order in found if order is not None]
