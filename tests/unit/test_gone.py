@@ -5,6 +5,7 @@ import pytest
 from dora.errors import Conflict, VersionRejected
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from tests.unit.test_arrival import TwoHosts
 from tests.unit.test_rejection import Publications
 
 WHY = "no host has its weights any more"
@@ -157,3 +158,25 @@ def test_a_worker_that_comes_with_other_weights_does_not_prove_what_is_gone() ->
     bench.post(on.WorkerJoined("w9", 99, 8, 4096, version=1))
     assert bench.state.workers["w9"].loaded != 1 and 1 not in bench.state.proven
     assert not bench.machine.counts_load("w9", 1)
+
+
+def test_what_is_found_on_another_host_is_not_in_the_services_own_store_yet() -> None:
+    bench = TwoHosts(window=1)
+    bench.load_all()
+    loses(bench, 1)
+    for name in ("near", "far"):
+        bench.post(on.WorkerLost(name, bench.state.workers[name].epoch, "killed"))
+    bench.join("near")
+    bench.join("far", host="there")
+    bench.post(on.VersionArrived("there", 1))
+    assert not bench.state.rejected and [load.worker_id for load in bench.loads(1)] == ["far"]
+    bench.post(on.VersionArrived("", 1))
+    assert {load.worker_id for load in bench.loads(1)} == {"far", "near"} and not bench.state.missing
+
+
+def test_what_is_gone_and_published_anew_is_in_the_services_own_store() -> None:
+    bench = TwoHosts(window=1)
+    loses(bench, 1)
+    bench.load_all()
+    bench.post(on.VersionRepublished(1, 1))
+    assert [load.worker_id for load in bench.loads(1)] == ["near"] and not bench.state.missing

@@ -90,7 +90,7 @@ def gone(state: State, event: on.VersionGone) -> bool:
     state.doubts.pop(version, None)
     state.gone[version] = event.reason
     window.withhold(version)
-    arrival.forgotten(state, version)
+    arrival.vanished(state, version)
     state.replan = True
     return True
 
