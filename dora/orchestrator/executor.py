@@ -57,14 +57,14 @@ class Verifier(Protocol):
     ) -> Reward: ...
 
 
-class Store(PublishedVersions, Protocol):
+class Store(Protocol):
     """Keeps the weights of every live version, until they are retired."""
 
     def retire(self, version: int) -> None: ...
 
 
-class HostVersions(Protocol):
-    """The hosts with stores of their own (hosts.py)."""
+class HostVersions(PublishedVersions, Protocol):
+    """The hosts with stores of their own, and what is live on them (hosts.py)."""
 
     def retired(self, version: int) -> None: ...
     def shares_store(self, worker_id: str) -> bool: ...
@@ -289,7 +289,7 @@ class Executor:
             return  # it broke a moment ago; its loss is on the way to the core
         try:
             session.send(self._message(command))
-        except (NotFound, OSError) as error:  # what says how a version is called has vanished
+        except (NotFound, OSError) as error:  # nothing says any more how the version is called
             if not isinstance(command, do.LoadVersion):
                 raise
             log.error("%s cannot load version %d: %s", command.worker_id, command.version, error)
@@ -308,10 +308,10 @@ class Executor:
             ends = f"{handoff.source} to {handoff.target}"
             log.warning("%s: its handoff from %s is undone: %s", handoff.request_id, ends, handoff.overdue)
         if handoff is None:
-            return worker_message(command, self._book, self._store)
+            return worker_message(command, self._book, self._hosts)
         source, target = self._sessions.end(handoff.source), self._sessions.end(handoff.target)
         was_parked, has_pool = handoff.kind is Kind.RESUME, bool(self._sessions.pools)
-        return worker_message(command, self._book, self._store, source, target, was_parked, has_pool)
+        return worker_message(command, self._book, self._hosts, source, target, was_parked, has_pool)
 
     def _release_snapshot(self, command: do.ReleaseSnapshot) -> None:
         """Nothing is left to be deleted: a snapshot lies at its target, which was told to take it in or to drop it."""

@@ -36,6 +36,7 @@ from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
 from dora.rpc.roles import Tokens
+from dora.types import Canary
 from dora.weights.host_store import HostStore
 
 log = logging.getLogger("dora.service")
@@ -339,9 +340,23 @@ class Hosts:
         """The version is in the service's own store: the other hosts are to get it."""
         self._spread.published(version, anew=anew)
 
+    def publishing(self, version: int) -> contextlib.AbstractContextManager[None]:
+        """While a version is published anew: the core hears of no host that has it, so that it is asked for until that
+        has succeeded or failed. Afterwards it hears of all that have it."""
+        return self._spread.publishing(version)
+
     def name_of(self, version: int) -> str:
         """What a live version was published as, whether it is still there or not; empty where it is none."""
         return self._spread.name_of(version)
+
+    def name(self, version: int) -> str:
+        """What workers are told to load, each from its own host, whether the service's own has it or not. Raises
+        NotFound for what is neither live nor in the store."""
+        return self.name_of(version) or self._store.name(version)
+
+    def canary(self, version: int) -> Canary | None:
+        """What workers have to reproduce of it; None where that is not known. Raises as ``name``."""
+        return self._spread.canary(version)
 
     def retired(self, version: int) -> None:
         """Nobody loads it any more."""
@@ -375,6 +390,16 @@ class Hosts:
         if host is not None and host.session is not None:
             host.session.versions.discard(version)
             self._spread.missed(host.name, host.session.epoch, version)
+
+    async def lacks(self, worker_id: str, version: int) -> bool:
+        """Whether the host of a worker that could not load a version has no more what was published.
+
+        The service's own store is read. Of another host it is taken for true as long as a third one has the version:
+        what is there is checked as it comes, and nothing is lost by getting it once more.
+        """
+        if self.shares_store(worker_id):
+            return await self._spread.is_damaged(version)
+        return self._spread.has_elsewhere(self._state.workers[worker_id].host, version)
 
     def look_at_store(self, version: int) -> None:
         """The service's own store seems to have a version no longer."""

@@ -12,7 +12,7 @@ GROWTH_BLOCKS: Final = 2  # by which a request may grow while its blocks are cop
 
 
 class PublishedVersions(Protocol):
-    """What a version is called, by its manifest (weights/host_store.py)."""
+    """What a version is called, by its manifest (hosts.py)."""
 
     def name(self, version: int) -> str: ...
     def canary(self, version: int) -> Canary | None: ...

@@ -100,7 +100,9 @@ class Runtime:
             journal=self.journal,
             post=self.post,
             ended=self._note_ended,
+            spawn=self.spawn,
             missing=self.hosts.missing,
+            lacks=self.hosts.lacks,
         )
         self.evaluations = Evaluations(self.book, self.machine.state.evaluations.row_of, self.end_evaluation)
         self.executor = Executor(

@@ -7,7 +7,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from dora.errors import InvalidValue, NotFound
@@ -19,6 +20,7 @@ from dora.relay.link import Link
 from dora.relay.orders import Arrived, Failed, Order, Outcome
 from dora.relay.relay import Relay, RelaySettings
 from dora.rpc import dora_pb2 as pb
+from dora.types import Canary
 from dora.weights.host_store import HostStore
 from dora.weights.manifest import parsed_name
 
@@ -48,6 +50,10 @@ class Spread:
         self._relay: Relay | None = None
         self._reminded_s = time.monotonic()
         self._doubted: set[int] = set()  # versions that somebody has not found in the service's own store
+        self._damaged: set[str] = set()  # names of versions whose files here are not those that were published
+        self._checks: dict[str, asyncio.Task[bool]] = {}  # by name: under way
+        self._anew = -1  # the version that is being published anew
+        self._canaries: dict[int, Canary | None] = {}  # of live versions, as they came
 
     def begin(self, listen_host: str, oldest: int = 0) -> None:
         """The relay of the service's own host listens. Of what the store has, the versions from ``oldest`` on are live.
@@ -63,6 +69,7 @@ class Spread:
         self._relay = Relay(self._store, Door(listen_host), own, RelaySettings(self.secret), tell)
         live = [self._store.manifest(version) for version in self._store.versions() if version >= max(1, oldest)]
         for manifest in live:
+            self._canaries[manifest.version] = manifest.canary
             self._carry_out(self._broadcast.restored(manifest.version, manifest.name, manifest.total_bytes))
         held = [manifest.name for manifest in live]
         self._carry_out(self._broadcast.joined(LOCAL, OWN_EPOCH, self._relay.address, held=held))
@@ -88,9 +95,25 @@ class Spread:
 
     def published(self, version: int, *, anew: bool) -> None:
         manifest = self._store.manifest(version)
+        self._canaries[version] = manifest.canary
+        self._replaced(manifest.name)
         self._carry_out(self._broadcast.published(version, manifest.name, LOCAL, manifest.total_bytes, anew=anew))
 
+    @contextmanager
+    def publishing(self, version: int) -> Iterator[None]:
+        """Within it the version is published anew. Nobody hears who has it or that nobody has: who has the weights that
+        were published before is about to have another version. In the end ``in_reach`` hears of all that have it."""
+        self._anew = version
+        try:
+            yield
+        finally:
+            self._anew = -1
+            self._look_at_own()
+            for host in self._broadcast.holders(version):
+                self._in_reach(host, version)
+
     def retired(self, version: int) -> None:
+        self._canaries.pop(version, None)
         self._carry_out(self._broadcast.retired(version))
 
     def arrived(self, host: str, epoch: int, message: pb.VersionArrived) -> None:
@@ -118,7 +141,7 @@ class Spread:
     def missed(self, host: str, epoch: int, version: int) -> None:
         """Another host has a version no longer."""
         if name := self.name_of(version):
-            log.error("%s is missing in the store of %s", name, host)
+            log.error("%s is missing in the store of %s, or damaged there", name, host)
             self._carry_out(self._broadcast.missed(host, epoch, name))
 
     def missed_here(self, version: int) -> None:
@@ -126,9 +149,45 @@ class Spread:
         self._doubted.add(version)
         self._look_at_own()
 
+    def has_elsewhere(self, host: str, version: int) -> bool:
+        """Whether another host than this one has a version whole."""
+        return any(holder != host for holder in self._broadcast.holders(version))
+
+    async def is_damaged(self, version: int) -> bool:
+        """Whether this host's files of a live version are not what was published; it is then missing here. Reads all
+        of them, once for all that ask meanwhile."""
+        name = self.name_of(version)
+        if not name:
+            return False
+        if name not in self._checks:
+            self._checks[name] = asyncio.create_task(self._check(version, name))
+        return await self._checks[name]
+
+    async def _check(self, version: int, name: str) -> bool:
+        try:
+            is_sound = await asyncio.to_thread(self._store.is_sound, version)
+        except OSError as error:  # the folder of all versions is at fault, which may pass
+            log.error("%s cannot be read: %s", name, error)
+            is_sound = True
+        except ValueError:  # what lies beside the weights is cut
+            is_sound = False
+        if self._checks.get(name) is asyncio.current_task():  # else it has come anew meanwhile
+            del self._checks[name]
+            if not is_sound and self._is_here(version, name):
+                log.error("%s is damaged in this host's store", name)
+                self._damaged.add(name)
+        return not is_sound
+
+    def _replaced(self, name: str) -> None:
+        """The files of this version are other ones from now on, or none."""
+        self._damaged.discard(name)
+        self._checks.pop(name, None)
+
     def _look_at_own(self) -> None:
         self._doubted &= self._broadcast.versions().keys()
         for version, name in self._broadcast.versions().items():
+            if version == self._anew:
+                continue
             is_here, had = self._is_here(version, name), self._broadcast.has(LOCAL, version)
             if is_here is False and had:
                 log.error("%s is missing in this host's store", name)
@@ -142,6 +201,8 @@ class Spread:
 
     def _is_here(self, version: int, name: str) -> bool | None:
         """None: the folder of all versions is at fault, which is shown as such and may pass."""
+        if name in self._damaged:
+            return False
         try:
             return self._store.name(version) == name
         except NotFound:
@@ -162,6 +223,21 @@ class Spread:
         """The name of a live version; empty where it is none."""
         return self._broadcast.versions().get(version, "")
 
+    def canary(self, version: int) -> Canary | None:
+        """That with which the version came, else what its first worker made of it, where that is still known here.
+
+        Raises NotFound for a version that is neither live nor in the store.
+        """
+        published = self._canaries.get(version)
+        if published is not None:
+            return published
+        try:
+            return self._store.canary(version)
+        except (NotFound, OSError):
+            if version in self._canaries:
+                return None  # another host has it
+            raise
+
     # ------------------------------------------------------------------------------------------------------- commands
 
     def _carry_out(self, commands: Iterable[broadcast.Command]) -> None:
@@ -172,7 +248,8 @@ class Spread:
                 case broadcast.Drop(host=host, epoch=epoch, name=name):
                     self._drop(host, epoch, name)
                 case broadcast.Ready(host=host, version=version):
-                    self._in_reach(host, version)
+                    if version != self._anew:
+                        self._in_reach(host, version)
                 case broadcast.GaveUp(host=host, version=version, reason=reason):
                     log.warning("%s does not have version %d yet: %s", host, version, reason)
                 case broadcast.Gone(version=version, name=name):
@@ -180,8 +257,8 @@ class Spread:
 
     def _gone(self, version: int, name: str) -> None:
         """There is nobody to take it from. Where this host has it, others have complained of that: it is read again."""
-        if self._relay is None:
-            return  # this service spreads nothing
+        if self._relay is None or version == self._anew:
+            return  # this service spreads nothing; or the version is at hand already
         if not self._broadcast.has(LOCAL, version):
             log.error("no host has %s any more", name)
             self._lost(version, "no host has its weights any more")
@@ -216,5 +293,7 @@ class Spread:
     def _drop(self, host: str, epoch: int, name: str) -> None:
         if host != LOCAL:
             self._order(host, epoch, pb.HostOrder(drop_version=pb.DropVersion(name=name)))
-        elif self._relay is not None:
-            self._relay.drop(name)
+        else:
+            self._replaced(name)
+            if self._relay is not None:
+                self._relay.drop(name)

@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Final
+from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
 
@@ -44,11 +45,14 @@ class WorkerReports:
         storage: Storage,
         journal: Journal,
         post: Callable[[on.Event], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
         missing: Callable[[str, int], None],
+        lacks: Callable[[str, int], Awaitable[bool]],
         ended: Callable[[WorkerSession, list[str]], None] = lambda session, request_ids: None,
     ) -> None:
-        """``missing`` is told which worker has not found which version on its host; ``ended``, which requests a worker
-        has reported to the end, once that is in book and journal."""
+        """``missing`` is told which worker has not found which version on its host. ``lacks`` looks whether what was
+        published is no more on its host, and ``spawn`` runs what waits for that, in the background. ``ended`` is told
+        which requests a worker has reported to the end, once that is in book and journal."""
         self._machine = machine
         self._book = book
         self._store = store
@@ -56,7 +60,9 @@ class WorkerReports:
         self._storage = storage
         self._journal = journal
         self._post = post
+        self._spawn = spawn
         self._missing = missing
+        self._lacks = lacks
         self._ended = ended
 
     def report(self, session: WorkerSession, report: pb.WorkerReport) -> None:
@@ -131,21 +137,40 @@ class WorkerReports:
             self._note_copy(session, outcome)
         if outcome.ok and isinstance(command, do.LoadVersion) and canary is not None:
             self._keep_canary(session.worker_id, command.version, canary)
-        self._post(
-            on.CommandDone(
-                session.worker_id,
-                session.epoch,
-                outcome.command_id,
-                outcome.ok,
-                error,
-                outcome.error_kind,
-                outcome.locator,
-                outcome.tokens,
-                outcome.canary_difference,
-            )
+        done = on.CommandDone(
+            session.worker_id,
+            session.epoch,
+            outcome.command_id,
+            outcome.ok,
+            error,
+            outcome.error_kind,
+            outcome.locator,
+            outcome.tokens,
+            outcome.canary_difference,
         )
-        if isinstance(command, do.LoadVersion) and outcome.error_kind == "missing":
-            self._missing(session.worker_id, command.version)
+        if isinstance(command, do.LoadVersion) and self._may_be_lacking(command.version, outcome):
+            self._spawn(self._load_failed(command, done))
+        else:
+            self._done(command, done)
+
+    def _done(self, command: do.WorkerCommand | None, done: on.CommandDone) -> None:
+        self._post(done)
+        if isinstance(command, do.LoadVersion) and done.error_kind == "missing":
+            self._missing(done.worker_id, command.version)
+
+    def _may_be_lacking(self, version: int, outcome: pb.WorkerOutcome) -> bool:
+        """Whether a load may have failed because the files are not what was published, as far as this is not what is
+        decided by other workers (core/rejection.py)."""
+        state = self._machine.state
+        if outcome.ok or not version or self._machine.has_to_come(version):
+            return False
+        return outcome.error_kind == "refused" or (outcome.error_kind == "weights" and version in state.proven)
+
+    async def _load_failed(self, command: do.LoadVersion, done: on.CommandDone) -> None:
+        """The core hears of it once it is known who is at fault; until then it takes the worker to be loading."""
+        if await self._lacks(done.worker_id, command.version):
+            done = replace(done, error_kind="missing")
+        self._done(command, done)
 
     def copy_began(self, session: WorkerSession, message: pb.CopyBegan) -> None:
         """Tells the core that a request is being copied while it decodes."""

@@ -289,7 +289,7 @@ class _Executor(Executor):
             handoff = self._handoff_of(command.command_id)
             was_parked = handoff is not None and handoff.kind is Kind.RESUME
             if not isinstance(command, do.LoadVersion):
-                worker_message(command, self._book, self._store, was_parked=was_parked)
+                worker_message(command, self._book, self._hosts, was_parked=was_parked)
             self._world.to_worker(command)
 
     def _reject_version(self, command: do.RejectVersion) -> None:

@@ -1,6 +1,8 @@
 """What the service's own host does about versions that it has no longer, or not as they were published."""
 
 import asyncio
+import os
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ from dora.models.tiny import make_tiny
 from dora.orchestrator import spread
 from dora.orchestrator.spread import Spread
 from dora.rpc import dora_pb2 as pb
+from dora.weights.host_store import MANIFEST_FILE
 from dora.weights.store import WeightStore
 from tests.contract.relays import FILE, Host, a_host, publish
 
@@ -170,3 +173,88 @@ async def test_a_host_that_misses_a_version_is_to_fetch_it(own: Spread, told: To
     assert [order.WhichOneof("kind") for host, order in orders if host == "h1"] == ["drop_version", "fetch_version"]
     own.missed("h1", 1, 7)
     assert told.orders.empty(), "no such version is live"
+
+
+async def test_nobody_hears_of_a_version_while_it_is_published_anew(
+    own: Spread, store: WeightStore, told: Told
+) -> None:
+    """Its bytes are here by then, and it is not published yet: it may be given up."""
+    name = own.name_of(1)
+    rmtree(store.folder(1))
+    own.remind()
+    assert await told.lost.get() == 1
+    with own.publishing(1):
+        own.joined("h3", 1, "h3:1", [name])
+        publish(store, 1)
+        own.remind()
+        assert told.ready.empty()
+    assert {told.ready.get_nowait() for _ in range(told.ready.qsize())} == {(LOCAL, 1), ("h3", 1)}
+
+
+async def test_what_fails_to_be_published_anew_leaves_what_others_have(
+    own: Spread, store: WeightStore, told: Told
+) -> None:
+    name = own.name_of(1)
+    rmtree(store.folder(1))
+    own.remind()
+    with pytest.raises(ZeroDivisionError), own.publishing(1):
+        own.joined("h3", 1, "h3:1", [name])
+        raise ZeroDivisionError
+    assert {told.ready.get_nowait() for _ in range(told.ready.qsize())} == {("h3", 1)}
+
+
+@pytest.mark.parametrize("how", ["vanished", "cut", "manifest"])
+async def test_what_a_worker_could_not_load_is_read_and_missing_where_it_is_not_what_was_published(
+    own: Spread, store: WeightStore, told: Told, how: str
+) -> None:
+    assert not await own.is_damaged(1) and not await own.is_damaged(7)
+    own.missed_here(1)
+    assert told.lost.empty() and await told.ready.get() == (LOCAL, 1)
+    file = store.folder(1) / (MANIFEST_FILE if how == "manifest" else FILE)
+    if how == "vanished":
+        file.unlink()
+    else:
+        os.truncate(file, 100)
+    own.remind()
+    assert told.lost.empty(), "a look at its name finds nothing"
+    assert await asyncio.gather(own.is_damaged(1), own.is_damaged(1)) == [True, True]
+    own.missed_here(1)
+    assert await told.lost.get() == 1 and 1 not in store.versions()
+    publish(store, 1)
+    own.published(1, anew=True)
+    assert await told.ready.get() == (LOCAL, 1) and not await own.is_damaged(1)
+    own.remind()
+    assert told.lost.empty()
+
+
+async def test_a_check_that_a_publication_overtakes_says_nothing_of_what_came(
+    own: Spread, store: WeightStore, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, is_sound = threading.Event(), store.is_sound
+
+    def read(version: int) -> bool:
+        found = is_sound(version)
+        assert gate.wait(30)
+        return found
+
+    monkeypatch.setattr(store, "is_sound", read)
+    (store.folder(1) / FILE).unlink()
+    check = asyncio.create_task(own.is_damaged(1))
+    await asyncio.to_thread(lambda: None)
+    publish(store, 1)
+    own.published(1, anew=True)
+    gate.set()
+    assert await check
+    own.missed_here(1)
+    assert told.lost.empty() and 1 in store.versions()
+
+
+async def test_a_whole_store_that_cannot_be_read_is_not_damaged(own: Spread, store: WeightStore) -> None:
+    aside = store.root.with_name("aside")
+    store.root.rename(aside)
+    assert not await own.is_damaged(1)
+    aside.rename(store.root)
+
+
+async def test_who_else_has_a_version(own: Spread) -> None:
+    assert own.has_elsewhere("h1", 1) and not own.has_elsewhere(LOCAL, 1) and not own.has_elsewhere("h1", 7)

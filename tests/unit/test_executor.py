@@ -53,15 +53,6 @@ class Store:
     def __init__(self) -> None:
         self.retired: list[int] = []
 
-    def name(self, version: int) -> str:
-        return f"v{version}-of-the-store"
-
-    def publication(self, _version: int) -> bytes:
-        return b"publication"
-
-    def canary(self, _version: int) -> Canary | None:
-        return None
-
     def retire(self, version: int) -> None:
         self.retired.append(version)
 
@@ -71,6 +62,12 @@ class Hosts:
         self.retired_versions: list[int] = []
         self.looked: list[int] = []
         self.beside = "w0"
+
+    def name(self, version: int) -> str:
+        return f"v{version}-of-the-hosts"
+
+    def canary(self, _version: int) -> Canary | None:
+        return None
 
     def retired(self, version: int) -> None:
         self.retired_versions.append(version)
@@ -230,7 +227,7 @@ async def test_workers_get_their_commands_as_messages() -> None:
     await parts.carry_out(*commands, do.Thaw("w0", 2, 10, "g0.0"), do.Thaw("w1", 1, 11, "g0.0"))
     orders = await parts.orders()
     assert [order.command_id for order in orders] == list(range(10)), "none of another epoch or worker"
-    assert orders[0].load_version.name == "v2-of-the-store" and orders[4].copy_in.locator == "there"
+    assert orders[0].load_version.name == "v2-of-the-hosts" and orders[4].copy_in.locator == "there"
     assert [order.copy_out.request_id for order in orders[8:]] == ["g0.0", "g0.0"]
     assert orders[2].reserve_slot.source_epoch == 0 and orders[3].copy_out.target.address == "", "of no handoff"
 
@@ -286,7 +283,7 @@ async def test_a_handoff_that_took_too_long_is_one_line(caplog: pytest.LogCaptur
         (NotFound("version", 4, "one of those held"), "", "refused"),
     ],
 )
-async def test_a_version_that_has_vanished_from_the_store_is_a_load_that_fails(
+async def test_a_version_of_which_nobody_knows_the_name_is_a_load_that_fails(
     error: Exception, beside: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the worker's host has a store of its own, that may have the version: it is not missing there."""
@@ -296,7 +293,7 @@ async def test_a_version_that_has_vanished_from_the_store_is_a_load_that_fails(
     def name(_version: int) -> str:
         raise error
 
-    monkeypatch.setattr(parts.store, "name", name)
+    monkeypatch.setattr(parts.hosts, "name", name)
     (done,) = await parts.carry_out(do.LoadVersion("w0", 1, 9, 4))
     assert isinstance(done, on.CommandDone)
     assert (done.command_id, done.ok, done.error_kind) == (9, False, kind)

@@ -2,9 +2,10 @@
 
 import pytest
 
-from dora.errors import VersionRejected
+from dora.errors import Conflict, VersionRejected
 from dora.orchestrator.core import commands as do
 from dora.orchestrator.core import events as on
+from tests.unit.test_arrival import TwoHosts
 from tests.unit.test_rejection import Publications
 
 WHY = "no host has its weights any more"
@@ -114,3 +115,68 @@ def test_what_is_on_a_host_again_is_asked_for_no_more() -> None:
     assert not bench.state.rejected and not bench.state.gone
     bench.load_all()
     assert bench.state.workers["w0"].hosts == 1
+
+
+def test_what_was_asked_for_and_has_been_found_is_known_until_the_next_commit() -> None:
+    """Its trainer may be about to bring it: that is no mistake of the trainer's."""
+    bench = Publications("w0", "w1")
+    loses(bench, 1)
+    assert bench.machine.has_to_come(1) and not bench.machine.was_found(1)
+    bench.post(on.VersionArrived("", 1))
+    assert bench.machine.was_found(1) and not bench.machine.has_to_come(1)
+    with pytest.raises(Conflict, match="is not rejected"):
+        bench.post(on.VersionRepublished(1, 1))
+    assert not bench.machine.was_found(0) and not bench.machine.was_found(2)
+    bench.load_all()
+    bench.fill(1)
+    bench.post(on.StepCommitted(1, 1))
+    assert not bench.machine.was_found(1) and not bench.state.asked
+
+
+def test_what_is_needed_no_more_may_still_come_anew() -> None:
+    """Its trainer was asked for it, and is at it as the last response ends."""
+    bench = Publications("w0", "w1", window=3)
+    older_version(bench)
+    loses(bench, 1)
+    for name in of_version(bench, 1):
+        bench.post(on.GroupCancelled(name, "cancelled on request"))
+    assert not bench.state.rejected and bench.machine.has_to_come(1) and not bench.machine.was_found(1)
+    bench.post(on.VersionRepublished(1, 1))
+    assert not bench.state.gone and not bench.state.window.withheld and not bench.state.asked
+
+
+def test_a_worker_that_comes_with_other_weights_does_not_prove_what_is_gone() -> None:
+    """Its trainer may be publishing others under this number at the moment: nobody has sampled under those yet."""
+    bench = Publications("w0", "w1", window=3)
+    bench.fill(1)
+    bench.post(on.StepCommitted(1, 1))
+    bench.state.proven.discard(1)
+    loses(bench, 1)
+    for name in of_version(bench, 1):
+        bench.post(on.GroupCancelled(name, "cancelled on request"))
+    assert not bench.state.rejected and 1 in bench.state.gone
+    bench.post(on.WorkerJoined("w9", 99, 8, 4096, version=1))
+    assert bench.state.workers["w9"].loaded != 1 and 1 not in bench.state.proven
+    assert not bench.machine.counts_load("w9", 1)
+
+
+def test_what_is_found_on_another_host_is_not_in_the_services_own_store_yet() -> None:
+    bench = TwoHosts(window=1)
+    bench.load_all()
+    loses(bench, 1)
+    for name in ("near", "far"):
+        bench.post(on.WorkerLost(name, bench.state.workers[name].epoch, "killed"))
+    bench.join("near")
+    bench.join("far", host="there")
+    bench.post(on.VersionArrived("there", 1))
+    assert not bench.state.rejected and [load.worker_id for load in bench.loads(1)] == ["far"]
+    bench.post(on.VersionArrived("", 1))
+    assert {load.worker_id for load in bench.loads(1)} == {"far", "near"} and not bench.state.missing
+
+
+def test_what_is_gone_and_published_anew_is_in_the_services_own_store() -> None:
+    bench = TwoHosts(window=1)
+    loses(bench, 1)
+    bench.load_all()
+    bench.post(on.VersionRepublished(1, 1))
+    assert [load.worker_id for load in bench.loads(1)] == ["near"] and not bench.state.missing

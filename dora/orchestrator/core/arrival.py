@@ -52,6 +52,12 @@ def forgotten(state: State, version: int) -> None:
     state.missing.discard(version)
 
 
+def vanished(state: State, version: int) -> None:
+    """No host has it any more, the service's own neither: wherever it is found, it has arrived there alone."""
+    forgotten(state, version)
+    state.missing.add(version)
+
+
 def is_within_reach(state: State, worker: Worker) -> bool:
     """Whether the worker's host holds the version that it is to load."""
     held = state.arrived.get(worker.host)

@@ -322,7 +322,7 @@ class StepCommitted:
 
 @dataclass(frozen=True, slots=True)
 class VersionRepublished:
-    """Other weights of a rejected version lie in the store, in the place of those that workers refused."""
+    """Weights of a version that is rejected, or gone, lie in the store, in the place of those that nobody can load."""
 
     trainer_epoch: int
     version: int

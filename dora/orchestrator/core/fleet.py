@@ -22,7 +22,9 @@ def joined(state: State, event: on.WorkerJoined) -> None:
     index = state.free_index()
     worker = Worker(event.worker_id, event.epoch, index, event.slots, event.kv_tokens, event.host)
     window = state.window
-    if event.version in range(state.retired, window.newest + 1) and event.version not in window.rejected:
+    is_another = event.version in window.rejected  # what it has may be published otherwise now
+    is_another |= event.version in state.gone and rejection.is_unproven(state, event.version)
+    if event.version in range(state.retired, window.newest + 1) and not is_another:
         worker.loaded = worker.target = event.version
         rejection.proves(state, event.version)
     state.add_worker(worker)
@@ -124,7 +126,7 @@ def load_done(state: State, pending: Pending, event: on.CommandDone) -> None:
     version, worker.loading = worker.loading, -1
     void, worker.load_is_void = worker.load_is_void, False
     state.rehosted(worker)
-    if void or version in state.rejected or version in state.gone:
+    if void or rejection.has_to_come(state, version):
         return  # what it says is of weights that are this version's no more
     if event.ok:
         worker.loaded, worker.load_failures = version, 0

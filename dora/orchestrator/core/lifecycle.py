@@ -228,6 +228,7 @@ def commit(state: State, event: on.StepCommitted) -> None:
         _free(state, group)
         state.counters.groups_trained += 1
     state.leased.clear()
+    state.asked.clear()  # whoever commits has seen to all that was rejected
     state.window.publish()
     state.need.published(state.now_s, event.waited_s)
     _adapt(state, event, state.rhythm.published(state.now_s))
@@ -249,7 +250,7 @@ def _adapt(state: State, event: on.StepCommitted, took_s: float | None) -> None:
 
 
 def republished(state: State, event: on.VersionRepublished) -> None:
-    """A rejected version has other weights now: workers may load it, and its groups go on."""
+    """A version that was rejected, or is gone, has other weights now: workers may load it, and its groups go on."""
     check_republish(state, event.trainer_epoch, event.version)
     rejection.republished(state, event.version)
     arrival.forgotten(state, event.version)
@@ -257,9 +258,9 @@ def republished(state: State, event: on.VersionRepublished) -> None:
 
 
 def check_republish(state: State, trainer_epoch: int, version: int) -> None:
-    """Raises Conflict unless ``version`` is rejected."""
+    """Raises Conflict unless ``version`` is rejected, or gone."""
     check_epoch(trainer_epoch, state.trainer_epoch)
-    if version not in state.rejected:
+    if not rejection.has_to_come(state, version):
         allowed = f"a rejected version: {', '.join(map(str, sorted(state.rejected))) or 'there is none'}"
         raise Conflict("version", version, allowed, why="is not rejected")
 

@@ -108,9 +108,17 @@ class Machine:
         """Raises Conflict where VersionRepublished would be refused; asked before the weights are stored."""
         lifecycle.check_republish(self._state, trainer_epoch, version)
 
+    def has_to_come(self, version: int) -> bool:
+        """Whether ``version`` is rejected, or gone."""
+        return rejection.has_to_come(self._state, version)
+
+    def was_found(self, version: int) -> bool:
+        """Whether ``version`` was rejected since the last commit, and nobody has to publish it anew any more."""
+        return rejection.was_found(self._state, version)
+
     def counts_load(self, worker_id: str, version: int) -> bool:
         """Whether what this worker makes of ``version``, which it loads, is of the weights that are published now."""
-        return version not in self._state.rejected and not self._state.workers[worker_id].load_is_void
+        return not self.has_to_come(version) and not self._state.workers[worker_id].load_is_void
 
 
 def _offered(state: State, event: on.PromptsOffered) -> None:

@@ -90,9 +90,19 @@ def gone(state: State, event: on.VersionGone) -> bool:
     state.doubts.pop(version, None)
     state.gone[version] = event.reason
     window.withhold(version)
-    arrival.forgotten(state, version)
+    arrival.vanished(state, version)
     state.replan = True
     return True
+
+
+def has_to_come(state: State, version: int) -> bool:
+    """Whether other weights may take the place of this version's: nobody can load those that were published."""
+    return version in state.rejected or version in state.gone
+
+
+def was_found(state: State, version: int) -> bool:
+    """Whether the trainer was told to publish this version anew, and it has become needless since."""
+    return version in state.asked and not has_to_come(state, version)
 
 
 def found(state: State, version: int) -> None:
@@ -124,8 +134,9 @@ def _is_needed(state: State, version: int) -> bool:
 def republished(state: State, version: int) -> None:
     """Other weights are in place: the version is as if published now. What is still being loaded of it counts for
     nothing."""
-    del state.rejected[version]
+    state.rejected.pop(version, None)  # of one that is gone: no longer there, where the last response of it has ended
     state.gone.pop(version, None)
+    state.asked.discard(version)
     for worker in state.workers.values():
         worker.load_is_void |= worker.loading == version
     _release(state, version)
@@ -145,6 +156,7 @@ def _reject(state: State, version: int, doubt: Doubt) -> None:
 
 def _rejected(state: State, told: do.RejectVersion) -> None:
     state.rejected[told.version] = told
+    state.asked.add(told.version)
     state.window.reject(told.version)
     state.stream_step = None
     state.counters.versions_rejected += 1

@@ -41,6 +41,7 @@ def restored(state: State, event: on.Restored) -> None:
     rows = _enter_all(state, event)
     for told in event.rejected:
         state.rejected[told.version] = told
+        state.asked.add(told.version)
         window.reject(told.version)
     begun = np.unique(state.requests["version"][rows[state.requests["tokens"][rows] > 0]])
     state.proven.update(version for version in begun.tolist() if version >= event.retired)

@@ -174,6 +174,7 @@ class State:
         self.doubts: dict[int, Doubt] = {}  # version -> who has refused it so far
         self.rejected: dict[int, RejectVersion] = {}  # version -> why, until it is published anew
         self.gone: dict[int, str] = {}  # kept versions whose weights no host has any more -> why
+        self.asked: set[int] = set()  # versions that were rejected since the last commit, and are not published anew
         self.replan = False  # which versions may be loaded has changed: the next plan is due at once
         # workers and handoffs
         self.workers: dict[str, Worker] = {}

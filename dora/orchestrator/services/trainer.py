@@ -190,14 +190,14 @@ class TrainerService(stubs.TrainerServicer):
             raise InvalidValue("upload", f"silent for {UPLOAD_SILENCE_S:g} s", "sent without such a pause") from error
 
     def _check_upload(self, trainer_epoch: int, version: int) -> None:
-        """Only the version that the open step commits may come, or a rejected one: no other one is ever read.
+        """Only the version that the open step commits may come, or one that was rejected: no other one is ever read.
 
         Or that which was published anew last: the reply may be lost, and the trainer at it again.
         """
         self._check_epoch(trainer_epoch)
         state, anew = self._runtime.machine.state, self._last_republish
         expected = state.window.newest + 1
-        if version not in (expected, *state.rejected, *(anew[:1] if anew is not None else ())):
+        if version not in (expected, *state.asked, *(anew[:1] if anew is not None else ())):
             raise Conflict("version", version, f"{expected}, which the open step's commit publishes", why="is not next")
 
     async def _commit(self, request: pb.CommitStepRequest) -> pb.CommitStepReply:
@@ -249,17 +249,41 @@ class TrainerService(stubs.TrainerServicer):
         async with self._changing:
             digest = _republish_digest(request)
             if version in runtime.machine.state.rejected or self._last_republish != (version, digest):
-                runtime.machine.check_republish(request.trainer_epoch, version)
-                folder = await self._store(request, anew=True)
-                await self._record(request, folder, runtime.recorder.republished(version, folder, digest))
-                republished = on.VersionRepublished(request.trainer_epoch, version)
-                runtime.post(republished, lambda: facts.Republished(version, digest))
-                runtime.hosts.published(version, anew=True)
-                self._last_republish = (version, digest)
-                log.info("version %d is published anew", version)
+                await self._publish_anew(request, digest)
         await runtime.journal.settled()
         runtime.trainer.seen()
         return pb.RepublishVersionReply(next_step=runtime.machine.state.window.newest)
+
+    async def _publish_anew(self, request: pb.RepublishVersionRequest, digest: bytes) -> None:
+        """Raises Conflict for a version that nobody has asked for. One that was found meanwhile stays as it is."""
+        runtime, machine, version = self._runtime, self._runtime.machine, request.version
+        self._check_epoch(request.trainer_epoch)
+        if machine.was_found(version):
+            log.info("version %d has been found: what its trainer brings is not needed any more", version)
+            return
+        machine.check_republish(request.trainer_epoch, version)
+        with runtime.hosts.publishing(version):
+            folder = await self._store(request, anew=True)
+            await self._record(request, folder, runtime.recorder.republished(version, folder, digest))
+            if not machine.has_to_come(version):  # it has left the window: its last groups were cancelled
+                await self._let_go(version)
+                return
+            runtime.hosts.published(version, anew=True)  # first: workers are told its name
+            republished = on.VersionRepublished(request.trainer_epoch, version)
+            runtime.post(republished, lambda: facts.Republished(version, digest))
+        self._last_republish = (version, digest)
+        log.info("version %d is published anew", version)
+
+    async def _let_go(self, version: int) -> None:
+        """What was stored of a version that has retired meanwhile goes, as it would have gone then."""
+        runtime = self._runtime
+        with runtime.storage.tidying(RUN_FOLDER):
+            await asyncio.to_thread(runtime.store.retire, version)
+        if runtime.versions is not None and version != runtime.config.rollout.reference_version:
+            await runtime.journal.settled()
+            with runtime.storage.tidying(STATE):
+                await asyncio.to_thread(runtime.versions.drop, version)
+        log.info("version %d has left the window while it was published anew", version)
 
     async def _store(self, request: pb.CommitStepRequest | pb.RepublishVersionRequest, *, anew: bool) -> Path:
         """Checks what was announced and brought of a version, and puts it into the store. Returns its folder."""
