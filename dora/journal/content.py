@@ -42,7 +42,11 @@ class Content:
         self._starts = np.cumsum(self._sizes) - self._sizes
 
     def of(self, tokens: Sequence[Tokens], verdicts: Sequence[Verdict]) -> Requests:
-        """``tokens`` in any order, ``verdicts`` in that of the log."""
+        """``tokens`` in any order, ``verdicts`` in that of the log.
+
+        A stretch that is there twice, as one that compaction has written anew before a crash, or before a write that
+        failed, counts once: what is written anew keeps the bounds of its stretches.
+        """
         total = int(self._sizes.sum())
         numbers = _joined([each.numbers for each in tokens], np.int64)
         counts = _joined([each.counts for each in tokens], np.int64)
@@ -51,7 +55,10 @@ class Content:
         ats = _joined([each.ats if len(each.ats) else np.full(len(each.numbers), each.at) for each in tokens], float)
         places = self._places(numbers)
         live = np.flatnonzero(places >= 0)
-        order = live[np.lexsort((counts[live] + firsts[live], firsts[live], places[live]))]
+        order = live[np.lexsort((counts[live], firsts[live], places[live]))]
+        twice = _repeated(places[order], firsts[order], counts[order])
+        places[order[twice]] = -1
+        order = order[~twice]
         place, count, first = places[order], counts[order], firsts[order]
         reached = np.cumsum(count)
         begins = np.zeros(total + 1, np.int64)
@@ -132,6 +139,14 @@ def _spread(requests: Requests, tokens: Sequence[Tokens], places: Column, target
     for stays in requests.stays.values():
         stays.sort(key=lambda stay: stay[1])
     requests.routed = {place: b"".join(rows for _, rows in sorted(parts)) for place, parts in routed.items()}
+
+
+def _repeated(*columns: Column) -> Column:
+    """bool, one a row: whether it is as the row before it."""
+    repeated = np.zeros(len(columns[0]), np.bool_)
+    if len(repeated):
+        repeated[1:] = np.logical_and.reduce([column[1:] == column[:-1] for column in columns])
+    return repeated
 
 
 def _joined(columns: list[Column], dtype: type) -> Column:
