@@ -6,6 +6,7 @@ a log says, the first record of each later segment says too (facts.Standing). Al
 twice the bytes that are alive, and two segments more.
 """
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,6 +32,7 @@ class Share:
     base: int
     end: int = -1  # position; -1: it is being written
     size_bytes: int = frames.HEADER_BYTES
+    holes: int = 0  # that a start has found in it, and told of
     owners: list[Column] = field(default_factory=list)
     owned_bytes: list[Column] = field(default_factory=list)
 
@@ -81,6 +83,7 @@ class Compaction:
         self._chosen: int | None = None  # the segment that is to go next
         self._parts: Iterator[list[Fact]] | None = None
         self._writing = -1
+        self._damaged: set[int] = set()  # segments that stay while something is alive: a start tells what is lost
 
     @property
     def works(self) -> bool:
@@ -122,16 +125,24 @@ class Compaction:
         """The segment that is to go next, if one is."""
         alive = {number: share.live_bytes(self._live) for number, share in self._shares.items()}
         over = self.size_bytes > 2 * sum(alive.values()) + 2 * self._segment_bytes
-        closed = [number for number in self._shares if number != self._writing]
+        staying = {self._writing} | {number for number in self._damaged if alive.get(number)}
+        closed = [number for number in self._shares if number not in staying]
         least = min(closed, key=lambda number: alive[number] / self._shares[number].size_bytes, default=None)
         if least is not None and (over or not alive[least]):
             self._chosen = least
-            self._parts = iter(self._moved(self._shares[least])) if alive[least] else iter(())
+            self._parts = self._moved(least) if alive[least] else iter(())
 
     def next_part(self) -> list[Fact]:
-        """What is to be written anew of the chosen segment before it may go; empty: nothing more is."""
+        """What is to be written anew of the chosen segment before it may go; empty: nothing more is.
+
+        Raises OSError where it cannot be read: it stays, and is read from the beginning another time.
+        """
         assert self._parts is not None
-        return next(self._parts, [])
+        try:
+            return next(self._parts, [])
+        except OSError:
+            self.give_up()
+            raise
 
     def remove(self) -> None:
         """All that was alive in the chosen segment is on disk elsewhere: it goes. Raises OSError."""
@@ -146,14 +157,16 @@ class Compaction:
         """What was to be written anew could not be: from the beginning, another time."""
         self._chosen = self._parts = None
 
-    def _moved(self, share: Share) -> Iterator[list[Fact]]:
-        """What is alive in a segment, in parts."""
+    def _moved(self, number: int) -> Iterator[list[Fact]]:
+        """What is alive in a segment, in parts. Raises OSError where it cannot be read, or not all of it."""
+        share = self._shares[number]
         segment = frames.opened(share.path)
+        if segment is None:
+            raise self._rotten(number, f"{share.path}: its header is damaged")
         tokens: list[facts.Tokens] = []
         others: list[Fact] = []
         held = 0
-        for _, body in frames.records(segment, share.end) if segment is not None else ():
-            assert segment is not None
+        for _, body in frames.records(segment, share.end):
             fact = self._alive(facts.decoded(body, segment.schema))
             if fact is None:
                 continue
@@ -167,6 +180,12 @@ class Compaction:
                 tokens, others, held = [], [], 0
         if held:
             yield _part(others, tokens)
+        if len(segment.holes) > share.holes:
+            raise self._rotten(number, f"{segment.holes[-1]}, are damaged")
+
+    def _rotten(self, number: int, why: str) -> OSError:
+        self._damaged.add(number)
+        return OSError(errno.EIO, why)
 
     def _alive(self, fact: Fact) -> Fact | None:
         """What of a fact belongs to somebody who is alive; None: nothing."""

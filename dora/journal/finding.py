@@ -156,6 +156,7 @@ def _read(segments: list[Segment], ledger: Ledger, said: list[str]) -> _Read:
         for hole in segment.holes:
             if cut is None or hole.offset < cut:
                 _damaged(segment, hole, known, following is not None, said)
+                share.holes += 1
         for offset, body in records:
             _take(read, share, segment, offset, body, known)
         read.end = segment.end

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dora.journal import compaction, facts
+from dora.journal import compaction, facts, frames
 from dora.journal import log as journal_log
 from dora.journal.content import Content
 from dora.journal.finding import find
 from dora.journal.ledger import Ledger
-from dora.journal.log import Log
+from dora.journal.log import LOG_FOLDER, Log
 from dora.types import Prompt
 from tests.unit.journal.lives import SMALL, Known, Life, check, opened
 
@@ -107,6 +108,58 @@ async def test_a_write_that_fails_in_the_midst_leaves_nothing_twice(
     await log.close()
     assert failed
     await check_again(tmp_path, told.known)
+
+
+@pytest.mark.parametrize("part_bytes", [1 << 20, 60], ids=["at once", "in parts"])
+async def test_a_segment_that_cannot_be_read_once_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    """Too many files are open as it is to be written anew, or a read fails in its midst."""
+    monkeypatch.setattr(compaction, "PART_BYTES", part_bytes)
+    faults: list[OSError | None] = []
+    _, log = opened(tmp_path, SIZES, faults)
+    told = Life(log.append, Known())
+    real, failed = frames.records, 0
+
+    def records(segment: frames.Segment, end: int | None = None) -> Iterator[tuple[int, memoryview]]:
+        nonlocal failed
+        failed += 1
+        for place, record in enumerate(real(segment, end)):
+            if failed % 2 and place >= (4 if part_bytes == 60 else 0):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            yield record
+
+    with monkeypatch.context() as patched:
+        patched.setattr(frames, "records", records)
+        await with_slow_groups(log, told)
+        await log.close()
+    assert failed > 1 and isinstance(faults[0], OSError) and faults[0].errno == errno.EMFILE
+    await check_again(tmp_path, told.known)
+
+
+@pytest.mark.parametrize("place", [10, 60], ids=["its header", "a record"])
+async def test_a_segment_that_is_damaged_stays_and_a_start_tells_it(tmp_path: Path, place: int) -> None:
+    """The disk has lost something of it since it was written: what is still alive in it does not go unsaid."""
+    faults: list[OSError | None] = []
+    _, log = opened(tmp_path, SIZES, faults)
+    told = Life(log.append, Known())
+    kept = told.admit()
+    told.report(ends=True)
+    log.append(facts.Leased(kept, NEVER))
+    for number in (kept, kept + 1):
+        told.known.tokens.pop(number)
+    told.known.steps.pop(kept)
+    await log.settled()
+    (first,) = (tmp_path / LOG_FOLDER).iterdir()
+    content = bytearray(first.read_bytes())
+    content[place] ^= 4
+    first.write_bytes(content)
+    await with_slow_groups(log, told)
+    await log.close()
+    assert first.exists() and [fault.errno for fault in faults if fault is not None] == [errno.EIO]
+    found = find(tmp_path)
+    assert found.groups[0].number == kept and first.name in found.said[0] and "damaged" in found.said[0]
+    found.ledger.close()
 
 
 def test_stretches_that_are_there_twice_count_once() -> None:
