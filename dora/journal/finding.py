@@ -97,20 +97,25 @@ def _found(folder: Path, sizes: Sizes) -> Found:
 
 
 def _segments(folder: Path, said: list[str]) -> list[Segment]:
-    """By their numbers. A last one of which not even the header was written goes."""
+    """By their numbers. A last one of which no record was written goes."""
     found = []
     paths = sorted(folder.glob(f"[0-9]*{frames.SUFFIX}"))
     for index, path in enumerate(paths):
         segment = frames.opened(path)
         if segment is not None:
             found.append(segment)
-        elif index == len(paths) - 1:
+        elif index == len(paths) - 1 and not _has_records(path):
             said.append(f"{path}: cut short by a crash before anything was in it")
             path.unlink()
         else:
             said.append(f"{path}: its header is damaged, and nothing of it can be read")
             found.append(Segment(path, int(path.stem), -1, -1, path.stat().st_size))
     return found
+
+
+def _has_records(path: Path) -> bool:
+    """Whether there is a whole record in a segment of which the header is damaged: then it was written, once."""
+    return next(frames.records(Segment(path, 0, 0, frames.SCHEMA_VERSION)), None) is not None
 
 
 def _ledger(path: Path, said: list[str]) -> Ledger:
@@ -143,7 +148,7 @@ def _read(segments: list[Segment], ledger: Ledger, said: list[str]) -> _Read:
     for index, segment in enumerate(segments):
         following = next((each.base for each in segments[index + 1 :] if each.base >= 0), None)
         if segment.base < 0:
-            if following is None or following > known:
+            if following > known if following is not None else _end_of(segments, index) != known:
                 raise _lost(segment.path.parent.parent, "and the ledger does not have what it said", said)
             continue
         records = list(frames.records(segment, following))
@@ -163,6 +168,17 @@ def _read(segments: list[Segment], ledger: Ledger, said: list[str]) -> _Read:
     if read.end < known:
         said.append(f"the log ends {known - read.end} bytes before what the ledger has: tokens are lost")
     return read
+
+
+def _end_of(segments: list[Segment], index: int) -> int | None:
+    """The position behind the last segment, as the one before it says; None: nobody can tell.
+
+    A ledger that has all of it is just as far. One that is further may be so since the log has lost something before.
+    """
+    segment, before = segments[index], segments[index - 1] if index else None
+    if before is None or before.base < 0 or before.number != segment.number - 1:
+        return None
+    return before.end + segment.size_bytes - frames.HEADER_BYTES
 
 
 def _take(read: _Read, share: Share, segment: Segment, offset: int, body: memoryview, known: int) -> None:

@@ -275,6 +275,29 @@ async def test_damage_that_the_ledger_does_not_make_good_is_refused(tmp_path: Pa
         find(tmp_path)
 
 
+async def test_a_last_segment_without_its_header_is_refused_unless_the_ledger_has_what_it_said(tmp_path: Path) -> None:
+    """It is never removed: records that are whole were written, and perhaps acknowledged."""
+    known = await recorded(tmp_path)
+    last = segments(tmp_path)[-1]
+    content = bytearray(last.read_bytes())
+    content[20] ^= 1
+    last.write_bytes(content)
+    found, log = opened(tmp_path)
+    assert last.name in found.said[0] and "header is damaged" in found.said[0]
+    assert {group.number: group.step for group in found.groups} == known.steps
+    log.append(facts.WorkerBegan(7))
+    await log.settled()
+    await log.close()
+    assert last.read_bytes() == content
+    for path in segments(tmp_path)[segments(tmp_path).index(last) + 1 :]:
+        path.unlink()
+    forget_ledger(tmp_path)
+    for _ in range(2):
+        with pytest.raises(InvalidValue, match=r"cannot be carried on \(.*seg: its header is damaged"):
+            find(tmp_path)
+    assert last.read_bytes() == content
+
+
 async def test_a_damaged_ledger_is_made_anew(tmp_path: Path) -> None:
     known = await recorded(tmp_path)
     ledger = tmp_path / LEDGER_FILE
