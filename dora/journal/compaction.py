@@ -4,6 +4,9 @@ written anew.
 Alive is what belongs to a group that was neither trained on nor cancelled, or to a prompt that is queued. Whatever else
 a log says, the first record of each later segment says too (facts.Standing). All segments together have at most
 twice the bytes that are alive, and two segments more.
+
+Of who is alive the log says what was asked for, under the number that it has now. Where only the ledger does, as of a
+group that was renumbered, it is written anew before any segment goes.
 """
 
 import errno
@@ -35,6 +38,7 @@ class Share:
     holes: int = 0  # that a start has found in it, and told of
     owners: list[Column] = field(default_factory=list)
     owned_bytes: list[Column] = field(default_factory=list)
+    asked: set[int] = field(default_factory=set)  # owners of which it says what was asked for
 
     def add(self, owners: Column, owned_bytes: Column, size_bytes: int) -> None:
         self.owners.append(owners)
@@ -80,6 +84,7 @@ class Compaction:
         self._segment_bytes = segment_bytes
         self._shares = shares or {}
         self._live = Live([], [], [])
+        self.unasked: set[int] = set()  # owners that are alive, and of which no segment says what was asked for
         self._chosen: int | None = None  # the segment that is to go next
         self._parts: Iterator[list[Fact]] | None = None
         self._writing = -1
@@ -114,10 +119,15 @@ class Compaction:
     def count(self, fact: Fact, size_bytes: int) -> None:
         """A fact has been written, into the segment that is written now."""
         count(self._shares[self._writing], fact, size_bytes)
+        self.unasked -= asked_by(fact)
 
     def changed(self, numbers: list[int], sizes: list[int], arrivals: list[int]) -> None:
         """Who is alive has changed, as ``Ledger.live_numbers`` says."""
         self._live = Live(numbers, sizes, arrivals)
+        alive = {*numbers, *(-arrival for arrival in arrivals)}
+        for share in self._shares.values():
+            share.asked &= alive
+        self.unasked = alive.difference(*(share.asked for share in self._shares.values()))
         if self._chosen is None:
             self._choose()
 
@@ -211,6 +221,16 @@ def count(share: Share, fact: Fact, size_bytes: int) -> None:
         share.size_bytes += size_bytes
     else:
         share.add(*owners, size_bytes)
+    share.asked |= asked_by(fact)
+
+
+def asked_by(fact: Fact) -> set[int]:
+    """The owners of which a fact says what was asked for."""
+    if isinstance(fact, facts.Admitted):
+        return {fact.number}
+    if isinstance(fact, facts.Submitted):
+        return {-arrival for arrival in fact.arrivals}
+    return set()
 
 
 def owners_of(fact: Fact) -> tuple[Column, Column] | None:

@@ -18,7 +18,7 @@ from dora.journal.finding import find
 from dora.journal.ledger import Ledger
 from dora.journal.log import LOG_FOLDER, Log
 from dora.types import Prompt
-from tests.unit.journal.lives import SMALL, Known, Life, check, opened
+from tests.unit.journal.lives import SMALL, Known, Life, check, forget_ledger, opened
 
 SIZES = replace(SMALL, segment_bytes=3000)
 NEVER = 1000  # a step that is not trained here
@@ -108,6 +108,36 @@ async def test_a_write_that_fails_in_the_midst_leaves_nothing_twice(
     await log.close()
     assert failed
     await check_again(tmp_path, told.known)
+
+
+async def test_a_renumbered_group_is_found_from_the_log_alone(tmp_path: Path) -> None:
+    """Whatever has gone since: the log says what was asked for under the number that the group has now."""
+    _, log = opened(tmp_path, SIZES)
+    told = Life(log.append, Known())
+    old = told.admit()
+    told.report(ends=True)
+    log.append(facts.Leased(old, NEVER))
+    await log.close()
+    found, log = opened(tmp_path, SIZES)
+    new = found.ledger.values["next_number"]
+    log.append(facts.Renumbered(old, new))
+    known = told.known
+    known.tokens, known.scored, known.steps, known.next_number = {}, set(), {}, new + 2
+    told = Life(log.append, known)
+    await with_slow_groups(log, told)
+    known.tokens |= {new: [], new + 1: []}
+    known.steps[new] = -1
+    await log.checkpoint()
+    await log.close()
+    assert segment_numbers(tmp_path)[0] > 1, "the segment is gone in which it was admitted"
+    for _ in range(2):
+        await check_again(tmp_path, known)
+        forget_ledger(tmp_path)
+    await check_again(tmp_path, known)
+
+
+def segment_numbers(folder: Path) -> list[int]:
+    return sorted(int(path.stem) for path in (folder / LOG_FOLDER).iterdir())
 
 
 @pytest.mark.parametrize("part_bytes", [1 << 20, 60], ids=["at once", "in parts"])

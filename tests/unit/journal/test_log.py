@@ -19,16 +19,11 @@ from dora.journal.log import LOG_FOLDER, Sizes
 from dora.journal.upgrades import upgraded
 from dora.types import Prompt
 from tests.abuse.full import files_up_to
-from tests.unit.journal.lives import SMALL, Known, Life, check, opened
+from tests.unit.journal.lives import SMALL, Known, Life, check, forget_ledger, opened
 
 
 def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in (folder / LOG_FOLDER).iterdir())
-
-
-def forget_ledger(folder: Path) -> None:
-    for path in folder.glob(f"{LEDGER_FILE}*"):
-        path.unlink()
 
 
 async def test_a_new_folder_has_nothing(tmp_path: Path) -> None:
