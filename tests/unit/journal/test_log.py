@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from dora.errors import InvalidValue
-from dora.journal import facts, frames
+from dora.journal import content, facts, frames
 from dora.journal import log as journal_log
 from dora.journal.content import Content
 from dora.journal.finding import LEDGER_FILE, find
@@ -120,6 +121,36 @@ async def test_what_is_alive_in_old_segments_is_written_anew(
     assert [prompt for _, prompt in found.ledger.queued()] == [queued[0], *queued[2:]]
     assert found.groups[0].number == kept and found.groups[0].rows == (0, 1)
     await log.close()
+
+
+@pytest.mark.parametrize("ledger", [True, False], ids=["with its ledger", "from the log alone"])
+async def test_a_start_holds_no_more_than_what_is_alive(
+    tmp_path: Path, ledger: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a log of which nothing goes: each segment has groups that are alive at its end, and trained on later."""
+    monkeypatch.setattr(content, "SIFT_BYTES", 100_000)
+    sizes = replace(SMALL, segment_bytes=100_000, compacts=False)
+    _, log = opened(tmp_path, sizes)
+    told = Life(log.append, Known())
+    for number in range(0, 400, 2):
+        told.admit()
+        zeros = np.zeros(8192)
+        log.append(facts.Tokens(1.0, np.array([number]), np.array([0]), np.array([8192]), zeros[:0], zeros, zeros))
+        log.append(facts.Leased(number, number // 4))
+        if number % 4 == 2 and number > 6:
+            log.append(facts.Committed(number // 4 - 1, b"digest", 1.0, {}, ""))
+        await log.settled()
+    await log.close()
+    assert size_of(tmp_path) > 13_000_000
+    if not ledger:
+        forget_ledger(tmp_path)
+    tracemalloc.start()
+    found = find(tmp_path, sizes)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    found.ledger.close()
+    assert found.requests.counts.tolist() == len(found.groups) * [8192, 0] and found.groups
+    assert peak_bytes < 3_000_000
 
 
 # ------------------------------------------------------------------------------------------------- faults of the disk
