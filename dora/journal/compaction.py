@@ -4,8 +4,12 @@ written anew.
 Alive is what belongs to a group that was neither trained on nor cancelled, or to a prompt that is queued. Whatever else
 a log says, the first record of each later segment says too (facts.Standing). All segments together have at most
 twice the bytes that are alive, and two segments more.
+
+Of who is alive the log says what was asked for, under the number that it has now. Where only the ledger does, as of a
+group that was renumbered, it is written anew before any segment goes.
 """
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,8 +35,10 @@ class Share:
     base: int
     end: int = -1  # position; -1: it is being written
     size_bytes: int = frames.HEADER_BYTES
+    holes: int = 0  # that a start has found in it, and told of
     owners: list[Column] = field(default_factory=list)
     owned_bytes: list[Column] = field(default_factory=list)
+    asked: set[int] = field(default_factory=set)  # owners of which it says what was asked for
 
     def add(self, owners: Column, owned_bytes: Column, size_bytes: int) -> None:
         self.owners.append(owners)
@@ -78,9 +84,11 @@ class Compaction:
         self._segment_bytes = segment_bytes
         self._shares = shares or {}
         self._live = Live([], [], [])
+        self.unasked: set[int] = set()  # owners that are alive, and of which no segment says what was asked for
         self._chosen: int | None = None  # the segment that is to go next
         self._parts: Iterator[list[Fact]] | None = None
         self._writing = -1
+        self._damaged: set[int] = set()  # segments that stay while something is alive: a start tells what is lost
 
     @property
     def works(self) -> bool:
@@ -111,10 +119,15 @@ class Compaction:
     def count(self, fact: Fact, size_bytes: int) -> None:
         """A fact has been written, into the segment that is written now."""
         count(self._shares[self._writing], fact, size_bytes)
+        self.unasked -= asked_by(fact)
 
     def changed(self, numbers: list[int], sizes: list[int], arrivals: list[int]) -> None:
         """Who is alive has changed, as ``Ledger.live_numbers`` says."""
         self._live = Live(numbers, sizes, arrivals)
+        alive = {*numbers, *(-arrival for arrival in arrivals)}
+        for share in self._shares.values():
+            share.asked &= alive
+        self.unasked = alive.difference(*(share.asked for share in self._shares.values()))
         if self._chosen is None:
             self._choose()
 
@@ -122,16 +135,24 @@ class Compaction:
         """The segment that is to go next, if one is."""
         alive = {number: share.live_bytes(self._live) for number, share in self._shares.items()}
         over = self.size_bytes > 2 * sum(alive.values()) + 2 * self._segment_bytes
-        closed = [number for number in self._shares if number != self._writing]
+        staying = {self._writing} | {number for number in self._damaged if alive.get(number)}
+        closed = [number for number in self._shares if number not in staying]
         least = min(closed, key=lambda number: alive[number] / self._shares[number].size_bytes, default=None)
         if least is not None and (over or not alive[least]):
             self._chosen = least
-            self._parts = iter(self._moved(self._shares[least])) if alive[least] else iter(())
+            self._parts = self._moved(least) if alive[least] else iter(())
 
     def next_part(self) -> list[Fact]:
-        """What is to be written anew of the chosen segment before it may go; empty: nothing more is."""
+        """What is to be written anew of the chosen segment before it may go; empty: nothing more is.
+
+        Raises OSError where it cannot be read: it stays, and is read from the beginning another time.
+        """
         assert self._parts is not None
-        return next(self._parts, [])
+        try:
+            return next(self._parts, [])
+        except OSError:
+            self.give_up()
+            raise
 
     def remove(self) -> None:
         """All that was alive in the chosen segment is on disk elsewhere: it goes. Raises OSError."""
@@ -146,14 +167,16 @@ class Compaction:
         """What was to be written anew could not be: from the beginning, another time."""
         self._chosen = self._parts = None
 
-    def _moved(self, share: Share) -> Iterator[list[Fact]]:
-        """What is alive in a segment, in parts."""
+    def _moved(self, number: int) -> Iterator[list[Fact]]:
+        """What is alive in a segment, in parts. Raises OSError where it cannot be read, or not all of it."""
+        share = self._shares[number]
         segment = frames.opened(share.path)
+        if segment is None:
+            raise self._rotten(number, f"{share.path}: its header is damaged")
         tokens: list[facts.Tokens] = []
         others: list[Fact] = []
         held = 0
-        for _, body in frames.records(segment, share.end) if segment is not None else ():
-            assert segment is not None
+        for _, body in frames.records(segment, share.end):
             fact = self._alive(facts.decoded(body, segment.schema))
             if fact is None:
                 continue
@@ -167,6 +190,12 @@ class Compaction:
                 tokens, others, held = [], [], 0
         if held:
             yield _part(others, tokens)
+        if len(segment.holes) > share.holes:
+            raise self._rotten(number, f"{segment.holes[-1]}, are damaged")
+
+    def _rotten(self, number: int, why: str) -> OSError:
+        self._damaged.add(number)
+        return OSError(errno.EIO, why)
 
     def _alive(self, fact: Fact) -> Fact | None:
         """What of a fact belongs to somebody who is alive; None: nothing."""
@@ -192,6 +221,16 @@ def count(share: Share, fact: Fact, size_bytes: int) -> None:
         share.size_bytes += size_bytes
     else:
         share.add(*owners, size_bytes)
+    share.asked |= asked_by(fact)
+
+
+def asked_by(fact: Fact) -> set[int]:
+    """The owners of which a fact says what was asked for."""
+    if isinstance(fact, facts.Admitted):
+        return {fact.number}
+    if isinstance(fact, facts.Submitted):
+        return {-arrival for arrival in fact.arrivals}
+    return set()
 
 
 def owners_of(fact: Fact) -> tuple[Column, Column] | None:

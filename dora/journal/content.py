@@ -6,9 +6,12 @@ from typing import Final
 
 import numpy as np
 
+from dora.journal import facts
+from dora.journal.compaction import Live
 from dora.journal.facts import Column, Tokens, Verdict
 from dora.journal.ledger import OPEN, LiveGroup
 
+SIFT_BYTES: Final = 64 << 20  # of what is kept, once it has grown by so much and doubled, the dead are left out
 TOKEN: Final = np.dtype([("token_id", "<i4"), ("logprob", "<f4")])
 
 
@@ -31,6 +34,27 @@ class Requests:
         return len(self.counts)
 
 
+class Kept:
+    """What a reader of the log keeps of it: the tokens and verdicts of those that are alive where he is."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Tokens] = []
+        self.verdicts: list[Verdict] = []
+        self._sifted_bytes = 0
+
+    def add(self, tokens: Sequence[Tokens], verdicts: Sequence[Verdict], live: Live) -> None:
+        """What comes next in the log, and who is alive behind it."""
+        self.tokens += _of_live(tokens, live)
+        self.verdicts += _said_of_live(verdicts, live)
+        if self._held_bytes() > 2 * self._sifted_bytes + SIFT_BYTES:
+            self.tokens, self.verdicts = _of_live(self.tokens, live), _said_of_live(self.verdicts, live)
+            self._sifted_bytes = self._held_bytes()
+
+    def _held_bytes(self) -> int:
+        of_tokens = sum(each.token_ids.nbytes + each.logprobs.nbytes + len(each.routed) for each in self.tokens)
+        return of_tokens + sum(len(each.log) for each in self.verdicts)
+
+
 class Content:
     """What a reader of the log has come across so far."""
 
@@ -42,7 +66,11 @@ class Content:
         self._starts = np.cumsum(self._sizes) - self._sizes
 
     def of(self, tokens: Sequence[Tokens], verdicts: Sequence[Verdict]) -> Requests:
-        """``tokens`` in any order, ``verdicts`` in that of the log."""
+        """``tokens`` in any order, ``verdicts`` in that of the log.
+
+        A stretch that is there twice, as one that compaction has written anew before a crash, or before a write that
+        failed, counts once: what is written anew keeps the bounds of its stretches.
+        """
         total = int(self._sizes.sum())
         numbers = _joined([each.numbers for each in tokens], np.int64)
         counts = _joined([each.counts for each in tokens], np.int64)
@@ -51,7 +79,10 @@ class Content:
         ats = _joined([each.ats if len(each.ats) else np.full(len(each.numbers), each.at) for each in tokens], float)
         places = self._places(numbers)
         live = np.flatnonzero(places >= 0)
-        order = live[np.lexsort((counts[live] + firsts[live], firsts[live], places[live]))]
+        order = live[np.lexsort((counts[live], firsts[live], places[live]))]
+        twice = _repeated(places[order], firsts[order], counts[order])
+        places[order[twice]] = -1
+        order = order[~twice]
         place, count, first = places[order], counts[order], firsts[order]
         reached = np.cumsum(count)
         begins = np.zeros(total + 1, np.int64)
@@ -132,6 +163,32 @@ def _spread(requests: Requests, tokens: Sequence[Tokens], places: Column, target
     for stays in requests.stays.values():
         stays.sort(key=lambda stay: stay[1])
     requests.routed = {place: b"".join(rows for _, rows in sorted(parts)) for place, parts in routed.items()}
+
+
+def _of_live(tokens: Sequence[Tokens], live: Live) -> list[Tokens]:
+    """What of these is alive shares no memory with what is not."""
+    alive = live.has(_joined([each.numbers for each in tokens], np.int64))
+    ends = np.cumsum([len(each.numbers) for each in tokens], dtype=np.int64)[:-1]
+    kept: list[Tokens] = []
+    for each, chosen in zip(tokens, np.split(alive, ends), strict=True) if tokens else ():
+        if chosen.all():
+            kept.append(each)
+        elif chosen.any():
+            kept.append(facts.only(each, chosen))
+    return kept
+
+
+def _said_of_live(verdicts: Sequence[Verdict], live: Live) -> list[Verdict]:
+    alive = live.has(np.array([each.number for each in verdicts], np.int64)).tolist()
+    return [each for each, is_alive in zip(verdicts, alive, strict=True) if is_alive]
+
+
+def _repeated(*columns: Column) -> Column:
+    """bool, one a row: whether it is as the row before it."""
+    repeated = np.zeros(len(columns[0]), np.bool_)
+    if len(repeated):
+        repeated[1:] = np.logical_and.reduce([column[1:] == column[:-1] for column in columns])
+    return repeated
 
 
 def _joined(columns: list[Column], dtype: type) -> Column:

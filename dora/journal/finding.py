@@ -12,14 +12,14 @@ import logging
 import os
 import sqlite3
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from dora.errors import InvalidValue
 from dora.journal import facts, frames
-from dora.journal.compaction import Compaction, Share, count
-from dora.journal.content import Content, Requests
+from dora.journal.compaction import Compaction, Live, Share, count
+from dora.journal.content import Content, Kept, Requests
 from dora.journal.facts import Fact
 from dora.journal.frames import Hole, Segment
 from dora.journal.ledger import LEDGER_VERSION, Ledger, LiveGroup, disk_fault
@@ -50,13 +50,11 @@ class Found:
 
 @dataclass(slots=True)
 class _Read:
-    """What the segments say, behind the ledger's position; tokens and verdicts from the beginning."""
+    """What the segments say that the ledger does not, of those that are alive."""
 
-    following: list[Fact]
-    tokens: list[facts.Tokens]
-    verdicts: list[facts.Verdict]
-    shares: dict[int, Share]
-    end: int
+    kept: Kept = field(default_factory=Kept)
+    shares: dict[int, Share] = field(default_factory=dict)
+    end: int = 0
 
 
 def find(folder: Path, sizes: Sizes = DEFAULT_SIZES) -> Found:
@@ -78,13 +76,12 @@ def _found(folder: Path, sizes: Sizes) -> Found:
     ledger = _ledger(folder / LEDGER_FILE, said)
     try:
         read = _read(segments, ledger, said)
-        ledger.apply(read.following, max(read.end, ledger.values["position"]))
         groups, arrivals = ledger.lacking()
         if groups or arrivals:
             what = ", ".join([*groups[:8], *(f"queued prompt {arrival}" for arrival in arrivals[:8])])
             raise _lost(folder, f"of {what}, what was asked for is lost", said)
         live = ledger.groups()
-        requests = Content(live).of(read.tokens, read.verdicts)
+        requests = Content(live).of(read.kept.tokens, read.kept.verdicts)
     except BaseException:
         ledger.close()
         raise
@@ -97,20 +94,25 @@ def _found(folder: Path, sizes: Sizes) -> Found:
 
 
 def _segments(folder: Path, said: list[str]) -> list[Segment]:
-    """By their numbers. A last one of which not even the header was written goes."""
+    """By their numbers. A last one of which no record was written goes."""
     found = []
     paths = sorted(folder.glob(f"[0-9]*{frames.SUFFIX}"))
     for index, path in enumerate(paths):
         segment = frames.opened(path)
         if segment is not None:
             found.append(segment)
-        elif index == len(paths) - 1:
+        elif index == len(paths) - 1 and not _has_records(path):
             said.append(f"{path}: cut short by a crash before anything was in it")
             path.unlink()
         else:
             said.append(f"{path}: its header is damaged, and nothing of it can be read")
             found.append(Segment(path, int(path.stem), -1, -1, path.stat().st_size))
     return found
+
+
+def _has_records(path: Path) -> bool:
+    """Whether there is a whole record in a segment of which the header is damaged: then it was written, once."""
+    return next(frames.records(Segment(path, 0, 0, frames.SCHEMA_VERSION)), None) is not None
 
 
 def _ledger(path: Path, said: list[str]) -> Ledger:
@@ -138,12 +140,13 @@ def _ledger(path: Path, said: list[str]) -> Ledger:
 
 
 def _read(segments: list[Segment], ledger: Ledger, said: list[str]) -> _Read:
+    """Brings the ledger up to the log, too: segment by segment, so that no more is held than is alive."""
     known = ledger.values["position"]
-    read = _Read([], [], [], {}, 0)
+    read = _Read()
     for index, segment in enumerate(segments):
         following = next((each.base for each in segments[index + 1 :] if each.base >= 0), None)
         if segment.base < 0:
-            if following is None or following > known:
+            if following > known if following is not None else _end_of(segments, index) != known:
                 raise _lost(segment.path.parent.parent, "and the ledger does not have what it said", said)
             continue
         records = list(frames.records(segment, following))
@@ -156,31 +159,53 @@ def _read(segments: list[Segment], ledger: Ledger, said: list[str]) -> _Read:
         for hole in segment.holes:
             if cut is None or hole.offset < cut:
                 _damaged(segment, hole, known, following is not None, said)
-        for offset, body in records:
-            _take(read, share, segment, offset, body, known)
+                share.holes += 1
+        _take(read, share, segment, records, ledger, known)
         read.end = segment.end
+    ledger.apply([], max(read.end, known))
     if read.end < known:
         said.append(f"the log ends {known - read.end} bytes before what the ledger has: tokens are lost")
     return read
 
 
-def _take(read: _Read, share: Share, segment: Segment, offset: int, body: memoryview, known: int) -> None:
-    kind = facts.kind_of(body)
-    size_bytes = frames.HEAD_BYTES + len(body)
-    if kind is facts.Event:
-        share.size_bytes += size_bytes
-        return
-    try:
-        fact = facts.decoded(body, segment.schema)
-    except InvalidValue as error:
-        raise error.within(f"{segment.path}: byte {offset}") from error
-    count(share, fact, size_bytes)
-    if isinstance(fact, facts.Tokens):
-        read.tokens.append(fact)
-    elif isinstance(fact, facts.Verdict):
-        read.verdicts.append(fact)
-    elif segment.position(offset) >= known:
-        read.following.append(fact)
+def _end_of(segments: list[Segment], index: int) -> int | None:
+    """The position behind the last segment, as the one before it says; None: nobody can tell.
+
+    A ledger that has all of it is just as far. One that is further may be so since the log has lost something before.
+    """
+    segment, before = segments[index], segments[index - 1] if index else None
+    if before is None or before.base < 0 or before.number != segment.number - 1:
+        return None
+    return before.end + segment.size_bytes - frames.HEADER_BYTES
+
+
+def _take(
+    read: _Read, share: Share, segment: Segment, records: list[tuple[int, memoryview]], ledger: Ledger, known: int
+) -> None:
+    """All that a segment says."""
+    tokens: list[facts.Tokens] = []
+    verdicts: list[facts.Verdict] = []
+    following: list[Fact] = []
+    for offset, body in records:
+        size_bytes = frames.HEAD_BYTES + len(body)
+        if facts.kind_of(body) is facts.Event:
+            share.size_bytes += size_bytes
+            continue
+        try:
+            fact = facts.decoded(body, segment.schema)
+        except InvalidValue as error:
+            raise error.within(f"{segment.path}: byte {offset}") from error
+        count(share, fact, size_bytes)
+        if isinstance(fact, facts.Tokens):
+            tokens.append(fact)
+        elif isinstance(fact, facts.Verdict):
+            verdicts.append(fact)
+        elif segment.position(offset) >= known:
+            following.append(fact)
+    if following:
+        ledger.apply(following, segment.end)
+    share.gather()
+    read.kept.add(tokens, verdicts, Live(*ledger.live_numbers()))
 
 
 def _torn_at(segment: Segment) -> int | None:

@@ -9,7 +9,7 @@ import errno
 import os
 import sqlite3
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -267,14 +267,15 @@ class Ledger:
 
     def _renumbered(self, fact: facts.Renumbered) -> None:
         """The group is open again, under the new number, with nothing generated."""
-        found = self._database.execute("SELECT fact FROM groups WHERE number = ?", (fact.number,)).fetchone()
-        if found is None or found[0] is None:
-            return
-        admitted = facts.decoded(found[0], SCHEMA_VERSION)
-        assert isinstance(admitted, facts.Admitted)
-        self._forget([fact.number])
-        names = [each for each in facts.Admitted.__slots__ if each != "number"]
-        self._admitted(facts.Admitted(fact.new_number, **{name: getattr(admitted, name) for name in names}))
+        read = "SELECT size, fact FROM groups WHERE number = ?"
+        size, body = self._database.execute(read, (fact.number,)).fetchone() or (0, None)
+        if body is not None:
+            admitted = facts.decoded(body, SCHEMA_VERSION)
+            assert isinstance(admitted, facts.Admitted)
+            body = facts.encoded(replace(admitted, number=fact.new_number))
+        row = (fact.new_number, OPEN, body, fact.number)
+        self._database.execute("UPDATE groups SET number = ?, step = ?, taken = 0, fact = ? WHERE number = ?", row)
+        self.values["next_number"] = max(self.values["next_number"], fact.new_number + size)
 
     def _standing(self, fact: facts.Standing) -> None:
         """A later segment's beginning: what it does not name has ended in a segment that is gone."""
@@ -318,6 +319,18 @@ class Ledger:
         groups = self._database.execute("SELECT group_id FROM groups WHERE fact IS NULL ORDER BY number")
         queued = self._database.execute("SELECT arrival FROM queued WHERE prompt IS NULL ORDER BY arrival")
         return [name for (name,) in groups], [arrival for (arrival,) in queued]
+
+    def asked(self, owners: Iterable[int]) -> list[Fact]:
+        """What was asked for, of these groups by their numbers, and below 0 of queued prompts by their arrivals."""
+        found: list[Fact] = []
+        for owner in sorted(owners):
+            if owner >= 0:
+                rows = self._database.execute("SELECT fact FROM groups WHERE number = ?", (owner,))
+                found += [facts.decoded(body, SCHEMA_VERSION) for (body,) in rows if body is not None]
+            else:
+                rows = self._database.execute("SELECT prompt FROM queued WHERE arrival = ?", (-owner,))
+                found += [facts.Submitted([-owner], [_unpacked(prompt)]) for (prompt,) in rows if prompt is not None]
+        return found
 
     def groups(self) -> list[LiveGroup]:
         """The live groups, by their numbers."""

@@ -314,11 +314,11 @@ class Log:
         """The next part of what is alive in a segment that is to go is written anew; or the segment goes.
 
         Who is alive is what the ledger says once it has all that is on disk: what is written anew comes behind that,
-        and a group that has been trained on since would be there again.
+        and a group that has been trained on since would be there again. What only the ledger has goes first.
         """
         if self._facts:
             self._apply()
-        moved = self._compaction.next_part()
+        moved = self._ledger.asked(self._compaction.unasked) or self._compaction.next_part()
         if not moved:
             self._compaction.remove()
             return

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from dora.journal import facts
-from dora.journal.finding import Found, find
+from dora.journal.finding import LEDGER_FILE, Found, find
 from dora.journal.log import LOG_FOLDER, Log, Sizes
 from dora.types import Prompt
 
@@ -113,6 +113,11 @@ def opened(folder: Path, sizes: Sizes = SMALL, faults: list[OSError | None] | No
         fault=(faults if faults is not None else []).append,
     )
     return found, log
+
+
+def forget_ledger(folder: Path) -> None:
+    for path in folder.glob(f"{LEDGER_FILE}*"):
+        path.unlink()
 
 
 def check(found: Found, known: Known) -> None:

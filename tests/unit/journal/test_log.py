@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from dora.errors import InvalidValue
-from dora.journal import facts, frames
+from dora.journal import content, facts, frames
 from dora.journal import log as journal_log
 from dora.journal.content import Content
 from dora.journal.finding import LEDGER_FILE, find
@@ -19,16 +20,11 @@ from dora.journal.log import LOG_FOLDER, Sizes
 from dora.journal.upgrades import upgraded
 from dora.types import Prompt
 from tests.abuse.full import files_up_to
-from tests.unit.journal.lives import SMALL, Known, Life, check, opened
+from tests.unit.journal.lives import SMALL, Known, Life, check, forget_ledger, opened
 
 
 def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in (folder / LOG_FOLDER).iterdir())
-
-
-def forget_ledger(folder: Path) -> None:
-    for path in folder.glob(f"{LEDGER_FILE}*"):
-        path.unlink()
 
 
 async def test_a_new_folder_has_nothing(tmp_path: Path) -> None:
@@ -125,6 +121,36 @@ async def test_what_is_alive_in_old_segments_is_written_anew(
     assert [prompt for _, prompt in found.ledger.queued()] == [queued[0], *queued[2:]]
     assert found.groups[0].number == kept and found.groups[0].rows == (0, 1)
     await log.close()
+
+
+@pytest.mark.parametrize("ledger", [True, False], ids=["with its ledger", "from the log alone"])
+async def test_a_start_holds_no_more_than_what_is_alive(
+    tmp_path: Path, ledger: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a log of which nothing goes: each segment has groups that are alive at its end, and trained on later."""
+    monkeypatch.setattr(content, "SIFT_BYTES", 100_000)
+    sizes = replace(SMALL, segment_bytes=100_000, compacts=False)
+    _, log = opened(tmp_path, sizes)
+    told = Life(log.append, Known())
+    for number in range(0, 400, 2):
+        told.admit()
+        zeros = np.zeros(8192)
+        log.append(facts.Tokens(1.0, np.array([number]), np.array([0]), np.array([8192]), zeros[:0], zeros, zeros))
+        log.append(facts.Leased(number, number // 4))
+        if number % 4 == 2 and number > 6:
+            log.append(facts.Committed(number // 4 - 1, b"digest", 1.0, {}, ""))
+        await log.settled()
+    await log.close()
+    assert size_of(tmp_path) > 13_000_000
+    if not ledger:
+        forget_ledger(tmp_path)
+    tracemalloc.start()
+    found = find(tmp_path, sizes)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    found.ledger.close()
+    assert found.requests.counts.tolist() == len(found.groups) * [8192, 0] and found.groups
+    assert peak_bytes < 3_000_000
 
 
 # ------------------------------------------------------------------------------------------------- faults of the disk
@@ -273,6 +299,29 @@ async def test_damage_that_the_ledger_does_not_make_good_is_refused(tmp_path: Pa
     first.write_bytes(content)
     with pytest.raises(InvalidValue, match=r"service.state = .* cannot be carried on \(.*seg: \d+ bytes at byte \d+"):
         find(tmp_path)
+
+
+async def test_a_last_segment_without_its_header_is_refused_unless_the_ledger_has_what_it_said(tmp_path: Path) -> None:
+    """It is never removed: records that are whole were written, and perhaps acknowledged."""
+    known = await recorded(tmp_path)
+    last = segments(tmp_path)[-1]
+    content = bytearray(last.read_bytes())
+    content[20] ^= 1
+    last.write_bytes(content)
+    found, log = opened(tmp_path)
+    assert last.name in found.said[0] and "header is damaged" in found.said[0]
+    assert {group.number: group.step for group in found.groups} == known.steps
+    log.append(facts.WorkerBegan(7))
+    await log.settled()
+    await log.close()
+    assert last.read_bytes() == content
+    for path in segments(tmp_path)[segments(tmp_path).index(last) + 1 :]:
+        path.unlink()
+    forget_ledger(tmp_path)
+    for _ in range(2):
+        with pytest.raises(InvalidValue, match=r"cannot be carried on \(.*seg: its header is damaged"):
+            find(tmp_path)
+    assert last.read_bytes() == content
 
 
 async def test_a_damaged_ledger_is_made_anew(tmp_path: Path) -> None:

@@ -1,0 +1,234 @@
+"""Compaction that a crash or a fault of the disk ends in its midst: nothing is lost, and nothing stands there twice."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dora.journal import compaction, facts, frames
+from dora.journal import log as journal_log
+from dora.journal.content import Content
+from dora.journal.finding import find
+from dora.journal.ledger import Ledger
+from dora.journal.log import LOG_FOLDER, Log
+from dora.types import Prompt
+from tests.unit.journal.lives import SMALL, Known, Life, check, forget_ledger, opened
+
+SIZES = replace(SMALL, segment_bytes=3000)
+NEVER = 1000  # a step that is not trained here
+
+
+@pytest.fixture(autouse=True)
+def the_ledger_follows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_log, "LEDGER_S", 0.0)
+
+
+async def with_slow_groups(log: Log, told: Life, steps: int = 16) -> None:
+    """Steps, and groups between them that a later step has taken: segments with little in them that is alive."""
+    slow: dict[int, list[int]] = {}
+    for step in range(steps):
+        told.step()
+        if step % 2 == 0:
+            kept = told.admit()
+            for ends in (False, False, True):
+                told.report(ends)
+            log.append(facts.Leased(kept, NEVER))
+            told.known.steps[kept] = NEVER
+            slow |= {number: told.known.tokens.pop(number) for number in (kept, kept + 1)}
+        settled = log.settled()
+        log.try_again()
+        await settled
+    told.known.tokens |= slow
+    told.known.scored |= set(slow)
+
+
+async def check_again(folder: Path, known: Known) -> None:
+    """A start finds all that is known, and calls nothing of it damaged."""
+    found, log = opened(folder, SIZES)
+    assert found.said == [] and found.requests.damaged == []
+    check(found, known)
+    await log.close()
+
+
+async def test_a_crash_before_the_old_segment_goes_leaves_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash just before each segment goes: what was alive in it is on disk anew."""
+    folder, real, crashes = tmp_path / "state", os.unlink, 0
+
+    def unlink(path: Path) -> None:
+        nonlocal crashes
+        shutil.copytree(folder, tmp_path / f"crash{crashes}")
+        crashes += 1
+        real(path)
+
+    _, log = opened(folder, SIZES)
+    told = Life(log.append, Known())
+    with monkeypatch.context() as patched:
+        patched.setattr(compaction.os, "unlink", unlink)
+        await with_slow_groups(log, told)
+        await log.checkpoint()
+    await log.close()
+    for crash in range(crashes):
+        found = find(tmp_path / f"crash{crash}")
+        assert found.said == [] and found.requests.damaged == []
+        found.ledger.close()
+    assert crashes > 5
+    await check_again(folder, told.known)
+
+
+async def test_a_write_that_fails_in_the_midst_leaves_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a segment in several parts the first is on disk anew, the second is not; then all of it is written again."""
+    monkeypatch.setattr(compaction, "PART_BYTES", 60)
+    _, log = opened(tmp_path, SIZES)
+    told = Life(log.append, Known())
+    real, written, failed = log._append, -1, 0
+
+    def append(chunk: list[Any]) -> None:
+        nonlocal written, failed
+        if any(isinstance(fact, facts.Tokens) and len(fact.ats) for _, fact in chunk):  # as what is written anew
+            chosen = log._compaction._chosen
+            if chosen == written and failed < 4:
+                failed, written = failed + 1, -1
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written = -1 if chosen is None else chosen
+        real(chunk)
+
+    monkeypatch.setattr(log, "_append", append)
+    await with_slow_groups(log, told)
+    await log.checkpoint()
+    await log.close()
+    assert failed
+    await check_again(tmp_path, told.known)
+
+
+async def test_a_renumbered_group_is_found_from_the_log_alone(tmp_path: Path) -> None:
+    """Whatever has gone since: the log says what was asked for under the number that the group has now."""
+    _, log = opened(tmp_path, SIZES)
+    told = Life(log.append, Known())
+    old = told.admit()
+    told.report(ends=True)
+    log.append(facts.Leased(old, NEVER))
+    await log.close()
+    found, log = opened(tmp_path, SIZES)
+    new = found.ledger.values["next_number"]
+    log.append(facts.Renumbered(old, new))
+    known = told.known
+    known.tokens, known.scored, known.steps, known.next_number = {}, set(), {}, new + 2
+    told = Life(log.append, known)
+    await with_slow_groups(log, told)
+    known.tokens |= {new: [], new + 1: []}
+    known.steps[new] = -1
+    await log.checkpoint()
+    await log.close()
+    assert segment_numbers(tmp_path)[0] > 1, "the segment is gone in which it was admitted"
+    for _ in range(2):
+        await check_again(tmp_path, known)
+        forget_ledger(tmp_path)
+    await check_again(tmp_path, known)
+
+
+def segment_numbers(folder: Path) -> list[int]:
+    return sorted(int(path.stem) for path in (folder / LOG_FOLDER).iterdir())
+
+
+@pytest.mark.parametrize("part_bytes", [1 << 20, 60], ids=["at once", "in parts"])
+async def test_a_segment_that_cannot_be_read_once_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    """Too many files are open as it is to be written anew, or a read fails in its midst."""
+    monkeypatch.setattr(compaction, "PART_BYTES", part_bytes)
+    faults: list[OSError | None] = []
+    _, log = opened(tmp_path, SIZES, faults)
+    told = Life(log.append, Known())
+    real, failed = frames.records, 0
+
+    def records(segment: frames.Segment, end: int | None = None) -> Iterator[tuple[int, memoryview]]:
+        nonlocal failed
+        failed += 1
+        for place, record in enumerate(real(segment, end)):
+            if failed % 2 and place >= (4 if part_bytes == 60 else 0):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            yield record
+
+    with monkeypatch.context() as patched:
+        patched.setattr(frames, "records", records)
+        await with_slow_groups(log, told)
+        await log.close()
+    assert failed > 1 and isinstance(faults[0], OSError) and faults[0].errno == errno.EMFILE
+    await check_again(tmp_path, told.known)
+
+
+@pytest.mark.parametrize("place", [10, 60], ids=["its header", "a record"])
+async def test_a_segment_that_is_damaged_stays_and_a_start_tells_it(tmp_path: Path, place: int) -> None:
+    """The disk has lost something of it since it was written: what is still alive in it does not go unsaid."""
+    faults: list[OSError | None] = []
+    _, log = opened(tmp_path, SIZES, faults)
+    told = Life(log.append, Known())
+    kept = told.admit()
+    told.report(ends=True)
+    log.append(facts.Leased(kept, NEVER))
+    for number in (kept, kept + 1):
+        told.known.tokens.pop(number)
+    told.known.steps.pop(kept)
+    await log.settled()
+    (first,) = (tmp_path / LOG_FOLDER).iterdir()
+    content = bytearray(first.read_bytes())
+    content[place] ^= 4
+    first.write_bytes(content)
+    await with_slow_groups(log, told)
+    await log.close()
+    assert first.exists() and [fault.errno for fault in faults if fault is not None] == [errno.EIO]
+    found = find(tmp_path)
+    assert found.groups[0].number == kept and first.name in found.said[0] and "damaged" in found.said[0]
+    found.ledger.close()
+
+
+def test_stretches_that_are_there_twice_count_once() -> None:
+    """With all that came with them, whether they were written anew beside others or alone."""
+    prompt = facts.prompt_values(Prompt("p0", "sum", (1, 2), "what", 2))
+    ledger = Ledger(None)
+    ledger.apply([facts.Admitted(0, "g0", prompt, 0, 1, 2, 1.0, [0, 1], 0, 0)], 1)
+    begin = tokens([0, 1], [0, 0], [2, 1], stays=[[0, "w0", 0, "new"], [1, "w0", 0, "new"]])
+    middle = tokens([0, 1], [2, 1], [1, 2])
+    end = tokens([0, 1], [3, 3], [1, 0], ends=[1, 2], stops=[[0, "stop"]], stays=[[0, "w1", 3, "migrated"]])
+    once = Content(ledger.groups()).of([begin, middle, end], [])
+    anew = [facts.joined([begin, middle]), facts.only(end, np.array([True, False])), facts.joined([end])]
+    twice = Content(ledger.groups()).of([begin, *anew, middle, end], [])
+    assert once.damaged == twice.damaged == []
+    assert (twice.begins.tolist(), twice.counts.tolist()) == ([0, 4], [4, 3])
+    assert twice.tokens.tobytes() == once.tokens.tobytes() and twice.ends.tolist() == once.ends.tolist() == [1, 2]
+    assert twice.stays == once.stays == {0: [("w0", 0, "new"), ("w1", 3, "migrated")], 1: [("w0", 0, "new")]}
+    assert twice.stops == once.stops and twice.routed == once.routed == {0: b"00010203", 1: b"101112"}
+    lost = Content(ledger.groups()).of([begin, begin, end], [])
+    assert lost.damaged == [0], "what is twice does not stand for what is lost"
+
+
+def tokens(numbers: list[int], firsts: list[int], counts: list[int], ends: list[int] | None = None, **more: Any) -> Any:
+    """Tokens that say which they are; two bytes of routed experts a token."""
+    named = [
+        (number, first + k) for number, first, count in zip(numbers, firsts, counts, strict=True) for k in range(count)
+    ]
+    ids = np.array([10 * number + place for number, place in named])
+    routed = "".join(f"{number}{place}" for number, place in named)
+    sizes = 2 * np.array(counts)
+    return facts.Tokens(
+        9.0,
+        np.array(numbers),
+        np.array(firsts),
+        np.array(counts),
+        np.array(ends or [0] * len(numbers), np.uint8),
+        ids,
+        ids / 8,
+        routed_bytes=sizes,
+        routed=routed.encode(),
+        **more,
+    )
