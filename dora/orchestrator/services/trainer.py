@@ -1,7 +1,6 @@
 """The trainer's service: attach, stream a step, upload weights, commit. One active trainer, fenced by its epoch."""
 
 import asyncio
-import functools
 import hashlib
 import logging
 import math
@@ -11,33 +10,30 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from dora.errors import MISSING, Conflict, DoraError, InvalidValue, LimitExceeded, is_full
+from dora.errors import MISSING, Conflict, DoraError, InvalidValue
 from dora.journal import facts
 from dora.orchestrator.core import events as on
 from dora.orchestrator.core import learning
 from dora.orchestrator.core.lifecycle import check_epoch
 from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.storage import KEPT, RUN_FOLDER
+from dora.orchestrator.services.publishing import Publishing
+from dora.orchestrator.storage import RUN_FOLDER
 from dora.orchestrator.streams import StepStream
 from dora.orchestrator.telemetry import staleness_groups
 from dora.record import CommittedStep
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
-from dora.rpc.errors import ServicerContext, ServiceUnavailable
+from dora.rpc.errors import ServicerContext
 from dora.rpc.packed import packed_batches
-from dora.weights.files import WeightFile
 
 log = logging.getLogger("dora.service")
 
 UPLOAD_SILENCE_S: Final = 60.0  # an upload of which nothing has come for so long is given up
-ROOM_WAIT_S: Final = 20.0  # for room in the store that nobody is known to be about to leave
-ROOM_LOOK_S: Final = 0.1
 METRICS_MOST: Final = 128  # of one commit
 METRIC_NAME_MOST: Final = 128  # characters
 CLIENT_NAME_MOST: Final = 128  # characters
 SHARES: Final = ("clip_fraction", "effective_sample")  # of a commit's metrics, those that an adaptive window goes by
-_BLAKE3_BYTES: Final = 32
 
 Reply = TypeVar("Reply")
 
@@ -48,6 +44,7 @@ class TrainerService(stubs.TrainerServicer):
     def __init__(self, runtime: Runtime, model: Path) -> None:
         self._runtime = runtime
         self._model = model
+        self._publishing = Publishing(runtime)
         before = runtime.resumed
         self._epoch = before.get("trainer_epoch", 0)
         # A commit stores weights and then posts; an attach in between would strand that version.
@@ -159,20 +156,11 @@ class TrainerService(stubs.TrainerServicer):
         first = await self._next_chunk(chunks)
         if first is None or not first.HasField("header"):
             raise InvalidValue("header", MISSING, "in the first message of an upload")
-        header, store = first.header, self._runtime.store
+        header = first.header
         self._check_upload(header.trainer_epoch, header.version)
-        opened = functools.partial(
-            store.upload,
-            header.trainer_epoch,
-            header.version,
-            header.file_name,
-            header.file_bytes,
-            (header.base_version, header.base_blake3) if header.base_blake3 else None,
-            header.piece_bytes,
-        )
         with (
             self._runtime.storage.writing(RUN_FOLDER, f"weights: {header.file_name[:80]}", header.file_bytes),
-            await asyncio.to_thread(opened) as upload,
+            await self._publishing.upload(header) as upload,
         ):
             chunk: pb.WeightChunk | None = first
             while chunk is not None:
@@ -214,19 +202,16 @@ class TrainerService(stubs.TrainerServicer):
             waited_s = request.waited_s if request.HasField("waited_s") else None
             if waited_s is not None and not 0.0 <= waited_s < math.inf:
                 raise InvalidValue("waited_s", waited_s, "a finite number of seconds, 0 or above")
-            folder = await self._store(request, anew=False)
+            folder = await self._publishing.store(request, anew=False)
             leased = runtime.book.leased()
             groups = {group.group_id: len(group) for group in leased}
             ages = staleness_groups(leased)
             step = CommittedStep(request.step, request.version, groups, time.time(), ages, waited_s)
-            await self._record(request, folder, runtime.recorder.committed(step, folder, digest))
+            await self._publishing.record(request, folder, runtime.recorder.committed(step, folder, digest))
             try:
                 runtime.machine.check_commit(request.trainer_epoch, request.step)
             except Conflict:  # a version was rejected meanwhile: the next commit may bring others
-                await asyncio.to_thread(runtime.store.withdraw, request.version)
-                if runtime.versions is not None:
-                    await asyncio.to_thread(runtime.versions.drop, request.version)
-                runtime.recorder.withdrawn(request.version)
+                await self._publishing.withdraw(request.version)
                 raise
             stepped_s = time.monotonic()
             runtime.telemetry.step(request.step, runtime.book.leased(), metrics, time.time(), stepped_s, waited_s)
@@ -263,101 +248,16 @@ class TrainerService(stubs.TrainerServicer):
             return
         machine.check_republish(request.trainer_epoch, version)
         with runtime.hosts.publishing(version):
-            folder = await self._store(request, anew=True)
-            await self._record(request, folder, runtime.recorder.republished(version, folder, digest))
+            folder = await self._publishing.store(request, anew=True)
+            await self._publishing.record(request, folder, runtime.recorder.republished(version, folder, digest))
             if not machine.has_to_come(version):  # it has left the window: its last groups were cancelled
-                await self._let_go(version)
+                await self._publishing.let_go(version)
                 return
             runtime.hosts.published(version, anew=True)  # first: workers are told its name
             republished = on.VersionRepublished(request.trainer_epoch, version)
             runtime.post(republished, lambda: facts.Republished(version, digest))
         self._last_republish = (version, digest)
         log.info("version %d is published anew", version)
-
-    async def _let_go(self, version: int) -> None:
-        """What was stored of a version that has retired meanwhile goes, as it would have gone then."""
-        runtime = self._runtime
-        with runtime.storage.tidying(RUN_FOLDER):
-            await asyncio.to_thread(runtime.store.retire, version)
-        if runtime.versions is not None and version != runtime.config.rollout.reference_version:
-            await runtime.journal.settled()
-            with runtime.storage.tidying(STATE):
-                await asyncio.to_thread(runtime.versions.drop, version)
-        log.info("version %d has left the window while it was published anew", version)
-
-    async def _store(self, request: pb.CommitStepRequest | pb.RepublishVersionRequest, *, anew: bool) -> Path:
-        """Checks what was announced and brought of a version, and puts it into the store. Returns its folder."""
-        canary = convert.canary_from_wire(request.canary)
-        longest = self._runtime.config.workers.context_tokens
-        if canary is not None and not 2 <= len(canary.token_ids) <= longest:
-            allowed = f"2 to {longest} tokens, which the workers' engines can score"
-            raise InvalidValue("canary.token_ids", f"{len(canary.token_ids)} tokens", allowed)
-        await self._room(request.version)
-        announced = (request.trainer_epoch, request.version, _announced(request), canary)
-        state, version = self._runtime.machine.state, request.version
-        is_same = version in state.gone and version in state.proven  # it may have been sampled under
-        name = self._runtime.hosts.name_of(version) if is_same else ""
-        with self._runtime.storage.writing(RUN_FOLDER, f"weights: version {version}"):
-            publish = functools.partial(self._runtime.store.publish, *announced, anew=anew, name=name)
-            return await asyncio.to_thread(publish)
-
-    async def _room(self, version: int) -> None:
-        """Waits until the store is within its bound: a version that has left the window stays while a worker loads it,
-        and one that does not end is replaced after ``workers.load_timeout_s``.
-
-        Raises LimitExceeded where it stays over it.
-        """
-        runtime, began_s, is_told = self._runtime, time.monotonic(), False
-        what = f"weights: version {version}"
-        while True:
-            try:
-                with runtime.storage.writing(RUN_FOLDER, what):
-                    await asyncio.to_thread(runtime.store.check_room, what, 0)
-                return
-            except LimitExceeded as error:
-                state = runtime.machine.state
-                is_leaving = state.retired < state.window.oldest_kept or bool(runtime.store.leaving())
-                most_s = ROOM_WAIT_S + is_leaving * runtime.config.workers.load_timeout_s
-                if time.monotonic() - began_s >= most_s:
-                    raise
-                if not is_told:
-                    log.warning("a commit waits for room in the store, for %g s at most: %s", most_s, error)
-                    is_told = True
-            await asyncio.sleep(ROOM_LOOK_S)
-
-    async def _record(
-        self,
-        request: pb.CommitStepRequest | pb.RepublishVersionRequest,
-        folder: Path,
-        written: Coroutine[Any, Any, None],
-    ) -> None:
-        """Brings what is recorded of a version to disk before it counts, and its weights where the service is to carry
-        on after a crash. Raises ServiceUnavailable where that is not possible now: the version is then as if it had not
-        been published, else other weights could never be."""
-        try:
-            try:
-                await self._keep(request.version, folder)
-            except BaseException:
-                written.close()
-                raise
-            await written
-        except ServiceUnavailable:
-            with self._runtime.storage.tidying(RUN_FOLDER):
-                await asyncio.to_thread(self._runtime.store.take_back, request.trainer_epoch, request.version)
-            raise
-
-    async def _keep(self, version: int, folder: Path) -> None:
-        """Brings the weights of a version to disk. Raises ServiceUnavailable."""
-        runtime = self._runtime
-        if runtime.versions is None:
-            return
-        try:
-            await asyncio.to_thread(runtime.versions.keep, version, folder)
-        except OSError as error:
-            runtime.storage.failed(KEPT, error, _bytes_of(folder) if is_full(error) else 0)
-            why = f"it is not stored: the service's state folder cannot be written ({error.strerror})"
-            raise ServiceUnavailable(f"{why}; the call may be repeated") from error
-        runtime.storage.works(KEPT)
 
     async def _committed(self) -> pb.CommitStepReply:
         """What was committed is on disk before anybody is told."""
@@ -388,17 +288,6 @@ def _share(metrics: Mapping[str, float], name: str) -> float:
     """A share among the metrics; -1 where there is none, or what is called so is no share."""
     value = metrics.get(name, -1.0)
     return value if 0.0 <= value <= 1.0 else -1.0
-
-
-def _bytes_of(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file() and not file.is_symlink())
-
-
-def _announced(request: pb.CommitStepRequest | pb.RepublishVersionRequest) -> list[WeightFile]:
-    for file in request.files:
-        if len(file.blake3) != _BLAKE3_BYTES:
-            raise InvalidValue(f"{file.name[:80]}: blake3", f"{len(file.blake3)} bytes", f"{_BLAKE3_BYTES} bytes")
-    return [WeightFile(file.name, file.file_bytes, file.blake3) for file in request.files]
 
 
 def _commit_digest(request: pb.CommitStepRequest) -> bytes:

@@ -1,0 +1,171 @@
+"""How a version's weights come in: files are uploaded, checked, put into the store, kept on disk and recorded.
+
+    upload ──▶ store (checked, one rename) ──▶ record (state folder, then the run's record) ──▶ the core is told
+
+Nobody is told of a version before it will last: where one of these fails it is as if it had not been published.
+"""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from dora.errors import InvalidValue, LimitExceeded, is_full
+from dora.orchestrator.runtime import Runtime
+from dora.orchestrator.storage import KEPT, RUN_FOLDER
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.errors import ServiceUnavailable
+from dora.weights.files import WeightFile
+from dora.weights.upload import Upload
+
+log = logging.getLogger("dora.service")
+
+ROOM_WAIT_S: Final = 20.0  # for room in the store that nobody is known to be about to leave
+ROOM_LOOK_S: Final = 0.1
+_BLAKE3_BYTES: Final = 32
+
+Request: TypeAlias = pb.CommitStepRequest | pb.RepublishVersionRequest
+
+
+class Publishing:
+    """For one version at a time, but for uploads."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def upload(self, header: pb.WeightFileHeader) -> Upload:
+        """Opens one incoming file, in a thread. Raises as ``WeightStore.upload``."""
+        opened = functools.partial(
+            self._runtime.store.upload,
+            header.trainer_epoch,
+            header.version,
+            header.file_name,
+            header.file_bytes,
+            (header.base_version, header.base_blake3) if header.base_blake3 else None,
+            header.piece_bytes,
+        )
+        return await _opened(opened)
+
+    async def store(self, request: Request, *, anew: bool) -> Path:
+        """Checks what was announced and brought of a version, and puts it into the store. Returns its folder."""
+        canary = convert.canary_from_wire(request.canary)
+        longest = self._runtime.config.workers.context_tokens
+        if canary is not None and not 2 <= len(canary.token_ids) <= longest:
+            allowed = f"2 to {longest} tokens, which the workers' engines can score"
+            raise InvalidValue("canary.token_ids", f"{len(canary.token_ids)} tokens", allowed)
+        await self._room(request.version)
+        announced = (request.trainer_epoch, request.version, _announced(request), canary)
+        state, version = self._runtime.machine.state, request.version
+        is_same = version in state.gone and version in state.proven  # it may have been sampled under
+        name = self._runtime.hosts.name_of(version) if is_same else ""
+        with self._runtime.storage.writing(RUN_FOLDER, f"weights: version {version}"):
+            publish = functools.partial(self._runtime.store.publish, *announced, anew=anew, name=name)
+            return await asyncio.to_thread(publish)
+
+    async def _room(self, version: int) -> None:
+        """Waits until the store is within its bound: a version that has left the window stays while a worker loads it,
+        and one that does not end is replaced after ``workers.load_timeout_s``.
+
+        Raises LimitExceeded where it stays over it.
+        """
+        runtime, began_s, is_told = self._runtime, time.monotonic(), False
+        what = f"weights: version {version}"
+        while True:
+            try:
+                with runtime.storage.writing(RUN_FOLDER, what):
+                    await asyncio.to_thread(runtime.store.check_room, what, 0)
+                return
+            except LimitExceeded as error:
+                state = runtime.machine.state
+                is_leaving = state.retired < state.window.oldest_kept or bool(runtime.store.leaving())
+                most_s = ROOM_WAIT_S + is_leaving * runtime.config.workers.load_timeout_s
+                if time.monotonic() - began_s >= most_s:
+                    raise
+                if not is_told:
+                    log.warning("a commit waits for room in the store, for %g s at most: %s", most_s, error)
+                    is_told = True
+            await asyncio.sleep(ROOM_LOOK_S)
+
+    async def record(
+        self,
+        request: Request,
+        folder: Path,
+        written: Coroutine[Any, Any, None],
+    ) -> None:
+        """Brings what is recorded of a version to disk before it counts, and its weights where the service is to carry
+        on after a crash. Raises ServiceUnavailable where that is not possible now: the version is then as if it had not
+        been published, else other weights could never be."""
+        try:
+            try:
+                await self._keep(request.version, folder)
+            except BaseException:
+                written.close()
+                raise
+            await written
+        except ServiceUnavailable:
+            with self._runtime.storage.tidying(RUN_FOLDER):
+                await asyncio.to_thread(self._runtime.store.take_back, request.trainer_epoch, request.version)
+            raise
+
+    async def _keep(self, version: int, folder: Path) -> None:
+        """Brings the weights of a version to disk. Raises ServiceUnavailable."""
+        runtime = self._runtime
+        if runtime.versions is None:
+            return
+        try:
+            await asyncio.to_thread(runtime.versions.keep, version, folder)
+        except OSError as error:
+            runtime.storage.failed(KEPT, error, _bytes_of(folder) if is_full(error) else 0)
+            why = f"it is not stored: the service's state folder cannot be written ({error.strerror})"
+            raise ServiceUnavailable(f"{why}; the call may be repeated") from error
+        runtime.storage.works(KEPT)
+
+    async def withdraw(self, version: int) -> None:
+        """A version that was stored and recorded is not committed after all: the next commit may bring others."""
+        runtime = self._runtime
+        await asyncio.to_thread(runtime.store.withdraw, version)
+        if runtime.versions is not None:
+            await asyncio.to_thread(runtime.versions.drop, version)
+        runtime.recorder.withdrawn(version)
+
+    async def let_go(self, version: int) -> None:
+        """What was stored of a version that has retired meanwhile goes, as it would have gone then."""
+        runtime = self._runtime
+        with runtime.storage.tidying(RUN_FOLDER):
+            await asyncio.to_thread(runtime.store.retire, version)
+        if runtime.versions is not None and version != runtime.config.rollout.reference_version:
+            await runtime.journal.settled()
+            with runtime.storage.tidying(KEPT):
+                await asyncio.to_thread(runtime.versions.drop, version)
+        log.info("version %d has left the window while it was published anew", version)
+
+
+async def _opened(opened: Callable[[], Upload]) -> Upload:
+    """Opens it in a thread. Its file is not in upload for ever where the caller hangs up meanwhile."""
+    opening = asyncio.ensure_future(asyncio.to_thread(opened))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(_close_upload)
+        raise
+
+
+def _close_upload(opening: asyncio.Future[Upload]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        with opening.result():
+            pass
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file() and not file.is_symlink())
+
+
+def _announced(request: Request) -> list[WeightFile]:
+    for file in request.files:
+        if len(file.blake3) != _BLAKE3_BYTES:
+            raise InvalidValue(f"{file.name[:80]}: blake3", f"{len(file.blake3)} bytes", f"{_BLAKE3_BYTES} bytes")
+    return [WeightFile(file.name, file.file_bytes, file.blake3) for file in request.files]
