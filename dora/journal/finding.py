@@ -124,6 +124,7 @@ def _ledger(path: Path, said: list[str]) -> Ledger:
         ledger = Ledger(path)
         ledger.check()
         if ledger.version == LEDGER_VERSION:
+            ledger.upgrade()
             return ledger
         why = f"of version {ledger.version}"
     except (sqlite3.Error, ValueError) as error:

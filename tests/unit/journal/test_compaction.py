@@ -141,6 +141,25 @@ def segment_paths(folder: Path) -> list[Path]:
     return sorted((folder / LOG_FOLDER).iterdir())
 
 
+async def test_what_was_cancelled_is_known_from_the_log_alone(tmp_path: Path) -> None:
+    """Whatever has gone since: cancelling may be repeated, and a record may lack the groups."""
+    _, log = opened(tmp_path, SIZES)
+    told = Life(log.append, Known())
+    gone = told.admit()
+    del told.known.steps[gone], told.known.tokens[gone], told.known.tokens[gone + 1]
+    log.append(facts.Dropped(gone, ["g0"], '{"group": "g0"}'))
+    log.append(facts.LetGo([], [], ["z", "a"]))
+    await with_slow_groups(log, told)
+    await log.checkpoint()
+    await log.close()
+    assert segment_paths(tmp_path)[0].stem > "00000001"
+    for _ in range(2):
+        found = find(tmp_path, SIZES)
+        assert found.ledger.dropped() == ['{"group": "g0"}'] and found.ledger.cancelled() == ["g0", "z", "a"]
+        found.ledger.close()
+        forget_ledger(tmp_path)
+
+
 @pytest.mark.parametrize("part_bytes", [1 << 20, 60], ids=["at once", "in parts"])
 async def test_a_segment_that_cannot_be_read_once_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
