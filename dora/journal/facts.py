@@ -210,6 +210,8 @@ class Standing:
     """All that is small, as the facts up to here have made it: the first record of each segment.
 
     ``groups``: [number, group id, size, step or -1, place in the order of taking]. What is not named here is no more.
+    ``dropped``: [number, line] of the groups that were cancelled last, ``cancelled``: names likewise; None: an older
+    DORA did not say.
     """
 
     values: dict[str, Any]
@@ -217,6 +219,8 @@ class Standing:
     arrivals: list[int]
     places: list[int]
     versions: list[list[Any]]
+    dropped: list[list[Any]] | None
+    cancelled: list[str] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,7 @@ def _ledger(path: Path, said: list[str]) -> Ledger:
         ledger = Ledger(path)
         ledger.check()
         if ledger.version == LEDGER_VERSION:
+            ledger.upgrade()
             return ledger
         why = f"of version {ledger.version}"
     except (sqlite3.Error, ValueError) as error:
@@ -148,6 +149,7 @@ def _read(segments: list[Segment], ledger: Ledger, said: list[str]) -> _Read:
         if segment.base < 0:
             if following > known if following is not None else _end_of(segments, index) != known:
                 raise _lost(segment.path.parent.parent, "and the ledger does not have what it said", said)
+            read.shares[segment.number] = Share(segment.path, -1, -1, segment.size_bytes)  # nobody's: it can go
             continue
         records = list(frames.records(segment, following))
         cut = _torn_at(segment) if index == len(segments) - 1 else None

@@ -77,7 +77,9 @@ _VALUES: Final[dict[str, Any]] = {
     "counters": {},
     "learnt": "",
     "position": 0,
+    "schema": 1,  # of the facts that are kept as they came; the ledgers that do not say it are of 1
 }
+_OWN: Final = ("position", "schema")  # of these, what is the ledger's and of no other
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +120,35 @@ class Ledger:
         self.values: dict[str, Any] = _VALUES | {name: _unpacked(value) for name, value in rows}
         self._places = {place for (place,) in self._database.execute("SELECT place FROM places")}
         self._is_open = False
+        if not version:
+            self._note_schema()
 
     def check(self) -> None:
         """Raises sqlite3.DatabaseError for a file that is damaged."""
         found = self._database.execute("PRAGMA quick_check(1)").fetchone()
         if found != ("ok",):
             raise sqlite3.DatabaseError(f"the ledger is damaged: {found}")
+
+    def upgrade(self) -> None:
+        """Brings the facts that are kept to today's schema, where an older DORA has kept them.
+
+        Raises InvalidValue where there is no way, or a newer DORA has kept them.
+        """
+        schema = self.values["schema"]
+        if schema > SCHEMA_VERSION:
+            raise InvalidValue("ledger: schema version", schema, f"at most {SCHEMA_VERSION}; a newer DORA may read it")
+        if schema < SCHEMA_VERSION:
+            kept = self._database.execute("SELECT number, fact FROM groups WHERE fact IS NOT NULL").fetchall()
+            rows = [(facts.encoded(facts.decoded(body, schema)), number) for number, body in kept]
+            self._database.execute("BEGIN IMMEDIATE")
+            self._database.executemany("UPDATE groups SET fact = ? WHERE number = ?", rows)
+            self._note_schema()
+            self._database.execute("COMMIT")
+
+    def _note_schema(self) -> None:
+        row = ("schema", _packed(SCHEMA_VERSION))
+        self._database.execute("INSERT OR REPLACE INTO standing VALUES (?, ?)", row)
+        self.values = {**self.values, "schema": SCHEMA_VERSION}
 
     def close(self) -> None:
         self._database.close()
@@ -294,6 +319,12 @@ class Ledger:
         database.executemany("INSERT OR IGNORE INTO queued VALUES (?, NULL)", [(each,) for each in fact.arrivals])
         database.execute("DELETE FROM versions")
         database.executemany("INSERT INTO versions VALUES (?, ?, ?)", fact.versions)
+        if fact.dropped is not None:
+            database.execute("DELETE FROM dropped")
+            database.executemany("INSERT INTO dropped VALUES (?, ?)", fact.dropped)
+        if fact.cancelled is not None:
+            database.execute("DELETE FROM cancelled")
+            database.executemany("INSERT INTO cancelled VALUES (?)", [(name,) for name in fact.cancelled])
 
     # --------------------------------------------------------------------------------------------------------- reading
 
@@ -301,11 +332,13 @@ class Ledger:
         """All that is small, as the first record of a new segment."""
         read = self._database.execute
         return facts.Standing(
-            {name: value for name, value in self.values.items() if name != "position"},
+            {name: value for name, value in self.values.items() if name not in _OWN},
             [list(row) for row in read("SELECT number, group_id, size, step, taken FROM groups ORDER BY number")],
             [arrival for (arrival,) in read("SELECT arrival FROM queued ORDER BY arrival")],
             sorted(self._places),
             [list(row) for row in read("SELECT version, digest, rejected FROM versions ORDER BY version")],
+            [list(row) for row in read("SELECT number, line FROM dropped ORDER BY number")],
+            self.cancelled(),
         )
 
     def live_numbers(self) -> tuple[list[int], list[int], list[int]]:

@@ -3,13 +3,15 @@
     append ──▶ waiting ──▶ write, fsync ──▶ durable(position) ──▶ ledger ──▶ compaction
                  ▲ at the latest after FLUSH_S, at FLUSH_BYTES, or at once where somebody waits
 
-What cannot be written waits in memory and is tried again; ``fault`` is told of it, and that it works again. What a
-write left that failed is void: the next try goes into a new segment, which says where it begins.
+What cannot be written waits in memory and is tried again; ``fault`` is told of it, and that it works again, which a
+write has to show. What a write left that failed is void: the next try goes into a new segment, which says where it
+begins.
 """
 
 import asyncio
 import errno
 import logging
+import math
 import os
 import sqlite3
 import threading
@@ -103,6 +105,7 @@ class Log:
         # the thread's own
         self._taken: deque[tuple[bytes, Fact]] = deque()
         self._file = -1
+        self._in_doubt = False  # the last write has failed
         self._size_bytes = 0
         self._facts: list[Fact] = []  # on disk, and not in the ledger yet
         self._applied_s = time.monotonic()
@@ -249,7 +252,7 @@ class Log:
 
     def _bring(self) -> OSError | None:
         """Brings what was taken to disk, ``FLUSH_BYTES`` at once. Returns why it could not."""
-        while self._taken:
+        while self._taken or self._in_doubt:
             chunk, chunk_bytes = [], 0
             for body, fact in self._taken:
                 chunk.append((body, fact))
@@ -279,6 +282,7 @@ class Log:
             size_bytes += frames.HEAD_BYTES + len(body)
         _write(self._file, parts)
         os.fdatasync(self._file)
+        self._in_doubt = False
         self._size_bytes += size_bytes
         self._position += size_bytes
         for body, fact in chunk:
@@ -302,11 +306,12 @@ class Log:
 
     def _apply(self) -> None:
         """Raises OSError where the ledger cannot be written."""
-        self._applied_s = time.monotonic()
+        self._applied_s = -math.inf  # where it fails, the next try is due
         try:
             self._ledger.apply(self._facts, self._position)
         except sqlite3.Error as error:
             raise (disk_fault(error) or error) from error
+        self._applied_s = time.monotonic()
         self._facts.clear()
         self._compaction.changed(*self._ledger.live_numbers())
 
@@ -353,6 +358,7 @@ class Log:
 
     def _void(self) -> None:
         """What the last write left does not count: the next one goes into a new segment."""
+        self._in_doubt = True
         if self._file >= 0:
             with suppress(OSError):
                 os.ftruncate(self._file, self._size_bytes)

@@ -8,8 +8,16 @@ from dora.journal.frames import SCHEMA_VERSION
 
 Values = list[Any]  # a fact as it is stored: its code, then its fields
 
+_STANDING: Final = 18  # its code
+
+
+def _from_1(values: Values) -> Values:
+    """Standing says what was cancelled last, too; it did not."""
+    return [*values, None, None] if values[0] == _STANDING else values
+
+
 # version -> what makes of its facts those of the next version
-UPGRADES: Final[Mapping[int, Callable[[Values], Values]]] = {}
+UPGRADES: Final[Mapping[int, Callable[[Values], Values]]] = {1: _from_1}
 
 
 def upgraded(

@@ -1,5 +1,6 @@
 """Lives of a service as its journal sees them: facts of groups that are admitted, generated, scored, taken, trained."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,6 +114,13 @@ def opened(folder: Path, sizes: Sizes = SMALL, faults: list[OSError | None] | No
         fault=(faults if faults is not None else []).append,
     )
     return found, log
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """The event loop turns until it holds."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  nobody tells when
+            await asyncio.sleep(0)
 
 
 def forget_ledger(folder: Path) -> None:

@@ -3,7 +3,8 @@
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+import sqlite3
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from dora.journal.finding import find
 from dora.journal.ledger import Ledger
 from dora.journal.log import LOG_FOLDER, Log
 from dora.types import Prompt
-from tests.unit.journal.lives import SMALL, Known, Life, check, forget_ledger, opened
+from tests.unit.journal.lives import SMALL, Known, Life, check, forget_ledger, opened, until
 
 SIZES = replace(SMALL, segment_bytes=3000)
 NEVER = 1000  # a step that is not trained here
@@ -129,15 +130,34 @@ async def test_a_renumbered_group_is_found_from_the_log_alone(tmp_path: Path) ->
     known.steps[new] = -1
     await log.checkpoint()
     await log.close()
-    assert segment_numbers(tmp_path)[0] > 1, "the segment is gone in which it was admitted"
+    assert segment_paths(tmp_path)[0].stem > "00000001", "the segment is gone in which it was admitted"
     for _ in range(2):
         await check_again(tmp_path, known)
         forget_ledger(tmp_path)
     await check_again(tmp_path, known)
 
 
-def segment_numbers(folder: Path) -> list[int]:
-    return sorted(int(path.stem) for path in (folder / LOG_FOLDER).iterdir())
+def segment_paths(folder: Path) -> list[Path]:
+    return sorted((folder / LOG_FOLDER).iterdir())
+
+
+async def test_what_was_cancelled_is_known_from_the_log_alone(tmp_path: Path) -> None:
+    """Whatever has gone since: cancelling may be repeated, and a record may lack the groups."""
+    _, log = opened(tmp_path, SIZES)
+    told = Life(log.append, Known())
+    gone = told.admit()
+    del told.known.steps[gone], told.known.tokens[gone], told.known.tokens[gone + 1]
+    log.append(facts.Dropped(gone, ["g0"], '{"group": "g0"}'))
+    log.append(facts.LetGo([], [], ["z", "a"]))
+    await with_slow_groups(log, told)
+    await log.checkpoint()
+    await log.close()
+    assert segment_paths(tmp_path)[0].stem > "00000001"
+    for _ in range(2):
+        found = find(tmp_path, SIZES)
+        assert found.ledger.dropped() == ['{"group": "g0"}'] and found.ledger.cancelled() == ["g0", "z", "a"]
+        found.ledger.close()
+        forget_ledger(tmp_path)
 
 
 @pytest.mark.parametrize("part_bytes", [1 << 20, 60], ids=["at once", "in parts"])
@@ -190,6 +210,106 @@ async def test_a_segment_that_is_damaged_stays_and_a_start_tells_it(tmp_path: Pa
     found = find(tmp_path)
     assert found.groups[0].number == kept and first.name in found.said[0] and "damaged" in found.said[0]
     found.ledger.close()
+
+
+async def test_that_storage_is_well_again_is_told_after_a_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compaction could not write, and nothing else waits to be written: trying again tries to write."""
+    faults: list[OSError | None] = []
+    _, log = opened(tmp_path, SIZES, faults)
+    told = Life(log.append, Known())
+    append, write, is_full, tries = log._append, journal_log._write, False, 0
+
+    def appended(chunk: list[Any]) -> None:
+        nonlocal is_full
+        is_full |= any(isinstance(fact, facts.Tokens) and len(fact.ats) for _, fact in chunk)  # in a compaction
+        append(chunk)
+
+    def written(descriptor: int, parts: Sequence[bytes]) -> None:
+        nonlocal tries
+        if is_full:
+            tries += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(descriptor, parts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(log, "_append", appended)
+        patched.setattr(journal_log, "_write", written)
+        while not is_full:
+            await with_slow_groups(log, told, 2)
+        await until(lambda: bool(faults))
+        for before in (1, 2):
+            log.try_again()
+            await until(lambda before=before: tries > before or None in faults)  # type: ignore[misc]
+        assert None not in faults and isinstance(faults[0], OSError)
+        patched.setattr(log, "_append", append)
+        is_full = False
+        log.try_again()
+        await until(lambda: faults[-1] is None)
+    await log.close()
+    await check_again(tmp_path, told.known)
+
+
+async def test_that_the_ledger_can_be_written_again_is_told_after_a_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_log, "LEDGER_S", 3600.0)
+    faults: list[OSError | None] = []
+    _, log = opened(tmp_path, SIZES, faults)
+    tries = 0
+
+    def apply(following: list[facts.Fact], position: int) -> None:
+        nonlocal tries
+        tries += 1
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    with monkeypatch.context() as patched:
+        await log.checkpoint()
+        patched.setattr(log._ledger, "apply", apply)
+        log.append(facts.WorkerBegan(7))
+        await log.checkpoint()
+        for before in (1, 2):
+            log.try_again()
+            await until(lambda before=before: tries > before or None in faults)  # type: ignore[misc]
+        assert None not in faults and isinstance(faults[0], OSError) and faults[0].errno == errno.ENOSPC
+    log.try_again()
+    await until(lambda: faults[-1] is None)
+    await log.close()
+
+
+async def test_a_segment_without_its_header_goes_once_it_was_passed_over(tmp_path: Path) -> None:
+    """The ledger has all that it said. What of that is alive is in the log again before it goes."""
+    _, log = opened(tmp_path, SIZES)
+    told = Life(log.append, Known())
+    waiting = Prompt("waits", "sum", (1, 2))
+    log.append(facts.Submitted([1], [facts.prompt_values(waiting)]))
+    kept = told.admit()
+    log.append(facts.Leased(kept, NEVER))
+    told.known.steps[kept] = NEVER
+    del told.known.tokens[kept], told.known.tokens[kept + 1]  # nothing is reported of them
+    for step in range(3):
+        told.step(groups=step)
+        await log.settled()
+    await log.close()
+    first = segment_paths(tmp_path)[0]
+    content = bytearray(first.read_bytes())
+    content[20] ^= 1
+    first.write_bytes(content)
+    found, log = opened(tmp_path, SIZES)
+    assert "header is damaged" in found.said[0]
+    log.append(facts.WorkerBegan(7))
+    await log.checkpoint()
+    await log.close()
+    assert first not in segment_paths(tmp_path)
+    for _ in range(2):
+        found = find(tmp_path, SIZES)
+        assert found.said == [] and [prompt for _, prompt in found.ledger.queued()] == [waiting]
+        assert {group.number: group.step for group in found.groups} == told.known.steps
+        found.ledger.close()
+        forget_ledger(tmp_path)
 
 
 def test_stretches_that_are_there_twice_count_once() -> None:

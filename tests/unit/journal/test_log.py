@@ -1,13 +1,14 @@
 """The log and its ledger: what was told is found again, after a stop, a crash, compaction, disk faults, damage."""
 
-import asyncio
 import shutil
+import sqlite3
 import tracemalloc
-from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -20,7 +21,7 @@ from dora.journal.log import LOG_FOLDER, Sizes
 from dora.journal.upgrades import upgraded
 from dora.types import Prompt
 from tests.abuse.full import files_up_to
-from tests.unit.journal.lives import SMALL, Known, Life, check, forget_ledger, opened
+from tests.unit.journal.lives import SMALL, Known, Life, check, forget_ledger, opened, until
 
 
 def size_of(folder: Path) -> int:
@@ -210,13 +211,6 @@ async def test_a_disk_that_is_too_slow_is_at_fault_until_it_has_caught_up(tmp_pa
     await log.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """The event loop turns until it holds."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  nobody tells when
-            await asyncio.sleep(0)
-
-
 # --------------------------------------------------------------------------------------------------- crash and damage
 
 
@@ -271,7 +265,8 @@ async def test_damaged_tokens_cost_what_they_were_of(tmp_path: Path) -> None:
         (path, offset)
         for path in segments(tmp_path)
         for offset, body in frames.records(segment_of(path))
-        if isinstance(fact := facts.decoded(body, 1), facts.Tokens) and live & set(fact.numbers.tolist())
+        if isinstance(fact := facts.decoded(body, frames.SCHEMA_VERSION), facts.Tokens)
+        and live & set(fact.numbers.tolist())
     )
     content = bytearray(first.read_bytes())
     content[offset + 40] ^= 4
@@ -302,13 +297,13 @@ async def test_damage_that_the_ledger_does_not_make_good_is_refused(tmp_path: Pa
 
 
 async def test_a_last_segment_without_its_header_is_refused_unless_the_ledger_has_what_it_said(tmp_path: Path) -> None:
-    """It is never removed: records that are whole were written, and perhaps acknowledged."""
+    """A start never removes it: records that are whole were written, and perhaps acknowledged."""
     known = await recorded(tmp_path)
     last = segments(tmp_path)[-1]
     content = bytearray(last.read_bytes())
     content[20] ^= 1
     last.write_bytes(content)
-    found, log = opened(tmp_path)
+    found, log = opened(tmp_path, replace(SMALL, compacts=False))
     assert last.name in found.said[0] and "header is damaged" in found.said[0]
     assert {group.number: group.step for group in found.groups} == known.steps
     log.append(facts.WorkerBegan(7))
@@ -341,10 +336,10 @@ async def test_what_is_no_segment_and_a_newer_one_are_refused(tmp_path: Path) ->
     newest = segments(tmp_path)[-1]
     content = bytearray(newest.read_bytes())
     newer = bytearray(frames.header(9, 0))
-    newer[8] = 2
+    newer[8] = frames.SCHEMA_VERSION + 1
     newer[-4:] = crc(newer[:-4])
     newest.write_bytes(newer + content[frames.HEADER_BYTES :])
-    with pytest.raises(InvalidValue, match=r"schema version = 2 .* at most 1; a newer DORA"):
+    with pytest.raises(InvalidValue, match=r"schema version = 3 .* at most 2; a newer DORA"):
         find(tmp_path)
     other = bytearray(frames.header(9, 0))
     other[:8] = b"SOMEBODY"
@@ -367,6 +362,47 @@ def test_facts_of_an_older_schema_are_upgraded_step_by_step() -> None:
     assert upgraded([0, "a"], 3, upgrades, to=3) == [0, "a"]
     with pytest.raises(InvalidValue, match="schema version = 0"):
         upgraded([0], 0, upgrades, to=3)
+
+
+async def test_a_log_of_the_first_schema_is_carried_on(tmp_path: Path) -> None:
+    """Standing did not say then what was cancelled; its own facts in the log do."""
+    _, log = opened(tmp_path, replace(SMALL, segment_bytes=1 << 20))
+    told = Life(log.append, Known())
+    told.step()
+    log.append(facts.LetGo([], [], ["a"]))
+    await log.close()
+    (segment,) = segments(tmp_path)
+    content = bytearray(frames.header(1, 0))
+    content[8] = 1
+    content[-4:] = crc(content[:-4])
+    for _, body in list(frames.records(segment_of(segment))):
+        values = msgpack.unpackb(body, strict_map_key=False)
+        old = msgpack.packb(values[:-2]) if isinstance(facts.decoded(body, 2), facts.Standing) else bytes(body)
+        content += frames.framed(old, 0) + old
+    segment.write_bytes(content)
+    forget_ledger(tmp_path)
+    found, log = opened(tmp_path)
+    check(found, told.known)
+    assert found.ledger.cancelled() == ["a"]
+    await log.close()
+
+
+async def test_what_a_ledger_keeps_is_read_under_the_schema_that_it_came_in(tmp_path: Path) -> None:
+    """One that does not say its schema is of the first."""
+    told = await recorded(tmp_path)
+    with closing(sqlite3.connect(tmp_path / LEDGER_FILE, isolation_level=None)) as database:
+        database.execute("DELETE FROM standing WHERE name = 'schema'")
+    for _ in range(2):
+        found = find(tmp_path)
+        assert found.said == [] and found.ledger.values["schema"] == frames.SCHEMA_VERSION
+        check(found, told)
+        found.ledger.values["schema"] = 0
+        with pytest.raises(InvalidValue, match="schema version = 0"):
+            found.ledger.upgrade()
+        found.ledger.values["schema"] = 9
+        with pytest.raises(InvalidValue, match=r"schema version = 9 .* at most 2; a newer DORA"):
+            found.ledger.upgrade()
+        found.ledger.close()
 
 
 @pytest.mark.parametrize("body", [b"", b"\x91", b"\x91\xcc\xff", b"\x92\x00\x01", b"\xc0", b"\x93\x06\x01\x02"])
@@ -395,7 +431,8 @@ def test_every_kind_of_fact_comes_back() -> None:
         facts.WorkerBegan(1),
         facts.WindowStands(1, 2, 3),
         facts.Renumbered(1, 2),
-        facts.Standing({"a": 1}, [[1, "g", 2, -1, 0]], [1], [2], [[1, b"d", None]]),
+        facts.Standing({"a": 1}, [[1, "g", 2, -1, 0]], [1], [2], [[1, b"d", None]], [[3, "{}"]], ["a"]),
+        facts.Standing({}, [], [], [], [], None, None),
         facts.HostStands("h1", 2, {"h1-w0": "ab"}),
         facts.HostStands("h1", 2, None),
     ]
