@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from dora.errors import NotFound, VersionRejected
@@ -60,7 +61,8 @@ class Verifier(Protocol):
 class Store(Protocol):
     """Keeps the weights of every live version, until they are retired."""
 
-    def retire(self, version: int) -> None: ...
+    def set_aside(self, version: int) -> Path | None: ...
+    def free(self, gone: Path) -> None: ...
 
 
 class HostVersions(PublishedVersions, Protocol):
@@ -254,10 +256,17 @@ class Executor:
         keeps = command.version == self._reference_version
         self._journal.note(facts.Retired(command.version, keeps))
         with self._storage.tidying(RUN_FOLDER):
-            self._store.retire(command.version)
+            gone = self._store.set_aside(command.version)
+            if gone is not None:
+                self._spawn(self._free(gone))
         self._hosts.retired(command.version)
         if self._versions is not None and not keeps:
             self._spawn(self._drop_kept(self._versions, command.version))
+
+    async def _free(self, gone: Path) -> None:
+        """The files of a retired version, some of a large one's for a while."""
+        with self._storage.tidying(RUN_FOLDER):
+            await asyncio.to_thread(self._store.free, gone)
 
     async def _drop_kept(self, versions: KeptVersions, version: int) -> None:
         """Its weights go from the disk once nobody can be told that they are needed."""

@@ -84,6 +84,7 @@ class HostStore:
             shutil.rmtree(unfinished)
         self._receiving: dict[str, Receiving] = {}
         self._changing = threading.RLock()
+        self._set_aside_count = 0
         self._canaries: dict[int, Canary] = {}  # what the first workers have reproduced
         self._link_reference()
 
@@ -279,8 +280,18 @@ class HostStore:
 
         One that is held is freed when it is let go; until then nobody new can hold it.
         """
-        if version != self._kept_version:
-            self._remove(version)
+        gone = self.set_aside(version)
+        if gone is not None:
+            self.free(gone)
+
+    def set_aside(self, version: int) -> Path | None:
+        """The same, but for the files: they are put into the folder that is returned, which ``free`` frees. For large
+        ones that takes a while. None: there is nothing to free now."""
+        return None if version == self._kept_version else self._set_aside(version)
+
+    def free(self, gone: Path) -> None:
+        """Frees what was set aside. From any thread."""
+        shutil.rmtree(gone, ignore_errors=True)
 
     def leaving(self) -> tuple[int, ...]:
         """The retired versions that are here still, as somebody held them when they were looked at last; ascending."""
@@ -292,31 +303,34 @@ class HostStore:
             self._remove(version)
 
     def _remove(self, version: int) -> None:
+        gone = self._set_aside(version)
+        if gone is not None:
+            self.free(gone)
+
+    def _set_aside(self, version: int) -> Path | None:
         folder = self._versions / str(version)
         with self._changing:
             self._canaries.pop(version, None)
             if not folder.is_dir():
-                return
+                return None
             name = name_of(folder) if self._is_named(version) else ""
             (folder / RETIRED_FILE).touch()  # from here on nobody new holds it: then the look at who does
             users = holders(self.root, name) if name else ()  # nobody can hold a version whose name is damaged
             if users:
                 log.info("version %d is retired, and kept until %s let it go", version, ", ".join(users))
-                return
-            gone = self._versions / f".{version}"
+                return None
+            self._set_aside_count += 1
+            gone = self._versions / f".{version}.gone-{self._set_aside_count}"
             os.rename(folder, gone)  # a reader sees the whole folder or none
-        self._free(gone)
         if name:
             shutil.rmtree(self.root / HOLDS_FOLDER / name, ignore_errors=True)
+        return gone
 
     def _is_named(self, version: int) -> bool:
         try:
             return parsed_name(name_of(self._versions / str(version)))[0] == version
         except InvalidValue:
             return False
-
-    def _free(self, folder: Path) -> None:
-        shutil.rmtree(folder)
 
     # ---------------------------------------------------------------------------------------------------------- folders
 

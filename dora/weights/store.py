@@ -196,13 +196,13 @@ class WeightStore(HostStore):
                 spare.unlink(missing_ok=True)
             super().check_room(what, file_bytes)
 
-    def _free(self, folder: Path) -> None:
+    def free(self, gone: Path) -> None:
         """One file is kept, to be written over: memory that was used before is ready at once. A file that is linked
         from elsewhere, as from a record on the same disk, is still that one's."""
-        kept = folder / WEIGHTS_FILE
+        kept = gone / WEIGHTS_FILE
         if not self._uploaded and kept.is_file() and not kept.is_symlink() and kept.stat().st_nlink == 1:
             os.rename(kept, self._spare / WEIGHTS_FILE)
-        shutil.rmtree(folder)
+        super().free(gone)
 
     def _forget_incoming(self, version: int) -> None:
         """Frees what was written for a version that is published, by whichever trainer, and for those before."""

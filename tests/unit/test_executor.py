@@ -53,8 +53,11 @@ class Store:
     def __init__(self) -> None:
         self.retired: list[int] = []
 
-    def retire(self, version: int) -> None:
-        self.retired.append(version)
+    def set_aside(self, version: int) -> Path:
+        return Path(str(version))
+
+    def free(self, gone: Path) -> None:
+        self.retired.append(int(gone.name))
 
 
 class Hosts:
