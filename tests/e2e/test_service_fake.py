@@ -14,7 +14,7 @@ import dora
 from dora.client import Operator
 from dora.errors import Conflict, DoraError, InvalidValue, NotFound
 from dora.orchestrator.main import ServiceHandle
-from dora.orchestrator.services import trainer as trainer_service
+from dora.orchestrator.services import publishing
 from dora.orchestrator.setup import WEIGHTS_FOLDER
 from dora.record import CANCELLED_FILE
 from dora.rpc import dora_pb2 as pb
@@ -186,7 +186,7 @@ async def test_a_commit_waits_for_retired_versions_that_are_held(
     tiny_dense: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a worker holds one that is stopped while it loads: for longer than the wait where nobody is about to leave."""
-    monkeypatch.setattr(trainer_service, "ROOM_WAIT_S", 0.0)
+    monkeypatch.setattr(publishing, "ROOM_WAIT_S", 0.0)
     # with what is allowed for headers, three of these small versions
     config = configured(tiny_dense, workers__engine="fake", window__size=2, service__weight_versions=2)
     async with running(config) as handle, dora.Trainer(handle.address, token=handle.token) as trainer:
@@ -205,7 +205,7 @@ async def test_a_commit_waits_for_retired_versions_that_are_held(
 async def test_a_commit_is_refused_where_nothing_leaves_the_store(
     tiny_dense: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_service, "ROOM_WAIT_S", 0.0)
+    monkeypatch.setattr(publishing, "ROOM_WAIT_S", 0.0)
     config = configured(tiny_dense, workers__engine="fake", service__weight_versions=1, window__size=2)
     async with running(config) as handle, dora.Trainer(handle.address, token=handle.token) as trainer:
         with pytest.raises(LimitExceeded, match=r"in use, by version 1$"):
