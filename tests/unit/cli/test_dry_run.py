@@ -1,5 +1,6 @@
 """``dora serve --dry-run``: what a start would refuse is refused in the same words, and nothing is left behind."""
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ def taken() -> Iterator[str]:
 async def words_of_a_start(config: Config) -> str:
     """The words with which a start refuses. Its workers never come to start."""
     with pytest.raises(InvalidValue) as refused:
-        await serve(config, ready=pytest.fail, stop=pytest.fail, progress=lambda line: None)  # type: ignore[arg-type]
+        await serve(config, ready=pytest.fail, stop=asyncio.Event(), progress=lambda line: None)  # type: ignore[arg-type]
     return str(refused.value)
 
 
