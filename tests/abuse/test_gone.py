@@ -209,8 +209,8 @@ class Losing:
         self, times: float, meanwhile: Callable[[], object], fails: bool = False
     ) -> pb.RepublishVersionReply:
         """Publishes version 1 anew; once it is stored, and before it counts, something else happens."""
-        trainer = self.shell.trainer
-        record = trainer._record
+        trainer, publishing = self.shell.trainer, self.shell.trainer._publishing
+        record = publishing.record
 
         async def after(request: pb.RepublishVersionRequest, folder: Path, written: Coroutine[Any, Any, None]) -> None:
             meanwhile()
@@ -219,11 +219,11 @@ class Losing:
                 raise ServiceUnavailable("the record cannot be written")
             await record(request, folder, written)
 
-        trainer._record = after  # type: ignore[method-assign]
+        publishing.record = after  # type: ignore[method-assign]
         try:
             return await trainer.RepublishVersion(self.weights(times), None)
         finally:
-            trainer._record = record  # type: ignore[method-assign]
+            publishing.record = record  # type: ignore[method-assign]
 
 
 @pytest.fixture
