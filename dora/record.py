@@ -13,6 +13,7 @@ the shell calls it in a thread. A write that fails raises OSError, leaves nothin
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -33,6 +34,8 @@ ROLLOUT_FILE: Final = "rollout.json"
 WITHDRAWN: Final = "withdrawn_version"  # the one key of a line: no worker could load this version
 REPUBLISHED: Final = "republished_version"  # the one key of a line: it is published anew
 _OWN_PREFIX: Final = "dora-"  # the store's own notes stay in the store
+# How a trajectory's line begins: a start reads the ids of all of them, and of nothing else, in gigabytes.
+_FIRST_ID: Final = re.compile(rb'\{"trajectory_id": "([^"\\]+)", ')
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +199,9 @@ class Recorder:
     def _read_ids(self) -> set[str]:
         ids = set()
         for number, line in enumerate(self._trajectories.lines(), start=1):
+            found = _FIRST_ID.match(line)
             try:
-                ids.add(str(json.loads(line)["trajectory_id"]))
+                ids.add(found[1].decode() if found else str(json.loads(line)["trajectory_id"]))
             except (ValueError, KeyError, TypeError) as error:
                 raise InvalidValue(f"{TRAJECTORIES_FILE} line {number}", line[:80], "a trajectory record") from error
         return ids

@@ -1,6 +1,7 @@
 """The record: each trajectory once, whole lines, versions as loadable folders."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,16 @@ def test_a_line_torn_by_a_crash_is_written_again(tmp_path: Path) -> None:
     with Recorder(tmp_path) as recorder:
         assert recorder.append(group.trajectories) == 1
     assert len(read_trajectories(file)) == 2
+
+
+@pytest.mark.parametrize("name", ["g0.0", 'a "quoted" one', "back\\slash", "späte"])
+def test_an_earlier_process_has_written_a_trajectory_whatever_its_id(name: str, tmp_path: Path) -> None:
+    (trajectory, *_) = make_group(0, 0).trajectories
+    named = [replace(trajectory, trajectory_id=name)]
+    with Recorder(tmp_path) as recorder:
+        assert recorder.append(named) == 1
+    with Recorder(tmp_path) as recorder:
+        assert recorder.append(named) == 0
 
 
 def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
