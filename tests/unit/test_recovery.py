@@ -125,7 +125,8 @@ async def test_a_life_whose_first_write_fails_begins_once_it_can_be_repeated(she
     _, log = opened(tmp_path / "state", faults=faults)
     runtime = shell.runtime
     runtime.journal = Journal(log)
-    object.__setattr__(runtime.config.service, "tick_s", 0.01)
+    often = runtime.config.service.model_copy(update={"tick_s": 0.01})
+    runtime.config = runtime.config.model_copy(update={"service": often})
     with files_up_to(0):
         runtime.journal.note(facts.Begun(0, 1.0, 2.0, "{}"))
         beginning = asyncio.create_task(runtime.restore(None))
