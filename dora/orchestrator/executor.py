@@ -261,18 +261,21 @@ class Executor:
                 self._spawn(self._free(gone))
         self._hosts.retired(command.version)
         if self._versions is not None and not keeps:
-            self._spawn(self._drop_kept(self._versions, command.version))
+            self._spawn(self.drop_kept(command.version))
 
     async def _free(self, gone: Path) -> None:
         """The files of a retired version, some of a large one's for a while."""
         with self._storage.tidying(RUN_FOLDER):
             await asyncio.to_thread(self._store.free, gone)
 
-    async def _drop_kept(self, versions: KeptVersions, version: int) -> None:
-        """Its weights go from the disk once nobody can be told that they are needed."""
+    async def drop_kept(self, version: int) -> None:
+        """A version's weights go from the disk, where they are kept there, once nobody can be told that they are
+        needed."""
+        if self._versions is None:
+            return
         await self._journal.settled()
         with self._storage.tidying(KEPT):
-            await asyncio.to_thread(versions.drop, version)
+            await asyncio.to_thread(self._versions.drop, version)
 
     def _resize_window(self, command: do.ResizeWindow) -> None:
         log.info("a window of %d from now on: %s", command.size, command.reason)

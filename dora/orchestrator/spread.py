@@ -169,8 +169,6 @@ class Spread:
         except OSError as error:  # the folder of all versions is at fault, which may pass
             log.error("%s cannot be read: %s", name, error)
             is_sound = True
-        except ValueError:  # what lies beside the weights is cut
-            is_sound = False
         if self._checks.get(name) is asyncio.current_task():  # else it has come anew meanwhile
             del self._checks[name]
             if not is_sound and self._is_here(version, name):

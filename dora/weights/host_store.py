@@ -280,9 +280,8 @@ class HostStore:
 
         One that is held is freed when it is let go; until then nobody new can hold it.
         """
-        gone = self.set_aside(version)
-        if gone is not None:
-            self.free(gone)
+        if version != self._kept_version:
+            self._remove(version)
 
     def set_aside(self, version: int) -> Path | None:
         """The same, but for the files: they are put into the folder that is returned, which ``free`` frees. For large

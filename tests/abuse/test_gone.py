@@ -168,12 +168,7 @@ class Losing:
 
     async def publish(self) -> None:
         shell = self.shell
-        (request_id,) = await shell.admit(1)
-        stream = shell.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=1, step=0), None)
-        shell.report(ended(request_id))
-        async for _ in stream:
-            pass
-        request = shell.commit_request()
+        request = await shell.filled()
         request.canary.CopyFrom(canary_to_wire(CANARY))
         await shell.trainer.CommitStep(request, None)
         self.name = shell.store.name(1)

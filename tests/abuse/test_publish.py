@@ -35,7 +35,7 @@ from dora.weights.reference import TensorHeader, read_layout
 from dora.weights.store import WeightStore
 from tests.abuse.generated import hostile
 from tests.service import check_promises, configured, running, train, until
-from tests.unit.test_runtime import Shell, ended
+from tests.unit.test_runtime import Shell
 
 NAME = "model.norm.weight"
 NOT_FINITE = rf"weights: {NAME} = 'inf or NaN'"
@@ -302,12 +302,7 @@ def test_a_file_name_that_no_file_system_takes_is_refused(store: WeightStore) ->
 async def filled(shell: Shell) -> pb.CommitStepRequest:
     """A step that waits for its commit."""
     shell.orders("")
-    (request_id,) = await shell.admit(1)
-    stream = shell.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=2, step=0), None)
-    shell.report(ended(request_id))
-    async for _ in stream:
-        pass
-    request = shell.commit_request()
+    request = await shell.filled(trainer_epoch=2)
     request.trainer_epoch = 2
     os.rename(shell.store.begin(1, 1), shell.store.root / "incoming" / "2-1")
     return request

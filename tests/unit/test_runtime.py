@@ -165,6 +165,15 @@ class Shell:
         row: int = self.state.request_row.get(request_id, self.state.requests.capacity - 1)
         return row
 
+    async def filled(self, trainer_epoch: int = 1) -> pb.CommitStepRequest:
+        """A step of one group is streamed to its end; the request to commit it."""
+        (request_id,) = await self.admit(1)
+        stream = self.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=trainer_epoch, step=0), None)
+        self.report(ended(request_id))
+        async for _ in stream:
+            pass
+        return self.commit_request()
+
     def commit_request(self) -> pb.CommitStepRequest:
         file = self.store.begin(1, 1) / "model.safetensors"
         file.write_bytes((self.model / "model.safetensors").read_bytes())
@@ -323,12 +332,7 @@ async def test_shared_memory_that_a_dead_worker_left_is_swept(shell: Shell, tmp_
 
 @pytest.mark.parametrize("waited_s", [float("nan"), float("inf"), -1.0])
 async def test_a_commit_that_waited_for_no_time_there_is_is_refused(shell: Shell, waited_s: float) -> None:
-    (request_id,) = await shell.admit(1)
-    stream = shell.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=1, step=0), None)
-    shell.report(ended(request_id))
-    async for _ in stream:
-        pass
-    request = shell.commit_request()
+    request = await shell.filled()
     request.waited_s = waited_s
     with pytest.raises(InvalidValue, match=r"waited_s = .*0 or above"):
         await shell.trainer.CommitStep(request, None)

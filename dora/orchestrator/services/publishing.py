@@ -20,6 +20,7 @@ from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
 from dora.weights.files import WeightFile
+from dora.weights.host_store import size_here
 from dora.weights.upload import Upload
 
 log = logging.getLogger("dora.service")
@@ -137,10 +138,8 @@ class Publishing:
         runtime = self._runtime
         with runtime.storage.tidying(RUN_FOLDER):
             await asyncio.to_thread(runtime.store.retire, version)
-        if runtime.versions is not None and version != runtime.config.rollout.reference_version:
-            await runtime.journal.settled()
-            with runtime.storage.tidying(KEPT):
-                await asyncio.to_thread(runtime.versions.drop, version)
+        if version != runtime.config.rollout.reference_version:
+            await runtime.executor.drop_kept(version)
         log.info("version %d has left the window while it was published anew", version)
 
 
@@ -161,7 +160,7 @@ def _close_upload(opening: asyncio.Future[Upload]) -> None:
 
 
 def _bytes_of(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file() and not file.is_symlink())
+    return sum(map(size_here, folder.iterdir()))
 
 
 def _announced(request: Request) -> list[WeightFile]:
