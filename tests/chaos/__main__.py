@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=200, help="(%(default)s)")
     parser.add_argument("--minutes", type=float, help="a soak in place of that: a fault a minute, for so long")
     parser.add_argument("--engine", choices=("fake", "vllm"), default="fake")
+    parser.add_argument("--workers", type=int, default=3, help="on the service's host (%(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="of each worker, which are killed too (%(default)s)")
     parser.add_argument("--groups-per-step", type=int, default=6, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of faults, and of the lengths")
@@ -45,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.kills < 1 or options.groups_per_step < 1:
         parser.error("--kills and --groups-per-step take 1 or more")
+    if options.workers < 2:
+        parser.error("--workers takes 2 or more: requests move between them")
+    if not options.no_host:
+        go_apart(["-m", "tests.chaos", *(sys.argv[1:] if arguments is None else arguments)])
     out: Path = options.out.absolute()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -55,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             engine=options.engine,
             rows=long_rows(1000, options.seed),
             groups_per_step=options.groups_per_step,
+            workers=options.workers,
             ranks=options.ranks,
             has_host=not options.no_host,
             has_link=is_apart() and not options.no_host,
@@ -118,5 +124,4 @@ def _tell(began_s: float, struck: Struck, line: str) -> None:
 
 
 if __name__ == "__main__":
-    go_apart(["-m", "tests.chaos", *sys.argv[1:]])
     sys.exit(main())

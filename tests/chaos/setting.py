@@ -7,7 +7,6 @@ from typing import Any, Final
 from tests.chaos.rewards import score
 from tests.e2e.restarts import settings_of
 
-WORKERS: Final = 3
 WINDOW: Final = 3
 GROUP_SIZE: Final = 4
 HOST: Final = "h1"
@@ -26,7 +25,8 @@ class Setting:
     engine: str
     rows: list[dict[str, Any]] = field(repr=False)  # of prompts
     groups_per_step: int
-    ranks: int = 1
+    workers: int = 3
+    ranks: int = 1  # of each worker
     has_host: bool = True  # that has joined
     has_link: bool = False  # to that host, which can be cut
     has_disk: bool = False  # of its own for the state, which can be filled up
@@ -60,7 +60,7 @@ def settings_in(setting: Setting, state: Path) -> dict[str, Any]:
         rollout__ignore_eos=False,
         kv__pool_mb=16,
         workers__engine=setting.engine,
-        workers__count=WORKERS,
+        workers__count=setting.workers,
         workers__tensor_parallel=setting.ranks,
         workers__slots=8,
         workers__block_tokens=16 if is_fake else 32,

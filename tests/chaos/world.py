@@ -23,7 +23,7 @@ from tests.chaos.cast import AgentProcess, TrainerProcess
 from tests.chaos.disk import Disk
 from tests.chaos.link import HostLink
 from tests.chaos.prompts import Submitting
-from tests.chaos.setting import HOST, HOST_WORKER, STATE_BYTES, WORKERS, Setting, settings_in
+from tests.chaos.setting import HOST, HOST_WORKER, STATE_BYTES, Setting, settings_in
 from tests.e2e.restarts import Killed
 
 QUEUED_LEAST: Final = 48  # prompts
@@ -126,7 +126,9 @@ class World:
         return status
 
     def is_whole(self, status: pb.Status) -> bool:
-        wanted = {f"w{number}" for number in range(WORKERS)} | ({HOST_WORKER} if self.setting.has_host else set())
+        wanted = {f"w{number}" for number in range(self.setting.workers)}
+        if self.setting.has_host:
+            wanted.add(HOST_WORKER)
         ready = {worker.worker_id for worker in status.workers if worker.version >= 0 and worker.pid}
         pools = [pool for pool in status.pools if pool.host == "local" and pool.state == "ready"]
         return wanted <= ready and bool(pools) and bool(status.trainer) and not status.storage_faults

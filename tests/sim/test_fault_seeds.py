@@ -45,8 +45,9 @@ def failures(report: SweepReport) -> list[tuple[str, str]]:
     return [(failure.replay, failure.message) for failure in report.failures]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "dora"])
 def test_promises_hold_under_faults(policy: str) -> None:
+    """Seeds of the strategy dora, more of them, are those in which bugs are planted: tests/sim/test_planted_bugs.py."""
     assert not failures(sweep(range(SEEDS), (policy,)))
 
 
@@ -154,7 +155,7 @@ def test_whatever_befalls_a_stranded_handoff_is_tried(met: Counter[tuple[Phase, 
 def test_faults_meet_what_they_are_for(met: Counter[tuple[Phase, Signal]]) -> None:
     """Seeds that pass prove little where faults meet nothing: nearly every transition of a handoff must be taken.
 
-    Most of the seeds with all kinds are those of the first test.
+    The seeds with all kinds are also checked, in tests/sim/test_planted_bugs.py.
     """
     totals: Counter[str] = Counter()
     trials = [Trial(seed, "dora", kinds) for kinds, count in (("all", MET), (HANDOFFS, 32)) for seed in range(count)]
