@@ -36,6 +36,7 @@ class Share:
     end: int = -1  # position; -1: it is being written
     size_bytes: int = frames.HEADER_BYTES
     holes: int = 0  # that a start has found in it, and told of
+    missing: int = 0  # bytes at its end; the same
     owners: list[Column] = field(default_factory=list)
     owned_bytes: list[Column] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)  # owners of which it says what was asked for
@@ -108,6 +109,11 @@ class Compaction:
     @property
     def segments(self) -> int:
         return len(self._shares)
+
+    def ends(self, position: int) -> list[list[int]]:
+        """Of each segment its number and the position behind it; ``position``: behind that which was written last."""
+        known = [(number, share) for number, share in self._shares.items() if share.base >= 0]
+        return [[number, position if number == self._writing else share.end] for number, share in known]
 
     def begun(self, number: int, path: Path, base: int) -> None:
         """A new segment is written from now on."""
@@ -192,6 +198,8 @@ class Compaction:
             yield _part(others, tokens)
         if len(segment.holes) > share.holes:
             raise self._rotten(number, f"{segment.holes[-1]}, are damaged")
+        if (missing := share.end - segment.end) > share.missing:
+            raise self._rotten(number, f"{share.path}: {missing} bytes at its end are missing")
 
     def _rotten(self, number: int, why: str) -> OSError:
         self._damaged.add(number)

@@ -211,7 +211,7 @@ class Standing:
 
     ``groups``: [number, group id, size, step or -1, place in the order of taking]. What is not named here is no more.
     ``dropped``: [number, line] of the groups that were cancelled last, ``cancelled``: names likewise; None: an older
-    DORA did not say.
+    DORA did not say. ``ends``: [number, position behind it] of each earlier segment that there is.
     """
 
     values: dict[str, Any]
@@ -221,6 +221,7 @@ class Standing:
     versions: list[list[Any]]
     dropped: list[list[Any]] | None
     cancelled: list[str] | None
+    ends: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)

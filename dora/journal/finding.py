@@ -54,7 +54,12 @@ class _Read:
 
     kept: Kept = field(default_factory=Kept)
     shares: dict[int, Share] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)  # of segments by their numbers, as later ones say
     end: int = 0
+
+    def says_end(self, number: int, end: int) -> None:
+        """A later segment says where one ended."""
+        self.ends[number] = max(end, self.ends.get(number, end))
 
 
 def find(folder: Path, sizes: Sizes = DEFAULT_SIZES) -> Found:
@@ -149,7 +154,8 @@ def _read(segments: list[Segment], ledger: Ledger, said: list[str]) -> _Read:
         if segment.base < 0:
             if following > known if following is not None else _end_of(segments, index) != known:
                 raise _lost(segment.path.parent.parent, "and the ledger does not have what it said", said)
-            read.shares[segment.number] = Share(segment.path, -1, -1, segment.size_bytes)  # nobody's: it can go
+            size_bytes = max(segment.size_bytes, frames.HEADER_BYTES)
+            read.shares[segment.number] = Share(segment.path, -1, -1, size_bytes)  # nobody's: it can go
             continue
         records = list(frames.records(segment, following))
         cut = _torn_at(segment) if index == len(segments) - 1 else None
@@ -158,12 +164,15 @@ def _read(segments: list[Segment], ledger: Ledger, said: list[str]) -> _Read:
             said.append(f"{segment.path}: the last {segment.size_bytes - cut} bytes were cut short by a crash")
             _cut(segment, cut)
         share = read.shares[segment.number] = Share(segment.path, segment.base, segment.end)
+        read.says_end(segment.number - 1, segment.base)
         for hole in segment.holes:
             if cut is None or hole.offset < cut:
                 _damaged(segment, hole, known, following is not None, said)
                 share.holes += 1
         _take(read, share, segment, records, ledger, known)
         read.end = segment.end
+    for number, share in read.shares.items():
+        _look_for_its_end(share, read.ends.get(number, -1), said)
     ledger.apply([], max(read.end, known))
     if read.end < known:
         said.append(f"the log ends {known - read.end} bytes before what the ledger has: tokens are lost")
@@ -179,6 +188,14 @@ def _end_of(segments: list[Segment], index: int) -> int | None:
     if before is None or before.base < 0 or before.number != segment.number - 1:
         return None
     return before.end + segment.size_bytes - frames.HEADER_BYTES
+
+
+def _look_for_its_end(share: Share, end: int, said: list[str]) -> None:
+    """A segment that was cut between two records looks whole; where it ended, later ones say."""
+    if share.base >= 0 and share.end < end:
+        share.missing = end - share.end
+        said.append(f"{share.path}: {share.missing} bytes at its end are missing")
+        share.end = end
 
 
 def _take(
@@ -198,6 +215,9 @@ def _take(
         except InvalidValue as error:
             raise error.within(f"{segment.path}: byte {offset}") from error
         count(share, fact, size_bytes)
+        if isinstance(fact, facts.Standing):
+            for number, end in fact.ends:
+                read.says_end(number, end)
         if isinstance(fact, facts.Tokens):
             tokens.append(fact)
         elif isinstance(fact, facts.Verdict):

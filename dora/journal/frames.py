@@ -22,7 +22,7 @@ from zlib import crc32
 
 from dora.errors import InvalidValue
 
-SCHEMA_VERSION: Final = 2  # of the facts in the records (facts.py, upgrades.py)
+SCHEMA_VERSION: Final = 3  # of the facts in the records (facts.py, upgrades.py)
 SUFFIX: Final = ".seg"
 
 _MAGIC: Final = b"DORA-SEG"

@@ -328,8 +328,8 @@ class Ledger:
 
     # --------------------------------------------------------------------------------------------------------- reading
 
-    def standing(self) -> facts.Standing:
-        """All that is small, as the first record of a new segment."""
+    def standing(self, ends: list[list[int]]) -> facts.Standing:
+        """All that is small, as the first record of a new segment. ``ends``: of those before it."""
         read = self._database.execute
         return facts.Standing(
             {name: value for name, value in self.values.items() if name not in _OWN},
@@ -339,6 +339,7 @@ class Ledger:
             [list(row) for row in read("SELECT version, digest, rejected FROM versions ORDER BY version")],
             [list(row) for row in read("SELECT number, line FROM dropped ORDER BY number")],
             self.cancelled(),
+            ends,
         )
 
     def live_numbers(self) -> tuple[list[int], list[int], list[int]]:

@@ -344,7 +344,7 @@ class Log:
         number, path = self._number + 1, frames.path_of(self._folder, self._number + 1)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         self._size_bytes = 0
-        standing = self._ledger.standing()
+        standing = self._ledger.standing(self._compaction.ends(self._position))
         body = encoded(standing)
         _write(self._file, (frames.header(number, self._position), frames.framed(body, 0), body))
         os.fdatasync(self._file)

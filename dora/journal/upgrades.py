@@ -16,8 +16,13 @@ def _from_1(values: Values) -> Values:
     return [*values, None, None] if values[0] == _STANDING else values
 
 
+def _from_2(values: Values) -> Values:
+    """Standing says where the segments before it end; it did not."""
+    return [*values, []] if values[0] == _STANDING else values
+
+
 # version -> what makes of its facts those of the next version
-UPGRADES: Final[Mapping[int, Callable[[Values], Values]]] = {1: _from_1}
+UPGRADES: Final[Mapping[int, Callable[[Values], Values]]] = {1: _from_1, 2: _from_2}
 
 
 def upgraded(

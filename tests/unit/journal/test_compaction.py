@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,8 +187,30 @@ async def test_a_segment_that_cannot_be_read_once_stays(
     await check_again(tmp_path, told.known)
 
 
-@pytest.mark.parametrize("place", [10, 60], ids=["its header", "a record"])
-async def test_a_segment_that_is_damaged_stays_and_a_start_tells_it(tmp_path: Path, place: int) -> None:
+def changed_at(place: int) -> Callable[[Path], bytes]:
+    def changed(path: Path) -> bytes:
+        content = bytearray(path.read_bytes())
+        content[place] ^= 4
+        return bytes(content)
+
+    return changed
+
+
+def without_its_last_record(path: Path) -> bytes:
+    segment = frames.opened(path)
+    assert segment is not None
+    *_, (last, _) = frames.records(segment)
+    return path.read_bytes()[:last]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [changed_at(10), changed_at(60), without_its_last_record],
+    ids=["its header", "a record", "cut between two records"],
+)
+async def test_a_segment_that_is_damaged_stays_and_a_start_tells_it(
+    tmp_path: Path, damaged: Callable[[Path], bytes]
+) -> None:
     """The disk has lost something of it since it was written: what is still alive in it does not go unsaid."""
     faults: list[OSError | None] = []
     _, log = opened(tmp_path, SIZES, faults)
@@ -201,14 +223,13 @@ async def test_a_segment_that_is_damaged_stays_and_a_start_tells_it(tmp_path: Pa
     told.known.steps.pop(kept)
     await log.settled()
     (first,) = (tmp_path / LOG_FOLDER).iterdir()
-    content = bytearray(first.read_bytes())
-    content[place] ^= 4
-    first.write_bytes(content)
+    first.write_bytes(damaged(first))
     await with_slow_groups(log, told)
     await log.close()
     assert first.exists() and [fault.errno for fault in faults if fault is not None] == [errno.EIO]
     found = find(tmp_path)
-    assert found.groups[0].number == kept and first.name in found.said[0] and "damaged" in found.said[0]
+    assert found.groups[0].number == kept and first.name in found.said[0]
+    assert "damaged" in found.said[0] or "missing" in found.said[0]
     found.ledger.close()
 
 

@@ -284,6 +284,20 @@ async def test_damaged_tokens_cost_what_they_were_of(tmp_path: Path) -> None:
     found.ledger.close()
 
 
+async def test_a_segment_that_ends_before_the_next_one_begins_is_told(tmp_path: Path) -> None:
+    """Cut between two records, nothing of it looks damaged. Without any byte its header is."""
+    known = await recorded(tmp_path)
+    first = segments(tmp_path)[0]
+    content = first.read_bytes()
+    for offset in [0, *(offset for offset, _ in frames.records(segment_of(first)))]:
+        first.write_bytes(content[:offset])
+        found = find(tmp_path)
+        (said,) = found.said
+        assert str(first) in said and ("are missing" in said if offset else "header is damaged" in said)
+        assert {group.number: group.step for group in found.groups} == known.steps
+        found.ledger.close()
+
+
 async def test_damage_that_the_ledger_does_not_make_good_is_refused(tmp_path: Path) -> None:
     await recorded(tmp_path)
     forget_ledger(tmp_path)
@@ -339,7 +353,7 @@ async def test_what_is_no_segment_and_a_newer_one_are_refused(tmp_path: Path) ->
     newer[8] = frames.SCHEMA_VERSION + 1
     newer[-4:] = crc(newer[:-4])
     newest.write_bytes(newer + content[frames.HEADER_BYTES :])
-    with pytest.raises(InvalidValue, match=r"schema version = 3 .* at most 2; a newer DORA"):
+    with pytest.raises(InvalidValue, match=r"schema version = 4 .* at most 3; a newer DORA"):
         find(tmp_path)
     other = bytearray(frames.header(9, 0))
     other[:8] = b"SOMEBODY"
@@ -377,7 +391,11 @@ async def test_a_log_of_the_first_schema_is_carried_on(tmp_path: Path) -> None:
     content[-4:] = crc(content[:-4])
     for _, body in list(frames.records(segment_of(segment))):
         values = msgpack.unpackb(body, strict_map_key=False)
-        old = msgpack.packb(values[:-2]) if isinstance(facts.decoded(body, 2), facts.Standing) else bytes(body)
+        old = (
+            msgpack.packb(values[:-3])
+            if isinstance(facts.decoded(body, frames.SCHEMA_VERSION), facts.Standing)
+            else bytes(body)
+        )
         content += frames.framed(old, 0) + old
     segment.write_bytes(content)
     forget_ledger(tmp_path)
@@ -400,7 +418,7 @@ async def test_what_a_ledger_keeps_is_read_under_the_schema_that_it_came_in(tmp_
         with pytest.raises(InvalidValue, match="schema version = 0"):
             found.ledger.upgrade()
         found.ledger.values["schema"] = 9
-        with pytest.raises(InvalidValue, match=r"schema version = 9 .* at most 2; a newer DORA"):
+        with pytest.raises(InvalidValue, match=r"schema version = 9 .* at most 3; a newer DORA"):
             found.ledger.upgrade()
         found.ledger.close()
 
@@ -431,8 +449,8 @@ def test_every_kind_of_fact_comes_back() -> None:
         facts.WorkerBegan(1),
         facts.WindowStands(1, 2, 3),
         facts.Renumbered(1, 2),
-        facts.Standing({"a": 1}, [[1, "g", 2, -1, 0]], [1], [2], [[1, b"d", None]], [[3, "{}"]], ["a"]),
-        facts.Standing({}, [], [], [], [], None, None),
+        facts.Standing({"a": 1}, [[1, "g", 2, -1, 0]], [1], [2], [[1, b"d", None]], [[3, "{}"]], ["a"], [[1, 64]]),
+        facts.Standing({}, [], [], [], [], None, None, []),
         facts.HostStands("h1", 2, {"h1-w0": "ab"}),
         facts.HostStands("h1", 2, None),
     ]
