@@ -6,8 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -128,10 +128,10 @@ def test_only_a_service_refuses_with_4(tmp_path: Path, tiny_dense: Path) -> None
 PRINTING = [("--help",), ("version",), ("plan", "--gpus", "64"), ("plan", "--gpus", "64", "--json")]
 
 
-def dora_process(*arguments: str, stdout: int, **options: Any) -> tuple[int, str]:
-    """Exit code and stderr of the command in a process of its own."""
-    command = [sys.executable, "-m", "dora", *arguments]
-    ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, **options)
+def dora_process(*arguments: str, stdout: int, inside: Sequence[str] = ()) -> tuple[int, str]:
+    """Exit code and stderr of the command in a process of its own. ``inside``: the command that begins it."""
+    command = [*inside, sys.executable, "-m", "dora", *arguments]
+    ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
     return ended.returncode, ended.stderr
 
 
@@ -152,7 +152,8 @@ def test_an_output_that_nobody_reads_ends_the_command_without_a_word(arguments: 
 
 
 def test_an_output_that_is_closed_is_one_line_and_a_failure() -> None:
-    ended = dora_process("version", stdout=subprocess.DEVNULL, preexec_fn=lambda: os.close(1))
+    closes = ("sh", "-c", 'exec "$@" >&-', "sh")
+    ended = dora_process("version", stdout=subprocess.DEVNULL, inside=closes)
     assert ended == (ExitCode.FAILED, "dora: standard output is closed\n")
 
 
