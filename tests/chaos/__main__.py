@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             workers=options.workers,
             ranks=options.ranks,
             has_host=not options.no_host,
-            has_link=is_apart() and not options.no_host,
+            has_link=is_apart(),
             has_disk=has_namespaces(),
         )
         report = asyncio.run(_run(setting, options))

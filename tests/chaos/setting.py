@@ -25,7 +25,7 @@ class Setting:
     engine: str
     rows: list[dict[str, Any]] = field(repr=False)  # of prompts
     groups_per_step: int
-    workers: int = 3
+    workers: int
     ranks: int = 1  # of each worker
     has_host: bool = True  # that has joined
     has_link: bool = False  # to that host, which can be cut

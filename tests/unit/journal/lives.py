@@ -123,6 +123,13 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
+def flip(path: Path, at: int) -> None:
+    """One bit of a file is no longer what was written."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
 def forget_ledger(folder: Path) -> None:
     for path in folder.glob(f"{LEDGER_FILE}*"):
         path.unlink()

@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from dora.journal.finding import find
 from dora.journal.ledger import Ledger
 from dora.journal.log import LOG_FOLDER, Log
 from dora.types import Prompt
-from tests.unit.journal.lives import SMALL, Known, Life, check, forget_ledger, opened, until
+from tests.unit.journal.lives import SMALL, Known, Life, check, flip, forget_ledger, opened, until
 
 SIZES = replace(SMALL, segment_bytes=3000)
 NEVER = 1000  # a step that is not trained here
@@ -187,29 +188,23 @@ async def test_a_segment_that_cannot_be_read_once_stays(
     await check_again(tmp_path, told.known)
 
 
-def changed_at(place: int) -> Callable[[Path], bytes]:
-    def changed(path: Path) -> bytes:
-        content = bytearray(path.read_bytes())
-        content[place] ^= 4
-        return bytes(content)
-
-    return changed
-
-
-def without_its_last_record(path: Path) -> bytes:
+def cut_off_the_last_record(path: Path) -> None:
     segment = frames.opened(path)
     assert segment is not None
     *_, (last, _) = frames.records(segment)
-    return path.read_bytes()[:last]
+    os.truncate(path, last)
 
 
 @pytest.mark.parametrize(
-    "damaged",
-    [changed_at(10), changed_at(60), without_its_last_record],
-    ids=["its header", "a record", "cut between two records"],
+    ("hurt", "told_as"),
+    [
+        pytest.param(partial(flip, at=10), "damaged", id="its header"),
+        pytest.param(partial(flip, at=60), "damaged", id="a record"),
+        pytest.param(cut_off_the_last_record, "missing", id="cut between two records"),
+    ],
 )
 async def test_a_segment_that_is_damaged_stays_and_a_start_tells_it(
-    tmp_path: Path, damaged: Callable[[Path], bytes]
+    tmp_path: Path, hurt: Callable[[Path], None], told_as: str
 ) -> None:
     """The disk has lost something of it since it was written: what is still alive in it does not go unsaid."""
     faults: list[OSError | None] = []
@@ -223,13 +218,12 @@ async def test_a_segment_that_is_damaged_stays_and_a_start_tells_it(
     told.known.steps.pop(kept)
     await log.settled()
     (first,) = (tmp_path / LOG_FOLDER).iterdir()
-    first.write_bytes(damaged(first))
+    hurt(first)
     await with_slow_groups(log, told)
     await log.close()
     assert first.exists() and [fault.errno for fault in faults if fault is not None] == [errno.EIO]
     found = find(tmp_path)
-    assert found.groups[0].number == kept and first.name in found.said[0]
-    assert "damaged" in found.said[0] or "missing" in found.said[0]
+    assert found.groups[0].number == kept and first.name in found.said[0] and told_as in found.said[0]
     found.ledger.close()
 
 
@@ -316,9 +310,7 @@ async def test_a_segment_without_its_header_goes_once_it_was_passed_over(tmp_pat
         await log.settled()
     await log.close()
     first = segment_paths(tmp_path)[0]
-    content = bytearray(first.read_bytes())
-    content[20] ^= 1
-    first.write_bytes(content)
+    flip(first, at=20)
     found, log = opened(tmp_path, SIZES)
     assert "header is damaged" in found.said[0]
     log.append(facts.WorkerBegan(7))

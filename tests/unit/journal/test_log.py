@@ -21,7 +21,7 @@ from dora.journal.log import LOG_FOLDER, Sizes
 from dora.journal.upgrades import upgraded
 from dora.types import Prompt
 from tests.abuse.full import files_up_to
-from tests.unit.journal.lives import SMALL, Known, Life, check, forget_ledger, opened, until
+from tests.unit.journal.lives import SMALL, Known, Life, check, flip, forget_ledger, opened, until
 
 
 def size_of(folder: Path) -> int:
@@ -268,9 +268,7 @@ async def test_damaged_tokens_cost_what_they_were_of(tmp_path: Path) -> None:
         if isinstance(fact := facts.decoded(body, frames.SCHEMA_VERSION), facts.Tokens)
         and live & set(fact.numbers.tolist())
     )
-    content = bytearray(first.read_bytes())
-    content[offset + 40] ^= 4
-    first.write_bytes(content)
+    flip(first, at=offset + 40)
     found = find(tmp_path)
     assert len(found.said) == 1 and first.name in found.said[0] and "damaged" in found.said[0]
     assert [group.number for group in found.groups] == sorted(known.steps)
@@ -302,10 +300,8 @@ async def test_damage_that_the_ledger_does_not_make_good_is_refused(tmp_path: Pa
     await recorded(tmp_path)
     forget_ledger(tmp_path)
     first = segments(tmp_path)[-1]
-    content = bytearray(first.read_bytes())
-    at = content.find(b"\xd0\x0a\xa7\x1e", len(content) // 4)
-    content[at + 30] ^= 4
-    first.write_bytes(content)
+    content = first.read_bytes()
+    flip(first, at=content.find(b"\xd0\x0a\xa7\x1e", len(content) // 4) + 30)
     with pytest.raises(InvalidValue, match=r"service.state = .* cannot be carried on \(.*seg: \d+ bytes at byte \d+"):
         find(tmp_path)
 
@@ -314,9 +310,8 @@ async def test_a_last_segment_without_its_header_is_refused_unless_the_ledger_ha
     """A start never removes it: records that are whole were written, and perhaps acknowledged."""
     known = await recorded(tmp_path)
     last = segments(tmp_path)[-1]
-    content = bytearray(last.read_bytes())
-    content[20] ^= 1
-    last.write_bytes(content)
+    flip(last, at=20)
+    content = last.read_bytes()
     found, log = opened(tmp_path, replace(SMALL, compacts=False))
     assert last.name in found.said[0] and "header is damaged" in found.said[0]
     assert {group.number: group.step for group in found.groups} == known.steps
@@ -378,8 +373,12 @@ def test_facts_of_an_older_schema_are_upgraded_step_by_step() -> None:
         upgraded([0], 0, upgrades, to=3)
 
 
-async def test_a_log_of_the_first_schema_is_carried_on(tmp_path: Path) -> None:
-    """Standing did not say then what was cancelled; its own facts in the log do."""
+@pytest.mark.parametrize(("schema", "newer"), [(1, 3), (2, 1)])
+async def test_a_log_of_an_older_schema_is_carried_on(tmp_path: Path, schema: int, newer: int) -> None:
+    """Standing did not say then what was cancelled, which its own facts in the log do, or where segments end.
+
+    ``newer``: how many of its fields that schema does not have.
+    """
     _, log = opened(tmp_path, replace(SMALL, segment_bytes=1 << 20))
     told = Life(log.append, Known())
     told.step()
@@ -387,15 +386,11 @@ async def test_a_log_of_the_first_schema_is_carried_on(tmp_path: Path) -> None:
     await log.close()
     (segment,) = segments(tmp_path)
     content = bytearray(frames.header(1, 0))
-    content[8] = 1
+    content[8] = schema
     content[-4:] = crc(content[:-4])
     for _, body in list(frames.records(segment_of(segment))):
         values = msgpack.unpackb(body, strict_map_key=False)
-        old = (
-            msgpack.packb(values[:-3])
-            if isinstance(facts.decoded(body, frames.SCHEMA_VERSION), facts.Standing)
-            else bytes(body)
-        )
+        old = msgpack.packb(values[:-newer]) if facts.kind_of(body) is facts.Standing else bytes(body)
         content += frames.framed(old, 0) + old
     segment.write_bytes(content)
     forget_ledger(tmp_path)
