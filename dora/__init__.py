@@ -14,7 +14,7 @@ from dora.release import __version__
 if TYPE_CHECKING:
     from dora import sync
     from dora.client import AllRanks, Prompts, Trainer
-    from dora.types import Prompt
+    from dora.data.types import Prompt
 
 __all__ = ["AllRanks", "Prompt", "Prompts", "Trainer", "__version__", "sync"]
 
@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(client, name)
     if name == "Prompt":
-        from dora.types import Prompt
+        from dora.data.types import Prompt
 
         return Prompt
     if name == "sync":

@@ -12,8 +12,7 @@ from typing import Any, Final, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from dora.errors import InvalidValue
-from dora.limits import (
+from dora.data.limits import (
     GROUPS_MOST,
     STOP_TOKENS_MOST,
     STOPS_MOST,
@@ -33,7 +32,8 @@ from dora.limits import (
     Timeout,
     Versions,
 )
-from dora.validation import kind_of, validated_as, words_of
+from dora.data.validation import kind_of, validated_as, words_of
+from dora.errors import InvalidValue
 
 CONTEXT_LEAST: Final = 16
 DEFAULT_POLICY: Final = "laxity"  # docs/strategy.md explains it
@@ -143,7 +143,7 @@ class RolloutConfig(Section):
 
 
 class CostConfig(Section):
-    """Cost of one engine step (dora/orchestrator/core/cost.py says what the coefficients mean)."""
+    """Cost of one engine step (dora/core/forecast/cost.py says what the coefficients mean)."""
 
     kv_token_s: StepSeconds = Field(description="k1: a step's seconds for each cached token")
     weights_s: StepSeconds = Field(description="k2: a step's seconds to read the weights")
@@ -172,7 +172,7 @@ class DoraConfig(Section):
 class BalanceConfig(Section):
     """Re-balancing and handoff."""
 
-    policy: str = Field(DEFAULT_POLICY, description="strategy by name: see dora.orchestrator.core.policies")
+    policy: str = Field(DEFAULT_POLICY, description="strategy by name: see dora.core.policies")
     predictor: Literal["oracle", "statistics", "ranker"] = Field(
         "statistics", description="of response lengths; oracle: the simulator's, which knows them, and no service's"
     )

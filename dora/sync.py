@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 from dora import client
 from dora.client import Attachment, Commit, Evaluation
 from dora.client.background import Background
+from dora.data.trajectory import TrajectoryGroup
+from dora.data.types import Canary
 from dora.rpc.channel import MAX_MESSAGE_BYTES
-from dora.trajectory import TrajectoryGroup
-from dora.types import Canary
 
 if TYPE_CHECKING:
     from dora.client.publication import Weights
-    from dora.types import Prompt
+    from dora.data.types import Prompt
 
 Asynchronous = TypeVar("Asynchronous", client.Trainer, client.Prompts)
 Parameters = ParamSpec("Parameters")

@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from dora.orchestrator.core.cost import CostModel
-from dora.orchestrator.core.policies.laxity.tuning import TUNING
-from dora.orchestrator.core.window import Window
+from dora.core.forecast.cost import CostModel
+from dora.core.groups.window import Window
+from dora.core.policies.laxity.tuning import TUNING
 from dora.sim.extent import bound_of_s, expected_bound_s
 from dora.sim.presets import preset
 from dora.sim.scenario import Scenario

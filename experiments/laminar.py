@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Final
 
-from dora.limits import WINDOW_MOST
+from dora.data.limits import WINDOW_MOST
 from dora.planning.hardware import find_hardware
 from dora.planning.models import find_model
 from dora.planning.training import over_even

@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
+from dora.data.trajectory import Trajectory, TrajectoryGroup
+from dora.data.types import SamplingParams
 from dora.models.tiny import make_tiny
 from dora.trainers.batches import packed_batches, packed_tokens
 from dora.trainers.learner import Learner, LearnerConfig
-from dora.trajectory import Trajectory, TrajectoryGroup
-from dora.types import SamplingParams
 
 PROMPT_TOKENS = 24
 GROUP_SIZE = 8

@@ -10,8 +10,8 @@ from typing import Final, Self
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from dora.data.types import RequestSpec, SamplingParams
 from dora.models.tiny import make_tiny
-from dora.types import RequestSpec, SamplingParams
 from dora.worker.vllm_engine import VllmEngine
 
 SLOTS: Final = 4

@@ -22,11 +22,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from dora.data.types import RequestSpec, SamplingParams
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.models import resolve_model
-from dora.types import RequestSpec, SamplingParams
 from dora.worker.vllm_engine import VllmEngine
 
 ROUNDS = 7

@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from dora.config import validated
+from dora.core import Machine
+from dora.data.types import Prompt
 from dora.journal import facts, frames
 from dora.journal.finding import find
 from dora.journal.log import FLUSH_BYTES, LOG_FOLDER, Log
-from dora.memory import collecting_rarely
-from dora.orchestrator import resume
-from dora.orchestrator.book import Book
-from dora.orchestrator.core import Machine
-from dora.types import Prompt
+from dora.orchestrator.recovery import resume
+from dora.orchestrator.rollout.book import Book
+from dora.system.memory import collecting_rarely
 
 GROUP_SIZE = 16
 WORKER_REQUESTS = 128

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.eventlog import read_log
-from dora.orchestrator.replay import Replay
+from dora.core import commands as do
+from dora.core import events as on
+from dora.orchestrator.recording.eventlog import read_log
+from dora.orchestrator.recovery.replay import Replay
 
 LEAST_S = 1e-3  # of what is left of a time without the ways there and back
 

@@ -15,11 +15,11 @@ from typing import Final
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from dora.data.types import RequestSpec, SamplingParams
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.models.tiny import make_tiny
-from dora.types import RequestSpec, SamplingParams
 from dora.worker.copying import Copying
 from dora.worker.prefixes import SentPrefixes
 from dora.worker.vllm_engine import VllmEngine

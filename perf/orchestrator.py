@@ -38,10 +38,10 @@ from swarm import Load, Swarm
 
 from dora.client import Operator, Trainer
 from dora.config import Config, load_config
+from dora.data.types import EngineCapability
 from dora.orchestrator.main import ServiceHandle, serve
 from dora.orchestrator.setup import open_many_files
 from dora.rpc.roles import Role
-from dora.types import EngineCapability
 
 GROUP_SIZE: Final = 8
 LAG_S: Final = 0.005

@@ -26,6 +26,7 @@ from typing import Any, Final
 import numpy as np
 from rich.table import Table
 
+from dora.data.types import RequestSpec, SamplingParams
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.peer import ANY_MODEL, Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
@@ -33,7 +34,6 @@ from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
 from dora.pool.loop import PoolLoop
 from dora.pool.store import Store
 from dora.rpc import dora_pb2 as pb
-from dora.types import RequestSpec, SamplingParams
 
 SECRET: Final = bytes(range(32))
 WAIT_S: Final = 60.0

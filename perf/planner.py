@@ -20,15 +20,15 @@ from heapq import heapify, heapreplace
 import numpy as np
 
 from dora.config import validated
-from dora.memory import collecting_rarely, keep_freed_memory
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.dispatcher import Dispatcher
-from dora.orchestrator.core.observation import view_of
-from dora.orchestrator.core.plan import Trigger
-from dora.orchestrator.core.policies import nearest_window
-from dora.orchestrator.core.window import Window
+from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.dispatcher import Dispatcher
+from dora.core.groups.window import Window
+from dora.core.observation import view_of
+from dora.core.plan import Trigger
+from dora.core.policies import nearest_window
+from dora.system.memory import collecting_rarely, keep_freed_memory
 
 GROUP_SIZE = 16
 KV_TOKENS = 772_000

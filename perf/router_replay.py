@@ -25,13 +25,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3MoeConfig
 
+from dora.data.trajectory import Trajectory, expert_rows
+from dora.data.types import RequestSpec, SamplingParams
 from dora.models import routing
 from dora.models.checkpoint_names import to_checkpoint
 from dora.models.tiny_vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCABULARY, write_tokenizer
 from dora.trainers.packing import Pack, packed_logprobs, prepare
 from dora.trainers.router_replay import RouterReplay
-from dora.trajectory import Trajectory, expert_rows
-from dora.types import RequestSpec, SamplingParams
 
 PROMPT_TOKENS: Final = 24
 EXPERTS: Final = 32

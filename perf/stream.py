@@ -34,8 +34,11 @@ import numpy as np
 from dora.client import Trainer
 from dora.client.step import Step
 from dora.config import RolloutConfig
+from dora.data.stretches import TokenColumns
+from dora.data.trajectory import TrajectoryGroup
+from dora.data.types import Prompt, Reward
 from dora.errors import Conflict
-from dora.orchestrator.book import Book
+from dora.orchestrator.rollout.book import Book
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
@@ -43,9 +46,6 @@ from dora.rpc.channel import server_options
 from dora.rpc.door import server_interceptors
 from dora.rpc.packed import packed_batches
 from dora.rpc.roles import Tokens
-from dora.stretches import TokenColumns
-from dora.trajectory import TrajectoryGroup
-from dora.types import Prompt, Reward
 
 TOKEN: Final = "of-this-run"
 GROUP_SIZE: Final = 8

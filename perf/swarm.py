@@ -9,10 +9,10 @@ from typing import Any, Final
 import grpc
 import numpy as np
 
+from dora.data.types import EngineCapability
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import bearer, channel_options
-from dora.types import EngineCapability
 
 KEPT_BYTES: Final = 32 << 20  # of reports that are kept, to be sent again to a server that drops them
 ENDLESS: Final = 1 << 40

@@ -8,10 +8,10 @@ from zlib import crc32
 import msgpack
 
 from dora.config import Config
+from dora.core import events as on
 from dora.journal import facts, frames
 from dora.journal.log import LOG_FOLDER
-from dora.orchestrator.core import events as on
-from dora.orchestrator.event_fields import event_to_fields
+from dora.orchestrator.recording.event_fields import event_to_fields
 
 
 class FolderWriter:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from dora.client import Operator, Trainer
 from dora.config import Config, load_config
+from dora.data.trajectory import TrajectoryGroup
 from dora.errors import Conflict, NotFound
 from dora.orchestrator.main import ServiceHandle, serve
 from dora.rpc import dora_pb2 as pb
-from dora.trajectory import TrajectoryGroup
 
 Result = TypeVar("Result")
 

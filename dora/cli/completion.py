@@ -98,7 +98,7 @@ def policies(incomplete: str) -> Found:
 
 def live_policies(incomplete: str) -> Found:
     """The strategies of a service."""
-    from dora.orchestrator.core.policies import POLICIES
+    from dora.core.policies import POLICIES
     from dora.orchestrator.plugins import load_strategies
 
     with suppress(DoraError):
@@ -128,7 +128,7 @@ def faults(incomplete: str) -> Found:
 
 def event_kinds(incomplete: str) -> Found:
     """The kinds of events and commands, each after those that stand there already."""
-    from dora.orchestrator.replay import KINDS
+    from dora.orchestrator.recovery.replay import KINDS
 
     before = incomplete[: incomplete.rfind(",") + 1]
     return [f"{before}{kind}" for kind in KINDS]
@@ -225,7 +225,7 @@ def _meaning(field: Any) -> str:
 
 
 def _fields(model: "type[BaseModel]", place: str) -> Iterator[tuple[str, Any]]:
-    from dora.validation import kind_of, section_of
+    from dora.data.validation import kind_of, section_of
 
     for name, field in model.model_fields.items():
         section = section_of(field)
@@ -236,7 +236,7 @@ def _fields(model: "type[BaseModel]", place: str) -> Iterator[tuple[str, Any]]:
 
 
 def _values(name: str, field: Any, incomplete: str) -> Found:
-    from dora.validation import kind_of, words_of
+    from dora.data.validation import kind_of, words_of
 
     kind = kind_of(field)
     if name in VALUES:

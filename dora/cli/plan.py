@@ -14,7 +14,7 @@ from dora.cli.output import print_result
 from dora.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from dora.orchestrator.core.cost import CostModel
+    from dora.core.forecast.cost import CostModel
     from dora.planning.allocation import TrainingTime
     from dora.planning.workload import StepWorkload
 
@@ -160,7 +160,7 @@ def _refuse_ignored(context: typer.Context) -> None:
 
 def read_cost(file: Path) -> "CostModel":
     """The coefficients of a file that ``dora profile --out`` wrote. Raises InvalidValue, naming the field."""
-    from dora.orchestrator.core.cost import CostModel
+    from dora.core.forecast.cost import CostModel
     from dora.planning.profile import coefficients_of
 
     try:
@@ -210,7 +210,7 @@ def _measured(points: list[str] | None, multiple: int) -> "TrainingTime | None":
 
 def _adjust(generation_s: float | None, training_s: float | None, engines: int, as_json: bool) -> None:
     """Dynamic adjustment, from times measured in a run."""
-    from dora.orchestrator.core.adjustment import groups_to_add
+    from dora.core.forecast.adjustment import groups_to_add
     from dora.view.plan import Adjustment
 
     for option, value in (("--generation-s", generation_s), ("--training-s", training_s), ("--engines", engines)):

@@ -14,8 +14,8 @@ from dora.cli.exits import ExitCode, say
 from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stderr, stdout
 from dora.errors import DoraError, InvalidValue
-from dora.outfile import check_folder
 from dora.planning.samples import ClockName
+from dora.system.outfile import check_folder
 
 if TYPE_CHECKING:
     from dora.planning.profile import Fit, Validation

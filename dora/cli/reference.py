@@ -19,13 +19,13 @@ from dora.cli.simulate import presets, run, sweep
 from dora.cli.simulate.presets import PresetRow
 from dora.cli.simulate.run import ComparisonTree, Origin
 from dora.config import Config
+from dora.data.validation import kind_of, limits_of, section_of
 from dora.demo.report import DemoReport
-from dora.orchestrator.replay import Known, Summary
+from dora.orchestrator.recovery.replay import Known, Summary
 from dora.sim.fault_kinds import KINDS
 from dora.sim.report import BrokenReport, Report
 from dora.sim.scenario import Scenario
 from dora.sim.sweep import SweepReport
-from dora.validation import kind_of, limits_of, section_of
 from dora.verify import VerifyReport
 from dora.view import comparison, plan, service
 from dora.view.decisions import ReplayTree

@@ -14,8 +14,8 @@ from dora.cli.output import print_json, stderr, stdout
 from dora.errors import InvalidValue, one_of
 
 if TYPE_CHECKING:
-    from dora.orchestrator.eventlog import EventLog
-    from dora.orchestrator.replay import Decision, Replay
+    from dora.orchestrator.recording.eventlog import EventLog
+    from dora.orchestrator.recovery.replay import Decision, Replay
 
 EXAMPLE = "dora replay out/state --from 100 --to 200 --only StepCommitted"
 
@@ -44,9 +44,9 @@ def replay(
 
     If a bug of the core ended the service, the replay ends there too, and the command exits with 1.
     """
-    from dora.orchestrator.eventlog import read_log
     from dora.orchestrator.plugins import load_strategies
-    from dora.orchestrator.replay import Replay
+    from dora.orchestrator.recording.eventlog import read_log
+    from dora.orchestrator.recovery.replay import Replay
 
     load_strategies()
     if last is not None and last < first:
@@ -97,7 +97,7 @@ def _print_json(log: "EventLog", run: "Replay", decisions: Iterator["Decision"])
 
 def _kinds(only: str | None) -> frozenset[str]:
     """The kinds of events and commands that ``--only`` names, in whatever case."""
-    from dora.orchestrator.replay import KINDS
+    from dora.orchestrator.recovery.replay import KINDS
 
     spelled = {kind.lower(): kind for kind in KINDS}
     found = set()

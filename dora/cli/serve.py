@@ -16,7 +16,7 @@ from dora.cli.options import WINDOW_METAVAR, SettingsOption, window_size
 from dora.cli.output import print_json
 from dora.cli.token import left_token, token_folder
 from dora.config import Config, given, load_config
-from dora.log_limit import LogLimit
+from dora.system.log_limit import LogLimit
 
 if TYPE_CHECKING:
     from dora.orchestrator.main import ServiceHandle

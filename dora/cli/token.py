@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dora.ownership import hold_new, is_abandoned
+from dora.system.ownership import hold_new, is_abandoned
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 WHERE = "--token, DORA_TOKEN, or a service that you started on this host"  # a token comes from

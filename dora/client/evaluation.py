@@ -9,12 +9,12 @@ from typing import Annotated, Any, Self
 import numpy as np
 
 from dora.client.connection import Connection
+from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import check_message_bytes
 from dora.rpc.convert import group_from_wire
 from dora.rpc.dora_pb2_grpc import PromptsStub
 from dora.rpc.errors import ServiceUnavailable
-from dora.trajectory import Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True)

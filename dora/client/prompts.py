@@ -8,12 +8,12 @@ from typing import Any, Final
 
 from dora.client.connection import Client, check_count
 from dora.client.evaluation import Evaluation
+from dora.data.strict_json import check_text
+from dora.data.types import Prompt
 from dora.errors import InvalidValue, one_of
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import prompt_to_wire
 from dora.rpc.dora_pb2_grpc import PromptsStub
-from dora.strict_json import check_text
-from dora.types import Prompt
 
 _FORMS: Final = ("prompt", "prompt_token_ids", "messages")
 _FIELDS: Final = (*_FORMS, "prompt_id", "task_id", "answer", "verifier", "group_size", "sampling", "priority")

@@ -25,12 +25,12 @@ from dora.client.modules import (
     without_tied_head,
 )
 from dora.client.taking import Spare, Taken, take_files, take_tensors
+from dora.data.types import Canary
 from dora.errors import InvalidValue, NotFound, is_full
 from dora.models.checkpoint_names import to_checkpoint
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import WEIGHT_CHUNK_BYTES
 from dora.rpc.errors import LimitExceeded
-from dora.types import Canary
 from dora.weights.canary import compute_canary
 from dora.weights.files import WeightFile, check_file_name, header_of, published_header
 from dora.weights.reference import WEIGHTS_FILE, TensorHeader, check_tensors, read_header, weight_files

@@ -13,11 +13,11 @@ from typing import Final
 from dora.client.publication import files_to_wire
 from dora.client.session import Attachment, Session
 from dora.client.taking import Taken
+from dora.data.types import Canary
 from dora.errors import VersionRejected
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import canary_to_wire
 from dora.rpc.errors import ServiceUnavailable
-from dora.types import Canary
 
 log = logging.getLogger("dora.client")
 

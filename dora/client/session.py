@@ -19,13 +19,13 @@ from dora.client.modules import config_of, is_module, unwrapped
 from dora.client.publication import Weights, canary_of, take_weights, upload
 from dora.client.skeleton import Skeleton
 from dora.client.taking import RECYCLED_FOLDER, Spare, Taken
+from dora.data.types import Canary
 from dora.errors import MISSING, Conflict, InvalidValue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import MAX_MESSAGE_BYTES
 from dora.rpc.dora_pb2_grpc import TrainerStub
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.packed import split
-from dora.types import Canary
 from dora.weights.files import laid_out, preamble
 from dora.weights.reference import WEIGHTS_FILE, TensorHeader
 

@@ -9,8 +9,8 @@ from typing import Any, Final, Self
 
 from dora.client.modules import is_module, is_sharded, plain_name, unwrapped
 from dora.client.taking import Taken
+from dora.data.types import Canary
 from dora.models.checkpoint_names import to_checkpoint
-from dora.types import Canary
 from dora.weights.canary import compute_canary
 from dora.weights.files import tensor_at
 from dora.weights.reference import layout_of

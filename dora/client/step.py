@@ -9,14 +9,14 @@ from typing import Any, Final, Self
 from dora.client.publication import Weights
 from dora.client.publishing import Commit, Publication, settle
 from dora.client.session import Attachment, Session
+from dora.data.strict_json import check_text
+from dora.data.trajectory import TrajectoryGroup
+from dora.data.types import Canary
 from dora.errors import Conflict, InvalidValue, VersionRejected
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import group_from_wire
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.packed import packed_groups
-from dora.strict_json import check_text
-from dora.trajectory import TrajectoryGroup
-from dora.types import Canary
 
 _BEGUN_ANEW: Final = "left, and begun anew by steps()"
 

@@ -15,11 +15,11 @@ from dora.client.publication import Weights, files_to_wire
 from dora.client.publishing import end, settle
 from dora.client.session import Attachment, Session
 from dora.client.step import Step
+from dora.data.types import Canary
 from dora.errors import Conflict, VersionRejected
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import canary_to_wire
 from dora.rpc.errors import ServiceUnavailable
-from dora.types import Canary
 
 
 class Trainer(Session):

@@ -4,8 +4,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from dora.data.record import LINES_FILES, TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.errors import InvalidValue
-from dora.record import LINES_FILES, TRAJECTORIES_FILE, VERSIONS_FOLDER
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.errors import InvalidValue
-from dora.ownership import hold, hold_new, is_abandoned
+from dora.system.ownership import hold, hold_new, is_abandoned
 from dora.weights.files import SUFFIX
 from dora.weights.host_store import size_here
 

@@ -1,7 +1,7 @@
 """Who runs the worker processes of one host: the seam between a service and whatever starts processes somewhere.
 
 Two launchers exist: ``processes.Processes``, on the machine that it is on, and the service's end of an agent elsewhere
-(``dora/orchestrator/remote.py``). One for Ray, Kubernetes or Slurm would have the same four words.
+(``dora/orchestrator/hosts/remote.py``). One for Ray, Kubernetes or Slurm would have the same four words.
 """
 
 import asyncio

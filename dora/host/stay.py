@@ -17,6 +17,7 @@ from typing import Any, Final
 import grpc
 
 from dora.config import KvConfig, WorkersConfig
+from dora.data.validation import validated_as
 from dora.errors import InvalidValue
 from dora.host.capacity import capacity_to_wire, gpus, visible_gpus
 from dora.host.command import Place, pool_argv, pool_id_of, worker_argv, worker_environment
@@ -34,7 +35,6 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import bearer
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
-from dora.validation import validated_as
 from dora.weights.files import WeightFile
 from dora.weights.host_store import HostStore
 

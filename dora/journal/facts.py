@@ -11,9 +11,9 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from dora.data.types import Prompt
 from dora.errors import InvalidValue
 from dora.journal.upgrades import upgraded
-from dora.types import Prompt
 
 Column = npt.NDArray[Any]
 

@@ -15,11 +15,11 @@ from typing import Any, Final
 
 import msgpack
 
+from dora.data.types import Prompt
 from dora.errors import InvalidValue
 from dora.journal import facts
 from dora.journal.facts import Fact
 from dora.journal.frames import SCHEMA_VERSION
-from dora.types import Prompt
 
 LEDGER_VERSION: Final = 1
 OPEN: Final = -1  # in place of a step: no step has taken the group

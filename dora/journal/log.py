@@ -27,7 +27,7 @@ from dora.journal import frames
 from dora.journal.compaction import Compaction
 from dora.journal.facts import Event, Fact, Tokens, Verdict, encoded
 from dora.journal.ledger import Ledger, disk_fault
-from dora.outfile import sync_folder
+from dora.system.outfile import sync_folder
 
 log = logging.getLogger("dora.journal")
 

@@ -20,11 +20,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from dora.data.types import TierLoad
 from dora.errors import TransferFailed
 from dora.kvtier.chunks import ChunkShape, is_sealed, salt_of, seal
 from dora.kvtier.wire import Connection, key_of, registration
 from dora.kvtransfer.memory import Pool
-from dora.types import TierLoad
 
 log = logging.getLogger("dora.worker")
 

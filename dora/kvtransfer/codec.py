@@ -30,11 +30,11 @@ import msgpack
 import numpy as np
 from blake3 import blake3
 
+from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import SnapshotRefused
 from dora.kvtransfer.checksum import Buffer
 from dora.kvtransfer.layout import block_counts, blocks_for, check_consistent
 from dora.kvtransfer.snapshot import SCHEMA, KvLayout, KvSnapshot, Pieces
-from dora.types import RequestSpec, SamplingParams
 
 MAGIC: Final = b"DORA-KV\0"
 ROUNDS_MOST: Final = 4096

@@ -22,7 +22,7 @@ import numpy as np
 
 from dora.errors import InvalidValue, SnapshotRefused, is_full
 from dora.kvtransfer.memory import Shelf, Sized
-from dora.ownership import hold_new, is_abandoned
+from dora.system.ownership import hold_new, is_abandoned
 
 LOCK_FILE: Final = "owner.lock"
 STATE_BYTES: Final = 4096  # one page, so that KV begins at the next

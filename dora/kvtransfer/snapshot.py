@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from blake3 import blake3
 
-from dora.types import RequestSpec
+from dora.data.types import RequestSpec
 
 SCHEMA = 5
 

@@ -5,13 +5,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from dora.data.strict_json import json_object
+from dora.data.types import RoutingShape
 from dora.errors import InvalidValue, one_of
 from dora.models import tiny
 from dora.models.experts import experts_of, routing_of
 from dora.models.smollm2 import gguf_file, prepare_smollm2, smollm2_folder
-from dora.outfile import path_of
-from dora.strict_json import json_object
-from dora.types import RoutingShape
+from dora.system.outfile import path_of
 
 __all__ = [
     *("check_parallel", "context_tokens", "default_cache", "experts"),

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dora.data.types import RoutingShape
 from dora.errors import InvalidValue
-from dora.types import RoutingShape
 
 # Experts of a layer, and how many of them one token is sent to.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

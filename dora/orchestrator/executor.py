@@ -13,28 +13,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.handoff.handoff_table import Handoff, Kind
+from dora.core.rules.selection import REDUNDANT
+from dora.data.record import CancelledGroup
+from dora.data.trajectory import Int32Array
+from dora.data.types import Prompt, Reward
 from dora.errors import NotFound, VersionRejected
 from dora.journal import facts
 from dora.journal.versions import KeptVersions
-from dora.orchestrator.book import Book
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.handoff_table import Handoff, Kind
-from dora.orchestrator.core.selection import REDUNDANT
-from dora.orchestrator.entry import Entry
-from dora.orchestrator.evaluations import Evaluations
-from dora.orchestrator.journal import Journal, Origin
-from dora.orchestrator.orders import PublishedVersions, worker_message
-from dora.orchestrator.record_queue import RecordQueue
-from dora.orchestrator.storage import KEPT, RUN_FOLDER, Storage
-from dora.orchestrator.streams import Sessions
-from dora.orchestrator.telemetry import Telemetry
+from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
+from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.rollout.entry import Entry
+from dora.orchestrator.rollout.evaluations import Evaluations
+from dora.orchestrator.rollout.journal import Journal, Origin
+from dora.orchestrator.rollout.orders import PublishedVersions, worker_message
+from dora.orchestrator.rollout.record_queue import RecordQueue
+from dora.orchestrator.rollout.streams import Sessions
+from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
-from dora.record import CancelledGroup
 from dora.rewards import GroupFilter
 from dora.rpc import dora_pb2 as pb
-from dora.trajectory import Int32Array
-from dora.types import Prompt, Reward
 
 log = logging.getLogger("dora.service")
 

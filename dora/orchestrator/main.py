@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dora.config import Config
+from dora.core import events as on
+from dora.core.policies import check_live
 from dora.errors import DoraError
 from dora.host.command import Place, is_started_so, pool_argv, pool_id_of, worker_argv, worker_environment
 from dora.host.launcher import LOCAL, WorkerStartError
@@ -20,14 +22,15 @@ from dora.host.processes import Processes
 from dora.journal.log import LOG_FOLDER, Log, Sizes
 from dora.kvtier.chunks import chunk_tokens_of
 from dora.kvtransfer.plane import local_host
-from dora.memory import collecting_rarely, keep_freed_memory
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.policies import check_live
-from dora.orchestrator.feed import PromptFeed
-from dora.orchestrator.journal import Journal
+from dora.orchestrator.hosts.tier_server import TierServer, check_tier
 from dora.orchestrator.plugins import load_strategies
-from dora.orchestrator.prompt_check import PromptCheck
-from dora.orchestrator.resume import ran_on
+from dora.orchestrator.recording.storage import RUN_FOLDER, STATE, Storage
+from dora.orchestrator.recovery.resume import ran_on
+from dora.orchestrator.recovery.state_folder import LIVING_FILE, StateFolder, state_folder_of
+from dora.orchestrator.recovery.state_folder import SETTING as STATE_SETTING
+from dora.orchestrator.rollout.feed import PromptFeed
+from dora.orchestrator.rollout.journal import Journal
+from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.scoring import filtering, verifying
 from dora.orchestrator.services.server import serving
@@ -46,12 +49,9 @@ from dora.orchestrator.setup import (
     with_context,
     writable,
 )
-from dora.orchestrator.state_folder import LIVING_FILE, StateFolder, state_folder_of
-from dora.orchestrator.state_folder import SETTING as STATE_SETTING
-from dora.orchestrator.storage import RUN_FOLDER, STATE, Storage
-from dora.orchestrator.tier_server import TierServer, check_tier
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.rpc.roles import Role, Tokens
+from dora.system.memory import collecting_rarely, keep_freed_memory
 from dora.weights.holds import VERSIONS_FOLDER
 
 log = logging.getLogger("dora.service")

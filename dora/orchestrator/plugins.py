@@ -4,15 +4,15 @@ A package names them in its pyproject.toml, and once it is installed ``dora serv
 ``dora replay`` know them by name:
 
     [project.entry-points."dora.policies"]
-    mine = "my_package.mine:MinePolicy"     # a Policy class, or a dora.orchestrator.core.policies.Strategy
+    mine = "my_package.mine:MinePolicy"     # a Policy class, or a dora.core.policies.Strategy
 """
 
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Final
 
+from dora.core.policies import register
 from dora.errors import InvalidValue, told
-from dora.orchestrator.core.policies import register
 
 GROUP: Final = "dora.policies"
 

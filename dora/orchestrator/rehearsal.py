@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Final
 
 from dora.config import Config
+from dora.core.policies import check_live
 from dora.errors import InvalidValue
 from dora.models import context_tokens, made_model, unwritable_cache
-from dora.orchestrator.core.policies import check_live
+from dora.orchestrator.hosts.tier_server import check_tier
 from dora.orchestrator.plugins import load_strategies
-from dora.orchestrator.prompt_check import PromptCheck
+from dora.orchestrator.recovery.state_folder import check_state
+from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.scoring import filtering, verifying
 from dora.orchestrator.services.server import check_address
 from dora.orchestrator.setup import (
@@ -24,10 +26,8 @@ from dora.orchestrator.setup import (
     routing_wanted,
     with_context,
 )
-from dora.orchestrator.state_folder import check_state
-from dora.orchestrator.tier_server import check_tier
-from dora.outfile import try_folder
 from dora.prompts import ChatTokenizer, PromptSource, resolve_prompts
+from dora.system.outfile import try_folder
 from dora.weights.reference import read_reference
 
 NOT_CHECKED: Final = "it has to be made first, by a start or `dora prepare {model}`: its prompts are not checked"

@@ -19,32 +19,32 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.config import Config
+from dora.core import Machine
+from dora.core import events as on
+from dora.core.handoff.handoff_table import Handoff
+from dora.data.record import Recorder
+from dora.data.types import RoutingShape
 from dora.errors import Conflict, InvalidValue
 from dora.journal import facts
 from dora.journal.finding import Found
 from dora.journal.versions import KeptVersions
 from dora.kvtransfer.segments import sweep
-from dora.orchestrator import resume
-from dora.orchestrator.book import Book
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.handoff_table import Handoff
-from dora.orchestrator.evaluations import Evaluations
 from dora.orchestrator.executor import Executor, Verifier
-from dora.orchestrator.feed import PromptFeed
-from dora.orchestrator.hosts import Hosts
-from dora.orchestrator.journal import Journal
-from dora.orchestrator.presence import TrainerPresence
-from dora.orchestrator.record_queue import RecordQueue
-from dora.orchestrator.roll_call import RollCall
-from dora.orchestrator.storage import KEPT, RUN_FOLDER, Storage
-from dora.orchestrator.streams import KvTier, Session, Sessions, WorkerSession
-from dora.orchestrator.telemetry import Telemetry
-from dora.orchestrator.worker_reports import WorkerReports
-from dora.record import Recorder
+from dora.orchestrator.hosts.hosts import Hosts
+from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
+from dora.orchestrator.recovery import resume
+from dora.orchestrator.recovery.roll_call import RollCall
+from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.rollout.evaluations import Evaluations
+from dora.orchestrator.rollout.feed import PromptFeed
+from dora.orchestrator.rollout.journal import Journal
+from dora.orchestrator.rollout.presence import TrainerPresence
+from dora.orchestrator.rollout.record_queue import RecordQueue
+from dora.orchestrator.rollout.streams import KvTier, Session, Sessions, WorkerSession
+from dora.orchestrator.rollout.telemetry import Telemetry
+from dora.orchestrator.rollout.worker_reports import WorkerReports
 from dora.rewards import GroupFilter
 from dora.rpc import dora_pb2 as pb
-from dora.types import RoutingShape
 from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")

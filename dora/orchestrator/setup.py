@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Final
 
 from dora.config import Config, validated
+from dora.data.record import LINES_FILES, VERSIONS_FOLDER, Recorder, unwritable
+from dora.data.types import RoutingShape
 from dora.errors import InvalidValue
 from dora.kvtier.server import remove_left
 from dora.models import check_parallel, context_tokens, default_cache, made_model, resolve_model, routing
-from dora.outfile import try_folder
-from dora.ownership import hold, hold_new, is_abandoned
-from dora.record import LINES_FILES, VERSIONS_FOLDER, Recorder, unwritable
-from dora.types import RoutingShape
+from dora.system.outfile import try_folder
+from dora.system.ownership import hold, hold_new, is_abandoned
 from dora.weights.host_store import bound_of
 from dora.weights.store import WeightStore
 

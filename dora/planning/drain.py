@@ -12,10 +12,10 @@ from typing import Final
 
 import numpy as np
 
-from dora.orchestrator.core.cost import CostModel
-from dora.orchestrator.core.table import Column
-from dora.planning.engine import SimEngine, SimRequest
+from dora.core.forecast.cost import CostModel
+from dora.core.table import Column
 from dora.planning.workload import StepWorkload
+from dora.sim_engine.engine import SimEngine, SimRequest
 
 MICRO_BATCHES: Final = 16  # of a step, each trained on as soon as it is there: the DORA paper's updates (section 5)
 # Of an engine's requests at most so many are simulated, a few times its slots; the others find it full, and each takes

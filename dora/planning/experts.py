@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from dora.orchestrator.core.cost import CostModel, read_share
+from dora.core.forecast.cost import CostModel, read_share
 from dora.planning.least_squares import Matrix, non_negative_least_squares
 from dora.planning.samples import Experts
 

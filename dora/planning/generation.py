@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from dora.config import CostConfig
+from dora.core.forecast.cost import CostModel, read_share
 from dora.errors import InvalidValue
-from dora.orchestrator.core.cost import CostModel, read_share
 from dora.planning.drain import MICRO_BATCHES, ready_s
 from dora.planning.hardware import MEMORY_SHARE, RESERVE_BYTES, Hardware, coefficients, kv_tokens
 from dora.planning.models import ModelSpec

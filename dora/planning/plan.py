@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Final
 
+from dora.core.forecast.cost import CostModel
 from dora.errors import InvalidValue
-from dora.orchestrator.core.cost import CostModel
 from dora.planning.allocation import Split, TrainingTime, allocate, allocate_across, transfer_s
 from dora.planning.generation import (
     EFFICIENCY,

@@ -10,12 +10,12 @@ from typing import Any, Final
 import numpy as np
 
 from dora.config import CostConfig
+from dora.core.forecast.cost import CostModel
+from dora.data.validation import validated_as
 from dora.errors import InvalidValue
-from dora.orchestrator.core.cost import CostModel
 from dora.planning.experts import ROUNDING, Steps, fit_mixture
 from dora.planning.least_squares import Matrix, non_negative_least_squares
 from dora.planning.samples import DecodeSample, Experts, Measurement, MixedRequest, PrefillSample
-from dora.validation import validated_as
 
 KINKS: Final = 129  # tried beside the sampled numbers
 QUIET_SLOWDOWN: Final = 1.05  # a machine that takes no longer than this many times its steps that count was quiet

@@ -7,8 +7,8 @@ from typing import Final
 
 import numpy as np
 
+from dora.core.table import Column
 from dora.errors import InvalidValue
-from dora.orchestrator.core.table import Column
 
 SIGMA: Final = 1.2  # of log lengths, where only the mean is known: the fit of the DORA paper's workload
 _LOG_MOST: Final = 700.0  # of what a float can hold

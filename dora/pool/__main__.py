@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from dora.data.types import KvEndpoint, PoolCapability
 from dora.errors import DoraError, InvalidValue
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.peer import ANY_MODEL
@@ -21,7 +22,6 @@ from dora.pool.spill import SpillFolder
 from dora.pool.store import Store
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
-from dora.types import KvEndpoint, PoolCapability
 from dora.worker.absence import await_service
 from dora.worker.link import Link, at_host, plane_of
 

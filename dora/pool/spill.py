@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.errors import InvalidValue
-from dora.ownership import hold_new, is_abandoned
+from dora.system.ownership import hold_new, is_abandoned
 
 PREFIX: Final = "dora-pool-"
 LOCK_FILE: Final = "pool.lock"

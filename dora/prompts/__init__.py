@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from dora.config import PromptsConfig
+from dora.data.types import Prompt
 from dora.errors import InvalidValue
 from dora.prompts.counting import counting_source
 from dora.prompts.files import file_source, is_file_source
@@ -10,7 +11,6 @@ from dora.prompts.reasoning_gym import parse_mix, reasoning_gym_source
 from dora.prompts.source import Position, PromptSource
 from dora.prompts.tiny import tiny_source
 from dora.prompts.tokenizer import ChatTokenizer
-from dora.types import Prompt
 
 __all__ = [
     "ChatTokenizer",

@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
+from dora.data.limits import ID_CHARACTERS_MOST, PRIORITY_MOST, VERIFIER_BYTES_MOST
+from dora.data.strict_json import check_text, read_json
 from dora.errors import InvalidValue
-from dora.limits import ID_CHARACTERS_MOST, PRIORITY_MOST, VERIFIER_BYTES_MOST
-from dora.strict_json import check_text, read_json
 
 
 def checked_messages(value: Any, field: str) -> list[dict[str, Any]]:

@@ -8,9 +8,9 @@ import json
 import random
 from typing import Final
 
+from dora.data.types import Prompt
 from dora.prompts.source import PromptSource, check_length
 from dora.prompts.tokenizer import ChatTokenizer
-from dora.types import Prompt
 
 REWARD: Final = "dora.rewards.counting:score"
 FIRST_MAX: Final = 9

@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from dora.data.strict_json import json_object
 from dora.errors import InvalidValue
-from dora.strict_json import json_object
 
 SUFFIXES: Final = (".parquet", ".jsonl")
 ENTRIES_MOST: Final = 100_000  # files and folders in a dataset's folder

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.config import PromptsConfig
+from dora.data.limits import ID_CHARACTERS_MOST
+from dora.data.types import Prompt
 from dora.errors import InvalidValue
-from dora.limits import ID_CHARACTERS_MOST
-from dora.outfile import path_of
 from dora.prompts.dataset import SUFFIXES, dataset_files
 from dora.prompts.epochs import EPOCHS_MOST, SUFFIX, permuted
 from dora.prompts.jsonl import jsonl_rows
@@ -18,7 +18,7 @@ from dora.prompts.source import PromptSource, check_length
 from dora.prompts.store import PromptStore
 from dora.prompts.tables import table_rows
 from dora.prompts.tokenizer import ChatTokenizer
-from dora.types import Prompt
+from dora.system.outfile import path_of
 
 REWARD: Final = "dora.rewards.answer:score"
 TOLD_ROWS: Final = 20_000  # progress is told after every so many

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from dora.data.strict_json import read_json
 from dora.errors import InvalidValue
 from dora.prompts.row import Place
-from dora.strict_json import read_json
 
 LINE_BYTES_MOST: Final = 8 << 20
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from dora.data.types import Prompt
 from dora.errors import InvalidValue, NotFound
 from dora.prompts.source import PromptSource, check_length
 from dora.prompts.tokenizer import ChatTokenizer
-from dora.types import Prompt
 
 REWARD = "dora.rewards.reasoning_gym:score"
 _BLOCK_ENTRIES = 1024  # some tasks make all their entries at once, so an endless source is made of blocks

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from dora.config import ColumnsConfig
+from dora.data.limits import GROUP_SIZE_MOST, TEXT_BYTES_MOST
+from dora.data.sampling import checked_overrides
+from dora.data.types import Prompt
 from dora.errors import MISSING, InvalidValue
-from dora.limits import GROUP_SIZE_MOST, TEXT_BYTES_MOST
 from dora.prompts.check import check_name, check_priority, check_size, check_verifier, checked_messages
 from dora.prompts.tokenizer import ChatTokenizer
-from dora.sampling import checked_overrides
-from dora.types import Prompt
 
 FORMS: Final = ("prompt", "prompt_token_ids", "messages")
 FIELDS: Final = tuple(ColumnsConfig.model_fields)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from dora.data.types import Prompt
 from dora.errors import InvalidValue
-from dora.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import msgpack
 import numpy as np
 from blake3 import blake3
 
+from dora.data.types import Prompt
 from dora.errors import Conflict, InvalidValue
-from dora.types import Prompt
 
 MEMORY_BYTES: Final = 64 << 20
 PROMPTS_MOST: Final = 1 << 24

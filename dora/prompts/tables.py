@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from dora.data.strict_json import read_json
 from dora.errors import InvalidValue
 from dora.prompts.row import Columns, Place, without_nulls
-from dora.strict_json import read_json
 
 BATCH_ROWS: Final = 128  # decoded at once
 CELL_BYTES_MOST: Final = 8 << 20  # of a JSON text in a cell

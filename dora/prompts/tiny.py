@@ -7,10 +7,10 @@ dozen steps of reinforcement learning show.
 import json
 import random
 
+from dora.data.types import Prompt
 from dora.models.tiny_vocabulary import CLASSES
 from dora.prompts.source import PromptSource, check_length
 from dora.prompts.tokenizer import ChatTokenizer
-from dora.types import Prompt
 
 REWARD = "dora.rewards.tiny:score"
 

@@ -4,7 +4,7 @@ import math
 
 from blake3 import blake3
 
-from dora.types import Prompt
+from dora.data.types import Prompt
 
 
 def key_of(prompt: Prompt) -> str:

@@ -5,7 +5,7 @@
                           ▼
     followers ◀── Serving, one a follower
 
-A relay decides nothing: who takes what from whom comes with its orders (dora/orchestrator/broadcast.py).
+A relay decides nothing: who takes what from whom comes with its orders (dora/orchestrator/hosts/broadcast.py).
 """
 
 import logging

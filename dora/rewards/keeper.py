@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, cast
 
-from dora.descendants import adopt_orphans, descendants, die_with, end_descendants, reap
 from dora.rewards import frames
 from dora.rewards.frames import CALLS, ENDED, LASTED_S, START_TIMEOUT_S, TICKET
 from dora.rewards.function import Kind
 from dora.rewards.process import serve_calls
 from dora.rewards.running_time import RunningTime
 from dora.rewards.verdict import Message
+from dora.system.descendants import adopt_orphans, descendants, die_with, end_descendants, reap
 
 READ_BYTES: Final = 64 << 10
 CALLS_A_LOOK: Final = 64  # between two counts of the processes there are: a look at all takes some milliseconds

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dora.data.trajectory import Int32Array
+from dora.data.types import Reward
 from dora.rewards.pool import FunctionPool
 from dora.rewards.verdict import reward_of
-from dora.trajectory import Int32Array
-from dora.types import Reward
 
 
 class RewardRunner(FunctionPool):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any, Final
 
-from dora.types import Reward
+from dora.data.types import Reward
 
 LOG_MAX_BYTES: Final = 32 << 10
 COMPONENTS_MOST: Final = 128

@@ -5,10 +5,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from dora.data.stretches import Column, Stretch, TokenColumns
+from dora.data.types import FINISH_REASONS
 from dora.errors import InvalidValue
 from dora.rpc import dora_pb2 as pb
-from dora.stretches import Column, Stretch, TokenColumns
-from dora.types import FINISH_REASONS
 
 _NUMBER: Final = {reason: number for number, reason in enumerate(FINISH_REASONS)}
 _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {

@@ -12,11 +12,16 @@ from typing import Any, Final, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from dora.errors import InvalidValue
-from dora.rpc import dora_pb2 as pb
-from dora.rpc.channel import BATCH_BYTES, MAX_MESSAGE_BYTES, check_message_bytes
-from dora.trajectory import Decoder, EnvironmentEvent, ExpertArray, Trajectory, TrajectoryGroup, expert_rows, own_array
-from dora.types import (
+from dora.data.trajectory import (
+    Decoder,
+    EnvironmentEvent,
+    ExpertArray,
+    Trajectory,
+    TrajectoryGroup,
+    expert_rows,
+    own_array,
+)
+from dora.data.types import (
     NO_KV,
     Arrival,
     Canary,
@@ -30,6 +35,9 @@ from dora.types import (
     Segment,
     TierLoad,
 )
+from dora.errors import InvalidValue
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.channel import BATCH_BYTES, MAX_MESSAGE_BYTES, check_message_bytes
 
 _INT32: Final = np.dtype("<i4")
 _FLOAT32: Final = np.dtype("<f4")

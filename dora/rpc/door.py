@@ -16,7 +16,6 @@ from google.protobuf.message import DecodeError
 from grpc.aio import EOF  # type: ignore[attr-defined] # missing from the type stubs
 
 from dora.errors import MISSING, DoraError, InvalidValue
-from dora.memory import give_back_memory
 from dora.rpc.channel import AUTHORIZATION, MAX_MESSAGE_BYTES, SCHEME
 from dora.rpc.errors import (
     ErrorInterceptor,
@@ -28,6 +27,7 @@ from dora.rpc.errors import (
     abort,
 )
 from dora.rpc.roles import CALLER, SERVICES, Caller, Role, Tokens
+from dora.system.memory import give_back_memory
 
 SMALL_BYTES: Final = 64 << 10  # of a message with names and numbers only
 COMMIT_BYTES: Final = 4 << 20  # of a commit, with its files' names and its canary, and of many prompts' ids

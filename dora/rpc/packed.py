@@ -12,20 +12,12 @@ from typing import Any, Final, cast
 import numpy as np
 import numpy.typing as npt
 
+from dora.data.trajectory import BoolArray, Decoder, Float64Array, Int32Array, Int64Array, Trajectory, TrajectoryGroup
+from dora.data.types import FinishReason
 from dora.errors import InvalidValue
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import MAX_MESSAGE_BYTES, PACKED_BYTES
-from dora.trajectory import (
-    BoolArray,
-    Decoder,
-    Float64Array,
-    Int32Array,
-    Int64Array,
-    Trajectory,
-    TrajectoryGroup,
-)
-from dora.types import FinishReason
 
 TOKEN: Final = np.dtype([("token_id", "<i4"), ("logprob", "<f4")])  # as the book holds it, and TrajectoryBatch.tokens
 Content = bytes | bytearray | memoryview

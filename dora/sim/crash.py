@@ -10,10 +10,11 @@ from dataclasses import replace
 from random import Random
 from typing import Final
 
-from dora.orchestrator.core import Machine, restoring
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.selection import REDUNDANT
-from dora.orchestrator.roll_call import without_doubles
+from dora.core import Machine
+from dora.core import events as on
+from dora.core.rules import restoring
+from dora.core.rules.selection import REDUNDANT
+from dora.orchestrator.recovery.roll_call import without_doubles
 from dora.sim.fault import Fault
 from dora.sim.ledger import Group, Ledger, Lost, Response, Violation
 from dora.sim.service import Kept, cut

@@ -5,16 +5,16 @@ from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.selection import spare_groups
-from dora.planning.engine import Phase, SimRequest
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.rules.selection import spare_groups
 from dora.sim.agenda import Agenda, Links
 from dora.sim.ledger import Ledger
 from dora.sim.partial import window_steps
 from dora.sim.pool import SimPool
 from dora.sim.scenario import Scenario
 from dora.sim.worker import KvSnapshot, SimWorker
+from dora.sim_engine.engine import Phase, SimRequest
 
 Order = tuple[do.WorkerCommand, SimRequest | None]  # a StartRequest with the response as far as the service has it
 

@@ -13,14 +13,14 @@ from typing import Any, Final
 
 import numpy as np
 
+from dora.core.forecast.cost import CostModel, context_work
 from dora.errors import InvalidValue
-from dora.orchestrator.core.cost import CostModel, context_work
-from dora.planning.engine import Phase
 from dora.planning.generation import bound_s
 from dora.sim.scenario import Scenario, Turns, Workload
 from dora.sim.tasks import TaskShape, mixed_tokens, shapes_of
 from dora.sim.workload import Moments, moments
 from dora.sim.world import World
+from dora.sim_engine.engine import Phase
 
 DAY_S: Final = 86_400.0
 STEP_MOST_S: Final = 14 * DAY_S

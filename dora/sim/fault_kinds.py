@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
+from dora.core import commands as do
+from dora.core import events as on
 from dora.errors import InvalidValue, one_of
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
 from dora.sim.crash import crash
 from dora.sim.fault import Fault, pick
 from dora.sim.handoff_faults import kill_in_handoff, migrate, strand

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.handoff_table import Handoff, Kind, Phase
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.handoff.handoff_table import Handoff, Kind, Phase
 from dora.sim.fault import Fault, pick
 from dora.sim.unreliable import UnreliableWorld
 from dora.sim.unsteady import SILENCE_LIMIT_S

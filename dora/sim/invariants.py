@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core.handoff_table import LIVE, Handoff, Kind, Phase
-from dora.orchestrator.core.hosting import HOSTING_COLUMNS, hosting_row
-from dora.orchestrator.core.state import Doubt, GroupStatus, RequestStatus, State
-from dora.orchestrator.core.table import Table
-from dora.orchestrator.core.worker import Worker
+from dora.core import commands as do
+from dora.core.fleet.hosting import HOSTING_COLUMNS, hosting_row
+from dora.core.fleet.worker import Worker
+from dora.core.handoff.handoff_table import LIVE, Handoff, Kind, Phase
+from dora.core.state import Doubt, GroupStatus, RequestStatus, State
+from dora.core.table import Table
 from dora.sim.ledger import Violation
 
 # plain integers: a comparison of enumerations would take most of the time

@@ -6,10 +6,10 @@ Nothing here is read from the core, so a core that miscounts is found out.
 from collections import Counter
 from dataclasses import dataclass, field
 
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.rules.selection import REDUNDANT
 from dora.errors import DoraError, told
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.selection import REDUNDANT
 from dora.sim.workload import SimPrompt
 
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.prediction import Recall
-from dora.orchestrator.core.selection import REDUNDANT
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.forecast.prediction import Recall
+from dora.core.rules.selection import REDUNDANT
 from dora.sim.ledger import Group
 from dora.sim.report import Arrow, Span, StepSpan, Timeline
 from dora.sim.workload import FILTERED

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import Final
 
 from dora.config import BalanceConfig
-from dora.limits import WINDOW_MOST
-from dora.orchestrator.core.dispatcher import Dispatcher
-from dora.orchestrator.core.plan import Plan, Trigger
-from dora.orchestrator.core.policies import POLICIES, Strategy
-from dora.orchestrator.core.policies.base import BasePolicy
-from dora.orchestrator.core.policies.targets import plannable
-from dora.orchestrator.core.view import View
-from dora.orchestrator.core.worker import Worker
+from dora.core.dispatcher import Dispatcher
+from dora.core.fleet.worker import Worker
+from dora.core.plan import Plan, Trigger
+from dora.core.policies import POLICIES, Strategy
+from dora.core.policies.base import BasePolicy
+from dora.core.policies.targets import plannable
+from dora.core.view import View
+from dora.data.limits import WINDOW_MOST
 from dora.sim.scenario import Scenario
 
 NAME: Final = "partial"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 from dora.errors import DoraError, InvalidValue
-from dora.outfile import check_folder
 from dora.sim.panels import (
     ARROWS_MOST,
     BUNDLE_SHARE,
@@ -28,6 +27,7 @@ from dora.sim.panels import (
     rows_of,
 )
 from dora.sim.report import Report, Timeline, step_unit
+from dora.system.outfile import check_folder
 
 SUFFIXES: Final = (".png", ".svg", ".html")
 STYLE: Final = {

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core.cost import CostModel
-from dora.planning.engine import SimEngine
-from dora.planning.request import SimRequest
+from dora.core import commands as do
+from dora.core.forecast.cost import CostModel
 from dora.sim.ledger import Violation
 from dora.sim.worker import Outcome, SimWorker, Surroundings
+from dora.sim_engine.engine import SimEngine
+from dora.sim_engine.request import SimRequest
 
 
 @dataclass(slots=True, eq=False)

@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
+from dora.core import commands as do
+from dora.core import events as on
 from dora.sim.fault import Fault, pick
 from dora.sim.pool import SimPool
 from dora.sim.unreliable import UnreliableWorld

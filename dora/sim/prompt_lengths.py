@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.limits import PROMPT_TOKENS_MOST
+from dora.data.limits import PROMPT_TOKENS_MOST
 from dora.sim.traces import FloatColumn, IntColumn, Trace, normal_scores
 
 PROMPT_LOG_SD = 0.5

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.forecast.adjustment import groups_to_add
+from dora.core.rules.selection import spare_groups
 from dora.errors import DoraError, InvalidValue
-from dora.memory import collecting_rarely
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.adjustment import groups_to_add
-from dora.orchestrator.core.selection import spare_groups
 from dora.sim.extent import bound_of_s, check_extent, expected_bound_s, limit_s, standstill
 from dora.sim.invariants import check_state
 from dora.sim.ledger import Failure, Stalled, Violation, failure_of
@@ -22,6 +21,7 @@ from dora.sim.scenario import Scenario
 from dora.sim.watch import Watch
 from dora.sim.workload import longest_context_tokens
 from dora.sim.world import Observer, World
+from dora.system.memory import collecting_rarely
 
 # The books and the watch check every event. The core's whole state is checked once in so many events as this times its
 # requests: a check walks them all, and is to cost a few percent at most.

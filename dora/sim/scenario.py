@@ -6,8 +6,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from dora.config import BalanceConfig, CostConfig, Section, WindowConfig
-from dora.errors import InvalidValue
-from dora.limits import (
+from dora.core.forecast.cost import CostModel
+from dora.data.limits import (
     GROUPS_MOST,
     KV_TOKENS_MOST,
     PROMPT_TOKENS_MOST,
@@ -31,8 +31,8 @@ from dora.limits import (
     TokenBytes,
     Tokens,
 )
-from dora.limits import Turns as TurnCount
-from dora.orchestrator.core.cost import CostModel
+from dora.data.limits import Turns as TurnCount
+from dora.errors import InvalidValue
 
 PROMPTS_MOST = 1 << 24
 GROUP_TURNS_MOST = 1 << 15  # turns of one prompt's responses: they are drawn for hundreds of prompts at once

@@ -9,8 +9,8 @@ from random import Random
 from typing import Any
 from zlib import crc32
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
+from dora.core import commands as do
+from dora.core import events as on
 from dora.sim.ledger import Violation
 from dora.sim.scenario import Scenario
 from dora.sim.service import Facts, Service

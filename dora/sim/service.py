@@ -16,30 +16,31 @@ from zlib import crc32
 import numpy as np
 
 from dora.config import Config, RolloutConfig
+from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.handoff.handoff_table import Handoff, Kind
+from dora.core.rules import learning
+from dora.data.stretches import Column, TokenColumns
+from dora.data.trajectory import TrajectoryGroup
+from dora.data.types import FINISH_REASONS, Prompt, Reward
 from dora.journal import facts
 from dora.journal.content import Content, Requests
 from dora.journal.ledger import Ledger, LiveGroup
 from dora.journal.log import Log
-from dora.orchestrator import recollection, resume
-from dora.orchestrator.book import Book
-from dora.orchestrator.core import Machine, learning
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.handoff_table import Handoff, Kind
-from dora.orchestrator.evaluations import Evaluations, EvaluationStream
 from dora.orchestrator.executor import Executor
-from dora.orchestrator.journal import Journal
-from dora.orchestrator.orders import worker_message
-from dora.orchestrator.telemetry import Telemetry
-from dora.orchestrator.worker_checks import check_against_book
+from dora.orchestrator.recovery import recollection, resume
+from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.rollout.evaluations import Evaluations, EvaluationStream
+from dora.orchestrator.rollout.journal import Journal
+from dora.orchestrator.rollout.orders import worker_message
+from dora.orchestrator.rollout.telemetry import Telemetry
+from dora.orchestrator.rollout.worker_checks import check_against_book
 from dora.sim.ledger import Violation
 from dora.sim.scenario import Scenario
 from dora.sim.trainer import SimTrainer
 from dora.sim.worker import SimWorker
 from dora.sim.workload import FILTERED, Filter, SimPrompt
-from dora.stretches import Column, TokenColumns
-from dora.trajectory import TrajectoryGroup
-from dora.types import FINISH_REASONS, Prompt, Reward
 
 REPEATED_MOST: Final = 4  # tokens that a report may repeat of what is held, less one
 TOKENS_MOST: Final = 4096  # of a response

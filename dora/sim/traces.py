@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from dora.data.limits import TOKENS_MOST
 from dora.errors import InvalidValue
-from dora.limits import TOKENS_MOST
 
 DIGITS_MOST = 18  # of a whole number: what fits into 64 bits
 LENGTHS_FILE = "workload.lengths.file"  # the field that names a file

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import events as on
+from dora.core import Machine
+from dora.core import events as on
 from dora.sim.ledger import Group, Ledger
 from dora.sim.scenario import Scenario, TrainerPace
 

@@ -8,9 +8,9 @@ from random import Random
 from typing import Any, Final
 
 from dora.config import BalanceConfig, CostConfig, DoraConfig, WindowConfig
+from dora.core import events as on
+from dora.core.policies import POLICIES, allows_any, nearest_window
 from dora.errors import InvalidValue, one_of
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.policies import POLICIES, allows_any, nearest_window
 from dora.sim.fault import Fault
 from dora.sim.fault_kinds import POOL, draw_faults, kinds_of, strike
 from dora.sim.invariants import check_empty

@@ -5,17 +5,17 @@ and how they come back. The rest is in unsteady.py; what goes wrong, and when, i
 from dataclasses import replace
 from typing import Any
 
+from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
 from dora.errors import DoraError
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.planning.engine import Phase
 from dora.sim.invariants import fingerprint
 from dora.sim.ledger import Violation
 from dora.sim.pool import SimPool
 from dora.sim.service import Kept
 from dora.sim.unsteady import RESTART_MOST_S, Process, UnsteadyWorld
 from dora.sim.worker import SimWorker
+from dora.sim_engine.engine import Phase
 
 
 class UnreliableWorld(UnsteadyWorld):

@@ -10,10 +10,9 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from dora.core import commands as do
+from dora.core import events as on
 from dora.errors import DoraError
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.planning.request import SimRequest
 from dora.sim.driver import Order
 from dora.sim.invariants import check_state, fingerprint
 from dora.sim.ledger import Group, Response, Violation
@@ -23,6 +22,7 @@ from dora.sim.served import ServedWorld
 from dora.sim.wire import Session, Wire
 from dora.sim.worker import SimWorker
 from dora.sim.world import TICK_S
+from dora.sim_engine.request import SimRequest
 
 SILENCE_LIMIT_S = 8.0  # a worker not heard of for so long is lost (workers.silence_timeout_s)
 RESTART_MOST_S = 6.0  # until a lost worker or trainer is started again

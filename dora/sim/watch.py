@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, get_args
 
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
+from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.state import GroupStatus, RequestStatus, State
 from dora.sim.invariants import (
     check_evaluations,
     check_feasible,

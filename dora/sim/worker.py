@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Final, Protocol
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.planning.engine import SimEngine, SimRequest
+from dora.core import commands as do
+from dora.core import events as on
 from dora.sim.ledger import Ledger, Response, Violation
+from dora.sim_engine.engine import SimEngine, SimRequest
 
 STUCK: Final = "stuck"  # a fault: the load never ends
 AHEAD_LEAST_TOKENS: Final = 32  # a request with no more context is frozen at once

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dora.core.forecast.cost import context_work
 from dora.errors import InvalidValue
-from dora.orchestrator.core.cost import context_work
-from dora.planning.request import Turn
 from dora.sim.prompt_lengths import INTEGRAL_SCORES, normal_grid
 from dora.sim.scenario import Lengths, Turns, Workload
 from dora.sim.tasks import TaskShape, shapes_of, task_of_prompts
 from dora.sim.traces import FloatColumn, IntColumn
+from dora.sim_engine.request import Turn
 
 FEATURES = 4
 BLOCK = 512  # prompts drawn at once: takes of any size see the same stream

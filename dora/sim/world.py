@@ -14,11 +14,10 @@ from functools import cached_property
 from typing import Any, Final
 
 from dora.config import Config, SelectionConfig, WorkersConfig
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.cost import CostModel
-from dora.planning.engine import SimEngine
+from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.forecast.cost import CostModel
 from dora.sim import partial
 from dora.sim.driver import Order, WorkerDriver
 from dora.sim.ledger import Violation
@@ -27,6 +26,7 @@ from dora.sim.scenario import Scenario
 from dora.sim.trainer import SimTrainer
 from dora.sim.worker import Parcel, SimWorker, resumed
 from dora.sim.workload import FILTERED, Filter, SimPrompt, WorkloadStream
+from dora.sim_engine.engine import SimEngine
 
 TICK_S = 5.0
 LOAD_TIMES: Final = 10.0  # a load that takes so many times what it should is given up

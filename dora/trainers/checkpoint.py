@@ -22,8 +22,8 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file
 
+from dora.data.strict_json import json_object
 from dora.errors import InvalidValue
-from dora.strict_json import json_object
 from dora.trainers.sharding import part_of
 from dora.weights.files import header_of, write_weights
 from dora.weights.reference import WEIGHTS_FILE

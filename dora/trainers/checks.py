@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from dora.data.trajectory import TrajectoryGroup
 from dora.errors import Conflict, InvalidValue
-from dora.trajectory import TrajectoryGroup
 
 
 def check_group(group: TrajectoryGroup, vocab_size: int, reference_version: int | None = None) -> None:

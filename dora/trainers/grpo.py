@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from dora.client import Step, Trainer
+from dora.data.types import Canary
 from dora.errors import DoraError, VersionRejected
 from dora.trainers.learner import AnyLearner, StepMetrics
 from dora.trainers.options import GrpoConfig, parse_arguments
@@ -35,7 +36,6 @@ from dora.trainers.ranks import Ranks, joined
 from dora.trainers.report import Report, StepReport, alarm_lines, step_json, step_line
 from dora.trainers.start import Start, make_learner, start_of
 from dora.trainers.writers import make_writers
-from dora.types import Canary
 from dora.weights.reference import TensorHeader
 
 log = logging.getLogger(__name__)

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from dora.data.trajectory import Trajectory, TrajectoryGroup
+from dora.data.types import Canary
 from dora.errors import MISSING, Conflict, InvalidValue
 from dora.trainers.batches import packed_batches
 from dora.trainers.checkpoint import Position, moments_of, save, set_moments
@@ -38,8 +40,6 @@ from dora.trainers.signals import (
     token_sums,
     whole,
 )
-from dora.trajectory import Trajectory, TrajectoryGroup
-from dora.types import Canary
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from dora.data.trajectory import Trajectory
 from dora.errors import Conflict
 from dora.trainers.router_replay import RouterReplay, rows_of, shared_prompt
-from dora.trajectory import Trajectory
 
 ATTENTION: Final = "dora_packed"  # its name among transformers' implementations
 LAYERS: Final = {"full_attention", "sliding_attention"}  # kinds of layers that look along a row by attention alone

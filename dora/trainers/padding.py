@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from dora.data.trajectory import Trajectory
 from dora.trainers.batches import by_group
 from dora.trainers.objectives.batch import Row
 from dora.trainers.router_replay import OWN, RouterReplay, rows_of
-from dora.trajectory import Trajectory
 
 
 def padded_batches(rows: Sequence[Row], tokens_max: int) -> list[list[Row]]:

@@ -4,8 +4,8 @@ import json
 import math
 from dataclasses import asdict, dataclass
 
+from dora.data.types import ALARM
 from dora.trainers.learner import StepMetrics
-from dora.types import ALARM
 
 
 @dataclass(frozen=True, slots=True)

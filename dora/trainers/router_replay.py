@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dora.data.trajectory import Trajectory
+from dora.data.types import RoutingShape
 from dora.errors import Conflict, InvalidValue
-from dora.trajectory import Trajectory
-from dora.types import RoutingShape
 
 OWN: Final = -1  # in place of an expert: the trainer's own choice stays
 _PROBED_TOKENS: Final = 8

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dora.data.trajectory import Trajectory
+from dora.data.types import ALARM
 from dora.trainers.objectives.batch import TokenBatch
 from dora.trainers.objectives.surrogates import LOG_RATIO_MAX
 from dora.trainers.ranks import Ranks
-from dora.trajectory import Trajectory
-from dora.types import ALARM
 
 STALENESS_MOST: Final = 5  # this and more is one: a commit has room for no more names
 LOG_RATIO_BIN: Final = 1e-3  # a quantile of the ratios is within half of it, that is within 0.05%

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 
+from dora.data.record import ROLLOUT_FILE, TRAJECTORIES_FILE, VERSIONS_FOLDER
+from dora.data.trajectory import Float64Array, Trajectory
 from dora.errors import InvalidValue
-from dora.record import ROLLOUT_FILE, TRAJECTORIES_FILE, VERSIONS_FOLDER
-from dora.trajectory import Float64Array, Trajectory
 from dora.verify.committed import missing, whole_lines
 from dora.verify.invariants import violations
 from dora.weights.reference import read_header, weight_files

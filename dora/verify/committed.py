@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Final
 
+from dora.data.record import CANCELLED_FILE, REPUBLISHED, STEPS_FILE, VERSIONS_FOLDER, WITHDRAWN, CommittedStep
+from dora.data.trajectory import Trajectory
 from dora.errors import InvalidValue
-from dora.record import CANCELLED_FILE, REPUBLISHED, STEPS_FILE, VERSIONS_FOLDER, WITHDRAWN, CommittedStep
-from dora.trajectory import Trajectory
 
 SHOWN_MOST: Final = 5  # groups named in one sentence
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dora.trajectory import Trajectory
+from dora.data.trajectory import Trajectory
 
 _LOGPROB_MAX = 1e-4  # a certain token's log probability may be rounded to just above 0
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dora.data.trajectory import Float32Array, Float64Array, Trajectory
 from dora.errors import InvalidValue
 from dora.models.int8 import quantise
-from dora.trajectory import Float32Array, Float64Array, Trajectory
 
 _BATCH_TOKENS_MAX = 8192
 _ROWS_MAX = 16

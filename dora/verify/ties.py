@@ -2,8 +2,8 @@
 
 from typing import Any, Final
 
+from dora.data.trajectory import Float32Array, Trajectory
 from dora.models.routers import Tie, has_routers, watched
-from dora.trajectory import Float32Array, Trajectory
 from dora.verify.recompute import difference, recomputed_logprobs
 
 TIE: Final = 0.1  # router logits closer than this share of what logprobs may differ by are a tie

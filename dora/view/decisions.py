@@ -1,4 +1,4 @@
-"""A replayed decision for people and for programs: pure functions from ``dora.orchestrator.replay``'s plain data."""
+"""A replayed decision for people and programs: pure functions of the data of ``dora.orchestrator.recovery.replay``."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -7,9 +7,9 @@ from typing import Annotated, Any, TypedDict
 
 from rich.text import Text
 
-from dora.orchestrator.core.commands import Command
-from dora.orchestrator.core.events import Event
-from dora.orchestrator.replay import Decision, Known, KnownWorker, Summary, line_of
+from dora.core.commands import Command
+from dora.core.events import Event
+from dora.orchestrator.recovery.replay import Decision, Known, KnownWorker, Summary, line_of
 from dora.view.tables import Facts, version_cell
 
 WORKERS_SHOWN = 8  # more than these are shown by version
@@ -23,9 +23,9 @@ class DecisionTree(TypedDict):
 
     number: Annotated[int, "of the event, from 1"]
     time_s: Annotated[float, "since the service started"]
-    event: Annotated[dict[str, Any], "its kind and its fields, as in `dora/orchestrator/core/events.py`"]
+    event: Annotated[dict[str, Any], "its kind and its fields, as in `dora/core/events.py`"]
     known: Annotated[dict[str, Any], "what the core knew before it"]
-    commands: Annotated[list[dict[str, Any]], "each kind and fields, as in `dora/orchestrator/core/commands.py`"]
+    commands: Annotated[list[dict[str, Any]], "each kind and fields, as in `dora/core/commands.py`"]
     refused: Annotated[str | None, "the error with which the core refused the event, or null"]
     failed: Annotated[str | None, "the bug that ended the service at this event, or null"]
 

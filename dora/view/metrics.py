@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from dora.types import ALARM
+from dora.data.types import ALARM
 from dora.view.numbers import measured
 
 FIRST: Final = ("loss", "reward")  # how the names begin that are shown first

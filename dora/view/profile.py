@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from rich.text import Text
 
 from dora.config import CostConfig
-from dora.orchestrator.core.cost import CostModel
+from dora.core.forecast.cost import CostModel
 from dora.planning.profile import Fit, Validation
 from dora.planning.samples import DecodeSample, Experts, Measurement, PrefillSample
 from dora.view.tables import Facts

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
+from dora.data.types import Canary
 from dora.errors import InvalidValue
-from dora.types import Canary
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.errors import NotFound
-from dora.ownership import hold_new, is_abandoned
+from dora.system.ownership import hold_new, is_abandoned
 from dora.weights.manifest import parsed_name
 
 HOLDS_FOLDER: Final = "holds"

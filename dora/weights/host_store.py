@@ -19,8 +19,8 @@ from typing import Final
 
 from blake3 import blake3
 
+from dora.data.types import Canary
 from dora.errors import Conflict, InvalidValue, LimitExceeded, NotFound, is_full
-from dora.types import Canary
 from dora.weights.canary import check_canary
 from dora.weights.holds import HOLDS_FOLDER, NAME_FILE, RETIRED_FILE, VERSIONS_FOLDER, held, holders, name_of
 from dora.weights.manifest import DIGEST_CHARACTERS, Manifest, parsed_name, version_name

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from blake3 import blake3
 
+from dora.data.strict_json import read_json
+from dora.data.types import Canary
 from dora.errors import InvalidValue
-from dora.strict_json import read_json
-from dora.types import Canary
 from dora.weights.files import CHUNK_BYTES, SUM_BYTES, Examined, check_file_name
 from dora.weights.reference import DTYPE_BYTES, TensorHeader
 

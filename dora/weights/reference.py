@@ -13,8 +13,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
+from dora.data.strict_json import json_object
 from dora.errors import MISSING, InvalidValue
-from dora.strict_json import json_object
 
 # Bytes of one element, by the name that safetensors gives a dtype.
 DTYPE_BYTES: Final[Mapping[str, int]] = {

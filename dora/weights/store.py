@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from dora.data.types import Canary
 from dora.errors import Conflict, InvalidValue, LimitExceeded, NotFound
-from dora.types import Canary
 from dora.weights.canary import check_canary
 from dora.weights.files import SUFFIX, Examined, WeightFile, check_file_name, examine_file
 from dora.weights.host_store import MANIFEST_FILE, HostStore, header_bytes_of, size_here

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import Final
 
+from dora.data.types import Canary
 from dora.errors import InvalidValue, NotFound
-from dora.types import Canary
 from dora.weights.files import sum_of
 from dora.weights.holds import name_of
 from dora.weights.manifest import Manifest, ManifestFile, read_manifest

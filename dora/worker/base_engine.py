@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from dora.data.types import Canary, EngineCapability, RequestSpec
 from dora.errors import Conflict, InvalidValue, NotFound, SnapshotRefused
 from dora.kvtransfer.codec import Opening
 from dora.kvtransfer.layout import blocks_for, check_snapshot
 from dora.kvtransfer.layout import check_version as check_loaded
 from dora.kvtransfer.reblock import reblocked
 from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
-from dora.types import Canary, EngineCapability, RequestSpec
 from dora.weights.canary import CANARY_TOKENS, canary_token_ids, check_canary
 from dora.worker.engine_checks import CanaryBound, check_finite, check_reproduced, check_request, check_version
 from dora.worker.reservation import MARGIN_BLOCKS, Reservation

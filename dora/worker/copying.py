@@ -14,6 +14,7 @@ has them no longer, the copy begins anew with all of them.
 
 from typing import Final
 
+from dora.data.types import RequestSpec
 from dora.errors import Conflict, TransferFailed
 from dora.kvtransfer.codec import Opening, closing_of, opening_of, parts_of, round_of
 from dora.kvtransfer.layout import blocks_for
@@ -21,7 +22,6 @@ from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.plane import DataPlane
 from dora.kvtransfer.snapshot import NO_PREFIX, FullBlocks, Stay
 from dora.kvtransfer.transfer import Sent, Transfer
-from dora.types import RequestSpec
 from dora.worker.engine import RolloutEngine
 from dora.worker.failure import NotMovable
 from dora.worker.prefixes import SentPrefixes

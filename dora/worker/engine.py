@@ -8,8 +8,8 @@ and ``fake_engine.FakeEngine``; both pass ``tests/contract/test_engine.py``.
 from pathlib import Path
 from typing import Protocol
 
+from dora.data.types import Canary, EngineCapability, EngineLoad, RequestSpec, TokenDelta
 from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, Stay
-from dora.types import Canary, EngineCapability, EngineLoad, RequestSpec, TokenDelta
 from dora.worker.reservation import Reservation
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from dora.data.sampling import check_sampling
+from dora.data.types import Canary, EngineCapability, RequestSpec
 from dora.errors import CanaryMismatch, Conflict, InvalidValue
-from dora.sampling import check_sampling
-from dora.types import Canary, EngineCapability, RequestSpec
 from dora.weights.canary import LOGPROB_MOST
 
 

@@ -14,11 +14,11 @@ from typing import Final
 import numpy as np
 from blake3 import blake3
 
+from dora.data.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, RoutingShape, TokenDelta
 from dora.errors import Conflict, InvalidValue
 from dora.kvtransfer.layout import blocks_for, first_block, rng_draws
 from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, Stay
 from dora.models import routing
-from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, RoutingShape, TokenDelta
 from dora.weights.reference import read_reference
 from dora.worker.base_engine import BaseEngine
 from dora.worker.engine_checks import CanaryBound

@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 from blake3 import blake3
 
+from dora.data.types import RequestSpec, RoutingShape
 from dora.kvtransfer.snapshot import KvLayout, Pieces
-from dora.types import RequestSpec, RoutingShape
 from dora.weights.reference import Reference, TensorHeader, check_tensors, read_header, weight_files
 
 STOP_TOKEN_ID: Final = 2  # as in the tiny models

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from dora.data.stretches import Stretch
+from dora.data.types import FinishReason, TokenDelta
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import BATCH_BYTES
 from dora.rpc.columns import columns_to_wire
-from dora.stretches import Stretch
-from dora.types import FinishReason, TokenDelta
 
 TOKEN_BYTES: Final = 8  # of a token's id and logprob
 

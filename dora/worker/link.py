@@ -12,6 +12,7 @@ from typing import Final
 
 import grpc
 
+from dora.data.types import NO_KV, EngineCapability, KvEndpoint, PoolCapability
 from dora.errors import DoraError
 from dora.kvtransfer.arena import Arena
 from dora.kvtransfer.door import Door
@@ -22,7 +23,6 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import bearer, open_channel
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
-from dora.types import NO_KV, EngineCapability, KvEndpoint, PoolCapability
 
 MESSAGES_QUEUED_MAX = 65536  # reports the service has not read; beyond that it is as good as gone
 OUTCOMES_TOGETHER_MOST = 256

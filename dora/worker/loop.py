@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from dora.data.types import RequestSpec
 from dora.errors import (
     MISSING,
     Conflict,
@@ -26,7 +27,6 @@ from dora.kvtransfer.plane import DataPlane
 from dora.kvtransfer.transfer import Sent
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.types import RequestSpec
 from dora.weights.holds import held
 from dora.worker.copying import Copying
 from dora.worker.engine import RolloutEngine

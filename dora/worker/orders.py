@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Final, Protocol
 
+from dora.data.types import RequestSpec
 from dora.errors import SnapshotRefused
 from dora.kvtransfer.peer import Peer
 from dora.rpc import dora_pb2 as pb
-from dora.types import RequestSpec
 
 REASON_MOST: Final = 500  # characters of why a KV transport failed, or a snapshot was dropped
 

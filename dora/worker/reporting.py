@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from dora.data.types import TokenDelta
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.types import TokenDelta
 from dora.worker.engine import RolloutEngine
 from dora.worker.gathering import Gathering
 from dora.worker.orders import Orders

@@ -6,10 +6,10 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
+from dora.data.types import RequestSpec
 from dora.errors import SnapshotRefused
 from dora.kvtransfer.codec import Opening, opening_in
 from dora.kvtransfer.snapshot import NO_PREFIX, KvLayout, Pieces, Prefix
-from dora.types import RequestSpec
 from dora.worker.prefixes import Prefixes
 
 SLICE_BYTES: Final = 1 << 20  # written at once; so long the engine may have to wait to give the blocks back

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from dora.data.types import FinishReason, RequestSpec, TokenDelta
 from dora.rpc import dora_pb2 as pb
-from dora.types import FinishReason, RequestSpec, TokenDelta
 
 KEPT_BYTES_MOST: Final = 256 << 20
 PIECE_BYTES: Final = 4 << 20  # of one response in one report

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from dora.data.types import KvEndpoint
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.plane import installed, local_host
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
-from dora.types import KvEndpoint
 from dora.worker.absence import await_service
 from dora.worker.engine import RolloutEngine
 from dora.worker.link import Link, at_host, plane_of

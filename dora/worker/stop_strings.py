@@ -11,8 +11,8 @@ from typing import Final
 
 from tokenizers import Tokenizer
 
+from dora.data.types import RequestSpec
 from dora.errors import InvalidValue
-from dora.types import RequestSpec
 
 _UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"  # what the bytes of half a character are decoded to
 _PENDING_MOST: Final = 8  # tokens that one character may take; beyond them the bytes are no character

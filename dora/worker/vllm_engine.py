@@ -13,12 +13,12 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from dora.data.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
 from dora.errors import Conflict, InvalidValue
 from dora.kvtier.chunks import ChunkShape
 from dora.kvtransfer.layout import rng_draws
 from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot, Stay
 from dora.models import routing
-from dora.types import EngineCapability, EngineLoad, FinishReason, RequestSpec, TokenDelta
 from dora.weights.reference import read_reference
 from dora.worker import vllm_environment
 from dora.worker.base_engine import BaseEngine

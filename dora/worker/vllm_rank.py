@@ -14,10 +14,10 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from dora.descendants import die_with
+from dora.data.types import RoutingShape
 from dora.engine_patches import registry
 from dora.engine_patches.patch import PatchFailed
-from dora.types import RoutingShape
+from dora.system.descendants import die_with
 from dora.worker import vllm_environment, vllm_groups, vllm_routing
 from dora.worker.vllm_blocks import LayerBlocks, shard_of, span_of
 from dora.worker.vllm_connector import SnapshotConnector

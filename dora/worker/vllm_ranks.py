@@ -15,10 +15,10 @@ import numpy as np
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.engine.core import EngineCore
 
+from dora.data.types import RoutingShape
 from dora.engine_patches.patch import PatchFailed
 from dora.errors import InvalidValue
 from dora.kvtransfer.reslice import shard_name
-from dora.types import RoutingShape
 from dora.worker.cuda_blocks import DeviceStore
 from dora.worker.vllm_blocks import BlockStore, LayerBlocks, mapped, memory_of, rows_of, shard_of
 from dora.worker.vllm_connector import SnapshotConnector

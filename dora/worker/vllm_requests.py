@@ -11,11 +11,11 @@ from vllm.sampling_params import SamplingParams as VllmSampling
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
+from dora.data.sampling import DOMAINS
+from dora.data.types import RequestSpec
 from dora.engine_patches.exact_resume import OUTPUTS_KEY, PROMPT_KEY
 from dora.errors import InvalidValue
 from dora.kvtier.chunks import salt_of
-from dora.sampling import DOMAINS
-from dora.types import RequestSpec
 from dora.worker.stop_strings import StopWatch
 
 

@@ -23,7 +23,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
-from dora.types import RoutingShape
+from dora.data.types import RoutingShape
 from dora.worker.vllm_blocks import LayerBlocks, shareable
 from dora.worker.vllm_groups import whole_group
 

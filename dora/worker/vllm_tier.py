@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from dora.data.types import TierLoad
 from dora.errors import TransferFailed
 from dora.kvtier.chunks import Chain, ChunkShape
 from dora.kvtier.tier import Passage, Search, Tier
 from dora.kvtransfer.snapshot import Pieces
-from dora.types import TierLoad
 from dora.worker.reservation import Store
 
 TIER_BYTES: Final = 256 << 20  # on the way to the tier, and again on the way back

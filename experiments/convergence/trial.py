@@ -15,13 +15,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
+from dora.data.record import STEPS_FILE
 from dora.demo.audit import Row as Trajectory
 from dora.demo.audit import read_record
 from dora.demo.folder import OutFolder
 from dora.demo.options import DemoOptions
 from dora.demo.run import run_demo
 from dora.errors import DoraError
-from dora.record import STEPS_FILE
 from dora.rpc.dora_pb2 import Status
 from experiments.convergence.plan import Run
 

@@ -19,12 +19,12 @@ from typing import Any, Final
 import grpc
 
 import dora
+from dora.data.trajectory import TrajectoryGroup
 from dora.errors import DoraError
 from dora.orchestrator.main import ServiceHandle
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import bearer, open_channel
 from dora.rpc.roles import Role
-from dora.trajectory import TrajectoryGroup
 from tests.abuse.calls import GROUPS, PATIENCE_S, RPCS, WORKERS, Rpc, Service
 from tests.abuse.direct import Context, Direct, of_next_server, turns
 from tests.service import configured, running, train

@@ -12,7 +12,7 @@ import pytest
 from dora.client import Operator
 from dora.errors import InvalidValue
 from dora.orchestrator.main import ServiceHandle
-from dora.orchestrator.telemetry import METRICS_KEPT, STEPS_KEPT, Telemetry
+from dora.orchestrator.rollout.telemetry import METRICS_KEPT, STEPS_KEPT, Telemetry
 from dora.rpc import door
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs

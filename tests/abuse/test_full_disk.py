@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 import dora
 from dora.cli.app import app
 from dora.client import Operator
+from dora.data.record import STEPS_FILE, TRAJECTORIES_FILE
+from dora.data.trajectory import TrajectoryGroup
 from dora.errors import Conflict, InvalidValue
-from dora.record import STEPS_FILE, TRAJECTORIES_FILE
 from dora.rpc.errors import LimitExceeded, ServiceUnavailable
-from dora.trajectory import TrajectoryGroup
 from dora.verify.check import read_trajectories
 from dora.verify.committed import missing, read_steps
 from tests.abuse.full import Served, has_namespaces, served, with_own_disk

@@ -13,19 +13,19 @@ from safetensors.numpy import load_file, save_file
 
 import dora
 from dora.client import Operator
+from dora.core import commands as do
+from dora.core import events as on
+from dora.data.types import Canary
 from dora.errors import Conflict, VersionRejected
 from dora.host.processes import Processes
-from dora.orchestrator import spread
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.remote import HostSession
-from dora.orchestrator.streams import WorkerSession
+from dora.orchestrator.hosts import spread
+from dora.orchestrator.hosts.remote import HostSession
+from dora.orchestrator.rollout.streams import WorkerSession
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import canary_to_wire
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.roles import Tokens
-from dora.types import Canary
 from dora.weights.files import hash_file
 from tests.service import check_promises, configured, running, until
 from tests.unit.test_runtime import CAPABILITY, Shell, ended

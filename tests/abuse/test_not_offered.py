@@ -9,13 +9,13 @@ import pytest
 
 from dora.client.publication import place_weights
 from dora.config import load_config, validated
+from dora.data.sampling import NOT_OFFERED, PARAMETERS
+from dora.data.types import Prompt
 from dora.errors import InvalidValue
 from dora.models import resolve_model
-from dora.orchestrator.prompt_check import PromptCheck
+from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.rpc import dora_pb2 as pb
-from dora.sampling import NOT_OFFERED, PARAMETERS
-from dora.types import Prompt
 from dora.weights.reference import read_reference
 
 CHECK = PromptCheck(validated({"prompts": "none"}), vocab_size=64)

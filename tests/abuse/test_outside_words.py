@@ -13,6 +13,7 @@ import pytest
 from dora.client import Operator, Trainer
 from dora.client.step import _numbers
 from dora.config import PromptsConfig, WorkersConfig
+from dora.data.strict_json import read_json
 from dora.errors import InvalidValue
 from dora.host.launcher import WorkerStartError
 from dora.host.processes import Processes
@@ -21,7 +22,6 @@ from dora.prompts import ChatTokenizer, file_source
 from dora.prompts.check import check_name, checked_messages
 from dora.rewards.function import load_function
 from dora.rewards.verdict import verdict
-from dora.strict_json import read_json
 
 ARGUMENTS = ("prompt", "response", [1], {})
 

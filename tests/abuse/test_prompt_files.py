@@ -10,7 +10,7 @@ import pytest
 from dora.config import validated
 from dora.errors import InvalidValue
 from dora.models import resolve_model
-from dora.orchestrator.prompt_check import PromptCheck
+from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.prompts import ChatTokenizer, resolve_prompts
 
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from dora.config import ColumnsConfig, PromptsConfig, RolloutConfig
+from dora.data.stretches import Stretch, TokenColumns
+from dora.data.types import FinishReason, Prompt
 from dora.errors import InvalidValue
-from dora.orchestrator.book import Book
-from dora.orchestrator.entry import BookError
-from dora.orchestrator.worker_checks import check_against_book
+from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.rollout.entry import BookError
+from dora.orchestrator.rollout.worker_checks import check_against_book
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.prompts.dataset import dataset_files
 from dora.prompts.row import OWN_NAMES, Columns, Place, prompt_of_row
 from dora.rpc.columns import columns_from_wire, columns_to_wire
-from dora.stretches import Stretch, TokenColumns
-from dora.types import FinishReason, Prompt
 
 NAMES = [*(name for names in OWN_NAMES.values() for name in names), "other", "", "\ud800", "promtp"]
 

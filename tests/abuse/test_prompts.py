@@ -12,16 +12,16 @@ import pytest
 from dora.client import Operator
 from dora.client.prompts import Prompts
 from dora.config import validated
+from dora.data.sampling import DOMAINS, PARAMETERS, check_sampling
+from dora.data.strict_json import read_json
+from dora.data.types import Prompt
 from dora.errors import InvalidValue
-from dora.orchestrator.book import sampling_of
-from dora.orchestrator.feed import QUEUED_BYTES_MOST, PromptFeed
-from dora.orchestrator.prompt_check import PromptCheck
+from dora.orchestrator.rollout.book import sampling_of
+from dora.orchestrator.rollout.feed import QUEUED_BYTES_MOST, PromptFeed
+from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.prompts import ChatTokenizer, PromptSource
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
-from dora.sampling import DOMAINS, PARAMETERS, check_sampling
-from dora.strict_json import read_json
-from dora.types import Prompt
 from tests.service import configured, running
 
 CHECK = PromptCheck(validated({"prompts": "none"}), vocab_size=64)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from safetensors.numpy import load_file, save_file
 
+from dora.data.types import Canary
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.types import Canary
 from dora.worker.fake_engine import FakeEngine
 from dora.worker.loop import EngineLoop
 from tests.abuse.test_workers import Orders

@@ -17,14 +17,14 @@ import dora
 from dora.cli.app import app
 from dora.client import Operator, session
 from dora.client.step import Step
+from dora.core import commands as do
+from dora.core import events as on
+from dora.data.trajectory import TrajectoryGroup
+from dora.data.types import Canary
 from dora.errors import Conflict, InvalidValue, VersionRejected
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
 from dora.orchestrator.main import ServiceHandle
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.trajectory import TrajectoryGroup
-from dora.types import Canary
 from tests.service import check_promises, configured, during, running, until
 from tests.unit.test_runtime import Shell, ended
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from dora.config import Config
+from dora.core import commands as do
 from dora.errors import InvalidValue, SnapshotRefused
 from dora.kvtransfer.segments import SegmentPool
-from dora.orchestrator.core import commands as do
+from dora.orchestrator.recording.storage import check_room
 from dora.orchestrator.setup import store_of
-from dora.orchestrator.storage import check_room
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded

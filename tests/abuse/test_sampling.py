@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from dora.config import RolloutConfig, load_config, validated
+from dora.data.sampling import DOMAINS, check_sampling, effective
+from dora.data.types import Prompt, RequestSpec, SamplingParams
 from dora.errors import InvalidValue
-from dora.orchestrator.book import sampling_of
-from dora.orchestrator.prompt_check import PromptCheck
-from dora.sampling import DOMAINS, check_sampling, effective
-from dora.types import Prompt, RequestSpec, SamplingParams
+from dora.orchestrator.rollout.book import sampling_of
+from dora.orchestrator.rollout.prompt_check import PromptCheck
 
 CHECK = PromptCheck(validated({"prompts": "none"}), vocab_size=64)
 

@@ -13,12 +13,12 @@ import dora
 from dora.cli.app import app
 from dora.client import Operator
 from dora.config import validated
+from dora.data.types import Prompt
 from dora.errors import Conflict
-from dora.log_limit import LogLimit
 from dora.orchestrator import main
-from dora.orchestrator.feed import FAILURE_CHARACTERS_MOST, PromptFeed
+from dora.orchestrator.rollout.feed import FAILURE_CHARACTERS_MOST, PromptFeed
 from dora.prompts import PromptSource, resolve_prompts
-from dora.types import Prompt
+from dora.system.log_limit import LogLimit
 from tests.service import check_promises, configured, running, until
 
 GROUPS = 4

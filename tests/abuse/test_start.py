@@ -11,14 +11,14 @@ import pytest
 
 from dora.cli.token import left_token, token_file
 from dora.config import WorkersConfig
+from dora.data.record import CancelledGroup, CommittedStep, Recorder
 from dora.demo.folder import OutFolder
 from dora.errors import InvalidValue
 from dora.host.processes import Processes
 from dora.models.tiny import make_tiny
+from dora.orchestrator.recording.storage import RUN_FOLDER, Storage
 from dora.orchestrator.setup import recorder_of, run_folder_of
-from dora.orchestrator.storage import RUN_FOLDER, Storage
 from dora.prompts import ChatTokenizer
-from dora.record import CancelledGroup, CommittedStep, Recorder
 from dora.weights.store import WeightStore
 from tests.abuse.full import files_up_to, has_namespaces
 from tests.contract.trainer_service import make_group

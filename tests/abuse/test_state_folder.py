@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from dora.config import Config, validated
+from dora.core import events as on
+from dora.data.types import Prompt
 from dora.errors import InvalidValue
 from dora.journal import facts
 from dora.journal.log import DEFAULT_SIZES
-from dora.orchestrator.core import events as on
 from dora.orchestrator.main import journal_of
-from dora.orchestrator.state_folder import SERVICE_FILE, StateFolder, check_state, state_folder_of
-from dora.orchestrator.storage import Storage
-from dora.types import Prompt
+from dora.orchestrator.recording.storage import Storage
+from dora.orchestrator.recovery.state_folder import SERVICE_FILE, StateFolder, check_state, state_folder_of
 from tests.abuse.full import faults, files_up_to
 from tests.unit.test_runtime import Shell
 

@@ -13,14 +13,15 @@ import pytest
 
 import dora
 from dora.client import Operator
+from dora.core import events as on
+from dora.data.record import STEPS_FILE, TRAJECTORIES_FILE, Recorder
+from dora.data.trajectory import TrajectoryGroup
+from dora.data.types import Prompt, TokenDelta
 from dora.errors import InvalidValue
-from dora.orchestrator import record_queue, setup
-from dora.orchestrator.core import events as on
-from dora.record import STEPS_FILE, TRAJECTORIES_FILE, Recorder
+from dora.orchestrator import setup
+from dora.orchestrator.rollout import record_queue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
-from dora.trajectory import TrajectoryGroup
-from dora.types import Prompt, TokenDelta
 from dora.verify.check import read_trajectories
 from dora.verify.committed import missing, read_steps
 from dora.weights.files import hash_file

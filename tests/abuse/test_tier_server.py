@@ -12,9 +12,9 @@ import pytest
 from dora.config import Config, KvConfig, ServiceConfig
 from dora.errors import InvalidValue
 from dora.kvtier import server
-from dora.orchestrator import tier_server
-from dora.orchestrator.storage import Storage
-from dora.orchestrator.tier_server import TierServer, check_tier
+from dora.orchestrator.hosts import tier_server
+from dora.orchestrator.hosts.tier_server import TierServer, check_tier
+from dora.orchestrator.recording.storage import Storage
 
 TELLS = """echo '{"used_bytes": 1, "size_bytes": 2, "chunks": 3}'"""
 LIVES = "exec tail -f /dev/null"

@@ -13,9 +13,11 @@ import pytest
 
 import dora
 from dora.client import Operator
+from dora.data.trajectory import TrajectoryGroup
+from dora.data.types import TokenDelta
 from dora.errors import Conflict, InvalidValue
 from dora.orchestrator.main import ServiceHandle
-from dora.orchestrator.worker_checks import checked_hello
+from dora.orchestrator.rollout.worker_checks import checked_hello
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
@@ -23,8 +25,6 @@ from dora.rpc.channel import bearer, open_channel
 from dora.rpc.columns import columns_from_wire, columns_to_wire
 from dora.rpc.errors import from_rpc_error
 from dora.rpc.roles import Role
-from dora.trajectory import TrajectoryGroup
-from dora.types import TokenDelta
 from dora.worker.fake_engine import FakeEngine
 from dora.worker.loop import EngineLoop
 from tests.abuse.generated import hostile

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from dora.record import TRAJECTORIES_FILE, VERSIONS_FOLDER
+from dora.data.record import TRAJECTORIES_FILE, VERSIONS_FOLDER
+from dora.data.trajectory import Trajectory
+from dora.data.types import RequestSpec
 from dora.rpc import dora_pb2 as pb
-from dora.trajectory import Trajectory
-from dora.types import RequestSpec
 from dora.verify import verify
 from dora.verify.check import ATOL_FP32, read_trajectories
 from dora.worker.fake_engine import FakeEngine

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from dora.data.types import FinishReason, RequestSpec, SamplingParams
 from dora.errors import Conflict
 from dora.kvtransfer.codec import closing_of, head_of, opening_of, parts_of, round_of, snapshot_of
 from dora.kvtransfer.layout import blocks_for
 from dora.kvtransfer.snapshot import KvSnapshot
-from dora.types import FinishReason, RequestSpec, SamplingParams
 from dora.worker.engine import RolloutEngine
 from dora.worker.reservation import Reservation
 

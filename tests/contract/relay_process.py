@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.peer import Identity
-from dora.orchestrator.broadcast import Broadcast, Command, Drop, Fetch, GaveUp, Gone, Ready
+from dora.orchestrator.hosts.broadcast import Broadcast, Command, Drop, Fetch, GaveUp, Gone, Ready
 from dora.relay.holding import Reader
 from dora.relay.orders import Arrived, Failed, Order, Outcome
 from dora.relay.relay import Relay, RelaySettings

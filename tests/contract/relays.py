@@ -11,11 +11,11 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from dora.client.publication import place_weights
+from dora.data.types import Canary
 from dora.kvtransfer.door import Door
 from dora.kvtransfer.peer import Identity
 from dora.relay.orders import Arrived, Failed, Order, Outcome, Upstream
 from dora.relay.relay import Relay, RelaySettings
-from dora.types import Canary
 from dora.weights.files import CHUNK_BYTES
 from dora.weights.host_store import HostStore
 from dora.weights.store import WeightStore

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from dora.data.types import SamplingParams
 from dora.errors import LayoutMisfit, SnapshotRefused
 from dora.models.tiny import make_tiny
 from dora.rpc import dora_pb2 as pb
-from dora.types import SamplingParams
 from dora.worker.copying import Copying
 from dora.worker.failure import fail
 from dora.worker.fake_engine import FakeEngine

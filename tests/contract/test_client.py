@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import dora
+from dora.data.types import Prompt
 from dora.errors import Conflict, InvalidValue, VersionRejected
 from dora.models.tiny import make_tiny
 from dora.prompts import ChatTokenizer
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import trajectory_to_wire
 from dora.rpc.errors import LimitExceeded, ServiceUnavailable, Unauthenticated
-from dora.types import Prompt
 from dora.weights.canary import compute_canary
 from tests.contract.awaited import AwaitedPrompts, AwaitedTrainer
 from tests.contract.trainer_service import TOKEN, Running, make_trajectory, start_service

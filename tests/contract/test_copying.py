@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import NotFound, TransferFailed
 from dora.kvtransfer.transfer import Sent
 from dora.models.tiny import make_tiny
-from dora.types import RequestSpec, SamplingParams
 from dora.worker.copying import LEFT_BLOCKS, ROUNDS_MOST, Copying
 from dora.worker.failure import NotMovable
 from dora.worker.fake_engine import FakeEngine

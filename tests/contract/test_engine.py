@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dora.data.types import Canary
 from dora.errors import CanaryMismatch, Conflict, InvalidValue, NotFound
-from dora.types import Canary
 from dora.worker.engine import RolloutEngine
 from tests.contract.driver import (
     GREEDY,

@@ -14,7 +14,7 @@ import pytest
 from dora.client import Operator
 from dora.errors import InvalidValue
 from dora.host.launcher import Launcher, WorkerStartError
-from dora.orchestrator.hosts import Hosts
+from dora.orchestrator.hosts.hosts import Hosts
 from dora.rpc import dora_pb2 as pb
 from tests.e2e.agents import agent
 from tests.service import configured, running, until

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dora.data.types import RequestSpec
 from dora.engine_patches.patch import PatchFailed
 from dora.models.tiny import WINDOW_TOKENS, make_tiny
-from dora.types import RequestSpec
 from dora.weights.canary import compute_canary
 from dora.worker.vllm_engine import VllmEngine
 from tests.contract.driver import (

@@ -6,11 +6,11 @@ from typing import cast
 
 import numpy as np
 
+from dora.data.types import RequestSpec, SamplingParams
 from dora.kvtransfer.plane import DataPlane
 from dora.models.tiny import make_tiny
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.types import RequestSpec, SamplingParams
 from dora.worker.engine import RolloutEngine
 from dora.worker.fake_engine import FakeEngine
 from dora.worker.loop import EngineLoop

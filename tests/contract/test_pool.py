@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from dora.data.types import RequestSpec
 from dora.models.tiny import make_tiny
 from dora.pool.loop import PoolLoop
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
-from dora.types import RequestSpec
 from tests.contract.driver import make_request
 from tests.contract.planes import HERE, WAIT_S, a_plane, until
 from tests.contract.pools import PoolEnd, a_pool

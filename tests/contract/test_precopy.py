@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import Conflict, NotFound, SnapshotRefused
 from dora.kvtransfer.codec import opening_of
 from dora.kvtransfer.snapshot import Stay
-from dora.types import RequestSpec, SamplingParams
 from dora.worker.engine import RolloutEngine
 from tests.contract.driver import EVERYTHING, GREEDY, SAMPLED, SLOTS, Driver, Response, VersionFolder, make_request, run
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dora.data.types import Canary
 from dora.errors import CanaryMismatch, SnapshotRefused, TransferFailed
 from dora.kvtransfer.checksum import Seal, digest_with
 from dora.kvtransfer.codec import head_of
 from dora.kvtransfer.reslice import resliced
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.models.tiny import TinyKind, make_tiny
-from dora.types import Canary
 from dora.worker.vllm_engine import VllmEngine
 from tests.contract.driver import (
     KV_TOKENS,

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dora.data.types import RoutingShape
 from dora.errors import InvalidValue
 from dora.kvtransfer.reblock import reblocked
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.models.tiny import make_tiny
-from dora.types import RoutingShape
 from dora.worker.vllm_engine import VllmEngine
 from tests.contract.driver import (
     GREEDY,

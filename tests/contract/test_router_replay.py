@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dora.data.types import RoutingShape
 from dora.models import routing
 from dora.models.tiny import make_tiny
-from dora.types import RoutingShape
 from dora.worker.engine import RolloutEngine
 from dora.worker.fake_engine import FakeEngine
 from tests.contract.driver import (

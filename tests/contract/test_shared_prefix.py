@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dora.data.types import RequestSpec
 from dora.kvtransfer.layout import blocks_for
-from dora.types import RequestSpec
 from dora.worker.copying import Copying
 from dora.worker.engine import RolloutEngine
 from dora.worker.prefixes import SentPrefixes

@@ -12,8 +12,8 @@ import pytest
 
 from dora.host.launcher import LOCAL
 from dora.models.tiny import make_tiny
-from dora.orchestrator import spread
-from dora.orchestrator.spread import Spread
+from dora.orchestrator.hosts import spread
+from dora.orchestrator.hosts.spread import Spread
 from dora.rpc import dora_pb2 as pb
 from dora.weights.host_store import MANIFEST_FILE
 from dora.weights.store import WeightStore

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import pytest
 from tokenizers import Tokenizer
 
+from dora.data.types import RequestSpec
 from dora.errors import NotFound
 from dora.kvtransfer.snapshot import KvSnapshot
-from dora.types import RequestSpec
 from dora.worker.engine import RolloutEngine
 from tests.contract.driver import (
     EVERYTHING,

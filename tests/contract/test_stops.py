@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from dora.data.types import RequestSpec
 from dora.errors import InvalidValue
-from dora.types import RequestSpec
 from dora.worker.engine import RolloutEngine
 from tests.contract.driver import GREEDY, SAMPLED, Response, VersionFolder, make_request, run
 

@@ -18,9 +18,9 @@ import pytest
 import dora
 from dora import client
 from dora.client import background
+from dora.data.types import Prompt
 from dora.errors import Conflict
 from dora.models.tiny import make_tiny
-from dora.types import Prompt
 from tests.contract.trainer_service import TOKEN, Running, start_service
 
 GROUPS = 2

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dora.data.types import RequestSpec, SamplingParams
 from dora.models.tiny import make_tiny
-from dora.types import RequestSpec, SamplingParams
 from dora.worker.vllm_engine import VllmEngine
 from tests.contract.driver import (
     EVERYTHING,

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dora.data.types import Canary
 from dora.engine_patches import mapped_weights
 from dora.errors import CanaryMismatch
 from dora.models.tiny import TinyKind, make_tiny
-from dora.types import Canary
 from dora.weights.canary import compute_canary
 from dora.worker.vllm_engine import VllmEngine
 from tests.contract.driver import (

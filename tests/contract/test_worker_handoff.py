@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from dora.data.types import RequestSpec, SamplingParams
 from dora.models.tiny import make_tiny
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
-from dora.types import RequestSpec, SamplingParams
 from tests.contract.driver import make_request
 from tests.contract.planes import HERE, a_plane
 from tests.contract.workers import Worker, peer_of

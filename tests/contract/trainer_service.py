@@ -12,8 +12,10 @@ import grpc
 import numpy as np
 
 from dora.config import validated
+from dora.data.trajectory import Trajectory, TrajectoryGroup
+from dora.data.types import SamplingParams, Segment
 from dora.errors import Conflict, InvalidValue, VersionRejected
-from dora.orchestrator.prompt_check import PromptCheck
+from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import server_options
 from dora.rpc.convert import canary_from_wire
@@ -27,8 +29,6 @@ from dora.rpc.dora_pb2_grpc import (
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.packed import pack, packed_batches
 from dora.rpc.roles import Tokens
-from dora.trajectory import Trajectory, TrajectoryGroup
-from dora.types import SamplingParams, Segment
 from dora.weights.files import WeightFile
 from dora.weights.store import WeightStore
 

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+from dora.data.types import FinishReason
 from dora.kvtransfer.plane import DataPlane
 from dora.kvtransfer.transfer import Transfer
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.columns import unpacked
-from dora.types import FinishReason
 from dora.worker.engine import RolloutEngine
 from dora.worker.fake_engine import FakeEngine
 from dora.worker.loop import EngineLoop, Versions

@@ -21,10 +21,10 @@ from safetensors.numpy import load_file
 import dora
 from dora.client import Operator
 from dora.client.step import Step
+from dora.data.trajectory import TrajectoryGroup
 from dora.errors import DoraError
 from dora.models.tiny import make_tiny
 from dora.rpc import dora_pb2 as pb
-from dora.trajectory import TrajectoryGroup
 from dora.verify import verify
 from tests.e2e.restarts import Killed, settings_of
 from tests.service import ask_move, check_promises

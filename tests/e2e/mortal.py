@@ -46,8 +46,8 @@ def around(owner: Any, name: str, before: str = "", after: str = "", at: Callabl
 
 
 def service() -> None:
+    from dora.core import commands as do
     from dora.orchestrator import executor, main
-    from dora.orchestrator.core import commands as do
     from dora.weights.store import WeightStore
     from dora.weights.upload import Upload
 

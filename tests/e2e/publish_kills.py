@@ -17,9 +17,9 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from dora.data.record import TRAJECTORIES_FILE, VERSIONS_FOLDER
+from dora.data.types import RequestSpec
 from dora.models.tiny import make_tiny
-from dora.record import TRAJECTORIES_FILE, VERSIONS_FOLDER
-from dora.types import RequestSpec
 from dora.verify.check import read_trajectories
 from dora.verify.committed import missing
 from dora.verify.invariants import violations

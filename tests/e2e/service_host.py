@@ -12,9 +12,9 @@ from typing import Any
 
 import dora
 from dora.client import Operator
+from dora.data.trajectory import Trajectory, TrajectoryGroup
+from dora.data.types import RequestSpec
 from dora.rpc.roles import Role
-from dora.trajectory import Trajectory, TrajectoryGroup
-from dora.types import RequestSpec
 from dora.worker.fake_engine import FakeEngine
 from tests.contract.driver import Response, farthest, run
 from tests.service import ask_move, check_promises, configured, during, running, until

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import dora
 from dora.client import Operator
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.eventlog import read_log
-from dora.orchestrator.replay import Replay
-from dora.record import TRAJECTORIES_FILE
+from dora.core import commands as do
+from dora.data.record import TRAJECTORIES_FILE
+from dora.orchestrator.recording.eventlog import read_log
+from dora.orchestrator.recovery.replay import Replay
 from dora.verify.check import read_trajectories
 from dora.verify.invariants import violations
 from dora.view.service import window_lines

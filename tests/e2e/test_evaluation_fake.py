@@ -14,8 +14,8 @@ import dora
 from dora.cli.app import app
 from dora.client import Evaluation, Operator
 from dora.config import Config
+from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.errors import Conflict, InvalidValue, NotFound
-from dora.trajectory import Trajectory, TrajectoryGroup
 from tests.service import check_promises, configured, running, until
 
 GROUPS = 4

@@ -12,8 +12,8 @@ import dora
 from dora.client import Operator
 from dora.errors import NotFound
 from dora.orchestrator import main
-from dora.orchestrator.eventlog import read_log
-from dora.orchestrator.replay import Replay, known_of
+from dora.orchestrator.recording.eventlog import read_log
+from dora.orchestrator.recovery.replay import Replay, known_of
 from dora.orchestrator.runtime import Runtime
 from tests.e2e.test_service_fake import GROUPS, LONG
 from tests.service import configured, during, move_one, running, train, until

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import dora
 from dora.client import Operator
+from dora.data.trajectory import TrajectoryGroup
 from dora.rpc import dora_pb2 as pb
-from dora.trajectory import TrajectoryGroup
 from tests.e2e.agents import are_ready, ended, host, joining
 from tests.e2e.restarts import Killed, settings_of
 from tests.e2e.service_host import farthest_of

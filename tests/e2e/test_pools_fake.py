@@ -9,9 +9,9 @@ import pytest
 
 import dora
 from dora.client import Operator
+from dora.data.trajectory import TrajectoryGroup
 from dora.errors import NotFound
 from dora.rpc import dora_pb2 as pb
-from dora.trajectory import TrajectoryGroup
 from tests.service import check_promises, configured, during, park, running, train, until
 
 GROUPS = 4

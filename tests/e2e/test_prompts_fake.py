@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 import dora
 from dora.client import Operator
 from dora.config import Config
+from dora.data.record import CANCELLED_FILE
+from dora.data.trajectory import TrajectoryGroup
+from dora.data.types import Prompt
 from dora.errors import Conflict, InvalidValue
 from dora.orchestrator.main import ServiceHandle
-from dora.record import CANCELLED_FILE
-from dora.trajectory import TrajectoryGroup
-from dora.types import Prompt
 from tests.service import check_promises, configured, running, until
 
 GROUPS = 4

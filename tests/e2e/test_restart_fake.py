@@ -10,10 +10,10 @@ import pytest
 
 import dora
 from dora.client import Operator
+from dora.data.record import STEPS_FILE, TRAJECTORIES_FILE
+from dora.data.trajectory import TrajectoryGroup
+from dora.data.types import Prompt
 from dora.errors import Conflict
-from dora.record import STEPS_FILE, TRAJECTORIES_FILE
-from dora.trajectory import TrajectoryGroup
-from dora.types import Prompt
 from dora.verify.check import read_trajectories
 from dora.verify.invariants import violations
 from tests.e2e.restarts import Killed, settings_of

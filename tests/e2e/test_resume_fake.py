@@ -12,12 +12,13 @@ import pytest
 
 import dora
 from dora.client import Operator
+from dora.core import Machine
+from dora.core import events as on
+from dora.core.rules.restoring import durable
 from dora.journal.finding import find
-from dora.orchestrator import main, resume
-from dora.orchestrator.book import Book
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.restoring import durable
+from dora.orchestrator import main
+from dora.orchestrator.recovery import resume
+from dora.orchestrator.rollout.book import Book
 from dora.orchestrator.runtime import Runtime
 from tests.e2e.test_service_fake import GROUPS, LONG
 from tests.service import configured, during, move_one, running

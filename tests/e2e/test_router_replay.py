@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dora.client import Operator
+from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.trainers.grpo import train
 from dora.trainers.learner import Learner, LearnerConfig
 from dora.trainers.options import GrpoConfig
-from dora.trajectory import Trajectory, TrajectoryGroup
 from dora.verify.check import read_trajectories
 from tests.service import configured, during, running, until
 

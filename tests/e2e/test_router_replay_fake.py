@@ -9,10 +9,10 @@ import pytest
 
 import dora
 from dora.client import Operator
+from dora.data.trajectory import Trajectory, TrajectoryGroup
+from dora.data.types import RequestSpec
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.models import routing
-from dora.trajectory import Trajectory, TrajectoryGroup
-from dora.types import RequestSpec
 from dora.verify.check import read_trajectories
 from dora.worker.fake_engine import FakeEngine
 from tests.contract.driver import run

@@ -12,14 +12,14 @@ from safetensors.numpy import load_file
 
 import dora
 from dora.client import Operator
+from dora.data.record import CANCELLED_FILE
+from dora.data.types import Prompt
 from dora.errors import Conflict, DoraError, InvalidValue, NotFound
 from dora.orchestrator.main import ServiceHandle
 from dora.orchestrator.services import publishing
 from dora.orchestrator.setup import WEIGHTS_FOLDER
-from dora.record import CANCELLED_FILE
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded, Unauthenticated
-from dora.types import Prompt
 from dora.weights.holds import VERSIONS_FOLDER, held, name_of
 from tests.service import check_promises, configured, during, move_one, running, train, until
 

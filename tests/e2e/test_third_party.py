@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import dora
+from dora.core.policies import POLICIES, Strategy, register
+from dora.core.policies.batch import SyncPolicy
 from dora.errors import Conflict, InvalidValue
-from dora.orchestrator.core.policies import POLICIES, Strategy, register
-from dora.orchestrator.core.policies.batch import SyncPolicy
 from dora.orchestrator.plugins import load_strategies
 from tests.service import check_promises, configured, running, train
 from tests.snippets import snippet

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from dora.data.trajectory import TrajectoryGroup
+from dora.data.types import RoutingShape
 from dora.errors import Conflict, InvalidValue
 from dora.models import routing
 from dora.models.tiny import TinyKind, make_tiny
@@ -24,8 +26,6 @@ from dora.trainers.objectives.presets import objective
 from dora.trainers.options import GrpoConfig
 from dora.trainers.ranks import Ranks, joined
 from dora.trainers.start import Start, make_learner
-from dora.trajectory import TrajectoryGroup
-from dora.types import RoutingShape
 from tests.contract.trainer_service import TOKEN, Running, make_trajectory, start_service
 from tests.trainer_ranks import ended, start_ranks
 

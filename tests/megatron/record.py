@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from dora.data.trajectory import Trajectory, TrajectoryGroup
+from dora.data.types import RoutingShape
 from dora.trainers.packing import packed_logprobs, prepare
 from dora.trainers.router_replay import RouterReplay
-from dora.trajectory import Trajectory, TrajectoryGroup
-from dora.types import RoutingShape
 from tests.contract.trainer_service import make_trajectory
 
 GROUP_SIZE = 4

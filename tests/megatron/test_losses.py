@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from dora.data.trajectory import Trajectory
+from dora.data.types import Canary
 from dora.models.tiny import make_tiny
 from dora.trainers.learner import Learner
 from dora.trainers.packing import packed_logprobs, prepare
-from dora.trajectory import Trajectory
-from dora.types import Canary
 from tests.megatron.record import read_record, write_record
 from tests.megatron.world import learner_config, run
 

@@ -8,39 +8,39 @@ from typing import Any
 
 import pytest
 
-from dora.orchestrator import journal, recollection
-from dora.orchestrator.book import Book
-from dora.orchestrator.core import (
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core import machine, scheduler
+from dora.core.balance import Balance
+from dora.core.fleet.hosting import Hosting
+from dora.core.fleet.pool import Pool
+from dora.core.fleet.worker import Worker
+from dora.core.groups.evaluations import Evaluations
+from dora.core.groups.line import Line
+from dora.core.groups.window import Window
+from dora.core.handoff import handoff_table
+from dora.core.handoff.handoff_table import Action, Phase, Signal
+from dora.core.policies.base import BasePolicy
+from dora.core.rules import (
     admission,
     evaluation,
     fleet,
     handoff,
-    handoff_table,
     lifecycle,
-    machine,
     parking,
     placement,
     rejection,
     restoring,
-    scheduler,
     selection,
 )
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.balance import Balance
-from dora.orchestrator.core.evaluations import Evaluations
-from dora.orchestrator.core.handoff_table import Action, Phase, Signal
-from dora.orchestrator.core.hosting import Hosting
-from dora.orchestrator.core.line import Line
-from dora.orchestrator.core.policies.base import BasePolicy
-from dora.orchestrator.core.pool import Pool
-from dora.orchestrator.core.state import LEASED, State
-from dora.orchestrator.core.window import Window
-from dora.orchestrator.core.worker import Worker
-from dora.orchestrator.entry import TOKEN
+from dora.core.state import LEASED, State
+from dora.data.stretches import TokenColumns
+from dora.orchestrator.recovery import recollection
+from dora.orchestrator.rollout import journal
+from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.rollout.entry import TOKEN
 from dora.sim import crash
 from dora.sim.service import Facts
-from dora.stretches import TokenColumns
 
 Patch = pytest.MonkeyPatch
 

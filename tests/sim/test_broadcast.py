@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from dora.errors import Conflict
-from dora.orchestrator.broadcast import Broadcast, Command, Drop, Fetch, GaveUp, Gone, Ready
+from dora.orchestrator.hosts.broadcast import Broadcast, Command, Drop, Fetch, GaveUp, Gone, Ready
 from dora.relay.link import Link
 from dora.relay.orders import Arrived, Failed, Upstream
 from dora.weights.manifest import parsed_name, version_name

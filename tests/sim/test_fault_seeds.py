@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.dispatcher import Dispatcher
-from dora.orchestrator.core.handoff_table import TABLE, Action, Handoff, Kind, Phase, Signal
-from dora.orchestrator.core.policies import POLICIES, allows_any
-from dora.orchestrator.core.policies.dora import DoraPolicy
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.dispatcher import Dispatcher
+from dora.core.handoff.handoff_table import TABLE, Action, Handoff, Kind, Phase, Signal
+from dora.core.policies import POLICIES, allows_any
+from dora.core.policies.dora import DoraPolicy
 from dora.sim.fault_kinds import KINDS
 from dora.sim.served import Habits
 from dora.sim.sweep import SweepReport, sweep

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from dora.core import Machine
+from dora.core import events as on
 from dora.journal import facts
 from dora.journal.content import Content
 from dora.journal.ledger import Ledger
-from dora.orchestrator import recollection
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import events as on
+from dora.orchestrator.recovery import recollection
 from dora.sim.trial import Trial, conduct
 from dora.sim.unreliable import UnreliableWorld
 

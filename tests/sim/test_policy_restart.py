@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from dora.orchestrator.core.dispatcher import Dispatcher
-from dora.orchestrator.core.observation import view_of
-from dora.orchestrator.core.plan import LINE, POOL, Move, Trigger
-from dora.orchestrator.core.policies import POLICIES, policy_of
-from dora.orchestrator.core.state import State
+from dora.core.dispatcher import Dispatcher
+from dora.core.observation import view_of
+from dora.core.plan import LINE, POOL, Move, Trigger
+from dora.core.policies import POLICIES, policy_of
+from dora.core.state import State
 from dora.sim.fault_kinds import KINDS
 from dora.sim.presets import scenario_for
 from dora.sim.trial import Trial, conduct

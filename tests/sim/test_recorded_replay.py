@@ -12,10 +12,10 @@ from zlib import crc32
 import msgpack
 import pytest
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core.policies import POLICIES
-from dora.orchestrator.eventlog import read_log
-from dora.orchestrator.replay import Replay
+from dora.core import commands as do
+from dora.core.policies import POLICIES
+from dora.orchestrator.recording.eventlog import read_log
+from dora.orchestrator.recovery.replay import Replay
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "replay"
 NAMES = sorted(path.name.removesuffix(".log.gz") for path in RECORDED.glob("*.log.gz"))

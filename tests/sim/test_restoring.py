@@ -6,12 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.policies import POLICIES, allows_any
+from dora.core.rules import restoring
+from dora.core.state import RUNNING, State
 from dora.errors import Conflict, InvalidValue
-from dora.orchestrator.core import Machine, restoring
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.policies import POLICIES, allows_any
-from dora.orchestrator.core.state import RUNNING, State
 from dora.sim.invariants import check_state
 from dora.sim.presets import scenario_for
 from dora.sim.trial import Trial, conduct

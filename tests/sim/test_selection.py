@@ -5,11 +5,11 @@ from dataclasses import asdict
 
 import pytest
 
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.policies import POLICIES
+from dora.core.rules.selection import REDUNDANT
 from dora.errors import InvalidValue
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.policies import POLICIES
-from dora.orchestrator.core.selection import REDUNDANT
 from dora.sim.ledger import Ledger, Lost
 from dora.sim.presets import composed
 from dora.sim.report import Report

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
+from dora.core import commands as do
+from dora.core import events as on
 from dora.sim.presets import scenario_for
 from dora.sim.world import World
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
+from dora.core import commands as do
+from dora.core import events as on
 from dora.sim.fault_kinds import KINDS
 from dora.sim.ledger import Failure, failure_of
 from dora.sim.trial import DRAWN, Trial, conduct

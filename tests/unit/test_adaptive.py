@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora.config import WindowConfig
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.forecast.adaptive import AdaptiveSize, StepSignals
 from dora.errors import InvalidValue
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.adaptive import AdaptiveSize, StepSignals
 from tests.unit.test_machine import Bench
 
 SHARE = st.none() | st.floats(0.0, 1.0)

@@ -3,11 +3,11 @@
 import pytest
 
 from dora.config import validated
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.admission import BACKLOG_STEPS, DRAWN_STEP
-from dora.orchestrator.core.line import Backlog
+from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.groups.line import Backlog
+from dora.core.rules.admission import BACKLOG_STEPS, DRAWN_STEP
 
 GROUPS = 32  # a step
 

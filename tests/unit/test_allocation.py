@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dora.orchestrator.core.lognormal import remaining_tokens
-from dora.orchestrator.core.plan import Move
-from dora.orchestrator.core.policies.laxity.allocation import Allocation, Last
-from dora.orchestrator.core.policies.laxity.schedule import Schedule
-from dora.orchestrator.core.policies.laxity.tuning import TUNING
-from dora.orchestrator.core.view import View
+from dora.core.forecast.lognormal import remaining_tokens
+from dora.core.plan import Move
+from dora.core.policies.laxity.allocation import Allocation, Last
+from dora.core.policies.laxity.schedule import Schedule
+from dora.core.policies.laxity.tuning import TUNING
+from dora.core.view import View
 from tests.unit.views import MAX_TOKENS, PROMPT_TOKENS, make_view
 
 TOKENS, LOG_SD = 2_000, 0.8

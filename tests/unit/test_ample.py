@@ -2,12 +2,12 @@
 
 import pytest
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.dispatcher import Dispatcher
-from dora.orchestrator.core.observation import view_of
-from dora.orchestrator.core.policies import POLICIES, Strategy
-from dora.orchestrator.core.policies.laxity import LaxityPolicy
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.dispatcher import Dispatcher
+from dora.core.observation import view_of
+from dora.core.policies import POLICIES, Strategy
+from dora.core.policies.laxity import LaxityPolicy
 from dora.sim.presets import composed
 from dora.sim.run import simulate
 from tests.unit.test_machine import Bench

@@ -3,10 +3,10 @@
 import numpy as np
 
 from dora.config import validated
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.arrival import is_within_reach
+from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.rules.arrival import is_within_reach
 from tests.unit.test_machine import Bench
 from tests.unit.test_rejection import Publications
 

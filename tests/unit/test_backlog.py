@@ -5,11 +5,11 @@ import random
 import pytest
 
 from dora.config import validated
+from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.groups.line import Backlog, Entry
 from dora.errors import NotFound
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.line import Backlog, Entry
 
 
 def offered(number: int, priority: int = 0) -> on.OfferedPrompt:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.errors import Conflict
 from dora.models.tiny import TinyKind, make_tiny
 from dora.trainers.batches import fitting, karmarkar_karp, packed_batches, packed_tokens
@@ -21,7 +22,6 @@ from dora.trainers.objectives.batch import Row
 from dora.trainers.objectives.presets import OBJECTIVES, objective
 from dora.trainers.packing import Pack, packed_logprobs, packs, prepare
 from dora.trainers.padding import padded_logprobs
-from dora.trajectory import Trajectory, TrajectoryGroup
 from tests.contract.trainer_service import make_trajectory
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dora.errors import Conflict, InvalidValue
-from dora.orchestrator.broadcast import ATTEMPTS, Broadcast, Command, Drop, Fetch, GaveUp, Gone, Ready
+from dora.orchestrator.hosts.broadcast import ATTEMPTS, Broadcast, Command, Drop, Fetch, GaveUp, Gone, Ready
 from dora.relay.link import Link, piece_chunks
 from dora.relay.orders import Arrived, Failed
 from dora.weights.files import CHUNK_BYTES

@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dora.orchestrator.core.choice import TYPICAL, Choice, cheapest
-from dora.orchestrator.core.cost import CostModel
+from dora.core.forecast.cost import CostModel
+from dora.core.handoff.choice import TYPICAL, Choice, cheapest
 
 seconds = st.floats(0.0, 1e3)
 rates = st.floats(1e-9, 1e-2)

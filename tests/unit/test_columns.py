@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dora.data.stretches import Stretch
+from dora.data.types import EngineCapability, RequestSpec, SamplingParams, TokenDelta
 from dora.errors import InvalidValue
-from dora.orchestrator.streams import Sessions
+from dora.orchestrator.rollout.streams import Sessions
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.columns import columns_from_wire, columns_to_wire, unpacked
-from dora.stretches import Stretch
-from dora.types import EngineCapability, RequestSpec, SamplingParams, TokenDelta
 from dora.worker.fake_engine import FakeEngine
 from dora.worker.gathering import Gathering
 from dora.worker.loop import EngineLoop

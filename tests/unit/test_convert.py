@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from dora.config import validated
+from dora.data.trajectory import EnvironmentEvent, TrajectoryGroup
+from dora.data.types import Canary, EngineCapability, Prompt, RequestSpec, SamplingParams
 from dora.errors import CanaryMismatch, Conflict, DoraError, InvalidValue, NotFound, VersionRejected
-from dora.orchestrator.prompt_check import PromptCheck
+from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.rewards.verdict import LOG_MAX_BYTES
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import bearer, open_channel
@@ -42,8 +44,6 @@ from dora.rpc.errors import (
     from_rpc_error,
 )
 from dora.rpc.roles import Tokens
-from dora.trajectory import EnvironmentEvent, TrajectoryGroup
-from dora.types import Canary, EngineCapability, Prompt, RequestSpec, SamplingParams
 from tests.contract.trainer_service import make_group, make_trajectory
 
 SAMPLING = SamplingParams(

@@ -6,7 +6,7 @@ from math import sqrt
 import numpy as np
 import pytest
 
-from dora.orchestrator.core.cost import CostModel, read_share
+from dora.core.forecast.cost import CostModel, read_share
 
 DENSE = CostModel(kv_token_s=1e-6, weights_s=0.03, request_s=0.001, step_s=0.02)
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from dora.config import PromptsConfig
+from dora.data.types import Prompt
 from dora.errors import InvalidValue
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.prompts.dataset import dataset_files
-from dora.types import Prompt
 
 ROWS = [{"question": f"q{number}", "answer": str(number), "level": number % 3} for number in range(300)]
 QUESTIONS = {"columns": {"prompt": "question"}, "other_columns": "ignore"}

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from dora.config import Config
+from dora.data.types import Segment
 from dora.demo.audit import audit, read_record, step_summaries
 from dora.demo.folder import OutFolder
 from dora.demo.options import DemoOptions, service_config
@@ -21,7 +22,6 @@ from dora.demo.summary import print_summary
 from dora.demo.timeline import draw_timeline
 from dora.errors import InvalidValue
 from dora.rpc import dora_pb2 as pb
-from dora.types import Segment
 from tests.contract.trainer_service import make_trajectory
 
 STEPS, GROUPS, GROUP_SIZE, WINDOW = 3, 2, 2, 2

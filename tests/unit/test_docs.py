@@ -10,8 +10,8 @@ import typer
 
 from dora.cli.app import app
 from dora.config import load_config, validated
-from dora.orchestrator.core.events import Tick
-from dora.orchestrator.core.machine import Machine
+from dora.core.events import Tick
+from dora.core.machine import Machine
 from tests.snippets import ROOT, blocks, commands, documents, snippet
 
 COMMANDS = [(document.name, line) for document in documents() for line in commands(document)]

@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
+from dora.data.types import Canary
 from dora.errors import CanaryMismatch
-from dora.types import Canary
 from dora.worker.engine_checks import CanaryBound, check_reproduced
 
 TOKENS = tuple(range(41))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from dora.config import PromptsConfig
+from dora.data.types import Prompt
 from dora.errors import Conflict, InvalidValue
 from dora.prompts import ChatTokenizer, Position, PromptSource, resolve_prompts
 from dora.prompts.epochs import permuted
 from dora.prompts.store import PromptStore
-from dora.types import Prompt
 
 
 @pytest.fixture(scope="module")

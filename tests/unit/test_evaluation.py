@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.rules.evaluation import EVALUATIONS_MOST, UNHOSTED_S
 from dora.errors import Conflict, InvalidValue, NotFound
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.evaluation import EVALUATIONS_MOST, UNHOSTED_S
 from tests.unit.test_machine import Bench
 
 

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from dora.config import RolloutConfig
+from dora.core import commands as do
+from dora.data.trajectory import TrajectoryGroup
+from dora.data.types import Prompt, Reward
 from dora.errors import Conflict
-from dora.orchestrator import evaluations as module
-from dora.orchestrator.book import Book
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.entry import TOKEN, Stay
-from dora.orchestrator.evaluations import UNREAD, Evaluations
+from dora.orchestrator.rollout import evaluations as module
+from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.rollout.entry import TOKEN, Stay
+from dora.orchestrator.rollout.evaluations import UNREAD, Evaluations
 from dora.rpc.errors import LimitExceeded
-from dora.trajectory import TrajectoryGroup
-from dora.types import Prompt, Reward
 
 PROMPTS = [Prompt(f"p{number}", "task", (1, 2), group_size=2) for number in range(3)]
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora.config import upgraded, validated
+from dora.core import events as on
 from dora.errors import InvalidValue
 from dora.journal import facts, frames
-from dora.orchestrator.core import events as on
-from dora.orchestrator.event_fields import EVENT_KINDS, event_from_fields, event_to_fields
-from dora.orchestrator.eventlog import read_log
+from dora.orchestrator.recording.event_fields import EVENT_KINDS, event_from_fields, event_to_fields
+from dora.orchestrator.recording.eventlog import read_log
 from tests.eventlogs import FileWriter, FolderWriter, framed
 
 PREAMBLE_BYTES = 10

@@ -9,22 +9,22 @@ from typing import Any, get_args
 import pytest
 
 from dora.config import RolloutConfig
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.handoff.handoff_table import Handoff
+from dora.data.record import CANCELLED_FILE, TRAJECTORIES_FILE, Recorder
+from dora.data.stretches import Stretch
+from dora.data.types import Canary, EngineCapability, KvEndpoint, Prompt, Reward
 from dora.errors import NotFound
-from dora.orchestrator.book import Book
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.handoff_table import Handoff
-from dora.orchestrator.evaluations import Evaluations
 from dora.orchestrator.executor import Executor
-from dora.orchestrator.record_queue import RecordQueue
-from dora.orchestrator.storage import Storage
-from dora.orchestrator.streams import Sessions, StepStream, WorkerSession
-from dora.orchestrator.telemetry import Telemetry
+from dora.orchestrator.recording.storage import Storage
+from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.rollout.evaluations import Evaluations
+from dora.orchestrator.rollout.record_queue import RecordQueue
+from dora.orchestrator.rollout.streams import Sessions, StepStream, WorkerSession
+from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
-from dora.record import CANCELLED_FILE, TRAJECTORIES_FILE, Recorder
 from dora.rpc.columns import columns_from_wire, columns_to_wire
-from dora.stretches import Stretch
-from dora.types import Canary, EngineCapability, KvEndpoint, Prompt, Reward
 
 CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
 PROMPT = Prompt("p0", "task", (1, 2), group_size=2, verifier_json='{"reward": 0.5}')

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from dora.orchestrator.core.cost import CostModel
+from dora.core.forecast.cost import CostModel
 from dora.planning.experts import fullest_rank
 from dora.planning.profile import Fit, fit
 from dora.planning.samples import DecodeSample, Experts

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from dora.config import BalanceConfig, settings_tree
+from dora.core.plan import Plan, Trigger
+from dora.core.policies import POLICIES, Strategy
+from dora.core.policies.base import BasePolicy
+from dora.core.view import View
 from dora.errors import InvalidValue
-from dora.orchestrator.core.plan import Plan, Trigger
-from dora.orchestrator.core.policies import POLICIES, Strategy
-from dora.orchestrator.core.policies.base import BasePolicy
-from dora.orchestrator.core.view import View
 from dora.sim import extent
 from dora.sim.extent import check_extent, limit_s
 from dora.sim.partial import strategies

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from dora.config import validated
+from dora.data.types import Prompt
 from dora.errors import Conflict, InvalidValue
-from dora.orchestrator.feed import REFUSED_MOST, PromptFeed
+from dora.orchestrator.rollout.feed import REFUSED_MOST, PromptFeed
 from dora.prompts import Position, PromptSource
-from dora.types import Prompt
 
 
 def prompts(most: int) -> list[Prompt]:

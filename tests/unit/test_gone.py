@@ -2,9 +2,9 @@
 
 import pytest
 
+from dora.core import commands as do
+from dora.core import events as on
 from dora.errors import Conflict, VersionRejected
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
 from tests.unit.test_arrival import TwoHosts
 from tests.unit.test_rejection import Publications
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.errors import Conflict, InvalidValue, VersionRejected
 from dora.models.tiny import make_tiny
 from dora.trainers.grpo import main, take_groups, train
@@ -25,7 +26,6 @@ from dora.trainers.objectives.presets import OBJECTIVES, objective
 from dora.trainers.options import GrpoConfig, multiplies_bfloat16, parse_arguments
 from dora.trainers.padding import padded_batches, response_logprobs
 from dora.trainers.report import step_json, step_line
-from dora.trajectory import Trajectory, TrajectoryGroup
 from dora.verify.recompute import recomputed_logprobs
 from tests.contract.trainer_service import TOKEN, ScriptedService, make_group, make_trajectory, start_service
 

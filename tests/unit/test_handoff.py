@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora.core.handoff.handoff_table import LIVE, TABLE, Action, Handoff, Phase, Signal
 from dora.errors import IllegalTransition
-from dora.orchestrator.core.handoff_table import LIVE, TABLE, Action, Handoff, Phase, Signal
 
 
 def handoff(phase: Phase = Phase.PLANNED) -> Handoff:

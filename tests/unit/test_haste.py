@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.orchestrator.core.cost import CostModel
-from dora.orchestrator.core.policies.laxity.reserved import Haste
-from dora.orchestrator.core.rhythm import LengthMix
+from dora.core.forecast.cost import CostModel
+from dora.core.forecast.rhythm import LengthMix
+from dora.core.policies.laxity.reserved import Haste
 
 COST = CostModel(kv_token_s=4e-8, weights_s=6e-3, request_s=4e-5, step_s=15e-3)
 SLOTS, KV_TOKENS = 512, 500_000.0

@@ -3,12 +3,12 @@
 import pytest
 
 from dora.config import validated
+from dora.data.types import EngineCapability, KvEndpoint, PoolCapability
 from dora.errors import InvalidValue
-from dora.orchestrator import worker_checks
-from dora.orchestrator.worker_checks import checked_hello, checked_pool_hello
+from dora.orchestrator.rollout import worker_checks
+from dora.orchestrator.rollout.worker_checks import checked_hello, checked_pool_hello
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.types import EngineCapability, KvEndpoint, PoolCapability
 
 WORKERS = {"max_model_len_tokens": 256, "kv_tokens": 4096}
 CONFIG = validated({"workers": WORKERS, "rollout": {"max_tokens": 48}})

@@ -11,10 +11,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dora.client.publication import place_weights
+from dora.data.types import Canary
 from dora.errors import Conflict, InvalidValue, LimitExceeded, NotFound
 from dora.models.tiny import make_tiny
 from dora.rpc import dora_pb2 as pb
-from dora.types import Canary
 from dora.weights import files, manifest
 from dora.weights.holds import NAME_FILE, held
 from dora.weights.host_store import HostStore, bound_of

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.orchestrator.core.hosting import HOSTING_COLUMNS, NO_WORKER, Hosting
-from dora.orchestrator.core.worker import Worker
+from dora.core.fleet.hosting import HOSTING_COLUMNS, NO_WORKER, Hosting
+from dora.core.fleet.worker import Worker
 
 WORKERS, VERSIONS = 4, (-1, 0, 1, 2)
 

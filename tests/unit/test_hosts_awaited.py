@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from dora.config import Config
+from dora.core import events as on
+from dora.core.state import State
 from dora.errors import Conflict
 from dora.host.launcher import LOCAL
 from dora.journal import facts
 from dora.journal.ledger import Ledger
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.state import State
-from dora.orchestrator.hosts import Hosts
-from dora.orchestrator.remote import HostSession
-from dora.orchestrator.streams import Sessions
+from dora.orchestrator.hosts.hosts import Hosts
+from dora.orchestrator.hosts.remote import HostSession
+from dora.orchestrator.rollout.streams import Sessions
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.roles import Tokens

@@ -8,8 +8,8 @@ from pathlib import Path
 import dora
 
 ROOT = Path(dora.__file__).parent
-CORE = ROOT / "orchestrator" / "core"
-CORE_MAY_IMPORT = ("dora.types", "dora.config", "dora.errors", "dora.limits", "dora.orchestrator.core")
+CORE = ROOT / "core"
+CORE_MAY_IMPORT = ("dora.data.types", "dora.config", "dora.errors", "dora.data.limits", "dora.core")
 IMPURE = {"asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "secrets", "socket", "subprocess", "sys",
           "tempfile", "threading", "time", "uuid"}  # fmt: skip
 HEAVY = ("torch", "transformers", "vllm")
@@ -18,7 +18,7 @@ LIGHT = (
     "dora.cli",
     "dora.client",
     "dora.models",
-    "dora.orchestrator.core.machine",
+    "dora.core.machine",
     "dora.orchestrator.main",
     "dora.prompts",
     "dora.rewards",

@@ -11,11 +11,11 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import SnapshotRefused
 from dora.kvtransfer.codec import MAGIC, closing_of, head_of, opening_in, opening_of, round_of, snapshot_of
 from dora.kvtransfer.layout import blocks_for, check_consistent, check_layout
 from dora.kvtransfer.snapshot import SCHEMA, KvLayout, KvSnapshot
-from dora.types import RequestSpec, SamplingParams
 
 LAYOUT = KvLayout("f" * 64, "cpu/vec", "float32", 4, (("layer.0", 96), ("layer.1", 40)))
 TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20).map(tuple)

@@ -5,7 +5,7 @@ import pytest
 from dora.errors import InvalidValue
 from dora.host.command import pool_id_of
 from dora.host.launcher import LOCAL, WORKERS_MOST, check_host_name, number_of, prefix_of, scaled, worker_name
-from dora.orchestrator.staffing import spread
+from dora.orchestrator.hosts.staffing import spread
 
 
 def test_ids_begin_with_their_host_but_for_the_services_own() -> None:

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from dora.config import BalanceConfig, validated
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.dispatcher import Dispatcher
-from dora.orchestrator.core.plan import Plan, Trigger
-from dora.orchestrator.core.policies import POLICIES, Strategy
-from dora.orchestrator.core.policies.laxity import LaxityPolicy
-from dora.orchestrator.core.policies.laxity.reservations import GRID, Reservations, rows_forecast
-from dora.orchestrator.core.policies.laxity.tuning import TUNING
-from dora.orchestrator.core.view import View
+from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.dispatcher import Dispatcher
+from dora.core.plan import Plan, Trigger
+from dora.core.policies import POLICIES, Strategy
+from dora.core.policies.laxity import LaxityPolicy
+from dora.core.policies.laxity.reservations import GRID, Reservations, rows_forecast
+from dora.core.policies.laxity.tuning import TUNING
+from dora.core.view import View
 from dora.sim.presets import composed
 from dora.sim.run import simulate
 from dora.sim.world import World

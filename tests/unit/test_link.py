@@ -4,10 +4,10 @@ import socket
 
 import pytest
 
-from dora.orchestrator.streams import WorkerSession
+from dora.data.types import EngineCapability
+from dora.orchestrator.rollout.streams import WorkerSession
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
-from dora.types import EngineCapability
 from dora.worker.link import OUTCOMES_TOGETHER_MOST, Link, one_by_one
 
 CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")

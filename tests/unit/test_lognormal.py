@@ -7,13 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora.core.forecast.lognormal import Estimate, longest_quantile, remaining_tokens, survival_chance
 from dora.errors import InvalidValue
-from dora.orchestrator.core.lognormal import (
-    Estimate,
-    longest_quantile,
-    remaining_tokens,
-    survival_chance,
-)
 
 BELIEFS = [(7.0881, 1.2), (9.0, 0.3), (5.0, 0.8), (9.5, 1.5), (7.0, 0.01)]
 TOKENS = (0, 10, 1000, 5000, 20_000, 29_900)

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.dispatcher import Dispatcher
-from dora.orchestrator.core.line import Backlog
-from dora.orchestrator.core.policies.laxity.reservations import Reservations, longest_first_tokens
-from dora.orchestrator.core.policies.laxity.tuning import TUNING
+from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.dispatcher import Dispatcher
+from dora.core.groups.line import Backlog
+from dora.core.policies.laxity.reservations import Reservations, longest_first_tokens
+from dora.core.policies.laxity.tuning import TUNING
 from tests.unit.test_laxity import machine_of, prompts_of, started
 
 LENGTHS = [100 * 2**octave for octave in range(8)]  # 100 to 12,800

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from dora.config import WindowSize, validated
+from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.handoff.handoff_table import Phase
+from dora.data.limits import GROUPS_MOST
 from dora.errors import InvalidValue, NotFound
-from dora.limits import GROUPS_MOST
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.handoff_table import Phase
 from dora.sim.invariants import check_state
 
 

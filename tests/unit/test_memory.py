@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from dora.memory import COLLECT_OBJECTS, collecting_rarely
+from dora.system.memory import COLLECT_OBJECTS, collecting_rarely
 
 FREED_AND_ASKED_FOR = """
 import ctypes, resource, sys
 import numpy as np
-from dora.memory import keep_freed_memory
+from dora.system.memory import keep_freed_memory
 if sys.argv[1] == "keep" and not keep_freed_memory():
     print("no glibc")
     sys.exit()

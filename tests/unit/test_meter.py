@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
+from dora.core import commands as do
+from dora.core import events as on
 from dora.sim.fault_kinds import strike
 from dora.sim.meter import Meter
 from dora.sim.presets import composed

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
+from dora.core.forecast.cost import CostModel
 from dora.errors import InvalidValue
-from dora.orchestrator.core.cost import CostModel
 from dora.planning.generation import (
     engine_options,
 )

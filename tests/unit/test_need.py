@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.need import Need
-from dora.orchestrator.core.rhythm import Rhythm
-from dora.orchestrator.core.table import Table
-from dora.orchestrator.core.window import Window
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.forecast.rhythm import Rhythm
+from dora.core.groups.need import Need
+from dora.core.groups.window import Window
+from dora.core.table import Table
 from dora.sim.run import simulate
 from dora.sim.scenario import Scenario
 from tests.unit.test_machine import Bench

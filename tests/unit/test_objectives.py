@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from dora.advantages import ESTIMATORS, leave_one_out, soft_overlong_punishment
+from dora.data.advantages import ESTIMATORS, leave_one_out, soft_overlong_punishment
+from dora.data.trajectory import TrajectoryGroup
 from dora.errors import Conflict, InvalidValue
 from dora.trainers.objectives.batch import Row, TokenBatch
 from dora.trainers.objectives.correction import correction_weights, kl_terms
 from dora.trainers.objectives.presets import OBJECTIVES, add_objective, objective, objective_of
-from dora.trajectory import TrajectoryGroup
 from tests.contract.trainer_service import make_trajectory
 
 F64 = torch.float64

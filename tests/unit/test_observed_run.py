@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dora.config import Config
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
+from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
 from dora.sim import world
 from dora.sim.presets import composed
 from dora.sim.run import simulate

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 
+from dora.data.trajectory import EnvironmentEvent, Trajectory, TrajectoryGroup
+from dora.data.types import SamplingParams, Segment
 from dora.errors import InvalidValue
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import group_from_wire, trajectory_batches
 from dora.rpc.errors import LimitExceeded
 from dora.rpc.packed import PackedGroup, pack, packed_batches, packed_groups, split
-from dora.trajectory import EnvironmentEvent, Trajectory, TrajectoryGroup
-from dora.types import SamplingParams, Segment
 from tests.contract.trainer_service import make_group, make_trajectory
 
 SAMPLING = SamplingParams(seed=7, stop_token_ids=(2,))

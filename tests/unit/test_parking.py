@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.observation import view_of
 from dora.errors import Conflict, DoraError, InvalidValue
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.observation import view_of
 from dora.sim.invariants import check_empty
 from tests.unit.test_machine import Bench
 

@@ -3,11 +3,11 @@
 import pytest
 
 from dora.config import BalanceConfig
-from dora.orchestrator.core.plan import LINE, POOL, Move, Trigger
-from dora.orchestrator.core.policies.dora import DoraPolicy
-from dora.orchestrator.core.policies.laxity.policy import LaxityPolicy
-from dora.orchestrator.core.policies.levelling import plan_moves
-from dora.orchestrator.core.view import View
+from dora.core.plan import LINE, POOL, Move, Trigger
+from dora.core.policies.dora import DoraPolicy
+from dora.core.policies.laxity.policy import LaxityPolicy
+from dora.core.policies.levelling import plan_moves
+from dora.core.view import View
 from tests.unit.views import make_view
 
 BALANCE = BalanceConfig()

@@ -6,7 +6,7 @@ from math import ceil
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.orchestrator.core.partition import Candidate, assign, keeping_full, proportional, settled
+from dora.core.fleet.partition import Candidate, assign, keeping_full, proportional, settled
 
 WORK = st.dictionaries(st.integers(0, 9), st.floats(0, 1e6, allow_nan=False), max_size=6)
 

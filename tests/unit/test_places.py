@@ -6,14 +6,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from dora.client.publication import place_weights
+from dora.data.types import Canary
 from dora.errors import InvalidValue
 from dora.host.launcher import check_place
 from dora.journal.ledger import Ledger
-from dora.orchestrator.hosts import Hosts
-from dora.orchestrator.remote import HostSession
+from dora.orchestrator.hosts.hosts import Hosts
+from dora.orchestrator.hosts.remote import HostSession
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
-from dora.types import Canary
 from dora.weights.store import WeightStore
 from tests.service import configured
 from tests.unit.test_hosts_awaited import DIGEST, Life, orders

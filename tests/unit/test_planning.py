@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
+from dora.core.forecast.adjustment import even_gain_s, groups_to_add
+from dora.core.forecast.cost import CostModel
 from dora.errors import InvalidValue
-from dora.orchestrator.core.adjustment import even_gain_s, groups_to_add
-from dora.orchestrator.core.cost import CostModel
 from dora.planning.allocation import Split, TrainingTime, allocate, allocate_across, transfer_s
 from dora.planning.generation import (
     EngineOption,

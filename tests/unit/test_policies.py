@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 
 from dora.config import BalanceConfig, WindowConfig, WindowSize
+from dora.core import events as on
+from dora.core.dispatcher import Dispatcher
+from dora.core.fleet.worker import Worker
+from dora.core.forecast.cost import CostModel
+from dora.core.plan import Move, Trigger
+from dora.core.policies import POLICIES, check_live, nearest_window, policy_of
+from dora.core.policies.batch import OneStepPolicy, SyncPolicy
+from dora.core.policies.dora import DoraPolicy
+from dora.core.policies.laminar import Idle, LaminarPolicy, consolidate, roofline_requests
+from dora.core.policies.levelling import plan_moves
+from dora.core.policies.staleflow import StaleFlowPolicy, migrate
+from dora.core.policies.streamrl import dedicated_groups, latency_s
+from dora.core.policies.targets import cover
+from dora.core.policies.throughput import MU, Load, RoutingBoard, load_of, relative_gain
 from dora.errors import InvalidValue, NotFound
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.cost import CostModel
-from dora.orchestrator.core.dispatcher import Dispatcher
-from dora.orchestrator.core.plan import Move, Trigger
-from dora.orchestrator.core.policies import POLICIES, check_live, nearest_window, policy_of
-from dora.orchestrator.core.policies.batch import OneStepPolicy, SyncPolicy
-from dora.orchestrator.core.policies.dora import DoraPolicy
-from dora.orchestrator.core.policies.laminar import Idle, LaminarPolicy, consolidate, roofline_requests
-from dora.orchestrator.core.policies.levelling import plan_moves
-from dora.orchestrator.core.policies.staleflow import StaleFlowPolicy, migrate
-from dora.orchestrator.core.policies.streamrl import dedicated_groups, latency_s
-from dora.orchestrator.core.policies.targets import cover
-from dora.orchestrator.core.policies.throughput import MU, Load, RoutingBoard, load_of, relative_gain
-from dora.orchestrator.core.worker import Worker
 from tests.unit.test_machine import Bench
 from tests.unit.views import KV_TOKENS, SLOTS, make_view
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from dora.core.forecast import prediction
+from dora.core.forecast.lognormal import longest_quantile
+from dora.core.forecast.prediction import PREDICTORS, Predictor, PromptTraits, Recall, RegressionTrend
 from dora.errors import InvalidValue
-from dora.orchestrator.core import prediction
-from dora.orchestrator.core.lognormal import longest_quantile
-from dora.orchestrator.core.prediction import PREDICTORS, Predictor, PromptTraits, Recall, RegressionTrend
 from dora.sim.scenario import Lengths, Workload
 from dora.sim.workload import SimPrompt, WorkloadStream
 

@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
+from dora.core.forecast.cost import CostModel
 from dora.errors import InvalidValue
-from dora.orchestrator.core.cost import CostModel
 from dora.planning.least_squares import non_negative_least_squares
 from dora.planning.profile import fit, predicted_s, validate
 from dora.planning.samples import DecodeSample, Measurement, MixedRequest

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dora.data.validation import validated_as
 from dora.errors import InvalidValue
 from dora.sim.presets import composed
 from dora.sim.run import check_cluster, simulate
 from dora.sim.scenario import Lengths, Scenario, Task, Workload
 from dora.sim.traces import load_trace
 from dora.sim.workload import SimPrompt, WorkloadStream, longest_context_tokens, moments
-from dora.validation import validated_as
 
 
 def trace_file(folder: Path, lines: list[tuple[int, int]], name: str = "trace.jsonl") -> str:

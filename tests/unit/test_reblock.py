@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import LayoutMisfit
 from dora.kvtransfer.codec import head_of, round_of, snapshot_of
 from dora.kvtransfer.layout import block_counts, blocks_for, body_bytes_most, check_layout, first_block
 from dora.kvtransfer.reblock import reblocked
 from dora.kvtransfer.reslice import resharded
 from dora.kvtransfer.snapshot import Interior, KvLayout, KvSnapshot
-from dora.types import RequestSpec, SamplingParams
 
 LATENT: Interior = (1, ((1, 18),))  # MLA: one row a token
 PACKED: Interior = (2, ((4, 2), (1, 8)))  # vLLM's CPU attention: of each of two heads (size, tokens), (tokens, size)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dora.data.record import CommittedStep, Recorder
 from dora.errors import InvalidValue
 from dora.models.tiny import make_tiny
-from dora.record import CommittedStep, Recorder
 from dora.verify.check import read_trajectories
 from dora.weights.store import WeightStore
 from tests.contract.trainer_service import make_group

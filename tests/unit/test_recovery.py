@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 
 from dora.config import Config, validated
+from dora.core import events as on
+from dora.data.record import CANCELLED_FILE, CancelledGroup, Recorder
+from dora.data.types import Prompt
 from dora.journal import facts
 from dora.journal.log import DEFAULT_SIZES
 from dora.journal.versions import KeptVersions
 from dora.kvtransfer.peer import this_host
-from dora.orchestrator.core import events as on
-from dora.orchestrator.feed import PromptFeed
-from dora.orchestrator.journal import Journal
 from dora.orchestrator.main import journal_of
-from dora.orchestrator.record_queue import RecordQueue
+from dora.orchestrator.recording.storage import KEPT, RECORD, STATE, Storage
+from dora.orchestrator.recovery.state_folder import state_folder_of
+from dora.orchestrator.rollout.feed import PromptFeed
+from dora.orchestrator.rollout.journal import Journal
+from dora.orchestrator.rollout.record_queue import RecordQueue
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.worker import WorkerService
-from dora.orchestrator.state_folder import state_folder_of
-from dora.orchestrator.storage import KEPT, RECORD, STATE, Storage
-from dora.record import CANCELLED_FILE, CancelledGroup, Recorder
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.roles import CALLER, Caller, Role, Tokens
-from dora.types import Prompt
 from dora.weights.store import WeightStore
 from dora.worker.fake_engine import FakeEngine
 from tests.abuse.full import files_up_to

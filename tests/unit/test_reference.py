@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from dora.cli.app import COMMANDS, app
 from dora.cli.reference import meanings, reference
-from dora.orchestrator.core.state import Counters
-from dora.orchestrator.telemetry import Telemetry
+from dora.core.state import Counters
+from dora.orchestrator.rollout.telemetry import Telemetry
 
 DOCS = Path(__file__).parents[2] / "docs"
 SMALL = ("simulate", "--preset", "small", "--steps", "2", "--warmup", "1")

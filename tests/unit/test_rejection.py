@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.dispatcher import Dispatcher
+from dora.core.rules import rejection
+from dora.core.state import Doubt, Refusal
 from dora.errors import Conflict, VersionRejected
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core import rejection
-from dora.orchestrator.core.dispatcher import Dispatcher
-from dora.orchestrator.core.state import Doubt, Refusal
 from tests.unit.test_machine import Bench
 
 

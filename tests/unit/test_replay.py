@@ -13,13 +13,13 @@ from typer.testing import CliRunner, Result
 from dora.cli.exits import DoraGroup
 from dora.cli.replay import replay as replay_command
 from dora.config import Config, validated
+from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.groups.window import Window
 from dora.errors import DoraError, InvalidValue
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.window import Window
-from dora.orchestrator.eventlog import read_log
-from dora.orchestrator.replay import Decision, Known, KnownWorker, Replay, known_of, line_of
+from dora.orchestrator.recording.eventlog import read_log
+from dora.orchestrator.recovery.replay import Decision, Known, KnownWorker, Replay, known_of, line_of
 from dora.sim import world
 from dora.sim.invariants import fingerprint
 from dora.sim.trial import Trial, conduct
@@ -118,8 +118,8 @@ def test_it_is_the_same_in_every_process(tmp_path: Path, monkeypatch: pytest.Mon
     """Neither the order of sets of names nor anything else of this process is in it."""
     driven(tmp_path / "log", monkeypatch)
     script = (
-        "import sys; from pathlib import Path; from dora.orchestrator.eventlog import read_log; "
-        "from dora.orchestrator.replay import Replay;"
+        "import sys; from pathlib import Path; from dora.orchestrator.recording.eventlog import read_log; "
+        "from dora.orchestrator.recovery.replay import Replay;"
         "log = read_log(Path(sys.argv[1])); print(*Replay(log.config, log), sep='\\n')"
     )
     printed = {

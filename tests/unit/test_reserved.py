@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from dora.config import validated
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.cost import CostModel
-from dora.orchestrator.core.dispatcher import Dispatcher
-from dora.orchestrator.core.policies.laxity.allocation import Allocation, Last
-from dora.orchestrator.core.policies.laxity.reserved import Reservation, reserve
-from dora.orchestrator.core.policies.laxity.schedule import Schedule, schedule_of
-from dora.orchestrator.core.policies.laxity.tuning import TUNING
-from dora.orchestrator.core.view import View
+from dora.core import Machine
+from dora.core import events as on
+from dora.core.dispatcher import Dispatcher
+from dora.core.forecast.cost import CostModel
+from dora.core.policies.laxity.allocation import Allocation, Last
+from dora.core.policies.laxity.reserved import Reservation, reserve
+from dora.core.policies.laxity.schedule import Schedule, schedule_of
+from dora.core.policies.laxity.tuning import TUNING
+from dora.core.view import View
 from tests.unit.views import make_view
 
 KV_TOKENS, SLOTS = 100_000, 64

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import LayoutMisfit, SnapshotRefused
 from dora.kvtransfer.checksum import Seal, digest_with
 from dora.kvtransfer.codec import head_of, round_of, snapshot_of
 from dora.kvtransfer.layout import blocks_for, check_consistent, check_layout
 from dora.kvtransfer.reslice import resharded, resliced, shard_name
 from dora.kvtransfer.snapshot import KvLayout, KvSnapshot, Pieces
-from dora.types import RequestSpec, SamplingParams
 
 HEAD_BYTES = 12
 BLOCK_TOKENS = 4

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dora.types import RequestSpec, SamplingParams, TokenDelta
+from dora.data.types import RequestSpec, SamplingParams, TokenDelta
 from dora.worker import responses
 from dora.worker.responses import TOKEN_BYTES, Responses
 

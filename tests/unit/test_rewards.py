@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from dora.data.types import Reward
 from dora.errors import InvalidValue
 from dora.models.tiny_vocabulary import VOCABULARY, write_tokenizer
 from dora.rewards import RewardRunner, answer, counting, tiny
 from dora.rewards.verdict import verdict as checked
-from dora.types import Reward
 
 FUNCTIONS = "tests.unit.reward_functions"
 Start = Callable[..., Awaitable[RewardRunner]]

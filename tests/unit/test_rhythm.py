@@ -3,11 +3,11 @@
 import pytest
 
 from dora.config import validated
-from dora.orchestrator.core import Machine
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.line import Backlog
-from dora.orchestrator.core.prediction import PromptTraits
-from dora.orchestrator.core.rhythm import Rhythm
+from dora.core import Machine
+from dora.core import events as on
+from dora.core.forecast.prediction import PromptTraits
+from dora.core.forecast.rhythm import Rhythm
+from dora.core.groups.line import Backlog
 
 
 def test_work_of_drawn_prompts_gives_the_shortest_step() -> None:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from dora.orchestrator.core import events as on
-from dora.orchestrator.roll_call import RollCall, without_doubles
+from dora.core import events as on
+from dora.orchestrator.recovery.roll_call import RollCall, without_doubles
 
 NOTHING = on.RestoredRequests(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.uint8))
 RESTORED = on.Restored(0, 0, 2, 2, 2, 0, 1, 0, 0, (), NOTHING)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
+from dora.data.trajectory import Trajectory, TrajectoryGroup
+from dora.data.types import RoutingShape
 from dora.errors import Conflict, InvalidValue
 from dora.models import routing
 from dora.models.tiny import make_tiny
@@ -21,8 +23,6 @@ from dora.trainers.options import parse_arguments
 from dora.trainers.packing import Pack, packed_logprobs, prepare
 from dora.trainers.padding import padded_batches, padded_logprobs, whole_row_logprobs
 from dora.trainers.router_replay import OWN, RouterReplay, replay, rows_of, shared_prompt
-from dora.trajectory import Trajectory, TrajectoryGroup
-from dora.types import RoutingShape
 from tests.unit.test_batches import GROUPS, alone, load
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dora.data.record import CommittedStep, Recorder
+from dora.data.trajectory import Trajectory
+from dora.data.types import Segment
 from dora.models.routers import has_routers, watched
 from dora.models.tiny import make_tiny
-from dora.record import CommittedStep, Recorder
-from dora.trajectory import Trajectory
-from dora.types import Segment
 from dora.verify import verify
 from dora.verify.recompute import load_model
 from dora.verify.ties import with_choices_turned

@@ -7,22 +7,22 @@ import numpy as np
 import pytest
 
 from dora.config import RolloutConfig, validated
+from dora.data.record import Recorder
+from dora.data.stretches import Stretch, TokenColumns
+from dora.data.trajectory import Trajectory
+from dora.data.types import Prompt, RequestSpec, Reward, RoutingShape, SamplingParams
 from dora.errors import InvalidValue
 from dora.models import routing
 from dora.models.experts import routing_of
-from dora.orchestrator.book import Book
-from dora.orchestrator.entry import BookError, Entry
-from dora.orchestrator.prompt_check import PromptCheck
+from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.rollout.entry import BookError, Entry
+from dora.orchestrator.rollout.prompt_check import PromptCheck
+from dora.orchestrator.rollout.worker_checks import check_against_book
 from dora.orchestrator.setup import routing_wanted
-from dora.orchestrator.worker_checks import check_against_book
-from dora.record import Recorder
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import BATCH_BYTES
 from dora.rpc.columns import columns_from_wire, columns_to_wire
 from dora.rpc.convert import request_to_wire, trajectory_bytes_most, trajectory_from_wire, trajectory_to_wire
-from dora.stretches import Stretch, TokenColumns
-from dora.trajectory import Trajectory
-from dora.types import Prompt, RequestSpec, Reward, RoutingShape, SamplingParams
 from dora.verify.check import read_trajectories
 from dora.verify.invariants import violations
 from dora.worker.fake_engine import FakeEngine

@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 
 from dora.config import validated
+from dora.core import events as on
+from dora.data.record import CANCELLED_FILE, Recorder
+from dora.data.stretches import Stretch
+from dora.data.trajectory import Int32Array
+from dora.data.types import EngineCapability, Prompt, Reward, TokenDelta
 from dora.errors import InvalidValue
 from dora.kvtransfer.segments import SegmentPool
-from dora.orchestrator.core import events as on
-from dora.orchestrator.entry import BookError
-from dora.orchestrator.feed import PromptFeed
+from dora.orchestrator.rollout.entry import BookError
+from dora.orchestrator.rollout.feed import PromptFeed
+from dora.orchestrator.rollout.streams import LOST_KEPT, WorkerSession
+from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.trainer import TrainerService
 from dora.orchestrator.setup import with_context
-from dora.orchestrator.streams import LOST_KEPT, WorkerSession
-from dora.orchestrator.telemetry import Telemetry
-from dora.record import CANCELLED_FILE, Recorder
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.columns import columns_to_wire
-from dora.stretches import Stretch
-from dora.trajectory import Int32Array
-from dora.types import EngineCapability, Prompt, Reward, TokenDelta
 from dora.weights.files import WeightFile, hash_file
 from dora.weights.store import WeightStore
 

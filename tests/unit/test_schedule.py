@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.orchestrator.core.policies.laxity.schedule import Schedule, leading, life_of, stride_of
-from dora.orchestrator.core.policies.laxity.tuning import TUNING
+from dora.core.policies.laxity.schedule import Schedule, leading, life_of, stride_of
+from dora.core.policies.laxity.tuning import TUNING
 
 STEP_S = 100.0
 

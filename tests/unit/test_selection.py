@@ -2,9 +2,9 @@
 
 import pytest
 
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.selection import REDUNDANT, spare_groups
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.rules.selection import REDUNDANT, spare_groups
 from tests.unit.test_machine import Bench
 
 

@@ -17,11 +17,11 @@ from dora.cli.exits import ExitCode
 from dora.cli.output import progress_bar
 from dora.cli.simulate import run as simulate
 from dora.config import BalanceConfig
-from dora.orchestrator.core.plan import Plan, Trigger
-from dora.orchestrator.core.policies import POLICIES, Strategy
-from dora.orchestrator.core.policies.laxity import LaxityPolicy
-from dora.orchestrator.core.view import View
-from dora.orchestrator.core.window import Window
+from dora.core.groups.window import Window
+from dora.core.plan import Plan, Trigger
+from dora.core.policies import POLICIES, Strategy
+from dora.core.policies.laxity import LaxityPolicy
+from dora.core.view import View
 from dora.sim.ledger import Group
 from dora.sim.meter import Consumed
 from dora.sim.partial import strategies

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.groups.window import Window
+from dora.core.policies import POLICIES, nearest_window
 from dora.errors import Conflict, IllegalTransition
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.policies import POLICIES, nearest_window
-from dora.orchestrator.core.window import Window
 from tests.unit.test_machine import Bench
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import InvalidValue
-from dora.types import RequestSpec, SamplingParams
 from dora.worker.stop_strings import StopStrings
 
 TEXT = "Ünïcödé 😀😀 wird 中文字 geschnitten. </answer>\n\nEND of it, 終わり。 \u200d👩‍👩‍👧 "

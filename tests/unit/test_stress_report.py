@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dora.record import CommittedStep, Recorder
-from dora.trajectory import Trajectory
-from dora.types import Segment
+from dora.data.record import CommittedStep, Recorder
+from dora.data.trajectory import Trajectory
+from dora.data.types import Segment
 from tests.contract.trainer_service import make_trajectory
 from tests.promises import Promises, promises
 from tests.stress.load import GROUP_SIZE, LONGEST_TOKENS, write_prompts

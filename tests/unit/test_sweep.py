@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from dora.cli.exits import DoraGroup, ExitCode
 from dora.cli.simulate.sweep import sweep as sweep_command
+from dora.core.groups.window import Window
+from dora.core.policies import POLICIES
+from dora.core.rules import fleet
 from dora.errors import InvalidValue
-from dora.orchestrator.core import fleet
-from dora.orchestrator.core.policies import POLICIES
-from dora.orchestrator.core.window import Window
 from dora.sim.fault_kinds import KINDS, draw_faults, kinds_of
 from dora.sim.shrinking import ddmin, shrunk
 from dora.sim.sweep import replay, sweep

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora.data.trajectory import EnvironmentEvent, Trajectory, TrajectoryGroup
 from dora.errors import Conflict, InvalidValue
 from dora.rpc.convert import trajectory_from_wire, trajectory_to_wire
-from dora.trajectory import EnvironmentEvent, Trajectory, TrajectoryGroup
 from tests.contract.trainer_service import make_group, make_trajectory
 
 ISSUE_KEYS = {

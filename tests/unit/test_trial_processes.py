@@ -6,8 +6,8 @@ from io import StringIO
 
 import pytest
 
-from dora.orchestrator.core.policies import POLICIES
-from dora.orchestrator.core.window import Window
+from dora.core.groups.window import Window
+from dora.core.policies import POLICIES
 from dora.sim import trial_processes as module
 from dora.sim.ledger import Failure
 from dora.sim.sweep import sweep

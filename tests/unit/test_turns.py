@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from dora.orchestrator.turns import TURN_S, Turns
+from dora.orchestrator.rollout.turns import TURN_S, Turns
 
 
 class Clock:

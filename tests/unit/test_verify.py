@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from dora.cli.app import app
+from dora.data.record import CommittedStep, Recorder
+from dora.data.trajectory import Trajectory
+from dora.data.types import Segment
 from dora.errors import InvalidValue
 from dora.models.tiny import make_tiny
-from dora.record import CommittedStep, Recorder
-from dora.trajectory import Trajectory
-from dora.types import Segment
 from dora.verify import verify
 from tests.contract.trainer_service import make_trajectory
 

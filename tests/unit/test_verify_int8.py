@@ -14,13 +14,13 @@ import torch
 from typer.testing import CliRunner
 
 from dora.cli.app import app
+from dora.data.record import CommittedStep, Recorder
+from dora.data.trajectory import Trajectory
+from dora.data.types import Segment
 from dora.errors import InvalidValue
 from dora.models.int8 import int8_of, is_quantised, quantise
 from dora.models.tiny import make_tiny
 from dora.orchestrator.setup import recorder_of
-from dora.record import CommittedStep, Recorder
-from dora.trajectory import Trajectory
-from dora.types import Segment
 from dora.verify import verify
 from dora.verify.check import quantisation_of
 from dora.weights.store import WeightStore

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dora.core.groups.window import Window
 from dora.errors import IllegalTransition
-from dora.orchestrator.core.window import Window
 
 SIZES = st.integers(1, 5)
 GROUPS = st.integers(1, 6)

@@ -1,6 +1,6 @@
 """What the scheduler is told, and what it then has to look at."""
 
-from dora.orchestrator.core.worklist import Worklist
+from dora.core.worklist import Worklist
 
 
 def test_nothing_is_to_be_settled_until_something_has_happened() -> None:

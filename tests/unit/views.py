@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from dora.orchestrator.core.view import RequestColumns, View, WorkerColumns
+from dora.core.view import RequestColumns, View, WorkerColumns
 
 KV_TOKENS, SLOTS, PROMPT_TOKENS, MAX_TOKENS = 1000, 64, 10, 30_000
 

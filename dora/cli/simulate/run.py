@@ -204,7 +204,7 @@ def _scenario(
     """Of one policy. In a comparison each has the nearest window that it allows, and the colocated their own split;
     with ``auto``, those that are defined for some windows alone have the one nearest to the default."""
     from dora.config import merged, tree_of, value_at
-    from dora.orchestrator.core.policies import allows_any, nearest_window
+    from dora.core.policies import allows_any, nearest_window
     from dora.sim.partial import strategies
     from dora.sim.presets import composed, planned
     from dora.sim.scenario import Scenario

@@ -78,7 +78,7 @@ def _sweep(seeds: range, policies: list[str], faults: str, window: str, jobs: in
 
 def _known_policies(names: list[str], window: str) -> list[str]:
     """The strategies among which the seeds are dealt out. Raises InvalidValue, with the nearest name."""
-    from dora.orchestrator.core.policies import POLICIES, allows_any
+    from dora.core.policies import POLICIES, allows_any
     from dora.sim.trial import DRAWN, WINDOWS
 
     if window not in WINDOWS:

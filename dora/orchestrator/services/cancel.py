@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Final
 
+from dora.core import events as on
+from dora.core.state import GroupStatus
 from dora.errors import InvalidValue
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.state import GroupStatus
 from dora.orchestrator.executor import ON_REQUEST
 from dora.orchestrator.runtime import Runtime
 from dora.rpc import dora_pb2 as pb

@@ -5,16 +5,16 @@ import math
 from collections.abc import AsyncIterator
 from typing import Final
 
+from dora.core import events as on
+from dora.core.rules.evaluation import RESPONSES_MOST
+from dora.data.trajectory import TrajectoryGroup
 from dora.errors import DoraError, InvalidValue
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core.evaluation import RESPONSES_MOST
-from dora.orchestrator.evaluations import EvaluationStream
+from dora.orchestrator.rollout.evaluations import EvaluationStream
 from dora.orchestrator.runtime import Runtime
 from dora.prompts.traits import features_of, key_of
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServicerContext
-from dora.trajectory import TrajectoryGroup
 
 NAME_MOST: Final = 128  # characters
 CALLER_LEFT: Final = "its caller has left"

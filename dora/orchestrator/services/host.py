@@ -7,7 +7,7 @@ from typing import Final
 
 from dora.errors import MISSING, InvalidValue, NotFound
 from dora.host.files import FILE_CHUNK_BYTES, digest_of, model_files
-from dora.orchestrator.remote import HostSession
+from dora.orchestrator.hosts.remote import HostSession
 from dora.orchestrator.runtime import Runtime
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs

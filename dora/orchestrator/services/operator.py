@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+from dora.core import events as on
 from dora.errors import Conflict, InvalidValue, one_of
-from dora.orchestrator.core import events as on
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import status
 from dora.orchestrator.services.cancel import cancelled

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from dora.errors import InvalidValue, LimitExceeded, is_full
+from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER
 from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.storage import KEPT, RUN_FOLDER
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable

@@ -6,12 +6,12 @@ from typing import Final
 
 import numpy as np
 
-from dora.orchestrator.core.state import GroupStatus, RequestStatus, State
-from dora.orchestrator.core.worker import Worker
+from dora.core.fleet.worker import Worker
+from dora.core.state import GroupStatus, RequestStatus, State
+from dora.orchestrator.rollout.streams import DRAINED
+from dora.orchestrator.rollout.telemetry import StepRecord
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.evaluation import evaluations_of
-from dora.orchestrator.streams import DRAINED
-from dora.orchestrator.telemetry import StepRecord
 from dora.rpc import dora_pb2 as pb
 
 TRAJECTORIES_DEFAULT = 100

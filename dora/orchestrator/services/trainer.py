@@ -10,17 +10,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from dora.core import events as on
+from dora.core.rules import learning
+from dora.core.rules.lifecycle import check_epoch
+from dora.data.record import CommittedStep
 from dora.errors import MISSING, Conflict, DoraError, InvalidValue
 from dora.journal import facts
-from dora.orchestrator.core import events as on
-from dora.orchestrator.core import learning
-from dora.orchestrator.core.lifecycle import check_epoch
+from dora.orchestrator.recording.storage import RUN_FOLDER
+from dora.orchestrator.rollout.streams import StepStream
+from dora.orchestrator.rollout.telemetry import staleness_groups
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.publishing import Publishing
-from dora.orchestrator.storage import RUN_FOLDER
-from dora.orchestrator.streams import StepStream
-from dora.orchestrator.telemetry import staleness_groups
-from dora.record import CommittedStep
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Final
 
 from dora.config import KvConfig
+from dora.core import events as on
 from dora.errors import MISSING, Conflict, InvalidValue
 from dora.journal import facts
 from dora.kvtransfer.peer import SECRET_BYTES
-from dora.orchestrator.core import events as on
+from dora.orchestrator.rollout.streams import PoolSession, WorkerSession
+from dora.orchestrator.rollout.turns import Turns
+from dora.orchestrator.rollout.worker_checks import checked_hello, checked_pool_hello
 from dora.orchestrator.runtime import Runtime
-from dora.orchestrator.streams import PoolSession, WorkerSession
-from dora.orchestrator.turns import Turns
-from dora.orchestrator.worker_checks import checked_hello, checked_pool_hello
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs

@@ -12,9 +12,10 @@ from importlib.resources import files
 from typing import Any, Final
 
 from dora.config import DEFAULT_POLICY, WindowSize, merged, value_at
+from dora.core.forecast.cost import CostModel
+from dora.core.policies import check_sizes, check_window, nearest_window
+from dora.data.validation import validated_as
 from dora.errors import InvalidValue, one_of
-from dora.orchestrator.core.cost import CostModel
-from dora.orchestrator.core.policies import check_sizes, check_window, nearest_window
 from dora.planning.allocation import TrainingTime, allocate
 from dora.planning.generation import EngineOption, Generation, generation, ways_to_generate
 from dora.planning.workload import StepWorkload
@@ -23,7 +24,6 @@ from dora.sim.partial import strategies
 from dora.sim.scenario import Scenario
 from dora.sim.tasks import mixed_tokens, shapes_of
 from dora.sim.workload import moments
-from dora.validation import validated_as
 
 NAMES: Final = ("dora-64", "dora-128", "longcat-4096", "fleet-1024", "small")
 LISTED_BY: Final = "dora simulate presets"  # the command

@@ -7,13 +7,13 @@ from typing import Any, Final, Literal
 
 import torch
 
+from dora.data.strict_json import json_object
+from dora.data.types import RoutingShape
 from dora.errors import InvalidValue, one_of
 from dora.models.experts import experts_of, routing_of
-from dora.strict_json import json_object
 from dora.trainers.megatron.attention import PackedAttention, PackedRotary
 from dora.trainers.megatron.layout import Place, own_device
 from dora.trainers.megatron.names import Shape, padded_vocabulary
-from dora.types import RoutingShape
 
 Layers = Literal["auto", "local", "te"]
 _FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")

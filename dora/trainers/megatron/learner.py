@@ -16,6 +16,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from dora.data.trajectory import TrajectoryGroup
+from dora.data.types import Canary
 from dora.errors import InvalidValue
 from dora.trainers.checkpoint import Position, written
 from dora.trainers.checks import check_group, check_step
@@ -29,8 +31,6 @@ from dora.trainers.objectives.batch import Row, TokenBatch, without_routing
 from dora.trainers.ranks import Order, Ranks, RanksDisagree
 from dora.trainers.router_replay import check_routing
 from dora.trainers.signals import added, over_ranks, token_sums, whole
-from dora.trajectory import TrajectoryGroup
-from dora.types import Canary
 from dora.weights.canary import TIE, least_tied
 from dora.weights.reference import TensorHeader
 

@@ -1,6 +1,6 @@
 """What an objective reads and what it says: the tokens of a micro-batch, without padding.
 
-All of it comes from the record (:class:`dora.trajectory.Trajectory`) and from forward passes of the trainer's model.
+Both come from the run record (:class:`dora.data.trajectory.Trajectory`) and the forward passes of the trainer's model.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from dora.trajectory import Trajectory, TrajectoryGroup
+from dora.data.trajectory import Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from dora.advantages import ESTIMATORS, Estimator, soft_overlong_punishment
+from dora.data.advantages import ESTIMATORS, Estimator, soft_overlong_punishment
+from dora.data.trajectory import TrajectoryGroup
 from dora.errors import MISSING, Conflict, InvalidValue, one_of
 from dora.trainers.objectives.batch import Row, TokenBatch, TokenTerms
 from dora.trainers.objectives.correction import CorrectionName, Level, correction_weights, kl_terms
 from dora.trainers.objectives.surrogates import SURROGATES, Clip, SurrogateName
-from dora.trajectory import TrajectoryGroup
 
 Anchor = Literal["behaviour", "proximal"]
 Mean = Literal["token", "sequence", "sequence-sum"]

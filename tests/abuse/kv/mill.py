@@ -11,9 +11,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
+from dora.data.types import RequestSpec
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.types import RequestSpec
 from dora.worker.fake_engine import FakeEngine
 from tests.contract.driver import SAMPLINGS, Response, make_request, run
 from tests.contract.planes import End, a_plane, until

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from dora.orchestrator.core.handoff_table import LIVE, Action, Handoff, Phase, Signal
+from dora.core.handoff.handoff_table import LIVE, Action, Handoff, Phase, Signal
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.worker.fake_engine import FakeEngine

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from dora.cli.app import app
 from dora.cli.bash import _joined
 from dora.config import Config, load_config
-from dora.orchestrator.core.policies import POLICIES
+from dora.core.policies import POLICIES
 from tests.unit.cli.service import TOKEN, free_port
 
 

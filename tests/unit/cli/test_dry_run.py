@@ -15,7 +15,7 @@ from dora.errors import InvalidValue
 from dora.orchestrator import setup
 from dora.orchestrator.main import serve
 from dora.orchestrator.rehearsal import rehearse
-from dora.ownership import hold
+from dora.system.ownership import hold
 from tests.service import configured
 from tests.unit.cli.service import dora
 

@@ -15,9 +15,9 @@ from dora.cli import service
 from dora.cli.app import COMMANDS
 from dora.cli.exits import ASKING, MEANINGS, ExitCode, checked_output, exit_code_of
 from dora.config import given, load_config
+from dora.data.trajectory import Trajectory
 from dora.errors import CanaryMismatch, Conflict, InvalidValue, NotFound
 from dora.rpc.errors import CallFailed, LimitExceeded, NoAnswer, PermissionDenied, ServiceUnavailable, Unauthenticated
-from dora.trajectory import Trajectory
 from dora.view.settings import toml_of
 from tests.contract.trainer_service import make_trajectory
 from tests.unit.cli.service import dora

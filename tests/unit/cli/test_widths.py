@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 from dora.cli.app import COMMANDS, SIMULATE_COMMANDS, app
 from dora.cli.verify import _table as verify_table
 from dora.config import CostConfig
+from dora.core import commands as do
+from dora.core import events as on
 from dora.demo.folder import OutFolder
 from dora.demo.summary import print_summary, summary_table
-from dora.orchestrator.core import commands as do
-from dora.orchestrator.core import events as on
-from dora.orchestrator.replay import Decision, Known, KnownWorker, Summary
+from dora.orchestrator.recovery.replay import Decision, Known, KnownWorker, Summary
 from dora.planning.profile import Fit, Validation
 from dora.planning.samples import Experts, Measurement
 from dora.rpc import dora_pb2 as pb

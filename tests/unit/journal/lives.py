@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from dora.data.types import Prompt
 from dora.journal import facts
 from dora.journal.finding import LEDGER_FILE, Found, find
 from dora.journal.log import LOG_FOLDER, Log, Sizes
-from dora.types import Prompt
 
 SMALL = Sizes(flush_s=0.001, flush_bytes=1000, segment_bytes=6000)
 GROUP_SIZE = 2

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dora.data.types import Prompt
 from dora.journal import compaction, facts, frames
 from dora.journal import log as journal_log
 from dora.journal.content import Content
 from dora.journal.finding import find
 from dora.journal.ledger import Ledger
 from dora.journal.log import LOG_FOLDER, Log
-from dora.types import Prompt
 from tests.unit.journal.lives import SMALL, Known, Life, check, flip, forget_ledger, opened, until
 
 SIZES = replace(SMALL, segment_bytes=3000)

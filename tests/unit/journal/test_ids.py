@@ -2,11 +2,11 @@
 
 import pytest
 
+from dora.core import events as on
 from dora.journal import facts
 from dora.journal.content import Content
 from dora.journal.ledger import Ledger
-from dora.orchestrator import recollection
-from dora.orchestrator.core import events as on
+from dora.orchestrator.recovery import recollection
 
 HEARD = 4 * 4096  # groups that workers have heard of, and the disk has not
 

@@ -12,6 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 
+from dora.data.types import Prompt
 from dora.errors import InvalidValue
 from dora.journal import content, facts, frames
 from dora.journal import log as journal_log
@@ -19,7 +20,6 @@ from dora.journal.content import Content
 from dora.journal.finding import LEDGER_FILE, find
 from dora.journal.log import LOG_FOLDER, Sizes
 from dora.journal.upgrades import upgraded
-from dora.types import Prompt
 from tests.abuse.full import files_up_to
 from tests.unit.journal.lives import SMALL, Known, Life, check, flip, forget_ledger, opened, until
 

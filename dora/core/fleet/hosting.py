@@ -1,0 +1,151 @@
+"""Who hosts which version, kept up to date worker by worker: no event has to look at the whole fleet.
+
+What changes with it is kept by index in columns too (table.py), which a view copies.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+
+from dora.core.fleet.worker import Worker
+from dora.core.table import Column, IndexedColumns
+
+_BY_INDEX = attrgetter("index")
+NOBODY: Set[int] = frozenset()
+HOSTING_COLUMNS = ("alive", "loaded", "target", "draining", "slots", "kv_tokens")  # columns
+NO_WORKER = (0, -1, -1, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """Where a worker stands in the index."""
+
+    hosts: int
+    target: int
+    loading: int
+    leaves: int  # the version in memory where it is not to keep that; -1: none
+
+
+@dataclass(slots=True)
+class Hosting:
+    """Workers by the version they host or are to host. ``moved`` says whose reading is out of date."""
+
+    _listed: dict[int, _Listed] = field(default_factory=dict)  # by index
+    _hosts: dict[int, list[Worker]] = field(default_factory=dict)  # version -> workers, by index
+    _vacating: list[Worker] = field(default_factory=list)  # by index
+    _targeting: dict[int, set[int]] = field(default_factory=dict)  # version -> indexes
+    _loading: dict[int, set[int]] = field(default_factory=dict)  # version -> indexes
+    _leaving: dict[int, set[int]] = field(default_factory=dict)  # version -> indexes
+    _columns: IndexedColumns = field(default_factory=partial(IndexedColumns, HOSTING_COLUMNS, NO_WORKER))
+    _staying: dict[int, int] = field(default_factory=dict)  # index -> KV in tokens of the worker, where it is to stay
+    _staying_kv: int = 0  # sum of these
+    _moved: dict[int, Worker | None] = field(default_factory=dict)  # index -> who has it now
+
+    def moved(self, index: int, worker: Worker | None) -> None:
+        """What ``worker`` hosts, or is to host, changes in this event; None: no worker has it any more."""
+        self._moved[index] = worker
+
+    def workers_of(self, version: int) -> Sequence[Worker]:
+        """Workers that take requests of this version, by index."""
+        self._refresh()
+        return self._hosts.get(version, ())
+
+    def vacating(self) -> Sequence[Worker]:
+        """Workers that have a version in memory and are to leave it, by index."""
+        self._refresh()
+        return self._vacating
+
+    def leaving(self) -> Set[int]:
+        """Versions that some workers have in memory and are to leave."""
+        self._refresh()
+        return self._leaving.keys()
+
+    def targeting(self, version: int) -> Set[int]:
+        """Indexes of the workers that are to host this version."""
+        self._refresh()
+        return self._targeting.get(version, NOBODY)
+
+    def loading(self, version: int) -> Set[int]:
+        """Indexes of the workers that are loading this version."""
+        self._refresh()
+        return self._loading.get(version, NOBODY)
+
+    def columns(self, indexes: int) -> dict[str, Column]:
+        """Copies of the ``HOSTING_COLUMNS`` for the first so many indexes, int64; ``NO_WORKER`` where there is none."""
+        self._refresh()
+        return self._columns.copies(indexes)
+
+    def rows(self, indexes: int) -> list[tuple[int, ...]]:
+        """The same by index, one row each."""
+        self._refresh()
+        return self._columns.rows(indexes)
+
+    def staying(self) -> tuple[int, int]:
+        """How many workers are to stay, and their KV in tokens."""
+        self._refresh()
+        return len(self._staying), self._staying_kv
+
+    def _refresh(self) -> None:
+        for index, worker in self._moved.items():
+            self._unlist(index)
+            self._columns[index] = hosting_row(worker)
+            if worker is not None:
+                self._list(index, worker)
+        self._moved.clear()
+
+    def _list(self, index: int, worker: Worker) -> None:
+        if not worker.stopping and not worker.draining:
+            self._staying[index] = worker.kv_tokens
+            self._staying_kv += worker.kv_tokens
+        entry = self._listed[index] = _Listed(
+            worker.hosts, worker.target, worker.loading, worker.loaded if worker.vacating else -1
+        )
+        if entry.hosts >= 0:
+            _insert(self._hosts.setdefault(entry.hosts, []), worker)
+        if entry.leaves >= 0:
+            _insert(self._vacating, worker)
+            self._leaving.setdefault(entry.leaves, set()).add(index)
+        self._targeting.setdefault(entry.target, set()).add(index)
+        if entry.loading >= 0:
+            self._loading.setdefault(entry.loading, set()).add(index)
+
+    def _unlist(self, index: int) -> None:
+        entry = self._listed.pop(index, None)
+        if entry is None:
+            return
+        self._staying_kv -= self._staying.pop(index, 0)
+        if entry.hosts >= 0:
+            _delete(self._hosts[entry.hosts], index)
+            if not self._hosts[entry.hosts]:
+                del self._hosts[entry.hosts]
+        if entry.leaves >= 0:
+            _delete(self._vacating, index)
+            _discard(self._leaving, entry.leaves, index)
+        _discard(self._targeting, entry.target, index)
+        if entry.loading >= 0:
+            _discard(self._loading, entry.loading, index)
+
+
+def hosting_row(worker: Worker | None) -> tuple[int, ...]:
+    """Its row of the ``HOSTING_COLUMNS``."""
+    if worker is None:
+        return NO_WORKER
+    return (
+        int(not worker.stopping), worker.loaded, worker.target, int(worker.draining), worker.slots, worker.kv_tokens
+    )  # fmt: skip
+
+
+def _insert(workers: list[Worker], worker: Worker) -> None:
+    workers.insert(bisect_left(workers, worker.index, key=_BY_INDEX), worker)
+
+
+def _discard(indexes_of: dict[int, set[int]], version: int, index: int) -> None:
+    indexes_of[version].discard(index)
+    if not indexes_of[version]:
+        del indexes_of[version]
+
+
+def _delete(workers: list[Worker], index: int) -> None:
+    del workers[bisect_left(workers, index, key=_BY_INDEX)]

@@ -1,0 +1,1 @@
+"""The window, waiting requests, evaluations and freshness: data of prompt groups."""

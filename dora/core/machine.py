@@ -1,0 +1,218 @@
+"""The one entrance to the core: an event in, commands out."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dora.config import Config
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.balance import Balance
+from dora.core.commands import Command
+from dora.core.groups.need import Need
+from dora.core.policies import POLICIES, policy_of
+from dora.core.policy import Policy
+from dora.core.rules import (
+    admission,
+    arrival,
+    evaluation,
+    fleet,
+    handoff,
+    lifecycle,
+    parking,
+    rejection,
+    restoring,
+    selection,
+)
+from dora.core.scheduler import Scheduler
+from dora.core.state import Counters, State
+from dora.core.table import Column
+
+
+class Machine:
+    """Window, admission, partition and handoff of a whole service, as a deterministic object.
+
+    ``handle`` takes every event, in order, with the time it happened at, and returns the commands to run, in order.
+    An event that is not allowed raises a DoraError and changes nothing; one of an epoch that is over is ignored.
+    """
+
+    def __init__(self, config: Config, policy: Policy | None = None) -> None:
+        """``policy``: instead of the one that the configuration names."""
+        self._state = State(config)
+        strategy = POLICIES.get(config.balance.policy)
+        if strategy is not None and not strategy.by_need:
+            self._state.need = Need(0.0)
+        self._balance = Balance(self._state, policy or policy_of(config.balance, config.window))
+        self._scheduler = Scheduler(self._state, self._balance)
+        self._drops = config.selection.redundant_fraction > 0
+
+    def handle(self, event: on.Event, now_s: float) -> list[Command]:
+        state = self._state
+        state.now_s = now_s
+        assert not state.out
+        try:
+            counts = _HANDLERS[type(event)](state, event) is not False
+            if state.doubts:
+                rejection.judge(state)
+            if state.gone:
+                rejection.ask_for_gone(state)
+            trigger = self._balance.trigger(event) if counts else None
+            if trigger is not None:
+                self._balance.rebalance(trigger)
+            if self._drops:
+                selection.drop_surplus(state)
+            settled = self._scheduler.run()
+            if settled or state.evaluations.stirred or not isinstance(event, on.TokensReported | on.Progress):
+                evaluation.settle(state)  # a mere report takes no slot
+            return state.out
+        finally:
+            state.out = []
+
+    @property
+    def counters(self) -> Counters:
+        """A copy of the counters since the start."""
+        return replace(self._state.counters)
+
+    @property
+    def policy(self) -> Policy:
+        """The strategy that decides. One that knows nothing yet may take its place at any time (policy.py)."""
+        return self._balance.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._balance.policy = policy
+
+    @property
+    def state(self) -> State:
+        """The state, to read: operators' views, invariants. Only ``handle`` may change it."""
+        return self._state
+
+    def owned(self, worker_id: str, epoch: int, rows: Column) -> Column:
+        """Which of these rows' tokens are to be taken over from this worker's report; bool (rows,).
+
+        Of any other the shell takes nothing over. Rows are below ``state.requests.capacity``.
+        """
+        state, worker = self._state, self._state.worker_at(worker_id, epoch)
+        if worker is None:
+            return np.zeros(len(rows), np.bool_)
+        trained = state.reported(worker, rows)
+        return trained | state.evaluations.reported(worker_id, rows) if state.evaluations.running else trained
+
+    def check_commit(self, trainer_epoch: int, step: int) -> None:
+        """Raises Conflict where StepCommitted would be refused; asked before the weights are stored."""
+        lifecycle.check_commit(self._state, trainer_epoch, step)
+
+    def check_republish(self, trainer_epoch: int, version: int) -> None:
+        """Raises Conflict where VersionRepublished would be refused; asked before the weights are stored."""
+        lifecycle.check_republish(self._state, trainer_epoch, version)
+
+    def has_to_come(self, version: int) -> bool:
+        """Whether ``version`` is rejected, or gone."""
+        return rejection.has_to_come(self._state, version)
+
+    def was_found(self, version: int) -> bool:
+        """Whether ``version`` was rejected since the last commit, and nobody has to publish it anew any more."""
+        return rejection.was_found(self._state, version)
+
+    def counts_load(self, worker_id: str, version: int) -> bool:
+        """Whether what this worker makes of ``version``, which it loads, is of the weights that are published now."""
+        return not self.has_to_come(version) and not self._state.workers[worker_id].load_is_void
+
+
+def _offered(state: State, event: on.PromptsOffered) -> None:
+    admission.offered(state, event)
+    lifecycle.end_if_exhausted(state)
+
+
+def _prompt_cancelled(state: State, event: on.PromptCancelled) -> None:
+    admission.take_back(state, event)
+    lifecycle.end_if_exhausted(state)
+
+
+def _arrived(state: State, event: on.VersionArrived) -> bool:
+    is_news = arrival.arrived(state, event)
+    if event.version in state.gone:
+        rejection.found(state, event.version)
+    return is_news
+
+
+def _tick(state: State, _event: on.Tick) -> None:
+    handoff.overdue(state)
+    fleet.overdue(state)
+    evaluation.end_unhosted(state)
+    state.worklist.wake()  # what rested may go on
+
+
+def _done(state: State, event: on.CommandDone) -> None:
+    pending = state.pending.get(event.command_id)
+    if pending is None or (pending.command.worker_id, pending.command.epoch) != (event.worker_id, event.epoch):
+        return  # of an epoch that is over
+    del state.pending[event.command_id]
+    if pending.handoff is not None:
+        handoff.done(state, pending, event)
+    elif isinstance(pending.command, do.LoadVersion):
+        fleet.load_done(state, pending, event)
+    elif isinstance(pending.command, do.StartRequest):
+        _start_done(state, pending.command, event)
+
+
+def _copy_began(state: State, event: on.CopyBegan) -> None:
+    pending = state.pending.get(event.command_id)
+    if pending is None or (pending.command.worker_id, pending.command.epoch) != (event.worker_id, event.epoch):
+        return  # of an epoch, or a handoff, that is over
+    handoff.copy_began(state, pending)
+
+
+def _start_done(state: State, command: do.StartRequest, event: on.CommandDone) -> None:
+    """A request that no engine can take is cancelled with its reason; an engine that disagrees with us is replaced."""
+    if command.request_id in state.evaluations.requests:
+        evaluation.started(state, command, event)
+        return
+    row = state.request_row.get(command.request_id)
+    worker = state.workers[command.worker_id]
+    if row is None or row not in worker.rows or state.requests["starting"][row] != command.command_id:
+        return  # it has gone elsewhere meanwhile
+    if event.ok:
+        state.requests["starting"][row] = 0
+    elif event.error_kind == "invalid":
+        group_id = state.group_id[int(state.requests["group"][row])]
+        lifecycle.cancel(state, on.GroupCancelled(group_id, event.error))
+    else:
+        fleet.evict(state, worker, f"{command.request_id} could not start: {event.error}")
+
+
+# False is the answer to an event of an epoch that is over.
+_HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
+    on.PromptsOffered: _offered,
+    on.PromptCancelled: _prompt_cancelled,
+    on.AdmissionEnded: lifecycle.end_admission,
+    on.RequestScored: lifecycle.scored,
+    on.GroupCancelled: lifecycle.cancel,
+    on.EvaluationAsked: evaluation.asked,
+    on.EvaluationCancelled: evaluation.cancelled,
+    on.WorkerJoined: fleet.joined,
+    on.WorkerLost: fleet.lost,
+    on.TokensReported: lifecycle.tokens_reported,
+    on.Progress: lifecycle.progress,
+    on.CommandDone: _done,
+    on.CopyBegan: _copy_began,
+    on.HostJoined: arrival.joined,
+    on.HostLost: arrival.lost,
+    on.VersionArrived: _arrived,
+    on.VersionGone: rejection.gone,
+    on.PoolJoined: parking.joined,
+    on.PoolLost: parking.lost,
+    on.PoolDropped: parking.dropped,
+    on.TrainerAttached: lifecycle.attached,
+    on.StepRequested: lifecycle.step_requested,
+    on.StepCommitted: lifecycle.commit,
+    on.VersionRepublished: lifecycle.republished,
+    on.Restored: restoring.restored,
+    on.Tick: _tick,
+    on.StorageChanged: admission.storage_changed,
+    on.MigrateAsked: handoff.asked,
+    on.DrainAsked: fleet.drain,
+    on.RebalanceAsked: lambda _state, _event: None,  # balance.TRIGGERS has it
+}

@@ -1,0 +1,76 @@
+"""Makes the view that plans are made from: copies of the worker columns (few), views of the request columns (many)."""
+
+import numpy as np
+
+from dora.core.groups.window import Window
+from dora.core.rules.admission import admissible
+from dora.core.state import RUNNING, State, unfinished
+from dora.core.table import Column, Table
+from dora.core.view import RequestColumns, View, WorkerColumns
+
+
+def view_of(state: State) -> View:
+    requests, window = state.requests, state.window
+    status = requests["status"]
+    live = range(window.oldest_live, window.newest_sound + 1)
+    dried_up = state.exhausted and not state.backlog
+    groups = max(1, state.groups.used)
+    tokens, prompt_tokens = (float(requests[name].sum()) for name in ("expected", "prompt_tokens"))  # free rows are 0
+    return View(
+        now_s=state.now_s,
+        step=window.step,
+        newest=window.newest_sound,
+        window=window.size,
+        groups_per_step=window.groups_per_step,
+        admissible={v: 0 if dried_up else _admissible(state, v) for v in live},
+        cost=state.cost,
+        group_tokens=tokens / groups,
+        group_kv_tokens=(tokens + prompt_tokens) / groups,
+        backlog_longest=state.backlog.lengths(),
+        workers=_worker_columns(state),
+        requests=RequestColumns(
+            unfinished=_seen(requests, window),
+            movable=(status == RUNNING) & ~requests["moving"] & (requests["rests_until_s"] <= state.now_s),
+            version=requests["version"],
+            worker=requests["worker"] - 1,
+            prompt_tokens=requests["prompt_tokens"],
+            tokens=requests["tokens"],
+            expected_tokens=requests["expected"],
+            max_tokens=requests["max_tokens"],
+            log_mean=requests["log_mean"],
+            log_sd=requests["log_sd"],
+        ),
+        pools=tuple(pool.free for pool in state.pools.values()),
+    )
+
+
+def _admissible(state: State, version: int) -> int:
+    """All that the newest version may begin, now or later; of an older one what is wanted now."""
+    newest = version == state.window.newest_sound
+    return state.window.admissible(version) if newest else admissible(state, version)
+
+
+def _seen(requests: Table, window: Window) -> Column:
+    """Unfinished requests, without those of a withheld version: no worker can take them now."""
+    mask = unfinished(requests)
+    return mask & ~np.isin(requests["version"], list(window.withheld)) if window.withheld else mask
+
+
+def _worker_columns(state: State) -> WorkerColumns:
+    hosted, held = state.hosting.columns(len(state.worker_list)), state.loads.columns(state.worker_list)
+    target, withheld = hosted["target"], state.window.withheld
+    if withheld:
+        target[np.isin(target, list(withheld))] = -1
+    return WorkerColumns(
+        alive=hosted["alive"].astype(bool),
+        loaded=hosted["loaded"],
+        target=target,
+        draining=hosted["draining"].astype(bool),
+        slots=hosted["slots"],
+        held=held["held"],
+        kv_tokens=hosted["kv_tokens"],
+        kv_claimed=held["kv_claimed"],
+        kv_expected=held["kv_expected"],
+        kv_used=held["kv_used"],
+        waiting=held["waiting"],
+    )

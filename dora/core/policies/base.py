@@ -1,0 +1,125 @@
+"""What most policies share: fill the newest version first, the emptiest worker first, prompts as they come."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush, heapreplace
+from math import ceil, inf
+
+from dora.config import BalanceConfig
+from dora.core.dispatcher import Dispatcher
+from dora.core.fleet.worker import Worker
+from dora.core.groups.line import Entry
+from dora.core.plan import Move, Plan, Trigger
+from dora.core.view import View
+
+
+class BasePolicy(ABC):
+    """Override what differs; ``plan`` is the least."""
+
+    def __init__(self, config: BalanceConfig) -> None:
+        self.config = config
+
+    def observe(self, dispatcher: Dispatcher) -> None:  # noqa: B027 - most plans go by their view alone
+        """See policy.Policy."""
+
+    @abstractmethod
+    def plan(self, view: View, trigger: Trigger) -> Plan:
+        """See policy.Policy."""
+
+    def successor(self, dispatcher: Dispatcher) -> int | None:
+        return None
+
+    def begins(self, dispatcher: Dispatcher, version: int) -> bool:
+        return True
+
+    def relieve(self, view: View) -> tuple[Move, ...]:
+        return ()
+
+    def rank(self, entry: Entry, expected_tokens: float) -> float:
+        return 0.0
+
+    def versions(self, dispatcher: Dispatcher) -> Iterable[int]:
+        """In which order versions get new work."""
+        return dispatcher.versions()
+
+    def room(self, dispatcher: Dispatcher, worker: Worker) -> float:
+        """How eagerly this worker takes one more request; none where not positive. Free slots here."""
+        return worker.slots - worker.held
+
+    def ration(self, dispatcher: Dispatcher, version: int) -> int | None:
+        """How many requests a worker of this version is to hold at most for now; None: as many as it has room for."""
+        return None
+
+    def even_share(self, dispatcher: Dispatcher, version: int) -> int | None:
+        """A ration while more workers load the version: else the first would be filled, and levelled again."""
+        loading = dispatcher.loading(version)
+        if not loading:
+            return None
+        hosts, first = dispatcher.workers_of(version), dispatcher.backlog.first()
+        groups = max(0, min(len(dispatcher.backlog), dispatcher.admissible(version)))
+        supply = len(dispatcher.line(version)) + groups * (first.prompt.group_size if first is not None else 0)
+        held = sum([len(worker.rows) + worker.inbound for worker in hosts])
+        return ceil((supply + held) / (len(hosts) + loading))
+
+    def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
+        """Whether the request's KV fits, as it will be at its end. An empty worker takes anything."""
+        need = dispatcher.context_tokens(row)
+        return not worker.held or worker.kv_claimed + need <= worker.kv_tokens
+
+    def choose(self, dispatcher: Dispatcher, version: int) -> Entry | None:
+        """The prompt to make the next group of ``version`` from; None: none that should."""
+        return dispatcher.backlog.first()
+
+    def dispatch(self, dispatcher: Dispatcher) -> None:
+        for version in self.versions(dispatcher):
+            if dispatcher.line(version) or (dispatcher.backlog and dispatcher.admissible(version) > 0):
+                self._fill(dispatcher, version)
+
+    def _fill(self, dispatcher: Dispatcher, version: int) -> None:
+        heap: list[tuple[float, int, Worker]] = []
+        ration = self.ration(dispatcher, version)
+        dispatcher.ration(version, ration)
+        most = inf if ration is None else ration
+        for worker in dispatcher.candidates(version):
+            room = self.room(dispatcher, worker)
+            if room > 0 and worker.held < most:
+                heap.append((-room, worker.index, worker))
+            else:
+                dispatcher.full(worker)
+        heapify(heap)
+        aside: list[tuple[float, int, Worker]] = []  # what did not fit a request of ``aside_tokens`` of context
+        aside_tokens = 0
+        while heap and self._supply(dispatcher, version):
+            row = dispatcher.line(version).peek()
+            tokens = dispatcher.context_tokens(row)
+            if aside and tokens < aside_tokens:
+                while aside:
+                    heappush(heap, aside.pop())
+            while heap and not self.fits(dispatcher, row, heap[0][2]):
+                aside.append(heappop(heap))
+                aside_tokens = tokens
+            if heap:
+                self._place(dispatcher, row, heap, most)
+
+    def _supply(self, dispatcher: Dispatcher, version: int) -> bool:
+        """Whether a request of this version waits, if need be one of a new group."""
+        if dispatcher.line(version):
+            return True
+        if not dispatcher.backlog or dispatcher.admissible(version) < 1:
+            return False
+        entry = self.choose(dispatcher, version)
+        if entry is None:
+            return False
+        dispatcher.admit(entry, version, self.rank)
+        return True
+
+    def _place(self, dispatcher: Dispatcher, row: int, heap: list[tuple[float, int, Worker]], most: float) -> None:
+        """Puts the request on the first worker of the heap, and that one where it then belongs."""
+        _, index, worker = heap[0]
+        dispatcher.place(row, worker)
+        room = self.room(dispatcher, worker)
+        if room > 0 and worker.held < most:
+            heapreplace(heap, (-room, index, worker))
+        else:
+            heappop(heap)
+            dispatcher.full(worker)

@@ -1,0 +1,114 @@
+"""The paper's strategy: workers proportional to remaining work, locality, moves (DORA, section 4.3).
+
+Where the paper leaves it open: KV is filled up to the pressure at which a worker would be relieved; an older version
+keeps the workers that its KV still fills, and begins nothing more while that is above its share, so that it shrinks;
+and it is supplemented with what can end before its deadline only, so that no step waits for what was begun too late.
+"""
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Final
+
+import numpy as np
+
+from dora.config import BalanceConfig
+from dora.core.dispatcher import Dispatcher
+from dora.core.fleet.partition import Candidate, assign, keeping_full, proportional, settled
+from dora.core.fleet.worker import Worker
+from dora.core.groups.line import Entry
+from dora.core.plan import Move, Plan, Trigger
+from dora.core.policies.base import BasePolicy
+from dora.core.policies.levelling import plan_moves
+from dora.core.policies.targets import living_targets
+from dora.core.table import Column
+from dora.core.view import View
+
+REACH: Final = 64  # prompts looked at for one that ends in time
+MARGIN: Final = 0.9  # of the tokens that a response could have by its version's deadline
+
+
+class DoraPolicy(BasePolicy):
+    """Partition by predicted tokens, keep KV where it is, move the rest."""
+
+    def __init__(self, config: BalanceConfig) -> None:
+        super().__init__(config)
+        self._shrinking: frozenset[int] = frozenset()  # versions with more workers than their share
+
+    def plan(self, view: View, trigger: Trigger) -> Plan:
+        workers = view.workers
+        indexes = np.flatnonzero(workers.alive & ~workers.draining)
+        if not len(indexes):
+            return Plan()
+        work = remaining_work(view)
+        shares = proportional(work, len(indexes), view.newest)
+        wanted = keeping_full(shares, *self._occupied(view, indexes), view.newest)
+        self._shrinking = frozenset(version for version in wanted if wanted[version] > shares.get(version, 0))
+        present, times = np.unique(workers.target[indexes], return_counts=True)
+        counts = dict(zip(present.tolist(), times.tolist(), strict=True))
+        keep = trigger in (Trigger.TIME, Trigger.PRESSURE) and settled(
+            counts, work, wanted, self.config.dora.hysteresis
+        )
+        if keep:
+            targets = dict(zip(indexes.tolist(), workers.target[indexes].tolist(), strict=True))
+        elif len(wanted) == 1:
+            targets = dict.fromkeys(indexes.tolist(), next(iter(wanted)))
+        else:
+            columns = (indexes, workers.loaded[indexes], workers.target[indexes], workers.kv_used[indexes])
+            rows = [Candidate(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+            targets = assign(rows, wanted)
+        return Plan(targets, plan_moves(view, targets, self.config))
+
+    def relieve(self, view: View) -> tuple[Move, ...]:
+        return plan_moves(view, living_targets(view), self.config)
+
+    def ration(self, dispatcher: Dispatcher, version: int) -> int | None:
+        return self.even_share(dispatcher, version)
+
+    def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
+        """Whether KV in use stays below the pressure. An empty worker takes anything."""
+        kv_tokens = worker.kv_expected + dispatcher.context_tokens(row)
+        return not worker.held or kv_tokens <= self.config.pressure * worker.kv_tokens
+
+    def choose(self, dispatcher: Dispatcher, version: int) -> Entry | None:
+        """In order of arrival; for an older version what ends before its deadline, and nothing while it shrinks."""
+        if version == dispatcher.newest or not dispatcher.rhythm.step_s:
+            return dispatcher.backlog.first()
+        if version in self._shrinking:
+            return None
+        most = MARGIN * tokens_left(dispatcher, version)
+        return next((entry for entry in islice(dispatcher.backlog, REACH) if entry.longest_tokens <= most), None)
+
+    def begins(self, dispatcher: Dispatcher, version: int) -> bool:
+        return self.choose(dispatcher, version) is not None
+
+    def _occupied(self, view: View, indexes: Column) -> tuple[Mapping[int, int], Mapping[int, float]]:
+        """By version in memory: how many workers hold it, and how many its KV fills."""
+        workers = view.workers
+        loaded = indexes[workers.loaded[indexes] >= 0]
+        versions, inverse, times = np.unique(workers.loaded[loaded], return_inverse=True, return_counts=True)
+        # what an idle engine has reported last says nothing: its KV is free
+        kv = np.where(workers.held[loaded] > 0, workers.kv_expected[loaded], 0)
+        shares = kv / (self.config.pressure * workers.kv_tokens[loaded])
+        full = np.bincount(inverse, weights=shares, minlength=len(versions))
+        names = versions.tolist()
+        return dict(zip(names, times.tolist(), strict=True)), dict(zip(names, full.tolist(), strict=True))
+
+
+def tokens_left(dispatcher: Dispatcher, version: int) -> float:
+    """Tokens that a response could have until the last step that may take this version is full, as steps go of late."""
+    rhythm = dispatcher.rhythm
+    steps = dispatcher.window.deadline(version) - dispatcher.newest + 1
+    ends_s = rhythm.published_s + steps * rhythm.step_s - rhythm.tail_s
+    return (ends_s - dispatcher.now_s) / rhythm.pace_s
+
+
+def remaining_work(view: View) -> dict[int, float]:
+    """Predicted tokens still to generate, by version; the newest counts what it may still admit."""
+    requests = view.requests
+    rows = np.flatnonzero(requests.unfinished)
+    versions, inverse = np.unique(requests.version[rows], return_inverse=True)
+    sums = np.bincount(inverse, weights=requests.remaining_tokens(rows) + 1, minlength=len(versions))
+    work = {int(version): float(total) for version, total in zip(versions, sums, strict=True)}
+    supply = max(0, view.admissible.get(view.newest, 0)) * view.group_tokens
+    work[view.newest] = work.get(view.newest, 0.0) + supply
+    return work

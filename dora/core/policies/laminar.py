@@ -1,0 +1,171 @@
+"""Laminar's strategy (sections 3 and 5): workers update on their own; long tails are packed together.
+
+Set ``balance.period_s`` to 5, the paper's period of the check.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+
+import numpy as np
+
+from dora.config import BalanceConfig
+from dora.core.dispatcher import Dispatcher
+from dora.core.fleet.worker import Worker
+from dora.core.forecast.cost import CostModel
+from dora.core.plan import Move, Plan, Trigger
+from dora.core.policies.base import BasePolicy
+from dora.core.policies.board import Board, staying
+from dora.core.policies.targets import cover, present_targets, waiting_versions
+from dora.core.view import View
+
+KV_THRESHOLD = 0.99  # C_max, as a share of the KV-cache: the paper's example
+# Section 5.1: periodically (under pressure the core looks more often), and after each weight update.
+LOOKS = (Trigger.TIME, Trigger.PRESSURE, Trigger.UPDATE, Trigger.OPERATOR)
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A worker that runs idle (the paper's replica in its ramp-down), as algorithm 1 sees it. KV in tokens."""
+
+    index: int
+    kv_used: int  # C_used
+    kv_max: float  # C_max
+    requests: int  # N_reqs
+    requests_max: int  # B
+
+
+def consolidate(idle: Sequence[Idle]) -> list[tuple[int, int]]:
+    """Algorithm 1 from line 4 on: best-fit packing of one version's idle workers. Returns (source, target) indexes.
+
+    The smallest source goes first, to the destination that becomes the fullest; a released one is no destination.
+    """
+    ordered = sorted(idle, key=lambda worker: (worker.kv_used, worker.index))
+    kv = {worker.index: worker.kv_used for worker in ordered}
+    requests = {worker.index: worker.requests for worker in ordered}
+    released: set[int] = set()
+    filled: set[int] = set()  # destinations; the printed algorithm may release one under what it was just given
+    plan: list[tuple[int, int]] = []
+    for source in ordered:
+        if source.index in filled:
+            continue
+        fits = [
+            target
+            for target in ordered
+            if target is not source
+            and target.index not in released
+            and kv[target.index] + source.kv_used <= target.kv_max
+            and requests[target.index] + source.requests <= target.requests_max
+        ]
+        if fits:
+            best = max(fits, key=lambda target: (kv[target.index], -target.index))
+            plan.append((source.index, best.index))
+            released.add(source.index)
+            filled.add(best.index)
+            kv[best.index] += source.kv_used
+            requests[best.index] += source.requests
+    return plan
+
+
+def roofline_requests(cost: CostModel | None, slots: int) -> int:
+    """B: requests from which on a decode step is bound by computing, k3 n = k2; all slots where the cost is unknown."""
+    if cost is None or cost.request_s * slots <= cost.weights_s:  # never, with so many
+        return slots
+    return max(1, min(slots, int(cost.weights_s / cost.request_s)))
+
+
+class LaminarPolicy(BasePolicy):
+    """Each worker generates a batch, then loads the newest version: no global synchronisation.
+
+    A batch is as many responses as the worker has slots, all of the newest version, given to its engine at once: KV
+    limits what runs, the engine queues the rest. A worker takes no more until all of them ended or were moved away by
+    the repacking of algorithm 1, which runs among the workers of one version. The idleness metric needs the KV use at
+    the last look, and a batch its beginning, so both are kept here between the calls.
+    """
+
+    def __init__(self, config: BalanceConfig) -> None:
+        super().__init__(config)
+        self._kv_before: dict[int, int] = {}  # index -> KV use at the last look
+        self._idle: dict[int, int] = {}  # index -> version in whose batch its KV use has begun to fall
+        self._taken: dict[int, int] = {}  # index -> version of which it has taken its whole batch
+
+    # ----------------------------------------------------------------------------------------------------- new work
+
+    def dispatch(self, dispatcher: Dispatcher) -> None:
+        for version in dispatcher.versions():
+            if dispatcher.line(version):
+                self._deal(dispatcher, version, dispatcher.candidates(version), admits=False)
+        if dispatcher.backlog and dispatcher.admissible(dispatcher.newest) > 0:
+            begins = [worker for worker in dispatcher.candidates(dispatcher.newest) if self._begins(worker)]
+            self._deal(dispatcher, dispatcher.newest, begins, admits=True)
+
+    def _begins(self, worker: Worker) -> bool:
+        """Whether it still takes requests of its batch."""
+        if not worker.held:
+            self._taken.pop(worker.index, None)
+        return self._taken.get(worker.index) != worker.loaded
+
+    def _deal(self, dispatcher: Dispatcher, version: int, workers: Sequence[Worker], *, admits: bool) -> None:
+        """Requests in line, then of new groups, to the worker with the most free slots, up to its batch."""
+        heap = [(worker.held - worker.slots, worker.index, worker) for worker in workers]
+        heapify(heap)
+        while heap:
+            free, index, worker = heap[0]
+            if free >= 0:
+                heappop(heap)
+                dispatcher.full(worker)
+                continue
+            if not dispatcher.line(version):
+                entry = dispatcher.backlog.first() if admits and dispatcher.admissible(version) > 0 else None
+                if entry is None:
+                    break
+                dispatcher.admit(entry, version, self.rank)
+            dispatcher.place(dispatcher.line(version).peek(), worker)
+            heapreplace(heap, (free + 1, index, worker))
+        if admits:
+            self._taken.update((worker.index, version) for worker in workers if worker.held >= worker.slots)
+
+    # ---------------------------------------------------------------------------------------------------- repacking
+
+    def plan(self, view: View, trigger: Trigger) -> Plan:
+        workers, targets = view.workers, present_targets(view, view.newest)
+        waited = waiting_versions(view)
+        for index, version in targets.items():
+            if not workers.held[index] and version not in waited:
+                targets[index] = view.newest
+        moves: list[Move] = []
+        if trigger in LOOKS:
+            for source, target in self._repack(view, targets):
+                rows = np.flatnonzero(view.requests.movable & (view.requests.worker == source))
+                moves += [Move(row, target) for row in rows.tolist()]
+                targets[source] = view.newest
+                self._taken[source] = int(workers.loaded[source])
+        cover(view, targets)
+        return Plan(targets, tuple(moves))
+
+    def _repack(self, view: View, targets: dict[int, int]) -> list[tuple[int, int]]:
+        """The idle workers of each version (algorithm 1, line 3), consolidated."""
+        workers, stays = view.workers, staying(view, targets)
+        groups: dict[int, list[Idle]] = {}
+        idle: dict[int, int] = {}
+        for index in targets:
+            version, kv_used = int(workers.loaded[index]), int(workers.kv_expected[index])
+            held, kv_max = int(workers.held[index]), KV_THRESHOLD * int(workers.kv_tokens[index])
+            falls = kv_used < self._kv_before.get(index, 0) or self._idle.get(index) == version
+            if stays[index] and held and kv_used < kv_max and falls:
+                idle[index] = version  # "from this time on" (section 5.2), though long responses may let it rise again
+                most = roofline_requests(view.cost, int(workers.slots[index]))
+                if held < most:
+                    groups.setdefault(version, []).append(Idle(index, kv_used, kv_max, held, most))
+            self._kv_before[index] = kv_used
+        self._idle = idle
+        return [pair for version in sorted(groups) for pair in consolidate(groups[version])]
+
+    def relieve(self, view: View) -> tuple[Move, ...]:
+        """What a repacking has left behind, and what stands on leaving workers: to the fullest one that it fits."""
+        board, workers = Board(view, {}), view.workers
+        for row in board.displaced().tolist():
+            fits = board.with_room(row, workers.slots, KV_THRESHOLD * workers.kv_tokens)
+            if fits.any():
+                board.move(row, int(np.where(fits, board.kv, -1).argmax()))
+        return board.moves()

@@ -1,0 +1,186 @@
+"""How many workers each version gets now, and which, by the KV that its requests hold and will hold."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil, inf
+
+import numpy as np
+
+from dora.core.plan import Move
+from dora.core.policies.board import context_tokens, staying
+from dora.core.policies.laxity.moves import LevelBoard
+from dora.core.policies.laxity.reserved import Reservation, reserve
+from dora.core.policies.laxity.schedule import Schedule, leading
+from dora.core.policies.laxity.tuning import TUNING
+from dora.core.policies.targets import cover, plannable, present_targets
+from dora.core.table import Column
+from dora.core.view import View
+
+
+@dataclass(slots=True)
+class Last:
+    """What the last plans found, of use to the next one."""
+
+    kept_free: Mapping[int, float] = field(default_factory=dict)  # version -> KV that its reserved workers keep free
+    group_kv_tokens: float = 0.0  # KV of a new group at its end; 0: not known
+    ample: bool = False  # all versions have more workers than they can fill
+
+
+class Allocation:
+    """One view's supply and demand."""
+
+    def __init__(self, view: View, schedule: Schedule | None, last: Last) -> None:
+        self._view, self._schedule, self._last = view, schedule, last
+        indexes, workers = plannable(view), view.workers
+        self._slots = float(workers.slots[indexes].mean()) if len(indexes) else 1.0  # of a worker, on average
+        self._kv_tokens = (
+            TUNING.fill * float(workers.kv_tokens[indexes].mean()) if len(indexes) else 0.0
+        )  # that it may hold
+        self._unfinished = np.flatnonzero(view.requests.unfinished)
+        self._held = context_tokens(view.requests)[self._unfinished].astype(np.float64)
+        self.leader = leading(view.newest, workers.target[indexes].tolist(), view.window, view.admits)
+        self.ample = last.ample  # as ``targets`` has found
+        self._later: dict[float, Column] = {}  # tokens ahead -> KV that each unfinished request will hold by then
+
+    def targets(self) -> dict[int, int]:
+        """Candidate -> version. Every version with unfinished requests keeps or gets at least one worker.
+
+        Without a schedule an older version keeps all that it has, until its last step.
+        """
+        view = self._view
+        target = present_targets(view, self.leader)
+        if not self._starved():
+            wanted = self._wanted({*target.values(), self.leader})
+            need = self._needs(wanted, {})
+            to_come = self._filled_by(view.groups_per_step)
+            filled = sum(map(ceil, need.values())) + to_come
+            self.ample = (TUNING.still_ample if self.ample else TUNING.ample) * filled <= len(target)
+            if self.ample:
+                self._deal(target, need, self._spread(need, target))
+            else:
+                need = self._needs(wanted, self._last.kept_free)
+                self._deal(target, need, self._scheduled(need, len(target)))
+        cover(view, target)
+        return target
+
+    def moves(self, targets: Mapping[int, int]) -> tuple[tuple[Move, ...], Reservation]:
+        """The moves for these targets, and the reserved workers among those that stay with their version."""
+        view, schedule = self._view, self._schedule
+        reserved = Reservation.none(view)
+        if schedule is not None and schedule.hurried:
+            stays = staying(view, targets)
+            reserved = reserve(view, stays, schedule.end_s, schedule.reserved_fill)
+        later = np.zeros(len(view.requests.tokens))
+        later[self._unfinished] = self._look_ahead(TUNING.level_tokens)
+        board = LevelBoard(view, targets, reserved, later)
+        board.plan()
+        return board.moves(), reserved
+
+    def _spread(self, exact: Mapping[int, float], target: Mapping[int, int]) -> dict[int, int]:
+        """Where KV is ample older versions keep what works for them, and the newest gets what it could fill."""
+        view, workers = self._view, self._view.workers
+        need = {version: ceil(each) for version, each in exact.items()}
+        if self._may_begin(self.leader):
+            need[self.leader] += ceil(TUNING.new_share * self._filled_by(view.admissible[self.leader]))
+        working = np.flatnonzero((workers.held > 0) & (workers.loaded == workers.target))  # not what empties for it
+        works = Counter(map(target.get, working.tolist()))
+        kept = {v: least if v == self.leader else max(least, works[v]) for v, least in need.items()}
+        return kept if sum(kept.values()) <= len(target) else _shared(need, len(target))
+
+    def _scheduled(self, exact: Mapping[int, float], workers: int) -> dict[int, int]:
+        """Where KV is short: what each version fills; an older one what is scheduled, as far as it could fill that."""
+        view, schedule, leader = self._view, self._schedule, self.leader
+        need = {version: ceil(each) for version, each in exact.items()}
+        if schedule is not None:
+            for version in need:
+                if version < leader and need[version] and view.admits(version):
+                    could = exact[version] + self._filled_by(view.admissible[version])
+                    need[version] = max(need[version], ceil(min(could, int(schedule.share(version, view.now_s)))))
+        return need if self._may_begin(leader) else _shared(need, workers)
+
+    def _deal(self, target: dict[int, int], exact: Mapping[int, float], need: Mapping[int, int]) -> None:
+        """Hands workers on until each version has as many as it needs, or none has one to give."""
+        leader, have = self.leader, dict.fromkeys(need, 0) | Counter(target.values())
+        kv_expected = self._view.workers.kv_expected.tolist()
+        # KV and index, the emptiest last, of versions that have given one up: they had too many, or lose one as nobody
+        # has; so they get none after
+        emptiest: dict[int, list[tuple[int, int]]] = {}
+
+        def give(source: int, to: int) -> None:
+            if source not in emptiest:
+                indexes = [(kv_expected[index], index) for index, its in target.items() if its == source]
+                emptiest[source] = sorted(indexes, reverse=True)
+            target[emptiest[source].pop()[1]] = to
+            have[source] -= 1
+            have[to] += 1
+
+        for version in sorted(need):
+            if version < leader and (self._schedule is not None or self._ends(version)):
+                while have[version] > need[version]:  # at once to the one that would get it in the end
+                    give(version, next((v for v in sorted(need) if have[v] < need[v]), leader))
+        for version in sorted(need):  # the earliest deadline first
+            while have[version] < need[version]:
+                donors = [v for v in need if v != version and have[v] > need[v]]
+                if donors:
+                    give(max(donors), version)
+                elif not have[version] and (donors := [v for v in need if have[v] > 1]):
+                    give(min(donors, key=lambda v: (exact[v] - have[v], v)), version)
+                else:
+                    break
+
+    def _wanted(self, versions: set[int]) -> dict[int, tuple[int, float]]:
+        """Version -> its unfinished requests, and their KV: now or at the horizon, whichever is more. In order."""
+        of_version = self._view.requests.version[self._unfinished]
+        first = int(of_version.min(initial=0))
+        places, later = of_version - first, self._look_ahead(TUNING.horizon_tokens, TUNING.level_tokens)
+        counts = np.bincount(places).tolist()
+        kv = np.maximum(np.bincount(places, weights=self._held), np.bincount(places, weights=later)).tolist()
+        found = {first + place: each for place, each in enumerate(zip(counts, kv, strict=True)) if each[0]}
+        return {version: found.get(version, (0, 0.0)) for version in sorted(versions | found.keys())}
+
+    def _needs(self, wanted: Mapping[int, tuple[int, float]], kept_free: Mapping[int, float]) -> dict[int, float]:
+        """Workers that each version needs for its requests and their KV; the leading one at least."""
+        need: dict[int, float] = {}
+        for version, (requests, kv) in wanted.items():
+            least = 1 if requests or version == self.leader else 0
+            kv += kept_free.get(version, 0.0)
+            need[version] = max(least, kv / (self._kv_tokens or 1.0), requests / self._slots)
+        return need
+
+    def _filled_by(self, groups: int) -> float:
+        """Workers whose KV so many groups to come would fill, all as long as they get; inf: not known yet."""
+        kv_tokens = self._last.group_kv_tokens
+        return groups * kv_tokens / self._kv_tokens if kv_tokens and self._kv_tokens else inf
+
+    def _look_ahead(self, *ahead_tokens: float) -> Column:
+        """KV that each unfinished request will hold after the first of these, by the chance that it still runs.
+
+        The others are made with it, as they share half their work, and kept.
+        """
+        if ahead_tokens[0] not in self._later:
+            runs_on = self._view.requests.runs_on(self._unfinished, np.array(ahead_tokens))
+            for tokens, runs in zip(ahead_tokens, runs_on.T, strict=True):
+                self._later[tokens] = (self._held + tokens) * runs
+        return self._later[ahead_tokens[0]]
+
+    def _starved(self) -> bool:
+        """Whether the leading version has nothing and will get nothing: no prompt is left."""
+        view, requests = self._view, self._view.requests
+        has = bool((requests.unfinished & (requests.version == self.leader)).any())
+        return not has and not len(view.backlog_longest) and not view.admits(self.leader)
+
+    def _may_begin(self, version: int) -> bool:
+        """Whether a prompt waits that this version may still take."""
+        return len(self._view.backlog_longest) > 0 and self._view.admits(version)
+
+    def _ends(self, version: int) -> bool:
+        """Whether this version is in its last step, or can admit no more."""
+        view = self._view
+        return version + view.window - 1 <= view.newest or not view.admits(version)
+
+
+def _shared(need: dict[int, int], workers: int) -> dict[int, int]:
+    """What is left over of so many workers goes to all versions in proportion to what they need: all get faster."""
+    total = sum(need.values())
+    return {version: max(least, least * workers // total) for version, least in need.items()} if total else need

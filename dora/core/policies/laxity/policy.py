@@ -1,0 +1,184 @@
+"""DORA's own strategy: lazy admission, KV reserved along each version's life, workers handed on by a schedule."""
+
+from collections import defaultdict
+from itertools import islice
+
+import numpy as np
+
+from dora.config import BalanceConfig
+from dora.core.dispatcher import Dispatcher
+from dora.core.fleet.worker import Worker
+from dora.core.groups.line import Entry
+from dora.core.plan import Move, Plan, Trigger
+from dora.core.policies.base import BasePolicy
+from dora.core.policies.laxity.allocation import Allocation
+from dora.core.policies.laxity.reservations import Reservations, rows_forecast
+from dora.core.policies.laxity.tuning import TUNING
+from dora.core.policies.targets import living_targets
+from dora.core.view import View
+
+ENGINE_GRID = np.array(TUNING.engine_tokens)
+
+
+class LaxityPolicy(BasePolicy):
+    """What it keeps between calls are caches of what the core shows: docs/strategy.md lists how each is made again."""
+
+    def __init__(self, config: BalanceConfig) -> None:
+        super().__init__(config)
+        self._reservations = Reservations()
+        self._forecasts: dict[int, list[float]] = {}  # index -> KV on ENGINE_GRID, within one dispatch
+        self._no_fit: set[int] = set()  # versions that no prompt fits: nor will one before the next forecast or prompt
+        self._changes = 0  # of the backlog, as last looked at
+        self._newest = self._leader = -1  # the latter as last planned
+        self._waited = 0  # prompts that had ever come when the newest version began its first
+        self._caps: dict[
+            int, tuple[int, float]
+        ] = {}  # index -> version, KV that it is to hold at most: as last planned
+
+    def dispatch(self, dispatcher: Dispatcher) -> None:
+        self._forecasts.clear()
+        if dispatcher.newest != self._newest or not any(
+            worker.held for worker in dispatcher.workers_of(dispatcher.newest)
+        ):
+            self._newest, self._waited = dispatcher.newest, dispatcher.backlog.arrivals
+        if self._reservations.refresh(dispatcher) or dispatcher.backlog.changes != self._changes:
+            self._no_fit.clear()
+            self._changes = dispatcher.backlog.changes
+        super().dispatch(dispatcher)
+
+    def room(self, dispatcher: Dispatcher, worker: Worker) -> float:
+        free_slots = worker.slots - worker.held
+        if not worker.held:  # whatever its last report said
+            return 1.0
+        if free_slots <= 0 or worker.waiting:  # what waits inside the engine goes first
+            return 0.0
+        peak = max(self._forecast(dispatcher, worker)) / worker.kv_tokens
+        return min(free_slots / worker.slots, self._most(worker) / worker.kv_tokens - peak)
+
+    def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
+        if not worker.held:
+            return True
+        context = dispatcher.context_tokens(row)
+        left = max(1.0, float(dispatcher.requests["expected"][row]) - float(dispatcher.requests["tokens"][row]))
+        ahead = zip(self._forecast(dispatcher, worker), TUNING.engine_tokens, strict=True)
+        forecast = [kv + (context + tokens) if left > tokens else kv for kv, tokens in ahead]
+        if max(forecast) > self._most(worker):
+            return False
+        self._forecasts[worker.index] = forecast
+        return True
+
+    def ration(self, dispatcher: Dispatcher, version: int) -> int | None:
+        """An even share where KV is ample; where it is short, the first worker that has the version is filled."""
+        return self.even_share(dispatcher, version) if self._reservations.last.ample else None
+
+    def choose(self, dispatcher: Dispatcher, version: int) -> Entry | None:
+        schedule = self._reservations.schedule
+        if schedule is None:
+            return dispatcher.backlog.first()
+        entry = None
+        if version not in self._no_fit:
+            due, limit = schedule.due(version), self._reservations.limit_tokens(dispatcher, version)
+            if not due:
+                entry = self._late(dispatcher, version, self._waited)
+                if entry is None and (self._reservations.last.ample or not self._sparse(dispatcher, version)):
+                    entry = self._first(dispatcher, version, limit)
+            entry = entry or self._longest(dispatcher, version, limit)
+            if entry is None and not due:  # rather than nothing
+                entry = self._late(dispatcher, version, dispatcher.backlog.arrivals)
+        if entry is None:
+            self._no_fit.add(version)
+            if version == schedule.leader and not any(worker.held for worker in dispatcher.workers_of(version)):
+                return dispatcher.backlog.first()  # whatever the forecasts say: there is nothing to wait for
+        return entry
+
+    def _late(self, dispatcher: Dispatcher, version: int, arrivals: int) -> Entry | None:
+        """Right after a publish, the longest of the first so many prompts where it will be late in any case.
+
+        One that has come since would hold the version's last step up for as much longer: it lets others begin first.
+        """
+        rhythm, reservations = dispatcher.rhythm, self._reservations
+        if version != dispatcher.newest or dispatcher.now_s - rhythm.published_s >= TUNING.early_step * rhythm.step_s:
+            return None
+        entry = dispatcher.backlog.longest_beyond(reservations.reach_tokens(dispatcher, version), arrivals)
+        return entry if entry is not None and reservations.reserve(version, entry, late=True) else None
+
+    def _first(self, dispatcher: Dispatcher, version: int, limit: float) -> Entry | None:
+        """The one that waits longest of those that fit."""
+        short = (entry for entry in dispatcher.backlog if entry.longest_tokens <= limit)
+        tried = islice(short, TUNING.tries)
+        return next((entry for entry in tried if self._reservations.reserve(version, entry)), None)
+
+    def _longest(self, dispatcher: Dispatcher, version: int, limit: float) -> Entry | None:
+        """The longest that fits of the first TUNING.reach prompts; of all, where none of these does."""
+        near = [entry for entry in islice(dispatcher.backlog, TUNING.reach) if entry.longest_tokens <= limit]
+        for entry in sorted(near, key=lambda entry: -entry.longest_tokens):
+            if entry.longest_tokens <= limit:
+                if self._reservations.reserve(version, entry):
+                    return entry
+                limit = entry.longest_tokens * TUNING.step_down
+        for _ in range(TUNING.tries // 2):
+            far = dispatcher.backlog.longest_within(limit)
+            if far is None or self._reservations.reserve(version, far):
+                return far
+            limit = far.longest_tokens * TUNING.step_down
+        return None
+
+    def _sparse(self, dispatcher: Dispatcher, version: int) -> bool:
+        """Whether this version's slots would run out before its KV."""
+        hosts = dispatcher.workers_of(version)
+        slots, kv_tokens = sum(worker.slots for worker in hosts), sum(worker.kv_tokens for worker in hosts)
+        held, kv = sum(worker.held for worker in hosts), sum(worker.kv_expected for worker in hosts)
+        return bool(slots) and held / slots > kv / kv_tokens + TUNING.dense
+
+    def _forecast(self, dispatcher: Dispatcher, worker: Worker) -> list[float]:
+        """KV of a worker after TUNING.engine_tokens. Plain numbers: numpy takes longer for so few."""
+        forecast = self._forecasts.get(worker.index)
+        if forecast is None:
+            rows = np.fromiter(worker.rows, dtype=np.int64, count=len(worker.rows))
+            held, context = rows_forecast(dispatcher, rows, ENGINE_GRID)
+            # token counts may be old: the engine's own sum is newer
+            forecast = self._forecasts[worker.index] = (held + (worker.kv_expected - context)).tolist()
+        return forecast
+
+    def observe(self, dispatcher: Dispatcher) -> None:
+        """The schedule as of now: a plan at a publish hands workers on by the step that begins, not by the last."""
+        self._reservations.observe(dispatcher)
+
+    def plan(self, view: View, trigger: Trigger) -> Plan:
+        allocation = self._allocation(view)
+        targets = allocation.targets()
+        self._reservations.last.ample, self._leader = allocation.ample, allocation.leader
+        return Plan(targets, self._moves(view, allocation, targets))
+
+    def successor(self, dispatcher: Dispatcher) -> int | None:
+        """Where KV is ample the newest version: a plan would say the same, in a thousand times as long."""
+        leads = self._leader == dispatcher.newest and any(
+            worker.held for worker in dispatcher.workers_of(dispatcher.newest)
+        )
+        return dispatcher.newest if self._reservations.last.ample and leads else None
+
+    def relieve(self, view: View) -> tuple[Move, ...]:
+        return self._moves(view, self._allocation(view), living_targets(view))
+
+    def _allocation(self, view: View) -> Allocation:
+        last = self._reservations.last
+        # at a publish without an older version no group is left to know it by
+        last.group_kv_tokens = view.group_kv_tokens or last.group_kv_tokens
+        return Allocation(view, self._reservations.schedule, last)
+
+    def _moves(self, view: View, allocation: Allocation, targets: dict[int, int]) -> tuple[Move, ...]:
+        moves, reserved = allocation.moves(targets)
+        loaded, kv_tokens = view.workers.loaded, view.workers.kv_tokens
+        self._caps = {index: (int(loaded[index]), worker.kv_tokens) for index, worker in reserved.by_index.items()}
+        kept_free: dict[int, float] = defaultdict(float)
+        for index, (version, most) in self._caps.items():
+            kept_free[version] += TUNING.fill * float(kv_tokens[index]) - most
+        self._reservations.last.kept_free = kept_free
+        return moves
+
+    def _most(self, worker: Worker) -> float:
+        """KV that a worker is to hold at most."""
+        version, most = self._caps.get(worker.index, (-1, 0.0))
+        if version == worker.hosts:
+            return most
+        return (TUNING.believed_fill if self._reservations.believed else TUNING.fill) * worker.kv_tokens

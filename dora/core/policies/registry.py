@@ -1,0 +1,105 @@
+"""Rollout strategies by name, and in which windows, and where, each may run."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from dora.config import BalanceConfig, WindowConfig, WindowSize
+from dora.core.policy import Policy
+from dora.data.limits import WINDOW_MOST
+from dora.errors import Conflict, InvalidValue, NotFound, one_of
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """``make`` builds it from its configuration: a class over ``BasePolicy``, say.
+
+    ``windows``: the fewest and the most versions that may be live, where the strategy's definition says so: in a
+    narrower window it would stall, in a wider one run as in its widest. ``by_need``: what it may begin is held back
+    until a step will want it (need.py); not where it begins whole batches by definition.
+    """
+
+    make: Callable[[BalanceConfig], Policy]
+    windows: tuple[int, int] = (1, WINDOW_MOST)
+    by_need: bool = True
+
+    def __post_init__(self) -> None:
+        least, most = self.windows
+        if not 1 <= least <= most <= WINDOW_MOST:
+            raise InvalidValue("windows", self.windows, f"the fewest and the most, of 1 to {WINDOW_MOST}")
+
+
+POLICIES: dict[str, Strategy] = {}
+
+
+def register(name: str, strategy: Strategy | Callable[[BalanceConfig], Policy]) -> None:
+    """From now on ``name`` is this strategy, in the service, the simulator and the sweep of this process.
+
+    Raises InvalidValue for what cannot be one, Conflict for a name that another strategy has.
+    """
+    if not name.isidentifier():
+        raise InvalidValue("policy", name, "a name of letters, digits and underscores")
+    if not isinstance(strategy, Strategy):
+        if not callable(strategy):
+            raise InvalidValue(f"policy {name}", strategy, "a Strategy, or what makes a Policy of a BalanceConfig")
+        strategy = Strategy(strategy)
+    if POLICIES.setdefault(name, strategy) != strategy:
+        raise Conflict("policy", name, "a name that no other strategy has", why="is taken")
+
+
+def policy_of(config: BalanceConfig, window: WindowConfig | None = None) -> Policy:
+    """The strategy that the configuration names. Raises NotFound, with the nearest name.
+
+    ``window``: where it is to be checked. Raises InvalidValue where the strategy does not allow its sizes.
+    """
+    strategy = POLICIES.get(config.policy)
+    if strategy is None:
+        raise NotFound("balance.policy", config.policy, one_of(config.policy, POLICIES, cutoff=0.6))
+    if window is not None:
+        check_sizes(config.policy, window)
+    return strategy.make(config)
+
+
+def nearest_window(policy: str, window: int, strategies: Mapping[str, Strategy] = POLICIES) -> int:
+    """``window`` itself, or the nearest one that the strategy is defined for."""
+    least, most = strategies[policy].windows if policy in strategies else (window, window)
+    return min(max(window, least), most)
+
+
+def allows_any(policy: str, strategies: Mapping[str, Strategy] = POLICIES) -> bool:
+    """Whether the strategy is defined for every window, so that one may change."""
+    return policy not in strategies or strategies[policy].windows == (1, WINDOW_MOST)
+
+
+def check_window(
+    policy: str, window: int, field: str = "window.size", strategies: Mapping[str, Strategy] = POLICIES
+) -> None:
+    """Raises InvalidValue for a window that the strategy is not defined for. ``field``: where it was given."""
+    if nearest_window(policy, window, strategies) != window:
+        raise _refused(policy, window, field, strategies)
+
+
+def check_sizes(policy: str, window: WindowConfig, strategies: Mapping[str, Strategy] = POLICIES) -> None:
+    """Raises InvalidValue for a size that the strategy is not defined for, and for one that changes where it is not
+    defined for every one: what it does with a window of 1 may be another thing altogether than with one of 2."""
+    if not window.is_adaptive:
+        check_window(policy, window.most, strategies=strategies)
+    elif not allows_any(policy, strategies):
+        raise _refused(policy, window.size, "window.size", strategies)
+
+
+def _refused(policy: str, window: WindowSize, field: str, strategies: Mapping[str, Strategy]) -> InvalidValue:
+    """To be raised."""
+    least, most = strategies[policy].windows
+    allowed = f"{least}" if least == most else f"{least} to {most}"
+    return InvalidValue(field, window, f"{allowed}, by the definition of {policy}")
+
+
+def check_live(balance: BalanceConfig, window: WindowConfig) -> None:
+    """Raises InvalidValue for what a service may not run: an unknown strategy, with the nearest name, one that is not
+    defined for this window, and lengths that no prompt brings."""
+    if balance.policy not in POLICIES:
+        raise InvalidValue("balance.policy", balance.policy, one_of(balance.policy, POLICIES, cutoff=0.6))
+    check_sizes(balance.policy, window)
+    if balance.predictor == "oracle":
+        allowed = "statistics or ranker: only the simulator knows lengths beforehand"
+        raise InvalidValue("balance.predictor", balance.predictor, allowed)

@@ -1,0 +1,134 @@
+"""StreamRL's strategy (section 5.3): long responses on workers of their own, the longest first."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heapreplace
+from math import ceil
+
+import numpy as np
+
+from dora.config import BalanceConfig
+from dora.core.dispatcher import Dispatcher
+from dora.core.fleet.worker import Worker
+from dora.core.forecast.cost import CostModel
+from dora.core.groups.line import Entry
+from dora.core.policies.batch import OneStepPolicy
+
+ALPHA = 0.2  # share of the samples that are the long tail
+LONG_PERCENTILE, REGULAR_PERCENTILE = 90, 50  # of the lengths: how long the two kinds are on average
+
+
+def dedicated_groups(lengths: Sequence[float], groups: int, latency_s: Callable[[int, float], float]) -> int:
+    """Algorithm 2: how many of the workers take the long tail of these estimated lengths; the rest take the others.
+
+    ``latency_s``: of so many samples of a mean length on one group. As printed, the sum of both latencies is the least.
+    0 for a single group, which takes all.
+    """
+    longs = ceil(ALPHA * len(lengths))
+    long_tokens, regular_tokens = np.percentile(lengths, (LONG_PERCENTILE, REGULAR_PERCENTILE)).tolist()
+
+    def total_s(long_groups: int) -> float:
+        long_s = latency_s(ceil(longs / long_groups), long_tokens)
+        return long_s + latency_s(ceil((len(lengths) - longs) / (groups - long_groups)), regular_tokens)
+
+    return min(range(1, groups), key=total_s, default=0)
+
+
+def latency_s(samples: int, mean_tokens: float, prompt_tokens: float, worker: Worker, cost: CostModel | None) -> float:
+    """Seconds of one worker for so many samples (eq. 2): PTL(BS) x mean length x rounds.
+
+    The batch BS is as large as slots and KV allow. Where the cost is unknown a token takes the same time in any batch.
+    """
+    batch = max(1, min(samples, worker.slots, int(worker.kv_tokens / (prompt_tokens + mean_tokens))))
+    token_s = cost.decode_step_s(batch, batch * (prompt_tokens + mean_tokens / 2)) if cost is not None else 1.0
+    return token_s * mean_tokens * ceil(samples / batch)
+
+
+class StreamRlPolicy(OneStepPolicy):
+    """Batches as in ``stream``; a batch is admitted at once, its longest fifth goes to dedicated workers.
+
+    Within both kinds of groups the longest expected response starts first, on the emptiest. The trainer's dynamic
+    batches are what groups delivered as they finish are (in the simulator: ``trainer.streams``). A window of 2 is the
+    paper's StreamRL-Async, of 1 its StreamRL-Sync (section 7.1): a batch of the newest version alone, still streamed;
+    it has no wider one.
+    """
+
+    def __init__(self, config: BalanceConfig) -> None:
+        super().__init__(config)
+        self._of: tuple[int, tuple[int, ...]] | None = None  # the batch and the hosts that the next two are of
+        self._dedicated: frozenset[int] = frozenset()  # indexes for the long tail
+        self._threshold = 0.0  # expected tokens from which on a response belongs to it
+        self._long: deque[int] = deque()  # rows in line, the longest first
+        self._regular: deque[int] = deque()
+        self._sorted: tuple[int, int] | None = None  # the version and state of the line that both were made of
+
+    def version_of(self, step: int, newest: int, window: int) -> int:
+        return newest if window == 1 else super().version_of(step, newest, window)
+
+    def rank(self, entry: Entry, expected_tokens: float) -> float:
+        return -expected_tokens
+
+    def dispatch(self, dispatcher: Dispatcher) -> None:
+        if not self.ready(dispatcher):
+            return
+        for version in dispatcher.versions():
+            hosts = list(dispatcher.workers_of(version))
+            if hosts:
+                self._serve(dispatcher, version, hosts)
+
+    def _serve(self, dispatcher: Dispatcher, version: int, hosts: Sequence[Worker]) -> None:
+        while dispatcher.backlog and dispatcher.window.admissible(version) > 0:
+            entry = self.choose(dispatcher, version)
+            if entry is None:
+                break
+            dispatcher.admit(entry, version, self.rank)
+        if not dispatcher.line(version):
+            return
+        self._split(dispatcher, version, hosts)
+        self._sort(dispatcher, version)
+        candidates = dispatcher.candidates(version)
+        for rows, long in ((self._long, True), (self._regular, False)):
+            self._start(
+                dispatcher, rows, [worker for worker in candidates if (worker.index in self._dedicated) == long]
+            )
+        self._sorted = (version, dispatcher.line(version).changes)
+
+    def _split(self, dispatcher: Dispatcher, version: int, hosts: Sequence[Worker]) -> None:
+        """Algorithm 2, once for each batch, and again where a host came or went."""
+        of = (dispatcher.window.step, tuple(worker.index for worker in hosts))
+        if of == self._of:
+            return
+        self._of = of
+        rows = list(dispatcher.line(version))
+        lengths = np.maximum(1, dispatcher.requests["expected"][rows])
+        prompt_tokens = float(dispatcher.requests["prompt_tokens"][rows].mean())
+
+        def latency(samples: int, mean_tokens: float) -> float:
+            return latency_s(samples, mean_tokens, prompt_tokens, hosts[0], dispatcher.cost)
+
+        groups = dedicated_groups(lengths.tolist(), len(hosts), latency)
+        self._dedicated = frozenset(worker.index for worker in hosts[:groups])
+        self._threshold = float(np.quantile(lengths, 1 - ALPHA)) if groups else float("inf")
+        self._sorted = None
+
+    def _sort(self, dispatcher: Dispatcher, version: int) -> None:
+        """Brings the two queues up to date with the line, where it has changed by another hand."""
+        line = dispatcher.line(version)
+        if self._sorted == (version, line.changes):
+            return
+        expected = dispatcher.requests["expected"]
+        rows = sorted(line, key=lambda row: (-int(expected[row]), row))
+        self._long = deque(row for row in rows if expected[row] >= self._threshold)
+        self._regular = deque(row for row in rows if expected[row] < self._threshold)
+
+    def _start(self, dispatcher: Dispatcher, rows: deque[int], workers: Sequence[Worker]) -> None:
+        heap = [(-self.room(dispatcher, worker), worker.index, worker) for worker in workers]
+        heapify(heap)
+        while heap and rows:
+            room, index, worker = heap[0]
+            if room >= 0:
+                dispatcher.full(worker)
+                heappop(heap)
+            else:
+                dispatcher.place(rows.popleft(), worker)
+                heapreplace(heap, (-self.room(dispatcher, worker), index, worker))

@@ -1,0 +1,138 @@
+"""Marginal throughput of workers (StaleFlow, section 5.3, appendix B): where one more trajectory gains the most."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dora.core.fleet.worker import Worker
+from dora.core.forecast.cost import CostModel
+from dora.core.policies.board import Board
+from dora.core.view import View
+
+MU = 0.3  # a worker gets no trajectory whose gain is below this share of the ideal one
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A worker as the cost model sees it, with all that was sent counted in: the speculative state (section 5.2).
+
+    The paper discards a view until every command it sent has taken effect. The core owns each request from the
+    moment it is sent, and a version is hosted only once its load is acknowledged; what lags is what engines report. So
+    ``running`` counts what is owned, and ``kv_tokens`` has what was given or is on its way since the last report.
+    """
+
+    running: int
+    waiting: int  # queued inside the engine
+    kv_tokens: float
+    slots: int
+    kv_capacity: int  # M
+
+    def takes(self, tokens: int) -> bool:
+        """y_i: a trajectory with this context would run at once. An empty worker takes any."""
+        fits = not self.waiting and self.running < self.slots and self.kv_tokens + tokens <= self.kv_capacity
+        return fits or not (self.running or self.waiting)
+
+    def given(self, tokens: int) -> "Load":
+        """After one more trajectory was routed here (eq. 3)."""
+        if self.takes(tokens):
+            return replace(self, running=self.running + 1, kv_tokens=self.kv_tokens + tokens)
+        return replace(self, waiting=self.waiting + 1)
+
+
+def load_of(worker: Worker) -> Load:
+    """``waiting`` and most of the KV are as last reported; what an empty worker reported was of requests that left."""
+    waiting = min(worker.held, worker.waiting)
+    kv_tokens = worker.kv_expected if worker.held else 0
+    return Load(worker.held - waiting, waiting, kv_tokens, worker.slots, worker.kv_tokens)
+
+
+def throughput(load: Load, cost: CostModel | None) -> float:
+    """T_i (eq. 2): tokens a second. Where the cost is unknown: the running requests, as if all steps took the same."""
+    return float(load.running) if cost is None else cost.tokens_per_s(load.running, load.kv_tokens)
+
+
+def relative_gain(load: Load, tokens: int, cost: CostModel | None) -> float:
+    """Marginal gain (eq. 3) of routing a trajectory with this context here, as a share of the ideal one (eq. 4).
+
+    Algorithm 3 prints k1 k2 l in eq. 4; it is read as k1 l, KV being counted in tokens (of which k1 is the time). Where
+    the cost is unknown the gain falls with the slots and KV in use, from 1 to ``MU``: what fits is taken.
+    """
+    if not load.takes(tokens):
+        return 0.0
+    if cost is None:
+        used = max(load.running / load.slots, load.kv_tokens / load.kv_capacity)
+        return 1.0 - (1.0 - MU) * min(1.0, used)
+    ideal = 1.0 / cost.decode_step_s(1, tokens)
+    return (throughput(load.given(tokens), cost) - throughput(load, cost)) / ideal
+
+
+class RoutingBoard(Board):
+    """Counts as the cost model does: what does not run at once is queued, and holds no KV."""
+
+    def __init__(self, view: View, targets: dict[int, int]) -> None:
+        super().__init__(view, targets)
+        self.waiting = np.minimum(self.held, self.workers.waiting)
+        self.kv[self.held == 0] = 0.0
+        self._on: list[list[int]] = [[] for _ in self.held]  # by index: rows that may move
+        rows = np.flatnonzero(self.requests.movable & (self.requests.worker >= 0))
+        for row in rows[np.argsort(self.requests.tokens[rows], kind="stable")].tolist():
+            self._on[self.requests.worker[row]].append(row)
+        self._fixed = [held - len(rows) for held, rows in zip(self.held.tolist(), self._on, strict=True)]
+
+    def load(self, index: int) -> Load:
+        held, waiting, workers = int(self.held[index]), int(self.waiting[index]), self.workers
+        return Load(
+            held - waiting, waiting, float(self.kv[index]), int(workers.slots[index]), int(workers.kv_tokens[index])
+        )
+
+    def on(self, index: int) -> list[int]:
+        """Movable requests of a worker, the fewest tokens first: what an engine queues has done the least.
+
+        What was routed here since the view comes last.
+        """
+        return list(self._on[index])
+
+    def route(self, row: int, indexes: Iterable[int]) -> bool:
+        """Onto the one of ``indexes`` with the largest gain; False, and it stays, where none reaches ``MU``."""
+        tokens = int(self.context[row])
+        gains = [(relative_gain(self.load(index), tokens, self.cost), -index) for index in indexes]
+        gain, place = max(gains, default=(0.0, 0))
+        if gain < MU:
+            return False
+        self.move(row, -place)
+        return True
+
+    def clear(self, index: int) -> bool:
+        """Routes all that is on a worker, or was routed there, to others that host its version.
+
+        False, and nothing has changed, where something has to stay.
+        """
+        if self._fixed[index]:
+            return False
+        counts = self.held.copy(), self.waiting.copy(), self.kv.copy()
+        where = [list(rows) for rows in self._on], dict(self._to)
+        others = [peer for peer in self.peers(int(self.workers.loaded[index])).tolist() if peer != index]
+        if all(self.route(row, others) for row in self.on(index)):
+            return True
+        (self.held, self.waiting, self.kv), (self._on, self._to) = counts, where
+        return False
+
+    def _add(self, row: int, index: int) -> None:
+        """One more trajectory is routed here (eq. 3)."""
+        runs = self.load(index).takes(int(self.context[row]))
+        self._on[index].append(row)
+        self.held[index] += 1
+        if runs:
+            self.kv[index] += self.context[row]
+        else:
+            self.waiting[index] += 1
+
+    def _remove(self, row: int, index: int) -> None:
+        """One is taken off: a queued one, which holds no KV, where there is any."""
+        self._on[index].remove(row)
+        self.held[index] -= 1
+        if self.waiting[index]:
+            self.waiting[index] -= 1
+        else:
+            self.kv[index] = max(0.0, self.kv[index] - self.context[row])

@@ -1,0 +1,1 @@
+"""Functions over the core's state, one module a subject. The scheduler and the machine call them."""

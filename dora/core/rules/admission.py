@@ -1,0 +1,206 @@
+"""Prompts are drawn, wait in the backlog, and become groups of a version, as far as window and policy let them."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import exp
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.forecast.lognormal import Estimate, longest_quantile
+from dora.core.forecast.prediction import PromptTraits
+from dora.core.groups.line import Entry, Line
+from dora.core.groups.need import LOSS
+from dora.core.state import GroupStatus, RequestStatus, State, unfinished
+from dora.errors import InvalidValue, NotFound
+
+BACKLOG_MIN_GROUPS = 16
+BACKLOG_STEPS = 2  # steps' worth of prompts that the backlog holds
+DRAWN_STEP = 0.125  # of a step's worth is drawn at once. Were it more, the long prompts would come long after a publish
+LOG_TOKENS_MAX = 40.0
+LONGEST_QUANTILE = 0.5  # a group's predicted longest response is the median of its longest
+
+
+def offered(state: State, event: on.PromptsOffered) -> None:
+    """Raises InvalidValue, and takes none, where more prompts come than were drawn."""
+    if len(event.prompts) > state.drawing:
+        raise InvalidValue("prompts", len(event.prompts), f"at most the {state.drawing} that were drawn")
+    state.drawing = 0
+    state.worklist.wake()
+    if state.exhausted:
+        return
+    for prompt in event.prompts:
+        estimate = state.predictor.predict(traits_of(prompt))
+        longest = longest_quantile(estimate, prompt.group_size, LONGEST_QUANTILE, prompt.max_tokens)
+        entry = state.backlog.add(prompt, longest, siblings(estimate, prompt))
+        if estimate.known_tokens or state.predictor.seen >= state.window.groups_per_step * prompt.group_size:
+            # before, beliefs are a guess far too long
+            state.rhythm.mix.add(entry.lengths, prompt.prompt_tokens)
+    state.exhausted = event.exhausted
+
+
+def storage_changed(state: State, event: on.StorageChanged) -> None:
+    """Closes admission while something cannot be stored, and opens it again."""
+    state.window.closed = bool(event.fault)
+    state.worklist.wake()
+
+
+def take_back(state: State, event: on.PromptCancelled) -> None:
+    """A prompt leaves the backlog. Raises NotFound for one that is not in it, or is admitted already."""
+    entry = state.backlog.find(event.prompt_id)
+    if entry is None:
+        raise NotFound("prompt_id", event.prompt_id, "a prompt on offer that is not admitted")
+    state.backlog.remove(entry)
+    state.counters.prompts_cancelled += 1
+    state.out.append(do.DropPrompt(event.prompt_id))
+    state.worklist.wake()
+
+
+def siblings(estimate: Estimate, prompt: on.OfferedPrompt) -> tuple[float, ...]:
+    """Predicted lengths of a prompt's responses: known, or spread evenly over the belief's quantiles."""
+    if estimate.known_tokens:
+        return tuple(float(min(tokens, prompt.max_tokens)) for tokens in estimate.known_tokens)
+    return tuple(
+        min(exp(min(estimate.log_mean + estimate.log_sd * score, LOG_TOKENS_MAX)), float(prompt.max_tokens))
+        for score in _scores(prompt.group_size)
+    )
+
+
+@lru_cache(maxsize=64)
+def _scores(count: int) -> tuple[float, ...]:
+    """Standard normal scores at the middles of ``count`` equal shares."""
+    normal = NormalDist()
+    return tuple(normal.inv_cdf((index + 0.5) / count) for index in range(count))
+
+
+def traits_of(prompt: on.OfferedPrompt) -> PromptTraits:
+    return PromptTraits(
+        prompt.key,
+        prompt.task_id,
+        prompt.prompt_tokens,
+        prompt.max_tokens,
+        prompt.group_size,
+        prompt.features,
+        prompt.known_tokens,
+    )
+
+
+def draw(state: State) -> None:
+    """Keeps a bounded backlog full, so that the longest prompts are there when a version begins."""
+    if state.exhausted or state.drawing or not state.window.groups_per_step:
+        return
+    step = max(BACKLOG_MIN_GROUPS, state.window.groups_per_step)
+    lacking = BACKLOG_STEPS * step - len(state.backlog)
+    if lacking >= DRAWN_STEP * step:
+        state.drawing = lacking
+        state.out.append(do.DrawPrompts(state.drawing))
+
+
+def admissible(state: State, version: int) -> int:
+    """How many groups of ``version`` should begin now: what the window allows, as far as a step will want them."""
+    most, window, need = state.window.admissible(version), state.window, state.need
+    if most < 1 or window.size == 1 or not need.acts:
+        return most
+    if need.is_old(state.now_s, window):
+        rows = np.flatnonzero(unfinished(state.requests))
+        need.look(state.now_s, window, state.rhythm, state.requests, rows, _steps_per_s(state))
+    return max(0, min(most, need.wanted(newest=version == window.newest_sound)))
+
+
+def _steps_per_s(state: State) -> float:
+    """What all workers that are to stay generate, were their KV or slots always in use; 0: not known yet."""
+    slots = sum(worker.slots for worker in state.workers.values() if not worker.draining)
+    step_s = state.rhythm.full_step_s(state.window.groups_per_step, slots, state.hosting.staying()[1])
+    return 1.0 / (LOSS * step_s) if step_s else 0.0
+
+
+def admit(state: State, entry: Entry, version: int, rank: Callable[[Entry, float], float] | None = None) -> None:
+    """A prompt on offer becomes a group of ``version``, which the window has counted; its requests stand in line.
+
+    ``rank`` of the entry and a request's expected tokens orders the line (``Line.push``).
+    """
+    prompt, rows = entry.prompt, state.requests.allocate(entry.prompt.group_size)
+    group_id = f"g{state.groups_named}"
+    state.groups_named += 1
+    expected = enter(state, [group_id], [prompt], [version], [state.window.deadline(version)], rows)
+    state.need.admitted()
+    line = state.waiting.setdefault(version, Line())
+    for row, tokens in zip(rows, expected, strict=True):
+        line.push(row, rank(entry, float(tokens)) if rank is not None else 0.0)
+    state.counters.groups_admitted += 1
+    state.out.append(do.AdmitGroup(group_id, prompt.prompt_id, version, tuple(request_ids(group_id, len(rows)))))
+
+
+def enter(
+    state: State,
+    group_ids: Sequence[str],
+    prompts: Sequence[on.OfferedPrompt],
+    versions: Sequence[int],
+    deadlines: Sequence[int],
+    rows: list[int],
+) -> list[int]:
+    """Makes the cells of groups that are admitted now and of their requests, which wait. Returns their expected tokens.
+
+    ``rows``: allocated, one a response, group by group.
+    """
+    groups, sizes = state.groups.allocate(len(prompts)), [prompt.group_size for prompt in prompts]
+    of_group: tuple[tuple[str, Any], ...] = (
+        ("status", GroupStatus.OPEN),
+        ("version", versions),
+        ("deadline", deadlines),
+        ("unfinished", sizes),
+        ("unscored", sizes),
+        ("admitted_s", state.now_s),
+    )
+    for name, values in of_group:
+        state.groups[name][groups] = values
+    log_means: list[float] = []
+    log_sds: list[float] = []
+    expected: list[int] = []
+    at = 0
+    for group, group_id, prompt, size in zip(groups, group_ids, prompts, sizes, strict=True):
+        state.group_id[group], state.group_row[group_id] = group_id, group
+        traits = state.traits[group] = traits_of(prompt)
+        estimate = state.predictor.predict(traits)
+        means, log_sd = estimate.of_siblings(size)
+        log_means += means
+        log_sds.append(log_sd)
+        expected += _expected_tokens(estimate, prompt)
+        mine = state.members[group] = rows[at : at + size]
+        at += size
+        names = request_ids(group_id, size)
+        state.request_id.update(zip(mine, names, strict=True))
+        state.request_row.update(zip(names, mine, strict=True))
+    places = np.array(rows)
+    of_request: tuple[tuple[str, Any], ...] = (
+        ("group", groups),
+        ("version", versions),
+        ("prompt_tokens", [prompt.prompt_tokens for prompt in prompts]),
+        ("max_tokens", [prompt.max_tokens for prompt in prompts]),
+        ("log_sd", log_sds),
+    )
+    for name, values in of_request:
+        state.requests[name][places] = np.repeat(values, sizes)
+    for name, values in (("status", RequestStatus.WAITING), ("log_mean", log_means), ("expected", expected)):
+        state.requests[name][places] = values
+    return expected
+
+
+def request_ids(group_id: str, size: int) -> list[str]:
+    """Of the requests of a group of so many."""
+    return [f"{group_id}.{index}" for index in range(size)]
+
+
+def _expected_tokens(estimate: Estimate, prompt: on.OfferedPrompt) -> list[int]:
+    """Of each sibling."""
+    if estimate.known_tokens:
+        return [min(tokens, prompt.max_tokens) for tokens in estimate.known_tokens]
+    return [_mean_tokens(estimate.log_mean, estimate.log_sd, prompt.max_tokens)] * prompt.group_size
+
+
+def _mean_tokens(log_mean: float, log_sd: float, max_tokens: int) -> int:
+    """Mean of a lognormal belief, at least one token and at most the response's limit."""
+    return max(1, round(min(exp(min(log_mean + log_sd * log_sd / 2, LOG_TOKENS_MAX)), max_tokens)))

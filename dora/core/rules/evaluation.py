@@ -1,0 +1,315 @@
+"""Evaluations: prompts that are sampled under one pinned version beside training, and never trained on.
+
+They are a class of group of their own, with accounts of their own: no evaluation is in the window, in a line, or in
+what a policy sees. In the table of requests they have rows, by which reports name them and which stay empty. What they
+may take of a worker that hosts their version:
+
+- **Idle slots**: those that training has left free, while none of its requests waits for the version. The engine never
+  runs more requests than it has slots. Training takes a slot back at once: the evaluation's youngest request leaves,
+  waits with the tokens that it has, and goes on elsewhere or later.
+- **A share**, where one was asked for: so much of each such worker's slots and KV is lent to evaluations, and training
+  has the rest. A worker keeps at least one slot for training. Of all workers the same share, rounded down, stays with
+  the version when training moves on.
+
+In either case KV in use stays below ``balance.pressure``, and a worker that training gives another version leaves its
+evaluation at once. Workers that starve get the newest version where an evaluation wants it, though no prompt does. No
+evaluation keeps a version: one that is not done when its version leaves the window, or ``UNHOSTED_S`` after the last
+worker has gone on to a newer one, ends with the groups that are whole. So each ends.
+"""
+
+from collections import deque
+from typing import Final
+
+import numpy as np
+
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.fleet.worker import Worker
+from dora.core.groups.evaluations import EvalRequest, Evaluation, Evaluations
+from dora.core.rules import fleet
+from dora.core.state import State
+from dora.data.types import Arrival
+from dora.errors import Conflict, InvalidValue, NotFound
+
+EVALUATIONS_MOST: Final = 8  # that run at once
+RESPONSES_MOST: Final = 1 << 16  # of one
+SHARE_MOST: Final = 0.5  # of a worker's slots, of all that run together
+START_FILL: Final = 0.75  # of a worker's KV in use: above that no further request begins in an idle slot
+LEFT_WINDOW: Final = "version {} has left the window: no step may train on it any more, and its weights are let go"
+UNHOSTED_S: Final = 30.0
+UNHOSTED: Final = "no worker hosts version {} any more: training has gone on to newer ones"
+DRAINING: Final = "the service drains"
+
+
+# -------------------------------------------------------------------------------------------------------------- events
+
+
+def asked(state: State, event: on.EvaluationAsked) -> None:
+    """Begins an evaluation. Raises InvalidValue, Conflict or NotFound where it cannot be."""
+    running, window = state.evaluations.running, state.window
+    version = window.newest_sound if event.version == on.NEWEST else event.version
+    if event.evaluation_id in running:
+        raise Conflict("evaluation_id", event.evaluation_id, "a new one", why="is in use")
+    if state.evaluations.closed:
+        raise Conflict("evaluation", event.evaluation_id, "asked for before the service drains", why="comes too late")
+    if len(running) >= EVALUATIONS_MOST:
+        allowed = f"one of {EVALUATIONS_MOST} at once: ask again when one has ended"
+        raise Conflict("evaluation", event.evaluation_id, allowed, why="is one too many")
+    responses = sum(prompt.group_size for prompt in event.prompts)
+    if not 0 < responses <= RESPONSES_MOST:
+        raise InvalidValue("prompts", f"{responses:,} responses", f"1 to {RESPONSES_MOST:,} in all")
+    left = SHARE_MOST - sum(each.share for each in running.values())
+    if not 0.0 <= event.share <= left:
+        raise InvalidValue("share", event.share, f"0 to {left:g}: of {SHARE_MOST:g}, what others have left")
+    if not window.oldest_kept <= version <= window.newest:
+        allowed = f"a live version, {window.oldest_kept} to {window.newest}"
+        raise NotFound("version", version, allowed, why="is not live")
+    prompts = deque(event.prompts)
+    state.evaluations.stirred = True
+    state.worklist.wake()  # workers that starve may be wanted
+    running[event.evaluation_id] = Evaluation(
+        event.evaluation_id, version, event.share, len(prompts), prompts, hosted_s=state.now_s
+    )
+
+
+def cancelled(state: State, event: on.EvaluationCancelled) -> None:
+    """Ends an evaluation with what it has. Raises NotFound where none of this id runs."""
+    evaluation = state.evaluations.running.get(event.evaluation_id)
+    if evaluation is None:
+        raise NotFound("evaluation_id", event.evaluation_id, "one that runs", why="does not run")
+    _end(state, evaluation, event.reason)
+
+
+def progress(state: State, worker: Worker, event: on.TokensReported) -> None:
+    """Takes over what a worker delivered of evaluations."""
+    evaluations = state.evaluations
+    places = np.flatnonzero(evaluations.reported(worker.worker_id, event.rows)).tolist()
+    requests = [evaluations.at[int(event.rows[place])] for place in places]
+    for request in requests:
+        if evaluations.running[request.evaluation_id].version != event.version:  # C1
+            state.counters.c1_violations += 1
+            fleet.evict(state, worker, f"it sampled {request.request_id} under version {event.version}")
+            return
+    for place, request in zip(places, requests, strict=True):
+        evaluations.grows(request, int(event.tokens[place]))
+        if event.ends[place]:
+            evaluations.leaves(request)
+            request.finished = True
+            state.out.append(do.ScoreEvaluated(request.request_id))
+
+
+def scored(state: State, request_id: str) -> None:
+    """A response was judged; with its group's last one the group is done. Others than finished ones are ignored."""
+    evaluations = state.evaluations
+    request = evaluations.requests.get(request_id)
+    if request is None or not request.finished:
+        return
+    evaluation = evaluations.running[request.evaluation_id]
+    request.finished, request.scored = False, True  # a second verdict counts for nothing
+    evaluation.groups[request.group_id] -= 1
+    if not evaluation.groups[request.group_id]:
+        evaluation.done += 1
+        _forget(state, evaluation, request.group_id)
+        state.out.append(do.EndEvaluationGroup(evaluation.evaluation_id, request.group_id))
+        _end_if_done(state, evaluation)
+
+
+def started(state: State, command: do.StartRequest, event: on.CommandDone) -> None:
+    """A worker has answered a StartRequest. A group that no engine can take is let go, with the reason."""
+    request = state.evaluations.requests.get(command.request_id)
+    if request is None or request.starting != command.command_id:
+        return  # it has gone elsewhere meanwhile
+    if event.ok:
+        request.starting = 0
+    elif event.error_kind == "invalid":
+        evaluation = state.evaluations.running[request.evaluation_id]
+        evaluation.refused += 1
+        _forget(state, evaluation, request.group_id)
+        state.out.append(do.EndEvaluationGroup(evaluation.evaluation_id, request.group_id, event.error))
+        _end_if_done(state, evaluation)
+    else:
+        fleet.evict(state, state.workers[command.worker_id], f"{command.request_id} could not start: {event.error}")
+
+
+def version_ends(state: State, version: int) -> None:
+    """The weights of a version are let go: an evaluation of it ends with what it has."""
+    for evaluation in [each for each in state.evaluations.running.values() if each.version == version]:
+        _end(state, evaluation, LEFT_WINDOW.format(version))
+
+
+def keeps(state: State, worker: Worker | None) -> bool:
+    """Whether this worker stays with its version for an evaluation that has a share: so many of all workers do."""
+    running = state.evaluations.running
+    if not running or worker is None or worker.hosts < 0:
+        return False
+    share = sum(each.share for each in running.values() if each.version == worker.hosts)
+    return len(state.hosting.targeting(worker.hosts)) <= int(share * state.hosting.staying()[0])
+
+
+def for_newest(state: State, starved: frozenset[int]) -> frozenset[int]:
+    """Of workers with nothing to do under an old version, by their indexes, those that the newest one gets where an
+    evaluation wants it, though no prompt does. Who evaluates the old version goes on with that."""
+    newest, evaluations = state.window.newest_sound, state.evaluations
+    if not any(each.version == newest and (each.todo or each.waiting) for each in evaluations.running.values()):
+        return frozenset()
+    evaluating = {state.workers[worker_id].index for worker_id in evaluations.held}
+    return starved - evaluating
+
+
+def end_unhosted(state: State) -> None:
+    """Time passes: ends the evaluations of an old version that no worker hosts any more, or is to host."""
+    for evaluation in list(state.evaluations.running.values()):
+        if evaluation.version >= state.window.newest_sound or state.hosting.targeting(evaluation.version):
+            evaluation.hosted_s = state.now_s
+        elif state.now_s - evaluation.hosted_s >= UNHOSTED_S:
+            _end(state, evaluation, UNHOSTED.format(evaluation.version))
+
+
+def end_all(state: State) -> None:
+    """The service drains."""
+    state.evaluations.closed = True
+    for evaluation in list(state.evaluations.running.values()):
+        _end(state, evaluation, DRAINING)
+
+
+# ------------------------------------------------------------------------------------------------------------ settling
+
+
+def settle(state: State) -> None:
+    """After every event, once training has what it wants: gives back what it needs, and uses what it has left."""
+    evaluations = state.evaluations
+    evaluations.stirred = False
+    if not evaluations.running and not evaluations.lent:
+        return
+    shared = {each.version for each in evaluations.running.values() if each.share}
+    sharing = {worker.worker_id for version in shared for worker in state.workers_of(version)}
+    for worker_id in sorted(sharing | evaluations.lent):
+        _lend(state, state.workers[worker_id])
+    for worker_id in list(evaluations.held):
+        _make_room(state, state.workers[worker_id])
+    for version in sorted({each.version for each in evaluations.running.values() if each.waiting or each.todo}):
+        of_version = [each for each in evaluations.running.values() if each.version == version]
+        for worker in state.workers_of(version):
+            while can := [each for each in of_version if _takes_one(state, worker, each)]:
+                _start_next(state, worker, min(can, key=lambda each: each.held))
+
+
+def _lend(state: State, worker: Worker) -> None:
+    """Lends what the evaluations of this worker's version have asked for, or takes it back."""
+    share = sum(each.share for each in state.evaluations.running.values() if each.version == worker.hosts)
+    slots, kv_tokens = worker.slots + worker.lent_slots, worker.kv_tokens + worker.lent_kv_tokens
+    lent = min(slots - 1, max(1, int(share * slots))) if share else 0
+    if lent == worker.lent_slots:
+        return
+    worker.lent_slots, worker.lent_kv_tokens = lent, int(share * kv_tokens) if lent else 0
+    worker.slots, worker.kv_tokens = slots - lent, kv_tokens - worker.lent_kv_tokens
+    state.rehosted(worker)
+    if lent:
+        state.evaluations.lent.add(worker.worker_id)
+    else:
+        state.evaluations.lent.discard(worker.worker_id)
+
+
+def _make_room(state: State, worker: Worker) -> None:
+    """The youngest requests leave a worker until it has the slots and the KV that training needs."""
+    evaluations = state.evaluations
+    while (youngest := evaluations.youngest(worker.worker_id)) is not None:
+        if worker.hosts == evaluations.running[youngest.evaluation_id].version and _fits(state, worker):
+            return
+        evaluations.running[youngest.evaluation_id].preempted += 1
+        _evict(state, worker, youngest.request_id)
+
+
+def _fits(state: State, worker: Worker) -> bool:
+    """Whether what the evaluations have of this worker leaves training what it needs."""
+    evaluations, lent_kv = state.evaluations, worker.lent_kv_tokens
+    count, kv_tokens = evaluations.count(worker.worker_id), evaluations.kv_tokens(worker.worker_id)
+    slots_fit = count <= max(worker.lent_slots, worker.slots + worker.lent_slots - worker.held)
+    most = state.config.balance.pressure * (worker.kv_tokens + lent_kv)
+    return slots_fit and (kv_tokens <= lent_kv or worker.kv_expected + kv_tokens <= most)
+
+
+def _takes_one(state: State, worker: Worker, evaluation: Evaluation) -> bool:
+    """Whether one more request of this evaluation may begin here: within what is lent, or where training needs less."""
+    evaluations = state.evaluations
+    count, kv_tokens = evaluations.count(worker.worker_id), evaluations.kv_tokens(worker.worker_id)
+    if worker.held + count >= worker.slots + worker.lent_slots or not (evaluation.waiting or evaluation.todo):
+        return False
+    kv_tokens += _next_tokens(evaluations, evaluation)
+    if evaluation.share and count < worker.lent_slots and kv_tokens <= worker.lent_kv_tokens:
+        return True
+    room = START_FILL * (worker.kv_tokens + worker.lent_kv_tokens) - worker.kv_expected
+    return not state.waiting.get(evaluation.version) and kv_tokens <= room
+
+
+def _next_tokens(evaluations: Evaluations, evaluation: Evaluation) -> int:
+    """Context of the request that is next, with a token."""
+    if evaluation.waiting:
+        return evaluations.requests[evaluation.waiting[0]].context + 1
+    return evaluation.todo[0].prompt_tokens + 1
+
+
+def _start_next(state: State, worker: Worker, evaluation: Evaluation) -> None:
+    """Starts the next request here, of a group that begins where none waits."""
+    if not evaluation.waiting:
+        _begin_group(state, evaluation, evaluation.todo.popleft())
+    request = state.evaluations.requests[evaluation.waiting.popleft()]
+    arrival: Arrival = "re-prefilled" if request.tokens else "new"
+    command_id, version = state.command_id(), evaluation.version
+    state.evaluations.give(request, worker.worker_id, command_id)
+    state.send(do.StartRequest(worker.worker_id, worker.epoch, command_id, request.request_id, version, arrival))
+
+
+def _begin_group(state: State, evaluation: Evaluation, prompt: on.OfferedPrompt) -> None:
+    group_id = f"{evaluation.evaluation_id}.{evaluation.begun}"
+    evaluation.begun += 1
+    ids = tuple(f"{group_id}.{index}" for index in range(prompt.group_size))
+    rows = state.requests.allocate(len(ids))  # which stay empty: training knows nothing of them
+    evaluation.groups[group_id] = len(ids)
+    for row, name in zip(rows, ids, strict=True):
+        request = EvalRequest(row, name, evaluation.evaluation_id, group_id, prompt.prompt_tokens)
+        state.evaluations.begin(request)
+    evaluation.waiting.extend(ids)
+    state.out.append(
+        do.BeginEvaluationGroup(evaluation.evaluation_id, group_id, prompt.prompt_id, evaluation.version, ids)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- leaving
+
+
+def _evict(state: State, worker: Worker, request_id: str) -> None:
+    """The request leaves its worker and waits. The worker hears of it before anything else of this event: what takes
+    its slot, or its version's place, comes after it."""
+    command_id = state.command_id()
+    state.send_first(do.RemoveRequest(worker.worker_id, worker.epoch, command_id, request_id))
+    state.evaluations.wait(request_id)
+
+
+def _forget(state: State, evaluation: Evaluation, group_id: str) -> None:
+    """The group leaves: what of it still runs or waits is let go."""
+    evaluations = state.evaluations
+    for request_id in [name for name, each in evaluations.requests.items() if each.group_id == group_id]:
+        request = evaluations.requests[request_id]
+        if request.worker_id:
+            _evict(state, state.workers[request.worker_id], request_id)
+        if request_id in evaluation.waiting:
+            evaluation.waiting.remove(request_id)
+        evaluations.forget(request)
+        state.requests.free([request.row])
+    del evaluation.groups[group_id]
+
+
+def _end_if_done(state: State, evaluation: Evaluation) -> None:
+    if not evaluation.groups and not evaluation.todo:
+        _end(state, evaluation, "")
+
+
+def _end(state: State, evaluation: Evaluation, reason: str) -> None:
+    """``reason``: why it ends before it is done; empty: it is done."""
+    evaluations = state.evaluations
+    for group_id in list(evaluation.groups):
+        _forget(state, evaluation, group_id)
+    del evaluations.running[evaluation.evaluation_id]
+    state.worklist.wake()  # workers that it has kept are free
+    state.out.append(do.EndEvaluation(evaluation.evaluation_id, reason))

@@ -1,0 +1,351 @@
+"""Runs the handoff table: signals in, commands out, ownership moved exactly once."""
+
+from typing import Final
+
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.fleet.pool import Pool
+from dora.core.fleet.worker import Worker, one_of_workers
+from dora.core.handoff.handoff_table import LIVE, Action, Handoff, Kind, Phase, Signal
+from dora.core.rules.placement import orphan, start
+from dora.core.state import RUNNING, Pending, State
+from dora.errors import Conflict, NotFound
+
+MOVE_REST_S = 5.0  # what one worker has refused it would refuse again at once
+REFUSED_REST_S = 1.0  # a worker that had no room for a parked request is asked again after this
+
+
+def begin(state: State, row: int, target: Worker | Pool) -> None:
+    """Asks ``target`` to take the request of ``row``; the source goes on decoding meanwhile."""
+    source = state.owner(row)
+    assert source is not None and source is not target, "a handoff is between two workers, or a worker and a pool"
+    kind = Kind.PARK if isinstance(target, Pool) else Kind.MOVE
+    _begin(state, kind, row, source, target, kv_tokens(state, row))
+
+
+def resume(state: State, row: int, pool: Pool, target: Worker) -> None:
+    """Asks ``target`` to take a parked request that has just left its line."""
+    _begin(state, Kind.RESUME, row, pool, target, int(state.requests["claim"][row]))
+
+
+def _begin(state: State, kind: Kind, row: int, source: Worker | Pool, target: Worker | Pool, claim: int) -> None:
+    request_id = state.request_id[row]
+    handoff = Handoff(row, request_id, source.worker_id, target.worker_id, state.now_s, kind)
+    state.handoffs[row] = handoff
+    state.requests["moving"][row] = True
+    target.inbound += 1
+    target.kv_claimed += claim
+    if isinstance(target, Worker):
+        state.loads.changed(target.index)
+        state.worklist.given(target.index)
+        target.kv_inbound += claim
+    reserve = do.ReserveSlot(
+        target.worker_id,
+        target.epoch,
+        state.command_id(),
+        request_id,
+        int(state.requests["version"][row]),
+        claim,
+    )
+    state.requests["claim_inbound"][row] = claim
+    state.send(reserve, handoff)
+
+
+def send_back(state: State, row: int) -> None:
+    """The request leaves its worker without its KV, and waits in line to be re-prefilled."""
+    source = state.move_off(row)
+    state.send(do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), state.request_id[row]))
+    state.wait_first(row)
+
+
+def asked(state: State, event: on.MigrateAsked) -> None:
+    """An operator moves one request: a running one to a worker or a pool, a parked one to a worker, to go on there.
+
+    Raises NotFound or Conflict where it cannot go there.
+    """
+    row = state.request_row.get(event.request_id)
+    target = state.end(event.target_worker)
+    if row is None:
+        raise NotFound(
+            "request", event.request_id, "an admitted request that is not finished", why="is not in progress"
+        )
+    if target is None:
+        raise NotFound("--to", event.target_worker, one_of_workers(state.workers, event.target_worker))
+    pool = state.pool_of(row)
+    movable = "a request that is running or parked, and in no handoff"
+    if row in state.handoffs:
+        raise Conflict("request", event.request_id, movable, why="is in a handoff already")
+    if state.requests["status"][row] != RUNNING and pool is None:
+        raise Conflict("request", event.request_id, movable, why="is not running")
+    if target in (state.owner(row), pool):
+        raise Conflict("--to", event.target_worker, "another worker", why=f"is where {event.request_id} is")
+    if isinstance(target, Worker):
+        _check_worker(state, row, target)
+    elif pool is not None:
+        raise Conflict("--to", event.target_worker, "a worker, for a request that is parked", why="is a pool")
+    elif target.free < kv_tokens(state, row):
+        allowed = f"a pool with room for {kv_tokens(state, row):,} tokens of KV"
+        raise Conflict("--to", event.target_worker, allowed, why=f"has room for {target.free:,}")
+    if pool is None:
+        begin(state, row, target)
+    else:
+        assert isinstance(target, Worker)
+        state.waiting[int(state.requests["version"][row])].remove(row)
+        resume(state, row, pool, target)
+
+
+def _check_worker(state: State, row: int, target: Worker) -> None:
+    """Raises Conflict where an operator's request may not go to this worker."""
+    version = int(state.requests["version"][row])
+    if target.hosts != version:
+        why = "hosts no version" if target.hosts < 0 else f"hosts version {target.hosts}"
+        raise Conflict(
+            "--to", target.worker_id, f"a worker that hosts version {version}, as the request needs (C1)", why
+        )
+    if state.pools and target.held >= target.slots:
+        raise Conflict("--to", target.worker_id, "a worker with a free slot", why="has all its slots taken")
+
+
+def signal_row(state: State, row: int, signal: Signal) -> None:
+    """Signals the live handoff of a request, if it has one."""
+    handoff = state.handoffs.get(row)
+    if handoff is not None:
+        signal_handoff(state, handoff, signal)
+
+
+def signal_handoff(state: State, handoff: Handoff, signal: Signal) -> None:
+    was_live = handoff.phase in LIVE
+    actions = handoff.advance(signal)
+    if was_live and handoff.phase not in LIVE:
+        _close(state, handoff, signal)
+    for action in actions:
+        _ACTIONS[action](state, handoff)
+
+
+def done(state: State, pending: Pending, event: on.CommandDone) -> None:
+    """The outcome of a handoff's command."""
+    handoff = pending.handoff
+    assert handoff is not None
+    command = pending.command
+    if isinstance(command, do.CopyOut) and handoff.phase not in (Phase.RESERVED, Phase.COPYING):
+        if event.locator:  # the handoff was undone while the source copied
+            state.out.append(do.ReleaseSnapshot(event.locator))
+        return
+    if isinstance(command, do.ReserveSlot) and handoff.phase is Phase.PLANNED:
+        signal_handoff(state, handoff, Signal.RESERVED if event.ok else Signal.REFUSED)
+    elif isinstance(command, do.CopyOut):
+        handoff.locator, handoff.tokens = event.locator, event.tokens
+        handoff.had_ended = event.error_kind == "unknown_request"
+        signal_handoff(state, handoff, _copy_out_signal(event))
+    elif isinstance(command, do.CopyIn) and handoff.phase in (Phase.FROZEN, Phase.STRANDED):
+        signal_handoff(state, handoff, _copy_in_signal(state, handoff, event))
+    elif isinstance(command, do.RemoveRequest) and handoff.phase is Phase.COMMITTED:
+        signal_handoff(state, handoff, Signal.SOURCE_FREED)
+
+
+def copy_began(state: State, pending: Pending) -> None:
+    """The source of a handoff copies while the request decodes."""
+    handoff = pending.handoff
+    if handoff is not None and isinstance(pending.command, do.CopyOut) and handoff.phase is Phase.RESERVED:
+        signal_handoff(state, handoff, Signal.COPY_BEGAN)
+
+
+def _copy_out_signal(event: on.CommandDone) -> Signal:
+    if event.ok:
+        return Signal.FROZEN
+    return Signal.NOT_MOVABLE if event.error_kind == "not_movable" else Signal.COPY_FAILED
+
+
+def _copy_in_signal(state: State, handoff: Handoff, event: on.CommandDone) -> Signal:
+    if event.ok:
+        return Signal.COPIED_IN if handoff.kind is not Kind.PARK or _has_room(state, handoff) else Signal.COPY_REFUSED
+    return Signal.NOT_MOVABLE if event.error_kind == "not_movable" else Signal.COPY_REFUSED
+
+
+def lost(state: State, end: Worker | Pool) -> None:
+    """A worker or a pool died: settle every handoff it took part in.
+
+    The source of a stranded one has died before: this is a later life of the same source, which has no part in it.
+    """
+    for handoff in list(state.handoffs.values()):
+        if handoff.source == end.worker_id and handoff.phase is not Phase.STRANDED:
+            signal_handoff(state, handoff, Signal.SOURCE_LOST)
+        elif handoff.target == end.worker_id:
+            signal_handoff(state, handoff, Signal.TARGET_LOST)
+
+
+def overdue(state: State) -> None:
+    """Undoes handoffs that take too long: a silent target must not keep a request frozen."""
+    limit_s = state.config.balance.handoff_timeout_s
+    for handoff in list(state.handoffs.values()):
+        if state.now_s - handoff.began_s >= limit_s:
+            handoff.overdue = f"it took longer than {limit_s:g} s, and was {handoff.phase.name} then"
+            signal_handoff(state, handoff, Signal.UNDO)
+
+
+# ------------------------------------------------------------------------------------------------------------ actions
+
+
+def _close(state: State, handoff: Handoff, signal: Signal) -> None:
+    """The request is no longer between two ends."""
+    row = handoff.row
+    del state.handoffs[row]
+    state.requests["moving"][row] = False
+    target, claim = state.end(handoff.target), int(state.requests["claim_inbound"][row])
+    if target is not None:
+        target.inbound -= 1
+        target.kv_claimed -= claim
+    if isinstance(target, Worker):
+        state.loads.changed(target.index)
+        target.kv_inbound -= claim
+        state.worklist.changed(target.index)
+    state.requests["claim_inbound"][row] = 0
+    state.worklist.wake()
+    if handoff.kind is Kind.RESUME:
+        if handoff.phase is Phase.ABORTED:
+            _wait_again(state, handoff, signal)
+        return
+    if signal in (Signal.REFUSED, Signal.COPY_REFUSED, Signal.COPY_FAILED, Signal.UNDO):
+        state.requests["rests_until_s"][row] = state.now_s + MOVE_REST_S
+    if signal is Signal.FINISHED or handoff.had_ended:
+        state.counters.migrations_overtaken += 1
+    elif handoff.phase is Phase.ABORTED and signal is not Signal.NOT_MOVABLE:
+        state.counters.migrations_failed += 1
+
+
+def _wait_again(state: State, handoff: Handoff, signal: Signal) -> None:
+    """A parked request could not be resumed. A target that was lost, or has no room, says nothing against its KV.
+
+    One that is refused a second time is dropped all the same: re-prefilled it waits inside an engine.
+    """
+    row, pool, target = handoff.row, state.pool_of(handoff.row), state.workers.get(handoff.target)
+    if signal is Signal.REFUSED and pool is not None and target is not None and row not in pool.refused:
+        pool.refused.add(row)
+        target.rests_until_s = state.now_s + REFUSED_REST_S
+    elif signal is not Signal.TARGET_LOST:
+        state.counters.parked_lost += 1
+        if pool is not None:
+            state.unpark(row)
+            if signal is not Signal.SOURCE_LOST:
+                remove = do.RemoveRequest(pool.pool_id, pool.epoch, state.command_id(), handoff.request_id)
+                state.send(remove)
+    state.wait_first(row)
+
+
+def _commit(state: State, handoff: Handoff) -> None:
+    row, target = handoff.row, state.end(handoff.target)
+    assert target is not None, "a target that is lost ends its handoff"
+    if state.owner(row) is not None:
+        state.move_off(row)
+    elif state.requests["pool"][row]:
+        state.unpark(row)
+    if isinstance(target, Pool):
+        state.park(row, target, _parked_tokens(state, handoff))
+        state.wait_first(row)
+        state.counters.requests_parked += 1
+        return
+    state.give(row, target)
+    state.requests["moves"][row] += 1
+    if handoff.kind is Kind.RESUME:
+        state.counters.requests_resumed += 1
+    else:
+        state.counters.migrations_kv += 1
+
+
+def _parked_tokens(state: State, handoff: Handoff) -> int:
+    """KV of a request as it was frozen: its worker may have told less of it."""
+    requests, row = state.requests, handoff.row
+    return int(requests["prompt_tokens"][row]) + max(int(requests["tokens"][row]), handoff.tokens)
+
+
+def _has_room(state: State, handoff: Handoff) -> bool:
+    """Whether a pool may keep what has come: the request has grown since the pool was asked for a place."""
+    more = _parked_tokens(state, handoff) - int(state.requests["claim_inbound"][handoff.row])
+    return more <= state.pools[handoff.target].free
+
+
+def _free_source(state: State, handoff: Handoff) -> None:
+    source = state.end(handoff.source)
+    assert source is not None, "a source that is lost strands its handoff"
+    command = do.RemoveRequest(source.worker_id, source.epoch, state.command_id(), handoff.request_id)
+    state.send(command, handoff)
+
+
+def _copy_out(state: State, handoff: Handoff) -> None:
+    source = state.end(handoff.source)
+    assert source is not None
+    command = _COPIES[handoff.kind](source.worker_id, source.epoch, state.command_id(), handoff.request_id)
+    state.send(command, handoff)
+
+
+def _copy_in(state: State, handoff: Handoff) -> None:
+    target = state.end(handoff.target)
+    assert target is not None
+    version = int(state.requests["version"][handoff.row])
+    command = do.CopyIn(
+        target.worker_id, target.epoch, state.command_id(), handoff.request_id, version, handoff.locator
+    )
+    state.send(command, handoff)
+
+
+def _thaw_source(state: State, handoff: Handoff) -> None:
+    source = state.end(handoff.source)
+    assert source is not None
+    if handoff.kind is Kind.RESUME and not state.requests["pool"][handoff.row]:
+        return  # the pool was told to forget it
+    state.send(do.Thaw(source.worker_id, source.epoch, state.command_id(), handoff.request_id))
+
+
+def _cancel_target(state: State, handoff: Handoff) -> None:
+    target = state.end(handoff.target)
+    assert target is not None
+    command = do.CancelReservation(target.worker_id, target.epoch, state.command_id(), handoff.request_id)
+    state.send(command, handoff if handoff.overdue else None)
+
+
+def _restart_at_target(state: State, handoff: Handoff) -> None:
+    """In a pool nothing is restarted: there the request waits to be re-prefilled."""
+    if handoff.kind is Kind.RESUME:
+        return  # it waits again (``_close``)
+    send_back(state, handoff.row)
+    if handoff.kind is Kind.PARK:
+        return
+    state.waiting[int(state.requests["version"][handoff.row])].remove(handoff.row)
+    start(state, handoff.row, state.workers[handoff.target])
+    state.requests["moves"][handoff.row] += 1
+
+
+def _orphan(state: State, handoff: Handoff) -> None:
+    if handoff.kind is Kind.RESUME:
+        return  # it waits again (``_close``)
+    if state.owner(handoff.row) is not None:
+        state.take_away(handoff.row)
+    orphan(state, handoff.row)
+
+
+def _release_snapshot(state: State, handoff: Handoff) -> None:
+    state.out.append(do.ReleaseSnapshot(handoff.locator))
+
+
+def kv_tokens(state: State, row: int) -> int:
+    """KV of a request, as far as its worker has told."""
+    requests = state.requests
+    return int(requests["prompt_tokens"][row] + requests["tokens"][row])
+
+
+_COPIES: Final[dict[Kind, type[do.CopyOut]]] = {
+    Kind.MOVE: do.CopyOut,
+    Kind.PARK: do.Park,
+    Kind.RESUME: do.Resume,
+}
+_ACTIONS = {
+    Action.COPY_OUT: _copy_out,
+    Action.COPY_IN: _copy_in,
+    Action.COMMIT: _commit,
+    Action.FREE_SOURCE: _free_source,
+    Action.THAW_SOURCE: _thaw_source,
+    Action.CANCEL_TARGET: _cancel_target,
+    Action.RESTART_AT_TARGET: _restart_at_target,
+    Action.ORPHAN: _orphan,
+    Action.RELEASE_SNAPSHOT: _release_snapshot,
+}

@@ -1,0 +1,334 @@
+"""Responses grow, are scored and delivered; groups are trained on, cancelled, forgotten. (They begin in admission.py.)
+
+C2 lives here: a group leaves the state only by ``commit`` (trained) or ``cancel`` (asked for, with its reason).
+"""
+
+from collections import deque
+
+import numpy as np
+
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.forecast.adaptive import StepSignals
+from dora.core.handoff.handoff_table import Signal
+from dora.core.rules import arrival, evaluation, fleet, handoff, parking, rejection
+from dora.core.state import FINISHED, GROUP_FINISHED, LEASED, RUNNING, SCORED, WAITING, State
+from dora.data.limits import GROUPS_MOST
+from dora.errors import Conflict, InvalidValue, NotFound
+
+# ----------------------------------------------------------------------------------------------------------- progress
+
+
+def progress(state: State, event: on.Progress) -> None:
+    tokens_reported(state, event.in_rows(state.rows()))
+
+
+def tokens_reported(state: State, event: on.TokensReported) -> None:
+    """Takes over what a worker delivered. Reports on requests that it does not own are ignored (an older handoff)."""
+    worker = state.worker_at(event.worker_id, event.epoch)
+    if worker is None:
+        return
+    taken = state.reported(worker, event.rows)
+    if state.evaluations.running:
+        evaluation.progress(state, worker, event)
+    rows, tokens, ends = event.rows[taken], event.tokens[taken], event.ends[taken]
+    # what evaluations use is no load of training's; by that its load is stirred, too
+    state.uses(worker, max(0, event.kv_used_tokens - state.evaluations.kv_tokens(worker.worker_id)))
+    worker.waiting = event.waiting
+    state.worklist.may_have_room(worker.index)
+    version, response_tokens, prompt_tokens, claimed = state.requests.columns(
+        "version", "tokens", "prompt_tokens", "claim"
+    )
+    wrong = version[rows] != event.version
+    if wrong.any():  # C1: never take such a token over
+        first = int(wrong.argmax())
+        state.counters.c1_violations += 1
+        fleet.evict(state, worker, f"it sampled {state.request_id[int(rows[first])]} under version {event.version}")
+        return
+    response_tokens[rows] = tokens
+    claim = np.maximum(claimed[rows], prompt_tokens[rows] + tokens)
+    worker.kv_claimed += int((claim - claimed[rows]).sum())
+    claimed[rows] = claim
+    for row in rows[ends > 0].tolist():
+        _finish(state, row)
+
+
+def _finish(state: State, row: int) -> None:
+    if row in state.handoffs:
+        handoff.signal_row(state, row, Signal.FINISHED)
+    state.take_away(row)
+    requests = state.requests
+    group, tokens = int(requests["group"][row]), int(requests["tokens"][row])
+    requests["status"][row] = FINISHED
+    state.rhythm.generated(tokens - int(requests["placed_tokens"][row]), state.now_s - float(requests["placed_s"][row]))
+    state.predictor.observe(state.traits[group], tokens)
+    state.groups["unfinished"][group] -= 1
+    state.out.append(do.ScoreRequest(state.request_id[row]))
+
+
+def scored(state: State, event: on.RequestScored) -> None:
+    if event.request_id in state.evaluations.requests:
+        evaluation.scored(state, event.request_id)
+        return
+    row = state.request_row.get(event.request_id)
+    if row is None or state.requests["status"][row] != FINISHED:
+        return
+    state.requests["status"][row] = SCORED
+    group = int(state.requests["group"][row])
+    unscored = state.groups["unscored"]
+    unscored[group] -= 1
+    if not unscored[group]:
+        state.groups["status"][group] = GROUP_FINISHED
+        state.finished.setdefault(int(state.groups["deadline"][group]), deque()).append(group)
+        state.need.finished(state.now_s - float(state.groups["admitted_s"][group]))
+        deliver(state)
+
+
+# ------------------------------------------------------------------------------------------------------------ trainer
+
+
+def attached(state: State, event: on.TrainerAttached) -> None:
+    window = state.window
+    if event.trainer_epoch <= state.trainer_epoch:
+        raise Conflict("trainer_epoch", event.trainer_epoch, f"above {state.trainer_epoch}", why="is not new")
+    if not event.groups_per_step and not window.groups_per_step:
+        raise InvalidValue("groups_per_step", 0, "at least 1, here or as window.groups_per_step")
+    if event.groups_per_step > GROUPS_MOST:
+        raise InvalidValue("groups_per_step", event.groups_per_step, f"at most {GROUPS_MOST}")
+    another = event.groups_per_step and window.groups_per_step not in (0, event.groups_per_step)
+    if another and (window.newest or state.config.window.groups_per_step):
+        how = "configured" if state.config.window.groups_per_step else "set by the steps that were trained"
+        raise Conflict(
+            "groups_per_step", event.groups_per_step, f"{window.groups_per_step}", why=f"is not what was {how}"
+        )
+    if another:
+        _resize(state, event.groups_per_step)
+    elif not window.groups_per_step:
+        window.set_groups_per_step(event.groups_per_step)
+    state.trainer_epoch = event.trainer_epoch
+    state.stream_step = None
+    state.step_disturbed = True
+    state.worklist.wake()
+
+
+def _resize(state: State, groups: int) -> None:
+    """No step was trained yet, and a trainer wants steps of another size. What does not fit into those is cancelled:
+    of the groups that the first step took, and of the open ones, the last."""
+    window = state.window
+    reason = f"a trainer set groups_per_step to {groups}, from {window.groups_per_step}, before any step was trained"
+    state.stream_step = None  # of a trainer that is fenced
+    for group in state.leased[groups:]:
+        _drop(state, group, reason)
+    del state.leased[groups:]
+    taken = len(state.leased)
+    is_open = [group for group in state.group_id if state.groups["status"][group] != LEASED]
+    finished = state.groups["status"] == GROUP_FINISHED
+    is_open.sort(key=lambda group: (not finished[group], int(state.group_id[group].removeprefix("g"))))
+    for group in is_open[window.places(groups, taken) :]:
+        cancel(state, on.GroupCancelled(state.group_id[group], reason))
+    window.resize(groups, taken)
+    state.short_step = -1
+
+
+def step_requested(state: State, event: on.StepRequested) -> None:
+    check_epoch(event.trainer_epoch, state.trainer_epoch)
+    rejection.check_none(state)
+    window = state.window
+    if event.step != window.newest:
+        raise _not_the_open(event.step, state)
+    for group in state.leased:
+        state.out.append(do.DeliverGroup(state.group_id[group], event.step, state.trainer_epoch, again=True))
+    if window.step > event.step:
+        state.out.append(do.CloseStep(event.step, state.trainer_epoch, exhausted=event.step == state.short_step))
+        return
+    state.stream_step = event.step
+    state.need.opened(state.now_s)
+    deliver(state)
+
+
+def deliver(state: State) -> None:
+    """Gives finished groups to the open stream: due ones first, then by deadline, while the rest stays feasible."""
+    window, counters = state.window, state.counters
+    while state.stream_step == window.step:
+        step = window.step
+        deadline = next((deadline for deadline in sorted(state.finished) if window.takeable(deadline)), None)
+        if deadline is None:
+            break
+        group = state.finished[deadline][0]
+        _no_longer_finished(state, group, deadline)
+        version = int(state.groups["version"][group])
+        filled = window.take(version, deadline)
+        state.groups["status"][group] = LEASED
+        state.leased.append(group)
+        counters.groups_taken += 1
+        counters.staleness_max = max(counters.staleness_max, step - version)
+        state.out.append(do.DeliverGroup(state.group_id[group], step, state.trainer_epoch))
+        if filled:
+            _close(state, step)
+    end_if_exhausted(state)
+
+
+def _no_longer_finished(state: State, group: int, deadline: int) -> None:
+    """The group waits for no step any more. A deadline that nothing waits for is forgotten: none is to grow."""
+    waiting = state.finished[deadline]
+    waiting.remove(group)
+    if not waiting:
+        del state.finished[deadline]
+
+
+def end_admission(state: State, _event: on.AdmissionEnded) -> None:
+    """What was drawn and not admitted is let go: it was never promised."""
+    state.backlog.clear()
+    state.exhausted = True
+    evaluation.end_all(state)
+    state.worklist.wake()
+    end_if_exhausted(state)
+
+
+def end_if_exhausted(state: State) -> None:
+    """No prompt is left, nothing is open: the step ends short, so that its trainer can commit what it has."""
+    window = state.window
+    done = state.exhausted and not state.backlog and not window.open_groups
+    if done and state.stream_step == window.step:
+        step = window.step
+        if state.leased:
+            state.short_step = step
+            window.close_short()
+        _close(state, step, exhausted=True)
+
+
+def _close(state: State, step: int, *, exhausted: bool = False) -> None:
+    state.out.append(do.CloseStep(step, state.trainer_epoch, exhausted))
+    state.stream_step = None
+    state.rhythm.filled(state.now_s)
+    state.need.filled(state.now_s)
+    state.worklist.wake()  # the window has moved on
+
+
+def retire(state: State) -> None:
+    """Lets the weights go that nobody can need any more; not under a worker that is just loading them."""
+    while state.retired < state.window.oldest_kept:
+        if any(worker.loading == state.retired for worker in state.workers.values()):
+            return
+        evaluation.version_ends(state, state.retired)
+        arrival.forgotten(state, state.retired)
+        state.out.append(do.RetireVersion(state.retired))
+        if not state.waiting.get(state.retired, True):  # empty, as it should be: nothing is to grow with the versions
+            del state.waiting[state.retired]
+        state.worklist.retire(state.retired)
+        state.proven.discard(state.retired)
+        state.retired += 1
+
+
+def commit(state: State, event: on.StepCommitted) -> None:
+    """The step was trained and its weights are stored: forget its groups, begin the next version."""
+    check_commit(state, event.trainer_epoch, event.step)
+    for group in state.leased:
+        state.out.append(do.ForgetGroup(state.group_id[group]))
+        _free(state, group)
+        state.counters.groups_trained += 1
+    state.leased.clear()
+    state.asked.clear()  # whoever commits has seen to all that was rejected
+    state.window.publish()
+    state.need.published(state.now_s, event.waited_s)
+    _adapt(state, event, state.rhythm.published(state.now_s))
+
+
+def _adapt(state: State, event: on.StepCommitted, took_s: float | None) -> None:
+    """Tells an adaptive window of the step, which took so long (None: not known), and resizes it where it says so."""
+    disturbed, state.step_disturbed = state.step_disturbed, False
+    if state.adaptive is None:
+        return
+    signals = None
+    if took_s and not disturbed:
+        told = (event.waited_s, event.clip_fraction, event.effective_sample)
+        signals = StepSignals(took_s, *(value if value >= 0.0 else None for value in told))
+    resize = state.adaptive.saw(event.step, signals)
+    if resize is not None:
+        state.window.set_size(resize.size)
+        state.out.append(do.ResizeWindow(resize.size, resize.reason))
+
+
+def republished(state: State, event: on.VersionRepublished) -> None:
+    """A version that was rejected, or is gone, has other weights now: workers may load it, and its groups go on."""
+    check_republish(state, event.trainer_epoch, event.version)
+    rejection.republished(state, event.version)
+    arrival.forgotten(state, event.version)
+    state.step_disturbed = True
+
+
+def check_republish(state: State, trainer_epoch: int, version: int) -> None:
+    """Raises Conflict unless ``version`` is rejected, or gone."""
+    check_epoch(trainer_epoch, state.trainer_epoch)
+    if not rejection.has_to_come(state, version):
+        allowed = f"a rejected version: {', '.join(map(str, sorted(state.rejected))) or 'there is none'}"
+        raise Conflict("version", version, allowed, why="is not rejected")
+
+
+def check_commit(state: State, trainer_epoch: int, step: int) -> None:
+    """Raises Conflict where ``step`` cannot be committed now: VersionRejected where a version must come anew first."""
+    check_epoch(trainer_epoch, state.trainer_epoch)
+    rejection.check_none(state)
+    if step != state.window.newest:
+        raise _not_the_open(step, state)
+    if state.window.step <= step:
+        raise Conflict("step", step, "a step that is full", why=f"still takes {state.window.left} groups")
+
+
+def _not_the_open(step: int, state: State) -> Conflict:
+    return Conflict("step", step, f"{state.window.newest}, the first that is not committed", why="is not the open step")
+
+
+def check_epoch(given: int, present: int) -> None:
+    """Raises Conflict where a call comes from another trainer than the one that attached last."""
+    if given != present:
+        raise Conflict("trainer_epoch", given, str(present), why="is over, as another trainer has attached since")
+
+
+# ------------------------------------------------------------------------------------------------------------- cancel
+
+
+def cancel(state: State, event: on.GroupCancelled) -> None:
+    """Ends an open group and gives its place back. Raises NotFound, or Conflict once a step has taken it."""
+    group = state.group_row.get(event.group_id)
+    if group is None:
+        raise NotFound(
+            "group_id", event.group_id, "an admitted group that was not committed yet", why="is not in progress"
+        )
+    if state.groups["status"][group] == LEASED:
+        raise Conflict("group_id", event.group_id, "a group that no step has taken", why="is taken by a step")
+    version, deadline = int(state.groups["version"][group]), int(state.groups["deadline"][group])
+    for row in state.members[group]:
+        handoff.signal_row(state, row, Signal.UNDO)
+        status = state.requests["status"][row]
+        if status == RUNNING:
+            worker = state.move_off(row)
+            request_id = state.request_id[row]
+            state.send(do.RemoveRequest(worker.worker_id, worker.epoch, state.command_id(), request_id))
+        elif status == WAITING:
+            state.waiting[version].remove(row)
+            if state.requests["pool"][row]:
+                parking.forget(state, row)
+    if state.groups["status"][group] == GROUP_FINISHED:
+        _no_longer_finished(state, group, deadline)
+        state.need.cancelled()
+    state.window.give_back(version, deadline)
+    _drop(state, group, event.reason)
+    state.worklist.wake()
+    deliver(state)
+
+
+def _drop(state: State, group: int, reason: str) -> None:
+    state.out.append(do.DropGroup(state.group_id[group], reason))
+    state.counters.groups_cancelled += 1
+    _free(state, group)
+
+
+def _free(state: State, group: int) -> None:
+    rows = state.members.pop(group)
+    for row in rows:
+        del state.request_row[state.request_id.pop(row)]
+    state.requests.free(rows)
+    del state.traits[group]
+    del state.group_row[state.group_id.pop(group)]
+    state.groups.free([group])

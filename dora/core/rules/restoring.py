@@ -1,0 +1,195 @@
+"""A service that starts again: what outlived its crash becomes a core's state, and a core's state becomes that.
+
+What is durable is who was admitted, with which deadline, how far each response is, what the open step has taken, and
+the ids given so far. Prompts on offer are drawn again; handoffs, reservations and loads under way are void; what was
+learnt of lengths and times is kept as of some moment before (learning.py), as admission by need goes by it: without
+that it would admit all that the window allows at once.
+"""
+
+from collections import deque
+from dataclasses import fields
+
+import numpy as np
+
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.groups.line import Line
+from dora.core.groups.window import Window
+from dora.core.rules import arrival, fleet, learning, parking
+from dora.core.rules.admission import enter
+from dora.core.state import FINISHED, GROUP_FINISHED, LEASED, SCORED, WAITING, Counters, State
+from dora.core.table import Column
+from dora.errors import Conflict, IllegalTransition, InvalidValue
+
+STAGES = (WAITING, FINISHED, SCORED)  # by what RestoredRequests.stages says
+
+
+def restored(state: State, event: on.Restored) -> None:
+    """A fresh core stands where an earlier one did. Raises Conflict where it is not fresh, InvalidValue for what no
+    core can have left behind; then nothing has changed."""
+    window = _checked(state, event)
+    state.window = window
+    state.trainer_epoch, state.short_step, state.retired = event.trainer_epoch, event.short_step, event.retired
+    state.groups_named, state.commands_sent = event.groups_named, event.commands_sent
+    state.step_disturbed = True
+    for name in event.counters.keys() & {field.name for field in fields(Counters)}:
+        setattr(state.counters, name, event.counters[name])
+    if state.adaptive is not None:
+        state.adaptive.size = event.window_versions
+    if event.learnt:
+        learning.learn_again(state, event.learnt)
+    rows = _enter_all(state, event)
+    for told in event.rejected:
+        state.rejected[told.version] = told
+        state.asked.add(told.version)
+        window.reject(told.version)
+    begun = np.unique(state.requests["version"][rows[state.requests["tokens"][rows] > 0]])
+    state.proven.update(version for version in begun.tolist() if version >= event.retired)
+    for host in event.hosts:  # before their workers, which could load anything else
+        arrival.joined(state, host)
+    for worker in event.workers:
+        fleet.joined(state, worker)
+    waiting = rows[state.requests["status"][rows] == WAITING]
+    _line_up(state, waiting)
+    for pool in event.pools:
+        parking.joined(state, pool)
+    for row in rows[state.requests["status"][rows] == FINISHED].tolist():
+        state.out.append(do.ScoreRequest(state.request_id[row]))
+    state.worklist.wake()
+
+
+def _checked(state: State, event: on.Restored) -> Window:
+    """The window, where all of the event can have been."""
+    is_fresh = not (state.commands_sent or state.groups_named or state.trainer_epoch or state.workers or state.pools)
+    if not is_fresh:
+        raise Conflict("restored", "a core that has begun", "a core's first event", why="comes too late")
+    names = [*(each.worker_id for each in event.workers), *(each.pool_id for each in event.pools)]
+    if len(set(names)) < len(names):
+        raise InvalidValue("workers, pools", sorted(names), "each once")
+    requests, count = event.requests, sum(group.prompt.group_size for group in event.groups)
+    for name, column in (("rows", requests.rows), ("tokens", requests.tokens), ("stages", requests.stages)):
+        if len(column) != count:
+            raise InvalidValue(f"requests.{name}", len(column), f"{count}, as many as the groups have responses")
+    if len(np.unique(requests.rows)) < count or (count and int(requests.rows.min()) < 0):
+        raise InvalidValue("requests.rows", "a row twice, or below 0", "a row of its own for each request")
+    if count and int(requests.stages.max()) >= len(STAGES):
+        raise InvalidValue("requests.stages", int(requests.stages.max()), f"0 to {len(STAGES) - 1}")
+    sizes = state.config.window
+    if not sizes.least <= event.window_versions <= sizes.most:
+        allowed = f"{sizes.least} to {sizes.most}, as configured"
+        raise InvalidValue("window_versions", event.window_versions, allowed)
+    done = _done(event)
+    for name in (*event.leased, *event.finished):
+        if name not in done:
+            raise InvalidValue("leased, finished", name, "groups whose responses are all scored, each once")
+        done.remove(name)
+    if done:
+        raise InvalidValue("finished", "without " + ", ".join(sorted(done)[:9]), "every group that is scored whole")
+    leased, groups_per_step = set(event.leased), event.groups_per_step
+    window = Window(event.window_versions, groups_per_step)
+    is_open = [(group.version, group.deadline) for group in event.groups if group.group_id not in leased]
+    try:
+        window.restore(event.newest, event.step, event.left, max(event.left_behind, event.retired), is_open)
+    except IllegalTransition as error:
+        raise InvalidValue("groups", f"{len(is_open)} open", f"what a window can hold ({error})") from error
+    if event.retired > window.oldest_kept:
+        raise InvalidValue("retired", event.retired, f"at most {window.oldest_kept}, whose weights may be needed")
+    if any(not max(1, window.oldest_kept) <= told.version <= window.newest for told in event.rejected):
+        raise InvalidValue("rejected", [told.version for told in event.rejected], "published versions that are kept")
+    return window
+
+
+def _done(event: on.Restored) -> set[str]:
+    """The groups whose responses are all scored."""
+    sizes = np.array([group.prompt.group_size for group in event.groups], np.int64)
+    scored = np.concatenate(([0], np.cumsum(event.requests.stages == STAGES.index(SCORED))))
+    ends = np.cumsum(sizes)
+    whole = scored[ends] - scored[ends - sizes] == sizes
+    return {group.group_id for group, is_whole in zip(event.groups, whole.tolist(), strict=True) if is_whole}
+
+
+def _enter_all(state: State, event: on.Restored) -> Column:
+    """Makes the cells of all groups and requests. Returns the requests' rows."""
+    requests, groups, given = state.requests, state.groups, event.requests
+    requests.take(given.rows)
+    rows: Column = given.rows.astype(np.int64)
+    if not event.groups:
+        return rows
+    enter(
+        state,
+        [each.group_id for each in event.groups],
+        [each.prompt for each in event.groups],
+        [each.version for each in event.groups],
+        [each.deadline for each in event.groups],
+        rows.tolist(),
+    )
+    requests["tokens"][rows] = given.tokens
+    requests["status"][rows] = np.array(STAGES, np.int8)[given.stages]
+    places = np.array([state.group_row[each.group_id] for each in event.groups], np.int64)
+    groups["admitted_s"][places] = state.now_s - np.array([each.age_s for each in event.groups])
+    of_group = requests["group"][rows]
+    for name, stages in (("unfinished", given.stages == 0), ("unscored", given.stages < STAGES.index(SCORED))):
+        groups[name][places] = np.bincount(of_group[stages], minlength=groups.capacity)[places]
+    for group_id in event.finished:
+        group = state.group_row[group_id]
+        groups["status"][group] = GROUP_FINISHED
+        state.finished.setdefault(int(groups["deadline"][group]), deque()).append(group)
+    state.leased = [state.group_row[group_id] for group_id in event.leased]
+    groups["status"][state.leased] = LEASED
+    return rows
+
+
+def _line_up(state: State, rows: Column) -> None:
+    """These requests wait: those that have begun before the others, of each as they were admitted."""
+    of_version, begun = state.requests["version"][rows], state.requests["tokens"][rows] > 0
+    for version in np.unique(of_version).tolist():
+        line = state.waiting.setdefault(version, Line())
+        line.extend(rows[(of_version == version) & begun].tolist(), rows[(of_version == version) & ~begun].tolist())
+
+
+def durable(state: State) -> on.Restored:
+    """What of this state outlives a crash, if all of it is stored at once. Nobody has come back yet."""
+    requests, window = state.requests, state.window
+    ordered = sorted(state.group_id, key=lambda group: int(state.group_id[group].removeprefix("g")))
+    rows = np.array([row for group in ordered for row in state.members[group]], np.int64)
+    stages = np.select([requests["status"][rows] == each for each in STAGES], range(len(STAGES)), 0)
+    names = state.group_id
+    return on.Restored(
+        newest=window.newest,
+        step=window.step,
+        left=window.left,
+        groups_per_step=window.groups_per_step,
+        window_versions=window.size,
+        retired=state.retired,
+        trainer_epoch=state.trainer_epoch,
+        groups_named=state.groups_named,
+        commands_sent=state.commands_sent,
+        groups=tuple(_group(state, group) for group in ordered),
+        requests=on.RestoredRequests(
+            rows.astype(np.int32), requests["tokens"][rows].astype(np.int32), stages.astype(np.uint8)
+        ),
+        leased=tuple(names[group] for group in state.leased),
+        finished=tuple(names[group] for _, waiting in sorted(state.finished.items()) for group in waiting),
+        left_behind=window.left_behind,
+        short_step=state.short_step,
+        rejected=tuple(told for _, told in sorted(state.rejected.items())),
+        learnt=learning.learnt(state),
+        counters={field.name: getattr(state.counters, field.name) for field in fields(Counters)},
+    )
+
+
+def _group(state: State, group: int) -> on.RestoredGroup:
+    traits, groups = state.traits[group], state.groups
+    prompt = on.OfferedPrompt(
+        "",
+        traits.task_id,
+        traits.prompt_tokens,
+        traits.group_size,
+        traits.max_tokens,
+        traits.key,
+        traits.features,
+        traits.known_tokens,
+    )
+    version, deadline = int(groups["version"][group]), int(groups["deadline"][group])
+    age_s = state.now_s - float(groups["admitted_s"][group])
+    return on.RestoredGroup(state.group_id[group], prompt, version, deadline, age_s)

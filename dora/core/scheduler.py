@@ -1,0 +1,97 @@
+"""What runs after every event, in this order:
+
+1. ``settle``, where anything has changed hands:
+   moves begin (those planned, else moves off workers that are to be left), empty workers load their target version or
+   leave, the policy gives work to whoever has room, prompts are drawn, and idle workers are noted.
+2. Each new situation gets one plan: a version that requests wait for and no worker hosts or is to host; workers that
+   starve, with nothing of their old version left to do. With too few workers a second plan would change nothing.
+3. ``settle`` again, where 2 has changed anything.
+4. Versions that nobody can need any more are retired.
+
+*When* a plan is made for another reason (a commit, a period, pressure, a worker that comes or goes) is in balance.py.
+"""
+
+from dora.core.balance import Balance
+from dora.core.dispatcher import Dispatcher
+from dora.core.plan import Trigger
+from dora.core.rules import evaluation, fleet
+from dora.core.rules.admission import admissible, draw
+from dora.core.rules.lifecycle import retire
+from dora.core.state import State
+
+
+class Scheduler:
+    """Drives the state to where nothing is left to do until the next event."""
+
+    def __init__(self, state: State, balance: Balance) -> None:
+        self._state, self._balance = state, balance
+        self._unhosted: frozenset[int] = frozenset()  # versions found without a worker at the last look
+        self._starved: tuple[frozenset[int], int, int, frozenset[int]] | None = None  # see _look_around
+
+    def run(self) -> bool:
+        """See the module. Returns whether there was anything to look at."""
+        state, window = self._state, self._state.window
+        if not state.worklist.awake:
+            return False
+        self._settle()
+        self._look_around()
+        if state.worklist.awake:
+            self._settle()
+        retire(state)  # the window moves, and loads end, in events that settle
+        live = window.newest - window.oldest_live + 1
+        state.counters.versions_live_max = max(state.counters.versions_live_max, live)
+        return True
+
+    def _settle(self) -> None:
+        state, worklist = self._state, self._state.worklist
+        worklist.settle()
+        self._balance.begin_moves()
+        self._balance.relieve()
+        touched = worklist.take_touched()
+        fleet.settle(state, touched)
+        self._balance.policy.dispatch(Dispatcher(state))
+        draw(state)
+        for index in (*touched, *worklist.touched):
+            worker = state.worker_list[index]
+            idle = worker is not None and not worker.held and worker.loading < 0 and not worker.draining
+            worklist.rests(index, idle)
+
+    def _look_around(self) -> None:
+        window = self._state.window
+        unhosted, starved = self._without_worker(), self._without_work()
+        evaluated = evaluation.for_newest(self._state, starved)
+        situation = (starved, window.step, window.newest_sound, evaluated)
+        if unhosted - self._unhosted:
+            self._balance.rebalance(Trigger.MEMBERSHIP)
+        elif starved and situation != self._starved:
+            self._balance.hand_over(starved, evaluated)
+        self._unhosted, self._starved = unhosted, situation
+
+    def _without_worker(self) -> frozenset[int]:
+        """The versions that requests wait for while no worker hosts them or is to host them; none that is withheld."""
+        state = self._state
+        waited = {version for version, line in state.waiting.items() if line and not state.workers_of(version)}
+        if waited:
+            waited -= state.window.withheld
+            waited -= {worker.target for worker in state.workers.values() if not worker.draining}
+        return frozenset(waited)
+
+    def _without_work(self) -> frozenset[int]:
+        """Indexes of idle workers whose version, an old one, has no waiting work, and none that is to begin."""
+        state, window = self._state, self._state.window
+        if not state.worklist.idle:
+            return frozenset()
+        indexes: set[int] = set()
+        for version in range(state.retired, window.newest_sound):
+            idle = state.hosting.targeting(version) & state.worklist.idle
+            if idle and not state.waiting.get(version) and not self._begins(version):
+                indexes |= idle
+        kept = {index for index in indexes if evaluation.keeps(state, state.worker_list[index])}
+        return frozenset(indexes - kept)
+
+    def _begins(self, version: int) -> bool:
+        """Whether a group of this old version is to begin: window and policy let it, and there is a prompt."""
+        state = self._state
+        if not state.backlog or admissible(state, version) < 1:
+            return False
+        return self._balance.policy.begins(Dispatcher(state), version)

@@ -1,0 +1,1 @@
+"""Plain data that all parts share: trajectories, sampling, the run record, bounds and validation."""

@@ -1,0 +1,1 @@
+"""Hosts, their worker counts, and the distribution of weights to them."""

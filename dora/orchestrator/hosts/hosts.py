@@ -1,0 +1,473 @@
+"""The hosts of a service: its own, and those whose agents have joined. Which versions each holds; which workers each is
+to run is asked of ``staffing.py``.
+
+A host is lost when its agent's stream ends or says nothing for too long. Its workers and its pool are lost with it, at
+once and for good: their tokens are good for nothing, so whoever of them still lives is refused. An agent that comes
+back begins a new epoch, with new workers' processes under the same ids.
+
+A service that carries on is another matter: to its journal the epochs were not over that stood as the earlier life
+ended. Workers and pools of these go on, and their agents are awaited (``awaited.py``). Each begins a new epoch with the
+processes that it has kept.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from dora.config import Config
+from dora.core import events as on
+from dora.core.state import State
+from dora.data.types import Canary
+from dora.errors import Conflict
+from dora.host.capacity import capacity_to_wire
+from dora.host.command import pool_id_of
+from dora.host.launcher import LOCAL, Launcher, check_host_name, check_place
+from dora.journal import facts
+from dora.orchestrator.hosts.awaited import AwaitedHosts
+from dora.orchestrator.hosts.remote import HostSession, RemoteLauncher
+from dora.orchestrator.hosts.spread import Spread
+from dora.orchestrator.hosts.staffing import Host, Staffing
+from dora.orchestrator.rollout.streams import DRAINED, Session, Sessions
+from dora.release import __version__
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.errors import LimitExceeded
+from dora.rpc.roles import Tokens
+from dora.weights.host_store import HostStore
+
+log = logging.getLogger("dora.service")
+
+HOSTS_MOST: Final = 1024
+LOST_KEPT: Final = 64
+LEFT_BY_ITSELF: Final = "its agent was told to end"
+NOT_BACK: Final = "its agent has not come back"
+ANOTHER_CAME: Final = "its agent came back without its processes"
+
+
+class Hosts:
+    """``post`` hands an event to the core, whose ``state`` is read."""
+
+    def __init__(
+        self,
+        config: Config,
+        store: HostStore,
+        sessions: Sessions,
+        state: State,
+        post: Callable[[on.Event], None],
+        note: Callable[[facts.Fact], None] = lambda fact: None,
+    ) -> None:
+        """``note``: tells the journal which hosts stand."""
+        self._config = config
+        self._store = store
+        self._sessions = sessions
+        self._state = state
+        self._post = post
+        self._note = note
+        self._hosts: dict[str, Host] = {}
+        self.staffing = Staffing(self._hosts, state, post)
+        self._awaited: AwaitedHosts | None = None
+        self._awaited_s: float | None = None  # since when agents are let in
+        self._unlike: Mapping[str, int] = {}
+        self._is_suspended = False
+        self._lost: dict[str, pb.HostStatus] = {}
+        self._epochs = 0
+        self._tokens: Tokens | None = None
+        self._spread = Spread(store, self._within_reach, self._lost_version, self._order)
+        self._opened = asyncio.Event()
+        self.folder: Path = Path("/")
+
+    # ------------------------------------------------------------------------------------------------ coming and going
+
+    def expect(self, stands: Mapping[str, Any], epoch: int, tokens: Tokens) -> Collection[str]:
+        """Hosts of an earlier life, as its ledger has them, may come back; ``epoch``: the last that was given.
+
+        Returns the names of their workers and pools, which are let in from now on.
+        """
+        self._epochs = epoch
+        has_pools = bool(self._config.kv.pool_mb)
+        alike = {name: stand for name, stand in stands.items() if (pool_id_of(name) in stand[1]) == has_pools}
+        self._unlike = {name: stands[name][0] for name in stands.keys() - alike.keys()}  # a pool too many, or none
+        self._awaited = AwaitedHosts(alike, tokens)
+        return self._awaited.members()
+
+    def stood(self) -> tuple[on.HostJoined, ...]:
+        """The hosts that are awaited, as the core is to know them: the model is all that they surely have."""
+        return tuple(on.HostJoined(name, (0,)) for name in (self._awaited.names() if self._awaited else ()))
+
+    def suspend(self) -> None:
+        """The service ends, and a later life carries on: what is lost from now on is not over."""
+        self._is_suspended = True
+
+    def begin(self, launcher: Launcher, folder: Path, tokens: Tokens) -> None:
+        """The service's own host, with its run folder."""
+        for name, epoch in self._unlike.items():
+            self._note(facts.HostStands(name, epoch, None))
+        self._hosts[LOCAL] = Host(LOCAL, launcher)
+        self._tokens = tokens
+        self.folder = folder
+
+    def open_relay(self, listen_host: str, oldest: int = 0) -> None:
+        """Other hosts' relays reach that of the service's own host at this address from now on, and hosts may join.
+
+        ``oldest``: versions in the store below it are not live; the one that trainers refer to may be kept there.
+        """
+        self._spread.begin(listen_host, oldest)
+        self._opened.set()
+
+    async def opened(self) -> None:
+        """Returns once hosts may join: which versions are live is known then, so that none of theirs is dropped."""
+        await self._opened.wait()
+
+    def close_relay(self) -> None:
+        """May be called where it was not opened."""
+        self._spread.close()
+
+    def check(self, hello: pb.HostHello, digest: str) -> None:
+        """Raises InvalidValue, Conflict or LimitExceeded for a host that cannot serve here. ``digest``: the model's."""
+        name = check_host_name(hello.name)
+        check_place(hello.place)
+        if hello.dora_version != __version__:
+            raise Conflict("dora_version", hello.dora_version[:64], f"{__version__}, the service's", why="is another")
+        if hello.model_digest and hello.model_digest != digest:
+            raise Conflict("model", hello.model_digest[:64], f"that of the service's model, {digest}", why="is another")
+        if name in self._hosts:
+            allowed = "a name that no host has which is there: dora host --name"
+            raise Conflict("name", name, allowed, why="is in use")
+        if len(self._hosts) > HOSTS_MOST:
+            raise Conflict("name", name, f"one of at most {HOSTS_MOST} hosts", why="is one too many")
+        if self._outlived(hello):
+            return  # what it holds has its room already
+        models = self._config.window.most + 1 + (not hello.model_digest)
+        needed_bytes = models * self._store.reference.content_bytes
+        free_bytes = hello.capacity.store_free_bytes
+        if free_bytes < needed_bytes:
+            allowed = f"{needed_bytes:,} bytes, for {models} models: those of the window, one on its way in"
+            allowed += "" if hello.model_digest else ", and the model itself"
+            raise LimitExceeded("store_free_bytes", free_bytes, allowed, why="is too little")
+
+    def join(self, hello: pb.HostHello, digest: str) -> HostSession:
+        """Begins a new epoch of a host. Raises as ``check``."""
+        self.check(hello, digest)
+        assert self._tokens is not None
+        goes_on = self._outlived(hello)
+        if not goes_on:
+            self._give_up(hello.name, ANOTHER_CAME)
+        self._epochs += 1
+        session = HostSession(self._epochs, hello)
+        session.versions.add(0)
+        session.goes_on = goes_on
+        launcher = RemoteLauncher(session, self._tokens, lambda: self._stands(hello.name))
+        self._hosts[hello.name] = Host(hello.name, launcher, session)
+        self._lost.pop(hello.name, None)
+        self._post(on.HostJoined(hello.name, (0,)))
+        if goes_on:
+            self._adopt(session, launcher, set(hello.kept.worker_ids))
+        self._stands(hello.name)
+        return session
+
+    def _outlived(self, hello: pb.HostHello) -> bool:
+        return self._awaited is not None and self._awaited.outlived(hello)
+
+    def _adopt(self, session: HostSession, launcher: RemoteLauncher, kept: set[str]) -> None:
+        """Its workers go on, with the orders that did not reach it, and those that it should have had."""
+        assert self._awaited is not None
+        awaited, pool_id = self._awaited.take(session.name), pool_id_of(session.name)
+        workers = awaited.workers_of(session.name)
+        launcher.adopt(sorted(workers & kept))
+        for worker_id in sorted(workers - kept):
+            launcher.start(worker_id)
+        for name in sorted(awaited.distrusted & (kept | {pool_id})):
+            launcher.stop(name, again=True)
+        for worker_id in sorted(kept - workers):
+            session.send(pb.HostOrder(stop_worker=pb.StopWorker(worker_id=worker_id)))
+
+    def _give_up(self, name: str, reason: str) -> None:
+        """A host is awaited no more: its epoch is over. Nothing happens where it is not awaited."""
+        if self._awaited is None or name not in self._awaited:
+            return
+        awaited = self._awaited.take(name)
+        log.error("host %s has gone (epoch %d): %s", name, awaited.epoch, reason)
+        self._keep_lost(pb.HostStatus(name=name, state="lost", epoch=awaited.epoch, reason=reason))
+        self._end(name, awaited.epoch, awaited.names, reason)
+
+    def _stands(self, name: str) -> None:
+        """Tells the journal who of a host may come back to a later life, and by which token."""
+        host = self._hosts.get(name)
+        if host is None or host.session is None or self._tokens is None:
+            return
+        names = [*host.launcher.workers, *([pool_id_of(name)] if self._config.kv.pool_mb else [])]
+        marks = {each: mark for each in names if (mark := self._tokens.mark_of(each))}
+        self._note(facts.HostStands(name, host.session.epoch, marks))
+
+    def welcome(self, session: HostSession, digest: str, outlives_s: float = 0.0) -> pb.HostWelcome:
+        """What a new host is to know first. ``outlives_s``: for how long its processes live on without this service."""
+        assert self._tokens is not None
+        config = self._config
+        settings = config.model_dump_json(include={"workers", "kv"})
+        pool_token = ""
+        if config.kv.pool_mb and not session.goes_on:
+            pool_token = self._tokens.started(pool_id_of(session.name))
+            self._stands(session.name)
+        return pb.HostWelcome(
+            epoch=session.epoch,
+            settings_json=settings,
+            model_digest=digest,
+            pool_token=pool_token,
+            versions_most=config.window.most + 1,
+            relay_secret=self._spread.secret,
+            goes_on=session.goes_on,
+            outlives_s=outlives_s,
+        )
+
+    def welcomed(self, session: HostSession, workers: int) -> None:
+        """Starts its workers, where it has not kept them; below 0: as many as the service's own."""
+        host = self._hosts.get(session.name)
+        if host is not None and host.session is session and not session.goes_on:
+            host.launcher.scale(self._config.workers.count if workers < 0 else workers)
+
+    def lose(self, session: HostSession, reason: str) -> None:
+        """The epoch is over, and so are those of its workers and its pool."""
+        host = self._hosts.get(session.name)
+        if host is None or host.session is not session:
+            return
+        left = host.draining and not host.launcher.workers
+        shown = self._status(host)
+        shown.state, shown.reason, shown.workers_ready = ("drained", "", 0) if left else ("lost", reason, 0)
+        del self._hosts[session.name]
+        session.give_up()
+        if self._is_suspended:
+            return
+        self._keep_lost(shown)
+        log.log(
+            logging.INFO if left else logging.ERROR,
+            "host %s has gone (epoch %d): %s",
+            session.name,
+            session.epoch,
+            reason,
+        )
+        names = [*host.launcher.workers, pool_id_of(session.name)]
+        assert isinstance(host.launcher, RemoteLauncher)
+        host.launcher.lost()
+        self._end(session.name, session.epoch, names, reason)
+        self._spread.lost(session.name, session.epoch)
+
+    def _end(self, host: str, epoch: int, names: Collection[str], reason: str) -> None:
+        """The epoch of a host is over, and so are those of these workers and this pool, to a later life too."""
+        assert self._tokens is not None
+        self._note(facts.HostStands(host, epoch, None))
+        for name in names:
+            self._tokens.ended(name)
+            ended = self._sessions.end(name)
+            if ended is not None:
+                self._sessions.lose(ended, f"its host {host} is gone: {reason}")
+        self._post(on.HostLost(host))
+
+    def _keep_lost(self, shown: pb.HostStatus) -> None:
+        self._lost[shown.name] = shown
+        while len(self._lost) > LOST_KEPT:
+            del self._lost[next(iter(self._lost))]
+
+    def look(self, limit_s: float) -> None:
+        """Hosts that have said nothing for so long are lost; versions that did not get everywhere are tried again."""
+        self._spread.remind()
+        if self._awaited_s is None:
+            self._awaited_s = time.monotonic()
+        elif self._awaited is not None and time.monotonic() - self._awaited_s > limit_s:
+            for name in self._awaited.names():
+                self._give_up(name, f"{NOT_BACK} in {limit_s:g} s")
+        for host in list(self._hosts.values()):
+            if host.session is not None and time.monotonic() - host.session.heard_s > limit_s:
+                self.lose(host.session, f"silent for {limit_s:g} s")
+
+    def close(self) -> None:
+        """The service ends: agents end with it."""
+        for host in self._hosts.values():
+            if host.session is not None:
+                host.session.leave("the service has ended")
+
+    def host_of(self, name: str) -> str | None:
+        """Of a worker or pool that the service's launchers started; None of any other, and of hosts that are gone."""
+        for host in self._hosts.values():
+            if name in host.launcher.workers or name == pool_id_of(host.name):
+                return host.name
+        return None if self._awaited is None else self._awaited.host_of(name)
+
+    def has(self, name: str) -> bool:
+        """Whether a host of this name is there."""
+        return name in self._hosts
+
+    def has_others(self) -> bool:
+        """Whether another host than the service's own has workers."""
+        return any(host.launcher.workers and not host.is_failed for host in self._remote())
+
+    # ----------------------------------------------------------------------------------------------- what agents say
+
+    def ready(self, session: HostSession, message: pb.HostReady) -> None:
+        """Its relay listens. Raises InvalidValue for names that are none."""
+        self._spread.joined(session.name, session.epoch, message.relay_address, message.held, session.place)
+
+    def arrived(self, session: HostSession, message: pb.VersionArrived) -> None:
+        """Raises InvalidValue for a name that is none, and for measures that are not finite."""
+        self._spread.arrived(session.name, session.epoch, message)
+
+    def failed(self, session: HostSession, message: pb.VersionFailed) -> None:
+        """Raises InvalidValue for a name that is none."""
+        self._spread.failed(session.name, session.epoch, message)
+
+    def reported(self, session: HostSession, report: pb.HostReport) -> None:
+        session.capacity = report.capacity
+        session.troubles = dict(itertools.islice(sorted(report.troubles.items()), 256))
+        host = self._hosts.get(session.name)
+        if report.failed and host is not None and not host.is_failed and isinstance(host.launcher, RemoteLauncher):
+            log.error("host %s has failed: %s", session.name, report.failed)
+            host.launcher.fails(report.failed)
+
+    def leaves(self, session: HostSession) -> None:
+        """Its agent was told to end. Where the host cannot be emptied it goes as it is."""
+        try:
+            self.staffing.drain(session.name)
+        except Conflict as error:
+            log.warning("host %s leaves with its requests: %s", session.name, error)
+            session.leave(LEFT_BY_ITSELF)
+
+    # ------------------------------------------------------------------------------------------------------- versions
+
+    def published(self, version: int, *, anew: bool = False) -> None:
+        """The version is in the service's own store: the other hosts are to get it."""
+        self._spread.published(version, anew=anew)
+
+    def publishing(self, version: int) -> contextlib.AbstractContextManager[None]:
+        """While a version is published anew: the core hears of no host that has it, so that it is asked for until that
+        has succeeded or failed. Afterwards it hears of all that have it."""
+        return self._spread.publishing(version)
+
+    def name_of(self, version: int) -> str:
+        """What a live version was published as, whether it is still there or not; empty where it is none."""
+        return self._spread.name_of(version)
+
+    def name(self, version: int) -> str:
+        """What workers are told to load, each from its own host, whether the service's own has it or not. Raises
+        NotFound for what is neither live nor in the store."""
+        return self.name_of(version) or self._store.name(version)
+
+    def canary(self, version: int) -> Canary | None:
+        """What workers have to reproduce of it; None where that is not known. Raises as ``name``."""
+        return self._spread.canary(version)
+
+    def retired(self, version: int) -> None:
+        """Nobody loads it any more."""
+        for host in self._remote():
+            assert host.session is not None
+            host.session.versions.discard(version)
+        self._spread.retired(version)
+
+    def _within_reach(self, name: str, version: int) -> None:
+        """A host has a version whole, and its workers may load it."""
+        host = self._hosts.get(name)
+        if host is None:
+            return
+        if host.session is not None:
+            host.session.versions.add(version)
+            self._post(on.VersionArrived(name, version))
+        elif version in self._state.missing or version in self._state.gone:
+            self._post(on.VersionArrived("", version))
+
+    def shares_store(self, worker_id: str) -> bool:
+        """Whether this worker loads from the service's own store."""
+        worker = self._state.workers.get(worker_id)
+        return worker is None or worker.host not in self._state.arrived
+
+    def missing(self, worker_id: str, version: int) -> None:
+        """A worker has not found a version on its host, which gets it anew."""
+        if self.shares_store(worker_id):
+            self.look_at_store(version)
+            return
+        host = self._hosts.get(self._state.workers[worker_id].host)
+        if host is not None and host.session is not None:
+            host.session.versions.discard(version)
+            self._spread.missed(host.name, host.session.epoch, version)
+
+    async def lacks(self, worker_id: str, version: int) -> bool:
+        """Whether the host of a worker that could not load a version has no more what was published.
+
+        The service's own store is read. Of another host it is taken for true as long as a third one has the version:
+        what is there is checked as it comes, and nothing is lost by getting it once more.
+        """
+        if self.shares_store(worker_id):
+            return await self._spread.is_damaged(version)
+        return self._spread.has_elsewhere(self._state.workers[worker_id].host, version)
+
+    def look_at_store(self, version: int) -> None:
+        """The service's own store seems to have a version no longer."""
+        self._spread.missed_here(version)
+
+    def _lost_version(self, version: int, reason: str) -> None:
+        """No host has a version any more, and the store neither. Within an event: it is told afterwards."""
+        asyncio.get_running_loop().call_soon(self._post, on.VersionGone(version, reason))
+
+    def _order(self, name: str, epoch: int, order: pb.HostOrder) -> None:
+        host = self._hosts.get(name)
+        if host is not None and host.session is not None and host.session.epoch == epoch:
+            host.session.send(order)
+
+    # ----------------------------------------------------------------------------- the processes, as sessions see them
+
+    def kill(self, worker_id: str) -> None:
+        for host in self._hosts.values():
+            if worker_id in host.launcher.workers or worker_id == pool_id_of(host.name):
+                host.launcher.stop(worker_id, again=True)
+        if self._awaited is not None and (name := self._awaited.distrust(worker_id)) is not None:
+            self._note(facts.HostStands(name, *self._awaited.stand(name)))
+
+    def let_go(self, worker_id: str) -> None:
+        if self._awaited is not None and (name := self._awaited.let_go(worker_id)) is not None:
+            self._note(facts.HostStands(name, *self._awaited.stand(name)))
+        self.staffing.let_go(worker_id)
+
+    def worker_lost(self, session: Session) -> None:
+        """One that was to leave has left."""
+        if self.staffing.is_leaving(session.worker_id):
+            self._sessions.keep_reason(session.worker_id, DRAINED)
+            self.let_go(session.worker_id)
+
+    # --------------------------------------------------------------------------------------------------------- status
+
+    def statuses(self) -> list[pb.HostStatus]:
+        """Those that are there, the service's own first, then those that are awaited, and those that are gone."""
+        there = sorted(self._hosts.values(), key=lambda host: (host.session is not None, host.name))
+        awaited = self._awaited.statuses() if self._awaited is not None else ()
+        return [*map(self._status, there), *awaited, *self._lost.values()]
+
+    def _status(self, host: Host) -> pb.HostStatus:
+        session, workers = host.session, self._state.workers.values()
+        state = "ready"
+        if host.draining:
+            state = "draining" if host.launcher.workers else "drained"
+        elif host.is_failed:
+            state = "failed"
+        shown = pb.HostStatus(
+            name=host.name,
+            state=state,
+            workers=len(host.launcher.workers),
+            workers_ready=sum(worker.host == host.name and worker.loaded >= 0 for worker in workers),
+        )
+        if session is None:
+            shown.capacity.CopyFrom(capacity_to_wire(self.folder))
+            with contextlib.suppress(OSError):  # the run folder is gone, which is shown as a fault of the storage
+                shown.versions.extend(self._store.versions())
+            shown.seen_at = time.time()
+            return shown
+        shown.epoch, shown.pid, shown.device = session.epoch, session.pid, session.device
+        shown.place = session.place
+        shown.capacity.CopyFrom(session.capacity)
+        shown.versions.extend(sorted(session.versions))
+        shown.seen_at = session.seen_at
+        shown.reason = "; ".join(f"{name}: {why}" for name, why in session.troubles.items())
+        return shown
+
+    def _remote(self) -> Iterator[Host]:
+        return (host for host in self._hosts.values() if host.session is not None)

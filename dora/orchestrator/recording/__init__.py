@@ -1,0 +1,1 @@
+"""Storage state and the event log."""

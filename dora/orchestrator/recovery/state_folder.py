@@ -1,0 +1,198 @@
+"""The state folder of a service: what a start finds there, whether its settings fit that, and how it goes on.
+
+FOLDER/dora.lock       held while a service lives
+FOLDER/service.json    where it listened, its token; for its owner alone
+FOLDER/processes.json  the processes that it has started; for its owner alone
+FOLDER/log/, ledger.db the journal (dora/journal)
+FOLDER/versions/       the weights of every version in the window
+"""
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from dora.config import Config, upgraded, validated, value_at
+from dora.errors import MISSING, InvalidValue
+from dora.journal.finding import Found, find
+from dora.journal.log import Sizes
+from dora.journal.versions import KeptVersions
+from dora.system.outfile import sync_folder, try_folder
+from dora.system.ownership import hold, is_abandoned
+from dora.weights.whole import is_sound
+
+SETTING: Final = "service.state"
+LOCK_FILE: Final = "dora.lock"
+SERVICE_FILE: Final = "service.json"
+LIVING_FILE: Final = "processes.json"
+VERSIONS_FOLDER: Final = "versions"
+# Settings that what is in the folder was made under: another value would break a promise, or mean another run.
+FIXED: Final = (
+    "model",
+    "prompts",
+    "rollout",
+    "window",
+    "reward.function",
+    "selection",
+    "workers.dtype",
+    "workers.quantisation",
+    "workers.router_replay",
+    "workers.max_model_len_tokens",
+)
+
+
+@dataclass(slots=True)
+class Identity:
+    """What a service is to those who were connected to it."""
+
+    address: str = ""
+    token: str = ""
+    kv_secret: str = field(default_factory=lambda: secrets.token_hex(32))
+
+
+@dataclass(slots=True)
+class StateFolder:
+    """An opened one, held by this process."""
+
+    folder: Path
+    found: Found
+    versions: KeptVersions
+    identity: Identity
+
+    def check_settings(self, config: Config) -> None:
+        """Raises InvalidValue for the first setting that has changed and must not."""
+        if self.found.is_new:
+            return
+        before = validated(upgraded(json.loads(self.found.ledger.values["config"]))).model_dump()
+        now = config.model_dump()
+        for name in FIXED:
+            for setting, old, new in _different(name, value_at(before, name), value_at(now, name)):
+                allowed = f"{old!r}, as {self.folder} was begun with; begin in a new folder to change it"
+                raise InvalidValue(setting, new, allowed, why="has changed")
+
+    def check_versions(self) -> None:
+        """Raises InvalidValue where the weights of a version that may be needed are not there."""
+        self._check_lacks(self.versions.lacking(self.found.ledger.versions()), "the weights")
+        self.versions.only(self.found.ledger.versions())
+
+    def bring_back_versions(self, store: Path) -> None:
+        """Into a store's folder. Raises InvalidValue where one of them is not as it was published, and OSError."""
+        damaged = self.versions.bring_back(self.found.ledger.versions(), store, is_sound)
+        self._check_lacks(damaged, "undamaged weights")
+
+    def _check_lacks(self, versions: Sequence[int], what: str) -> None:
+        if versions:
+            allowed = f"with {what} of version {', '.join(map(str, versions))}; restore them from a copy"
+            raise InvalidValue(SETTING, str(self.folder), allowed, why="cannot be carried on")
+
+    def carried_on(self, config: Config) -> Config:
+        """The configuration with where the service was before, unless it names other things."""
+        told, host = self.identity, config.service.listen.rpartition(":")[0]
+        changes: dict[str, Any] = {}
+        if told.token and not config.service.token:
+            changes["token"] = told.token
+        if config.service.listen.endswith(":0") and told.address.rpartition(":")[0] == host:
+            changes["listen"] = told.address
+        if not changes:
+            return config
+        tree = config.model_dump()
+        tree["service"] |= changes
+        return validated(tree)
+
+    def remember(self, **told: str) -> None:
+        """Keeps what a later start goes on with. Raises OSError."""
+        for name, value in told.items():
+            setattr(self.identity, name, value)
+        unfinished = self.folder / f".{SERVICE_FILE}"
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            json.dump(asdict(self.identity), stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(unfinished, self.folder / SERVICE_FILE)
+        sync_folder(self.folder)
+
+
+@contextlib.contextmanager
+def state_folder_of(config: Config, sizes: Sizes) -> Iterator[StateFolder | None]:
+    """What is in the folder that ``service.state`` names; None: it names none.
+
+    Raises InvalidValue where it cannot be used, a living service has it, or what is in it cannot be carried on.
+    """
+    _check_keeps(config)
+    if not config.service.state:
+        yield None
+        return
+    folder = Path(config.service.state)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = hold(folder / LOCK_FILE)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    if held is None:
+        raise _in_use(folder)
+    try:
+        try:
+            state = StateFolder(folder, find(folder, sizes), KeptVersions(folder / VERSIONS_FOLDER), _identity(folder))
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        try:
+            state.check_versions()
+        except BaseException:
+            state.found.ledger.close()
+            raise
+        yield state
+    finally:
+        os.close(held)
+
+
+def check_state(config: Config) -> None:
+    """Raises InvalidValue where the folder cannot be used, or a living service has it; nothing is changed."""
+    _check_keeps(config)
+    if not config.service.state:
+        return
+    folder = Path(config.service.state)
+    try:
+        try_folder(folder)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    if (folder / LOCK_FILE).exists() and not is_abandoned(folder / LOCK_FILE):
+        raise _in_use(folder)
+
+
+def _check_keeps(config: Config) -> None:
+    if config.service.keep_events and not config.service.state:
+        raise InvalidValue(SETTING, "", "a folder, where service.keep_events is set")
+
+
+def _identity(folder: Path) -> Identity:
+    file = folder / SERVICE_FILE
+    if not file.exists():
+        return Identity()
+    try:
+        return Identity(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise InvalidValue(
+            str(file), MISSING, f"as a service leaves it ({error}); remove it for a new token"
+        ) from error
+
+
+def _different(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The settings of this name, or in the section of this name, that differ."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in sorted(old.keys() | new.keys()):
+            yield from _different(f"{name}.{key}", old.get(key), new.get(key))
+    elif old != new:
+        yield name, old, new
+
+
+def _unusable(folder: Path, error: OSError) -> InvalidValue:
+    return InvalidValue(SETTING, str(folder), f"a folder to write in ({error.strerror})")
+
+
+def _in_use(folder: Path) -> InvalidValue:
+    return InvalidValue(SETTING, str(folder), "a folder that no running service has")

@@ -1,0 +1,1 @@
+"""The way of a prompt group through the service: prompts, responses, reports, delivery, streams."""

@@ -1,0 +1,124 @@
+"""Evaluations as the shell has them: their prompts and responses, and the open calls that they are streamed to.
+
+What is begun and ended is the core's to say (core/evaluation.py). Results that the caller does not read pile up to a
+bound; there the evaluation ends.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Final
+
+from dora.core import commands as do
+from dora.data.trajectory import TrajectoryGroup
+from dora.data.types import Prompt
+from dora.errors import Conflict
+from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.rollout.entry import Entry
+from dora.orchestrator.rollout.feed import memory_bytes
+from dora.rpc.errors import LimitExceeded
+
+PROMPT_BYTES_MOST: Final = 256 << 20  # of the prompts of all evaluations that run, in memory
+UNREAD_BYTES_MOST: Final = 64 << 20  # of one evaluation's results
+TOKEN_BYTES: Final = 16  # of a token of a result, with its logprob and what comes with it
+UNREAD: Final = f"its results are not read: over {UNREAD_BYTES_MOST >> 20} MiB of them wait"
+
+Refused = tuple[str, str]  # a prompt's id, and why no engine can take it
+
+
+class EvaluationStream:
+    """One open Evaluate call: groups as they are done, and prompts that are refused, then the end."""
+
+    def __init__(self, evaluation_id: str, name: str, prompts: dict[str, Prompt]) -> None:
+        self.evaluation_id = evaluation_id
+        self.name = name
+        self.todo = prompts  # by id, not begun
+        self.prompt_bytes = sum(map(memory_bytes, prompts.values()))
+        self.asked_at = time.time()
+        self.entries: dict[str, tuple[Entry, ...]] = {}  # of the groups that are begun and not ended
+        self.unread_bytes = 0
+        self.reason = ""  # known at the end: why it comes early
+        self._queue: asyncio.Queue[TrajectoryGroup | Refused | None] = asyncio.Queue()
+
+    def put(self, result: TrajectoryGroup | Refused) -> None:
+        self.unread_bytes += _bytes(result)
+        self._queue.put_nowait(result)
+
+    def close(self, reason: str) -> None:
+        """``reason``: why before all is done; empty: all is."""
+        self.reason = reason
+        self._queue.put_nowait(None)
+
+    async def results(self) -> AsyncIterator[TrajectoryGroup | Refused]:
+        while (result := await self._queue.get()) is not None:
+            self.unread_bytes -= _bytes(result)
+            yield result
+
+
+class Evaluations:
+    """Those that run.
+
+    ``row_of``: the core's rows of their requests. ``end`` asks the core to end one, after what is being handled now.
+    """
+
+    def __init__(self, book: Book, row_of: Mapping[str, int], end: Callable[[str, str], None]) -> None:
+        self._book = book
+        self._row_of = row_of
+        self._end = end
+        self._asked = 0
+        self.running: dict[str, EvaluationStream] = {}
+
+    def open(self, name: str, prompts: Sequence[Prompt]) -> EvaluationStream:
+        """A new one, which the core has not heard of. Raises Conflict, or LimitExceeded where memory has no room."""
+        by_id: dict[str, Prompt] = {}
+        for prompt in prompts:
+            if prompt.prompt_id in by_id:
+                raise Conflict("prompt_id", prompt.prompt_id, "another for each prompt", why="is given twice")
+            by_id[prompt.prompt_id] = prompt
+        self._asked += 1
+        stream = EvaluationStream(f"e{self._asked}", name, by_id)
+        left_bytes = PROMPT_BYTES_MOST - sum(each.prompt_bytes for each in self.running.values())
+        if stream.prompt_bytes > left_bytes:
+            raise LimitExceeded("prompts: bytes in memory", stream.prompt_bytes, f"at most {left_bytes} now")
+        self.running[stream.evaluation_id] = stream
+        return stream
+
+    def refused(self, stream: EvaluationStream) -> None:
+        """The core does not take it."""
+        del self.running[stream.evaluation_id]
+
+    def begin_group(self, command: do.BeginEvaluationGroup) -> None:
+        stream = self.running[command.evaluation_id]
+        prompt = stream.todo.pop(command.prompt_id)
+        rows = {request_id: self._row_of[request_id] for request_id in command.request_ids}
+        stream.entries[command.group_id] = self._book.begin(
+            command.group_id, prompt, command.version, rows, time.time()
+        )
+
+    def end_group(self, command: do.EndEvaluationGroup) -> None:
+        stream = self.running[command.evaluation_id]
+        entries = stream.entries.pop(command.group_id)
+        self._book.end(entries)
+        if command.reason:
+            stream.put((entries[0].prompt.prompt_id, command.reason))
+        else:
+            stream.put(self._book.group_of(entries, entries[0].version))
+        if stream.unread_bytes > UNREAD_BYTES_MOST:
+            self._end(command.evaluation_id, UNREAD)
+
+    def end(self, command: do.EndEvaluation) -> None:
+        stream = self.running.pop(command.evaluation_id)
+        for entries in stream.entries.values():
+            self._book.end(entries)
+        stream.close(command.reason)
+
+
+def _bytes(result: TrajectoryGroup | Refused) -> int:
+    """About what a result takes while it waits."""
+    if not isinstance(result, TrajectoryGroup):
+        return sum(map(len, result))
+    return sum(
+        TOKEN_BYTES * (len(each.prompt_token_ids) + each.length_tokens)
+        + (0 if each.routed_experts is None else each.routed_experts.nbytes)
+        for each in result.trajectories
+    )

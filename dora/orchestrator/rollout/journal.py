@@ -1,0 +1,166 @@
+"""What the shell tells the journal of what it did. A service without a state folder tells it to nobody."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from dora.core import events as on
+from dora.core.state import State
+from dora.data.stretches import Column, TokenColumns
+from dora.data.types import Prompt
+from dora.journal import facts
+from dora.journal.log import Log
+from dora.orchestrator.recording.event_fields import event_to_fields
+from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.rollout.entry import Entry, Stay
+
+Origin = tuple[int, int]  # of a prompt: its place in the source, or -1 and its arrival
+
+
+class Journal:
+    """``writes``: whether there is somebody to tell. ``keeps_events``: what the core is told is kept, too."""
+
+    def __init__(self, log: Log | None = None, *, keeps_events: bool = False) -> None:
+        self.log = log
+        self.writes = log is not None
+        self.keeps_events = keeps_events and self.writes
+        self._window: tuple[int, ...] = ()  # as it was told last
+        self._trainer: tuple[int, ...] = ()
+
+    def note(self, fact: facts.Fact) -> None:
+        if self.log is not None:
+            self.log.append(fact)
+
+    @property
+    def told(self) -> int:
+        """How many facts so far."""
+        return self.log.appended if self.log is not None else 0
+
+    @property
+    def durable(self) -> int:
+        """How many of them are on disk; all, where nobody is told."""
+        return self.log.durable if self.log is not None else 0
+
+    async def settled(self, told: int | None = None) -> None:
+        """Returns once all that was told so far, or the first so many facts, are on disk."""
+        if self.log is not None:
+            await self.log.settled(told)
+
+    async def flush(self) -> None:
+        """Tries once to bring to disk what was told so far: ``durable`` says what is there then."""
+        if self.log is not None:
+            await self.log.flush()
+
+    async def close(self) -> None:
+        """Writes what was told, where that is possible now."""
+        if self.log is not None:
+            await self.log.close()
+
+    def event(self, event: on.Event, now_s: float) -> None:
+        """The core is about to be told this."""
+        if self.keeps_events:
+            self.note(facts.Event(now_s, *event_to_fields(event)))
+
+    def window(self, state: State) -> None:
+        """What of the window has changed that no other fact says: behind what the event did to the groups of a step."""
+        stands = (state.window.size, state.window.left_behind, state.short_step)
+        if self.writes and stands != self._window:
+            self.note(facts.WindowStands(*stands))
+            self._window = stands
+
+    def trainer(self, state: State) -> None:
+        """Likewise of the trainer: behind what its coming has made the core drop."""
+        stands = (state.trainer_epoch, state.window.groups_per_step)
+        if self.writes and stands != self._trainer:
+            self.note(facts.Attached(*stands))
+            self._trainer = stands
+
+    # --------------------------------------------------------------------------------------------- prompts and groups
+
+    def submitted(self, arrivals: Sequence[int], prompts: Iterable[Prompt]) -> None:
+        if self.writes and arrivals:
+            self.note(facts.Submitted(list(arrivals), [facts.prompt_values(prompt) for prompt in prompts]))
+
+    def let_go(self, origins: Iterable[Origin], names: Sequence[str] = ()) -> None:
+        """These prompts will have no group. ``names``: what they were cancelled by."""
+        if not self.writes:
+            return
+        places: list[int] = []
+        arrivals: list[int] = []
+        for place, arrival in origins:
+            (places if place >= 0 else arrivals).append(place if place >= 0 else arrival)
+        if places or arrivals or names:
+            self.note(facts.LetGo(arrivals, places, list(names)))
+
+    def admitted(self, entries: Sequence[Entry], origin: Origin, deadline: int) -> None:
+        if self.writes:
+            first = entries[0]
+            prompt, rows = facts.prompt_values(first.prompt), [entry.row for entry in entries]
+            window_versions = first.window_versions
+            self.note(
+                facts.Admitted(
+                    first.number,
+                    first.group_id,
+                    prompt,
+                    first.version,
+                    deadline,
+                    window_versions,
+                    first.started_at,
+                    rows,
+                    *origin,
+                )
+            )
+
+    def report(self, book: Book, columns: TokenColumns, held: Column, at: float) -> None:
+        """What a worker has reported and the book has just taken over. ``held``: tokens of its requests before that."""
+        stays, book.stays_begun = book.stays_begun, {}
+        if self.writes:
+            tokens = _tokens_of(book, columns, held, stays, at)
+            if len(tokens.numbers):
+                self.note(tokens)
+
+    def verdict(self, entry: Entry, at: float) -> None:
+        reward = entry.reward
+        if self.writes and reward is not None and entry.number >= 0:
+            components = {name: float(value) for name, value in reward.components.items()}
+            self.note(facts.Verdict(entry.number, at, float(reward.value), reward.valid, reward.log, components))
+
+
+def _tokens_of(book: Book, columns: TokenColumns, held: Column, stays: Mapping[int, Stay], at: float) -> facts.Tokens:
+    """The tokens that are new, of requests of groups: evaluations end with the service."""
+    numbers, counts, firsts = book.column("number", columns.rows), columns.counts, columns.first_tokens
+    repeated = np.clip(held - firsts, 0, counts)
+    routed_bytes, routed = columns.routed_bytes[:0], b""
+    if book.routing is not None and len(columns.routed_experts):
+        routed_bytes, routed = _new_routed(book, columns, firsts + repeated)
+    begins, counts = columns.begins + repeated, counts - repeated
+    token_ids, logprobs = columns.token_ids, columns.logprobs
+    if int(counts.sum()) < len(token_ids):  # of others, or held already
+        cells = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+        token_ids, logprobs = token_ids[cells], logprobs[cells]
+    places = {row: index for index, row in enumerate(columns.rows.tolist())} if stays else {}
+    tokens = facts.Tokens(
+        at,
+        numbers,
+        np.where(counts > 0, firsts + repeated, held),
+        counts,
+        columns.ends if columns.ends.any() else columns.ends[:0],
+        token_ids,
+        logprobs,
+        [[places[row], stay.worker_id, stay.first_token, stay.arrival] for row, stay in stays.items()],
+        [[index, stop] for index, stop in columns.stops.items()],
+        routed_bytes,
+        routed,
+    )
+    new = (numbers >= 0) & ((counts > 0) | (columns.ends > 0))
+    return tokens if new.all() else facts.only(tokens, new)
+
+
+def _new_routed(book: Book, columns: TokenColumns, reached: Column) -> tuple[Column, bytes]:
+    """Of the routed experts that came, those of tokens that are new: which are from ``reached`` on."""
+    assert book.routing is not None
+    prompts = book.column("prompt_tokens", columns.rows) - 1
+    rows = [np.where(tokens > 0, prompts + tokens, 0) for tokens in (columns.first_tokens, reached)]
+    skipped = np.minimum((rows[1] - rows[0]) * book.routing.token_bytes, columns.routed_bytes)
+    parts = [bytes(columns.routed(index, skip)) for index, skip in enumerate(skipped.tolist())]
+    return columns.routed_bytes - skipped, b"".join(parts)

@@ -1,0 +1,92 @@
+"""The core's commands to workers as wire messages, with what only the shell holds: tokens, weights, canaries."""
+
+from typing import Final, Protocol
+
+from dora.core import commands as do
+from dora.data.types import Canary, EngineCapability, KvEndpoint, PoolCapability
+from dora.orchestrator.rollout.book import Book
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+
+GROWTH_BLOCKS: Final = 2  # by which a request may grow while its blocks are copied ahead
+
+
+class PublishedVersions(Protocol):
+    """What a version is called, by its manifest (hosts.py)."""
+
+    def name(self, version: int) -> str: ...
+    def canary(self, version: int) -> Canary | None: ...
+
+
+class Reached(Protocol):
+    """A worker or pool that is connected (streams.py), as others reach it with KV snapshots."""
+
+    worker_id: str
+    epoch: int
+    kv: KvEndpoint
+
+    @property
+    def capability(self) -> EngineCapability | PoolCapability: ...
+
+
+def worker_message(
+    command: do.WorkerCommand,
+    book: Book,
+    store: PublishedVersions,
+    source: Reached | None = None,
+    target: Reached | None = None,
+    was_parked: bool = False,
+    has_pool: bool = False,
+) -> pb.WorkerCommand:
+    """The message of ``command``. Notes in the book how a request is to arrive at its worker.
+
+    ``source`` and ``target``: of the handoff that it belongs to, those that are connected. Each is told of the other,
+    so that they talk without the service; a message that names nobody is answered with a failure. ``was_parked``: the
+    source is, or was, a pool. ``has_pool``: a request need not queue at its target.
+    """
+    message = pb.WorkerCommand(command_id=command.command_id)
+    match command:
+        case do.LoadVersion(version=version):
+            canary = store.canary(version)
+            wire = convert.canary_to_wire(canary) if canary else pb.Canary()
+            message.load_version.CopyFrom(pb.LoadVersion(version=version, name=store.name(version), canary=wire))
+        case do.StartRequest(request_id=request_id, arrival=arrival):
+            entry = book.arrives(request_id, command.worker_id, arrival)
+            message.start_request.CopyFrom(convert.request_to_wire(entry.spec()))
+            message.start_request.row = entry.row
+        case do.RemoveRequest(request_id=request_id):
+            message.remove_request.request_id = request_id
+        case do.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens):
+            reserve = pb.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens, needs_slot=has_pool)
+            if source is not None:
+                reserve.source_epoch = source.epoch
+                reserve.kv_bytes, reserve.most_bytes = _kv_bytes(source, kv_tokens)
+            message.reserve_slot.CopyFrom(reserve)
+        case do.CancelReservation(request_id=request_id):
+            message.cancel_reservation.request_id = request_id
+        case do.CopyOut(request_id=request_id):
+            peer = pb.KvPeer() if target is None else _peer(target)
+            message.copy_out.CopyFrom(pb.CopyOut(request_id=request_id, target=peer))
+        case do.CopyIn(request_id=request_id, version=version, locator=locator):
+            entry = book.arrives(request_id, command.worker_id, "parked" if was_parked else "migrated")
+            copy_in = pb.CopyIn(request_id=request_id, version=version, locator=locator, row=entry.row)
+            message.copy_in.CopyFrom(copy_in)
+        case do.Thaw(request_id=request_id):
+            message.thaw.request_id = request_id
+    return message
+
+
+def _kv_bytes(source: Reached, kv_tokens: int) -> tuple[int, int]:
+    """How large a snapshot of this source is expected to be, and how large it may be; 0: unknown, as of a pool's."""
+    capability = source.capability
+    if isinstance(capability, PoolCapability):
+        return 0, 0
+    blocks = -(-kv_tokens // capability.block_tokens) + GROWTH_BLOCKS
+    most_blocks = -(-capability.max_model_len_tokens // capability.block_tokens)
+    block_bytes = capability.kv_token_bytes * capability.block_tokens
+    return min(blocks, most_blocks) * block_bytes, most_blocks * block_bytes
+
+
+def _peer(worker: Reached) -> pb.KvPeer:
+    kv = worker.kv
+    return pb.KvPeer(worker_id=worker.worker_id, epoch=worker.epoch, address=kv.address, transports=kv.transports)

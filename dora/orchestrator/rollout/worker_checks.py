@@ -1,0 +1,214 @@
+"""What a worker says, checked before it is believed. What is wrong here is the worker's error, never the service's.
+
+Every check raises InvalidValue; the worker's stream ends with it, the worker is replaced, its requests run again.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from dora.config import Config
+from dora.data.limits import COUNT_MOST, KV_TOKENS_MOST, TOKENS_MOST
+from dora.data.stretches import STOP, TokenColumns
+from dora.data.types import EngineCapability, PoolCapability, RoutingShape
+from dora.errors import MISSING, InvalidValue
+from dora.kvtransfer.transport import NAMES
+from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.rollout.entry import BookError, Entry
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+from dora.rpc.columns import columns_from_wire
+from dora.weights.canary import LOGPROB_MOST
+
+WORKER_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+ERROR_KINDS: Final = ("", "refused", "not_movable", "unknown_request", "invalid", "weights", "missing")
+_REASON_MOST: Final = 2000  # characters of why a KV transport failed
+_TEXT_MOST: Final = 256  # characters of a host's name, a fingerprint, a dtype
+HELD_MOST: Final = 1 << 17  # requests of one worker or pool
+KV_TOKEN_BYTES_MOST: Final = 1 << 40
+_TOTAL_MOST: Final = 1 << 53  # of counters over a worker's life: beyond it a double is not exact
+
+
+def checked_hello(hello: pb.WorkerHello, config: Config, vocab_size: int) -> EngineCapability:
+    """What the worker's engine can hold. ``vocab_size``: the model's; 0 where its config does not say."""
+    if not WORKER_ID.fullmatch(hello.worker_id):
+        raise InvalidValue("worker_id", hello.worker_id, "1 to 64 letters, digits, '.', '_' or '-'")
+    for name in ("host", "fingerprint", "dtype", "kv_address"):
+        _check_text(name, getattr(hello, name))
+    least_tokens = config.workers.context_tokens
+    for name, least, most in (
+        ("slots", 1, COUNT_MOST),
+        ("kv_tokens", 1, KV_TOKENS_MOST),
+        ("block_tokens", 1, COUNT_MOST),
+        ("max_model_len_tokens", least_tokens, TOKENS_MOST),
+        ("vocab_size", vocab_size or 2, vocab_size or COUNT_MOST),
+        ("tensor_parallel", 1, COUNT_MOST),
+        ("pipeline_parallel", 1, COUNT_MOST),
+        ("kv_token_bytes", 0, KV_TOKEN_BYTES_MOST),
+    ):
+        if not least <= getattr(hello, name) <= most:
+            raise InvalidValue(name, getattr(hello, name), f"{least} to {most}" if least < most else f"{most}")
+    _check_transports(hello.kv_transports)
+    _check_held(hello.held, hello.max_model_len_tokens)
+    if hello.held and not hello.HasField("hosts"):
+        raise InvalidValue("hosts", MISSING, "given by a worker that holds requests")
+    if not hello.fingerprint:
+        raise InvalidValue("fingerprint", "", "the hash of what workers must have alike")
+    return convert.capability_from_wire(hello)
+
+
+def checked_pool_hello(hello: pb.PoolHello) -> PoolCapability:
+    """What the pool can hold."""
+    if not WORKER_ID.fullmatch(hello.pool_id):
+        raise InvalidValue("pool_id", hello.pool_id, "1 to 64 letters, digits, '.', '_' or '-'")
+    for name in ("host", "kv_address"):
+        _check_text(name, getattr(hello, name))
+    _check_transports(hello.kv_transports)
+    _check_held(hello.held, TOKENS_MOST)
+    for name, least in (("memory_bytes", 1), ("spill_bytes", 0)):
+        if not least <= getattr(hello, name) <= _TOTAL_MOST:
+            raise InvalidValue(name, getattr(hello, name), f"{least} to {_TOTAL_MOST}")
+    return PoolCapability(hello.memory_bytes, hello.spill_bytes)
+
+
+def _check_held(held: Sequence[pb.HeldRequest], tokens_most: int) -> None:
+    """What a worker or a pool that has outlived the service says of its requests; ids are as they come."""
+    if len(held) > HELD_MOST:
+        raise InvalidValue("held", f"{len(held)} requests", f"at most {HELD_MOST}")
+    if len({each.request_id for each in held}) < len(held):
+        raise InvalidValue("held", "a request twice", "each request once")
+    for each in held:
+        _check_text("held.request_id", each.request_id)
+        if not each.first_token <= each.tokens <= tokens_most:
+            allowed = f"first_token at most tokens, and these at most {tokens_most}"
+            raise InvalidValue(f"held.{each.request_id}", [each.first_token, each.tokens], allowed)
+
+
+def checked_pool_report(report: pb.PoolReport) -> None:
+    """What a pool holds, and what it has dropped."""
+    for name in ("memory_bytes", "spill_bytes", "pinned_bytes", "spilled"):
+        if getattr(report, name) > _TOTAL_MOST:
+            raise InvalidValue(name, getattr(report, name), f"at most {_TOTAL_MOST}")
+    _check_text("reason", report.reason, _REASON_MOST)
+
+
+def _check_text(name: str, text: str, most: int = _TEXT_MOST) -> None:
+    if not text.isprintable() or len(text) > most:
+        raise InvalidValue(name, text, f"printable, of at most {most} characters")
+
+
+def _check_transports(names: Sequence[str]) -> None:
+    if len(names) > len(NAMES) or not set(names) <= set(NAMES):
+        raise InvalidValue("kv_transports", list(names)[:9], f"of {', '.join(NAMES)}")
+
+
+def checked_tokens(report: pb.WorkerReport, kv_tokens: int, vocab_size: int, rows_most: int) -> TokenColumns:
+    """The tokens of a report, each possible in itself; whether they continue the book is for the other check to say.
+
+    ``kv_tokens``: what fits the worker's KV-cache, as it said itself. ``rows_most``: no request has a higher row.
+    """
+    for name, most in (
+        ("kv_used_tokens", kv_tokens),
+        ("generated_tokens", _TOTAL_MOST),
+        ("reprefilled_tokens", _TOTAL_MOST),
+    ):
+        if getattr(report, name) > most:
+            raise InvalidValue(name, getattr(report, name), f"at most {most}")
+    for name in ("found_tokens", "kept_tokens", "damaged_chunks", "losses") if report.HasField("kv_tier") else ():
+        if getattr(report.kv_tier, name) > _TOTAL_MOST:
+            raise InvalidValue(f"kv_tier.{name}", getattr(report.kv_tier, name), f"at most {_TOTAL_MOST}")
+    columns = columns_from_wire(report.tokens)
+    token_ids, logprobs = columns.token_ids, columns.logprobs
+    if not len(columns):
+        return columns
+    for name, column, wrong, allowed in (
+        ("rows", columns.rows, columns.rows >= rows_most, "one that the service gave a request"),
+        # as unsigned numbers negative ones are large
+        ("token_ids", token_ids, token_ids.view("<u4") >= vocab_size, f"0 to {vocab_size - 1}, the vocabulary"),
+        # a comparison with NaN is false
+        ("logprobs", logprobs, ~((logprobs > -np.inf) & (logprobs <= LOGPROB_MOST)), "finite and not above 0"),
+    ):
+        if wrong.any():
+            raise InvalidValue(name, column[wrong][0].item(), allowed)
+    return columns
+
+
+def check_against_book(book: Book, columns: TokenColumns) -> None:
+    """Raises BookError unless the stretches, all of requests that the worker owns, can join the book."""
+    rows, firsts, counts = columns.rows, columns.first_tokens, columns.counts
+    held, max_tokens = book.column("held", rows), book.column("max_tokens", rows)
+    reached = np.maximum(held, firsts + counts)
+    for field, wrong, value, allowed in (
+        ("first token", firsts > held, firsts, "{} or before"),
+        ("tokens", reached > max_tokens, reached, "at most max_tokens, {}"),
+        ("tokens", (columns.ends > 0) & (reached == 0), reached, "at least one where it has ended"),
+    ):
+        if wrong.any():
+            index = int(wrong.argmax())
+            limit = held if field == "first token" else max_tokens
+            name = book.at(int(rows[index])).request_id
+            raise BookError(f"{name}: {field}", int(value[index]), allowed.format(int(limit[index])))
+    for index in np.flatnonzero((firsts < held) & (counts > 0)).tolist():
+        _check_repeated(book.at(int(rows[index])), columns, index)
+    for index, stop in columns.stops.items():
+        entry = book.at(int(rows[index]))
+        if stop and (columns.ends[index] != STOP or stop not in entry.sampling.stop):
+            raise BookError(f"{entry.request_id}: stop", stop[:80], "one of its stop strings, at its end")
+    if book.routing is not None or len(columns.routed_experts):
+        _check_routing(book, columns)
+
+
+def _check_repeated(entry: Entry, columns: TokenColumns, index: int) -> None:
+    """Tokens that are held already must be the same ones."""
+    first, begin, count = (int(column[index]) for column in (columns.first_tokens, columns.begins, columns.counts))
+    held = entry.tokens[first : first + count]
+    repeated = columns.token_ids[begin : begin + len(held)]
+    if not np.array_equal(repeated, held):
+        raise BookError(f"{entry.request_id}: tokens from {first} on", repeated[:8].tolist(), "those held")
+
+
+def _check_routing(book: Book, columns: TokenColumns) -> None:
+    """There must be a row for each token that was fed to sample the stretch's tokens; none where none is kept."""
+    counts, given = columns.counts, columns.routed_bytes
+    if book.routing is None:
+        expected = np.zeros(len(columns), np.int64)
+    else:
+        prompts = book.column("prompt_tokens", columns.rows) - 1
+        fed = counts + np.where((columns.first_tokens == 0) & (counts > 0), prompts, 0)
+        expected = fed * book.routing.token_bytes
+    wrong = given != expected
+    if wrong.any():
+        index = int(wrong.argmax())
+        name = book.at(int(columns.rows[index])).request_id
+        raise BookError(f"{name}: routed_experts bytes", int(given[index]), str(int(expected[index])))
+    if book.routing is not None:
+        _check_experts(b"".join(columns.routed(index) for index in range(len(columns))), book.routing)
+
+
+def _check_experts(raw: bytes, routing: RoutingShape) -> None:
+    """Raises BookError where rows name experts that there are not, or the first two of a layer are the same one.
+
+    So would rows be that a kernel has left empty.
+    """
+    ids = np.frombuffer(raw, f"<u{routing.id_bytes}").reshape(-1, routing.top_k)
+    if ids.size and ids.max() >= routing.experts:
+        raise BookError("routed_experts", int(ids.max()), f"0 to {routing.experts - 1}, the experts of a layer")
+    if routing.top_k > 1 and (ids[:, 0] == ids[:, 1]).any():
+        raise BookError("routed_experts", "an expert twice", f"{routing.top_k} experts of a layer")
+
+
+def checked_outcome(outcome: pb.WorkerOutcome) -> None:
+    """What an outcome says beside its command's own fields."""
+    if outcome.error_kind not in ERROR_KINDS:
+        raise InvalidValue("error_kind", outcome.error_kind, f"one of {', '.join(filter(None, ERROR_KINDS))}")
+    if not outcome.canary_difference >= 0.0:  # a comparison with NaN is false
+        raise InvalidValue("canary_difference", outcome.canary_difference, "0 or above")
+    if outcome.snapshot_bytes > _TOTAL_MOST:
+        raise InvalidValue("snapshot_bytes", outcome.snapshot_bytes, f"at most {_TOTAL_MOST}")
+    if outcome.kv_transport and outcome.kv_transport not in NAMES:
+        raise InvalidValue("kv_transport", outcome.kv_transport, f"one of {', '.join(NAMES)}")
+    if len(outcome.kv_fallbacks) > len(NAMES) or any(len(each) > _REASON_MOST for each in outcome.kv_fallbacks):
+        allowed = f"at most {len(NAMES)} reasons of at most {_REASON_MOST} characters"
+        raise InvalidValue("kv_fallbacks", len(outcome.kv_fallbacks), allowed)

@@ -1,0 +1,1 @@
+"""One simulated engine, which the planner and the simulator drive."""

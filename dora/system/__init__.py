@@ -1,0 +1,1 @@
+"""Processes, files and memory of the operating system."""
