@@ -41,10 +41,10 @@ DEFAULT_POLICY: Final = "laxity"  # docs/strategy.md explains it
 RENAMED: Final = {
     "balance.hysteresis": "balance.dora.hysteresis",
     "balance.level_gap": "balance.dora.level_gap",
-    "window.clip_fraction_max": "window.clip_fraction_max",
-    "window.effective_sample_min": "window.effective_sample_min",
-    "workers.orphan_timeout_s": "workers.orphan_timeout_s",
-    "workers.reattach_timeout_s": "workers.reattach_timeout_s",
+    "window.clip_fraction_most": "window.clip_fraction_max",
+    "window.effective_sample_least": "window.effective_sample_min",
+    "workers.outlive_s": "workers.orphan_timeout_s",
+    "workers.roll_call_s": "workers.reattach_timeout_s",
 }
 REMOVED: Final = ("service.event_log",)
 VALUES_RENAMED: Final = {"balance.predictor": {"given": "oracle"}}

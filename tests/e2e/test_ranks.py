@@ -14,7 +14,7 @@ import pytest
 
 from dora.client import Operator
 from dora.errors import Conflict, NotFound
-from dora.host.command import Place, worker_argv, worker_environment
+from dora.host.command import LaunchContext, worker_argv, worker_environment
 from dora.models.tiny import make_tiny
 from dora.orchestrator.main import ServiceHandle
 from dora.rpc import dora_pb2 as pb
@@ -45,7 +45,7 @@ async def started_by_hand(handle: ServiceHandle, operator: Operator) -> AsyncIte
     config = configured(handle.model, workers__slots=SLOTS).workers
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *worker_argv(config, ALONE, Place(handle.address, handle.model)),
+        *worker_argv(config, ALONE, LaunchContext(handle.address, handle.model)),
         env={**os.environ, **worker_environment(config, handle.tokens[Role.WORKER])},
     )
     try:

@@ -16,7 +16,7 @@ from dora.core.fleet.hosting import Hosting
 from dora.core.fleet.pool import Pool
 from dora.core.fleet.worker import Worker
 from dora.core.groups.evaluations import Evaluations
-from dora.core.groups.queues import Line
+from dora.core.groups.queues import WaitingRequests
 from dora.core.groups.window import Window
 from dora.core.handoff import table
 from dora.core.handoff.table import Action, Phase, Signal
@@ -695,5 +695,5 @@ def evaluation_takes_more_than_its_share(patch: Patch) -> None:
 def core_draws_lots(patch: Patch) -> None:
     """What the core does depends on something that is in no event."""
     lots: Iterator[int] = itertools.count()
-    push = Line.push
-    patch.setattr(Line, "push", lambda self, row, rank: push(self, row, next(lots) * 7919 % 101))
+    push = WaitingRequests.push
+    patch.setattr(WaitingRequests, "push", lambda self, row, rank: push(self, row, next(lots) * 7919 % 101))

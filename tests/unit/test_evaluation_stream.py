@@ -11,7 +11,7 @@ from dora.errors import Conflict
 from dora.orchestrator.rollout import evaluations as module
 from dora.orchestrator.rollout.evaluations import UNREAD, Evaluations
 from dora.orchestrator.rollout.response_buffer import ResponseBuffer
-from dora.orchestrator.rollout.response_state import TOKEN, Stay
+from dora.orchestrator.rollout.response_state import TOKEN, SegmentStart
 from dora.rpc.errors import LimitExceeded
 
 PROMPTS = [Prompt(f"p{number}", "task", (1, 2), group_size=2) for number in range(3)]
@@ -32,7 +32,7 @@ class Service:
         self.evaluations.begin_group(do.BeginEvaluationGroup("e1", f"e1.{group}", f"p{group}", 5, names))
         for name in names:
             entry = self.buffer[name]
-            entry.stays.append(Stay("w0", 0, "new"))
+            entry.segment_starts.append(SegmentStart("w0", 0, "new"))
             entry.delivered += np.zeros(tokens, TOKEN).tobytes()
             entry.finish_reason, entry.reward = "stop", Reward(0.5)
         self.evaluations.end_group(do.EndEvaluationGroup("e1", f"e1.{group}"))

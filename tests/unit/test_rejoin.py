@@ -15,7 +15,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.weights.store import WeightStore
 from tests.contract.relays import publish
 from tests.service import configured
-from tests.unit.test_expected_hosts import DIGEST, Life
+from tests.unit.test_expected_hosts import DIGEST, Incarnation
 
 
 @pytest.mark.parametrize("has_model", [False, True])
@@ -30,7 +30,7 @@ async def test_a_host_needs_no_room_for_what_its_folder_has_kept(
     options = AgentOptions("127.0.0.1:1", "", "h1", 1, model=str(tiny_dense) if has_model else "")
     model_bytes = store.reference.content_bytes
     joining = _Agent(options, "cpu", DIGEST if has_model else "", folder, asyncio.Event(), lambda _: None)
-    life = Life(tmp_path, config, Ledger(None))
+    life = Incarnation(tmp_path, config, Ledger(None))
 
     def free(free_bytes: int) -> pb.HostHello:
         monkeypatch.setattr(agent, "capacity_to_wire", lambda _: pb.HostCapacity(store_free_bytes=free_bytes))

@@ -16,7 +16,7 @@ from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.weights.store import WeightStore
 from tests.service import configured
-from tests.unit.test_expected_hosts import DIGEST, Life, orders
+from tests.unit.test_expected_hosts import DIGEST, Incarnation, orders
 
 
 def hello(name: str, zone: str) -> pb.HostHello:
@@ -32,7 +32,7 @@ def join(hosts: Hosts, name: str, zone: str, port: int) -> HostSession:
 
 
 @pytest.mark.parametrize(
-    ("places", "upstreams"),
+    ("zones", "upstreams"),
     [
         (("", "", ""), {"a": "local", "b": "a", "c": "b"}),
         (("far", "", "far"), {"b": "local", "a": "b", "c": "a"}),
@@ -43,7 +43,7 @@ async def test_a_version_crosses_to_a_place_once(
     zones: tuple[str, str, str], upstreams: dict[str, str], tiny_dense: Path, tmp_path: Path
 ) -> None:
     store = WeightStore(tmp_path / "store", tiny_dense)
-    hosts = Life(tmp_path, configured(tiny_dense, workers__engine="fake"), Ledger(None)).hosts
+    hosts = Incarnation(tmp_path, configured(tiny_dense, workers__engine="fake"), Ledger(None)).hosts
     hosts.open_relay("127.0.0.1")
     try:
         joined = {name: join(hosts, name, zone, at) for at, (name, zone) in enumerate(zip("abc", zones, strict=True))}
@@ -64,7 +64,7 @@ async def test_a_version_crosses_to_a_place_once(
 
 async def test_a_place_that_is_no_name_is_refused(tiny_dense: Path, tmp_path: Path) -> None:
     assert check_zone("eu-west/hall_2") == "eu-west/hall_2" and check_zone("") == ""
-    hosts = Life(tmp_path, configured(tiny_dense, workers__engine="fake"), Ledger(None)).hosts
+    hosts = Incarnation(tmp_path, configured(tiny_dense, workers__engine="fake"), Ledger(None)).hosts
     for zone in ("x" * 65, "two words", "a\n", "é"):
         with pytest.raises(InvalidValue, match=r"place = .*at most 64 letters"):
             hosts.join(hello("h1", zone), DIGEST)

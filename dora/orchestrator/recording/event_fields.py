@@ -15,7 +15,7 @@ from dora.core import events as on
 from dora.errors import MISSING, InvalidValue
 
 EVENT_KINDS: Final[dict[str, type]] = {kind.__name__: kind for kind in get_args(on.Event)}
-RENAMED: Final = {"VersionUnavailable": "VersionUnavailable"}  # kinds by the names that older logs have
+RENAMED: Final = {"VersionGone": "VersionUnavailable"}  # kinds by the names that older logs have
 
 
 def event_to_fields(event: on.Event) -> tuple[str, dict[str, Any]]:
