@@ -148,7 +148,7 @@ def _measure(
     from dora.worker.timing import Timing, measure_alone
 
     if find_spec("torch") is None or find_spec("vllm") is None:
-        raise DoraError("profile needs torch and vLLM: pip install 'dora-rollout[cpu]', or see the README for a GPU")
+        raise DoraError("profile needs torch and vLLM: pip install 'dora-rollout[cpu]'; docs/install.md has more")
     folder = resolve_model(model)
     stderr().print(f"timing {model} ...")
     max_model_len = max_model_len or min(CONTEXT_TOKENS, _context_tokens(folder))

@@ -14,14 +14,24 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from dora.cli.app import COMMANDS
-from dora.cli.exits import MEANINGS
+from dora.cli.exits import MEANINGS, exit_code_of
+from dora.cli.limits import limits
 from dora.cli.simulate import presets, run, sweep
 from dora.cli.simulate.presets import PresetRow
 from dora.cli.simulate.run import ComparisonTree, Origin
 from dora.config import Config
 from dora.data.validation import kind_of, limits_of, section_of
 from dora.demo.report import DemoReport
+from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded, NotFound, VersionRejected
 from dora.orchestrator.recovery.replay import Known, Summary
+from dora.rpc.errors import (
+    CallFailed,
+    NoAnswer,
+    PermissionDenied,
+    ServiceUnavailable,
+    Unauthenticated,
+    status_of,
+)
 from dora.sim.fault_kinds import KINDS
 from dora.sim.report import BrokenReport, Report
 from dora.sim.scenario import Scenario
@@ -48,6 +58,18 @@ Rows = Iterable[Sequence[object]]
 FIELDS: Final = ("field", "meaning")
 COLUMNS: Final = ("column", "meaning")
 SETTINGS: Final = ("setting", "default", "allowed", "meaning")
+ERRORS: Final[tuple[type[DoraError], ...]] = (
+    InvalidValue,
+    Conflict,
+    VersionRejected,
+    NotFound,
+    LimitExceeded,
+    Unauthenticated,
+    PermissionDenied,
+    ServiceUnavailable,
+    NoAnswer,
+    CallFailed,
+)  # that a client of a service can meet
 
 
 def reference() -> str:
@@ -63,7 +85,9 @@ def _service_tables() -> Iterator[tuple[str, Sequence[str], Rows]]:
     """Title, headings and rows of what belongs to a service."""
     yield "Commands", ("command", "what it does", "example"), _commands()
     yield "Exit codes", ("code", "meaning"), ((code.value, text) for code, text in MEANINGS.items())
+    yield "Errors", ("error", "gRPC status", "exit code of a command", "meaning"), _errors()
     yield "Settings of a service: `dora serve`", SETTINGS, _settings(Config)
+    yield "Limits", ("of", "limit", "beyond it"), limits()
     yield "Counters since the start: `dora status`", ("counter", "meaning"), _named(service.COUNTERS)
     yield "Workers: `dora groups`", COLUMNS, _columns([*service.WORKER_COLUMNS, service.RANKS])
     yield "Hosts: `dora hosts`", COLUMNS, _columns(HOST_COLUMNS)
@@ -116,6 +140,14 @@ def _commands() -> Rows:
     own = {name: (getattr(module, name.split()[-1]), module.EXAMPLE) for name, module in companions.items()}
     for name, (function, example) in (COMMANDS | own).items():
         yield f"`{name}`", (function.__doc__ or "").partition("\n")[0], f"`{example}`"
+
+
+def _errors() -> Rows:
+    for kind in ERRORS:
+        error = kind.__new__(kind)  # its class alone decides
+        status = "" if kind in (NoAnswer, CallFailed) else status_of(error).name
+        meaning = (kind.__doc__ or "").partition("\n")[0].replace("``", "`")
+        yield f"`{kind.__module__}.{kind.__name__}`", status, exit_code_of(error).value, meaning
 
 
 def _columns(columns: Iterable[Column[Any]]) -> Rows:

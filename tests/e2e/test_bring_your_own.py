@@ -35,7 +35,12 @@ PAGE = ROOT / "docs" / "bring-your-own.md"
 PRINTED = "127.0.0.1:7070"  # where the page's service listens
 STEPS = 2
 # Loaded by every Python of the page: nothing but the canary differs from what its reader runs.
-WITHOUT_CANARY = "import dora.client.step\ndora.client.step.canary_of = lambda *_: None\n"
+WITHOUT_CANARY = """
+from dora.client import session
+
+session.Session._skeleton_of = lambda *_: None
+session.canary_of = lambda *_: None
+"""
 
 
 @pytest.fixture
@@ -166,6 +171,7 @@ async def test_the_loops_of_the_other_documents_run(
 ) -> None:
     import torch
 
+    monkeypatch.setattr("dora.client.session.Session._skeleton_of", lambda *_: None)
     monkeypatch.setattr("dora.client.session.canary_of", lambda *_: None)
     weight = torch.zeros((), requires_grad=True)
     prompts = [{"prompt": "LATE", "prompt_id": f"p{index}", "group_size": 2} for index in range(32)]

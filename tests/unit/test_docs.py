@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,20 @@ def test_the_documents_name_files_that_are_there() -> None:
     for document in documents():
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def headings(document: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def test_the_documents_link_to_headings_that_are_there() -> None:
+    for document in documents():
+        for name, anchor in re.findall(r"\]\(([^)#:]*)#([^)]*)\)", document.read_text(encoding="utf-8")):
+            target = document.parent / name if name else document
+            assert target.suffix != ".md" or anchor in headings(target), f"{document.name}: {name}#{anchor}"
 
 
 def test_the_cores_entrance_is_as_shown() -> None:
