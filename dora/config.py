@@ -13,12 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 from dora.data.limits import (
-    GROUPS_MOST,
-    STOP_TOKENS_MOST,
-    STOPS_MOST,
-    TEMPERATURE_LEAST,
-    TEMPERATURE_MOST,
-    WINDOW_REQUESTS_MOST,
+    GROUPS_MAX,
+    STOP_TOKENS_MAX,
+    STOPS_MAX,
+    TEMPERATURE_MAX,
+    TEMPERATURE_MIN,
+    WINDOW_REQUESTS_MAX,
     Count,
     Fraction,
     GroupSize,
@@ -35,10 +35,17 @@ from dora.data.limits import (
 from dora.data.validation import kind_of, validated_as, words_of
 from dora.errors import InvalidValue
 
-CONTEXT_LEAST: Final = 16
+CONTEXT_MIN: Final = 16
 DEFAULT_POLICY: Final = "laxity"  # docs/strategy.md explains it
 # What settings were called when an event log was recorded, and what they are called now; and so for their values.
-RENAMED: Final = {"balance.hysteresis": "balance.dora.hysteresis", "balance.level_gap": "balance.dora.level_gap"}
+RENAMED: Final = {
+    "balance.hysteresis": "balance.dora.hysteresis",
+    "balance.level_gap": "balance.dora.level_gap",
+    "window.clip_fraction_max": "window.clip_fraction_max",
+    "window.effective_sample_min": "window.effective_sample_min",
+    "workers.orphan_timeout_s": "workers.orphan_timeout_s",
+    "workers.reattach_timeout_s": "workers.reattach_timeout_s",
+}
 REMOVED: Final = ("service.event_log",)
 VALUES_RENAMED: Final = {"balance.predictor": {"given": "oracle"}}
 
@@ -70,7 +77,7 @@ class WindowConfig(Section):
         description="versions that may be live; staleness is at most size - 1; auto: from min to max, as the trainer's "
         "wait and its off-policy signals ask for",
     )
-    groups_per_step: int = Field(0, ge=0, le=GROUPS_MOST, description="prompt groups a step takes; 0: the trainer says")
+    groups_per_step: int = Field(0, ge=0, le=GROUPS_MAX, description="prompt groups a step takes; 0: the trainer says")
     freshness: Share = Field(
         0.005,
         description="share of a step's time that the trainer may wait for groups to begin later, under newer versions; "
@@ -81,8 +88,8 @@ class WindowConfig(Section):
     wait_share: PositiveShare = Field(
         0.02, description="auto: a wider window is tried where the trainer waits for more of a step than this"
     )
-    clip_fraction_most: Share = Field(0.2, description="auto: a narrower window where more of the tokens are clipped")
-    effective_sample_least: Share = Field(
+    clip_fraction_max: Share = Field(0.2, description="auto: a narrower window where more of the tokens are clipped")
+    effective_sample_min: Share = Field(
         0.5, description="auto: a narrower window where the effective sample size is below this"
     )
     look_steps: int = Field(4, ge=1, le=256, description="auto: steps that are looked at before a change")
@@ -117,7 +124,7 @@ class RolloutConfig(Section):
     group_size: GroupSize = Field(8, description="responses to one prompt")
     max_tokens: int = Field(256, ge=1, le=1 << 22, description="longest response")
     temperature: float = Field(
-        1.0, ge=0.0, le=TEMPERATURE_MOST, description="of sampling; 0: the likeliest token, else at least 0.01"
+        1.0, ge=0.0, le=TEMPERATURE_MAX, description="of sampling; 0: the likeliest token, else at least 0.01"
     )
     top_p: PositiveShare = Field(1.0, description="sample from the likeliest tokens of this total probability")
     top_k: int = Field(0, ge=0, lt=1 << 31, description="sample from so many likeliest tokens; 0: no limit")
@@ -127,18 +134,18 @@ class RolloutConfig(Section):
     repetition_penalty: float = Field(1.0, gt=0.0, le=2.0, description="factor of such a logit; 1: none")
     ignore_eos: bool = Field(False, description="go on after the end-of-sequence token, to the longest response")
     stop: tuple[StopString, ...] = Field(
-        (), max_length=STOPS_MOST, description="texts that end a response: at most 16, of 1 to 128 characters each"
+        (), max_length=STOPS_MAX, description="texts that end a response: at most 16, of 1 to 128 characters each"
     )
     stop_token_ids: tuple[StopTokenId, ...] = Field(
-        (), max_length=STOP_TOKENS_MOST, description="token ids that end a response: at most 64"
+        (), max_length=STOP_TOKENS_MAX, description="token ids that end a response: at most 64"
     )
     seed: int = Field(0, ge=0, lt=1 << 63, description="every response's seed follows from this and its prompt id")
     reference_version: int = Field(0, ge=0, description="the frozen version a KL term refers to")
 
     @model_validator(mode="after")
     def _is_sampled_as_it_says(self) -> Self:
-        if 0.0 < self.temperature < TEMPERATURE_LEAST:  # an engine would raise it
-            raise InvalidValue("rollout.temperature", self.temperature, f"0, or a number from {TEMPERATURE_LEAST:g} on")
+        if 0.0 < self.temperature < TEMPERATURE_MIN:  # an engine would raise it
+            raise InvalidValue("rollout.temperature", self.temperature, f"0, or a number from {TEMPERATURE_MIN:g} on")
         return self
 
 
@@ -222,18 +229,20 @@ class WorkersConfig(Section):
         60.0, description="a worker that takes longer to load a version is replaced; its silence does not count then"
     )
     start_timeout_s: Timeout = Field(300.0, description="a worker that has not answered by then has failed")
-    outlive_s: Seconds = Field(
+    orphan_timeout_s: Seconds = Field(
         300.0, description="a worker lives on for so long without a service that keeps its state; 0: it ends with it"
     )
-    roll_call_s: Seconds = Field(5.0, description="a service that starts again waits so long for workers that live on")
+    reattach_timeout_s: Seconds = Field(
+        5.0, description="a service that starts again waits so long for workers that live on"
+    )
     restarts: int = Field(
         16, ge=0, description="deaths of one worker within ten minutes after which it is not started again"
     )
 
     @model_validator(mode="after")
     def _has_room(self) -> Self:
-        if 0 < self.max_model_len_tokens < CONTEXT_LEAST:
-            allowed = f"at least {CONTEXT_LEAST}, or 0 for the model's"
+        if 0 < self.max_model_len_tokens < CONTEXT_MIN:
+            allowed = f"at least {CONTEXT_MIN}, or 0 for the model's"
             raise InvalidValue("workers.max_model_len_tokens", self.max_model_len_tokens, allowed)
         for name in ("tensor_parallel", "pipeline_parallel"):
             if self.engine == "fake" and getattr(self, name) > 1:
@@ -401,10 +410,10 @@ class Config(Section):
     def check_groups_per_step(self, groups: int, field: str) -> None:
         """Raises InvalidValue for steps so large that the window would hold more requests than a service can."""
         size, group_size = self.window.most, self.rollout.group_size
-        most = WINDOW_REQUESTS_MOST // (size * group_size)
+        most = WINDOW_REQUESTS_MAX // (size * group_size)
         if groups > most:
             name = "window.max" if self.window.is_adaptive else "window.size"
-            why = f"{WINDOW_REQUESTS_MOST:,} requests in {size} versions ({name}) of groups of {group_size}"
+            why = f"{WINDOW_REQUESTS_MAX:,} requests in {size} versions ({name}) of groups of {group_size}"
             raise InvalidValue(field, groups, f"at most {most}: {why} (rollout.group_size)")
 
 

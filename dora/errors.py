@@ -7,8 +7,8 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import ClassVar, Final, Self
 
-SHOWN_MOST: Final = 200  # characters of a value that is refused
-NAMED_MOST: Final = 20  # names that an error lists, where a command lists them too; of more it names some:
+SHOWN_MAX: Final = 200  # characters of a value that is refused
+NAMED_MAX: Final = 20  # names that an error lists, where a command lists them too; of more it names some:
 SOME_NAMED: Final = 4
 ASKED: Final = "did you mean "  # how a guess begins
 
@@ -60,7 +60,7 @@ def _shown(value: object) -> str:
         text = repr(value)
     except ValueError:  # Python writes no whole number of more than some thousand digits
         return "(a number of too many digits)"
-    return text if len(text) <= SHOWN_MOST else f"{text[:SHOWN_MOST]}... ({len(text):,} characters)"
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}... ({len(text):,} characters)"
 
 
 class Conflict(InvalidValue):
@@ -150,7 +150,7 @@ def one_of(name: str, known: Iterable[str], cutoff: float = 0.4, meant: Sequence
     names = list(known)
     meant = meant or nearest(name, names, cutoff)
     every = f"one of {', '.join(names)}"
-    if listed_by and len(names) > NAMED_MOST:
+    if listed_by and len(names) > NAMED_MAX:
         some = nearest(name, names, cutoff, SOME_NAMED) or names[:SOME_NAMED]
         every = f"one of {', '.join(some)}, or of the {len(names) - len(some)} others that `{listed_by}` lists"
     return f"{ASKED}{' or '.join(meant)}? {every[0].upper()}{every[1:]}" if meant else every

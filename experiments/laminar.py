@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Final
 
-from dora.data.limits import WINDOW_MOST
+from dora.data.limits import WINDOW_MAX
 from dora.planning.hardware import find_hardware
 from dora.planning.models import find_model
 from dora.planning.training import over_even
@@ -57,7 +57,7 @@ def _areal_publish_s(size: str) -> float:
     takes them is not reckoned: here a load takes every system's engines as long.
     """
     stage_bytes = find_model(f"qwen2.5-{size}").weights_bytes / papers.AREAL_TRAINER_RANKS[size][1]
-    return stage_bytes / ceil(stage_bytes / papers.AREAL_SHARD_BYTES_MOST) / papers.LAMINAR_STORED_BYTES_PER_S
+    return stage_bytes / ceil(stage_bytes / papers.AREAL_SHARD_BYTES_MAX) / papers.LAMINAR_STORED_BYTES_PER_S
 
 
 def _laminar(size: str, gpus: int, calls: int = 0) -> Experiment:
@@ -83,7 +83,7 @@ def _laminar(size: str, gpus: int, calls: int = 0) -> Experiment:
         gpus,
         others=placed("laminar"),
         workload=Workload.model_validate(lognormal(MEAN_TOKENS, CAP_TOKENS, turns=turns)),
-        systems=systems | {"laminar": replace(systems["laminar"], window=WINDOW_MOST)},
+        systems=systems | {"laminar": replace(systems["laminar"], window=WINDOW_MAX)},
         model=model,
         hardware=HARDWARE,
         window=5,

@@ -124,7 +124,7 @@ LAMINAR_SPEEDUPS: Final = (  # section 8.1, figure 11: mathematics, 15 settings
     Speedup("partial", 1.39, 1.81),
 )
 LAMINAR_TOOLS_SPEEDUP: Final = Speedup("", 2.62, 5.42)  # figure 12: tool calling, 7B; over all four baselines
-LAMINAR_TOOLS_LEAST: Final = 1.21
+LAMINAR_TOOLS_MIN: Final = 1.21
 LAMINAR_SCALES: Final = {
     "7b": (16, 32, 64, 128, 256),
     "32b": (32, 64, 128, 256, 512),
@@ -155,7 +155,7 @@ LAMINAR_ACTOR_STALL_S: Final = {"32b": 0.64, "72b": 1.40}  # section 8.3
 # Section 4.1, of a shard of 4 GB: 8 s to serialize, 10 to 20 s "to/from the storage system"; half of the least.
 LAMINAR_STORED_BYTES_PER_S: Final = 4e9 / (8.0 + 10.0 / 2)
 # AReaL, realhf/impl/model/conversion/hf_registry.py: files of a pipeline stage are at most this large by default.
-AREAL_SHARD_BYTES_MOST: Final = 10**10
+AREAL_SHARD_BYTES_MAX: Final = 10**10
 
 # ------------------------------------------------------------------------------------------------------ StaleFlow
 

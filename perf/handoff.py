@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dora.data.types import RequestSpec, SamplingParams
-from dora.kvtransfer.door import Door
+from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.models import resolve_model
@@ -45,11 +45,11 @@ def main() -> None:
     engine.load_weights(0, folder, None)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
         settings = PlaneSettings(os.urandom(32), Path(shared), ("shm",))
-        door, target_door = Door("127.0.0.1"), Door("127.0.0.1")
+        listener, target_listener = Listener("127.0.0.1"), Listener("127.0.0.1")
         host = this_host()
-        source = DataPlane(door, Identity("w1", 1, "f", host), settings)
-        target = DataPlane(target_door, Identity("w2", 2, "f", host), settings)
-        peer = Peer("w2", 2, target_door.address, ("shm",))
+        source = DataPlane(listener, Identity("w1", 1, "f", host), settings)
+        target = DataPlane(target_listener, Identity("w2", 2, "f", host), settings)
+        peer = Peer("w2", 2, target_listener.address, ("shm",))
         rows = [measure(engine, source, target, peer, tokens) for tokens in options.tokens]
         source.close()
         target.close()

@@ -20,11 +20,11 @@ import numpy as np
 from dora.config import validated
 from dora.core import Machine
 from dora.data.types import Prompt
-from dora.journal import facts, frames
+from dora.journal import frames, records
 from dora.journal.finding import find
 from dora.journal.log import FLUSH_BYTES, LOG_FOLDER, Log
 from dora.orchestrator.recovery import resume
-from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.system.memory import collecting_rarely
 
 GROUP_SIZE = 16
@@ -32,16 +32,16 @@ WORKER_REQUESTS = 128
 PROMPT_TOKENS = 200
 
 
-def admitted(requests: int) -> Iterator[facts.Admitted]:
+def admitted(requests: int) -> Iterator[records.Admitted]:
     """Groups of so many requests, of prompts of ``PROMPT_TOKENS``."""
     for group in range(requests // GROUP_SIZE):
         prompt = Prompt(f"p{group}", "sum", tuple(range(PROMPT_TOKENS)), "a prompt's text", GROUP_SIZE)
         number = group * GROUP_SIZE
         rows = list(range(number, number + GROUP_SIZE))
-        yield facts.Admitted(number, f"g{group}", facts.prompt_values(prompt), 0, 3, 4, 1.0, rows, group, 0)
+        yield records.Admitted(number, f"g{group}", records.prompt_values(prompt), 0, 3, 4, 1.0, rows, group, 0)
 
 
-def reports(requests: int, tokens: int, each: int) -> Iterator[facts.Tokens]:
+def reports(requests: int, tokens: int, each: int) -> Iterator[records.Tokens]:
     """Reports of workers of ``WORKER_REQUESTS``, of ``each`` tokens a request, up to ``tokens`` of each."""
     random = np.random.default_rng(0)
     for first in range(0, tokens, each):
@@ -50,16 +50,16 @@ def reports(requests: int, tokens: int, each: int) -> Iterator[facts.Tokens]:
             counts = np.full(len(numbers), each)
             ids = random.integers(0, 150_000, each * len(numbers), np.int32)
             stays = [[index, f"w{begin}", 0, "new"] for index in range(len(numbers))] if not first else []
-            yield facts.Tokens(2.0, numbers, np.full(len(numbers), first), counts, counts[:0], ids, ids / 1e6, stays)
+            yield records.Tokens(2.0, numbers, np.full(len(numbers), first), counts, counts[:0], ids, ids / 1e6, stays)
 
 
-async def told(folder: Path, given: Sequence[facts.Fact]) -> float:
+async def told(folder: Path, given: Sequence[records.LogRecord]) -> float:
     """Seconds until the log has all of it on disk."""
     found = find(folder)
     log = Log(folder / LOG_FOLDER, found.ledger, number=0, position=0, compaction=found.compaction)
     began_s = time.perf_counter()
-    for fact in given:
-        log.append(fact)
+    for record in given:
+        log.append(record)
     await log.settled()
     took_s = time.perf_counter() - began_s
     await log.close()
@@ -100,10 +100,10 @@ def restarted(folder: Path) -> tuple[float, float, dict[str, float]]:
 
     found = find(folder)
     part("find")
-    book = Book(config.rollout, None, config.window.least)
-    resume.restore_book(book, found.groups, found.requests, found.ledger.values["next_number"])
+    buffer = ResponseBuffer(config.rollout, None, config.window.least)
+    resume.restore_buffer(buffer, found.groups, found.requests, found.ledger.values["next_number"])
     part("book")
-    event = resume.restored(book, found, found.groups, config.window.least, time.time(), life=2)
+    event = resume.restored(buffer, found, found.groups, config.window.least, time.time(), incarnation=2)
     part("event")
     Machine(config).handle(event, 0.0)
     part("core")
@@ -114,8 +114,8 @@ def restarted(folder: Path) -> tuple[float, float, dict[str, float]]:
 
 
 def measured(folder: Path, requests: int, tokens: int, each: int) -> dict[str, object]:
-    given = [facts.Attached(1, 2048), *admitted(requests), *reports(requests, tokens, each)]
-    bodies = [facts.encoded(fact) for fact in given]
+    given = [records.Attached(1, 2048), *admitted(requests), *reports(requests, tokens, each)]
+    bodies = [records.encoded(record) for record in given]
     total_bytes = sum(frames.HEAD_BYTES + len(body) for body in bodies)
     raw(folder / "warm", bodies)
     raw_s = min(raw(folder / f"raw{index}", bodies) for index in range(2))

@@ -16,7 +16,7 @@ from typing import Final
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from dora.data.types import RequestSpec, SamplingParams
-from dora.kvtransfer.door import Door
+from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.models.tiny import make_tiny
@@ -61,11 +61,11 @@ def ends(tokens: int) -> Iterator[Ends]:
         engine = VllmEngine(folder, slots=SLOTS, kv_tokens=kv_tokens, max_model_len_tokens=longest)
         engine.load_weights(0, folder, None)
         settings = PlaneSettings(os.urandom(32), Path(shared), ("shm",))
-        door, target_door = Door("127.0.0.1"), Door("127.0.0.1")
-        source = DataPlane(door, Identity("w1", 1, "f", this_host()), settings)
-        target = DataPlane(target_door, Identity("w2", 2, "f", this_host()), settings)
+        listener, target_listener = Listener("127.0.0.1"), Listener("127.0.0.1")
+        source = DataPlane(listener, Identity("w1", 1, "f", this_host()), settings)
+        target = DataPlane(target_listener, Identity("w2", 2, "f", this_host()), settings)
         try:
-            yield Ends(engine, source, target, Peer("w2", 2, target_door.address, ("shm",)))
+            yield Ends(engine, source, target, Peer("w2", 2, target_listener.address, ("shm",)))
         finally:
             source.close()
             target.close()

@@ -27,7 +27,7 @@ import numpy as np
 from rich.table import Table
 
 from dora.data.types import RequestSpec, SamplingParams
-from dora.kvtransfer.door import Door
+from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import ANY_MODEL, Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
@@ -59,15 +59,15 @@ def measured(size_bytes: int, part_bytes: int, rounds: int, transport: str) -> d
         tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
         a_pool(Path(folder), 2 * body.nbytes, transport) as pool,
     ):
-        door = Door("127.0.0.1")
-        with a_plane(door, Path(folder), transport) as plane:
+        listener = Listener("127.0.0.1")
+        with a_plane(listener, Path(folder), transport) as plane:
             took_s: dict[str, list[float]] = {"memcpy": [], "park": [], "resume": []}
             for _ in range(rounds + 1):
                 began_s = time.perf_counter()
                 np.copyto(target, body)
                 took_s["memcpy"].append(time.perf_counter() - began_s)
                 took_s["park"].append(parked(plane, pool, snapshot, body.nbytes))
-                took_s["resume"].append(resumed(plane, pool, door.address, transport))
+                took_s["resume"].append(resumed(plane, pool, listener.address, transport))
                 pool.obey(remove_request=pb.RemoveRequest(request_id="r"))
     first = {"first_park_vs_memcpy": row(body.nbytes, took_s["memcpy"][:1], took_s["park"][:1])}
     warm = {
@@ -137,8 +137,8 @@ def settings(folder: Path, transport: str) -> PlaneSettings:
 
 
 @contextmanager
-def a_plane(door: Door, folder: Path, transport: str) -> Iterator[DataPlane]:
-    plane = DataPlane(door, Identity("w", WORKER, "f", this_host()), settings(folder, transport))
+def a_plane(listener: Listener, folder: Path, transport: str) -> Iterator[DataPlane]:
+    plane = DataPlane(listener, Identity("w", WORKER, "f", this_host()), settings(folder, transport))
     try:
         yield plane
     finally:
@@ -194,13 +194,13 @@ def serve(pipe: Connection, folder: str, arena_bytes: int, transport: str) -> No
     """What ``python -m dora.pool`` does once it is connected."""
     import threading
 
-    door = Door("127.0.0.1")
+    listener = Listener("127.0.0.1")
     plane = DataPlane(
-        door, Identity("pool", POOL, ANY_MODEL, this_host()), settings(Path(folder), transport), arena_bytes
+        listener, Identity("pool", POOL, ANY_MODEL, this_host()), settings(Path(folder), transport), arena_bytes
     )
     assert plane.arena is not None
     store = Store(plane.arena, None, SECRET)
-    pipe.send(door.address)
+    pipe.send(listener.address)
     PoolLoop(Piped(pipe), plane, store).run(threading.Event())
     store.close()
     plane.close()

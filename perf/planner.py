@@ -117,7 +117,7 @@ def measured(policy: str, predictor: str, workers: int, requests: int, plans: in
     memory = _memory_bytes() - before
     progress(machine)
     state = machine.state
-    state.rhythm.step_s, state.rhythm.pace_s = STEP_S, PACE_S  # known, so plans go by a schedule where there is one
+    state.rates.step_s, state.rates.pace_s = STEP_S, PACE_S  # known, so plans go by a schedule where there is one
     views, whole = [], []
     for _ in range(plans):
         state.now_s += state.config.balance.period_s

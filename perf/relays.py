@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import save_file
 
-from dora.kvtransfer.door import Door
+from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity
 from dora.relay.link import Link, chain_s, least_broadcast_s, piece_chunks
 from dora.relay.orders import Arrived, Order, Upstream
@@ -72,7 +72,7 @@ def host(told: Connection, folder: str, model: str, name: str, bytes_per_s: floa
     """A store and a relay, until the other end is gone."""
     store = WeightStore(Path(folder), Path(model))
     settings = RelaySettings(SECRET, bandwidth_bytes_per_s=bytes_per_s, timeout_s=120.0)
-    relay = Relay(store, Door("127.0.0.1"), Identity(name, EPOCH, "", name), settings, told.send)
+    relay = Relay(store, Listener("127.0.0.1"), Identity(name, EPOCH, "", name), settings, told.send)
     told.send(Upstream(name, EPOCH, relay.address))
     try:
         while True:

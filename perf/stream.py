@@ -34,16 +34,16 @@ import numpy as np
 from dora.client import Trainer
 from dora.client.step import Step
 from dora.config import RolloutConfig
-from dora.data.stretches import TokenColumns
+from dora.data.token_spans import TokenColumns
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt, Reward
 from dora.errors import Conflict
-from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import server_options
-from dora.rpc.door import server_interceptors
+from dora.rpc.interceptor import server_interceptors
 from dora.rpc.packed import packed_batches
 from dora.rpc.roles import Tokens
 
@@ -183,7 +183,7 @@ class StepService(stubs.TrainerServicer):
     """Streams the one step there is, as often as it is asked for: out of the book anew each time."""
 
     def __init__(self, trajectories: int, tokens: int) -> None:
-        self._book = Book(RolloutConfig(max_tokens=tokens))
+        self._buffer = ResponseBuffer(RolloutConfig(max_tokens=tokens))
         self._groups = trajectories // GROUP_SIZE
         self._epoch = 0
         self.packs = True
@@ -191,11 +191,11 @@ class StepService(stubs.TrainerServicer):
         for group in range(self._groups):
             rows = {f"g{group}.{index}": group * GROUP_SIZE + index for index in range(GROUP_SIZE)}
             prompt = Prompt(f"p{group}", "task", tuple(range(3, 67)), group_size=GROUP_SIZE)
-            self._book.admit(f"g{group}", prompt, 0, rows, time.time())
+            self._buffer.admit(f"g{group}", prompt, 0, rows, time.time())
             columns = finished(np.array(list(rows.values())), tokens, rng)
-            self._book.append("w0", columns, time.time())
+            self._buffer.append("w0", columns, time.time())
             for request_id in rows:
-                self._book[request_id].reward = Reward(1.0)
+                self._buffer[request_id].reward = Reward(1.0)
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachReply:
         self._epoch += 1
@@ -211,9 +211,9 @@ class StepService(stubs.TrainerServicer):
             yield message
 
     def _delivered(self, step: int) -> Iterator[TrajectoryGroup]:
-        for group_id, entries in self._book.groups():
+        for group_id, entries in self._buffer.groups():
             assert entries[0].group_id == group_id
-            yield self._book.group_of(entries, step)
+            yield self._buffer.group_of(entries, step)
 
 
 def finished(rows: Any, tokens: int, rng: np.random.Generator) -> TokenColumns:

@@ -34,7 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from rich.table import Table
 
-from dora.kvtransfer.door import Door
+from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.kvtransfer.torch_pair import make_group
@@ -241,12 +241,12 @@ def receive_bare(server: socket.socket, target: np.ndarray) -> None:
 
 @contextmanager
 def a_plane(folder: Path, epoch: int, transports: str, host: str) -> Iterator[tuple[DataPlane, str]]:
-    door = Door("127.0.0.1")
+    listener = Listener("127.0.0.1")
     name = "target" if epoch == 1 else f"source{epoch}"
     settings = PlaneSettings(SECRET, folder, tuple(transports.split(",")), timeout_s=WAIT_S)
-    plane = DataPlane(door, Identity(name, epoch, "f", host or this_host()), settings)
+    plane = DataPlane(listener, Identity(name, epoch, "f", host or this_host()), settings)
     try:
-        yield plane, door.address
+        yield plane, listener.address
     finally:
         plane.close()
 

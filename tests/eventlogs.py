@@ -9,7 +9,7 @@ import msgpack
 
 from dora.config import Config
 from dora.core import events as on
-from dora.journal import facts, frames
+from dora.journal import frames, records
 from dora.journal.log import LOG_FOLDER
 from dora.orchestrator.recording.event_fields import event_to_fields
 
@@ -22,15 +22,15 @@ class FolderWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_bytes(frames.header(1, 0))
         tree = config.model_dump_json(exclude={"service": {"token"}})
-        self.write(facts.Begun(0, 1.8e9, now_s, tree))
+        self.write(records.Begun(0, 1.8e9, now_s, tree))
 
-    def write(self, fact: facts.Fact) -> None:
-        body = facts.encoded(fact)
+    def write(self, record: records.LogRecord) -> None:
+        body = records.encoded(record)
         with self._path.open("ab") as stream:
             stream.write(frames.framed(body, 0) + body)
 
     def append(self, event: on.Event, now_s: float) -> None:
-        self.write(facts.Event(now_s, *event_to_fields(event)))
+        self.write(records.Event(now_s, *event_to_fields(event)))
 
     def close(self) -> None: ...
 

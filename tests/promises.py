@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dora.data.record import STEPS_FILE, TRAJECTORIES_FILE
+from dora.data.run_record import STEPS_FILE, TRAJECTORIES_FILE
 from dora.data.trajectory import Trajectory
 from dora.verify.check import read_trajectories
 from dora.verify.committed import read_steps

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from dora.client import Operator
 
 SERVICE_TIMEOUT_S: Final = 0.7
-REQUESTS_MOST: Final = 200
-MEANING_MOST: Final = 60  # characters
-FILES_MOST: Final = 200  # of a folder, that are looked at
-FILE_BYTES_MOST: Final = 1 << 20
+REQUESTS_MAX: Final = 200
+MEANING_MAX: Final = 60  # characters
+FILES_MAX: Final = 200  # of a folder, that are looked at
+FILE_BYTES_MAX: Final = 1 << 20
 REWARDS: Final = tuple(f"dora.rewards.{name}:score" for name in ("answer", "counting", "reasoning_gym", "tiny"))
 REWARD_PARAMETERS: Final = 4
 TASKS: Final = "reasoning-gym:"
@@ -145,7 +145,7 @@ def prompts(incomplete: str) -> Found:
 
 def rewards(incomplete: str) -> Found:
     """The built-in verifiers, and the functions of this folder's modules that take as many parameters as one does."""
-    modules = [file for file in islice(sorted(Path().glob("*.py")), FILES_MOST) if file.stem.isidentifier()]
+    modules = [file for file in islice(sorted(Path().glob("*.py")), FILES_MAX) if file.stem.isidentifier()]
     return [*REWARDS, *(f"{file.stem}:{name}" for file in modules for name in _functions(file))]
 
 
@@ -189,7 +189,7 @@ def requests(context: typer.Context, incomplete: str) -> Found:
     """The running and parked requests of the service that the command is for."""
 
     async def ask(operator: "Operator") -> Found:
-        listed = [await operator.trajectories(state, REQUESTS_MOST) for state in ("running", "parked")]
+        listed = [await operator.trajectories(state, REQUESTS_MAX) for state in ("running", "parked")]
         rows = [row for reply in listed for row in reply.trajectories]
         return [(row.trajectory_id, f"v{row.version} on {row.worker}") for row in rows]
 
@@ -221,7 +221,7 @@ def _settings(model: "type[BaseModel]", incomplete: str) -> Found:
 
 def _meaning(field: Any) -> str:
     """The first words of what a setting means: shells show them in one line."""
-    return shorten((field.description or "").partition(";")[0], MEANING_MOST, placeholder="...")
+    return shorten((field.description or "").partition(";")[0], MEANING_MAX, placeholder="...")
 
 
 def _fields(model: "type[BaseModel]", place: str) -> Iterator[tuple[str, Any]]:
@@ -264,7 +264,7 @@ def _tasks() -> list[str]:
 def _functions(file: Path) -> Iterator[str]:
     """Functions of a module that a call with a reward's parameters fits. The module is not run."""
     with suppress(OSError, ValueError, SyntaxError, RecursionError):
-        if file.stat().st_size > FILE_BYTES_MOST:
+        if file.stat().st_size > FILE_BYTES_MAX:
             return
         for node in ast.parse(file.read_bytes()).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
@@ -277,7 +277,7 @@ def _beside(incomplete: str) -> Iterable[Path]:
     """What is in the folder that a path being typed is in."""
     folder = Path(incomplete[: incomplete.rfind("/") + 1])
     with suppress(OSError):
-        return islice(sorted(each for each in folder.iterdir() if not each.name.startswith(".")), FILES_MOST)
+        return islice(sorted(each for each in folder.iterdir() if not each.name.startswith(".")), FILES_MAX)
     return ()
 
 

@@ -42,7 +42,7 @@ def host(
     kv_host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Where others reach this host; default: that towards the service.")
     ] = "",
-    place: Annotated[
+    zone: Annotated[
         str, typer.Option(metavar="NAME", help="Its datacentre, if not the service's: versions cross to it once.")
     ] = "",
     rejoin_s: Annotated[
@@ -74,7 +74,7 @@ def host(
         model=model,
         folder=folder,
         kv_host=kv_host,
-        place=place,
+        zone=zone,
         rejoin_s=rejoin_s,
     )
     asyncio.run(_run(options))

@@ -15,7 +15,7 @@ from dora.cli.options import JsonOption
 from dora.cli.output import print_json, stderr, stdout
 from dora.errors import DoraError, InvalidValue
 from dora.planning.samples import ClockName
-from dora.system.outfile import check_folder
+from dora.system.files import check_folder
 
 if TYPE_CHECKING:
     from dora.planning.profile import Fit, Validation

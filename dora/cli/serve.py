@@ -112,18 +112,18 @@ def serve(
         raise typer.Exit(asyncio.run(_serve(config, as_json)))
     from dora.view.settings import shown, toml_of
 
-    _rehearse(config)
+    _run_preflight(config)
     if as_json:
         print_json(shown(config))
     else:
         sys.stdout.write(toml_of(config))
 
 
-def _rehearse(config: Config) -> None:
+def _run_preflight(config: Config) -> None:
     """Refuses what a start would refuse; says on stderr what was checked."""
-    from dora.orchestrator.rehearsal import rehearse
+    from dora.orchestrator.preflight import run_preflight
 
-    asyncio.run(rehearse(config, lambda what, found: _print_progress(f"checked {what}: {found}")))
+    asyncio.run(run_preflight(config, lambda what, found: _print_progress(f"checked {what}: {found}")))
     if token_folder() is None:
         _print_progress(TOKEN_NOT_LEFT)
     _print_progress("a start with this configuration is not refused")

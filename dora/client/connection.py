@@ -12,7 +12,7 @@ from dora.errors import InvalidValue
 from dora.rpc.channel import MAX_MESSAGE_BYTES, Metadata, bearer, check_message_bytes, open_channel
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
 
-COUNT_MOST: Final = (1 << 31) - 1  # of anything that a message counts; a service allows less
+COUNT_MAX: Final = (1 << 31) - 1  # of anything that a message counts; a service allows less
 
 Reply = TypeVar("Reply", covariant=True)
 Stub = TypeVar("Stub")
@@ -125,5 +125,5 @@ class Patience:
 
 def check_count(field: str, value: int) -> None:
     """Raises InvalidValue for what no message holds."""
-    if type(value) is not int or not 0 <= value <= COUNT_MOST:
-        raise InvalidValue(field, value, f"a whole number from 0 to {COUNT_MOST}")
+    if type(value) is not int or not 0 <= value <= COUNT_MAX:
+        raise InvalidValue(field, value, f"a whole number from 0 to {COUNT_MAX}")

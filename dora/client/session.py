@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import grpc
 
-from dora.client.connection import COUNT_MOST, Connection, Patience
+from dora.client.connection import COUNT_MAX, Connection, Patience
 from dora.client.deltas import Uploaded
 from dora.client.modules import config_of, is_module, unwrapped
 from dora.client.publication import Weights, canary_of, take_weights, upload
@@ -161,8 +161,8 @@ class Session:
         :meth:`Trainer.steps` does it by itself; call it to learn the model's folder before. Raises InvalidValue where
         the service refuses ``groups``, Unauthenticated, ServiceUnavailable when ``connect_s`` is over.
         """
-        if isinstance(groups, bool) or not isinstance(groups, Integral) or not 0 <= groups <= COUNT_MOST:
-            raise InvalidValue("groups", groups, f"a number from 1 to {COUNT_MOST}, or 0 for what the service has")
+        if isinstance(groups, bool) or not isinstance(groups, Integral) or not 0 <= groups <= COUNT_MAX:
+            raise InvalidValue("groups", groups, f"a number from 1 to {COUNT_MAX}, or 0 for what the service has")
         self._groups_per_step, self._begun = int(groups), False
         patience = Patience(self._connect_s)
         while True:
@@ -281,7 +281,7 @@ class Session:
 
     async def _stay(self, stub: TrainerStub, epoch: int) -> None:
         """Holds a call open, by whose end the service knows that this trainer has left. Nothing else depends on it."""
-        call = stub.Stay(pb.StayRequest(trainer_epoch=epoch), metadata=self.connection.metadata)
+        call = stub.KeepAlive(pb.KeepAliveRequest(trainer_epoch=epoch), metadata=self.connection.metadata)
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for _ in call:
                 pass

@@ -151,7 +151,7 @@ class Balance:
         """
         worker = self._state.worker_list[index]
         assert worker is not None, f"a version for index {index}, which no worker has"
-        if version in self._state.window.withheld:
+        if version in self._state.window.quarantined:
             version = self._state.window.newest_sound
         if evaluation.keeps(self._state, worker):
             return

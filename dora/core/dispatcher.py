@@ -9,13 +9,13 @@ import numpy as np
 
 from dora.core.fleet.worker import Worker
 from dora.core.forecast.cost import CostModel
-from dora.core.groups.line import Backlog, Entry, Line
+from dora.core.groups.queues import Backlog, QueuedPrompt, WaitingRequests
 from dora.core.rules import admission, handoff, placement
 from dora.core.state import State, unfinished
 from dora.core.table import Column
 from dora.errors import IllegalTransition
 
-NO_LINE = Line()
+NO_LINE = WaitingRequests()
 
 
 class Dispatcher:
@@ -27,7 +27,7 @@ class Dispatcher:
         self.window = state.window
         self.newest = state.window.newest_sound
         self.members = len(state.workers)
-        self.rhythm = state.rhythm
+        self.rates = state.rates
         self.requests = state.requests
         self.cost: CostModel | None = state.cost
 
@@ -43,7 +43,7 @@ class Dispatcher:
         """How many groups of this version should begin now: what the window allows, as far as steps will want it."""
         return admission.admissible(self._state, version)
 
-    def line(self, version: int) -> Line:
+    def waiting_requests(self, version: int) -> WaitingRequests:
         """Admitted requests of this version that no worker holds, the parked ones among them."""
         return self._state.waiting.get(version, NO_LINE)
 
@@ -116,7 +116,9 @@ class Dispatcher:
         else:
             handoff.resume(self._state, row, pool, worker)
 
-    def admit(self, entry: Entry, version: int, rank: Callable[[Entry, float], float] | None = None) -> None:
+    def admit(
+        self, entry: QueuedPrompt, version: int, rank: Callable[[QueuedPrompt, float], float] | None = None
+    ) -> None:
         """A prompt on offer becomes a group of this version; its requests stand in line. Raises where C3 forbids it.
 
         ``rank`` of the entry and a request's expected tokens orders the line: the lowest starts first, equal ones as

@@ -250,7 +250,7 @@ class VersionArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionGone:
+class VersionUnavailable:
     """No host has the weights of this version any more: nobody can load it until it is published anew."""
 
     version: int
@@ -444,7 +444,7 @@ Event = (
     | HostJoined
     | HostLost
     | VersionArrived
-    | VersionGone
+    | VersionUnavailable
     | PoolJoined
     | PoolLost
     | PoolDropped

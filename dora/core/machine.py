@@ -11,16 +11,16 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.balance import Balance
 from dora.core.commands import Command
-from dora.core.groups.need import Need
+from dora.core.groups.freshness import Freshness
 from dora.core.policies import POLICIES, policy_of
 from dora.core.policy import Policy
 from dora.core.rules import (
     admission,
     arrival,
     evaluation,
-    fleet,
     handoff,
     lifecycle,
+    membership,
     parking,
     rejection,
     restoring,
@@ -42,8 +42,8 @@ class Machine:
         """``policy``: instead of the one that the configuration names."""
         self._state = State(config)
         strategy = POLICIES.get(config.balance.policy)
-        if strategy is not None and not strategy.by_need:
-            self._state.need = Need(0.0)
+        if strategy is not None and not strategy.by_freshness:
+            self._state.freshness = Freshness(0.0)
         self._balance = Balance(self._state, policy or policy_of(config.balance, config.window))
         self._scheduler = Scheduler(self._state, self._balance)
         self._drops = config.selection.redundant_fraction > 0
@@ -54,10 +54,10 @@ class Machine:
         assert not state.out
         try:
             counts = _HANDLERS[type(event)](state, event) is not False
-            if state.doubts:
+            if state.suspects:
                 rejection.judge(state)
             if state.gone:
-                rejection.ask_for_gone(state)
+                rejection.ask_for_unavailable(state)
             trigger = self._balance.trigger(event) if counts else None
             if trigger is not None:
                 self._balance.rebalance(trigger)
@@ -140,7 +140,7 @@ def _arrived(state: State, event: on.VersionArrived) -> bool:
 
 def _tick(state: State, _event: on.Tick) -> None:
     handoff.overdue(state)
-    fleet.overdue(state)
+    membership.overdue(state)
     evaluation.end_unhosted(state)
     state.worklist.wake()  # what rested may go on
 
@@ -153,7 +153,7 @@ def _done(state: State, event: on.CommandDone) -> None:
     if pending.handoff is not None:
         handoff.done(state, pending, event)
     elif isinstance(pending.command, do.LoadVersion):
-        fleet.load_done(state, pending, event)
+        membership.load_done(state, pending, event)
     elif isinstance(pending.command, do.StartRequest):
         _start_done(state, pending.command, event)
 
@@ -180,7 +180,7 @@ def _start_done(state: State, command: do.StartRequest, event: on.CommandDone) -
         group_id = state.group_id[int(state.requests["group"][row])]
         lifecycle.cancel(state, on.GroupCancelled(group_id, event.error))
     else:
-        fleet.evict(state, worker, f"{command.request_id} could not start: {event.error}")
+        membership.evict(state, worker, f"{command.request_id} could not start: {event.error}")
 
 
 # False is the answer to an event of an epoch that is over.
@@ -192,8 +192,8 @@ _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.GroupCancelled: lifecycle.cancel,
     on.EvaluationAsked: evaluation.asked,
     on.EvaluationCancelled: evaluation.cancelled,
-    on.WorkerJoined: fleet.joined,
-    on.WorkerLost: fleet.lost,
+    on.WorkerJoined: membership.joined,
+    on.WorkerLost: membership.lost,
     on.TokensReported: lifecycle.tokens_reported,
     on.Progress: lifecycle.progress,
     on.CommandDone: _done,
@@ -201,7 +201,7 @@ _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.HostJoined: arrival.joined,
     on.HostLost: arrival.lost,
     on.VersionArrived: _arrived,
-    on.VersionGone: rejection.gone,
+    on.VersionUnavailable: rejection.gone,
     on.PoolJoined: parking.joined,
     on.PoolLost: parking.lost,
     on.PoolDropped: parking.dropped,
@@ -213,6 +213,6 @@ _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.Tick: _tick,
     on.StorageChanged: admission.storage_changed,
     on.MigrateAsked: handoff.asked,
-    on.DrainAsked: fleet.drain,
+    on.DrainAsked: membership.drain,
     on.RebalanceAsked: lambda _state, _event: None,  # balance.TRIGGERS has it
 }

@@ -53,14 +53,14 @@ def _admissible(state: State, version: int) -> int:
 def _seen(requests: Table, window: Window) -> Column:
     """Unfinished requests, without those of a withheld version: no worker can take them now."""
     mask = unfinished(requests)
-    return mask & ~np.isin(requests["version"], list(window.withheld)) if window.withheld else mask
+    return mask & ~np.isin(requests["version"], list(window.quarantined)) if window.quarantined else mask
 
 
 def _worker_columns(state: State) -> WorkerColumns:
     hosted, held = state.hosting.columns(len(state.worker_list)), state.loads.columns(state.worker_list)
-    target, withheld = hosted["target"], state.window.withheld
-    if withheld:
-        target[np.isin(target, list(withheld))] = -1
+    target, quarantined = hosted["target"], state.window.quarantined
+    if quarantined:
+        target[np.isin(target, list(quarantined))] = -1
     return WorkerColumns(
         alive=hosted["alive"].astype(bool),
         loaded=hosted["loaded"],

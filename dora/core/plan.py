@@ -13,7 +13,7 @@ class Trigger(Enum):
     PRESSURE = "pressure"  # a worker's KV use is above the threshold, or requests queue up
     TIME = "time"  # the period is over
     MEMBERSHIP = "membership"  # a worker came or went, or a version's last worker did
-    STARVED = "drained"  # a worker of an old version has nothing left to do
+    STARVED = "starved"  # a worker of an old version has nothing left to do
     OPERATOR = "operator"
 
 

@@ -14,7 +14,7 @@
 from dora.core.balance import Balance
 from dora.core.dispatcher import Dispatcher
 from dora.core.plan import Trigger
-from dora.core.rules import evaluation, fleet
+from dora.core.rules import evaluation, membership
 from dora.core.rules.admission import admissible, draw
 from dora.core.rules.lifecycle import retire
 from dora.core.state import State
@@ -48,7 +48,7 @@ class Scheduler:
         self._balance.begin_moves()
         self._balance.relieve()
         touched = worklist.take_touched()
-        fleet.settle(state, touched)
+        membership.settle(state, touched)
         self._balance.policy.dispatch(Dispatcher(state))
         draw(state)
         for index in (*touched, *worklist.touched):
@@ -70,9 +70,13 @@ class Scheduler:
     def _without_worker(self) -> frozenset[int]:
         """The versions that requests wait for while no worker hosts them or is to host them; none that is withheld."""
         state = self._state
-        waited = {version for version, line in state.waiting.items() if line and not state.workers_of(version)}
+        waited = {
+            version
+            for version, waiting_requests in state.waiting.items()
+            if waiting_requests and not state.workers_of(version)
+        }
         if waited:
-            waited -= state.window.withheld
+            waited -= state.window.quarantined
             waited -= {worker.target for worker in state.workers.values() if not worker.draining}
         return frozenset(waited)
 

@@ -16,12 +16,12 @@ from dora.core.fleet.worker import Worker
 from dora.core.forecast.adaptive import AdaptiveSize
 from dora.core.forecast.cost import CostModel
 from dora.core.forecast.prediction import PREDICTORS, PromptTraits
-from dora.core.forecast.rhythm import Rhythm
+from dora.core.forecast.rates import Rates
 from dora.core.groups.evaluations import Evaluations
-from dora.core.groups.line import Backlog, Line
-from dora.core.groups.need import Need
+from dora.core.groups.freshness import Freshness
+from dora.core.groups.queues import Backlog, WaitingRequests
 from dora.core.groups.window import Window
-from dora.core.handoff.handoff_table import Handoff
+from dora.core.handoff.table import Handoff
 from dora.core.table import Column, Table
 from dora.core.worklist import Worklist
 
@@ -66,7 +66,7 @@ class Refusal:
 
 
 @dataclass(slots=True)
-class Doubt:
+class SuspectVersion:
     """A version that nobody has loaded well and somebody has refused."""
 
     refusals: dict[str, Refusal] = field(default_factory=dict)  # by worker id
@@ -109,8 +109,8 @@ class State:
         self.adaptive = AdaptiveSize(config.window) if config.window.is_adaptive else None
         self.predictor = PREDICTORS[config.balance.predictor]()
         self.cost = CostModel.of(config.balance.cost) if config.balance.cost is not None else None
-        self.rhythm = Rhythm()
-        self.need = Need(config.window.freshness)
+        self.rates = Rates()
+        self.freshness = Freshness(config.window.freshness)
         self.out: list[Command] = []
         self.now_s = 0.0
         # prompts
@@ -157,7 +157,7 @@ class State:
         self.request_id: dict[int, str] = {}
         self.request_row: dict[str, int] = {}
         self.traits: dict[int, PromptTraits] = {}  # group row -> what lengths are predicted from
-        self.waiting: dict[int, Line] = {}  # version -> request rows on no worker
+        self.waiting: dict[int, WaitingRequests] = {}  # version -> request rows on no worker
         self.finished: dict[int, deque[int]] = {}  # deadline -> group rows that wait for a step, where there are any
         self.evaluations = Evaluations()  # beside all of that
         # trainer
@@ -171,7 +171,7 @@ class State:
         self.missing: set[int] = set()  # kept versions that the service's own store has not, though it should
         # what workers make of versions (rejection.py)
         self.proven: set[int] = set()  # kept versions that some worker has loaded well
-        self.doubts: dict[int, Doubt] = {}  # version -> who has refused it so far
+        self.suspects: dict[int, SuspectVersion] = {}  # version -> who has refused it so far
         self.rejected: dict[int, RejectVersion] = {}  # version -> why, until it is published anew
         self.gone: dict[int, str] = {}  # kept versions whose weights no host has any more -> why
         self.asked: set[int] = set()  # versions that were rejected since the last commit, and are not published anew
@@ -308,7 +308,7 @@ class State:
     def wait_first(self, row: int) -> None:
         """The request waits from now on, before those of its version that have not begun."""
         self.requests["status"][row] = RequestStatus.WAITING
-        self.waiting.setdefault(int(self.requests["version"][row]), Line()).push_first(row)
+        self.waiting.setdefault(int(self.requests["version"][row]), WaitingRequests()).push_first(row)
         self.worklist.wake()
 
     def park(self, row: int, pool: Pool, kv_tokens: int) -> None:
@@ -349,13 +349,13 @@ class State:
 
         What it has and has not told was generated before: it says nothing of its pace.
         """
-        requests, places = self.requests, np.array(rows, np.int64)
-        context = requests["prompt_tokens"][places] + requests["tokens"][places]
-        claims = np.maximum(context, requests["prompt_tokens"][places] + requests["expected"][places])
-        requests["status"][places] = RequestStatus.RUNNING
-        requests["placed_s"][places], requests["placed_tokens"][places] = self.now_s, held
-        requests["worker"][places], requests["claim"][places] = worker.index + 1, claims
-        requests["starting"][places] = 0
+        requests, indexes = self.requests, np.array(rows, np.int64)
+        context = requests["prompt_tokens"][indexes] + requests["tokens"][indexes]
+        claims = np.maximum(context, requests["prompt_tokens"][indexes] + requests["expected"][indexes])
+        requests["status"][indexes] = RequestStatus.RUNNING
+        requests["placed_s"][indexes], requests["placed_tokens"][indexes] = self.now_s, held
+        requests["worker"][indexes], requests["claim"][indexes] = worker.index + 1, claims
+        requests["starting"][indexes] = 0
         worker.rows.update(rows)
         worker.kv_claimed += int(claims.sum())
         worker.kv_change += int(context.sum())

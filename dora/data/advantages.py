@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dora.errors import InvalidValue
 
-STD_LEAST: Final = 1e-6  # of a group's rewards; if they differ by less, they are the same reward
+STD_MIN: Final = 1e-6  # of a group's rewards; if they differ by less, they are the same reward
 
 Estimator = Literal["normalized", "centred", "leave-one-out"]
 _Float32Array = npt.NDArray[np.float32]
@@ -79,6 +79,6 @@ def _of_valid(
 ) -> _Float32Array:
     advantages = np.zeros(len(rewards), np.float32)
     chosen = rewards[valid]
-    if len(chosen) >= 2 and chosen.std() > STD_LEAST:
+    if len(chosen) >= 2 and chosen.std() > STD_MIN:
         advantages[valid] = estimate(chosen)
     return advantages

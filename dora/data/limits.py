@@ -9,26 +9,26 @@ from typing import Annotated, Final
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import Strict
 
-WINDOW_MOST: Final = 64
-GROUPS_MOST: Final = 1 << 20
-GROUP_SIZE_MOST: Final = 4096
-WINDOW_REQUESTS_MOST: Final = 1 << 20  # of a service: what its window may hold, as each takes some kilobytes
-TOKENS_MOST: Final = 1 << 30
-PROMPT_TOKENS_MOST: Final = 2048
-ID_CHARACTERS_MOST: Final = 256  # of the name of a prompt or of a task
-TEXT_BYTES_MOST: Final = 4 << 20  # of a prompt's text or chat
-VERIFIER_BYTES_MOST: Final = 1 << 20  # of what a prompt brings for the reward function
-SAMPLING_BYTES_MOST: Final = 16 << 10  # of a prompt's sampling parameters
-STOPS_MOST: Final = 16  # stop strings of a request
-STOP_CHARACTERS_MOST: Final = 128  # of one of them
-STOP_TOKENS_MOST: Final = 64  # stop token ids of a request
-PRIORITY_MOST: Final = 1000  # of a prompt; the least is its opposite
-COUNT_MOST: Final = 1 << 20
-KV_TOKENS_MOST: Final = 1 << 40
+WINDOW_MAX: Final = 64
+GROUPS_MAX: Final = 1 << 20
+GROUP_SIZE_MAX: Final = 4096
+WINDOW_REQUESTS_MAX: Final = 1 << 20  # of a service: what its window may hold, as each takes some kilobytes
+TOKENS_MAX: Final = 1 << 30
+PROMPT_TOKENS_MAX: Final = 2048
+ID_CHARACTERS_MAX: Final = 256  # of the name of a prompt or of a task
+TEXT_BYTES_MAX: Final = 4 << 20  # of a prompt's text or chat
+VERIFIER_BYTES_MAX: Final = 1 << 20  # of what a prompt brings for the reward function
+SAMPLING_BYTES_MAX: Final = 16 << 10  # of a prompt's sampling parameters
+STOPS_MAX: Final = 16  # stop strings of a request
+STOP_CHARACTERS_MAX: Final = 128  # of one of them
+STOP_TOKENS_MAX: Final = 64  # stop token ids of a request
+PRIORITY_MAX: Final = 1000  # of a prompt; the least is its opposite
+COUNT_MAX: Final = 1 << 20
+KV_TOKENS_MAX: Final = 1 << 40
 
 # Of the temperatures that vLLM samples at: it raises one between 0 and 0.01 in silence, and refuses one above 2.
-TEMPERATURE_LEAST: Final = 0.01
-TEMPERATURE_MOST: Final = 2.0
+TEMPERATURE_MIN: Final = 0.01
+TEMPERATURE_MAX: Final = 2.0
 
 Share = Annotated[float, Ge(0.0), Le(1.0)]
 PositiveShare = Annotated[float, Gt(0.0), Le(1.0)]
@@ -41,21 +41,21 @@ Period = Annotated[float, Ge(1e-3), Le(1e5)]  # seconds between two of the same
 Latency = Annotated[float, Ge(0.0), Le(60.0)]  # seconds of one message
 StepSeconds = Annotated[float, Ge(0.0), Le(1e4)]  # of one part of an engine's step
 
-Count = Annotated[int, Ge(1), Le(COUNT_MOST)]  # of accelerators, slots, parts of a batch
-Groups = Annotated[int, Ge(1), Le(GROUPS_MOST)]  # prompt groups of a step
-GroupSize = Annotated[int, Ge(1), Le(GROUP_SIZE_MOST)]
-Versions = Annotated[int, Ge(1), Le(WINDOW_MOST)]  # that may be live
+Count = Annotated[int, Ge(1), Le(COUNT_MAX)]  # of accelerators, slots, parts of a batch
+Groups = Annotated[int, Ge(1), Le(GROUPS_MAX)]  # prompt groups of a step
+GroupSize = Annotated[int, Ge(1), Le(GROUP_SIZE_MAX)]
+Versions = Annotated[int, Ge(1), Le(WINDOW_MAX)]  # that may be live
 Turns = Annotated[int, Ge(1), Le(4096)]  # of one trajectory
-Tokens = Annotated[int, Ge(1), Le(TOKENS_MOST)]  # of one response: its square has to fit into 64 bits
-AddedTokens = Annotated[int, Ge(0), Le(TOKENS_MOST)]  # to one context
-PromptTokens = Annotated[int, Ge(1), Le(PROMPT_TOKENS_MOST)]  # where lognormal prompts are cut
-KvTokens = Annotated[int, Ge(1), Le(KV_TOKENS_MOST)]  # of one engine: the sum over all has to fit into 64 bits
+Tokens = Annotated[int, Ge(1), Le(TOKENS_MAX)]  # of one response: its square has to fit into 64 bits
+AddedTokens = Annotated[int, Ge(0), Le(TOKENS_MAX)]  # to one context
+PromptTokens = Annotated[int, Ge(1), Le(PROMPT_TOKENS_MAX)]  # where lognormal prompts are cut
+KvTokens = Annotated[int, Ge(1), Le(KV_TOKENS_MAX)]  # of one engine: the sum over all has to fit into 64 bits
 
 Bytes = Annotated[float, Ge(0.0), Le(1e18)]
 PositiveBytes = Annotated[float, Ge(1.0), Le(1e18)]  # also: in a second
 TokenBytes = Annotated[float, Ge(1.0), Le(1e12)]  # of one cached token
 
-StopString = Annotated[str, MinLen(1), MaxLen(STOP_CHARACTERS_MOST)]
+StopString = Annotated[str, MinLen(1), MaxLen(STOP_CHARACTERS_MAX)]
 StopTokenId = Annotated[int, Strict(), Ge(0), Le((1 << 31) - 1)]
 
 LogTokens = Annotated[float, Ge(-50.0), Le(50.0)]  # e^21 is the most Tokens

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from dora.data.limits import STOP_CHARACTERS_MOST, STOP_TOKENS_MOST, STOPS_MOST, TEMPERATURE_LEAST, TEMPERATURE_MOST
+from dora.data.limits import STOP_CHARACTERS_MAX, STOP_TOKENS_MAX, STOPS_MAX, TEMPERATURE_MAX, TEMPERATURE_MIN
 from dora.data.strict_json import check_text
 from dora.data.types import SamplingParams, SamplingValue
 from dora.errors import InvalidValue, one_of
@@ -75,7 +75,7 @@ class Listing:
 
 
 DOMAINS: Final[Mapping[str, Domain]] = {
-    "temperature": Domain(float, 0.0, TEMPERATURE_MOST, TEMPERATURE_LEAST),
+    "temperature": Domain(float, 0.0, TEMPERATURE_MAX, TEMPERATURE_MIN),
     "top_p": Domain(float, 1e-9, 1.0),
     "top_k": Domain(int, 0, (1 << 31) - 1),
     "min_p": Domain(float, 0.0, 1.0),
@@ -88,8 +88,8 @@ DOMAINS: Final[Mapping[str, Domain]] = {
     "ignore_eos": Domain(bool),
 }
 LISTS: Final[Mapping[str, Listing]] = {
-    "stop": Listing(str, STOPS_MOST, STOP_CHARACTERS_MOST),
-    "stop_token_ids": Listing(int, STOP_TOKENS_MOST, (1 << 31) - 1),
+    "stop": Listing(str, STOPS_MAX, STOP_CHARACTERS_MAX),
+    "stop_token_ids": Listing(int, STOP_TOKENS_MAX, (1 << 31) - 1),
 }
 PARAMETERS: Final[Mapping[str, Domain | Listing]] = {**DOMAINS, **LISTS}
 _GRAMMARS: Final = (

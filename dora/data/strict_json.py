@@ -10,8 +10,8 @@ from typing import Any, Final, NoReturn
 
 from dora.errors import InvalidValue
 
-DEPTH_MOST: Final = 64  # objects and lists within each other
-DIGITS_MOST: Final = 308  # of a whole number: as many as the largest number with a point has
+DEPTH_MAX: Final = 64  # objects and lists within each other
+DIGITS_MAX: Final = 308  # of a whole number: as many as the largest number with a point has
 
 
 def read_json(text: str, field: str, bytes_most: int) -> Any:
@@ -49,13 +49,13 @@ def json_object(file: Path, field: str) -> dict[str, Any]:
     return found
 
 
-_DEPTH: Final = f"JSON of at most {DEPTH_MOST} objects and lists within each other"
+_DEPTH: Final = f"JSON of at most {DEPTH_MAX} objects and lists within each other"
 
 
 def _check(value: Any, field: str, text: str) -> None:
     """Level by level, so that no depth is too much for the check itself."""
     level = [value]
-    for _ in range(DEPTH_MOST + 1):
+    for _ in range(DEPTH_MAX + 1):
         below: list[Any] = []
         for each in level:
             if isinstance(each, dict):
@@ -84,8 +84,8 @@ def check_text(text: str, field: str) -> None:
 
 
 def _whole(digits: str) -> int:
-    if len(digits) > DIGITS_MOST:
-        raise ValueError(f"a whole number has {len(digits):,} digits, and at most {DIGITS_MOST} are read")
+    if len(digits) > DIGITS_MAX:
+        raise ValueError(f"a whole number has {len(digits):,} digits, and at most {DIGITS_MAX} are read")
     return int(digits)
 
 

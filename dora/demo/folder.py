@@ -4,7 +4,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from dora.data.record import LINES_FILES, TRAJECTORIES_FILE, VERSIONS_FOLDER
+from dora.data.run_record import LINES_FILES, TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.errors import InvalidValue
 
 

@@ -23,12 +23,12 @@ import grpc
 
 from dora.errors import Conflict, DoraError, LimitExceeded
 from dora.host.capacity import capacity_to_wire, chosen_device, gpus
-from dora.host.command import Place
+from dora.host.command import LaunchContext
 from dora.host.files import digest_of, model_files
 from dora.host.folder import MODEL, host_folder, kept_bytes
-from dora.host.keeping import Keeping
-from dora.host.launcher import check_host_name, check_place
-from dora.host.stay import Files, Stay
+from dora.host.launcher import check_host_name, check_zone
+from dora.host.orphaned import Orphaned
+from dora.host.runtime import Files, HostRuntime
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
@@ -45,7 +45,7 @@ JOIN_S: Final = 30.0  # a busy service may not answer at once, and one that is b
 WELCOME_S: Final = 120.0  # the service may hash the model first
 LEAVE_S: Final = 60.0  # workers have so long to be emptied, where the machine is to be shut down
 NAME_S: Final = 90.0  # the service may not know yet that this machine's earlier agent is gone
-MESSAGES_MOST: Final = 1024
+MESSAGES_MAX: Final = 1024
 AS_THE_SERVICE: Final = -1  # workers
 
 
@@ -62,7 +62,7 @@ class AgentOptions:
     model: str = ""  # the service's model, where this machine has it; empty: it is fetched
     folder: str = ""
     kv_host: str = ""
-    place: str = ""
+    zone: str = ""
     rejoin_s: float = 600.0  # it tries to join again for so long
 
 
@@ -74,7 +74,7 @@ async def run_agent(options: AgentOptions, stop: asyncio.Event, said: Callable[[
     is in use. One that had joined tries for ``rejoin_s`` after a Conflict or a LimitExceeded, too.
     """
     check_host_name(options.name)
-    check_place(options.place)
+    check_zone(options.zone)
     device = chosen_device(options.device, gpus())
     with host_folder(options.folder) as folder:
         digest = ""
@@ -94,7 +94,7 @@ async def _stay_joined(agent: "_Agent", rejoin_s: float, stop: asyncio.Event, sa
     begun_s, joined, pause_s = loop.time(), False, JOIN_PAUSE_S
     while True:
         try:
-            if (reason := await agent.stay()) is not None:
+            if (reason := await agent.runtime()) is not None:
                 return reason
             error: DoraError = ServiceUnavailable("the stream has ended")
         except (ServiceUnavailable, Conflict, LimitExceeded) as refused:  # these may pass
@@ -137,14 +137,14 @@ class _Agent:
         self._folder = folder
         self._stop = stop
         self._said = said
-        self._outbox: asyncio.Queue[pb.HostMessage | None] = asyncio.Queue(MESSAGES_MOST)
-        self._keeping = Keeping(said)
+        self._outbox: asyncio.Queue[pb.HostMessage | None] = asyncio.Queue(MESSAGES_MAX)
+        self._keeping = Orphaned(said)
         self.joined = False  # in the latest stay
 
-    async def stay(self) -> str | None:
+    async def runtime(self) -> str | None:
         """One epoch. Returns why the service let the host go; None where the stream ended without a word."""
         self.joined = False
-        self._outbox = asyncio.Queue(MESSAGES_MOST)
+        self._outbox = asyncio.Queue(MESSAGES_MAX)
         async with open_channel(self._options.address, proxied=False) as channel:
             stub = stubs.HostStub(channel)
             call = stub.Join(self._messages(), metadata=bearer(self._options.token))
@@ -170,9 +170,9 @@ class _Agent:
     async def _stayed(
         self, call: AsyncIterator[pb.HostOrder], stub: stubs.HostStub, welcome: pb.HostWelcome
     ) -> str | None:
-        stay, orders = await self._taken_up(call, stub, welcome)
+        runtime, orders = await self._taken_up(call, stub, welcome)
         working = asyncio.create_task(orders)
-        reporting = asyncio.create_task(self._report(stay))
+        reporting = asyncio.create_task(self._report(runtime))
         stopping = asyncio.create_task(self._leave())
         is_lost = False
         try:
@@ -193,14 +193,14 @@ class _Agent:
             for task in (working, reporting, stopping):
                 task.cancel()
             await asyncio.gather(working, reporting, stopping, return_exceptions=True)
-            if is_lost and welcome.outlives_s and stay.stand_still():
-                self._keeping.keep(stay, welcome.outlives_s)
+            if is_lost and welcome.orphan_timeout_s and runtime.stand_still():
+                self._keeping.keep(runtime, welcome.orphan_timeout_s)
             else:
-                await stay.close()
+                await runtime.close()
 
     async def _taken_up(
         self, call: AsyncIterator[pb.HostOrder], stub: stubs.HostStub, welcome: pb.HostWelcome
-    ) -> tuple[Stay, Coroutine[None, None, str | None]]:
+    ) -> tuple[HostRuntime, Coroutine[None, None, str | None]]:
         """What was kept, if it is to go on, else a new stay once that has ended; each with what it is to do now."""
         if welcome.goes_on:
             kept = self._keeping.take()
@@ -210,9 +210,9 @@ class _Agent:
         await self._keeping.end()
         options = self._options
         model = Path(options.model) if options.model else self._folder / MODEL
-        place = Place(options.address, model, options.name, str(self._folder), options.kv_host)
-        stay = Stay(place, self._device, self._send, has_model=bool(options.model))
-        return stay, stay.run(welcome, call, Files(stub, options.token))
+        context = LaunchContext(options.address, model, options.name, str(self._folder), options.kv_host)
+        runtime = HostRuntime(context, self._device, self._send, has_model=bool(options.model))
+        return runtime, runtime.run(welcome, call, Files(stub, options.token))
 
     async def _leave(self) -> None:
         """Once told to stop: asks the service to empty the host, which then lets it go."""
@@ -221,9 +221,9 @@ class _Agent:
         self._send(pb.HostMessage(leaving=pb.HostLeaving()))
         await asyncio.sleep(LEAVE_S)
 
-    async def _report(self, stay: Stay) -> None:
+    async def _report(self, runtime: HostRuntime) -> None:
         while True:
-            self._send(pb.HostMessage(report=await asyncio.to_thread(stay.report)))
+            self._send(pb.HostMessage(report=await asyncio.to_thread(runtime.report)))
             await asyncio.sleep(REPORT_S)
 
     def _send(self, message: pb.HostMessage) -> None:
@@ -249,5 +249,5 @@ class _Agent:
             model_digest=self._digest or self._keeping.model_digest,
             capacity=capacity,
             kept=self._keeping.kept(),
-            place=options.place,
+            zone=options.zone,
         )

@@ -6,7 +6,7 @@ The system kills it once the process PARENT has ended, however that ends (prctl(
 import os
 import sys
 
-from dora.system.descendants import die_with
+from dora.system.process_tree import die_with
 
 if __name__ == "__main__":
     die_with(int(sys.argv[1]))

@@ -18,7 +18,7 @@ def pool_id_of(host: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaunchContext:
     """Where a host's processes find what they need. ``folder``: the host's own run folder; empty: the service's.
 
     ``kv_host``: the address at which others reach them; empty: they find out. ``kv_tier``: where the shared tier of
@@ -33,14 +33,14 @@ class Place:
     kv_tier: str = ""
 
 
-def worker_argv(config: WorkersConfig, worker_id: str, place: Place) -> list[str]:
+def worker_argv(config: WorkersConfig, worker_id: str, context: LaunchContext) -> list[str]:
     """The arguments of the Python that runs one worker."""
     options = {
-        "--orchestrator": place.address,
+        "--orchestrator": context.address,
         "--worker-id": worker_id,
-        "--host": place.host,
+        "--host": context.host,
         "--engine": config.engine,
-        "--model": str(place.model),
+        "--model": str(context.model),
         "--slots": config.slots,
         "--kv-tokens": config.kv_tokens,
         "--block-tokens": config.block_tokens,
@@ -49,25 +49,25 @@ def worker_argv(config: WorkersConfig, worker_id: str, place: Place) -> list[str
         "--tensor-parallel": config.tensor_parallel,
         "--pipeline-parallel": config.pipeline_parallel,
         **({"--quantisation": config.quantisation} if config.quantisation else {}),
-        **({"--host-folder": place.folder} if place.folder else {}),
-        **({"--kv-host": place.kv_host} if place.kv_host else {}),
-        **({"--kv-tier": place.kv_tier} if place.kv_tier else {}),
+        **({"--host-folder": context.folder} if context.folder else {}),
+        **({"--kv-host": context.kv_host} if context.kv_host else {}),
+        **({"--kv-tier": context.kv_tier} if context.kv_tier else {}),
     }
     flags = ["--router-replay"] if config.router_replay else []
     return ["-m", WORKER_MODULE, *(str(part) for option in options.items() for part in option), *flags]
 
 
-def pool_argv(config: KvConfig, pool_id: str, place: Place) -> list[str]:
+def pool_argv(config: KvConfig, pool_id: str, context: LaunchContext) -> list[str]:
     """The same of a pool."""
     options = {
-        "--orchestrator": place.address,
+        "--orchestrator": context.address,
         "--pool-id": pool_id,
-        "--host": place.host,
+        "--host": context.host,
         "--memory-mb": config.pool_mb,
         "--spill-mb": config.spill_mb,
         **({"--spill-folder": config.spill_folder} if config.spill_folder else {}),
-        **({"--host-folder": place.folder} if place.folder else {}),
-        **({"--kv-host": place.kv_host} if place.kv_host else {}),
+        **({"--host-folder": context.folder} if context.folder else {}),
+        **({"--kv-host": context.kv_host} if context.kv_host else {}),
     }
     return ["-m", POOL_MODULE, *(str(part) for option in options.items() for part in option)]
 

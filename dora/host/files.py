@@ -14,7 +14,7 @@ from dora.weights.files import WeightFile, hash_file
 from dora.weights.reference import INDEX_FILE, Reference
 
 FILE_CHUNK_BYTES: Final = 1 << 20
-_NAME_MOST: Final = 200
+_NAME_MAX: Final = 200
 
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5", ".index.json")
 
@@ -43,7 +43,7 @@ def digest_of(files: Iterable[WeightFile]) -> str:
 
 def check_plain(name: str) -> str:
     """``name`` itself. Raises InvalidValue for one that would be elsewhere than in its folder."""
-    plain = name.isprintable() and 0 < len(name.encode()) <= _NAME_MOST and not name.startswith(".")
+    plain = name.isprintable() and 0 < len(name.encode()) <= _NAME_MAX and not name.startswith(".")
     if not plain or "/" in name or "\\" in name:
         raise InvalidValue("file name", name, "a plain name, without a folder")
     return name

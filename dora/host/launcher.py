@@ -12,9 +12,9 @@ from typing import Final, Protocol
 
 from dora.errors import DoraError, InvalidValue
 
-WORKERS_MOST: Final = 256  # of one host
+WORKERS_MAX: Final = 256  # of one host
 HOST_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
-PLACE: Final = re.compile(r"[A-Za-z0-9._/-]{0,64}")
+ZONE: Final = re.compile(r"[A-Za-z0-9._/-]{0,64}")
 LOCAL: Final = "local"  # the service's own host
 
 
@@ -57,11 +57,11 @@ class Launcher(Protocol):
 
 def scaled(prefix: str, present: Collection[str], workers: int) -> Scaled:
     """What takes a host with the workers ``present`` to so many: the lowest free numbers begin, the highest leave."""
-    if not 0 <= workers <= WORKERS_MOST:
-        raise InvalidValue("workers", workers, f"0 to {WORKERS_MOST} on one host")
+    if not 0 <= workers <= WORKERS_MAX:
+        raise InvalidValue("workers", workers, f"0 to {WORKERS_MAX} on one host")
     ordered = sorted(present, key=lambda name: number_of(prefix, name))
     surplus = tuple(ordered[workers:])
-    free = (name for index in range(WORKERS_MOST) if (name := worker_name(prefix, index)) not in present)
+    free = (name for index in range(WORKERS_MAX) if (name := worker_name(prefix, index)) not in present)
     started = tuple(next(free) for _ in range(workers - len(present)))
     return Scaled(started, surplus)
 
@@ -88,8 +88,8 @@ def check_host_name(name: str) -> str:
     return name
 
 
-def check_place(place: str) -> str:
+def check_zone(zone: str) -> str:
     """``place`` itself: where a host is; empty: where the service is. Raises InvalidValue for what is no name."""
-    if not PLACE.fullmatch(place):
-        raise InvalidValue("place", place[:80], "at most 64 letters, digits, '.', '_', '/' or '-'")
-    return place
+    if not ZONE.fullmatch(zone):
+        raise InvalidValue("place", zone[:80], "at most 64 letters, digits, '.', '_', '/' or '-'")
+    return zone

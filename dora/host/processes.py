@@ -19,7 +19,7 @@ from typing import BinaryIO
 from dora.config import WorkersConfig
 from dora.host.command import WAIT_OPTION, WORKER_MODULE
 from dora.host.launcher import Scaled, WorkerStartError, scaled, worker_name
-from dora.host.living import Adopted, Living
+from dora.host.survivors import Adopted, Survivors
 
 log = logging.getLogger("dora.service")
 
@@ -78,7 +78,7 @@ class Processes:
         pool_ids: Iterable[str] = (),
         prefix: str = "",
         bound: bool = False,
-        living: Living | None = None,
+        living: Survivors | None = None,
     ) -> None:
         """``living``: where the processes are written down, for a later life of the service; None: nowhere."""
         self._config = config

@@ -19,12 +19,12 @@ from typing import Final
 
 import numpy as np
 
-from dora.journal import facts, frames
-from dora.journal.facts import Column, Fact
+from dora.journal import frames, records
+from dora.journal.records import Column, LogRecord
 
 PART_BYTES: Final = 4 << 20  # of what is alive, written anew at once
 TOKEN_BYTES: Final = 8
-STRETCH_BYTES: Final = 16  # about
+SPAN_BYTES: Final = 16  # about
 
 
 @dataclass(slots=True)
@@ -51,8 +51,8 @@ class Share:
     def gather(self) -> None:
         """One cell an owner."""
         if len(self.owners) > 1:
-            owners, places = np.unique(np.concatenate(self.owners), return_inverse=True)
-            owned = np.bincount(places, np.concatenate(self.owned_bytes)).astype(np.int64)
+            owners, positions = np.unique(np.concatenate(self.owners), return_inverse=True)
+            owned = np.bincount(positions, np.concatenate(self.owned_bytes)).astype(np.int64)
             self.owners, self.owned_bytes = [owners], [owned]
 
     def live_bytes(self, live: "Live") -> int:
@@ -72,8 +72,8 @@ class Live:
         """bool, one an owner."""
         alive = np.isin(-owners, self._arrivals)
         if len(self._firsts):
-            places = np.searchsorted(self._firsts, owners, "right") - 1
-            alive |= (places >= 0) & (owners < self._ends[places])
+            positions = np.searchsorted(self._firsts, owners, "right") - 1
+            alive |= (positions >= 0) & (owners < self._ends[positions])
         return alive
 
 
@@ -87,7 +87,7 @@ class Compaction:
         self._live = Live([], [], [])
         self.unasked: set[int] = set()  # owners that are alive, and of which no segment says what was asked for
         self._chosen: int | None = None  # the segment that is to go next
-        self._parts: Iterator[list[Fact]] | None = None
+        self._parts: Iterator[list[LogRecord]] | None = None
         self._writing = -1
         self._damaged: set[int] = set()  # segments that stay while something is alive: a start tells what is lost
 
@@ -122,10 +122,10 @@ class Compaction:
         self._shares[number] = Share(path, base)
         self._writing = number
 
-    def count(self, fact: Fact, size_bytes: int) -> None:
+    def count(self, record: LogRecord, size_bytes: int) -> None:
         """A fact has been written, into the segment that is written now."""
-        count(self._shares[self._writing], fact, size_bytes)
-        self.unasked -= asked_by(fact)
+        count(self._shares[self._writing], record, size_bytes)
+        self.unasked -= asked_by(record)
 
     def changed(self, numbers: list[int], sizes: list[int], arrivals: list[int]) -> None:
         """Who is alive has changed, as ``Ledger.live_numbers`` says."""
@@ -148,7 +148,7 @@ class Compaction:
             self._chosen = least
             self._parts = self._moved(least) if alive[least] else iter(())
 
-    def next_part(self) -> list[Fact]:
+    def next_part(self) -> list[LogRecord]:
         """What is to be written anew of the chosen segment before it may go; empty: nothing more is.
 
         Raises OSError where it cannot be read: it stays, and is read from the beginning another time.
@@ -173,24 +173,24 @@ class Compaction:
         """What was to be written anew could not be: from the beginning, another time."""
         self._chosen = self._parts = None
 
-    def _moved(self, number: int) -> Iterator[list[Fact]]:
+    def _moved(self, number: int) -> Iterator[list[LogRecord]]:
         """What is alive in a segment, in parts. Raises OSError where it cannot be read, or not all of it."""
         share = self._shares[number]
         segment = frames.opened(share.path)
         if segment is None:
             raise self._rotten(number, f"{share.path}: its header is damaged")
-        tokens: list[facts.Tokens] = []
-        others: list[Fact] = []
+        tokens: list[records.Tokens] = []
+        others: list[LogRecord] = []
         held = 0
         for _, body in frames.records(segment, share.end):
-            fact = self._alive(facts.decoded(body, segment.schema))
-            if fact is None:
+            record = self._alive(records.decoded(body, segment.schema))
+            if record is None:
                 continue
             held += len(body)
-            if isinstance(fact, facts.Tokens):
-                tokens.append(fact)
+            if isinstance(record, records.Tokens):
+                tokens.append(record)
             else:
-                others.append(fact)
+                others.append(record)
             if held >= PART_BYTES:
                 yield _part(others, tokens)
                 tokens, others, held = [], [], 0
@@ -205,53 +205,53 @@ class Compaction:
         self._damaged.add(number)
         return OSError(errno.EIO, why)
 
-    def _alive(self, fact: Fact) -> Fact | None:
+    def _alive(self, record: LogRecord) -> LogRecord | None:
         """What of a fact belongs to somebody who is alive; None: nothing."""
-        owners = owners_of(fact)
+        owners = owners_of(record)
         if owners is None:
             return None
         alive = self._live.has(owners[0])
         if alive.all():
-            return fact
+            return record
         if not alive.any():
             return None
-        if isinstance(fact, facts.Tokens):
-            return facts.only(fact, alive)
-        assert isinstance(fact, facts.Submitted)
-        kept = [place for place, stays in enumerate(alive.tolist()) if stays]
-        return replace(fact, arrivals=[fact.arrivals[k] for k in kept], prompts=[fact.prompts[k] for k in kept])
+        if isinstance(record, records.Tokens):
+            return records.only(record, alive)
+        assert isinstance(record, records.Submitted)
+        kept = [position for position, stays in enumerate(alive.tolist()) if stays]
+        return replace(record, arrivals=[record.arrivals[k] for k in kept], prompts=[record.prompts[k] for k in kept])
 
 
-def count(share: Share, fact: Fact, size_bytes: int) -> None:
+def count(share: Share, record: LogRecord, size_bytes: int) -> None:
     """A fact of so many bytes is in this segment."""
-    owners = owners_of(fact)
+    owners = owners_of(record)
     if owners is None:
         share.size_bytes += size_bytes
     else:
         share.add(*owners, size_bytes)
-    share.asked |= asked_by(fact)
+    share.asked |= asked_by(record)
 
 
-def asked_by(fact: Fact) -> set[int]:
+def asked_by(record: LogRecord) -> set[int]:
     """The owners of which a fact says what was asked for."""
-    if isinstance(fact, facts.Admitted):
-        return {fact.number}
-    if isinstance(fact, facts.Submitted):
-        return {-arrival for arrival in fact.arrivals}
+    if isinstance(record, records.Admitted):
+        return {record.number}
+    if isinstance(record, records.Submitted):
+        return {-arrival for arrival in record.arrivals}
     return set()
 
 
-def owners_of(fact: Fact) -> tuple[Column, Column] | None:
+def owners_of(record: LogRecord) -> tuple[Column, Column] | None:
     """To whom a fact belongs, and how many bytes of it to each; None: to nobody."""
-    if isinstance(fact, facts.Tokens):
-        owned = fact.counts.astype(np.int64) * TOKEN_BYTES + STRETCH_BYTES
-        return fact.numbers, owned + fact.routed_bytes if len(fact.routed_bytes) else owned
-    if isinstance(fact, facts.Verdict):
-        return np.array([fact.number]), np.array([64 + len(fact.log)])
-    if isinstance(fact, facts.Admitted):
-        return np.array([fact.number]), np.array([_prompt_bytes(fact.prompt)])
-    if isinstance(fact, facts.Submitted):
-        return -np.array(fact.arrivals, np.int64), np.array([_prompt_bytes(each) for each in fact.prompts])
+    if isinstance(record, records.Tokens):
+        owned = record.counts.astype(np.int64) * TOKEN_BYTES + SPAN_BYTES
+        return record.numbers, owned + record.routed_bytes if len(record.routed_bytes) else owned
+    if isinstance(record, records.Verdict):
+        return np.array([record.number]), np.array([64 + len(record.log)])
+    if isinstance(record, records.Admitted):
+        return np.array([record.number]), np.array([_prompt_bytes(record.prompt)])
+    if isinstance(record, records.Submitted):
+        return -np.array(record.arrivals, np.int64), np.array([_prompt_bytes(each) for each in record.prompts])
     return None
 
 
@@ -260,5 +260,5 @@ def _prompt_bytes(prompt: list[object]) -> int:
     return 64 + sum(len(part) for part in prompt if isinstance(part, str | bytes))
 
 
-def _part(others: list[Fact], tokens: list[facts.Tokens]) -> list[Fact]:
-    return [*others, facts.joined(tokens)] if tokens else others
+def _part(others: list[LogRecord], tokens: list[records.Tokens]) -> list[LogRecord]:
+    return [*others, records.joined(tokens)] if tokens else others

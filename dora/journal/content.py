@@ -6,10 +6,10 @@ from typing import Final
 
 import numpy as np
 
-from dora.journal import facts
+from dora.journal import records
 from dora.journal.compaction import Live
-from dora.journal.facts import Column, Tokens, Verdict
 from dora.journal.ledger import OPEN, LiveGroup
+from dora.journal.records import Column, Tokens, Verdict
 
 SIFT_BYTES: Final = 64 << 20  # of what is kept, once it has grown by so much and doubled, the dead are left out
 TOKEN: Final = np.dtype([("token_id", "<i4"), ("logprob", "<f4")])
@@ -25,7 +25,7 @@ class Requests:
     ends: Column  # indexes of FINISH_REASONS: 0, not finished
     heard_at: Column  # when its last tokens came; 0: none did
     stops: dict[int, str]
-    stays: dict[int, list[tuple[str, int, str]]]  # worker, first token, arrival
+    segment_starts: dict[int, list[tuple[str, int, str]]]  # worker, first token, arrival
     routed: dict[int, bytes]
     verdicts: dict[int, Verdict]
     damaged: list[int]  # groups, by their place, of which something is lost that came before what is there
@@ -77,17 +77,17 @@ class Content:
         firsts = _joined([each.first_tokens for each in tokens], np.int64)
         ends = _joined([_filled(each.ends, len(each.numbers), np.uint8) for each in tokens], np.uint8)
         ats = _joined([each.ats if len(each.ats) else np.full(len(each.numbers), each.at) for each in tokens], float)
-        places = self._places(numbers)
-        live = np.flatnonzero(places >= 0)
-        order = live[np.lexsort((counts[live], firsts[live], places[live]))]
-        twice = _repeated(places[order], firsts[order], counts[order])
-        places[order[twice]] = -1
+        positions = self._positions(numbers)
+        live = np.flatnonzero(positions >= 0)
+        order = live[np.lexsort((counts[live], firsts[live], positions[live]))]
+        twice = _repeated(positions[order], firsts[order], counts[order])
+        positions[order[twice]] = -1
         order = order[~twice]
-        place, count, first = places[order], counts[order], firsts[order]
+        position, count, first = positions[order], counts[order], firsts[order]
         reached = np.cumsum(count)
         begins = np.zeros(total + 1, np.int64)
-        begins[1:] = np.cumsum(np.bincount(place, count, total)) if len(place) else 0
-        broken = first != reached - count - begins[place]
+        begins[1:] = np.cumsum(np.bincount(position, count, total)) if len(position) else 0
+        broken = first != reached - count - begins[position]
         requests = Requests(
             begins[:-1],
             np.diff(begins),
@@ -97,30 +97,35 @@ class Content:
             {},
             {},
             {},
-            {int(place): each for each in verdicts for place in self._places(np.array([each.number])) if place >= 0},
+            {
+                int(position): each
+                for each in verdicts
+                for position in self._positions(np.array([each.number]))
+                if position >= 0
+            },
             [],
         )
-        np.maximum.at(requests.ends, place, ends[order])
-        np.maximum.at(requests.heard_at, place, ats[order])
+        np.maximum.at(requests.ends, position, ends[order])
+        np.maximum.at(requests.heard_at, position, ats[order])
         targets = np.full(len(numbers), -1, np.int64)  # of each stretch, where its tokens go
         targets[order] = reached - count
-        _spread(requests, tokens, places, targets)
-        self._check(requests, place[broken])
+        _spread(requests, tokens, positions, targets)
+        self._check(requests, position[broken])
         return requests
 
-    def _places(self, numbers: Column) -> Column:
+    def _positions(self, numbers: Column) -> Column:
         """Of these requests; -1: it is not alive."""
         if not len(self._firsts):
             return np.full(len(numbers), -1, np.int64)
         groups = np.searchsorted(self._firsts, numbers, "right") - 1
         behind = numbers - self._firsts[groups]
-        places: Column = np.where((groups >= 0) & (behind < self._sizes[groups]), self._starts[groups] + behind, -1)
-        return places
+        positions: Column = np.where((groups >= 0) & (behind < self._sizes[groups]), self._starts[groups] + behind, -1)
+        return positions
 
     def _check(self, requests: Requests, broken: Column) -> None:
         """Finds the groups that something is lost of. A verdict on what is not finished, the end being lost, goes."""
-        for place in [each for each in requests.verdicts if not requests.ends[each]]:
-            del requests.verdicts[place]
+        for position in [each for each in requests.verdicts if not requests.ends[each]]:
+            del requests.verdicts[position]
         scored = np.zeros(len(requests), np.bool_)
         scored[list(requests.verdicts)] = True
         lost = set((np.searchsorted(self._starts, broken, "right") - 1).tolist())
@@ -131,38 +136,40 @@ class Content:
         requests.damaged = sorted(lost)
 
 
-def _spread(requests: Requests, tokens: Sequence[Tokens], places: Column, targets: Column) -> None:
+def _spread(requests: Requests, tokens: Sequence[Tokens], positions: Column, targets: Column) -> None:
     """Brings the tokens of each stretch, and what else comes with it, to its request."""
     begin = 0
     routed: dict[int, list[tuple[int, bytes]]] = {}
     for each in tokens:
         end = begin + len(each.numbers)
-        place, target = places[begin:end], targets[begin:end]
+        position, target = positions[begin:end], targets[begin:end]
         counts = each.counts.astype(np.int64)
         begins = np.cumsum(counts) - counts
         cells = np.repeat(target - begins, counts) + np.arange(len(each.token_ids))
-        if (place < 0).any():
-            chosen = np.repeat(place >= 0, counts)
+        if (position < 0).any():
+            chosen = np.repeat(position >= 0, counts)
             cells, token_ids, logprobs = cells[chosen], each.token_ids[chosen], each.logprobs[chosen]
         else:
             token_ids, logprobs = each.token_ids, each.logprobs
         requests.tokens["token_id"][cells] = token_ids
         requests.tokens["logprob"][cells] = logprobs
-        for index, *stay in each.stays:
-            if place[index] >= 0:
-                requests.stays.setdefault(int(place[index]), []).append((stay[0], stay[1], stay[2]))
+        for index, *segment_start in each.segment_starts:
+            if position[index] >= 0:
+                requests.segment_starts.setdefault(int(position[index]), []).append(
+                    (segment_start[0], segment_start[1], segment_start[2])
+                )
         for index, stop in each.stops:
-            if place[index] >= 0:
-                requests.stops[int(place[index])] = stop
+            if position[index] >= 0:
+                requests.stops[int(position[index])] = stop
         if len(each.routed_bytes):
             reached = np.cumsum(each.routed_bytes.astype(np.int64)).tolist()
-            for index in np.flatnonzero((place >= 0) & (each.routed_bytes > 0)).tolist():
+            for index in np.flatnonzero((position >= 0) & (each.routed_bytes > 0)).tolist():
                 rows = each.routed[reached[index] - int(each.routed_bytes[index]) : reached[index]]
-                routed.setdefault(int(place[index]), []).append((int(each.first_tokens[index]), rows))
+                routed.setdefault(int(position[index]), []).append((int(each.first_tokens[index]), rows))
         begin = end
-    for stays in requests.stays.values():
-        stays.sort(key=lambda stay: stay[1])
-    requests.routed = {place: b"".join(rows for _, rows in sorted(parts)) for place, parts in routed.items()}
+    for segment_starts in requests.segment_starts.values():
+        segment_starts.sort(key=lambda segment_start: segment_start[1])
+    requests.routed = {position: b"".join(rows for _, rows in sorted(parts)) for position, parts in routed.items()}
 
 
 def _of_live(tokens: Sequence[Tokens], live: Live) -> list[Tokens]:
@@ -174,7 +181,7 @@ def _of_live(tokens: Sequence[Tokens], live: Live) -> list[Tokens]:
         if chosen.all():
             kept.append(each)
         elif chosen.any():
-            kept.append(facts.only(each, chosen))
+            kept.append(records.only(each, chosen))
     return kept
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Final
 
 from dora.errors import InvalidValue
-from dora.journal import facts, frames
+from dora.journal import frames, records
 from dora.journal.compaction import Compaction, Live, Share, count
 from dora.journal.content import Content, Kept, Requests
-from dora.journal.facts import Fact
 from dora.journal.frames import Hole, Segment
 from dora.journal.ledger import LEDGER_VERSION, Ledger, LiveGroup, disk_fault
 from dora.journal.log import DEFAULT_SIZES, LOG_FOLDER, Sizes
+from dora.journal.records import LogRecord
 
 log = logging.getLogger("dora.journal")
 
@@ -157,10 +157,10 @@ def _read(segments: list[Segment], ledger: Ledger, said: list[str]) -> _Read:
             size_bytes = max(segment.size_bytes, frames.HEADER_BYTES)
             read.shares[segment.number] = Share(segment.path, -1, -1, size_bytes)  # nobody's: it can go
             continue
-        records = list(frames.records(segment, following))
+        raw_records = list(frames.records(segment, following))
         cut = _torn_at(segment) if index == len(segments) - 1 else None
         if cut is not None:
-            records = [(offset, body) for offset, body in records if offset < cut]
+            raw_records = [(offset, body) for offset, body in raw_records if offset < cut]
             said.append(f"{segment.path}: the last {segment.size_bytes - cut} bytes were cut short by a crash")
             _cut(segment, cut)
         share = read.shares[segment.number] = Share(segment.path, segment.base, segment.end)
@@ -169,7 +169,7 @@ def _read(segments: list[Segment], ledger: Ledger, said: list[str]) -> _Read:
             if cut is None or hole.offset < cut:
                 _damaged(segment, hole, known, following is not None, said)
                 share.holes += 1
-        _take(read, share, segment, records, ledger, known)
+        _take(read, share, segment, raw_records, ledger, known)
         read.end = segment.end
     for number, share in read.shares.items():
         _look_for_its_end(share, read.ends.get(number, -1), said)
@@ -191,7 +191,7 @@ def _end_of(segments: list[Segment], index: int) -> int | None:
 
 
 def _look_for_its_end(share: Share, end: int, said: list[str]) -> None:
-    """A segment that was cut between two records looks whole; where it ended, later ones say."""
+    """A segment that was cut between two raw_records looks whole; where it ended, later ones say."""
     if share.base >= 0 and share.end < end:
         share.missing = end - share.end
         said.append(f"{share.path}: {share.missing} bytes at its end are missing")
@@ -199,31 +199,31 @@ def _look_for_its_end(share: Share, end: int, said: list[str]) -> None:
 
 
 def _take(
-    read: _Read, share: Share, segment: Segment, records: list[tuple[int, memoryview]], ledger: Ledger, known: int
+    read: _Read, share: Share, segment: Segment, raw_records: list[tuple[int, memoryview]], ledger: Ledger, known: int
 ) -> None:
     """All that a segment says."""
-    tokens: list[facts.Tokens] = []
-    verdicts: list[facts.Verdict] = []
-    following: list[Fact] = []
-    for offset, body in records:
+    tokens: list[records.Tokens] = []
+    verdicts: list[records.Verdict] = []
+    following: list[LogRecord] = []
+    for offset, body in raw_records:
         size_bytes = frames.HEAD_BYTES + len(body)
-        if facts.kind_of(body) is facts.Event:
+        if records.kind_of(body) is records.Event:
             share.size_bytes += size_bytes
             continue
         try:
-            fact = facts.decoded(body, segment.schema)
+            record = records.decoded(body, segment.schema)
         except InvalidValue as error:
             raise error.within(f"{segment.path}: byte {offset}") from error
-        count(share, fact, size_bytes)
-        if isinstance(fact, facts.Standing):
-            for number, end in fact.ends:
+        count(share, record, size_bytes)
+        if isinstance(record, records.Standing):
+            for number, end in record.ends:
                 read.says_end(number, end)
-        if isinstance(fact, facts.Tokens):
-            tokens.append(fact)
-        elif isinstance(fact, facts.Verdict):
-            verdicts.append(fact)
+        if isinstance(record, records.Tokens):
+            tokens.append(record)
+        elif isinstance(record, records.Verdict):
+            verdicts.append(record)
         elif segment.position(offset) >= known:
-            following.append(fact)
+            following.append(record)
     if following:
         ledger.apply(following, segment.end)
     share.gather()

@@ -17,14 +17,14 @@ import msgpack
 
 from dora.data.types import Prompt
 from dora.errors import InvalidValue
-from dora.journal import facts
-from dora.journal.facts import Fact
+from dora.journal import records
 from dora.journal.frames import SCHEMA_VERSION
+from dora.journal.records import LogRecord
 
 LEDGER_VERSION: Final = 1
 OPEN: Final = -1  # in place of a step: no step has taken the group
-DROPPED_KEPT_MOST: Final = 4096  # cancelled groups' lines, the last ones: a record may lack them
-CANCELLED_KEPT_MOST: Final = 65536  # names that were cancelled: cancelling may be repeated
+DROPPED_KEPT_MAX: Final = 4096  # cancelled groups' lines, the last ones: a record may lack them
+CANCELLED_KEPT_MAX: Final = 65536  # names that were cancelled: cancelling may be repeated
 
 _TEXT_ERRORS: Final = "surrogatepass"
 _ERRNO: Final = {
@@ -94,7 +94,7 @@ class LiveGroup:
     window_versions: int
     at: float
     rows: tuple[int, ...]
-    place: int
+    position: int
     arrival: int
     step: int
     taken: int  # the place in the order in which steps have taken groups
@@ -118,7 +118,7 @@ class Ledger:
             self._database.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {LEDGER_VERSION}; COMMIT;")
         rows = self._database.execute("SELECT name, value FROM standing")
         self.values: dict[str, Any] = _VALUES | {name: _unpacked(value) for name, value in rows}
-        self._places = {place for (place,) in self._database.execute("SELECT place FROM places")}
+        self._positions = {position for (position,) in self._database.execute("SELECT place FROM places")}
         self._is_open = False
         if not version:
             self._note_schema()
@@ -139,7 +139,7 @@ class Ledger:
             raise InvalidValue("ledger: schema version", schema, f"at most {SCHEMA_VERSION}; a newer DORA may read it")
         if schema < SCHEMA_VERSION:
             kept = self._database.execute("SELECT number, fact FROM groups WHERE fact IS NOT NULL").fetchall()
-            rows = [(facts.encoded(facts.decoded(body, schema)), number) for number, body in kept]
+            rows = [(records.encoded(records.decoded(body, schema)), number) for number, body in kept]
             self._database.execute("BEGIN IMMEDIATE")
             self._database.executemany("UPDATE groups SET fact = ? WHERE number = ?", rows)
             self._note_schema()
@@ -155,187 +155,193 @@ class Ledger:
 
     # --------------------------------------------------------------------------------------------------------- writing
 
-    def apply(self, following: Iterable[Fact], position: int) -> None:
+    def apply(self, following: Iterable[LogRecord], position: int) -> None:
         """Applies facts in order; ``position`` is behind the last. All or none: where it raises it is as before."""
-        values, places = dict(self.values), set(self._places)
+        values, positions = dict(self.values), set(self._positions)
         database = self._database
         database.execute("BEGIN IMMEDIATE")
         try:
-            for fact in following:
-                method = _APPLY.get(type(fact))
+            for record in following:
+                method = _APPLY.get(type(record))
                 if method is not None:
-                    method(self, fact)
+                    method(self, record)
             self.values["position"] = position
             changed = [(name, _packed(value)) for name, value in self.values.items() if value != values.get(name)]
             database.executemany("INSERT OR REPLACE INTO standing VALUES (?, ?)", changed)
-            self._write_places(places)
+            self._write_positions(positions)
             database.execute("COMMIT")
         except BaseException:
-            self.values, self._places = values, places
+            self.values, self._positions = values, positions
             if database.in_transaction:
                 database.execute("ROLLBACK")
             raise
 
-    def _write_places(self, before: set[int]) -> None:
-        self._database.executemany("DELETE FROM places WHERE place = ?", [(p,) for p in before - self._places])
-        self._database.executemany("INSERT INTO places VALUES (?)", [(place,) for place in self._places - before])
+    def _write_positions(self, before: set[int]) -> None:
+        self._database.executemany("DELETE FROM places WHERE place = ?", [(p,) for p in before - self._positions])
+        self._database.executemany(
+            "INSERT INTO places VALUES (?)", [(position,) for position in self._positions - before]
+        )
 
-    def _pass(self, place: int) -> None:
+    def _pass(self, position: int) -> None:
         """The source's prompt at this place need not be drawn again."""
-        if place >= self.values["place"]:
-            self._places.add(place)
-            while self.values["place"] in self._places:
-                self._places.discard(self.values["place"])
+        if position >= self.values["place"]:
+            self._positions.add(position)
+            while self.values["place"] in self._positions:
+                self._positions.discard(self.values["place"])
                 self.values["place"] += 1
 
-    def _begun(self, fact: facts.Begun) -> None:
-        self.values |= {"life": fact.life, "config": fact.config}
+    def _begun(self, record: records.Begun) -> None:
+        self.values |= {"life": record.incarnation, "config": record.config}
 
-    def _submitted(self, fact: facts.Submitted) -> None:
-        rows = [(arrival, _packed(prompt)) for arrival, prompt in zip(fact.arrivals, fact.prompts, strict=True)]
+    def _submitted(self, record: records.Submitted) -> None:
+        rows = [(arrival, _packed(prompt)) for arrival, prompt in zip(record.arrivals, record.prompts, strict=True)]
         # one that is named already was written a second time, as its segment was to go, or stands without its prompt
         self._database.executemany(
             "INSERT INTO queued VALUES (?, ?) ON CONFLICT (arrival) DO UPDATE SET prompt = excluded.prompt", rows
         )
-        self.values["next_arrival"] = max([self.values["next_arrival"], *(a + 1 for a in fact.arrivals)])
+        self.values["next_arrival"] = max([self.values["next_arrival"], *(a + 1 for a in record.arrivals)])
 
-    def _let_go(self, fact: facts.LetGo) -> None:
-        self._database.executemany("DELETE FROM queued WHERE arrival = ?", [(each,) for each in fact.arrivals])
-        for place in fact.places:
-            self._pass(place)
-        self._cancel(fact.names)
+    def _let_go(self, record: records.LetGo) -> None:
+        self._database.executemany("DELETE FROM queued WHERE arrival = ?", [(each,) for each in record.arrivals])
+        for position in record.positions:
+            self._pass(position)
+        self._cancel(record.names)
 
     def _cancel(self, names: Iterable[str]) -> None:
         self._database.executemany("INSERT OR IGNORE INTO cancelled VALUES (?)", [(name,) for name in names])
         self._database.execute(
-            "DELETE FROM cancelled WHERE rowid <= (SELECT max(rowid) FROM cancelled) - ?", (CANCELLED_KEPT_MOST,)
+            "DELETE FROM cancelled WHERE rowid <= (SELECT max(rowid) FROM cancelled) - ?", (CANCELLED_KEPT_MAX,)
         )
 
-    def _prompts_ended(self, _fact: facts.PromptsEnded) -> None:
+    def _prompts_ended(self, _fact: records.PromptsEnded) -> None:
         self.values["prompts_ended"] = True
 
-    def _admitted(self, fact: facts.Admitted) -> None:
-        size = len(fact.rows)
-        row = (fact.number, fact.group_id, size, OPEN, 0, facts.encoded(fact))
+    def _admitted(self, record: records.Admitted) -> None:
+        size = len(record.rows)
+        row = (record.number, record.group_id, size, OPEN, 0, records.encoded(record))
         self._database.execute(
             "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO UPDATE SET fact = excluded.fact", row
         )
         values = self.values
-        values["next_number"] = max(values["next_number"], fact.number + size)
-        values["groups_named"] = max(values["groups_named"], int(fact.group_id.removeprefix("g")) + 1)
-        if fact.place >= 0:
-            self._pass(fact.place)
+        values["next_number"] = max(values["next_number"], record.number + size)
+        values["groups_named"] = max(values["groups_named"], int(record.group_id.removeprefix("g")) + 1)
+        if record.position >= 0:
+            self._pass(record.position)
         else:
-            self._database.execute("DELETE FROM queued WHERE arrival = ?", (fact.arrival,))
+            self._database.execute("DELETE FROM queued WHERE arrival = ?", (record.arrival,))
 
-    def _leased(self, fact: facts.Leased) -> None:
+    def _leased(self, record: records.Leased) -> None:
         self.values["taken"] += 1
-        row = (fact.step, self.values["taken"], fact.number)
+        row = (record.step, self.values["taken"], record.number)
         self._database.execute("UPDATE groups SET step = ?, taken = ? WHERE number = ?", row)
 
-    def _dropped(self, fact: facts.Dropped) -> None:
-        self._forget([fact.number])
-        self._database.execute("INSERT OR REPLACE INTO dropped VALUES (?, ?)", (fact.number, fact.line))
+    def _dropped(self, record: records.Dropped) -> None:
+        self._forget([record.number])
+        self._database.execute("INSERT OR REPLACE INTO dropped VALUES (?, ?)", (record.number, record.line))
         self._database.execute(
             "DELETE FROM dropped WHERE number NOT IN (SELECT number FROM dropped ORDER BY number DESC LIMIT ?)",
-            (DROPPED_KEPT_MOST,),
+            (DROPPED_KEPT_MAX,),
         )
-        self._cancel(fact.names)
+        self._cancel(record.names)
 
     def _forget(self, numbers: list[int]) -> None:
         self._database.executemany("DELETE FROM groups WHERE number = ?", [(number,) for number in numbers])
 
-    def _committed(self, fact: facts.Committed) -> None:
-        taken = self._database.execute("SELECT number FROM groups WHERE step = ?", (fact.step,)).fetchall()
+    def _committed(self, record: records.Committed) -> None:
+        taken = self._database.execute("SELECT number FROM groups WHERE step = ?", (record.step,)).fetchall()
         self._forget([number for (number,) in taken])
-        self._database.execute("INSERT OR REPLACE INTO commits VALUES (?, ?, ?)", (fact.step, fact.at, fact.digest))
-        self._database.execute("INSERT OR REPLACE INTO versions VALUES (?, ?, NULL)", (fact.step + 1, fact.digest))
+        self._database.execute(
+            "INSERT OR REPLACE INTO commits VALUES (?, ?, ?)", (record.step, record.at, record.digest)
+        )
+        self._database.execute("INSERT OR REPLACE INTO versions VALUES (?, ?, NULL)", (record.step + 1, record.digest))
         self.values |= {
-            "newest": fact.step + 1,
-            "commit_step": fact.step,
-            "commit_digest": fact.digest,
-            "counters": fact.counters,
-            "learnt": fact.learnt,
+            "newest": record.step + 1,
+            "commit_step": record.step,
+            "commit_digest": record.digest,
+            "counters": record.counters,
+            "learnt": record.learnt,
         }
 
-    def _republished(self, fact: facts.Republished) -> None:
-        self._database.execute("INSERT OR REPLACE INTO versions VALUES (?, ?, NULL)", (fact.version, fact.digest))
-        self.values |= {"republished": fact.version, "republished_digest": fact.digest}
+    def _republished(self, record: records.Republished) -> None:
+        self._database.execute("INSERT OR REPLACE INTO versions VALUES (?, ?, NULL)", (record.version, record.digest))
+        self.values |= {"republished": record.version, "republished_digest": record.digest}
 
-    def _rejected(self, fact: facts.Rejected) -> None:
-        why = _packed([fact.version, fact.reason, fact.worker_ids, fact.canary_difference])
-        self._database.execute("UPDATE versions SET rejected = ? WHERE version = ?", (why, fact.version))
+    def _rejected(self, record: records.Rejected) -> None:
+        why = _packed([record.version, record.reason, record.worker_ids, record.canary_difference])
+        self._database.execute("UPDATE versions SET rejected = ? WHERE version = ?", (why, record.version))
 
-    def _retired(self, fact: facts.Retired) -> None:
-        if not fact.keeps:
-            self._database.execute("DELETE FROM versions WHERE version = ?", (fact.version,))
-        self.values["retired"] = max(self.values["retired"], fact.version + 1)
+    def _retired(self, record: records.Retired) -> None:
+        if not record.keeps:
+            self._database.execute("DELETE FROM versions WHERE version = ?", (record.version,))
+        self.values["retired"] = max(self.values["retired"], record.version + 1)
 
-    def _attached(self, fact: facts.Attached) -> None:
-        self.values |= {"trainer_epoch": fact.trainer_epoch, "groups_per_step": fact.groups_per_step}
+    def _attached(self, record: records.Attached) -> None:
+        self.values |= {"trainer_epoch": record.trainer_epoch, "groups_per_step": record.groups_per_step}
 
-    def _worker_began(self, fact: facts.WorkerBegan) -> None:
-        self.values["worker_epoch"] = max(self.values["worker_epoch"], fact.epoch)
+    def _worker_began(self, record: records.WorkerBegan) -> None:
+        self.values["worker_epoch"] = max(self.values["worker_epoch"], record.epoch)
 
-    def _host_stands(self, fact: facts.HostStands) -> None:
-        hosts = {name: stands for name, stands in self.values["hosts"].items() if name != fact.name}
-        if fact.marks is not None:
-            hosts[fact.name] = [fact.epoch, fact.marks]
-        self.values |= {"hosts": hosts, "host_epoch": max(self.values["host_epoch"], fact.epoch)}
+    def _host_stands(self, record: records.HostStands) -> None:
+        hosts = {name: stands for name, stands in self.values["hosts"].items() if name != record.name}
+        if record.marks is not None:
+            hosts[record.name] = [record.epoch, record.marks]
+        self.values |= {"hosts": hosts, "host_epoch": max(self.values["host_epoch"], record.epoch)}
 
-    def _window_stands(self, fact: facts.WindowStands) -> None:
+    def _window_stands(self, record: records.WindowStands) -> None:
         self.values |= {
-            "window_size": fact.size,
-            "left_behind": fact.left_behind,
-            "short_step": fact.short_step,
+            "window_size": record.size,
+            "left_behind": record.left_behind,
+            "short_step": record.short_step,
         }
 
-    def _renumbered(self, fact: facts.Renumbered) -> None:
+    def _renumbered(self, record: records.Renumbered) -> None:
         """The group is open again, under the new number, with nothing generated."""
         read = "SELECT size, fact FROM groups WHERE number = ?"
-        size, body = self._database.execute(read, (fact.number,)).fetchone() or (0, None)
+        size, body = self._database.execute(read, (record.number,)).fetchone() or (0, None)
         if body is not None:
-            admitted = facts.decoded(body, SCHEMA_VERSION)
-            assert isinstance(admitted, facts.Admitted)
-            body = facts.encoded(replace(admitted, number=fact.new_number))
-        row = (fact.new_number, OPEN, body, fact.number)
+            admitted = records.decoded(body, SCHEMA_VERSION)
+            assert isinstance(admitted, records.Admitted)
+            body = records.encoded(replace(admitted, number=record.new_number))
+        row = (record.new_number, OPEN, body, record.number)
         self._database.execute("UPDATE groups SET number = ?, step = ?, taken = 0, fact = ? WHERE number = ?", row)
-        self.values["next_number"] = max(self.values["next_number"], fact.new_number + size)
+        self.values["next_number"] = max(self.values["next_number"], record.new_number + size)
 
-    def _standing(self, fact: facts.Standing) -> None:
+    def _standing(self, record: records.Standing) -> None:
         """A later segment's beginning: what it does not name has ended in a segment that is gone."""
         database = self._database
-        self.values |= fact.values
-        self._places = set(fact.places)
+        self.values |= record.values
+        self._positions = set(record.positions)
         known = {number for (number,) in database.execute("SELECT number FROM groups")}
-        self._forget(list(known - {number for number, *_ in fact.groups}))
+        self._forget(list(known - {number for number, *_ in record.groups}))
         database.executemany(
             "INSERT INTO groups VALUES (?, ?, ?, ?, ?, NULL)"
             " ON CONFLICT (number) DO UPDATE SET step = excluded.step, taken = excluded.taken",
-            fact.groups,
+            record.groups,
         )
         queued = {arrival for (arrival,) in database.execute("SELECT arrival FROM queued")}
-        database.executemany("DELETE FROM queued WHERE arrival = ?", [(each,) for each in queued - set(fact.arrivals)])
-        database.executemany("INSERT OR IGNORE INTO queued VALUES (?, NULL)", [(each,) for each in fact.arrivals])
+        database.executemany(
+            "DELETE FROM queued WHERE arrival = ?", [(each,) for each in queued - set(record.arrivals)]
+        )
+        database.executemany("INSERT OR IGNORE INTO queued VALUES (?, NULL)", [(each,) for each in record.arrivals])
         database.execute("DELETE FROM versions")
-        database.executemany("INSERT INTO versions VALUES (?, ?, ?)", fact.versions)
-        if fact.dropped is not None:
+        database.executemany("INSERT INTO versions VALUES (?, ?, ?)", record.versions)
+        if record.dropped is not None:
             database.execute("DELETE FROM dropped")
-            database.executemany("INSERT INTO dropped VALUES (?, ?)", fact.dropped)
-        if fact.cancelled is not None:
+            database.executemany("INSERT INTO dropped VALUES (?, ?)", record.dropped)
+        if record.cancelled is not None:
             database.execute("DELETE FROM cancelled")
-            database.executemany("INSERT INTO cancelled VALUES (?)", [(name,) for name in fact.cancelled])
+            database.executemany("INSERT INTO cancelled VALUES (?)", [(name,) for name in record.cancelled])
 
     # --------------------------------------------------------------------------------------------------------- reading
 
-    def standing(self, ends: list[list[int]]) -> facts.Standing:
+    def standing(self, ends: list[list[int]]) -> records.Standing:
         """All that is small, as the first record of a new segment. ``ends``: of those before it."""
         read = self._database.execute
-        return facts.Standing(
+        return records.Standing(
             {name: value for name, value in self.values.items() if name not in _OWN},
             [list(row) for row in read("SELECT number, group_id, size, step, taken FROM groups ORDER BY number")],
             [arrival for (arrival,) in read("SELECT arrival FROM queued ORDER BY arrival")],
-            sorted(self._places),
+            sorted(self._positions),
             [list(row) for row in read("SELECT version, digest, rejected FROM versions ORDER BY version")],
             [list(row) for row in read("SELECT number, line FROM dropped ORDER BY number")],
             self.cancelled(),
@@ -354,16 +360,16 @@ class Ledger:
         queued = self._database.execute("SELECT arrival FROM queued WHERE prompt IS NULL ORDER BY arrival")
         return [name for (name,) in groups], [arrival for (arrival,) in queued]
 
-    def asked(self, owners: Iterable[int]) -> list[Fact]:
+    def asked(self, owners: Iterable[int]) -> list[LogRecord]:
         """What was asked for, of these groups by their numbers, and below 0 of queued prompts by their arrivals."""
-        found: list[Fact] = []
+        found: list[LogRecord] = []
         for owner in sorted(owners):
             if owner >= 0:
                 rows = self._database.execute("SELECT fact FROM groups WHERE number = ?", (owner,))
-                found += [facts.decoded(body, SCHEMA_VERSION) for (body,) in rows if body is not None]
+                found += [records.decoded(body, SCHEMA_VERSION) for (body,) in rows if body is not None]
             else:
                 rows = self._database.execute("SELECT prompt FROM queued WHERE arrival = ?", (-owner,))
-                found += [facts.Submitted([-owner], [_unpacked(prompt)]) for (prompt,) in rows if prompt is not None]
+                found += [records.Submitted([-owner], [_unpacked(prompt)]) for (prompt,) in rows if prompt is not None]
         return found
 
     def groups(self) -> list[LiveGroup]:
@@ -371,20 +377,20 @@ class Ledger:
         found = []
         read = self._database.execute("SELECT number, step, taken, fact FROM groups ORDER BY number")
         for number, step, taken, body in read:
-            fact = facts.decoded(body, SCHEMA_VERSION)
-            assert isinstance(fact, facts.Admitted)
+            record = records.decoded(body, SCHEMA_VERSION)
+            assert isinstance(record, records.Admitted)
             found.append(
                 LiveGroup(
                     number,
-                    fact.group_id,
-                    facts.prompt_of(fact.prompt),
-                    fact.version,
-                    fact.deadline,
-                    fact.window_versions,
-                    fact.at,
-                    tuple(fact.rows),
-                    fact.place,
-                    fact.arrival,
+                    record.group_id,
+                    records.prompt_of(record.prompt),
+                    record.version,
+                    record.deadline,
+                    record.window_versions,
+                    record.at,
+                    tuple(record.rows),
+                    record.position,
+                    record.arrival,
                     step,
                     taken,
                 )
@@ -394,15 +400,15 @@ class Ledger:
     def queued(self) -> list[tuple[int, Prompt]]:
         """The prompts that are queued, each with its arrival."""
         rows = self._database.execute("SELECT arrival, prompt FROM queued ORDER BY arrival")
-        return [(arrival, facts.prompt_of(_unpacked(prompt))) for arrival, prompt in rows]
+        return [(arrival, records.prompt_of(_unpacked(prompt))) for arrival, prompt in rows]
 
-    def places(self) -> set[int]:
+    def positions(self) -> set[int]:
         """Of the source, behind ``values["place"]``: those that need not be drawn again."""
-        return set(self._places)
+        return set(self._positions)
 
-    def rejected(self) -> list[facts.Rejected]:
+    def rejected(self) -> list[records.Rejected]:
         rows = self._database.execute("SELECT rejected FROM versions WHERE rejected IS NOT NULL ORDER BY version")
-        return [facts.Rejected(*_unpacked(why)) for (why,) in rows]
+        return [records.Rejected(*_unpacked(why)) for (why,) in rows]
 
     def versions(self) -> dict[int, bytes]:
         """The versions that were published and not retired, each with the digest that it came under."""
@@ -418,23 +424,23 @@ class Ledger:
 
 
 _APPLY: Final[dict[type, Any]] = {
-    facts.Begun: Ledger._begun,
-    facts.Submitted: Ledger._submitted,
-    facts.LetGo: Ledger._let_go,
-    facts.PromptsEnded: Ledger._prompts_ended,
-    facts.Admitted: Ledger._admitted,
-    facts.Leased: Ledger._leased,
-    facts.Dropped: Ledger._dropped,
-    facts.Committed: Ledger._committed,
-    facts.Republished: Ledger._republished,
-    facts.Rejected: Ledger._rejected,
-    facts.Retired: Ledger._retired,
-    facts.Attached: Ledger._attached,
-    facts.WorkerBegan: Ledger._worker_began,
-    facts.WindowStands: Ledger._window_stands,
-    facts.Renumbered: Ledger._renumbered,
-    facts.Standing: Ledger._standing,
-    facts.HostStands: Ledger._host_stands,
+    records.Begun: Ledger._begun,
+    records.Submitted: Ledger._submitted,
+    records.LetGo: Ledger._let_go,
+    records.PromptsEnded: Ledger._prompts_ended,
+    records.Admitted: Ledger._admitted,
+    records.Leased: Ledger._leased,
+    records.Dropped: Ledger._dropped,
+    records.Committed: Ledger._committed,
+    records.Republished: Ledger._republished,
+    records.Rejected: Ledger._rejected,
+    records.Retired: Ledger._retired,
+    records.Attached: Ledger._attached,
+    records.WorkerBegan: Ledger._worker_began,
+    records.WindowStands: Ledger._window_stands,
+    records.Renumbered: Ledger._renumbered,
+    records.Standing: Ledger._standing,
+    records.HostStands: Ledger._host_stands,
 }
 
 

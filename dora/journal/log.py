@@ -25,9 +25,9 @@ from typing import Any, Final
 
 from dora.journal import frames
 from dora.journal.compaction import Compaction
-from dora.journal.facts import Event, Fact, Tokens, Verdict, encoded
 from dora.journal.ledger import Ledger, disk_fault
-from dora.system.outfile import sync_folder
+from dora.journal.records import Event, LogRecord, Tokens, Verdict, encoded
+from dora.system.files import sync_folder
 
 log = logging.getLogger("dora.journal")
 
@@ -36,9 +36,9 @@ FLUSH_BYTES: Final = 4 << 20
 SEGMENT_BYTES: Final = 64 << 20
 BEHIND_BYTES: Final = 128 << 20  # a disk that is so far behind is at fault: nothing more is admitted
 LEDGER_S: Final = 0.25  # the ledger may be so far behind
-LEDGER_FACTS: Final = 1024
+LEDGER_RECORDS: Final = 1024
 LOG_FOLDER: Final = "log"
-PARTS_MOST: Final = 1024  # that the system writes at once (IOV_MAX)
+PARTS_MAX: Final = 1024  # that the system writes at once (IOV_MAX)
 BEHIND: Final = OSError(errno.ETIMEDOUT, f"the disk is {BEHIND_BYTES >> 20} MiB behind")
 
 Told = Callable[[OSError | None], None]
@@ -98,16 +98,16 @@ class Log:
         self._fault: OSError | None = None
         # shared with the thread
         self._changed = threading.Condition()
-        self._waiting: list[tuple[bytes, Fact]] = []
+        self._waiting: list[tuple[bytes, LogRecord]] = []
         self._waiting_bytes = 0  # with what the thread has taken and not written yet
         self._wanted = 0  # somebody waits for so many facts
         self._again = self._ending = self._checkpoint = False
         # the thread's own
-        self._taken: deque[tuple[bytes, Fact]] = deque()
+        self._taken: deque[tuple[bytes, LogRecord]] = deque()
         self._file = -1
-        self._in_doubt = False  # the last write has failed
+        self._is_unsure = False  # the last write has failed
         self._size_bytes = 0
-        self._facts: list[Fact] = []  # on disk, and not in the ledger yet
+        self._logged: list[LogRecord] = []  # on disk, and not in the ledger yet
         self._applied_s = time.monotonic()
         self._position = position
         self._written = 0  # facts that were appended
@@ -116,12 +116,12 @@ class Log:
 
     # ------------------------------------------------------------------------------------------------- the event loop
 
-    def append(self, fact: Fact) -> int:
+    def append(self, record: LogRecord) -> int:
         """Returns how many facts there are now: once so many are ``durable``, this one is on disk."""
-        body = encoded(fact)
+        body = encoded(record)
         with self._changed:
             before, self._waiting_bytes = self._waiting_bytes, self._waiting_bytes + frames.HEAD_BYTES + len(body)
-            self._waiting.append((body, fact))
+            self._waiting.append((body, record))
             if len(self._waiting) == 1 or before < self._sizes.flush_bytes <= self._waiting_bytes:
                 self._changed.notify()
         self.appended += 1
@@ -129,15 +129,15 @@ class Log:
             self._told(BEHIND)
         return self.appended
 
-    async def settled(self, facts: int | None = None) -> None:
+    async def settled(self, logged: int | None = None) -> None:
         """Returns once all that was appended so far, or the first so many facts, are on disk."""
-        facts = self.appended if facts is None else facts
-        if self.durable >= facts:
+        logged = self.appended if logged is None else logged
+        if self.durable >= logged:
             return
         waiter = self._loop.create_future()
-        self._waiters.append((facts, waiter))
+        self._waiters.append((logged, waiter))
         with self._changed:
-            self._wanted = max(self._wanted, facts)
+            self._wanted = max(self._wanted, logged)
             self._changed.notify()
         await waiter
 
@@ -174,10 +174,10 @@ class Log:
             self._changed.notify()
         await asyncio.to_thread(self._thread.join)
 
-    def _reached(self, facts: int, error: OSError | None, waiting_bytes: int) -> None:
-        self.durable = facts
-        late = [each for each in self._waiters if each[0] > facts]
-        for _, waiter in (each for each in self._waiters if each[0] <= facts):
+    def _reached(self, logged: int, error: OSError | None, waiting_bytes: int) -> None:
+        self.durable = logged
+        late = [each for each in self._waiters if each[0] > logged]
+        for _, waiter in (each for each in self._waiters if each[0] <= logged):
             if not waiter.done():
                 waiter.set_result(None)
         self._waiters = deque(late)
@@ -246,16 +246,16 @@ class Log:
                 return
             else:
                 left_s = self._applied_s + LEDGER_S - time.monotonic()
-                if (self._facts and left_s <= 0) or (self._compaction.works and self._sizes.compacts):
+                if (self._logged and left_s <= 0) or (self._compaction.works and self._sizes.compacts):
                     return
-                self._changed.wait(left_s if self._facts else None)
+                self._changed.wait(left_s if self._logged else None)
 
     def _bring(self) -> OSError | None:
         """Brings what was taken to disk, ``FLUSH_BYTES`` at once. Returns why it could not."""
-        while self._taken or self._in_doubt:
+        while self._taken or self._is_unsure:
             chunk, chunk_bytes = [], 0
-            for body, fact in self._taken:
-                chunk.append((body, fact))
+            for body, record in self._taken:
+                chunk.append((body, record))
                 chunk_bytes += frames.HEAD_BYTES + len(body)
                 if chunk_bytes >= self._sizes.flush_bytes:
                     break
@@ -273,7 +273,7 @@ class Log:
                 self._waiting_bytes -= chunk_bytes
         return None
 
-    def _append(self, chunk: list[tuple[bytes, Fact]]) -> None:
+    def _append(self, chunk: list[tuple[bytes, LogRecord]]) -> None:
         """One write and its fsync; then the facts count. Raises OSError, and none does."""
         parts: list[bytes] = []
         size_bytes = 0
@@ -282,19 +282,19 @@ class Log:
             size_bytes += frames.HEAD_BYTES + len(body)
         _write(self._file, parts)
         os.fdatasync(self._file)
-        self._in_doubt = False
+        self._is_unsure = False
         self._size_bytes += size_bytes
         self._position += size_bytes
-        for body, fact in chunk:
-            self._compaction.count(fact, frames.HEAD_BYTES + len(body))
-            if not isinstance(fact, Tokens | Verdict | Event):
-                self._facts.append(fact)
+        for body, record in chunk:
+            self._compaction.count(record, frames.HEAD_BYTES + len(body))
+            if not isinstance(record, Tokens | Verdict | Event):
+                self._logged.append(record)
 
     def _settle(self, at_once: bool) -> OSError | None:
         """Brings the ledger up to what is on disk where that is due, and goes on with compaction."""
-        late = time.monotonic() - self._applied_s >= LEDGER_S or len(self._facts) >= LEDGER_FACTS
+        late = time.monotonic() - self._applied_s >= LEDGER_S or len(self._logged) >= LEDGER_RECORDS
         try:
-            if self._facts and (at_once or late):
+            if self._logged and (at_once or late):
                 self._apply()
             while self._compaction.works and self._sizes.compacts and self._file >= 0:
                 self._compact()
@@ -308,11 +308,11 @@ class Log:
         """Raises OSError where the ledger cannot be written."""
         self._applied_s = -math.inf  # where it fails, the next try is due
         try:
-            self._ledger.apply(self._facts, self._position)
+            self._ledger.apply(self._logged, self._position)
         except sqlite3.Error as error:
             raise (disk_fault(error) or error) from error
         self._applied_s = time.monotonic()
-        self._facts.clear()
+        self._logged.clear()
         self._compaction.changed(*self._ledger.live_numbers())
 
     def _compact(self) -> None:
@@ -321,7 +321,7 @@ class Log:
         Who is alive is what the ledger says once it has all that is on disk: what is written anew comes behind that,
         and a group that has been trained on since would be there again. What only the ledger has goes first.
         """
-        if self._facts:
+        if self._logged:
             self._apply()
         moved = self._ledger.asked(self._compaction.unasked) or self._compaction.next_part()
         if not moved:
@@ -330,7 +330,7 @@ class Log:
         try:
             if self._size_bytes >= self._sizes.segment_bytes:
                 self._begin_segment()
-            self._append([(encoded(fact), fact) for fact in moved])
+            self._append([(encoded(record), record) for record in moved])
         except OSError:
             self._void()
             self._compaction.give_up()
@@ -338,7 +338,7 @@ class Log:
 
     def _begin_segment(self) -> None:
         """A new segment; what stands now is its first record. Raises OSError."""
-        if self._facts:
+        if self._logged:
             self._apply()
         self._close_file()
         number, path = self._number + 1, frames.path_of(self._folder, self._number + 1)
@@ -358,7 +358,7 @@ class Log:
 
     def _void(self) -> None:
         """What the last write left does not count: the next one goes into a new segment."""
-        self._in_doubt = True
+        self._is_unsure = True
         if self._file >= 0:
             with suppress(OSError):
                 os.ftruncate(self._file, self._size_bytes)
@@ -376,8 +376,8 @@ class Log:
 
 def _write(descriptor: int, parts: Sequence[bytes]) -> None:
     """All of these bytes, one after the other. Raises OSError, with an unknown number of them written."""
-    for begin in range(0, len(parts), PARTS_MOST):
-        some = parts[begin : begin + PARTS_MOST]
+    for begin in range(0, len(parts), PARTS_MAX):
+        some = parts[begin : begin + PARTS_MAX]
         written = os.writev(descriptor, some)
         left = memoryview(b"".join(some))[written:] if written < sum(map(len, some)) else memoryview(b"")
         while left:

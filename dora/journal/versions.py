@@ -11,7 +11,7 @@ from filecmp import cmp
 from pathlib import Path
 from typing import Final
 
-from dora.system.outfile import link_or_copy, sync_folder
+from dora.system.files import link_or_copy, sync_folder
 
 REPLACED_SUFFIX: Final = ".replaced"  # of what a version that is published anew takes the place of
 

@@ -17,7 +17,7 @@ from dora.kvtransfer.snapshot import KvLayout, Pieces
 
 DIGEST_BYTES: Final = 16
 SEAL_BYTES: Final = 2 * DIGEST_BYTES
-CHUNK_TOKENS_LEAST: Final = 32
+CHUNK_TOKENS_MIN: Final = 32
 SCHEMA: Final = "dora-1"
 
 
@@ -28,7 +28,7 @@ def salt_of(version: int) -> str:
 
 def chunk_tokens_of(block_tokens: int) -> int:
     """Whole blocks, of at least 32 tokens together: each chunk costs some milliseconds to find and to keep."""
-    return -(-CHUNK_TOKENS_LEAST // block_tokens) * block_tokens
+    return -(-CHUNK_TOKENS_MIN // block_tokens) * block_tokens
 
 
 @dataclass(frozen=True, slots=True)

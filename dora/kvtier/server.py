@@ -37,7 +37,7 @@ ANSWERED = {
     "wait_prefetch_status",
 }
 SEGMENT_PREFIX = "lmcache_l1_pool_"
-SOCKET_PATH_MOST = 107  # bytes
+SOCKET_PATH_MAX = 107  # bytes
 FORGET_S = 60  # a worker that was not heard of for so long is forgotten
 TELL_S = 1.0
 

@@ -30,7 +30,7 @@ log = logging.getLogger("dora.worker")
 
 TIMEOUT_S: Final = 1.0  # of one request
 RETRY_S: Final = 1.0
-ENDED_MOST: Final = 4096  # those before are not told: LMCache forgets them by itself
+ENDED_MAX: Final = 4096  # those before are not told: LMCache forgets them by itself
 PING_S: Final = 10.0  # the server forgets a worker after six times as long
 SEGMENT: Final = re.compile(r"[\w.-]{1,200}")
 
@@ -82,7 +82,7 @@ class Tier:
         self._segment_id = 0
         self._searches: deque[Search] = deque()
         self._keepings: deque[_Keeping] = deque()
-        self._ended: deque[str] = deque(maxlen=ENDED_MOST)
+        self._ended: deque[str] = deque(maxlen=ENDED_MAX)
         self._wake = threading.Condition()
         self._closing = False
         self._load = TierLoad()

@@ -22,8 +22,8 @@ from dora.kvtransfer.snapshot import NO_PREFIX, Prefix
 
 PROBE: Final = ""  # the ticket of what is sent only to be timed
 PROBE_BYTES: Final = 4 << 20
-EXPECTED_MOST: Final = 1 << 16
-ROUNDS_MOST: Final = 64
+EXPECTED_MAX: Final = 1 << 16
+ROUNDS_MAX: Final = 64
 _KEY: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{32}\.kv")
 
 
@@ -118,9 +118,9 @@ class Arrivals:
         ``ahead``: where its rounds before the last are written; None: they are kept here.
         """
         with self._lock:
-            if len(self._expected) >= EXPECTED_MOST:
+            if len(self._expected) >= EXPECTED_MAX:
                 raise Conflict(
-                    "snapshots expected", len(self._expected), f"below {EXPECTED_MOST}", why="is too much for another"
+                    "snapshots expected", len(self._expected), f"below {EXPECTED_MAX}", why="is too much for another"
                 )
             self._expected[epoch, ticket] = _Expected(most_bytes, ahead)
 
@@ -174,10 +174,10 @@ class Arrivals:
             rounds = [] if before is None else before.rounds()
             whole_bytes = body_bytes + sum(each.size_bytes for each in rounds)
             most_bytes = expected.most_bytes
-            if not (body_bytes > 0 and whole_bytes <= most_bytes and len(rounds) < ROUNDS_MOST):
+            if not (body_bytes > 0 and whole_bytes <= most_bytes and len(rounds) < ROUNDS_MAX):
                 raise SnapshotRefused(
                     f"body bytes = {whole_bytes} in {len(rounds) + 1} rounds, expected are at most {most_bytes} "
-                    f"in {ROUNDS_MOST}"
+                    f"in {ROUNDS_MAX}"
                 )
             if key in self._here:
                 raise SnapshotRefused(f"key {key}: it is in use")

@@ -18,7 +18,7 @@ class Choice:
     def __init__(self, names: Iterable[str]) -> None:
         """``names``: transports that both ends have, in order of preference."""
         self._usable = list(names)
-        self._doubted: dict[str, str] = {}
+        self._suspect: dict[str, str] = {}
         self._news: list[str] = []
         self._bytes_per_s: dict[str, float] = {}
 
@@ -50,17 +50,17 @@ class Choice:
         """It could not take one snapshot, and may take the next."""
         self._news.append(f"{name}: {reason}")
 
-    def doubt(self, name: str, reason: str) -> None:
+    def suspect(self, name: str, reason: str) -> None:
         """The other end has found that it does not work; the thread that sends is to leave it."""
-        self._doubted[name] = reason
+        self._suspect[name] = reason
 
-    def take_doubts(self) -> dict[str, str]:
+    def take_suspects(self) -> dict[str, str]:
         """What is to be left, with the reasons, each told once."""
-        return {name: self._doubted.pop(name) for name in list(self._doubted)}
+        return {name: self._suspect.pop(name) for name in list(self._suspect)}
 
-    def take_doubt(self, name: str) -> str:
+    def take_suspect(self, name: str) -> str:
         """Why this one is to be left; empty: it is not."""
-        return self._doubted.pop(name, "")
+        return self._suspect.pop(name, "")
 
     def take_news(self) -> list[str]:
         """What has failed, or had no room, since the last call, each with its reason."""

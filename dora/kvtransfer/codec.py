@@ -37,7 +37,7 @@ from dora.kvtransfer.layout import block_counts, blocks_for, check_consistent
 from dora.kvtransfer.snapshot import SCHEMA, KvLayout, KvSnapshot, Pieces
 
 MAGIC: Final = b"DORA-KV\0"
-ROUNDS_MOST: Final = 4096
+ROUNDS_MAX: Final = 4096
 _LISTS: Final = ("layers", "windows", "interiors", "stop", "stop_token_ids")
 _PREAMBLE: Final = Struct("<8sII")
 _HEAD_START: Final = _PREAMBLE.size + 32
@@ -265,7 +265,7 @@ def _snapshot(opening: Opening, manifest: dict[str, Any], bodies: list[np.ndarra
 
 def _counts(layout: KvLayout, kv_tokens: int, rounds: Sequence[int]) -> list[list[int]]:
     """How many blocks each layer has in each round."""
-    if not 0 < len(rounds) <= ROUNDS_MOST or min(rounds) < 1:
+    if not 0 < len(rounds) <= ROUNDS_MAX or min(rounds) < 1:
         raise ValueError(f"rounds = {rounds[:8]}")
     return [
         block_counts(layout, kv_tokens, count, is_last=number == len(rounds)) for number, count in enumerate(rounds, 1)

@@ -14,18 +14,18 @@ import numpy as np
 from dora.errors import SnapshotRefused, TransferFailed
 from dora.kvtransfer.arrivals import Arrival, Arrivals
 from dora.kvtransfer.checksum import DIGEST_BYTES, Checksum, Digest, digest_with
-from dora.kvtransfer.door import TICK_S
+from dora.kvtransfer.listener import TICK_S
 from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.peer import Identity, answer
 from dora.kvtransfer.snapshot import Prefix
-from dora.kvtransfer.transport import CHUNK_MOST, NoRoom, Receiver, Sum, summed
+from dora.kvtransfer.transport import CHUNK_MAX, NoRoom, Receiver, Sum, summed
 from dora.kvtransfer.wire import Frame, Gone, Kind, Stream
 
 log = logging.getLogger("dora.worker")
 
 GREETING_S: Final = 10.0
-VOID_MOST: Final = 16
-PENDING_MOST: Final = 4  # chunks that are on their way while another is checked
+VOID_MAX: Final = 16
+PENDING_MAX: Final = 4  # chunks that are on their way while another is checked
 
 MakeReceiver = Callable[[Identity, Stream], Receiver]
 
@@ -201,7 +201,7 @@ class _Connection:
             self._skip(receiver, frame)
             self._refuse(key, "it is expected no longer")
             return
-        if at != arrival.filled_bytes or not 0 < size <= CHUNK_MOST or at + size > arrival.body.nbytes:
+        if at != arrival.filled_bytes or not 0 < size <= CHUNK_MAX or at + size > arrival.body.nbytes:
             whole, before = arrival.body.nbytes, arrival.filled_bytes
             raise TransferFailed(f"{key}: bytes {at} to {at + size} of {whole}, after {before}")
         target = arrival.body[at : at + size].data
@@ -213,7 +213,7 @@ class _Connection:
             self._refuse(key, str(error), transport=True)
             return
         self._pending.append((arrival, found))
-        self._check_pending(0 if isinstance(found, bytes) else PENDING_MOST)
+        self._check_pending(0 if isinstance(found, bytes) else PENDING_MAX)
 
     def _skip(self, receiver: Receiver, frame: Frame) -> None:
         """Whether it comes or not is the same now."""
@@ -285,7 +285,7 @@ class _Connection:
         use = self._uses.pop(key, None)
         if use is not None:
             self._void[key] = use
-            if len(self._void) > VOID_MOST:
+            if len(self._void) > VOID_MAX:
                 raise TransferFailed(f"{len(self._void)} snapshots were refused, and neither ended nor cancelled")
         self._arrivals.drop(key)
         log.warning("kv: %s from %s is refused: %s", key, self._peer.worker_id, reason)

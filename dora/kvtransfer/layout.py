@@ -9,7 +9,7 @@ from dora.errors import LayoutMisfit, SnapshotRefused
 from dora.kvtransfer.reslice import resharded
 from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
 
-BLOCK_TOKENS_MOST: Final = 1024  # of another engine, whose blocks are to fit this one's
+BLOCK_TOKENS_MAX: Final = 1024  # of another engine, whose blocks are to fit this one's
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:
@@ -34,7 +34,7 @@ def block_counts(layout: KvLayout, kv_tokens: int, blocks: int, is_last: bool = 
 
 def body_bytes_most(layout: KvLayout, tokens: int) -> int:
     """The most that a snapshot of ``tokens`` tokens may weigh, in blocks of this size or of another that fits it."""
-    spare_tokens = BLOCK_TOKENS_MOST if _of_interiors(layout) else 0
+    spare_tokens = BLOCK_TOKENS_MAX if _of_interiors(layout) else 0
     return blocks_for(tokens + spare_tokens, layout.block_tokens) * layout.block_bytes
 
 
@@ -69,7 +69,7 @@ def _is_resized(found: KvLayout, expected: KvLayout) -> bool:
     """Whether two layouts differ in the size of a block alone, and it is known what their blocks are made of."""
     return (
         found.interiors == expected.interiors
-        and found.block_tokens <= BLOCK_TOKENS_MOST
+        and found.block_tokens <= BLOCK_TOKENS_MAX
         and _of_interiors(found)
         and _of_interiors(expected)
         and [name for name, _ in found.layers] == [name for name, _ in expected.layers]

@@ -13,7 +13,7 @@ from typing import Final, Generic, Protocol, TypeVar
 import numpy as np
 
 STEP_BYTES: Final = 64 << 10  # capacities are multiples of it
-WASTE_MOST: Final = 4  # a buffer is not used for what is smaller than its capacity by this factor
+WASTE_MAX: Final = 4  # a buffer is not used for what is smaller than its capacity by this factor
 
 
 class Memory(Protocol):
@@ -60,7 +60,7 @@ class Shelf(Generic[Item], ABC):
         wanted = max(STEP_BYTES, -(-size_bytes // STEP_BYTES) * STEP_BYTES)
         with self._lock:
             self._free.extend(self._returned())
-            fitting = [item for item in self._free if wanted <= item.capacity_bytes <= WASTE_MOST * wanted]
+            fitting = [item for item in self._free if wanted <= item.capacity_bytes <= WASTE_MAX * wanted]
             if fitting:
                 chosen = min(fitting, key=lambda item: item.capacity_bytes)
                 self._free.remove(chosen)

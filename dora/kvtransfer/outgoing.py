@@ -29,7 +29,7 @@ log = logging.getLogger("dora.worker")
 
 TICK_S: Final = 0.25
 IDLE_S: Final = 60.0  # a pair without snapshots is closed after this
-QUEUED_MOST: Final = 1024  # snapshots of one pair that wait; a further one fails
+QUEUED_MAX: Final = 1024  # snapshots of one pair that wait; a further one fails
 
 MakeSender = Callable[[Identity, Stream], Sender]
 
@@ -72,8 +72,8 @@ class Pair:
         """Queues a snapshot; it fails where the pair is broken or too many wait."""
         with self._lock:
             refused = self.broken
-            if self._waiting.qsize() >= QUEUED_MOST:
-                refused = f"{QUEUED_MOST} snapshots wait for {self._peer.worker_id}"
+            if self._waiting.qsize() >= QUEUED_MAX:
+                refused = f"{QUEUED_MAX} snapshots wait for {self._peer.worker_id}"
             if not refused:
                 self._waiting.put(transfer)
         if refused:
@@ -185,8 +185,8 @@ class Pair:
         if transfer.cancelled.is_set():
             transfer.fail("it was cancelled")
         while not transfer.done.done():
-            for doubted, reason in self._choice.take_doubts().items():
-                self._leave(doubted, reason)
+            for suspected, reason in self._choice.take_suspects().items():
+                self._leave(suspected, reason)
             transfer.fallbacks += self._choice.take_news()
             name = next((name for name in self._choice.order() if name not in tried), None)
             if name is None:
@@ -265,8 +265,8 @@ class Pair:
             self._throttle.pass_bytes(size)
             if transfer.cancelled.is_set():
                 raise _Void("it was cancelled")
-            if doubt := self._choice.take_doubt(name):
-                raise TransferFailed(doubt)
+            if suspect := self._choice.take_suspect(name):
+                raise TransferFailed(suspect)
             if self._replies.refused:
                 raise _Void(self._replies.refused)
             if self.broken:

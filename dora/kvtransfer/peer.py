@@ -23,7 +23,7 @@ PROTOCOL: Final = 2
 SECRET_BYTES: Final = 32
 ANY_MODEL: Final = ""
 _NONCE_BYTES: Final = 16
-_TEXT_MOST: Final = 256
+_TEXT_MAX: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def _named(own: Identity) -> dict[str, Any]:
 def _identity(said: dict[str, Any]) -> Identity:
     texts = [said.get(name) for name in ("worker_id", "fingerprint", "host")]
     epoch = said.get("epoch")
-    if not isinstance(epoch, int) or not all(isinstance(text, str) and len(text) <= _TEXT_MOST for text in texts):
+    if not isinstance(epoch, int) or not all(isinstance(text, str) and len(text) <= _TEXT_MAX for text in texts):
         raise TransferFailed("the other end does not say who it is")
     worker_id, fingerprint, host = map(str, texts)
     return Identity(worker_id, epoch, fingerprint, host)

@@ -26,8 +26,8 @@ from dora.kvtransfer.arena import Arena
 from dora.kvtransfer.arrivals import Ahead, Arrival, Arrivals
 from dora.kvtransfer.checksum import Seal
 from dora.kvtransfer.codec import Opening, head_of, round_of, snapshot_of
-from dora.kvtransfer.door import Door
 from dora.kvtransfer.incoming import Incoming, MakeReceiver
+from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.memory import Memory, Pool
 from dora.kvtransfer.nixl_pair import NixlReceiver, NixlSender
 from dora.kvtransfer.outgoing import MakeSender, Pair
@@ -78,14 +78,19 @@ class DataPlane:
     """Any thread may use it. ``door`` is opened here, and closed with everything else."""
 
     def __init__(
-        self, door: Door, own: Identity, settings: PlaneSettings, arena_bytes: int = 0, arena: Arena | None = None
+        self,
+        listener: Listener,
+        own: Identity,
+        settings: PlaneSettings,
+        arena_bytes: int = 0,
+        arena: Arena | None = None,
     ) -> None:
         """``arena_bytes``: of a pool, which keeps what comes where it comes. ``arena``: that of its epoch before."""
         if len(settings.secret) != SECRET_BYTES:
             raise InvalidValue("kv secret", f"{len(settings.secret)} bytes", f"{SECRET_BYTES} bytes")
         self._own = own
         self._settings = settings
-        self._door = door
+        self._listener = listener
         self._arrivals = Arrivals()
         self._segments = SegmentPool(settings.folder, str(own.epoch), settings.memory_bytes)
         if arena is not None:
@@ -103,7 +108,7 @@ class DataPlane:
         self._pairs: dict[tuple[str, int], Pair] = {}
         self._lock = threading.Lock()
         incoming = Incoming(own, settings.secret, self._arrivals, self._memory, self._receivers(), settings.timeout_s)
-        door.open(incoming.serve, settings.timeout_s)
+        listener.open(incoming.serve, settings.timeout_s)
 
     def send(self, peer: Peer, ticket: str, snapshot: KvSnapshot) -> Transfer:
         """Begins to copy a snapshot to ``peer``, which expects it under ``ticket``; its blocks must stay as they are.
@@ -189,7 +194,7 @@ class DataPlane:
             pairs, self._pairs = list(self._pairs.values()), {}
         for pair in pairs:
             pair.close()
-        self._door.close()
+        self._listener.close()
         self._arrivals.close()
         self._helpers.shutdown(cancel_futures=True)
         if self.arena is not None:

@@ -97,12 +97,12 @@ class Replies:
             due = self._due.pop(key, None) if frame.kind in (Kind.ARRIVED, Kind.REFUSED) else None
             fails = frame.kind is Kind.REFUSED and frame.field("transport", bool, False)  # it, not the snapshot
             if due is not None and fails:
-                self._choice.doubt(due.transport, reason)
+                self._choice.suspect(due.transport, reason)
                 self._send_again(due.transfer)
                 return
             if due is None and frame.kind is Kind.REFUSED and key and key == self._sending:
                 if fails:
-                    self._choice.doubt(self._sending_by, reason)
+                    self._choice.suspect(self._sending_by, reason)
                 else:
                     self._refused = reason
                 return

@@ -15,7 +15,7 @@ import numpy as np
 from dora.errors import LayoutMisfit, SnapshotRefused
 from dora.kvtransfer.snapshot import UNKNOWN, Interior, KvLayout, KvSnapshot, Pieces
 
-SHARDS_MOST: Final = 1024
+SHARDS_MAX: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def _cut(held: list[Pieces], begin: int, end: int) -> Pieces:
 def _wholes(layout: KvLayout) -> dict[str, _Whole]:
     """The layers, of which each shard has an equal part."""
     count = len(layout.layers)
-    if not 1 <= layout.shards <= SHARDS_MOST or {len(layout.windows), len(layout.interiors)} - {0, count}:
+    if not 1 <= layout.shards <= SHARDS_MAX or {len(layout.windows), len(layout.interiors)} - {0, count}:
         raise SnapshotRefused(f"layout.shards = {layout.shards}, layout.interiors of {len(layout.interiors)} layers")
     windows, interiors = layout.windows or (0,) * count, layout.interiors or (UNKNOWN,) * count
     found: dict[str, list[tuple[str, tuple[int, int, Interior]]]] = {}  # by layer: its shards

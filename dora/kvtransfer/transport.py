@@ -28,7 +28,7 @@ from dora.kvtransfer.wire import Frame, Kind, Stream
 CHUNK_BYTES: Final = 1 << 20
 PIECE_BYTES: Final = 1 << 20  # is still in the cache when its checksum is made, and costs little of Python
 SMALL_BYTES: Final = 32 << 10
-CHUNK_MOST: Final = 8 << 20
+CHUNK_MAX: Final = 8 << 20
 NAMES: Final = ("shm", "tcp", "gloo", "nccl", "nixl")
 _NIXL: Final = ("nixl_cu12", "nixl_cu13", "nixl")  # the wheels of one library
 

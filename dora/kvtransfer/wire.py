@@ -32,9 +32,9 @@ from blake3 import blake3
 from dora.errors import TransferFailed
 
 MAGIC: Final = b"DKV2"
-HEAD_MOST: Final = 64 << 10
-BODY_MOST: Final = 64 << 20
-BUFFERS_MOST: Final = 512  # of one system call; the kernel takes 1,024
+HEAD_MAX: Final = 64 << 10
+BODY_MAX: Final = 64 << 20
+BUFFERS_MAX: Final = 512  # of one system call; the kernel takes 1,024
 PACED_BYTES: Final = 128 << 10  # of a body that leaves at a pace, at once
 TAG_BYTES: Final = 16
 KEY_BYTES: Final = 32
@@ -130,7 +130,7 @@ class Stream:
         waiting = [memoryview(preamble + self._sending.next(preamble, packed) + packed), *body]
         try:
             while waiting:
-                ready = waiting[:BUFFERS_MOST]
+                ready = waiting[:BUFFERS_MAX]
                 if pace is not None:
                     ready = [waiting[0][:PACED_BYTES]]
                     pace(ready[0].nbytes)
@@ -151,7 +151,7 @@ class Stream:
         preamble = self.read(PREAMBLE.size)
         magic, kind, reserved, head_bytes, body_bytes = PREAMBLE.unpack(preamble)
         known = magic == MAGIC and kind in Kind._value2member_map_ and not reserved
-        if not known or head_bytes > HEAD_MOST or body_bytes > BODY_MOST:
+        if not known or head_bytes > HEAD_MAX or body_bytes > BODY_MAX:
             raise TransferFailed(f"the other end sent no frame, but {preamble!r}")
         tag, packed = self.read(TAG_BYTES), self.read(head_bytes)
         if not hmac.compare_digest(tag, self._receiving.next(preamble, packed)):

@@ -11,7 +11,7 @@ from dora.errors import InvalidValue, one_of
 from dora.models import tiny
 from dora.models.experts import experts_of, routing_of
 from dora.models.smollm2 import gguf_file, prepare_smollm2, smollm2_folder
-from dora.system.outfile import path_of
+from dora.system.files import path_of
 
 __all__ = [
     *("check_parallel", "context_tokens", "default_cache", "experts"),

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-_MOST: Final = 127
+_MAX: Final = 127
 _QUANTISED: Final = re.compile(r"^(?!.*(?:experts|kv_b_proj|_mqa)).*_proj\.weight$")
 
 
@@ -24,8 +24,8 @@ def is_quantised(name: str) -> bool:
 def int8_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix (rows, columns) and its scales (rows, 1): the matrix is about ``values * scales``."""
     whole = tensor.float()
-    scales = (whole.abs().amax(dim=1, keepdim=True) / _MOST).clamp(min=torch.finfo(torch.float32).tiny)
-    return (whole / scales).round_().clamp_(-_MOST, _MOST).to(torch.int8), scales
+    scales = (whole.abs().amax(dim=1, keepdim=True) / _MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    return (whole / scales).round_().clamp_(-_MAX, _MAX).to(torch.int8), scales
 
 
 def quantise(module: torch.nn.Module) -> int:

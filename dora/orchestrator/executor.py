@@ -15,21 +15,21 @@ from typing import Any, Final, Protocol
 
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.handoff.handoff_table import Handoff, Kind
+from dora.core.handoff.table import Handoff, Kind
 from dora.core.rules.selection import REDUNDANT
-from dora.data.record import CancelledGroup
+from dora.data.run_record import CancelledGroup
 from dora.data.trajectory import Int32Array
 from dora.data.types import Prompt, Reward
 from dora.errors import NotFound, VersionRejected
-from dora.journal import facts
+from dora.journal import records
 from dora.journal.versions import KeptVersions
 from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
-from dora.orchestrator.rollout.book import Book
-from dora.orchestrator.rollout.entry import Entry
 from dora.orchestrator.rollout.evaluations import Evaluations
 from dora.orchestrator.rollout.journal import Journal, Origin
 from dora.orchestrator.rollout.orders import PublishedVersions, worker_message
 from dora.orchestrator.rollout.record_queue import RecordQueue
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.response_state import ResponseState
 from dora.orchestrator.rollout.streams import Sessions
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
@@ -83,7 +83,7 @@ class Executor:
     def __init__(
         self,
         *,
-        book: Book,
+        buffer: ResponseBuffer,
         feed: Feed,
         verifier: Verifier,
         group_filter: GroupFilter | None,
@@ -103,7 +103,7 @@ class Executor:
         reference_version: int = 0,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._book = book
+        self._buffer = buffer
         self._feed = feed
         self._verifier = verifier
         self._group_filter = group_filter
@@ -158,13 +158,13 @@ class Executor:
     async def _draw(self, count: int) -> None:
         prompts, exhausted = await self._feed.take(count)
         self._drawn.update((prompt.prompt_id, prompt) for prompt in prompts)
-        self._post(on.PromptsOffered(tuple(offer(self._book, prompt) for prompt in prompts), exhausted))
+        self._post(on.PromptsOffered(tuple(offer(self._buffer, prompt) for prompt in prompts), exhausted))
 
     def _admit_group(self, command: do.AdmitGroup) -> None:
         prompt = self._drawn.pop(command.prompt_id)
         rows = {request_id: self._row_of[request_id] for request_id in command.request_ids}
-        entries = self._book.admit(command.group_id, prompt, command.version, rows, self._now())
-        deadline = command.version + self._book.window_versions - 1
+        entries = self._buffer.admit(command.group_id, prompt, command.version, rows, self._now())
+        deadline = command.version + self._buffer.window_versions - 1
         self._journal.admitted(entries, self._feed.origin(command.prompt_id), deadline)
 
     def _drop_prompt(self, command: do.DropPrompt) -> None:
@@ -173,24 +173,24 @@ class Executor:
         self._feed.release(command.prompt_id)
 
     def _score_request(self, command: do.ScoreRequest) -> None:
-        self._spawn(self._score(self._book[command.request_id]))
+        self._spawn(self._score(self._buffer[command.request_id]))
 
     def _score_evaluated(self, command: do.ScoreEvaluated) -> None:
-        self._spawn(self._score_one_evaluated(self._book[command.request_id]))
+        self._spawn(self._score_one_evaluated(self._buffer[command.request_id]))
 
-    async def _score(self, entry: Entry) -> None:
+    async def _score(self, entry: ResponseState) -> None:
         await self._judge(entry)
         self._telemetry.trajectories_finished += 1
         if not await self._filtered(entry):
             self._journal.verdict(entry, self._now())
             self._post(on.RequestScored(entry.request_id))
 
-    async def _score_one_evaluated(self, entry: Entry) -> None:
+    async def _score_one_evaluated(self, entry: ResponseState) -> None:
         await self._judge(entry)
         self._telemetry.trajectories_evaluated += 1
         self._post(on.RequestScored(entry.request_id))
 
-    async def _judge(self, entry: Entry) -> None:
+    async def _judge(self, entry: ResponseState) -> None:
         """Has the verifier's verdict on a finished response entered."""
         prompt = entry.prompt
         reward = await self._verifier.score(prompt.text, None, entry.tokens, prompt.verifier_json)
@@ -199,20 +199,20 @@ class Executor:
             log.error("%s: the verdict failed: %s", entry.request_id, reward.log)
         entry.reward = reward
 
-    async def _filtered(self, entry: Entry) -> bool:
+    async def _filtered(self, entry: ResponseState) -> bool:
         """Whether the user's filter cancels the group after this verdict, the group's last: no step has seen it yet.
 
         A group with a verdict that failed is kept: nothing says what it teaches.
         """
         chosen, group_id = self._group_filter, entry.group_id
-        if chosen is None or self._book.get(entry.request_id) is None:
+        if chosen is None or self._buffer.get(entry.request_id) is None:
             return False
-        rewards = self._book.rewards(group_id)
+        rewards = self._buffer.rewards(group_id)
         if rewards is None or not all(reward.valid for reward in rewards):
             return False
         values = [reward.value for reward in rewards]
         kept = await chosen.keeps(entry.prompt.text, values, entry.prompt.verifier_json)
-        if kept or self._book.get(entry.request_id) is None:  # it may have been cancelled meanwhile
+        if kept or self._buffer.get(entry.request_id) is None:  # it may have been cancelled meanwhile
             return False
         self._telemetry.groups_filtered += 1
         self._post(on.GroupCancelled(group_id, f"{FILTERED}{chosen.name}"))
@@ -222,25 +222,25 @@ class Executor:
         chosen = command.reason == REDUNDANT or command.reason.startswith((FILTERED, ON_REQUEST))
         level = logging.INFO if chosen else logging.WARNING
         log.log(level, "group %s was cancelled: %s", command.group_id, command.reason)
-        entries = self._book.forget(command.group_id)
+        entries = self._buffer.forget(command.group_id)
         cancelled = _cancelled(entries, command, self._now())
         line, names = json.dumps(asdict(cancelled), allow_nan=False), [command.group_id]
         if command.reason.startswith(ON_REQUEST):
             names.append(cancelled.prompt_id)
-        self._journal.note(facts.Dropped(entries[0].number, names, line))
+        self._journal.note(records.Dropped(entries[0].number, names, line))
         self._recorder.cancelled(cancelled)
         self._feed.release(entries[0].prompt.prompt_id)
 
     def _forget_group(self, command: do.ForgetGroup) -> None:
-        entries = self._book.forget(command.group_id)
+        entries = self._buffer.forget(command.group_id)
         self._feed.release(entries[0].prompt.prompt_id)
 
     # -------------------------------------------------------------------------------------------------------- trainer
 
     def _deliver_group(self, command: do.DeliverGroup) -> None:
-        group, first = self._book.deliver(command.group_id, command.step)
+        group, first = self._buffer.deliver(command.group_id, command.step)
         if first:
-            self._journal.note(facts.Leased(self._book.number(command.group_id), command.step))
+            self._journal.note(records.Leased(self._buffer.number(command.group_id), command.step))
             self._recorder.delivered(group)
         stream = self._sessions.stream_of(command.trainer_epoch, command.step)
         if stream is not None:
@@ -254,7 +254,7 @@ class Executor:
 
     def _retire_version(self, command: do.RetireVersion) -> None:
         keeps = command.version == self._reference_version
-        self._journal.note(facts.Retired(command.version, keeps))
+        self._journal.note(records.Retired(command.version, keeps))
         with self._storage.tidying(RUN_FOLDER):
             gone = self._store.set_aside(command.version)
             if gone is not None:
@@ -279,14 +279,14 @@ class Executor:
 
     def _resize_window(self, command: do.ResizeWindow) -> None:
         log.info("a window of %d from now on: %s", command.size, command.reason)
-        self._book.window_versions = command.size
+        self._buffer.window_versions = command.size
 
     def _reject_version(self, command: do.RejectVersion) -> None:
         error = VersionRejected(command.version, command.reason, command.worker_ids, command.canary_difference)
         log.error("%s", error)
         if command.worker_ids:  # else the weights were right, and a start that carries on has its own copy
             self._journal.note(
-                facts.Rejected(command.version, command.reason, list(command.worker_ids), command.canary_difference)
+                records.Rejected(command.version, command.reason, list(command.worker_ids), command.canary_difference)
             )
             self._recorder.withdrawn(command.version)
         if self._sessions.stream is not None:
@@ -320,10 +320,10 @@ class Executor:
             ends = f"{handoff.source} to {handoff.target}"
             log.warning("%s: its handoff from %s is undone: %s", handoff.request_id, ends, handoff.overdue)
         if handoff is None:
-            return worker_message(command, self._book, self._hosts)
+            return worker_message(command, self._buffer, self._hosts)
         source, target = self._sessions.end(handoff.source), self._sessions.end(handoff.target)
         was_parked, has_pool = handoff.kind is Kind.RESUME, bool(self._sessions.pools)
-        return worker_message(command, self._book, self._hosts, source, target, was_parked, has_pool)
+        return worker_message(command, self._buffer, self._hosts, source, target, was_parked, has_pool)
 
     def _release_snapshot(self, command: do.ReleaseSnapshot) -> None:
         """Nothing is left to be deleted: a snapshot lies at its target, which was told to take it in or to drop it."""
@@ -337,21 +337,21 @@ class Executor:
         self._sessions.let_go(command.worker_id, command.epoch)
 
 
-def offer(book: Book, prompt: Prompt) -> on.OfferedPrompt:
+def offer(buffer: ResponseBuffer, prompt: Prompt) -> on.OfferedPrompt:
     """A prompt as the core needs to know it."""
     return on.OfferedPrompt(
         prompt.prompt_id,
         prompt.task_id,
         len(prompt.token_ids),
         prompt.group_size,
-        book.sampling(prompt).max_tokens,
+        buffer.sampling(prompt).max_tokens,
         key_of(prompt),
         features_of(prompt),
         priority=prompt.priority,
     )
 
 
-def _cancelled(entries: tuple[Entry, ...], command: do.DropGroup, at: float) -> CancelledGroup:
+def _cancelled(entries: tuple[ResponseState, ...], command: do.DropGroup, at: float) -> CancelledGroup:
     return CancelledGroup(
         group_id=command.group_id,
         prompt_id=entries[0].prompt.prompt_id,

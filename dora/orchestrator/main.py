@@ -15,10 +15,10 @@ from dora.config import Config
 from dora.core import events as on
 from dora.core.policies import check_live
 from dora.errors import DoraError
-from dora.host.command import Place, is_started_so, pool_argv, pool_id_of, worker_argv, worker_environment
+from dora.host.command import LaunchContext, is_started_so, pool_argv, pool_id_of, worker_argv, worker_environment
 from dora.host.launcher import LOCAL, WorkerStartError
-from dora.host.living import Living
 from dora.host.processes import Processes
+from dora.host.survivors import Survivors
 from dora.journal.log import LOG_FOLDER, Log, Sizes
 from dora.kvtier.chunks import chunk_tokens_of
 from dora.kvtransfer.plane import local_host
@@ -144,7 +144,7 @@ class _Start:
     address: str = ""
     model: Path = field(default_factory=Path)
     model_s: float = 0.0
-    outlived: set[str] = field(default_factory=set)  # processes of an earlier life
+    orphaned: set[str] = field(default_factory=set)  # processes of an earlier life
 
     @property
     def handle(self) -> ServiceHandle:
@@ -153,20 +153,20 @@ class _Start:
     async def launch(self) -> Processes:
         """Begins the processes of workers, which import their libraries meanwhile, and takes over those that live."""
         config, state, tokens = self.config, self.state, self.tokens
-        living = None if state is None else Living(state.folder / LIVING_FILE, tokens.mark_of)
+        living = None if state is None else Survivors(state.folder / LIVING_FILE, tokens.mark_of)
         found = {} if living is None else living.find(is_started_so)
         for name, (_, mark) in found.items():
             tokens.known_again(name, mark)
-        self.outlived = set(found)
+        self.orphaned = set(found)
         pool_id = pool_id_of(LOCAL)
 
         def command(name: str) -> list[str]:
             tier = self.tier.endpoint if self.tier else ""
-            place = Place(self.address, self.model, kv_host=config.kv.host, kv_tier=tier)
+            context = LaunchContext(self.address, self.model, kv_host=config.kv.host, kv_tier=tier)
             settings = self.config  # as the model has completed it
             if name == pool_id:
-                return pool_argv(settings.kv, name, place)
-            return worker_argv(settings.workers, name, place)
+                return pool_argv(settings.kv, name, context)
+            return worker_argv(settings.workers, name, context)
 
         launcher = Processes(
             config.workers,
@@ -236,9 +236,9 @@ class _Start:
         restored = None
         if state is not None:
             stood = state.found.ledger.values
-            outlived = {*self.outlived, *runtime.hosts.expect(stood["hosts"], stood["host_epoch"], self.tokens)}
+            orphaned = {*self.orphaned, *runtime.hosts.expect(stood["hosts"], stood["host_epoch"], self.tokens)}
             elsewhere = ran_on(state.found.requests) - launcher.names(config.workers.count)
-            restored = runtime.resume(state.found, outlived | elsewhere)
+            restored = runtime.resume(state.found, orphaned | elsewhere)
         secret = b"" if state is None else bytes.fromhex(state.identity.kv_secret)
         snapshots = self.run_folder / SNAPSHOTS_FOLDER
         served = serving(config, runtime, self.model, snapshots, self.tokens, secret)

@@ -21,11 +21,11 @@ from typing import Any, Final
 from dora.config import Config
 from dora.core import Machine
 from dora.core import events as on
-from dora.core.handoff.handoff_table import Handoff
-from dora.data.record import Recorder
+from dora.core.handoff.table import Handoff
+from dora.data.run_record import Recorder
 from dora.data.types import RoutingShape
 from dora.errors import Conflict, InvalidValue
-from dora.journal import facts
+from dora.journal import records
 from dora.journal.finding import Found
 from dora.journal.versions import KeptVersions
 from dora.kvtransfer.segments import sweep
@@ -33,16 +33,16 @@ from dora.orchestrator.executor import Executor, Verifier
 from dora.orchestrator.hosts.hosts import Hosts
 from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
 from dora.orchestrator.recovery import resume
-from dora.orchestrator.recovery.roll_call import RollCall
-from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.recovery.reattachment import Reattachment
 from dora.orchestrator.rollout.evaluations import Evaluations
 from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.presence import TrainerPresence
 from dora.orchestrator.rollout.record_queue import RecordQueue
+from dora.orchestrator.rollout.reports import WorkerReports
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.streams import KvTier, Session, Sessions, WorkerSession
 from dora.orchestrator.rollout.telemetry import Telemetry
-from dora.orchestrator.rollout.worker_reports import WorkerReports
 from dora.rewards import GroupFilter
 from dora.rpc import dora_pb2 as pb
 from dora.weights.store import WeightStore
@@ -74,7 +74,7 @@ class Runtime:
     ) -> None:
         self.config = config
         self.machine = Machine(config)
-        self.book = Book(config.rollout, routing, config.window.least)
+        self.buffer = ResponseBuffer(config.rollout, routing, config.window.least)
         self.telemetry = Telemetry()
         self.feed = feed
         self.store = store
@@ -83,7 +83,7 @@ class Runtime:
         if self.journal.log is not None:
             self.journal.log.failed.add_done_callback(self._journal_failed)
         self.versions = versions
-        self.life = 0  # how often the service was started again
+        self.incarnation = 0  # how often the service was started again
         self.resumed: Mapping[str, Any] = {}  # what the ledger said at the start, where there was one
         self.storage = storage or Storage()
         self.storage.tell(self._storage_told)
@@ -93,7 +93,7 @@ class Runtime:
         self.sessions.processes = self.hosts
         self.reports = WorkerReports(
             machine=self.machine,
-            book=self.book,
+            buffer=self.buffer,
             store=store,
             telemetry=self.telemetry,
             storage=self.storage,
@@ -104,9 +104,9 @@ class Runtime:
             missing=self.hosts.missing,
             lacks=self.hosts.lacks,
         )
-        self.evaluations = Evaluations(self.book, self.machine.state.evaluations.row_of, self.end_evaluation)
+        self.evaluations = Evaluations(self.buffer, self.machine.state.evaluations.row_of, self.end_evaluation)
         self.executor = Executor(
-            book=self.book,
+            buffer=self.buffer,
             feed=feed,
             verifier=verifier,
             group_filter=group_filter,
@@ -125,9 +125,9 @@ class Runtime:
             post=self.post,
             spawn=self.spawn,
         )
-        self.roll_call = RollCall(())
-        self.roll_call.close()  # there is none where nothing is to be restored
-        self.outlives_s = 0.0  # workers live on so long without this service
+        self.reattachment = Reattachment(())
+        self.reattachment.close()  # there is none where nothing is to be restored
+        self.orphan_timeout_s = 0.0  # workers live on so long without this service
         self.trainer = TrainerPresence()
         self.tier: KvTier | None = None
         self.started_at = time.time()
@@ -137,10 +137,10 @@ class Runtime:
 
     # --------------------------------------------------------------------------------------------------------- events
 
-    def post(self, event: on.Event, fact_of: Callable[[], facts.Fact] | None = None) -> None:
+    def post(self, event: on.Event, record_of: Callable[[], records.LogRecord] | None = None) -> None:
         """Hands an event to the core and carries out its commands. What the core refuses raises and changes nothing.
 
-        ``fact_of``: what the journal is told of it, before what the commands do, once the core has taken it.
+        ``record_of``: what the journal is told of it, before what the commands do, once the core has taken it.
 
         Anything else that raises leaves an event half done: a bug, which ends the service. The journal has the event
         before the core does, so that its replay comes to the same refusal, or the same bug.
@@ -152,8 +152,8 @@ class Runtime:
             self.journal.event(event, now_s)
             commands = self.machine.handle(event, now_s)
             handled = True
-            if fact_of is not None and self.journal.writes:
-                self.journal.note(fact_of())
+            if record_of is not None and self.journal.writes:
+                self.journal.note(record_of())
             for command in commands:
                 self.executor.carry_out(command)
             self.journal.window(self.machine.state)
@@ -165,29 +165,29 @@ class Runtime:
         finally:
             self._posting = False
 
-    def resume(self, found: Found, awaited: Iterable[str] = ()) -> on.Restored | None:
+    def resume(self, found: Found, expected: Iterable[str] = ()) -> on.Restored | None:
         """Carries on from what an earlier life has left; of a service that is new it notes that it begins.
 
         Returns what the core is to be told once those ``awaited`` (ids of workers and pools) have come back, and opens
         the roll call for them: ``restore``.
         """
-        self.outlives_s = self.config.workers.outlive_s
-        self.life = found.ledger.values["life"] + 1
+        self.orphan_timeout_s = self.config.workers.orphan_timeout_s
+        self.incarnation = found.ledger.values["life"] + 1
         tree = self.config.model_dump_json(exclude={"service": {"token"}})
-        groups = resume.begin_life(self.journal, found, tree, self.life)
+        groups = resume.begin_incarnation(self.journal, found, tree, self.incarnation)
         if found.is_new:
             return None
         ledger, newest = found.ledger, found.ledger.values["newest"]
         self.resumed = dict(ledger.values)
         self.sessions.epochs = self.resumed["worker_epoch"]
         number = max([self.resumed["next_number"], *(group.number + len(group.rows) for group in groups)])
-        leased = resume.restore_book(self.book, groups, found.requests, number)
+        leased = resume.restore_buffer(self.buffer, groups, found.requests, number)
         resume.restore_feed(self.feed, found, groups)
-        restored = resume.restored(self.book, found, groups, self.config.window.least, time.time(), self.life)
-        self.book.window_versions = restored.window_versions
+        restored = resume.restored(self.buffer, found, groups, self.config.window.least, time.time(), self.incarnation)
+        self.buffer.window_versions = restored.window_versions
         self.recorder.restored(leased, resume.cancelled_of(ledger.dropped()), newest)
         log.warning("carrying on at step %d with %d groups, %d of them leased", newest, len(groups), len(leased))
-        self.roll_call = RollCall(awaited)
+        self.reattachment = Reattachment(expected)
         return restored
 
     async def restore(self, restored: on.Restored | None) -> None:
@@ -200,10 +200,10 @@ class Runtime:
         if restored is None:
             return
         try:
-            await self.roll_call.ended(self.config.workers.roll_call_s)
-            self.post(replace(self.roll_call.completed(restored), hosts=self.hosts.stood()))
+            await self.reattachment.ended(self.config.workers.reattach_timeout_s)
+            self.post(replace(self.reattachment.completed(restored), hosts=self.hosts.stood()))
         finally:
-            self.roll_call.close()
+            self.reattachment.close()
         if self.storage.faults:
             self._storage_changed(self.storage.told())
 
@@ -222,7 +222,7 @@ class Runtime:
 
     def _storage_changed(self, fault: str) -> None:
         """Not before the core is restored: the journal would have a fresh one's window and trainer."""
-        if self.roll_call.is_over:
+        if self.reattachment.is_over:
             self.post(on.StorageChanged(fault))
 
     def post_soon(self, event: on.Event) -> None:
@@ -239,7 +239,7 @@ class Runtime:
         asyncio.get_running_loop().call_soon(end)
 
     def _end_lost(self, session: Session, reason: str) -> None:
-        if not self.roll_call.is_over:
+        if not self.reattachment.is_over:
             return  # the core has not heard of it yet
         lost = on.WorkerLost if isinstance(session, WorkerSession) else on.PoolLost
         self.post_soon(lost(session.worker_id, session.epoch, reason))
@@ -247,7 +247,7 @@ class Runtime:
 
     def _note_ended(self, session: WorkerSession, request_ids: list[str]) -> None:
         """Workers that would outlive this service keep these responses until they are durable."""
-        if self.outlives_s:
+        if self.orphan_timeout_s:
             self._ended.append((self.journal.told, session, request_ids))
 
     def _settle(self) -> None:
@@ -262,7 +262,7 @@ class Runtime:
 
     def trainer_present(self) -> bool:
         """Whether a trainer streams, trains on leased groups, or did so a moment ago."""
-        return self.trainer.is_awaited(self._trainer_holds())
+        return self.trainer.is_expected(self._trainer_holds())
 
     def trainer_shown(self) -> str:
         """The name of the trainer that is attached; empty where there is none, or it has left."""

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Final
 
 from dora.config import Config, validated
-from dora.data.record import LINES_FILES, VERSIONS_FOLDER, Recorder, unwritable
+from dora.data.run_record import LINES_FILES, VERSIONS_FOLDER, Recorder, unwritable
 from dora.data.types import RoutingShape
 from dora.errors import InvalidValue
 from dora.kvtier.server import remove_left
 from dora.models import check_parallel, context_tokens, default_cache, made_model, resolve_model, routing
-from dora.system.outfile import try_folder
+from dora.system.files import try_folder
 from dora.system.ownership import hold, hold_new, is_abandoned
 from dora.weights.host_store import bound_of
 from dora.weights.store import WeightStore
@@ -35,13 +35,13 @@ LOCK_FILE: Final = "dora.lock"  # of a run folder that was named; held while its
 MADE_LOCK_FILE: Final = "made.lock"  # of one that a service has made for itself
 MADE_PREFIX: Final = "dora-"
 STATE_PREFIX: Final = "dorastate-"  # of one that a service with a state folder has made: no other one removes it
-FILES_MOST: Final = 1 << 16
+FILES_MAX: Final = 1 << 16
 
 
 def open_many_files() -> None:
-    """As many as this process may ask for, up to ``FILES_MOST``: each connection is one."""
+    """As many as this process may ask for, up to ``FILES_MAX``: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(FILES_MOST, hard) if hard != resource.RLIM_INFINITY else FILES_MOST
+    wanted = min(FILES_MAX, hard) if hard != resource.RLIM_INFINITY else FILES_MAX
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

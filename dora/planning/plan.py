@@ -27,7 +27,7 @@ ANCHOR_TOKENS: Final = 8192 * 2400.0
 ANCHOR_MODEL: Final = MODELS["qwen2.5-32b"]
 ANCHOR_HARDWARE: Final = HARDWARE["h800"]
 
-GPUS_MOST: Final = 1 << 16  # a search over all splits of more takes minutes
+GPUS_MAX: Final = 1 << 16  # a search over all splits of more takes minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ def make_plan(question: Question) -> Plan:
     if question.gpus and question.link_bits_per_s:
         raise InvalidValue("link_gbps", question.link_bits_per_s / 1e9, "0 in one datacentre")
     for field in ("gpus", "rollout_gpus", "train_gpus"):
-        if getattr(question, field) > GPUS_MOST:
-            raise InvalidValue(field, getattr(question, field), f"at most {GPUS_MOST}")
+        if getattr(question, field) > GPUS_MAX:
+            raise InvalidValue(field, getattr(question, field), f"at most {GPUS_MAX}")
     time = partial(generation, workload=question.workload, window=question.window, efficiency=question.efficiency)
     options = _options(question)
     trainers = Trainers(question.model, question.train_hardware, question.workload, question.training)

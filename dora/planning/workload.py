@@ -11,7 +11,7 @@ from dora.core.table import Column
 from dora.errors import InvalidValue
 
 SIGMA: Final = 1.2  # of log lengths, where only the mean is known: the fit of the DORA paper's workload
-_LOG_MOST: Final = 700.0  # of what a float can hold
+_LOG_MAX: Final = 700.0  # of what a float can hold
 _HALVINGS: Final = 50  # to the last bits of a logarithm
 
 
@@ -43,13 +43,13 @@ class Lognormal:
         ):
             if not valid:
                 raise InvalidValue(field, value, allowed)
-        if 2.0 * self.mu + 2.0 * self.sigma**2 > _LOG_MOST:
-            allowed = f"such that 2 mu + 2 sigma^2, the log of the second moment, is at most {_LOG_MOST:g}"
+        if 2.0 * self.mu + 2.0 * self.sigma**2 > _LOG_MAX:
+            allowed = f"such that 2 mu + 2 sigma^2, the log of the second moment, is at most {_LOG_MAX:g}"
             raise InvalidValue("lengths.mu", self.mu, f"{allowed}; sigma is {self.sigma:g}")
 
     def tokens_at(self, scores: Column) -> Column:
         """Lengths at these standard normal scores, not cut."""
-        tokens: Column = np.exp(np.minimum(self.mu + self.sigma * scores, _LOG_MOST))
+        tokens: Column = np.exp(np.minimum(self.mu + self.sigma * scores, _LOG_MAX))
         return tokens
 
     def moment(self, order: int) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dora.data.types import KvEndpoint, PoolCapability
 from dora.errors import DoraError, InvalidValue
-from dora.kvtransfer.door import Door
+from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import ANY_MODEL
 from dora.kvtransfer.plane import DataPlane, installed, local_host
 from dora.pool.disk import Disk
@@ -66,8 +66,8 @@ def run(options: argparse.Namespace, stop: threading.Event, stack: contextlib.Ex
     store = Store(arena, disk, welcome.kv.secret)
     stack.callback(store.close)
     loop, secret = PoolLoop(link, pool.plane, store), welcome.kv.secret
-    while not _serves(loop, link, welcome.outlives_s, stop):
-        found = await_service(partial(pool.link, loop.leave()), lambda: False, stop, welcome.outlives_s)
+    while not _serves(loop, link, welcome.orphan_timeout_s, stop):
+        found = await_service(partial(pool.link, loop.leave()), lambda: False, stop, welcome.orphan_timeout_s)
         if found is None:
             return
         link, welcome = found[0], at_host(found[1], options.host_folder)
@@ -76,14 +76,14 @@ def run(options: argparse.Namespace, stop: threading.Event, stack: contextlib.Ex
         loop.come_back(link, pool.connect(link, welcome))
 
 
-def _serves(loop: PoolLoop, link: Link, outlives_s: float, stop: threading.Event) -> bool:
+def _serves(loop: PoolLoop, link: Link, orphan_timeout_s: float, stop: threading.Event) -> bool:
     """Until told to stop. False: the service is away, and is to be outlived."""
     try:
         loop.run(stop)
     except ServiceUnavailable as error:
-        if not outlives_s or not link.is_lost:
+        if not orphan_timeout_s or not link.is_lost:
             raise
-        log.warning("the service is away, and is awaited for %g s: %s", outlives_s, error)
+        log.warning("the service is away, and is awaited for %g s: %s", orphan_timeout_s, error)
         return False
     return True
 
@@ -93,7 +93,7 @@ class _Pool:
 
     def __init__(self, options: argparse.Namespace, token: str, capability: PoolCapability) -> None:
         self._options, self._token, self._capability = options, token, capability
-        self._door = self._open_door()
+        self._listener = self._open_listener()
         self._link: Link | None = None
         self._plane: DataPlane | None = None
 
@@ -106,8 +106,8 @@ class _Pool:
         """A link that is not begun; its hello says what is parked."""
         if self._plane is not None and self._link is not None:  # the door is the plane's of before
             self._link.close()
-            self._link, self._door = None, self._open_door()
-        kv = KvEndpoint(self._door.address, installed())
+            self._link, self._listener = None, self._open_listener()
+        kv = KvEndpoint(self._listener.address, installed())
         parked = [pb.HeldRequest(request_id=request_id, tokens=tokens) for request_id, tokens in held.items()]
         address, name = self._options.orchestrator, self._options.pool_id
         return Link(address, self._token, name, self._capability, kv, pb.PoolHello(held=parked), self._options.host)
@@ -116,7 +116,7 @@ class _Pool:
         """The data plane of this epoch."""
         before, self._link = self._plane, link
         arena = None if before is None else before.give_arena()
-        self._plane = plane_of(self._door, self._options.pool_id, ANY_MODEL, welcome, arena_bytes, arena)
+        self._plane = plane_of(self._listener, self._options.pool_id, ANY_MODEL, welcome, arena_bytes, arena)
         if before is not None:
             before.close()
         return self._plane
@@ -126,10 +126,10 @@ class _Pool:
             self._link.close()
         if self._plane is not None:
             self._plane.close()
-        self._door.close()
+        self._listener.close()
 
-    def _open_door(self) -> Door:
-        return Door(self._options.kv_host or local_host(self._options.orchestrator))
+    def _open_listener(self) -> Listener:
+        return Listener(self._options.kv_host or local_host(self._options.orchestrator))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ from dora.pool.sending import Sending
 from dora.pool.store import Store
 from dora.rpc import dora_pb2 as pb
 from dora.worker.failure import fail
-from dora.worker.orders import REASON_MOST, Orders, check_asked_for, peer_of, waiting
+from dora.worker.orders import REASON_MAX, Orders, check_asked_for, peer_of, waiting
 
 log = logging.getLogger("dora.worker")
 
@@ -88,7 +88,7 @@ class PoolLoop:
             pinned_bytes=arena.pinned_bytes if arena is not None else 0,
             spilled=held.spilled,
             dropped=dropped or (),
-            reason=reason[:REASON_MOST],
+            reason=reason[:REASON_MAX],
             at=time.time(),
         )
         self._reported_s = self._clock()

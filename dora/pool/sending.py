@@ -16,7 +16,7 @@ from dora.pool.parked import Parked
 from dora.pool.store import Store
 from dora.rpc import dora_pb2 as pb
 from dora.worker.failure import NotMovable
-from dora.worker.orders import REASON_MOST
+from dora.worker.orders import REASON_MAX
 
 Answer = Callable[[pb.WorkerOutcome, DoraError | None], None]
 
@@ -81,7 +81,7 @@ class Sending:
         sent = done.result()
         self._sent += 1
         self._outcome.snapshot_bytes += sent.body_bytes
-        self._outcome.kv_fallbacks.extend(reason[:REASON_MOST] for reason in sent.fallbacks)
+        self._outcome.kv_fallbacks.extend(reason[:REASON_MAX] for reason in sent.fallbacks)
         if self._sent < len(self._bodies):
             self._send_next(sent.key)
             return

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from dora.data.limits import ID_CHARACTERS_MOST, PRIORITY_MOST, VERIFIER_BYTES_MOST
+from dora.data.limits import ID_CHARACTERS_MAX, PRIORITY_MAX, VERIFIER_BYTES_MAX
 from dora.data.strict_json import check_text, read_json
 from dora.errors import InvalidValue
 
@@ -31,8 +31,8 @@ def checked_messages(value: Any, field: str) -> list[dict[str, Any]]:
 
 def check_name(name: Any, field: str) -> None:
     """Raises InvalidValue for what is no name of a prompt or of a task."""
-    if not isinstance(name, str) or not 1 <= len(name) <= ID_CHARACTERS_MOST:
-        raise InvalidValue(field, name, f"a non-empty id of at most {ID_CHARACTERS_MOST} characters")
+    if not isinstance(name, str) or not 1 <= len(name) <= ID_CHARACTERS_MAX:
+        raise InvalidValue(field, name, f"a non-empty id of at most {ID_CHARACTERS_MAX} characters")
     check_text(name, field)
     if not name.isprintable():  # it is shown on terminals and in logs
         raise InvalidValue(field, name, "a printable id, in one line")
@@ -48,14 +48,14 @@ def check_size(text: Any, field: str, bytes_most: int) -> None:
 
 
 def check_priority(priority: Any, field: str) -> None:
-    if type(priority) is not int or not -PRIORITY_MOST <= priority <= PRIORITY_MOST:
-        raise InvalidValue(field, priority, f"a whole number from {-PRIORITY_MOST} to {PRIORITY_MOST}")
+    if type(priority) is not int or not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
+        raise InvalidValue(field, priority, f"a whole number from {-PRIORITY_MAX} to {PRIORITY_MAX}")
 
 
 def check_verifier(verifier_json: Any, place: str) -> None:
     """Raises InvalidValue where a reward function could not be given this: it takes an object, read from JSON."""
     if not isinstance(verifier_json, str):
         raise InvalidValue(f"{place}: verifier_json", verifier_json, "a text with a JSON object")
-    verifier = {} if verifier_json == "{}" else read_json(verifier_json, f"{place}: verifier_json", VERIFIER_BYTES_MOST)
+    verifier = {} if verifier_json == "{}" else read_json(verifier_json, f"{place}: verifier_json", VERIFIER_BYTES_MAX)
     if not isinstance(verifier, dict):
         raise InvalidValue(f"{place}: verifier_json", json.dumps(verifier)[:80], "a JSON object")

@@ -15,7 +15,7 @@ from dora.data.strict_json import json_object
 from dora.errors import InvalidValue
 
 SUFFIXES: Final = (".parquet", ".jsonl")
-ENTRIES_MOST: Final = 100_000  # files and folders in a dataset's folder
+ENTRIES_MAX: Final = 100_000  # files and folders in a dataset's folder
 # Source: datasets, data_files.py, ``SPLIT_KEYWORDS``.
 _KEYWORDS: Final = {
     "train": ("train", "training"),
@@ -54,9 +54,9 @@ def _saved(folder: Path) -> list[Path]:
 
 def _found(folder: Path, split: str) -> list[Path]:
     """The table files in a folder and below it."""
-    entries = list(islice(folder.rglob("*"), ENTRIES_MOST + 1))
-    if len(entries) > ENTRIES_MOST:
-        raise InvalidValue("--prompts", str(folder), f"a dataset's folder, with at most {ENTRIES_MOST:,} files")
+    entries = list(islice(folder.rglob("*"), ENTRIES_MAX + 1))
+    if len(entries) > ENTRIES_MAX:
+        raise InvalidValue("--prompts", str(folder), f"a dataset's folder, with at most {ENTRIES_MAX:,} files")
     found: dict[str, list[Path]] = {}
     for path in sorted(entries):
         if path.suffix in SUFFIXES and not any(part.startswith(".") for part in path.relative_to(folder).parts):

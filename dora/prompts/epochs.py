@@ -9,7 +9,7 @@ seed is the same on every machine and in every release.
 from hashlib import blake2b
 from typing import Final
 
-EPOCHS_MOST: Final = 1 << 20
+EPOCHS_MAX: Final = 1 << 20
 SUFFIX: Final = "#"  # before the epoch, in the ids of prompts of later epochs
 _ROUNDS: Final = 8
 

@@ -28,7 +28,7 @@ from dora.errors import InvalidValue
 from dora.models.prepared import prepare_once
 
 RECIPE: Final = 2
-KEPT_MOST: Final = 16  # exported tokenizers in a cache; of more, those not used for longest are deleted
+KEPT_MAX: Final = 16  # exported tokenizers in a cache; of more, those not used for longest are deleted
 EXPORT_TIMEOUT_S: Final = 300.0
 TOKENIZER_FILE: Final = "tokenizer.json"
 _REST_FILE: Final = "rest.json"
@@ -112,7 +112,7 @@ def _read(made: Path) -> Exported:
 
 def _forget_oldest(folder: Path) -> None:
     made = sorted((each.stat().st_mtime, each) for each in folder.iterdir() if not each.name.startswith("."))
-    for _, each in made[:-KEPT_MOST]:
+    for _, each in made[:-KEPT_MAX]:
         shutil.rmtree(each, ignore_errors=True)
 
 

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.config import PromptsConfig
-from dora.data.limits import ID_CHARACTERS_MOST
+from dora.data.limits import ID_CHARACTERS_MAX
 from dora.data.types import Prompt
 from dora.errors import InvalidValue
 from dora.prompts.dataset import SUFFIXES, dataset_files
-from dora.prompts.epochs import EPOCHS_MOST, SUFFIX, permuted
+from dora.prompts.epochs import EPOCHS_MAX, SUFFIX, permuted
 from dora.prompts.jsonl import jsonl_rows
-from dora.prompts.row import Columns, Place, prompt_of_row, without_nulls
+from dora.prompts.row import Columns, RowLocation, prompt_of_row, without_nulls
 from dora.prompts.source import PromptSource, check_length
 from dora.prompts.store import PromptStore
 from dora.prompts.tables import table_rows
 from dora.prompts.tokenizer import ChatTokenizer
-from dora.system.outfile import path_of
+from dora.system.files import path_of
 
 REWARD: Final = "dora.rewards.answer:score"
 TOLD_ROWS: Final = 20_000  # progress is told after every so many
@@ -59,7 +59,7 @@ def file_source(
     return PromptSource(path.stem, REWARD, _by_epochs(store, config), len(store))
 
 
-def prompt_rows(config: PromptsConfig) -> Iterator[tuple[Place, dict[str, Any]]]:
+def prompt_rows(config: PromptsConfig) -> Iterator[tuple[RowLocation, dict[str, Any]]]:
     """The rows of ``config.source`` in order, once, unchecked: fields of prompts, by their columns, and other columns.
 
     Raises InvalidValue for a row that is none.
@@ -81,7 +81,7 @@ def _files(config: PromptsConfig) -> tuple[Path, list[Path]]:
     return path, dataset_files(path, config.split) if path.is_dir() else [path]
 
 
-def _rows(file: Path, columns: Columns) -> Iterator[tuple[Place, dict[str, Any]]]:
+def _rows(file: Path, columns: Columns) -> Iterator[tuple[RowLocation, dict[str, Any]]]:
     if file.exists() and not file.is_file():  # a pipe would be waited for, without end
         raise InvalidValue("--prompts", str(file), "a regular file: all rows are read before anything starts")
     if file.suffix != ".jsonl":
@@ -93,7 +93,7 @@ def _rows(file: Path, columns: Columns) -> Iterator[tuple[Place, dict[str, Any]]
 
 
 def _by_epochs(store: PromptStore, config: PromptsConfig) -> Callable[[int], Prompt | None]:
-    count, epochs = len(store), config.epochs or EPOCHS_MOST
+    count, epochs = len(store), config.epochs or EPOCHS_MAX
 
     def at(index: int) -> Prompt | None:
         epoch, row = divmod(index, count)
@@ -107,9 +107,9 @@ def _by_epochs(store: PromptStore, config: PromptsConfig) -> Callable[[int], Pro
     return at
 
 
-def _check_for_epochs(prompt_id: str, place: Place) -> None:
+def _check_for_epochs(prompt_id: str, place: RowLocation) -> None:
     """Later epochs add theirs to a prompt's id: it has to stay within bounds, and another than any of the file's."""
-    most = ID_CHARACTERS_MOST - len(f"{SUFFIX}{EPOCHS_MOST}")
+    most = ID_CHARACTERS_MAX - len(f"{SUFFIX}{EPOCHS_MAX}")
     if len(prompt_id) > most or _LATER_EPOCH.search(prompt_id):
         allowed = f"of at most {most} characters, without {SUFFIX} and a number at its end, which later epochs add"
         raise place.invalid("prompt_id", prompt_id, allowed)

@@ -10,22 +10,22 @@ from typing import Any, Final
 
 from dora.data.strict_json import read_json
 from dora.errors import InvalidValue
-from dora.prompts.row import Place
+from dora.prompts.row import RowLocation
 
-LINE_BYTES_MOST: Final = 8 << 20
+LINE_BYTES_MAX: Final = 8 << 20
 
 
-def jsonl_rows(path: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
+def jsonl_rows(path: Path) -> Iterator[tuple[RowLocation, dict[str, Any]]]:
     """Raises InvalidValue, with the file and the line, for the first line that is no JSON object."""
     try:
         with path.open("rb") as file:
             number = 0
             # Only b"\n" ends a line: a text in JSON may hold any other line separator.
-            while line := file.readline(LINE_BYTES_MOST + 1):
+            while line := file.readline(LINE_BYTES_MAX + 1):
                 number += 1
-                place = Place(path, number)
-                if len(line) > LINE_BYTES_MOST:
-                    raise place.invalid("line: bytes", f"over {LINE_BYTES_MOST:,}", f"at most {LINE_BYTES_MOST:,}")
+                place = RowLocation(path, number)
+                if len(line) > LINE_BYTES_MAX:
+                    raise place.invalid("line: bytes", f"over {LINE_BYTES_MAX:,}", f"at most {LINE_BYTES_MAX:,}")
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
                     yield place, _record(line, place)
@@ -33,9 +33,9 @@ def jsonl_rows(path: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
         raise InvalidValue("--prompts", str(path), f"a readable UTF-8 file ({error})") from error
 
 
-def _record(line: bytes, place: Place) -> dict[str, Any]:
+def _record(line: bytes, place: RowLocation) -> dict[str, Any]:
     try:
-        record = read_json(line.decode(), place.of("line"), LINE_BYTES_MOST)
+        record = read_json(line.decode(), place.of("line"), LINE_BYTES_MAX)
     except UnicodeDecodeError as error:
         raise place.invalid("line", line[:80], f"one JSON object in UTF-8 ({error})") from error
     except InvalidValue as error:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from dora.config import ColumnsConfig
-from dora.data.limits import GROUP_SIZE_MOST, TEXT_BYTES_MOST
+from dora.data.limits import GROUP_SIZE_MAX, TEXT_BYTES_MAX
 from dora.data.sampling import checked_overrides
 from dora.data.types import Prompt
 from dora.errors import MISSING, InvalidValue
@@ -47,7 +47,7 @@ class Columns:
     def of(cls, columns: ColumnsConfig, others: OtherColumns) -> "Columns":
         return cls({name: column for name, column in columns if column}, others)
 
-    def used(self, present: Mapping[str, Any], place: "Place") -> dict[str, str]:
+    def used(self, present: Mapping[str, Any], place: "RowLocation") -> dict[str, str]:
         """Field -> column of a row with these columns. Raises InvalidValue for a column that is lacking or too much."""
         used: dict[str, str] = {}
         for name in FIELDS:
@@ -66,7 +66,7 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowLocation:
     """A row of a file (0: the whole file), to name in errors. ``columns``: field -> column of this row."""
 
     path: Path
@@ -82,7 +82,7 @@ class Place:
 
 
 def prompt_of_row(
-    row: Mapping[str, Any], place: Place, others: OtherColumns, tokenizer: ChatTokenizer, source: str, number: int
+    row: Mapping[str, Any], place: RowLocation, others: OtherColumns, tokenizer: ChatTokenizer, source: str, number: int
 ) -> Prompt:
     """``number``: of the row in its source, by which a prompt is named that brings no name of its own.
 
@@ -127,14 +127,14 @@ def without_nulls(row: Mapping[str, Any], used: Mapping[str, str]) -> dict[str, 
     return {name: value for name, value in row.items() if value is not None or name == answer}
 
 
-def _tokens(record: dict[str, Any], place: Place, tokenizer: ChatTokenizer) -> tuple[str, tuple[int, ...]]:
+def _tokens(record: dict[str, Any], place: RowLocation, tokenizer: ChatTokenizer) -> tuple[str, tuple[int, ...]]:
     forms = [form for form in FORMS if form in record]
     if len(forms) != 1:
         found = [place.columns[form] for form in forms]
         raise place.invalid("prompt", found, f"exactly one of {', '.join(FORMS)}")
     if forms == ["prompt"]:
         text = _field(record, "prompt", str, "", place)
-        check_size(text, place.of("prompt"), TEXT_BYTES_MOST)
+        check_size(text, place.of("prompt"), TEXT_BYTES_MAX)
         return text, tokenizer.encode(text)
     if forms == ["messages"]:
         messages = checked_messages(record["messages"], place.of("messages"))
@@ -151,14 +151,14 @@ def _tokens(record: dict[str, Any], place: Place, tokenizer: ChatTokenizer) -> t
     return tokenizer.decode(token_ids), tuple(token_ids)
 
 
-def _group_size(record: dict[str, Any], place: Place) -> int:
+def _group_size(record: dict[str, Any], place: RowLocation) -> int:
     value: int = _field(record, "group_size", int, 0, place)
-    if not 0 <= value <= GROUP_SIZE_MOST:
-        raise place.invalid("group_size", value, f"an integer from 0 to {GROUP_SIZE_MOST} (0: the service's default)")
+    if not 0 <= value <= GROUP_SIZE_MAX:
+        raise place.invalid("group_size", value, f"an integer from 0 to {GROUP_SIZE_MAX} (0: the service's default)")
     return value
 
 
-def _verifier_json(record: dict[str, Any], others: dict[str, Any], place: Place) -> str:
+def _verifier_json(record: dict[str, Any], others: dict[str, Any], place: RowLocation) -> str:
     verifier = {**others, **_field(record, "verifier", dict, {}, place)}
     if "answer" in record:
         verifier["answer"] = record["answer"]
@@ -177,7 +177,7 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _field(record: dict[str, Any], name: str, kind: type, default: Any, place: Place) -> Any:
+def _field(record: dict[str, Any], name: str, kind: type, default: Any, place: RowLocation) -> Any:
     value = record.get(name, default)
     if type(value) is not kind or (kind is str and not value):
         names = {str: "a text that is not empty", int: "an integer", dict: "an object"}

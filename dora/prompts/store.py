@@ -18,7 +18,7 @@ from dora.data.types import Prompt
 from dora.errors import Conflict, InvalidValue
 
 MEMORY_BYTES: Final = 64 << 20
-PROMPTS_MOST: Final = 1 << 24
+PROMPTS_MAX: Final = 1 << 24
 
 
 class PromptStore:
@@ -28,7 +28,7 @@ class PromptStore:
         self._file = SpooledTemporaryFile(max_size=MEMORY_BYTES, prefix="dora-prompts-")  # noqa: SIM115 # kept open
         self._ends = array("Q", [0])
         self._digests = array("Q")  # of ids: while prompts are appended
-        self._places: list[tuple[int, Path]] = []  # the first number of each file
+        self._positions: list[tuple[int, Path]] = []  # the first number of each file
         self._rows = array("I")  # the row of each in its file
 
     def __len__(self) -> int:
@@ -36,8 +36,8 @@ class PromptStore:
 
     def append(self, prompt: Prompt, path: Path, row: int) -> None:
         """Raises InvalidValue where there are too many, or the temporary file has no room."""
-        if len(self) >= PROMPTS_MOST:
-            raise InvalidValue("--prompts", str(path), f"of at most {PROMPTS_MOST:,} prompts")
+        if len(self) >= PROMPTS_MAX:
+            raise InvalidValue("--prompts", str(path), f"of at most {PROMPTS_MAX:,} prompts")
         packed = msgpack.packb(
             (
                 prompt.prompt_id,
@@ -55,8 +55,8 @@ class PromptStore:
         except OSError as error:
             allowed = f"small enough for the folder for temporary files, TMPDIR ({error.strerror})"
             raise InvalidValue("--prompts", str(path), allowed) from error
-        if not self._places or self._places[-1][1] != path:
-            self._places.append((len(self), path))
+        if not self._positions or self._positions[-1][1] != path:
+            self._positions.append((len(self), path))
         self._rows.append(row)
         self._digests.append(int.from_bytes(blake3(prompt.prompt_id.encode()).digest(8), "little"))
         self._ends.append(self._ends[-1] + len(packed))
@@ -74,7 +74,7 @@ class PromptStore:
                 why = f"is used in {where} already"
                 raise Conflict(f"{path}:{row}: prompt_id", name, "an id not used before", why)
         del digests
-        self._digests, self._rows, self._places = array("Q"), array("I"), []
+        self._digests, self._rows, self._positions = array("Q"), array("I"), []
 
     def __getitem__(self, number: int) -> Prompt:
         start = self._ends[number]
@@ -93,5 +93,5 @@ class PromptStore:
         )
 
     def _place(self, number: int) -> tuple[Path, int]:
-        path = next(path for first, path in reversed(self._places) if first <= number)
+        path = next(path for first, path in reversed(self._positions) if first <= number)
         return path, self._rows[number]

@@ -6,15 +6,15 @@ from typing import Any, Final
 
 from dora.data.strict_json import read_json
 from dora.errors import InvalidValue
-from dora.prompts.row import Columns, Place, without_nulls
+from dora.prompts.row import Columns, RowLocation, without_nulls
 
 BATCH_ROWS: Final = 128  # decoded at once
-CELL_BYTES_MOST: Final = 8 << 20  # of a JSON text in a cell
+CELL_BYTES_MAX: Final = 8 << 20  # of a JSON text in a cell
 INSTALL: Final = "pip install 'dora-rollout[data]'"
 _OBJECTS: Final = ("messages", "verifier", "sampling", "prompt_token_ids")  # may stand in a cell as JSON text
 
 
-def table_rows(path: Path, columns: Columns) -> Iterator[tuple[Place, dict[str, Any]]]:
+def table_rows(path: Path, columns: Columns) -> Iterator[tuple[RowLocation, dict[str, Any]]]:
     """The rows of a .parquet or .arrow file (a stream, as Hugging Face's ``save_to_disk`` writes it), from 1 on.
 
     A cell that is null is a field that the row does not have, but for ``answer``. Raises InvalidValue where pyarrow is
@@ -25,10 +25,10 @@ def table_rows(path: Path, columns: Columns) -> Iterator[tuple[Place, dict[str, 
     for names, batch in _batches(path, columns):
         if first:
             _check_names(names, path)
-            used, first = columns.used(dict.fromkeys(names), Place(path, 0)), False
+            used, first = columns.used(dict.fromkeys(names), RowLocation(path, 0)), False
         for row in batch:
             number += 1
-            place = Place(path, number, used)
+            place = RowLocation(path, number, used)
             yield place, _cells(row, used, place)
 
 
@@ -45,7 +45,7 @@ def _batches(path: Path, columns: Columns) -> Iterator[tuple[Sequence[str], Iter
                 names = file.schema_arrow.names
                 wanted = names
                 if columns.others == "ignore":  # what is not used is not even read
-                    wanted = sorted(set(columns.used(dict.fromkeys(names), Place(path, 0)).values()))
+                    wanted = sorted(set(columns.used(dict.fromkeys(names), RowLocation(path, 0)).values()))
                 yield names, ()
                 for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
                     batch.validate(full=True)
@@ -69,7 +69,7 @@ def _check_names(names: Sequence[str], path: Path) -> None:
         raise InvalidValue("--prompts", str(path), f"a file whose columns have different names; twice: {twice[0][:80]}")
 
 
-def _cells(row: dict[str, Any], used: dict[str, str], place: Place) -> dict[str, Any]:
+def _cells(row: dict[str, Any], used: dict[str, str], place: RowLocation) -> dict[str, Any]:
     """The row without its nulls, and with the objects that stand in it as JSON text."""
     found = without_nulls(row, used)
     for name in _OBJECTS:
@@ -77,7 +77,7 @@ def _cells(row: dict[str, Any], used: dict[str, str], place: Place) -> dict[str,
         if column not in found:
             continue
         if isinstance(found[column], str):
-            found[column] = read_json(found[column], place.of(name), CELL_BYTES_MOST)
+            found[column] = read_json(found[column], place.of(name), CELL_BYTES_MAX)
         found[column] = _without_nulls(found[column], keep="content")
     return found
 

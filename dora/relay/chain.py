@@ -18,7 +18,7 @@ from typing import Final
 
 from dora.errors import Conflict, NotFound
 
-UPSTREAMS_MOST: Final = 4  # hosts that a follower is told of: the nearest first, the head among them
+UPSTREAMS_MAX: Final = 4  # hosts that a follower is told of: the nearest first, the head among them
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Site:
     """A host as planning sees it."""
 
     host: str
-    place: str = ""  # hosts of one place reach each other well
+    zone: str = ""  # hosts of one place reach each other well
     bytes_per_s: float = 0.0  # of the link on which it receives, as measured; 0: not measured, taken to be fast
 
     @property
@@ -43,7 +43,7 @@ class Chain:
         self._sites: dict[str, Site] = {head.host: head}
         self._upstream: dict[str, str] = {}
         self._followers: dict[str, list[str]] = {head.host: []}
-        self._last: dict[str, str] = {head.place: head.host}  # the end of each place's own chain
+        self._last: dict[str, str] = {head.zone: head.host}  # the end of each place's own chain
 
     def __contains__(self, host: str) -> bool:
         return host in self._sites
@@ -69,7 +69,7 @@ class Chain:
         self._site(host)
         return tuple(self._followers[host])
 
-    def upstreams(self, host: str, most: int = UPSTREAMS_MOST) -> tuple[str, ...]:
+    def upstreams(self, host: str, most: int = UPSTREAMS_MAX) -> tuple[str, ...]:
         """Whom a host is to ask, one after the other: its upstream, those before that one, and at last the head."""
         found: list[str] = []
         at = self.upstream(host)
@@ -95,10 +95,10 @@ class Chain:
         """
         if site.host in self._sites:
             raise Conflict("host", site.host, "a host that is not in the chain", why="is in the chain already")
-        upstream = self._last.get(site.place) or self._exit(site)
+        upstream = self._last.get(site.zone) or self._exit(site)
         self._sites[site.host] = site
         self._followers[site.host] = []
-        self._last[site.place] = site.host
+        self._last[site.zone] = site.host
         self._follow(site.host, upstream)
         return upstream
 
@@ -113,7 +113,7 @@ class Chain:
             raise Conflict("host", host, "a host behind the head: the head is replaced", why="is the head")
         before, followers = self._upstream[host], self._followers[host]
         self._forget(site, before)
-        near = [each for each in followers if self._sites[each].place == site.place]
+        near = [each for each in followers if self._sites[each].zone == site.zone]
         for each in followers:
             self._follow(each, before if each in near[:1] or not near else near[0])
         return tuple(followers)
@@ -131,9 +131,9 @@ class Chain:
         followers = [each for each in self._followers.pop(old.host) if each != host]
         self._sites[host] = site
         self._followers.setdefault(host, [])
-        if self._last.get(old.place) == old.host:
-            del self._last[old.place]
-        self._last.setdefault(site.place, host)
+        if self._last.get(old.zone) == old.host:
+            del self._last[old.zone]
+        self._last.setdefault(site.zone, host)
         self.head = host
         for each in followers:
             self._follow(each, host)
@@ -142,14 +142,14 @@ class Chain:
     def _exit(self, site: Site) -> str:
         """The host from which a stream leaves for a new place: the last in the head's place that is no slower, and
         from which none leaves yet, so that it neither waits for slower hosts nor loads the head."""
-        place = self._sites[self.head].place
-        at = self._last.get(place, self.head)
+        zone = self._sites[self.head].zone
+        at = self._last.get(zone, self.head)
         fit = [at]
         while at != self.head:
             at = self._upstream[at]
             fit.append(at)
         no_slower = [each for each in fit if self._sites[each].order[0] <= site.order[0] or each == self.head]
-        free = [each for each in no_slower if all(self._sites[to].place == place for to in self._followers[each])]
+        free = [each for each in no_slower if all(self._sites[to].zone == zone for to in self._followers[each])]
         return (free or no_slower)[0]
 
     def _follow(self, host: str, upstream: str) -> None:
@@ -159,11 +159,11 @@ class Chain:
     def _forget(self, site: Site, before: str) -> None:
         del self._sites[site.host], self._followers[site.host], self._upstream[site.host]
         self._followers[before].remove(site.host)
-        if self._last.get(site.place) == site.host:
-            if self._sites[before].place == site.place:
-                self._last[site.place] = before
+        if self._last.get(site.zone) == site.host:
+            if self._sites[before].zone == site.zone:
+                self._last[site.zone] = before
             else:
-                del self._last[site.place]
+                del self._last[site.zone]
 
     def _site(self, host: str) -> Site:
         site = self._sites.get(host)
@@ -175,15 +175,15 @@ class Chain:
 def planned(head: Site, others: Iterable[Site]) -> Chain:
     """The chain of a version that ``head`` holds over ``others``: fast hosts before slow ones, place by place."""
     chain = Chain(head)
-    places: dict[str, list[Site]] = {head.place: []}
+    zones: dict[str, list[Site]] = {head.zone: []}
     for site in sorted(others, key=lambda each: each.order):
-        places.setdefault(site.place, []).append(site)
-    for sites in places.values():  # the head's place, then the others by their fastest host
+        zones.setdefault(site.zone, []).append(site)
+    for sites in zones.values():  # the head's place, then the others by their fastest host
         for site in sites:
             chain.add(site)
     return chain
 
 
-def ranked(upstreams: Sequence[str], holders: Iterable[str], most: int = UPSTREAMS_MOST) -> tuple[str, ...]:
+def ranked(upstreams: Sequence[str], holders: Iterable[str], most: int = UPSTREAMS_MAX) -> tuple[str, ...]:
     """``upstreams`` and after them other hosts that hold the version whole, each once; at most ``most``."""
     return tuple(dict.fromkeys([*upstreams, *sorted(holders)]))[:most]

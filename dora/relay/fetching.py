@@ -27,8 +27,8 @@ from dora.weights.manifest import Manifest, read_manifest
 
 log = logging.getLogger("dora.relay")
 
-CHECKED_MOST: Final = 4  # chunks that wait for their check while the next ones come
-MEASURED_LEAST: Final = 8  # pieces that came without a pause
+CHECKED_MAX: Final = 4  # chunks that wait for their check while the next ones come
+MEASURED_MIN: Final = 8  # pieces that came without a pause
 CONNECT_S: Final = 5.0  # an upstream that does not answer by then is passed over
 GREETING_WAYS: Final = 4  # messages one after the other until both ends know each other
 MakeReceiver = Callable[[Stream], Receiver]
@@ -55,7 +55,7 @@ class Measured:
         self.busy_s += took_s
 
     def link(self) -> Link | None:
-        if self.pieces < MEASURED_LEAST or self.busy_s <= 0:
+        if self.pieces < MEASURED_MIN or self.busy_s <= 0:
             return None
         return Link(self.piece_bytes / self.busy_s, max(self.start_s, 1e-6))
 
@@ -322,7 +322,7 @@ class _Arriving:
                 summed(self.receiver.chunk(self.stream, frame, target, unsummed))
             tag = tags[at * TAG_BYTES : (at + 1) * TAG_BYTES]
             self._checking.append(helpers.submit(self._check, number, target, tag, secret))
-            error = self._settled(CHECKED_MOST)
+            error = self._settled(CHECKED_MAX)
             if error is not None:
                 raise error
         return size

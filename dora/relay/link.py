@@ -16,7 +16,7 @@ from typing import Final
 
 from dora.errors import InvalidValue
 
-PIECE_BYTES_MOST: Final = 32 << 20  # a piece is in flight, or being checked, four times at a host
+PIECE_BYTES_MAX: Final = 32 << 20  # a piece is in flight, or being checked, four times at a host
 SMOOTHING: Final = 0.3  # of a new measurement
 
 
@@ -68,8 +68,8 @@ def chain_s(link: Link, hosts: int, body_bytes: int, piece_bytes: int) -> float:
 def piece_chunks(link: Link, hosts: int, body_bytes: int, chunk_bytes: int) -> int:
     """How many chunks make a piece, so that the last of ``hosts`` has the body soonest; at least one.
 
-    Two hosts have nothing to pipeline: there the largest piece is best, up to PIECE_BYTES_MOST.
+    Two hosts have nothing to pipeline: there the largest piece is best, up to PIECE_BYTES_MAX.
     """
     chunks = max(1, -(-body_bytes // chunk_bytes))
-    sizes = range(1, max(1, min(chunks, PIECE_BYTES_MOST // chunk_bytes)) + 1)
+    sizes = range(1, max(1, min(chunks, PIECE_BYTES_MAX // chunk_bytes)) + 1)
     return min(sizes, key=lambda each: chain_s(link, hosts, body_bytes, each * chunk_bytes))

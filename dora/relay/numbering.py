@@ -10,7 +10,7 @@ from dora.errors import TransferFailed
 from dora.weights.manifest import Manifest
 
 _RUN: Final = Struct("<II")
-RUNS_MOST: Final = 1 << 20  # of a list of chunks; 8 MiB
+RUNS_MAX: Final = 1 << 20  # of a list of chunks; 8 MiB
 
 
 class Numbering:
@@ -59,7 +59,7 @@ def packed(numbers: Iterable[int]) -> bytes:
 
 def unpacked(body: bytes, chunks: int) -> Sequence[tuple[int, int]]:
     """Runs of a version of so many chunks. Raises TransferFailed for what ``packed`` does not write."""
-    if len(body) % _RUN.size or len(body) > RUNS_MOST * _RUN.size:
+    if len(body) % _RUN.size or len(body) > RUNS_MAX * _RUN.size:
         raise TransferFailed(f"a list of chunks in {len(body)} bytes")
     found = list(_RUN.iter_unpack(body))
     ascending = all(one[0] + one[1] < other[0] for one, other in pairwise(found))

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Final
 
 from dora.errors import InvalidValue, NotFound, TransferFailed, told
-from dora.kvtransfer.door import Door
+from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import SECRET_BYTES, Identity
 from dora.kvtransfer.throttle import Throttle
 from dora.kvtransfer.torch_pair import TorchReceiver, TorchSender
@@ -34,8 +34,8 @@ from dora.weights.manifest import Manifest, parsed_name
 
 log = logging.getLogger("dora.relay")
 
-FETCHES_MOST: Final = 2  # at once; others wait in their order
-ORDERS_MOST: Final = 64  # that wait or are under way; one more fails
+FETCHES_MAX: Final = 2  # at once; others wait in their order
+ORDERS_MAX: Final = 64  # that wait or are under way; one more fails
 HELPERS: Final = 2  # threads that check chunks
 TORCH: Final = ("gloo", "nccl")
 
@@ -55,7 +55,12 @@ class Relay:
     """Any thread may use it."""
 
     def __init__(
-        self, store: HostStore, door: Door, own: Identity, settings: RelaySettings, tell: Callable[[Outcome], None]
+        self,
+        store: HostStore,
+        listener: Listener,
+        own: Identity,
+        settings: RelaySettings,
+        tell: Callable[[Outcome], None],
     ) -> None:
         """Opens ``door``, and closes it in the end. ``own``: as peers know this host and its epoch.
 
@@ -63,9 +68,9 @@ class Relay:
         """
         if len(settings.secret) != SECRET_BYTES:
             raise InvalidValue("relay secret", f"{len(settings.secret)} bytes", f"{SECRET_BYTES} bytes")
-        self.address = door.address
+        self.address = listener.address
         self._store = store
-        self._door = door
+        self._listener = listener
         self._own = own
         self._settings = settings
         self._tell = tell
@@ -73,12 +78,12 @@ class Relay:
         self._begun = threading.Condition(self._lock)  # something of a version is here now
         self._fetches: dict[str, Fetch] = {}
         self._holdings: dict[str, Holding] = {}
-        self._threads = ThreadPoolExecutor(FETCHES_MOST, "relay-in", stand_back)
+        self._threads = ThreadPoolExecutor(FETCHES_MAX, "relay-in", stand_back)
         self._helpers = ThreadPoolExecutor(HELPERS, "relay-sum", stand_back)
         self._is_closed = False
         throttle = Throttle(settings.bandwidth_bytes_per_s)
         serving = Serving(own, settings.secret, self.find, self._senders(), throttle, settings.wait_s)
-        door.open(serving.serve, settings.timeout_s)
+        listener.open(serving.serve, settings.timeout_s)
 
     def fetch(self, order: Order) -> None:
         """Begins to bring a version here, or takes it from others from now on. Its outcome comes by ``tell``.
@@ -94,8 +99,8 @@ class Relay:
             refused = ""
             if self._is_closed:
                 refused = "this relay ends"
-            elif len(self._fetches) >= ORDERS_MOST:
-                refused = f"{ORDERS_MOST} versions are on their way here"
+            elif len(self._fetches) >= ORDERS_MAX:
+                refused = f"{ORDERS_MAX} versions are on their way here"
             elif not self._is_held(version, order.name):
                 fetch = self._fetches[order.name] = self._made(order)
         if fetch is not None:
@@ -135,7 +140,7 @@ class Relay:
             fetch.stop("this relay ends")
         for holding in holdings:
             holding.end("this relay ends")
-        self._door.close()
+        self._listener.close()
         self._threads.shutdown()
         self._helpers.shutdown()
 

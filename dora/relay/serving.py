@@ -21,20 +21,20 @@ from typing import Any, Final
 
 from dora.errors import InvalidValue, TransferFailed
 from dora.kvtransfer.checksum import Buffer
-from dora.kvtransfer.door import TICK_S
+from dora.kvtransfer.listener import TICK_S
 from dora.kvtransfer.peer import Identity, answer
 from dora.kvtransfer.throttle import Throttle
 from dora.kvtransfer.transport import Sender
-from dora.kvtransfer.wire import BODY_MOST, Frame, Kind, Stream
+from dora.kvtransfer.wire import BODY_MAX, Frame, Kind, Stream
 from dora.relay.background import stand_back
 from dora.relay.holding import Holding, Reader
-from dora.relay.link import PIECE_BYTES_MOST
+from dora.relay.link import PIECE_BYTES_MAX
 from dora.relay.numbering import unpacked
 
 log = logging.getLogger("dora.relay")
 
 TCP: Final = "tcp"
-FOLLOWERS_MOST: Final = 32  # at once; more are refused, and ask elsewhere
+FOLLOWERS_MAX: Final = 32  # at once; more are refused, and ask elsewhere
 AWAITED_S: Final = 1.0  # how often a follower that waits is told that its upstream lives
 Find = Callable[[str, float], Holding | None]
 MakeSender = Callable[[Stream], Sender]
@@ -62,7 +62,7 @@ class Serving:
         self._senders = senders
         self._throttle = throttle
         self._wait_s = wait_s
-        self._places = threading.Semaphore(FOLLOWERS_MOST)
+        self._places = threading.Semaphore(FOLLOWERS_MAX)
 
     def serve(self, stream: Stream, stopping: threading.Event) -> None:
         stand_back()
@@ -73,7 +73,7 @@ class Serving:
             log.warning("relay: %s", error)
             return
         if not self._places.acquire(blocking=False):
-            stream.send(Kind.REFUSED, {"reason": f"{FOLLOWERS_MOST} others take from this relay"})
+            stream.send(Kind.REFUSED, {"reason": f"{FOLLOWERS_MAX} others take from this relay"})
             return
         try:
             self._serve(_Follower(stream, peer, stopping))
@@ -91,13 +91,13 @@ class Serving:
             holding = self._awaited(name, follower)
             sender = self._attached(stream, fetch.field("transports", str, "").split())
             body = holding.manifest.to_json().encode() if fetch.field("manifest", bool, True) else b""
-            if len(body) > BODY_MOST:
-                raise TransferFailed(f"the manifest of {name} has {len(body):,} bytes, a frame at most {BODY_MOST:,}")
+            if len(body) > BODY_MAX:
+                raise TransferFailed(f"the manifest of {name} has {len(body):,} bytes, a frame at most {BODY_MAX:,}")
             stream.send(Kind.HELD, {"transport": sender.name if sender else TCP}, [memoryview(body)])
             try:
                 lacked = unpacked(_body(stream, _expected(stream, Kind.LACKED)), holding.numbering.chunks)
                 is_far = follower.peer.host != self._own.host
-                piece_bytes = min(max(most_bytes, 1), PIECE_BYTES_MOST)
+                piece_bytes = min(max(most_bytes, 1), PIECE_BYTES_MAX)
                 with holding.reader() as reader:
                     self._send(_Way(holding, reader, sender, piece_bytes, is_far), follower, lacked)
             finally:

@@ -21,7 +21,7 @@ from dora.rewards.function import PARAMETERS, Kind
 from dora.rewards.running_time import RunningTime
 from dora.rewards.verdict import one_line
 
-KEEPER_GRACE_S: Final = 10.0  # beyond a time limit, which the keeper counts; then the keeper itself has failed
+SUPERVISOR_GRACE_S: Final = 10.0  # beyond a time limit, which the keeper counts; then the keeper itself has failed
 LOG_BYTES: Final = 64 << 10  # of what a user process prints that go into the service's log
 REPLACED_LOG_BYTES: Final = 4 << 10  # and of one that takes the place of another
 BATCH_S: Final = 0.05  # twice as many calls are asked together next time if they took less, else half as many
@@ -166,11 +166,11 @@ class _Failure(Exception):
 class _Process:
     """One user process, ready for calls, by its keeper (keeper.py)."""
 
-    def __init__(self, keeper: asyncio.subprocess.Process) -> None:
-        assert keeper.stdin is not None and keeper.stdout is not None
-        self._keeper = keeper
-        self._calls = keeper.stdin
-        self._answers = keeper.stdout
+    def __init__(self, supervisor: asyncio.subprocess.Process) -> None:
+        assert supervisor.stdin is not None and supervisor.stdout is not None
+        self._supervisor = supervisor
+        self._calls = supervisor.stdin
+        self._answers = supervisor.stdout
         self._used_up = False
         self._lasted_s = 0.0  # of the calls asked last, those that were answered
 
@@ -181,14 +181,14 @@ class _Process:
         ``arguments``: the kind, the function's name, and the folder of a tokenizer, if any.
         """
         kind, spec, *folder = arguments
-        command = [sys.executable, "-u", "-m", "dora.rewards.keeper", kind, spec, str(log_bytes), *folder]
+        command = [sys.executable, "-u", "-m", "dora.rewards.supervisor", kind, spec, str(log_bytes), *folder]
         pipe = asyncio.subprocess.PIPE
         try:
             # A session of its own: Ctrl-C is for the service, which drains.
-            keeper = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
+            supervisor = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
         except OSError as error:  # no memory, or too many processes or files: the call fails, and the next one tries
             raise _Failure(f"could not be started ({error.strerror})") from error
-        process = cls(keeper)
+        process = cls(supervisor)
         try:
             first = _Job(b"", b"", asyncio.get_running_loop().create_future())
             await process._exchange(b"", deque([first]), START_TIMEOUT_S)
@@ -215,11 +215,11 @@ class _Process:
     async def kill(self) -> None:
         """Ends the process and everything it has started, which its keeper does once its stdin has ended."""
         self._calls.close()
-        ending = asyncio.create_task(self._keeper.wait())
-        await asyncio.wait({ending}, timeout=KEEPER_GRACE_S)
+        ending = asyncio.create_task(self._supervisor.wait())
+        await asyncio.wait({ending}, timeout=SUPERVISOR_GRACE_S)
         if not ending.done():
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._keeper.pid, signal.SIGKILL)
+                os.killpg(self._supervisor.pid, signal.SIGKILL)
         await ending
 
     async def _exchange(self, frame: bytes, jobs: deque[_Job], limit_s: float) -> None:
@@ -227,7 +227,7 @@ class _Process:
         exchanging = asyncio.create_task(self._written_and_read(frame, jobs))
         try:
             while not exchanging.done():
-                left, time_left = len(jobs), RunningTime(limit_s + KEEPER_GRACE_S)  # of each answer
+                left, time_left = len(jobs), RunningTime(limit_s + SUPERVISOR_GRACE_S)  # of each answer
                 while not exchanging.done() and len(jobs) == left:
                     left_s = time_left.next_slice_s()
                     await asyncio.wait({exchanging}, timeout=left_s)
@@ -247,7 +247,7 @@ class _Process:
         while jobs and not self._used_up:
             reply = await frames.read_async(self._answers, frames.ANSWER_MAX_BYTES)
             if reply is None:
-                code = await self._keeper.wait()
+                code = await self._supervisor.wait()
                 if not code and len(jobs) < asked:  # after its last answer, and before the next call
                     return
                 raise _Failure(f"ended its keeper (exit code {code})" if code else "ended its process before this call")

@@ -15,7 +15,7 @@ from typing import Any, Final
 from dora.data.types import Reward
 
 LOG_MAX_BYTES: Final = 32 << 10
-COMPONENTS_MOST: Final = 128
+COMPONENTS_MAX: Final = 128
 NAME_MAX_BYTES: Final = 200  # of a component: all and the log take at most 64 KiB, which a trajectory has room for
 FAILURE_MAX_CHARS: Final = 500
 ALLOWED_RESULT: Final = 'a finite number, or a mapping with a finite "reward"'
@@ -79,8 +79,8 @@ def _verdict(result: object) -> Message:
     given = record.get("components")
     if given is not None and not isinstance(given, Mapping):
         return {"failure": f"returned components = {_shortened(given)}; allowed is a mapping to finite numbers"}
-    if given is not None and len(given) > COMPONENTS_MOST:
-        return {"failure": f"returned {len(given):,} components; there may be at most {COMPONENTS_MOST}"}
+    if given is not None and len(given) > COMPONENTS_MAX:
+        return {"failure": f"returned {len(given):,} components; there may be at most {COMPONENTS_MAX}"}
     components: dict[str, float] = {}
     for key, value in (given or {}).items():
         name, number = _cut(key, NAME_MAX_BYTES + 1), _finite(value)

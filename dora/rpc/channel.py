@@ -16,7 +16,7 @@ FRAME_BYTES: Final = 1 << 20  # of what one message is cut into on its way to a 
 WEIGHT_CHUNK_BYTES: Final = 4 << 20
 LOOKAHEAD_BYTES: Final = 1 << 20  # of one call, unread: less would slow down uploads where a round trip is long
 STREAMS_AT_ONCE: Final = 128  # calls of one connection; its client keeps further ones waiting
-CONNECTIONS_MOST: Final = 4096 + 512  # every worker there may be, and others
+CONNECTIONS_MAX: Final = 4096 + 512  # every worker there may be, and others
 AUTHORIZATION: Final = "authorization"
 SCHEME: Final = "Bearer "
 
@@ -107,7 +107,7 @@ def check_message_bytes(what: str, message: Any, max_message_bytes: int) -> None
 def connections_most() -> int:
     """How many connections the service takes: they must leave half of the process's files to others."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(CONNECTIONS_MOST, soft // 2) if soft != resource.RLIM_INFINITY else CONNECTIONS_MOST
+    return min(CONNECTIONS_MAX, soft // 2) if soft != resource.RLIM_INFINITY else CONNECTIONS_MAX
 
 
 def _limits(max_message_bytes: int) -> Options:

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dora.data.stretches import Column, Stretch, TokenColumns
+from dora.data.token_spans import Column, TokenColumns, TokenSpan
 from dora.data.types import FINISH_REASONS
 from dora.errors import InvalidValue
 from dora.rpc import dora_pb2 as pb
@@ -22,9 +22,9 @@ _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
 }
 
 
-def columns_to_wire(stretches: Iterable[Stretch]) -> pb.TokenColumns:
+def columns_to_wire(spans: Iterable[TokenSpan]) -> pb.TokenColumns:
     """Packs stretches, each of another request."""
-    listed = list(stretches)
+    listed = list(spans)
     columns: dict[str, list[Any]] = {
         "rows": [each.row for each in listed],
         "first_tokens": [each.first_token for each in listed],
@@ -36,7 +36,7 @@ def columns_to_wire(stretches: Iterable[Stretch]) -> pb.TokenColumns:
     }
     return pb.TokenColumns(
         **{name: np.array(values, _DTYPES[name]).tobytes() for name, values in columns.items()},
-        stops=[pb.StopCompleted(stretch=index, stop=each.stop) for index, each in enumerate(listed) if each.stop],
+        stops=[pb.StopCompleted(span=index, stop=each.stop) for index, each in enumerate(listed) if each.stop],
         routed_experts=b"".join(each.routed_experts for each in listed),
     )
 
@@ -67,7 +67,7 @@ def columns_from_wire(message: pb.TokenColumns) -> TokenColumns:
     twice = ordered[1:] == ordered[:-1]
     if twice.any():
         raise InvalidValue("rows", int(ordered[1:][twice][0]), "each row once")
-    stops = {each.stretch: each.stop for each in message.stops}
+    stops = {each.span: each.stop for each in message.stops}
     if len(stops) < len(message.stops) or any(index >= len(rows) for index in stops):
         raise InvalidValue("stops", sorted(stops), f"each of another stretch, of {len(rows)}")
     return TokenColumns(
@@ -85,7 +85,7 @@ def columns_from_wire(message: pb.TokenColumns) -> TokenColumns:
     )
 
 
-def unpacked(report: pb.WorkerReport) -> list[Stretch]:
+def unpacked(report: pb.WorkerReport) -> list[TokenSpan]:
     """The tokens of a report one by one, for people and tools. Raises as :func:`columns_from_wire`."""
     return list(columns_from_wire(report.tokens))
 

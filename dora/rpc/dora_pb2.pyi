@@ -52,13 +52,13 @@ class TensorHeader(_message.Message):
     optional: bool
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., optional: _Optional[bool] = ...) -> None: ...
 
-class StayRequest(_message.Message):
+class KeepAliveRequest(_message.Message):
     __slots__ = ("trainer_epoch",)
     TRAINER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     trainer_epoch: int
     def __init__(self, trainer_epoch: _Optional[int] = ...) -> None: ...
 
-class StayReply(_message.Message):
+class KeepAliveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -635,7 +635,7 @@ class WindowChange(_message.Message):
     def __init__(self, step: _Optional[int] = ..., before: _Optional[int] = ..., size: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class HostStatus(_message.Message):
-    __slots__ = ("name", "epoch", "state", "workers", "workers_ready", "device", "capacity", "versions", "reason", "seen_at", "pid", "place")
+    __slots__ = ("name", "epoch", "state", "workers", "workers_ready", "device", "capacity", "versions", "reason", "seen_at", "pid", "zone")
     NAME_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -647,7 +647,7 @@ class HostStatus(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     SEEN_AT_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
-    PLACE_FIELD_NUMBER: _ClassVar[int]
+    ZONE_FIELD_NUMBER: _ClassVar[int]
     name: str
     epoch: int
     state: str
@@ -659,8 +659,8 @@ class HostStatus(_message.Message):
     reason: str
     seen_at: float
     pid: int
-    place: str
-    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., workers: _Optional[int] = ..., workers_ready: _Optional[int] = ..., device: _Optional[str] = ..., capacity: _Optional[_Union[HostCapacity, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., seen_at: _Optional[float] = ..., pid: _Optional[int] = ..., place: _Optional[str] = ...) -> None: ...
+    zone: str
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., workers: _Optional[int] = ..., workers_ready: _Optional[int] = ..., device: _Optional[str] = ..., capacity: _Optional[_Union[HostCapacity, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., seen_at: _Optional[float] = ..., pid: _Optional[int] = ..., zone: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("pool_id", "epoch", "state", "parked", "kv_tokens", "capacity_tokens", "memory_bytes", "memory_most_bytes", "spill_bytes", "spill_most_bytes", "pid", "host", "reason", "pinned_bytes")
@@ -888,9 +888,9 @@ class CheckpointRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class CheckpointReply(_message.Message):
-    __slots__ = ("folder", "life", "step", "groups", "groups_leased", "prompts_queued", "log_bytes", "live_bytes", "segments")
+    __slots__ = ("folder", "incarnation", "step", "groups", "groups_leased", "prompts_queued", "log_bytes", "live_bytes", "segments")
     FOLDER_FIELD_NUMBER: _ClassVar[int]
-    LIFE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_LEASED_FIELD_NUMBER: _ClassVar[int]
@@ -899,7 +899,7 @@ class CheckpointReply(_message.Message):
     LIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     folder: str
-    life: int
+    incarnation: int
     step: int
     groups: int
     groups_leased: int
@@ -907,7 +907,7 @@ class CheckpointReply(_message.Message):
     log_bytes: int
     live_bytes: int
     segments: int
-    def __init__(self, folder: _Optional[str] = ..., life: _Optional[int] = ..., step: _Optional[int] = ..., groups: _Optional[int] = ..., groups_leased: _Optional[int] = ..., prompts_queued: _Optional[int] = ..., log_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., segments: _Optional[int] = ...) -> None: ...
+    def __init__(self, folder: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., groups: _Optional[int] = ..., groups_leased: _Optional[int] = ..., prompts_queued: _Optional[int] = ..., log_bytes: _Optional[int] = ..., live_bytes: _Optional[int] = ..., segments: _Optional[int] = ...) -> None: ...
 
 class OperatorReply(_message.Message):
     __slots__ = ("message", "moves", "loads")
@@ -1106,12 +1106,12 @@ class TokenColumns(_message.Message):
     def __init__(self, rows: _Optional[bytes] = ..., first_tokens: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., ends: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., stops: _Optional[_Iterable[_Union[StopCompleted, _Mapping]]] = ..., routed_bytes: _Optional[bytes] = ..., routed_experts: _Optional[bytes] = ...) -> None: ...
 
 class StopCompleted(_message.Message):
-    __slots__ = ("stretch", "stop")
-    STRETCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("span", "stop")
+    SPAN_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
-    stretch: int
+    span: int
     stop: str
-    def __init__(self, stretch: _Optional[int] = ..., stop: _Optional[str] = ...) -> None: ...
+    def __init__(self, span: _Optional[int] = ..., stop: _Optional[str] = ...) -> None: ...
 
 class WorkerOutcome(_message.Message):
     __slots__ = ("command_id", "ok", "error", "error_kind", "locator", "snapshot_bytes", "tokens", "at", "canary", "canary_difference", "kv_transport", "kv_fallbacks")
@@ -1186,22 +1186,22 @@ class StartRequests(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[StartRequest, _Mapping]]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("epoch", "snapshot_folder", "weights_folder", "report_period_ms", "kv", "outlives_s", "goes_on")
+    __slots__ = ("epoch", "snapshot_folder", "weights_folder", "report_period_ms", "kv", "orphan_timeout_s", "goes_on")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FOLDER_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FOLDER_FIELD_NUMBER: _ClassVar[int]
     REPORT_PERIOD_MS_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
-    OUTLIVES_S_FIELD_NUMBER: _ClassVar[int]
+    ORPHAN_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     GOES_ON_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     snapshot_folder: str
     weights_folder: str
     report_period_ms: int
     kv: KvSettings
-    outlives_s: float
+    orphan_timeout_s: float
     goes_on: _containers.RepeatedCompositeFieldContainer[GoesOn]
-    def __init__(self, epoch: _Optional[int] = ..., snapshot_folder: _Optional[str] = ..., weights_folder: _Optional[str] = ..., report_period_ms: _Optional[int] = ..., kv: _Optional[_Union[KvSettings, _Mapping]] = ..., outlives_s: _Optional[float] = ..., goes_on: _Optional[_Iterable[_Union[GoesOn, _Mapping]]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., snapshot_folder: _Optional[str] = ..., weights_folder: _Optional[str] = ..., report_period_ms: _Optional[int] = ..., kv: _Optional[_Union[KvSettings, _Mapping]] = ..., orphan_timeout_s: _Optional[float] = ..., goes_on: _Optional[_Iterable[_Union[GoesOn, _Mapping]]] = ...) -> None: ...
 
 class GoesOn(_message.Message):
     __slots__ = ("request_id", "row", "tokens")
@@ -1352,7 +1352,7 @@ class HostMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[HostHello, _Mapping]] = ..., report: _Optional[_Union[HostReport, _Mapping]] = ..., arrived: _Optional[_Union[VersionArrived, _Mapping]] = ..., leaving: _Optional[_Union[HostLeaving, _Mapping]] = ..., ready: _Optional[_Union[HostReady, _Mapping]] = ..., failed: _Optional[_Union[VersionFailed, _Mapping]] = ...) -> None: ...
 
 class HostHello(_message.Message):
-    __slots__ = ("name", "dora_version", "pid", "workers", "device", "model_digest", "capacity", "place", "kept")
+    __slots__ = ("name", "dora_version", "pid", "workers", "device", "model_digest", "capacity", "zone", "kept")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DORA_VERSION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -1360,7 +1360,7 @@ class HostHello(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
-    PLACE_FIELD_NUMBER: _ClassVar[int]
+    ZONE_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
     name: str
     dora_version: str
@@ -1369,9 +1369,9 @@ class HostHello(_message.Message):
     device: str
     model_digest: str
     capacity: HostCapacity
-    place: str
+    zone: str
     kept: KeptHost
-    def __init__(self, name: _Optional[str] = ..., dora_version: _Optional[str] = ..., pid: _Optional[int] = ..., workers: _Optional[int] = ..., device: _Optional[str] = ..., model_digest: _Optional[str] = ..., capacity: _Optional[_Union[HostCapacity, _Mapping]] = ..., place: _Optional[str] = ..., kept: _Optional[_Union[KeptHost, _Mapping]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., dora_version: _Optional[str] = ..., pid: _Optional[int] = ..., workers: _Optional[int] = ..., device: _Optional[str] = ..., model_digest: _Optional[str] = ..., capacity: _Optional[_Union[HostCapacity, _Mapping]] = ..., zone: _Optional[str] = ..., kept: _Optional[_Union[KeptHost, _Mapping]] = ...) -> None: ...
 
 class KeptHost(_message.Message):
     __slots__ = ("epoch", "worker_ids")
@@ -1467,7 +1467,7 @@ class HostOrder(_message.Message):
     def __init__(self, welcome: _Optional[_Union[HostWelcome, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., fetch_version: _Optional[_Union[FetchVersion, _Mapping]] = ..., drop_version: _Optional[_Union[DropVersion, _Mapping]] = ..., leave: _Optional[_Union[LeaveHost, _Mapping]] = ...) -> None: ...
 
 class HostWelcome(_message.Message):
-    __slots__ = ("epoch", "settings_json", "model_digest", "pool_token", "versions_most", "relay_secret", "goes_on", "outlives_s")
+    __slots__ = ("epoch", "settings_json", "model_digest", "pool_token", "versions_most", "relay_secret", "goes_on", "orphan_timeout_s")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -1475,7 +1475,7 @@ class HostWelcome(_message.Message):
     VERSIONS_MOST_FIELD_NUMBER: _ClassVar[int]
     RELAY_SECRET_FIELD_NUMBER: _ClassVar[int]
     GOES_ON_FIELD_NUMBER: _ClassVar[int]
-    OUTLIVES_S_FIELD_NUMBER: _ClassVar[int]
+    ORPHAN_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     settings_json: str
     model_digest: str
@@ -1483,8 +1483,8 @@ class HostWelcome(_message.Message):
     versions_most: int
     relay_secret: bytes
     goes_on: bool
-    outlives_s: float
-    def __init__(self, epoch: _Optional[int] = ..., settings_json: _Optional[str] = ..., model_digest: _Optional[str] = ..., pool_token: _Optional[str] = ..., versions_most: _Optional[int] = ..., relay_secret: _Optional[bytes] = ..., goes_on: _Optional[bool] = ..., outlives_s: _Optional[float] = ...) -> None: ...
+    orphan_timeout_s: float
+    def __init__(self, epoch: _Optional[int] = ..., settings_json: _Optional[str] = ..., model_digest: _Optional[str] = ..., pool_token: _Optional[str] = ..., versions_most: _Optional[int] = ..., relay_secret: _Optional[bytes] = ..., goes_on: _Optional[bool] = ..., orphan_timeout_s: _Optional[float] = ...) -> None: ...
 
 class StartWorker(_message.Message):
     __slots__ = ("worker_id", "token")

@@ -42,10 +42,10 @@ class TrainerStub:
                 request_serializer=dora_dot_rpc_dot_dora__pb2.AttachRequest.SerializeToString,
                 response_deserializer=dora_dot_rpc_dot_dora__pb2.AttachReply.FromString,
                 _registered_method=True)
-        self.Stay = channel.unary_stream(
-                '/dora.v1.Trainer/Stay',
-                request_serializer=dora_dot_rpc_dot_dora__pb2.StayRequest.SerializeToString,
-                response_deserializer=dora_dot_rpc_dot_dora__pb2.StayReply.FromString,
+        self.KeepAlive = channel.unary_stream(
+                '/dora.v1.Trainer/KeepAlive',
+                request_serializer=dora_dot_rpc_dot_dora__pb2.KeepAliveRequest.SerializeToString,
+                response_deserializer=dora_dot_rpc_dot_dora__pb2.KeepAliveReply.FromString,
                 _registered_method=True)
         self.StreamStep = channel.unary_stream(
                 '/dora.v1.Trainer/StreamStep',
@@ -83,7 +83,7 @@ class TrainerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Stay(self, request, context):
+    def KeepAlive(self, request, context):
         """Open for as long as the trainer is there: once it ends, operators see that the trainer has left. May be left out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -136,10 +136,10 @@ def add_TrainerServicer_to_server(servicer, server):
                     request_deserializer=dora_dot_rpc_dot_dora__pb2.AttachRequest.FromString,
                     response_serializer=dora_dot_rpc_dot_dora__pb2.AttachReply.SerializeToString,
             ),
-            'Stay': grpc.unary_stream_rpc_method_handler(
-                    servicer.Stay,
-                    request_deserializer=dora_dot_rpc_dot_dora__pb2.StayRequest.FromString,
-                    response_serializer=dora_dot_rpc_dot_dora__pb2.StayReply.SerializeToString,
+            'KeepAlive': grpc.unary_stream_rpc_method_handler(
+                    servicer.KeepAlive,
+                    request_deserializer=dora_dot_rpc_dot_dora__pb2.KeepAliveRequest.FromString,
+                    response_serializer=dora_dot_rpc_dot_dora__pb2.KeepAliveReply.SerializeToString,
             ),
             'StreamStep': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamStep,
@@ -203,7 +203,7 @@ class Trainer:
             _registered_method=True)
 
     @staticmethod
-    def Stay(request,
+    def KeepAlive(request,
             target,
             options=(),
             channel_credentials=None,
@@ -216,9 +216,9 @@ class Trainer:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/dora.v1.Trainer/Stay',
-            dora_dot_rpc_dot_dora__pb2.StayRequest.SerializeToString,
-            dora_dot_rpc_dot_dora__pb2.StayReply.FromString,
+            '/dora.v1.Trainer/KeepAlive',
+            dora_dot_rpc_dot_dora__pb2.KeepAliveRequest.SerializeToString,
+            dora_dot_rpc_dot_dora__pb2.KeepAliveReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -943,7 +943,7 @@ class WorkerStub:
     Between a rollout worker and the orchestrator. One bidirectional stream is one epoch of one worker: when it breaks,
     the worker is lost and may come back with a new epoch.
 
-    A service that keeps its state says so in its Welcome (outlives_s). If the connection to it is lost, a worker then lives
+    A service that keeps its state says so in its Welcome (orphan_timeout_s). If the connection to it is lost, a worker then lives
     on: it undoes handoffs that were under way, generates on, keeps all that its requests have got so far, and connects
     again and again. Its new Hello says what it hosts and holds. Welcome names the requests that it goes on with, each with
     the tokens that the service has; it reports what follows these, and forgets every other request. Nothing that it has
@@ -970,7 +970,7 @@ class WorkerServicer:
     Between a rollout worker and the orchestrator. One bidirectional stream is one epoch of one worker: when it breaks,
     the worker is lost and may come back with a new epoch.
 
-    A service that keeps its state says so in its Welcome (outlives_s). If the connection to it is lost, a worker then lives
+    A service that keeps its state says so in its Welcome (orphan_timeout_s). If the connection to it is lost, a worker then lives
     on: it undoes handoffs that were under way, generates on, keeps all that its requests have got so far, and connects
     again and again. Its new Hello says what it hosts and holds. Welcome names the requests that it goes on with, each with
     the tokens that the service has; it reports what follows these, and forgets every other request. Nothing that it has
@@ -1006,7 +1006,7 @@ class Worker:
     Between a rollout worker and the orchestrator. One bidirectional stream is one epoch of one worker: when it breaks,
     the worker is lost and may come back with a new epoch.
 
-    A service that keeps its state says so in its Welcome (outlives_s). If the connection to it is lost, a worker then lives
+    A service that keeps its state says so in its Welcome (orphan_timeout_s). If the connection to it is lost, a worker then lives
     on: it undoes handoffs that were under way, generates on, keeps all that its requests have got so far, and connects
     again and again. Its new Hello says what it hosts and holds. Welcome names the requests that it goes on with, each with
     the tokens that the service has; it reports what follows these, and forgets every other request. Nothing that it has
@@ -1082,7 +1082,7 @@ class HostServicer:
     def Join(self, request_iterator, context):
         """One bidirectional stream is one epoch of one host. When it breaks, or the agent says nothing for
         workers.silence_timeout_s, the host is lost: its workers and its pool are so at once, and their tokens are good for
-        nothing any more. An agent that loses its stream ends its processes before it joins again; or where outlives_s of
+        nothing any more. An agent that loses its stream ends its processes before it joins again; or where orphan_timeout_s of
         its welcome says so, as soon as it has joined and is not told that they go on.
         Refused: another DORA version (FAILED_PRECONDITION), another model than the service's (FAILED_PRECONDITION), a name
         in use (FAILED_PRECONDITION), too little memory for the window's versions (RESOURCE_EXHAUSTED).

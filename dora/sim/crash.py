@@ -14,7 +14,7 @@ from dora.core import Machine
 from dora.core import events as on
 from dora.core.rules import restoring
 from dora.core.rules.selection import REDUNDANT
-from dora.orchestrator.recovery.roll_call import without_doubles
+from dora.orchestrator.recovery.reattachment import without_doubles
 from dora.sim.fault import Fault
 from dora.sim.ledger import Group, Ledger, Lost, Response, Violation
 from dora.sim.service import Kept, cut
@@ -34,15 +34,15 @@ SAME: Final = (  # of what is restored, where nothing was lost, as the core itse
 def crash(world: UnreliableWorld, fault: Fault) -> None:
     """The orchestrator dies now. ``amount``: the share that it keeps of the facts that nobody relies on."""
     world.check_replay()
-    told, random = world.facts, Random(f"crash {fault.at_s} {fault.subject}")
+    told, random = world.logged, Random(f"crash {fault.at_s} {fault.subject}")
     count = told.relied_on + round(fault.amount * (told.appended - told.relied_on))
     kept = world.service.kept(count)
     if count == told.appended:
         check_kept(world.machine, kept)
-    cut(told, count, world.life + 1)
+    cut(told, count, world.incarnation + 1)
     world.prompts_again += rewind(world.ledger, world.archive, world.dropped, kept)
     members = _members(world, random)
-    world.begin_life(kept)
+    world.begin_incarnation(kept)
     at_once = [worker for worker, late_s in members if not late_s]
     restored = with_members(kept.restored, [world.hello(worker) for worker in at_once])
     for worker in at_once:
@@ -104,7 +104,7 @@ def rewind(
             del ledger.responses[request_id]
     ledger.admitted -= len(unsaid)
     counts, ends = kept.requests.counts.tolist(), kept.requests.ends.tolist()
-    place = 0
+    position = 0
     for live in kept.groups:
         group, responses = archive[live.group_id]
         if live.group_id not in ledger.groups:  # that it was dropped is forgotten
@@ -116,11 +116,13 @@ def rewind(
             ledger.responses.update(zip(group.request_ids, responses, strict=True))
         group.step, group.unscored = live.step, len(responses)
         for response in responses:
-            if counts[place] > response.tokens:
-                raise Violation(f"{live.group_id} has {counts[place]} tokens in the journal, of {response.tokens} (C2)")
-            response.tokens, response.finished = counts[place], bool(ends[place])
-            group.unscored -= place in kept.requests.verdicts
-            place += 1
+            if counts[position] > response.tokens:
+                raise Violation(
+                    f"{live.group_id} has {counts[position]} tokens in the journal, of {response.tokens} (C2)"
+                )
+            response.tokens, response.finished = counts[position], bool(ends[position])
+            group.unscored -= position in kept.requests.verdicts
+            position += 1
     if {each.version for each in kept.restored.rejected} != ledger.rejected:
         raise Violation(f"{sorted(ledger.rejected)} are rejected, and the journal does not know it")
     ledger.window = kept.restored.window_versions

@@ -34,15 +34,15 @@ def fields_without_effect(scenario: Scenario) -> Iterator[tuple[str, str]]:
             "min",
             "max",
             "wait_share",
-            "clip_fraction_most",
-            "effective_sample_least",
+            "clip_fraction_max",
+            "effective_sample_min",
             "look_steps",
             "rest_steps",
         ):
             yield f"window.{name}", fixed
         yield "trainer.clip_per_step", fixed
     else:
-        yield "window.effective_sample_least", "the simulator's trainer tells no effective sample size"
+        yield "window.effective_sample_min", "the simulator's trainer tells no effective sample size"
     if scenario.balance.predictor != "ranker":
         yield (
             "workload.feature_correlation",

@@ -24,7 +24,7 @@ from dora.sim_engine.engine import Phase
 
 DAY_S: Final = 86_400.0
 STEP_MOST_S: Final = 14 * DAY_S
-PERIODS_MOST: Final = 100_000  # in one step
+PERIODS_MAX: Final = 100_000  # in one step
 PATIENCE: Final = 100  # times what a step takes where nothing overlaps
 MESSAGES: Final = 10  # one after another, in a step: orders, outcomes, moves
 MESSAGES_OF_ONE: Final = 3  # until a request's place is the next one's: its start, its end, the other's start
@@ -43,20 +43,20 @@ def bound_of_s(scenario: Scenario, tokens: float, context_tokens: float) -> floa
 
 
 def check_extent(scenario: Scenario) -> None:
-    """Raises InvalidValue for steps that take longer than STEP_MOST_S, and for more than PERIODS_MOST in one."""
+    """Raises InvalidValue for steps that take longer than STEP_MOST_S, and for more than PERIODS_MAX in one."""
     parts = dict(_parts_s(scenario))
     step_s = sum(parts.values())
     if step_s > STEP_MOST_S:
         field = max(parts, key=lambda name: parts[name])
         days, most = parts[field] / DAY_S, STEP_MOST_S / DAY_S
         allowed = (
-            f"such that a step takes {most:g} days at most: {_facts(scenario)}, and this alone takes {days:,.4g} days"
+            f"such that a step takes {most:g} days at most: {_logged(scenario)}, and this alone takes {days:,.4g} days"
         )
         raise InvalidValue(field, _value_at(scenario, field), allowed)
-    least_s = step_s / PERIODS_MOST
+    least_s = step_s / PERIODS_MAX
     if scenario.balance.period_s < least_s:
         allowed = (
-            f"at least {_rounded_up(least_s):g}: of a step, which may take {step_s:,.4g} s, at most {PERIODS_MOST:,}"
+            f"at least {_rounded_up(least_s):g}: of a step, which may take {step_s:,.4g} s, at most {PERIODS_MAX:,}"
         )
         raise InvalidValue("balance.period_s", scenario.balance.period_s, allowed)
 
@@ -82,9 +82,9 @@ def standstill(world: World, waited_s: float) -> str:
     }
     after = f"after {waited_s:,.0f} s, {PATIENCE} times what a step takes where nothing overlaps"
     has = f"the trainer has {len(world.ledger.received)} of {world.ledger.groups_per_step} groups"
-    facts = ", ".join(f"{what}: {count:,}" for what, count in going_on.items() if count)
-    if facts:
-        return f"step {world.trainer.step} is slow: it is not done {after}, but goes on ({facts}; {has})"
+    logged = ", ".join(f"{what}: {count:,}" for what, count in going_on.items() if count)
+    if logged:
+        return f"step {world.trainer.step} is slow: it is not done {after}, but goes on ({logged}; {has})"
     return f"step {world.trainer.step} stands still: it is not done {after}, and nothing goes on any more ({has})"
 
 
@@ -156,7 +156,7 @@ def _rounded_up(value: float) -> float:
     return ceil(value / unit) * unit
 
 
-def _facts(scenario: Scenario) -> str:
+def _logged(scenario: Scenario) -> str:
     of_one, batch = moments(scenario.workload), scenario.trainer.groups_per_step * scenario.workload.group_size
     return f"it has {batch:,} responses of {of_one.mean_tokens:,.4g} tokens on average"
 

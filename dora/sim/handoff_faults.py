@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.handoff.handoff_table import Handoff, Kind, Phase
+from dora.core.handoff.table import Handoff, Kind, Phase
 from dora.sim.fault import Fault, pick
 from dora.sim.unreliable import UnreliableWorld
 from dora.sim.unsteady import SILENCE_LIMIT_S

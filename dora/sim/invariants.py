@@ -14,8 +14,8 @@ import numpy as np
 from dora.core import commands as do
 from dora.core.fleet.hosting import HOSTING_COLUMNS, hosting_row
 from dora.core.fleet.worker import Worker
-from dora.core.handoff.handoff_table import LIVE, Handoff, Kind, Phase
-from dora.core.state import Doubt, GroupStatus, RequestStatus, State
+from dora.core.handoff.table import LIVE, Handoff, Kind, Phase
+from dora.core.state import GroupStatus, RequestStatus, State, SuspectVersion
 from dora.core.table import Table
 from dora.sim.ledger import Violation
 
@@ -72,33 +72,33 @@ def check_feasible(state: State) -> None:
 
 def check_rejection(state: State) -> None:
     """C1: a version that is rejected or in doubt is on no worker, and only who is to try it is to host it."""
-    window, doubts, gone = state.window, state.doubts, state.gone.keys()
+    window, suspects, gone = state.window, state.suspects, state.gone.keys()
     named = {"rejected": window.rejected == state.rejected.keys()}
-    named["withheld"] = window.withheld == state.rejected.keys() | doubts.keys() | gone
-    unsound = window.withheld - gone  # of what is gone the weights were right
+    named["withheld"] = window.quarantined == state.rejected.keys() | suspects.keys() | gone
+    unsound = window.quarantined - gone  # of what is gone the weights were right
     named["proven"] = not state.proven & unsound and min(state.proven, default=state.retired) >= state.retired
     named["streamed"] = not state.rejected or state.stream_step is None
     if not all(named.values()):
-        raise Violation(f"versions {sorted(state.rejected)} are rejected, {sorted(doubts)} in doubt: {named}")
-    seconds = [doubt.second for doubt in doubts.values() if doubt.second]
+        raise Violation(f"versions {sorted(state.rejected)} are rejected, {sorted(suspects)} in doubt: {named}")
+    seconds = [suspect.second for suspect in suspects.values() if suspect.second]
     if len(set(seconds)) < len(seconds):
-        raise Violation(f"{seconds} are to try the versions {sorted(doubts)}, one each")
-    if not window.withheld:
+        raise Violation(f"{seconds} are to try the versions {sorted(suspects)}, one each")
+    if not window.quarantined:
         return
-    for version, doubt in doubts.items():
-        able = {w.worker_id for w in state.workers.values() if not w.draining and not _has_refused(doubt, w)}
-        if doubt.second not in able and able - set(seconds):
+    for version, suspect in suspects.items():
+        able = {w.worker_id for w in state.workers.values() if not w.draining and not _has_refused(suspect, w)}
+        if suspect.second not in able and able - set(seconds):
             raise Violation(f"version {version} is in doubt, and nobody tries it")
     for worker in state.workers.values():
-        name, second = worker.worker_id, doubts[worker.target].second if worker.target in doubts else ""
+        name, second = worker.worker_id, suspects[worker.target].second if worker.target in suspects else ""
         if worker.loaded in unsound:
             raise Violation(f"{name} has version {worker.loaded}, which is rejected or in doubt (C1)")
         if worker.target in unsound and name != second and not worker.draining:
             raise Violation(f"{name} is to host version {worker.target}, which is rejected or in doubt (C1)")
 
 
-def _has_refused(doubt: Doubt, worker: Worker) -> bool:
-    refusal = doubt.refusals.get(worker.worker_id)
+def _has_refused(suspect: SuspectVersion, worker: Worker) -> bool:
+    refusal = suspect.refusals.get(worker.worker_id)
     return refusal is not None and refusal.epoch == worker.epoch
 
 

@@ -220,8 +220,8 @@ class Ledger:
         if not all(self.responses[request_id].finished for request_id in group.request_ids):
             raise Violation(f"{command.group_id} is delivered unfinished (C2)")
         if not 0 <= command.step - group.version < group.window:
-            facts = f"of version {group.version}, admitted in a window of {group.window},"
-            raise Violation(f"{command.group_id} {facts} is taken by step {command.step} (C3)")
+            logged = f"of version {group.version}, admitted in a window of {group.window},"
+            raise Violation(f"{command.group_id} {logged} is taken by step {command.step} (C3)")
         if group.step not in (-1, command.step):
             raise Duplicated(f"{command.group_id} is delivered to the steps {group.step} and {command.step} (C2)")
         if command.group_id in self.received:
@@ -313,5 +313,5 @@ class Ledger:
         due, step = group.version + group.window - 1, self.steps
         self.redundant[step] += 1
         if due != step or not group.unscored or self.redundant[step] > self.spare:
-            facts = f"due at {due} of step {step}; {group.unscored} unscored; {self.redundant[step]} dropped"
-            raise Lost(f"{group_id} is no redundant group of its step ({facts}, {self.spare} at most; C2)")
+            logged = f"due at {due} of step {step}; {group.unscored} unscored; {self.redundant[step]} dropped"
+            raise Lost(f"{group_id} is no redundant group of its step ({logged}, {self.spare} at most; C2)")

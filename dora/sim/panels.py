@@ -10,15 +10,15 @@ from typing import Any, Final
 
 from dora.sim.report import Span, StepSpan, Timeline
 
-ROWS_MOST: Final = 48  # workers drawn; more would be thinner than a line
+ROWS_MAX: Final = 48  # workers drawn; more would be thinner than a line
 LABELLED_ROWS: Final = 16
-ARROWS_MOST: Final = 60  # more hide the versions and each other
+ARROWS_MAX: Final = 60  # more hide the versions and each other
 BUNDLE_SHARE: Final = 1 / 40  # of the width, within which moves from one worker to another are one arrow
-BESIDE_MOST: Final = 8  # arrows of one such stretch
-ARROW_GAP: Final = BUNDLE_SHARE / BESIDE_MOST  # of the width, between them
-LEGEND_MOST: Final = 16  # versions; more would widen the drawing
-STEP_LINES_MOST: Final = 120
-POINTS_MOST: Final = 40_000  # of KV use, over all rows
+BESIDE_MAX: Final = 8  # arrows of one such stretch
+ARROW_GAP: Final = BUNDLE_SHARE / BESIDE_MAX  # of the width, between them
+LEGEND_MAX: Final = 16  # versions; more would widen the drawing
+STEP_LINES_MAX: Final = 120
+POINTS_MAX: Final = 40_000  # of KV use, over all rows
 LABEL_SHARE: Final = 1 / 45  # of the width, from which a stretch has room for its version's name
 COUNTS_ROW: Final = -0.8  # where the numbers of moves stand, in rows
 HALF: Final = 0.42  # of a row's height, the rest is the gap to the next
@@ -119,7 +119,7 @@ def _draw_counts(axes: Any, timeline: Timeline, scale: float) -> None:
 def _versions_legend(axes: Any, versions: Sequence[int]) -> None:
     from matplotlib.patches import Patch
 
-    every = max(1, -(-len(versions) // LEGEND_MOST))
+    every = max(1, -(-len(versions) // LEGEND_MAX))
     handles = [Patch(facecolor=_colour(version), label=f"v{version}") for version in versions[::every]]
     handles.append(Patch(facecolor=EMPTY, edgecolor=SOFT, hatch="/////", linewidth=0.0, label="loading or none"))
     axes.legend(handles=handles, ncols=len(handles), **LEGEND)
@@ -177,7 +177,7 @@ def mark_steps(panels: Sequence[Any], steps: Sequence[StepSpan], measured: int, 
     warm_up = steps[: max(0, len(steps) - measured)]
     for axes in panels:
         axes.vlines(
-            [step.end_s / scale for step in steps[:: -(-len(steps) // STEP_LINES_MOST) or 1]],
+            [step.end_s / scale for step in steps[:: -(-len(steps) // STEP_LINES_MAX) or 1]],
             *axes.get_ylim(),
             color=INK,
             lw=0.7,
@@ -192,11 +192,11 @@ def mark_steps(panels: Sequence[Any], steps: Sequence[StepSpan], measured: int, 
 
 
 def rows_of(timeline: Timeline, engines: int) -> list[int]:
-    """The workers drawn: all, or ``ROWS_MOST`` evenly picked ones. More than ``engines`` may have lived."""
+    """The workers drawn: all, or ``ROWS_MAX`` evenly picked ones. More than ``engines`` may have lived."""
     workers = sorted({span.worker for span in timeline.spans}) or list(range(engines))
-    if len(workers) <= ROWS_MOST:
+    if len(workers) <= ROWS_MAX:
         return workers
-    return [workers[index * len(workers) // ROWS_MOST] for index in range(ROWS_MOST)]
+    return [workers[index * len(workers) // ROWS_MAX] for index in range(ROWS_MAX)]
 
 
 def end_s_of(timeline: Timeline) -> float:
@@ -206,14 +206,14 @@ def end_s_of(timeline: Timeline) -> float:
 
 
 def _kv_by_worker(timeline: Timeline, row_of: dict[int, int]) -> dict[int, tuple[list[float], list[float]]]:
-    """Times and shares of KV use of each drawn worker, at most ``POINTS_MOST`` in all."""
+    """Times and shares of KV use of each drawn worker, at most ``POINTS_MAX`` in all."""
     series: dict[int, tuple[list[float], list[float]]] = {}
     for at_s, worker, share in timeline.kv:
         if worker in row_of:
             times, shares = series.setdefault(worker, ([], []))
             times.append(at_s)
             shares.append(min(max(share, 0.0), 1.0))
-    every = max(1, -(-sum(len(times) for times, _ in series.values()) // POINTS_MOST))
+    every = max(1, -(-sum(len(times) for times, _ in series.values()) // POINTS_MAX))
     return {worker: (times[::every], shares[::every]) for worker, (times, shares) in series.items()}
 
 
@@ -242,7 +242,7 @@ def bundled(timeline: Timeline, rows: Sequence[int]) -> list[Bundle]:
     beside: Counter[int] = Counter()
     kept: list[tuple[int, int, int]] = []
     for key in sorted(times, key=lambda key: (-len(times[key]), key)):
-        if len(kept) < ARROWS_MOST and beside[key[0]] < BESIDE_MOST:
+        if len(kept) < ARROWS_MAX and beside[key[0]] < BESIDE_MAX:
             beside[key[0]] += 1
             kept.append(key)
     bundles = []

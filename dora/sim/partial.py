@@ -17,7 +17,7 @@ from dora.core.policies import POLICIES, Strategy
 from dora.core.policies.base import BasePolicy
 from dora.core.policies.targets import plannable
 from dora.core.view import View
-from dora.data.limits import WINDOW_MOST
+from dora.data.limits import WINDOW_MAX
 from dora.sim.scenario import Scenario
 
 NAME: Final = "partial"
@@ -40,7 +40,7 @@ class PartialPolicy(BasePolicy):
 
 
 # the largest window is named for it, as it has no bound
-STRATEGY: Final = Strategy(PartialPolicy, windows=(WINDOW_MOST, WINDOW_MOST))
+STRATEGY: Final = Strategy(PartialPolicy, windows=(WINDOW_MAX, WINDOW_MAX))
 
 
 def strategies() -> Mapping[str, Strategy]:

@@ -14,7 +14,7 @@ from typing import Final
 
 from dora.errors import DoraError, InvalidValue
 from dora.sim.panels import (
-    ARROWS_MOST,
+    ARROWS_MAX,
     BUNDLE_SHARE,
     GRID,
     INK,
@@ -27,7 +27,7 @@ from dora.sim.panels import (
     rows_of,
 )
 from dora.sim.report import Report, Timeline, step_unit
-from dora.system.outfile import check_folder
+from dora.system.files import check_folder
 
 SUFFIXES: Final = (".png", ".svg", ".html")
 STYLE: Final = {
@@ -129,7 +129,7 @@ def _moves(timeline: Timeline, rows: Sequence[int]) -> str:
         return "no moves"
     scale, unit = _unit(end_s_of(timeline))
     within = f"{end_s_of(timeline) * BUNDLE_SHARE / scale:.2g} {unit}"
-    return f"{ARROWS_MOST} arrows at most: {shown:,} of {moves:,} moves, bundled over {within}"
+    return f"{ARROWS_MAX} arrows at most: {shown:,} of {moves:,} moves, bundled over {within}"
 
 
 def _page(svg: str, report: Report) -> str:

@@ -10,7 +10,7 @@ from dora.sim.unreliable import UnreliableWorld
 from dora.sim.unsteady import SILENCE_LIMIT_S
 from dora.sim.worker import SimWorker
 
-PARKS_MOST: Final = 4  # that one fault asks for
+PARKS_MAX: Final = 4  # that one fault asks for
 LATER_MOST_S: Final = 4.0  # until something befalls the worker that parks, and then the pool
 # Which commands fail, and how the pool, or a worker that is to park or to resume, says so.
 POOL_REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
@@ -42,10 +42,10 @@ def befall_pool(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def park(world: UnreliableWorld, worker: SimWorker, pool: SimPool, fault: Fault) -> None:
-    """Up to ``PARKS_MOST`` requests of a worker are to go to a pool, as if an operator had asked."""
+    """Up to ``PARKS_MAX`` requests of a worker are to go to a pool, as if an operator had asked."""
     state = world.machine.state
     known = state.worker_at(worker.worker_id, worker.epoch)
-    for row in sorted(known.rows)[: 1 + fault.subject // 64 % PARKS_MOST] if known is not None else ():
+    for row in sorted(known.rows)[: 1 + fault.subject // 64 % PARKS_MAX] if known is not None else ():
         world.ask(on.MigrateAsked(state.request_id[row], pool.worker_id))
 
 

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.data.limits import PROMPT_TOKENS_MOST
+from dora.data.limits import PROMPT_TOKENS_MAX
 from dora.sim.traces import FloatColumn, IntColumn, Trace, normal_scores
 
 PROMPT_LOG_SD = 0.5
-PROMPT_TOKENS_LEAST = 16
-SCORE_MOST = 8.0  # beyond lies 1e-15 of the normal distribution
+PROMPT_TOKENS_MIN = 16
+SCORE_MAX = 8.0  # beyond lies 1e-15 of the normal distribution
 INTEGRAL_SCORES = 262_145  # points of an integral over the normal distribution
 SLICES = 2048  # of the difficulties, each as likely as the others, in an integral over them
 OWN_SCORES = 1025  # points of an integral over what is a response's own
@@ -45,13 +45,13 @@ class PromptLengths(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SpreadPrompts:
-    """Lognormal around ``mean_tokens``, from PROMPT_TOKENS_LEAST to PROMPT_TOKENS_MOST, whatever the response."""
+    """Lognormal around ``mean_tokens``, from PROMPT_TOKENS_MIN to PROMPT_TOKENS_MAX, whatever the response."""
 
     mean_tokens: int
 
     @property
     def longest_tokens(self) -> int:
-        return int(self._at(np.array([SCORE_MOST]))[0])
+        return int(self._at(np.array([SCORE_MAX]))[0])
 
     def draw(self, difficulty: FloatColumn, scores: FloatColumn, rng: np.random.Generator) -> IntColumn:
         return self._at(scores)
@@ -61,8 +61,8 @@ class SpreadPrompts:
         return float(weights @ self._at(scores))
 
     def _at(self, scores: FloatColumn) -> IntColumn:
-        tokens = self.mean_tokens * np.exp(PROMPT_LOG_SD * np.minimum(scores, SCORE_MOST) - 0.5 * PROMPT_LOG_SD**2)
-        return np.rint(np.clip(tokens, PROMPT_TOKENS_LEAST, PROMPT_TOKENS_MOST)).astype(np.int64)
+        tokens = self.mean_tokens * np.exp(PROMPT_LOG_SD * np.minimum(scores, SCORE_MAX) - 0.5 * PROMPT_LOG_SD**2)
+        return np.rint(np.clip(tokens, PROMPT_TOKENS_MIN, PROMPT_TOKENS_MAX)).astype(np.int64)
 
 
 class TracedPrompts:
@@ -105,8 +105,8 @@ class TracedPrompts:
 
 @cache
 def normal_grid(points: int) -> tuple[FloatColumn, FloatColumn]:
-    """Even scores from -SCORE_MOST to SCORE_MOST, and the weight of each in an integral over the normal density."""
-    scores = np.linspace(-SCORE_MOST, SCORE_MOST, points)
+    """Even scores from -SCORE_MAX to SCORE_MAX, and the weight of each in an integral over the normal density."""
+    scores = np.linspace(-SCORE_MAX, SCORE_MAX, points)
     weights = np.exp(-0.5 * scores**2)
     weights /= weights.sum()
     return scores, weights

@@ -8,10 +8,10 @@ from pydantic import Field, model_validator
 from dora.config import BalanceConfig, CostConfig, Section, WindowConfig
 from dora.core.forecast.cost import CostModel
 from dora.data.limits import (
-    GROUPS_MOST,
-    KV_TOKENS_MOST,
-    PROMPT_TOKENS_MOST,
-    WINDOW_MOST,
+    GROUPS_MAX,
+    KV_TOKENS_MAX,
+    PROMPT_TOKENS_MAX,
+    WINDOW_MAX,
     AddedTokens,
     Bytes,
     Count,
@@ -34,11 +34,11 @@ from dora.data.limits import (
 from dora.data.limits import Turns as TurnCount
 from dora.errors import InvalidValue
 
-PROMPTS_MOST = 1 << 24
-GROUP_TURNS_MOST = 1 << 15  # turns of one prompt's responses: they are drawn for hundreds of prompts at once
-TASKS_MOST = 256
+PROMPTS_MAX = 1 << 24
+GROUP_TURNS_MAX = 1 << 15  # turns of one prompt's responses: they are drawn for hundreds of prompts at once
+TASKS_MAX = 256
 SHARES_OFF = 1e-6  # of the sum of all shares from 1: thirds have no end
-FILTERED_MOST = 0.99  # a step takes a hundred times as many groups then
+FILTERED_MAX = 0.99  # a step takes a hundred times as many groups then
 STEP_COST_LEAST_S = 1e-9  # of a whole step: less is lost in rounding beside the time since the start
 READING_KINDS = ("histogram", "trace")  # of length distributions: they are what a file says
 # Qwen2.5-32B on four H800
@@ -79,7 +79,7 @@ class Cluster(Section):
     link_latency_s: Latency = Field(0.001, description="control message, one way")
     pools: Count = Field(1, description="pools of host memory, where pool_tokens is not 0")
     pool_tokens: int = Field(
-        0, ge=0, le=KV_TOKENS_MOST, description="KV that each pool holds of parked requests; 0: there is no pool"
+        0, ge=0, le=KV_TOKENS_MAX, description="KV that each pool holds of parked requests; 0: there is no pool"
     )
     pool_bytes_per_s: PositiveBytes = Field(25e9, description="KV between an engine and a pool")
     load_s: Seconds = Field(2.0, description="one engine takes a version's weights")
@@ -174,8 +174,8 @@ class Workload(Section):
     """Prompts and how long their responses become."""
 
     group_size: GroupSize = Field(16, description="responses to one prompt")
-    prompts: int = Field(17_000, ge=1, le=PROMPTS_MOST, description="size of the prompt set; an epoch draws each once")
-    prompt_tokens: PromptTokens = Field(150, description=f"mean prompt length; lognormal, cut at {PROMPT_TOKENS_MOST}")
+    prompts: int = Field(17_000, ge=1, le=PROMPTS_MAX, description="size of the prompt set; an epoch draws each once")
+    prompt_tokens: PromptTokens = Field(150, description=f"mean prompt length; lognormal, cut at {PROMPT_TOKENS_MAX}")
     prompt_lengths: Literal["lognormal", "trace"] = Field(
         "lognormal", description="trace: a prompt is as long as the trace's line says whose response is like its own"
     )
@@ -189,7 +189,7 @@ class Workload(Section):
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> Self:
-        most = GROUP_TURNS_MOST // self.group_size
+        most = GROUP_TURNS_MAX // self.group_size
         places = {f"workload.tasks.{index}.turns": task.turns for index, task in enumerate(self.tasks) if task.turns}
         for place, turns in {"workload.turns": self.turns, **places}.items():
             if turns.most > most:
@@ -202,8 +202,8 @@ class Workload(Section):
 
     @model_validator(mode="after")
     def _has_tasks(self) -> Self:
-        if len(self.tasks) > TASKS_MOST:
-            raise InvalidValue("workload.tasks", f"{len(self.tasks):,} tasks", f"at most {TASKS_MOST}")
+        if len(self.tasks) > TASKS_MAX:
+            raise InvalidValue("workload.tasks", f"{len(self.tasks):,} tasks", f"at most {TASKS_MAX}")
         names: set[str] = set()
         for index, task in enumerate(self.tasks):
             place = f"workload.tasks.{index}"
@@ -244,7 +244,7 @@ class Scenario(Section):
     trainer: TrainerPace = TrainerPace()
     workload: Workload = Workload()
     filter_fraction: float = Field(
-        0.0, ge=0.0, le=FILTERED_MOST, description="groups that a user's filter cancels once scored"
+        0.0, ge=0.0, le=FILTERED_MAX, description="groups that a user's filter cancels once scored"
     )
     redundant_fraction: Share = Field(
         0.0, description="a step's slowest groups that finished later ones may replace; they are cancelled"
@@ -252,7 +252,7 @@ class Scenario(Section):
     in_flight_groups: int = Field(
         0,
         ge=0,
-        le=WINDOW_MOST * GROUPS_MOST,
+        le=WINDOW_MAX * GROUPS_MAX,
         description="prompt groups drawn and not yet trained on, at most; 0: no limit",
     )
 

@@ -45,7 +45,7 @@ class ServedWorld(World):
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.random = Random(f"world {seed}")
         self.habits = Habits.drawn(Random(f"habits {seed}"))
-        self.facts = Facts()  # that the orchestrators have told the journal
+        self.logged = Facts()  # that the orchestrators have told the journal
         self.prompts_left: int | None = None  # None: without end
         self.prompts_again: list[SimPrompt] = []  # that were drawn, and what was to become of them is lost
         self._service: Service | None = None
@@ -63,7 +63,7 @@ class ServedWorld(World):
     def service(self) -> Service:
         """The one that lives now."""
         if self._service is None:
-            self._service = Service(self, self.facts)
+            self._service = Service(self, self.logged)
         return self._service
 
     def take_over(self, event: on.Progress) -> None:

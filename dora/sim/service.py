@@ -19,31 +19,31 @@ from dora.config import Config, RolloutConfig
 from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.handoff.handoff_table import Handoff, Kind
+from dora.core.handoff.table import Handoff, Kind
 from dora.core.rules import learning
-from dora.data.stretches import Column, TokenColumns
+from dora.data.token_spans import Column, TokenColumns
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import FINISH_REASONS, Prompt, Reward
-from dora.journal import facts
+from dora.journal import records
 from dora.journal.content import Content, Requests
 from dora.journal.ledger import Ledger, LiveGroup
 from dora.journal.log import Log
 from dora.orchestrator.executor import Executor
-from dora.orchestrator.recovery import recollection, resume
-from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.recovery import recovery_state, resume
 from dora.orchestrator.rollout.evaluations import Evaluations, EvaluationStream
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.orders import worker_message
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.telemetry import Telemetry
-from dora.orchestrator.rollout.worker_checks import check_against_book
+from dora.orchestrator.rollout.worker_checks import check_against_buffer
 from dora.sim.ledger import Violation
 from dora.sim.scenario import Scenario
 from dora.sim.trainer import SimTrainer
 from dora.sim.worker import SimWorker
 from dora.sim.workload import FILTERED, Filter, SimPrompt
 
-REPEATED_MOST: Final = 4  # tokens that a report may repeat of what is held, less one
-TOKENS_MOST: Final = 4096  # of a response
+REPEATED_MAX: Final = 4  # tokens that a report may repeat of what is held, less one
+TOKENS_MAX: Final = 4096  # of a response
 TOKEN_IDS: Final = 50_000
 _STRIDE: Final = 7919  # from a token id to the next one of its request
 
@@ -51,12 +51,12 @@ _STRIDE: Final = 7919  # from a token id to the next one of its request
 def sampled(names: Sequence[tuple[str, int]], firsts: Column, counts: Column) -> tuple[Column, Column]:
     """Token ids and logprobs of stretches. ``names``: of each its request and version."""
     origins = np.array([crc32(f"{request_id}/{version}".encode()) for request_id, version in names], np.int64)
-    places = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts - firsts, counts)
-    token_ids = ((np.repeat(origins, counts) + places * _STRIDE) % TOKEN_IDS).astype(np.int32)
+    positions = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts - firsts, counts)
+    token_ids = ((np.repeat(origins, counts) + positions * _STRIDE) % TOKEN_IDS).astype(np.int32)
     return token_ids, (-(token_ids + 1) / TOKEN_IDS).astype(np.float32)
 
 
-class Surroundings(Protocol):
+class Environment(Protocol):
     """What a service needs of the world around it."""
 
     config: Config
@@ -93,7 +93,7 @@ class Facts:
     """The log: in memory, and durable once it is relied on."""
 
     def __init__(self) -> None:
-        self.told: list[facts.Fact] = [facts.Begun(0, 0.0, 0.0, "")]
+        self.told: list[records.LogRecord] = [records.Begun(0, 0.0, 0.0, "")]
         self.relied_on = 1  # so many of them are not lost, whenever a crash comes
 
     @property
@@ -104,15 +104,15 @@ class Facts:
     def durable(self) -> int:
         return len(self.told)
 
-    def append(self, fact: facts.Fact) -> int:
-        self.told.append(fact)
+    def append(self, record: records.LogRecord) -> int:
+        self.told.append(record)
         return len(self.told)
 
     def rely(self) -> None:
         """Somebody is told what all of them come to."""
         self.relied_on = len(self.told)
 
-    async def settled(self, facts: int | None = None) -> None: ...
+    async def settled(self, records: int | None = None) -> None: ...
     async def close(self) -> None: ...
 
 
@@ -129,18 +129,18 @@ class _Delay:
 class Service:
     """One life of it. ``world`` is what is around it, and is told what happens."""
 
-    def __init__(self, world: Surroundings, log: Facts) -> None:
+    def __init__(self, world: Environment, log: Facts) -> None:
         self._world = world
         self.log = log
         self._ended = False
         state = world.machine.state
         self.journal = Journal(cast(Log, log))  # what a journal asks of one, Facts has
-        self.book = Book(RolloutConfig(max_tokens=TOKENS_MOST), None, state.window.size)
-        self.evaluations = Evaluations(self.book, state.evaluations.row_of, self._end_evaluation)
+        self.buffer = ResponseBuffer(RolloutConfig(max_tokens=TOKENS_MAX), None, state.window.size)
+        self.evaluations = Evaluations(self.buffer, state.evaluations.row_of, self._end_evaluation)
         self.executor = _Executor(
             world,
             log,
-            book=self.book,
+            buffer=self.buffer,
             feed=_Feed(world),
             verifier=_Verifier(world),
             group_filter=_Filter(world) if world.scenario.filter_fraction else None,
@@ -179,18 +179,18 @@ class Service:
             del event.tokens[name]
             event.finished.pop(name, None)
         columns = self._columns(event, mine, rows[owned])
-        if (self.book.column("version", columns.rows) != event.version).any():
+        if (self.buffer.column("version", columns.rows) != event.version).any():
             return  # C1: the core counts such a token, and evicts the worker
-        check_against_book(self.book, columns)
-        held = self.book.column("held", columns.rows)
-        self.book.append(event.worker_id, columns, self._world.now_s)
-        self.journal.report(self.book, columns, held, self._world.now_s)
+        check_against_buffer(self.buffer, columns)
+        held = self.buffer.column("held", columns.rows)
+        self.buffer.append(event.worker_id, columns, self._world.now_s)
+        self.journal.report(self.buffer, columns, held, self._world.now_s)
 
     def _columns(self, event: on.Progress, names: list[str], rows: Column) -> TokenColumns:
         """Some tokens of what is held already come once more, as from a worker that has begun a request again."""
-        held = self.book.column("held", rows)
+        held = self.buffer.column("held", rows)
         reached = np.array([event.tokens[name] for name in names], np.int64)
-        firsts = np.maximum(0, np.minimum(held, reached) - (reached + rows) % REPEATED_MOST)
+        firsts = np.maximum(0, np.minimum(held, reached) - (reached + rows) % REPEATED_MAX)
         counts = reached - firsts
         token_ids, logprobs = sampled([(name, event.version) for name in names], firsts, counts)
         ends = np.array([FINISH_REASONS.index(event.finished.get(name)) for name in names], np.uint8)
@@ -206,10 +206,10 @@ class Service:
         if isinstance(event, on.StepCommitted):
             counters = {"groups_trained": state.counters.groups_trained}
             learnt = learning.learnt(state)
-            self.journal.note(facts.Committed(event.step, b"", self._world.now_s, counters, learnt))
+            self.journal.note(records.Committed(event.step, b"", self._world.now_s, counters, learnt))
             self.log.rely()
         elif isinstance(event, on.VersionRepublished):
-            self.journal.note(facts.Republished(event.version, b""))
+            self.journal.note(records.Republished(event.version, b""))
             self.log.rely()
 
     def carried_out(self, event: on.Event) -> None:
@@ -247,12 +247,12 @@ class Service:
         ledger = Ledger(None)
         ledger.apply(self.log.told[:count], count)
         groups = ledger.groups()
-        tokens = [fact for fact in self.log.told[:count] if isinstance(fact, facts.Tokens)]
-        verdicts = [fact for fact in self.log.told[:count] if isinstance(fact, facts.Verdict)]
+        tokens = [record for record in self.log.told[:count] if isinstance(record, records.Tokens)]
+        verdicts = [record for record in self.log.told[:count] if isinstance(record, records.Verdict)]
         requests = Content(groups).of(tokens, verdicts)
         least, now_s = self._world.config.window.least, self._world.now_s
-        life = ledger.values["life"] + 1
-        restored = recollection.restored(ledger, groups, requests, self._offered, least, now_s, life)
+        incarnation = ledger.values["life"] + 1
+        restored = recovery_state.restored(ledger, groups, requests, self._offered, least, now_s, incarnation)
         number = ledger.values["next_number"]
         ledger.close()
         return Kept(groups, requests, restored, number)
@@ -262,14 +262,14 @@ class Service:
 
     def restore(self, kept: Kept) -> None:
         """This life begins with what was kept."""
-        resume.restore_book(self.book, kept.groups, kept.requests, kept.next_number)
-        self.book.window_versions = kept.restored.window_versions
+        resume.restore_buffer(self.buffer, kept.groups, kept.requests, kept.next_number)
+        self.buffer.window_versions = kept.restored.window_versions
 
 
-def cut(log: Facts, count: int, life: int) -> None:
+def cut(log: Facts, count: int, incarnation: int) -> None:
     """All facts but the first so many are lost, and another life begins."""
     del log.told[count:]
-    log.append(facts.Begun(life, 0.0, 0.0, ""))
+    log.append(records.Begun(incarnation, 0.0, 0.0, ""))
     log.rely()
 
 
@@ -280,7 +280,7 @@ def prompt_of(prompt: SimPrompt) -> Prompt:
 class _Executor(Executor):
     """As the service's, but for what goes to workers: their messages are made, and simulated workers told."""
 
-    def __init__(self, world: Surroundings, log: Facts, **parts: Any) -> None:
+    def __init__(self, world: Environment, log: Facts, **parts: Any) -> None:
         super().__init__(**parts)
         self._world = world
         self._log = log
@@ -290,7 +290,7 @@ class _Executor(Executor):
             handoff = self._handoff_of(command.command_id)
             was_parked = handoff is not None and handoff.kind is Kind.RESUME
             if not isinstance(command, do.LoadVersion):
-                worker_message(command, self._book, self._hosts, was_parked=was_parked)
+                worker_message(command, self._buffer, self._hosts, was_parked=was_parked)
             self._world.to_worker(command)
 
     def _reject_version(self, command: do.RejectVersion) -> None:
@@ -308,7 +308,7 @@ class _Executor(Executor):
 
 
 class _Feed:
-    def __init__(self, world: Surroundings) -> None:
+    def __init__(self, world: Environment) -> None:
         self._world = world
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]:
@@ -323,7 +323,7 @@ class _Feed:
 
 
 class _Verifier:
-    def __init__(self, world: Surroundings) -> None:
+    def __init__(self, world: Environment) -> None:
         self._world = world
 
     async def score(self, prompt_text: str, response_text: str | None, token_ids: Any, verifier_json: str) -> Reward:
@@ -336,7 +336,7 @@ class _Filter:
 
     name = FILTERED.removeprefix("filtered: ")
 
-    def __init__(self, world: Surroundings) -> None:
+    def __init__(self, world: Environment) -> None:
         self._world = world
 
     async def keeps(self, prompt_text: str, rewards: Sequence[float], verifier_json: str) -> bool:
@@ -346,7 +346,7 @@ class _Filter:
 class _Trainers:
     """The sessions of trainers: their streams."""
 
-    def __init__(self, world: Surroundings, service: Service) -> None:
+    def __init__(self, world: Environment, service: Service) -> None:
         self._world = world
         self._service = service
         self.stream: _Stream | None = None
@@ -358,7 +358,7 @@ class _Trainers:
 
 
 class _Stream:
-    def __init__(self, world: Surroundings, service: Service) -> None:
+    def __init__(self, world: Environment, service: Service) -> None:
         self._world = world
         self._service = service
 
@@ -391,5 +391,5 @@ class _Nothing:
     def set_aside(self, version: int) -> None: ...
     def retired(self, version: int) -> None: ...
 
-    def tidying(self, place: str) -> nullcontext[None]:
+    def tidying(self, position: str) -> nullcontext[None]:
         return nullcontext()

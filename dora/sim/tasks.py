@@ -12,7 +12,7 @@ from dora.sim.scenario import Task, Turns, Workload
 from dora.sim.traces import LENGTHS_FILE, FloatColumn, IntColumn, LengthTable, load_histogram, load_trace
 
 TASK = "synthetic"  # the one task of a workload that has none: features and history tell its prompts apart
-LOG_MOST = 500.0  # of a length: every such one is cut, and stays finite whatever scale and drift make of it
+LOG_MAX = 500.0  # of a length: every such one is cut, and stays finite whatever scale and drift make of it
 MIXED_SCORES = 8193  # points at which the lengths of each task are taken where they are mixed
 
 
@@ -90,7 +90,7 @@ def _tokens(workload: Workload, task: Task, source: _Source | None) -> Tokens:
         table = source.lengths
         return lambda scores: table.at(scores) * scale
     sigma = task.sigma if task.sigma is not None else lengths.sigma
-    return lambda scores: np.exp(np.minimum(lengths.mu + sigma * scores, LOG_MOST)) * scale
+    return lambda scores: np.exp(np.minimum(lengths.mu + sigma * scores, LOG_MAX)) * scale
 
 
 def _read(workload: Workload, file: str, field: str) -> _Source:

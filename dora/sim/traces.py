@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.data.limits import TOKENS_MOST
+from dora.data.limits import TOKENS_MAX
 from dora.errors import InvalidValue
 
-DIGITS_MOST = 18  # of a whole number: what fits into 64 bits
+DIGITS_MAX = 18  # of a whole number: what fits into 64 bits
 LENGTHS_FILE = "workload.lengths.file"  # the field that names a file
 
 IntColumn = NDArray[np.int64]
@@ -75,8 +75,8 @@ def load_histogram(path: Path | str, field: str = LENGTHS_FILE) -> LengthTable:
         raise InvalidValue(f"{path}:1: hist", document, 'an object {"hist": {tokens: weight, ...}}')
     weights: dict[int, float] = {}
     for key, weight in hist.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= DIGITS_MOST and int(key) >= 1):
-            allowed = f"a whole number of at least 1, of {DIGITS_MOST} digits at most"
+        if not (key.isascii() and key.isdecimal() and len(key) <= DIGITS_MAX and int(key) >= 1):
+            allowed = f"a whole number of at least 1, of {DIGITS_MAX} digits at most"
             raise InvalidValue(f"{path}:{_line(text, key)}: tokens", key, allowed)
         if not _is_number(weight) or weight < 0.0:
             raise InvalidValue(f"{path}:{_line(text, key)}: weight of {key} tokens", weight, "a number of at least 0")
@@ -90,7 +90,7 @@ def load_histogram(path: Path | str, field: str = LENGTHS_FILE) -> LengthTable:
 def load_trace(path: Path | str, field: str = LENGTHS_FILE, *, prompts: bool = False) -> Trace:
     """Reads one request a line: ``output_length`` in tokens (>= 1) and, each 0 by default, ``input_length`` in tokens
     and ``timestamp`` in milliseconds; other keys (``hash_ids``) and blank lines are ignored. ``field`` names the file.
-    ``prompts``: its prompts are asked for, so every line has to have one, 1 token to TOKENS_MOST.
+    ``prompts``: its prompts are asked for, so every line has to have one, 1 token to TOKENS_MAX.
 
     Raises InvalidValue: where there is no such file, or with file, line and reason where it is malformed.
     """
@@ -103,8 +103,8 @@ def load_trace(path: Path | str, field: str = LENGTHS_FILE, *, prompts: bool = F
             raise InvalidValue(f"{path}:{number}", request, "an object with output_length")
         columns[0].append(_field(request, "timestamp", 0, f"{path}:{number}", whole=False))
         columns[1].append(_field(request, "input_length", 0, f"{path}:{number}", whole=True))
-        if prompts and not 1 <= columns[1][-1] <= TOKENS_MOST:
-            allowed = f"a whole number from 1 to {TOKENS_MOST}, as workload.prompt_lengths is trace"
+        if prompts and not 1 <= columns[1][-1] <= TOKENS_MAX:
+            allowed = f"a whole number from 1 to {TOKENS_MAX}, as workload.prompt_lengths is trace"
             raise InvalidValue(f"{path}:{number}: input_length", request.get("input_length"), allowed)
         columns[2].append(_field(request, "output_length", 1, f"{path}:{number}", whole=True))
     if not columns[2]:
@@ -125,7 +125,7 @@ def _is_number(value: object) -> bool:
     """Whole numbers have to fit into 64 bits, others have to be finite."""
     if isinstance(value, float):
         return math.isfinite(value)
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**DIGITS_MOST
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**DIGITS_MAX
 
 
 def _text(path: Path | str, field: str) -> str:

@@ -11,7 +11,7 @@ from dora.sim.scenario import Scenario, TrainerPace
 REJECTION_NOTED_S: Final = 0.01  # until the trainer has read how its stream ended
 
 
-class Surroundings(Protocol):
+class Environment(Protocol):
     """What a trainer needs of the world around it."""
 
     scenario: Scenario
@@ -27,7 +27,7 @@ class Surroundings(Protocol):
 class SimTrainer:
     """One trainer. ``busy`` collects the intervals in which it computes; ``on_step`` is told of each committed step."""
 
-    def __init__(self, world: Surroundings, pace: TrainerPace) -> None:
+    def __init__(self, world: Environment, pace: TrainerPace) -> None:
         self.world, self.pace = world, pace
         self.epoch = 0
         self.step = 0

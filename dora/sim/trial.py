@@ -19,7 +19,7 @@ from dora.sim.scenario import COST, Cluster, Lengths, Scenario, TrainerPace, Tur
 from dora.sim.unreliable import UnreliableWorld
 from dora.sim.world import TICK_S
 
-WORKERS_MOST: Final = 4
+WORKERS_MAX: Final = 4
 HORIZON_S: Final = 60  # faults strike before
 FAULTS_MEAN: Final = 8.0
 DRAWN: Final = "drawn"
@@ -72,8 +72,8 @@ class Trial:
             raise InvalidValue("--replay: window", self.window, f"{DRAWN}: {self.policy} is not defined for every one")
         if self.seed < 0:
             raise InvalidValue("--replay: seed", self.seed, "0 or above")
-        if not 0 <= self.workers <= WORKERS_MOST:
-            raise InvalidValue("--replay: workers", self.workers, f"0, as drawn, to {WORKERS_MOST}")
+        if not 0 <= self.workers <= WORKERS_MAX:
+            raise InvalidValue("--replay: workers", self.workers, f"0, as drawn, to {WORKERS_MAX}")
         if self.steps_after < 0:
             raise InvalidValue("--replay: steps after the faults", self.steps_after, "0 or above")
         indexes, drawn = self.chosen or (), len(self.drawn)
@@ -110,7 +110,7 @@ class Trial:
     def cluster(self) -> Scenario:
         """The scenario of this seed."""
         random = Random(f"cluster {self.seed}")
-        workers, window = random.randint(1, WORKERS_MOST), random.randint(1, 4)
+        workers, window = random.randint(1, WORKERS_MAX), random.randint(1, 4)
         period_s = random.choice((4.0, 7.0, 15.0))
         options = Random(f"options {self.seed}")
         filters, redundant = options.choice((0.0, 0.0, 0.3)), options.choice((0.0, 0.5, 1.0))

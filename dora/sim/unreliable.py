@@ -37,13 +37,13 @@ class UnreliableWorld(UnsteadyWorld):
             raise Violation(f"replayed, the state differs in {changed}")
 
     @property
-    def life(self) -> int:
+    def incarnation(self) -> int:
         """Of the orchestrator; the first is 0."""
-        return self._life
+        return self._incarnation
 
-    def begin_life(self, kept: Kept) -> None:
+    def begin_incarnation(self, kept: Kept) -> None:
         """Another orchestrator, whose core knows nothing yet. All streams have broken."""
-        self._life += 1
+        self._incarnation += 1
         self.service.end()
         self._service = None
         self._began = len(self.log)
@@ -117,7 +117,7 @@ class UnreliableWorld(UnsteadyWorld):
         members: dict[str, Any] = self.pools if isinstance(worker, SimPool) else self.workers
         members[worker.worker_id] = worker
         self._away.discard(worker.worker_id)
-        self.process(worker).life = self._life
+        self.process(worker).incarnation = self._incarnation
 
     def welcome(self, worker: SimWorker) -> None:
         """It goes on with what the core has given it again, and tells what has ended of that; the rest it forgets."""
@@ -128,7 +128,7 @@ class UnreliableWorld(UnsteadyWorld):
             {state.request_id[row] for row in known.rows if not state.requests["starting"][row]} if known else set()
         )
         for request_id in goes_on:
-            self.service.book.goes_on(state.rows()[request_id], worker.worker_id)
+            self.service.buffer.goes_on(state.rows()[request_id], worker.worker_id)
         process = self.process(worker)
         for request_id in list(worker.engine.requests.keys() - goes_on):
             worker.engine.remove(request_id)

@@ -32,14 +32,14 @@ RESTART_MOST_S = 6.0  # until a lost worker or trainer is started again
 class Process:
     """What a worker's or pool's process has of its own, under one epoch."""
 
-    life: int  # of the orchestrator that it is connected to; -1: to none
+    incarnation: int  # of the orchestrator that it is connected to; -1: to none
     publication: int = 0  # of the version that it hosts: how often that had been published anew
     ended: dict[str, SimRequest] = field(default_factory=dict)  # that have ended here, and are not settled
     loads: dict[int, int] = field(default_factory=dict)  # command -> publication that it was told to load
 
     @property
     def is_away(self) -> bool:
-        return self.life < 0
+        return self.incarnation < 0
 
 
 Handled = tuple[float, on.Event, list[do.Command] | str]  # when, what, and the commands, or why it was refused
@@ -61,7 +61,7 @@ class UnsteadyWorld(ServedWorld):
         self.archive: dict[str, tuple[Group, list[Response]]] = {}  # every group that was ever admitted
         self.dropped: dict[str, str] = {}  # group -> why it was cancelled
         self._away: set[str] = set()  # ids of those that have outlived an orchestrator, and not come back yet
-        self._life = 0  # of the orchestrator
+        self._incarnation = 0  # of the orchestrator
         self._began = 0  # where in the log this life of it began
         self._processes: dict[int, Process] = {}  # by worker epoch
         self._names = 0
@@ -176,7 +176,7 @@ class UnsteadyWorld(ServedWorld):
     def _hear(self, worker: SimWorker, event: on.Event) -> None:
         """Also from a worker whose epoch is over: it is the core that must tell them apart. Nothing comes through that
         was sent to an earlier life of the orchestrator."""
-        if self.process(worker).life != self._life:
+        if self.process(worker).incarnation != self._incarnation:
             return
         if isinstance(event, on.WorkerLost | on.PoolLost):
             self.fence(worker, event.reason)
@@ -343,7 +343,7 @@ class UnsteadyWorld(ServedWorld):
     def process(self, worker: SimWorker) -> "Process":
         found = self._processes.get(worker.epoch)
         if found is None:
-            found = self._processes[worker.epoch] = Process(self._life)
+            found = self._processes[worker.epoch] = Process(self._incarnation)
         return found
 
 

@@ -26,7 +26,7 @@ class KvSnapshot:
     left_tokens: int  # of its context, copied while it is frozen
 
 
-class Surroundings(Protocol):
+class Environment(Protocol):
     """What a worker needs of the world around it."""
 
     ledger: Ledger
@@ -97,7 +97,7 @@ class SimWorker:
     incoming: dict[str, int] = field(default_factory=dict)  # request whose KV is on its way here -> its CopyIn
     refusals: dict[type[do.WorkerCommand], list[str]] = field(default_factory=dict)  # faults: error kinds to come
 
-    def obey(self, world: Surroundings, command: do.WorkerCommand, request: SimRequest | None) -> Outcome:
+    def obey(self, world: Environment, command: do.WorkerCommand, request: SimRequest | None) -> Outcome:
         """Begins the command. Returns its outcome, or when it ends. ``request`` is what a StartRequest brings."""
         refusals = self.refusals.get(type(command))
         bad = refusals.pop() if refusals else ""
@@ -138,7 +138,7 @@ class SimWorker:
     def _failed(self, command: do.WorkerCommand, error: str, kind: str) -> on.CommandDone:
         return on.CommandDone(self.worker_id, self.epoch, command.command_id, False, error, kind)
 
-    def _load(self, world: Surroundings, command: do.LoadVersion, bad: str) -> Outcome:
+    def _load(self, world: Environment, command: do.LoadVersion, bad: str) -> Outcome:
         if self.engine.requests:
             raise Violation(f"{self.worker_id} loads {command.version} under {len(self.engine.requests)} requests (C1)")
         self.version = -1
@@ -155,7 +155,7 @@ class SimWorker:
 
         return Later(world.load_s(), loaded)
 
-    def _start(self, world: Surroundings, command: do.StartRequest, request: SimRequest | None, bad: str) -> Outcome:
+    def _start(self, world: Environment, command: do.StartRequest, request: SimRequest | None, bad: str) -> Outcome:
         if command.request_id in self.engine.requests:
             raise Violation(f"{command.request_id} is started twice on {self.worker_id} (C2)")
         if command.version != self.version:
@@ -166,7 +166,7 @@ class SimWorker:
         self.engine.add(request)
         return self._done(command)
 
-    def _copy_out(self, world: Surroundings, command: do.CopyOut, bad: str) -> Outcome:
+    def _copy_out(self, world: Environment, command: do.CopyOut, bad: str) -> Outcome:
         """Copies what is there while the request decodes on; frozen, it waits for what has come since."""
         request = self.engine.requests.get(command.request_id)
         ahead_tokens = 0 if request is None else request.context
@@ -184,7 +184,7 @@ class SimWorker:
         copy_s = world.copy_s(self.worker_id, world.target_of(command), ahead_tokens)
         return Later(copy_s, copied_ahead, began)
 
-    def _frozen(self, world: Surroundings, command: do.CopyOut, bad: str, ahead_tokens: int) -> on.CommandDone:
+    def _frozen(self, world: Environment, command: do.CopyOut, bad: str, ahead_tokens: int) -> on.CommandDone:
         request = self.engine.freeze(command.request_id)
         if request is None:
             return self._failed(command, f"{command.request_id} cannot be frozen now", "unknown_request")
@@ -196,7 +196,7 @@ class SimWorker:
         world.snapshots[locator] = KvSnapshot(version, self.worker_id, self.epoch, replace(request), left_tokens)
         return self._done(command, locator, request.tokens)
 
-    def _copy_in(self, world: Surroundings, command: do.CopyIn, bad: str) -> Outcome:
+    def _copy_in(self, world: Environment, command: do.CopyIn, bad: str) -> Outcome:
         snapshot = world.snapshots.get(command.locator)  # an undone handoff has released it
         if snapshot is None or bad or snapshot.request.request_id != command.request_id:
             return self._failed(command, f"the snapshot {command.locator} is not whole", bad or "refused")

@@ -20,7 +20,7 @@ from dora.sim_engine.request import AWAY, FROZEN, RUNNING, WAITING, Phase, SimRe
 __all__ = ["Phase", "SimEngine", "SimRequest"]
 
 EPSILON_STEPS = 1e-6
-STALE_MOST = 256  # entries of requests that have stopped, beside as many as run, before a heap is made anew
+STALE_MAX = 256  # entries of requests that have stopped, beside as many as run, before a heap is made anew
 
 
 class SimEngine:
@@ -310,6 +310,6 @@ class SimEngine:
         request.start = self._starts
         heappush(self._ends, (self.steps + request.left, self._starts, request))
         heappush(self._youngest, (-request.order, self._starts, request))
-        if len(self._youngest) > 2 * self.running + STALE_MOST:
+        if len(self._youngest) > 2 * self.running + STALE_MAX:
             self._youngest = [entry for entry in self._youngest if not self._stale(entry)]
             heapify(self._youngest)

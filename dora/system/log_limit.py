@@ -14,7 +14,7 @@ from typing import Final
 
 FIRST: Final = 20  # lines of a kind that are written in a period
 PERIOD_S: Final = 60.0
-KINDS_MOST: Final = 1024  # beyond them all others are one kind
+KINDS_MAX: Final = 1024  # beyond them all others are one kind
 KIND_CHARACTERS: Final = 120
 
 _Kind = tuple[str, int, str]  # logger, level, format string
@@ -44,7 +44,7 @@ class LogLimit(logging.Filter):
             return True
         kind = (record.name, record.levelno, str(record.msg)[:KIND_CHARACTERS])
         with self._lock:
-            if kind not in self._counts and len(self._counts) >= KINDS_MOST:
+            if kind not in self._counts and len(self._counts) >= KINDS_MAX:
                 kind = _OTHERS
             count = self._counts.setdefault(kind, _Count(self._clock()))
             count.lines += 1

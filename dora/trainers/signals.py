@@ -19,7 +19,7 @@ from dora.trainers.objectives.batch import TokenBatch
 from dora.trainers.objectives.surrogates import LOG_RATIO_MAX
 from dora.trainers.ranks import Ranks
 
-STALENESS_MOST: Final = 5  # this and more is one: a commit has room for no more names
+STALENESS_MAX: Final = 5  # this and more is one: a commit has room for no more names
 LOG_RATIO_BIN: Final = 1e-3  # a quantile of the ratios is within half of it, that is within 0.05%
 _BINS: Final = 2 * round(LOG_RATIO_MAX / LOG_RATIO_BIN) + 1
 
@@ -121,13 +121,13 @@ class Sums:
 _LARGEST: Final = ("ratio_max", "gap_max")
 _COUNTS: Final = ("tokens", "finite", "clipped", "trajectories", "rewards", "length")
 _ADDED: Final = tuple(each.name for each in fields(Sums) if each.name not in (*_LARGEST, "bins"))
-ByStaleness = Mapping[int, Sums]  # STALENESS_MOST stands for more, too
+ByStaleness = Mapping[int, Sums]  # STALENESS_MAX stands for more, too
 
 
 def token_sums(batch: TokenBatch, clipped: torch.Tensor, staleness: Sequence[int]) -> ByStaleness:
     """Of a micro-batch: ``clipped`` (n,) as the objective's terms have it, ``staleness`` of each of its r rows."""
     present, behaviour = (_array(each).astype(np.float64) for each in (batch.logprobs.double(), batch.behaviour))
-    of_token = np.repeat(np.minimum(staleness, STALENESS_MOST), _array(batch.lengths))
+    of_token = np.repeat(np.minimum(staleness, STALENESS_MAX), _array(batch.lengths))
     mask, bounded = _array(batch.mask), _array(clipped)
     finite = mask & np.isfinite(present) & np.isfinite(behaviour)
     found = {}
@@ -156,7 +156,7 @@ def response_sums(trajectories: Iterable[Trajectory], taken_at: float) -> ByStal
     """Of responses that the trainer took at ``taken_at`` (seconds since the Unix epoch)."""
     parts: dict[int, list[Trajectory]] = {}
     for each in trajectories:
-        parts.setdefault(min(each.staleness, STALENESS_MOST), []).append(each)
+        parts.setdefault(min(each.staleness, STALENESS_MAX), []).append(each)
     return {
         staleness: Sums(
             trajectories=len(members),
@@ -184,7 +184,7 @@ def over_ranks(sums: ByStaleness, ranks: Ranks) -> ByStaleness:
     """Those of all ranks together, on each of them."""
     if ranks.count == 1:
         return sums
-    parts = [sums.get(each, Sums()) for each in range(STALENESS_MOST + 1)]
+    parts = [sums.get(each, Sums()) for each in range(STALENESS_MAX + 1)]
     added_up = ranks.sum(np.array([[*(getattr(part, name) for name in _ADDED), *part.bins] for part in parts], float))
     largest = ranks.largest(np.array([[getattr(part, name) for name in _LARGEST] for part in parts], float))
     found = {}
@@ -198,9 +198,9 @@ def over_ranks(sums: ByStaleness, ranks: Ranks) -> ByStaleness:
 
 
 def numbers_by_staleness(sums: ByStaleness) -> dict[str, float]:
-    """As ``staleness_1/clip_fraction``, and ``staleness_5+/...`` for STALENESS_MOST and more. Finite values only."""
+    """As ``staleness_1/clip_fraction``, and ``staleness_5+/...`` for STALENESS_MAX and more. Finite values only."""
     return {
-        f"staleness_{each}{'+' * (each == STALENESS_MOST)}/{name}": value
+        f"staleness_{each}{'+' * (each == STALENESS_MAX)}/{name}": value
         for each, part in sums.items()
         for name, value in part.signals().numbers().items()
     }

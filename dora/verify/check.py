@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 
-from dora.data.record import ROLLOUT_FILE, TRAJECTORIES_FILE, VERSIONS_FOLDER
+from dora.data.run_record import ROLLOUT_FILE, TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.data.trajectory import Float64Array, Trajectory
 from dora.errors import InvalidValue
 from dora.verify.committed import missing, whole_lines

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Final
 
-from dora.data.record import CANCELLED_FILE, REPUBLISHED, STEPS_FILE, VERSIONS_FOLDER, WITHDRAWN, CommittedStep
+from dora.data.run_record import CANCELLED_FILE, REPUBLISHED, STEPS_FILE, VERSIONS_FOLDER, WITHDRAWN, CommittedStep
 from dora.data.trajectory import Trajectory
 from dora.errors import InvalidValue
 
-SHOWN_MOST: Final = 5  # groups named in one sentence
+SHOWN_MAX: Final = 5  # groups named in one sentence
 
 Steps = dict[int, CommittedStep]
 Members = Mapping[str, list[Trajectory]]  # by group id
@@ -93,9 +93,9 @@ def _of_step(step: CommittedStep, members: Members) -> Iterator[str]:
     if lacking:
         found = ", ".join(
             f"{group_id} ({len(members.get(group_id, ()))} of {step.groups[group_id]} trajectories)"
-            for group_id in lacking[:SHOWN_MOST]
+            for group_id in lacking[:SHOWN_MAX]
         )
-        more = f" and {len(lacking) - SHOWN_MOST} others" if len(lacking) > SHOWN_MOST else ""
+        more = f" and {len(lacking) - SHOWN_MAX} others" if len(lacking) > SHOWN_MAX else ""
         yield f"step {step.step} was committed, and the record lacks groups of it: {found}{more}."
     for group_id in step.groups:
         others = sorted({each.trained_step for each in members.get(group_id, ())} - {step.step})

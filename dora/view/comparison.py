@@ -104,9 +104,9 @@ def comparison_table(rows: Sequence[Compared]) -> Group:
         headings=[column.heading.format(unit=unit.name) for column in COLUMNS],
         style=lambda it: "bold" if it.row.report.step_time_min == fastest else "",
     )
-    doubts = stationarity([row.report for row in rows])
-    doubt: list[RenderableType] = [Text(), Note(doubts, "yellow", indent=2)] if doubts else []
-    return Group(table, *doubt, Text(), Note(LEGEND, "dim", indent=2))
+    suspects = stationarity([row.report for row in rows])
+    suspect: list[RenderableType] = [Text(), Note(suspects, "yellow", indent=2)] if suspects else []
+    return Group(table, *suspect, Text(), Note(LEGEND, "dim", indent=2))
 
 
 def _compared(report: Report, split: Division, sync: Report | None) -> Compared:

@@ -11,7 +11,7 @@ from dora.rpc.dora_pb2 import EvaluationStatus
 from dora.view.numbers import measured, number, percent
 from dora.view.tables import Column, Sheet
 
-VALUES_MOST: Final = 200  # of one column, that have a row of their own
+VALUES_MAX: Final = 200  # of one column, that have a row of their own
 ALL: Final = "all"
 OTHERS: Final = "(others)"
 
@@ -76,7 +76,7 @@ def report_of(evaluation: Evaluation, column: str, value_of: Mapping[str, str]) 
 def evaluation_table(report: EvaluationReport) -> Sheet[_Row]:
     rows = [_Row(ALL, report.score)]
     for column, scores in report.by.items():
-        rows += [_Row(f"{column} {value}", score) for value, score in list(scores.items())[:VALUES_MOST]]
+        rows += [_Row(f"{column} {value}", score) for value, score in list(scores.items())[:VALUES_MAX]]
     notes = [f"{prompt_id} is refused: {why}" for prompt_id, why in report.refused.items()]
     if report.reason:
         notes.append(f"{report.missing:,} of {report.prompts:,} prompts are missing: {report.reason}")

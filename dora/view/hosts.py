@@ -43,7 +43,7 @@ HOST_COLUMNS: Final[Sequence[Column[HostStatus]]] = (
         lambda row: ", ".join(f"v{version}" for version in row.versions[-4:]) or NONE,
         words=True,
     ),
-    Column("place", "as `dora host --place` named it", lambda row: row.place or NONE, words=True, rank=4),
+    Column("place", "as `dora host --place` named it", lambda row: row.zone or NONE, words=True, rank=4),
     Column("cores", "of its processor", lambda row: f"{row.capacity.cores:,}", rank=2),
     Column(
         "memory",

@@ -40,7 +40,7 @@ def news(before: Status, after: Status) -> list[str]:
     return lines
 
 
-def sign_of_life(status: Status) -> str:
+def sign_of_progress(status: Status) -> str:
     """One sentence on a service where nothing happened."""
     running = sum(worker.running for worker in status.workers)
     return f"filling step {filling(status)}, {running} requests running"
@@ -60,7 +60,7 @@ class Narrator:
             return []
         lines = news(self._told, status)
         if not lines and now_s - self._spoke_at_s >= SILENCE_PERIOD_S:
-            lines = [sign_of_life(status)]
+            lines = [sign_of_progress(status)]
         self._told.CopyFrom(status)
         self._looked_at_s = now_s
         if lines:

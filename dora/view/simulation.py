@@ -13,8 +13,8 @@ from dora.sim.scenario import Scenario
 from dora.view.numbers import NONE, duration, number, percent, ratio
 from dora.view.tables import FRAMED, WIDEST, Column, Note, Sheet
 
-STEPS_LEAST: Final = 40  # measured: fewer are within a few versions of the run's start
-WORK_OFF_MOST: Final = 0.01
+STEPS_MIN: Final = 40  # measured: fewer are within a few versions of the run's start
+WORK_OFF_MAX: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +125,10 @@ def report_table(report: Report, scenario: Scenario) -> Group:
         f"{report.preset}, {report.policy}, window {report.window}: {report.steps} steps, seed {report.seed}, "
         f"{report.predictor} lengths, {_split(scenario)}"
     )
-    doubts = stationarity([report])
+    suspects = stationarity([report])
     table = Sheet(columns, lines, title, looks=(FRAMED,))
     notes = [Note(f"window {change}", "dim", widest=WIDEST) for change in report.window_changes]
-    return Group(table, *notes, *([Note(doubts, "yellow", widest=WIDEST)] if doubts else ()))
+    return Group(table, *notes, *([Note(suspects, "yellow", widest=WIDEST)] if suspects else ()))
 
 
 def stationarity(reports: Sequence[Report]) -> str:
@@ -136,11 +136,11 @@ def stationarity(reports: Sequence[Report]) -> str:
     steps = min(report.steps for report in reports)
     off = [report for report in reports if not _balanced(report)]
     reasons = []
-    if steps < STEPS_LEAST:
-        reasons.append(f"{steps} steps were measured, which should be {STEPS_LEAST} or more (--steps)")
+    if steps < STEPS_MIN:
+        reasons.append(f"{steps} steps were measured, which should be {STEPS_MIN} or more (--steps)")
     if off:
         whose = "" if len(reports) == 1 else f" of {', '.join(report.policy for report in off)}"
-        reasons.append(f"work done over consumed{whose} is off 1 by more than {WORK_OFF_MOST:.0%}{_cancelled(off)}")
+        reasons.append(f"work done over consumed{whose} is off 1 by more than {WORK_OFF_MAX:.0%}{_cancelled(off)}")
     return f"not to be taken as stationary: {'; '.join(reasons)}" if reasons else ""
 
 
@@ -189,7 +189,7 @@ def _split(scenario: Scenario) -> str:
 def _balanced(report: Report) -> bool:
     """As much was generated as was trained on. Where nothing was measured nothing is known."""
     ratio = report.work_done_over_consumed
-    return isfinite(ratio) and abs(ratio - 1.0) <= WORK_OFF_MOST
+    return isfinite(ratio) and abs(ratio - 1.0) <= WORK_OFF_MAX
 
 
 def _cancelled(reports: Sequence[Report]) -> str:

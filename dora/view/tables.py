@@ -21,7 +21,7 @@ VERSION_STYLES: Final = tuple(
 NOTE_WIDTH: Final = 100  # characters: longer lines are hard to read
 WIDEST: Final = 1 << 16  # of a note that only the terminal limits
 WORD_WIDTH: Final = 24  # a column of words is abbreviated to this before another column is left out for it
-WORD_LEAST: Final = 6
+WORD_MIN: Final = 6
 ELLIPSIS: Final = "…"
 
 
@@ -139,7 +139,7 @@ class Facts:
         room = options.max_width - FRAMED.gap - FRAMED.edge
         table = Table(show_header=False)
         names = [row[0] for row in self._rows if row is not None]
-        name_width = min(max(map(_width, names), default=0), max(room // 2, WORD_LEAST))
+        name_width = min(max(map(_width, names), default=0), max(room // 2, WORD_MIN))
         table.add_column(style="bold", no_wrap=True)
         table.add_column()
         for row in self._rows:
@@ -147,7 +147,7 @@ class Facts:
                 table.add_section()
             else:
                 name, value = row
-                table.add_row(abbreviated(name, name_width), short_words(value, max(room - name_width, WORD_LEAST)))
+                table.add_row(abbreviated(name, name_width), short_words(value, max(room - name_width, WORD_MIN)))
         if self.title:
             yield Note(self.title, "bold")
         yield table
@@ -228,7 +228,7 @@ def _total(widths: Sequence[int], look: Look) -> int:
 
 def _word_width(widths: Sequence[int], least: Sequence[int], look: Look, room: int) -> int:
     """The most characters that a column of words may have. ``least``: what each column needs at least."""
-    for most in range(max(widths, default=0), WORD_LEAST, -1):
+    for most in range(max(widths, default=0), WORD_MIN, -1):
         if _total([max(min(width, most), needed) for width, needed in zip(widths, least, strict=True)], look) <= room:
             return most
-    return WORD_LEAST
+    return WORD_MIN

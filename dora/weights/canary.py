@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 CANARY_TOKENS: Final = 48
 _CHOICES: Final = 8  # sequences that are tried for one without a tie
-LOGPROB_MOST: Final = 1e-4  # rounding may leave a certain token just above zero
+LOGPROB_MAX: Final = 1e-4  # rounding may leave a certain token just above zero
 TIE: Final = 1e-4  # router logits so close are one: rounding decides which expert is taken
 _LOSSY: Final = {"BF16": "bfloat16", "F16": "float16"}
 
@@ -41,7 +41,7 @@ def check_canary(canary: Canary, vocab_size: int) -> None:
     if len(canary.logprobs) != len(canary.token_ids) - 1:
         raise InvalidValue("canary.logprobs", len(canary.logprobs), f"{len(canary.token_ids) - 1}, one a transition")
     for logprob in canary.logprobs:
-        if not (math.isfinite(logprob) and logprob <= LOGPROB_MOST):
+        if not (math.isfinite(logprob) and logprob <= LOGPROB_MAX):
             raise InvalidValue("canary.logprobs", logprob, "finite and not above 0: are the weights finite?")
 
 

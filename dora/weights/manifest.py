@@ -20,11 +20,11 @@ from dora.weights.files import CHUNK_BYTES, SUM_BYTES, Examined, check_file_name
 from dora.weights.reference import DTYPE_BYTES, TensorHeader
 
 DIGEST_CHARACTERS: Final = 32  # of a manifest's digest: 128 bits in hexadecimal
-MANIFEST_BYTES_MOST: Final = 256 << 20  # in JSON: 30 TB of weights
+MANIFEST_BYTES_MAX: Final = 256 << 20  # in JSON: 30 TB of weights
 _FORMAT: Final = 1
 _BLAKE3_BYTES: Final = 32
-_FILES_MOST: Final = 1 << 20
-_BYTES_MOST: Final = 1 << 62
+_FILES_MAX: Final = 1 << 20
+_BYTES_MAX: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +166,14 @@ def manifest_of(version: int, files: Iterable[Examined], canary: Canary | None =
 
 def read_manifest(text: str) -> Manifest:
     """What :meth:`Manifest.to_json` wrote. Raises InvalidValue for anything else, naming what is wrong with it."""
-    tree = read_json(text, "manifest", MANIFEST_BYTES_MOST)
+    tree = read_json(text, "manifest", MANIFEST_BYTES_MAX)
     if not isinstance(tree, dict):
         raise InvalidValue("manifest", text[:80], "a JSON object")
     if tree.get("format") != _FORMAT or tree.get("chunk_bytes") != CHUNK_BYTES:
         found = {key: tree.get(key) for key in ("format", "chunk_bytes")}
         raise InvalidValue("manifest: format", found, f"{_FORMAT}, with chunks of {CHUNK_BYTES} bytes: the same DORA")
     files = tuple(_file(each) for each in _list(tree, "files"))
-    if not files or len(files) > _FILES_MOST or [file.name for file in files] != sorted({file.name for file in files}):
+    if not files or len(files) > _FILES_MAX or [file.name for file in files] != sorted({file.name for file in files}):
         raise InvalidValue(
             "manifest: files", [file.name for file in files][:20], "at least one file, by name, each once"
         )
@@ -244,7 +244,7 @@ def _text(value: Any, field: str) -> str:
 
 
 def _count(value: Any, field: str) -> int:
-    if type(value) is not int or not 0 <= value < _BYTES_MOST:
+    if type(value) is not int or not 0 <= value < _BYTES_MAX:
         raise InvalidValue(f"manifest: {field}", value, "a whole number, 0 or above")
     return value
 

@@ -10,7 +10,7 @@ from typing import Final, Self
 from dora.errors import Conflict, InvalidValue
 from dora.weights.delta import decode
 
-_PIECE_BYTES_MOST: Final = 1 << 31
+_PIECE_BYTES_MAX: Final = 1 << 31
 
 
 class Upload:
@@ -72,8 +72,8 @@ class DeltaUpload(Upload):
         self, file: Path, file_bytes: int, ended: Callable[[Path], None], base: Path, piece_bytes: int
     ) -> None:
         """``base`` may be removed from now on. Raises InvalidValue for a length that no message has, OSError."""
-        if not 0 < piece_bytes <= _PIECE_BYTES_MOST:
-            raise InvalidValue("piece_bytes", piece_bytes, f"1 to {_PIECE_BYTES_MOST}")
+        if not 0 < piece_bytes <= _PIECE_BYTES_MAX:
+            raise InvalidValue("piece_bytes", piece_bytes, f"1 to {_PIECE_BYTES_MAX}")
         self._base = os.open(base, os.O_RDONLY | os.O_CLOEXEC)
         try:
             super().__init__(file, file_bytes, ended)

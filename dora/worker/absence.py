@@ -25,14 +25,14 @@ def await_service(
     connect: Connect,
     meanwhile: Meanwhile,
     stop: threading.Event,
-    outlives_s: float,
+    orphan_timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Link, pb.Welcome] | None:
     """The link to a service that has said welcome; None: told to stop meanwhile.
 
-    Raises ServiceUnavailable where none has within ``outlives_s``, and the refusal of one that does not take us.
+    Raises ServiceUnavailable where none has within ``orphan_timeout_s``, and the refusal of one that does not take us.
     """
-    ends_s, pause_s = clock() + outlives_s, RETRY_S
+    ends_s, pause_s = clock() + orphan_timeout_s, RETRY_S
     last: DoraError = ServiceUnavailable("the service is gone")
     while not stop.is_set():
         link = connect()
@@ -53,7 +53,7 @@ def await_service(
             if not meanwhile():
                 stop.wait(IDLE_S)
         if clock() >= ends_s:
-            raise ServiceUnavailable(f"no service within {outlives_s:g} s ({last})")
+            raise ServiceUnavailable(f"no service within {orphan_timeout_s:g} s ({last})")
     return None
 
 

@@ -4,7 +4,7 @@
 
 A round copies the blocks that have become full since the round before. The engine's thread copies nothing, so a round
 takes no time of a step, whatever its size: the thread shows the blocks, which do not change, and the data plane reads
-them beside the steps. Rounds end when little is left, when what is left does not shrink, or after ``ROUNDS_MOST``: only
+them beside the steps. Rounds end when little is left, when what is left does not shrink, or after ``ROUNDS_MAX``: only
 what is left then is copied while the request is frozen. The first round brings the opening of the snapshot's head, with
 the tokens of then, of which the target makes ready what takes time; so the last round is small for any length.
 
@@ -26,7 +26,7 @@ from dora.worker.engine import RolloutEngine
 from dora.worker.failure import NotMovable
 from dora.worker.prefixes import SentPrefixes
 
-ROUNDS_MOST: Final = 8  # while it decodes
+ROUNDS_MAX: Final = 8  # while it decodes
 LEFT_BLOCKS: Final = 2  # full blocks that are as well copied with the last round
 
 
@@ -83,7 +83,7 @@ class Copying:
         found = full.end - self._done
         is_little = found <= LEFT_BLOCKS and (self._rounds or not self._prefix.blocks)
         shrinks = not self._rounds or found < self._rounds[-1]
-        if is_little or not shrinks or self._begun >= ROUNDS_MOST:
+        if is_little or not shrinks or self._begun >= ROUNDS_MAX:
             return self._finish(after)
         self._send_round(full, found, after)
         return None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dora.data.sampling import check_sampling
 from dora.data.types import Canary, EngineCapability, RequestSpec
 from dora.errors import CanaryMismatch, Conflict, InvalidValue
-from dora.weights.canary import LOGPROB_MOST
+from dora.weights.canary import LOGPROB_MAX
 
 
 def check_request(request: RequestSpec, capability: EngineCapability, known: RequestSpec | None = None) -> None:
@@ -61,7 +61,7 @@ def check_reproduced(version: int, found: Canary, expected: Canary, bound: Canar
 
 def check_finite(version: int, found: Canary) -> None:
     """Raises CanaryMismatch where loaded weights give logprobs that are none, whether a canary was published or not."""
-    wrong = next((each for each in found.logprobs if not -math.inf < each <= LOGPROB_MOST), None)
+    wrong = next((each for each in found.logprobs if not -math.inf < each <= LOGPROB_MAX), None)
     if wrong is not None:
         raise CanaryMismatch(f"version {version}: a logprob of the canary is {wrong:g}", math.inf)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from dora.data.stretches import Stretch
+from dora.data.token_spans import TokenSpan
 from dora.data.types import FinishReason, TokenDelta
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import BATCH_BYTES
@@ -75,8 +75,8 @@ class Gathering:
         if ends_only:
             left = {name: each for name, each in gathered_of.items() if each.finish_reason is None}
             gathered_of = {name: each for name, each in gathered_of.items() if each.finish_reason is not None}
-        stretches = [
-            Stretch(
+        spans = [
+            TokenSpan(
                 self._rows[request_id],
                 gathered.first_token,
                 tuple(gathered.token_ids),
@@ -92,18 +92,18 @@ class Gathering:
                 self.forget(request_id)
         self._gathered, self.has_ends = left, False
         self.version = self.version if left else None
-        return [columns_to_wire(batch) for batch in _batches(stretches)]
+        return [columns_to_wire(batch) for batch in _batches(spans)]
 
 
-def _batches(stretches: list[Stretch]) -> Iterator[list[Stretch]]:
-    batch: list[Stretch] = []
+def _batches(spans: list[TokenSpan]) -> Iterator[list[TokenSpan]]:
+    batch: list[TokenSpan] = []
     held_bytes = 0
-    for stretch in stretches:
-        stretch_bytes = TOKEN_BYTES * len(stretch.token_ids) + len(stretch.routed_experts)
-        if batch and held_bytes + stretch_bytes > BATCH_BYTES:
+    for span in spans:
+        span_bytes = TOKEN_BYTES * len(span.token_ids) + len(span.routed_experts)
+        if batch and held_bytes + span_bytes > BATCH_BYTES:
             yield batch
             batch, held_bytes = [], 0
-        batch.append(stretch)
-        held_bytes += stretch_bytes
+        batch.append(span)
+        held_bytes += span_bytes
     if batch:
         yield batch

@@ -15,7 +15,7 @@ import grpc
 from dora.data.types import NO_KV, EngineCapability, KvEndpoint, PoolCapability
 from dora.errors import DoraError
 from dora.kvtransfer.arena import Arena
-from dora.kvtransfer.door import Door
+from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.rpc import convert
@@ -25,7 +25,7 @@ from dora.rpc.channel import bearer, open_channel
 from dora.rpc.errors import ServiceUnavailable, from_rpc_error
 
 MESSAGES_QUEUED_MAX = 65536  # reports the service has not read; beyond that it is as good as gone
-OUTCOMES_TOGETHER_MOST = 256
+OUTCOMES_TOGETHER_MAX = 256
 SNAPSHOTS: Final = "kv"  # of a host's folder: shared memory for KV
 WEIGHTS: Final = "weights"  # and the store of live versions
 OPEN_TIMEOUT_S = 60.0
@@ -33,7 +33,12 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 def plane_of(
-    door: Door, name: str, fingerprint: str, welcome: pb.Welcome, arena_bytes: int = 0, arena: Arena | None = None
+    listener: Listener,
+    name: str,
+    fingerprint: str,
+    welcome: pb.Welcome,
+    arena_bytes: int = 0,
+    arena: Arena | None = None,
 ) -> DataPlane:
     """This process's part of the data plane, as the service wants it. ``arena_bytes``, ``arena``: of a pool."""
     settings = PlaneSettings(
@@ -44,7 +49,7 @@ def plane_of(
         memory_bytes=welcome.kv.memory_bytes,
         timeout_s=welcome.kv.timeout_s,
     )
-    return DataPlane(door, Identity(name, welcome.epoch, fingerprint, this_host()), settings, arena_bytes, arena)
+    return DataPlane(listener, Identity(name, welcome.epoch, fingerprint, this_host()), settings, arena_bytes, arena)
 
 
 def at_host(welcome: pb.Welcome, folder: str) -> pb.Welcome:
@@ -164,7 +169,7 @@ class Link:
                 message = await self._outbox.get()
                 continue
             outcomes = [message.outcome]
-            while not self._outbox.empty() and len(outcomes) < OUTCOMES_TOGETHER_MOST:
+            while not self._outbox.empty() and len(outcomes) < OUTCOMES_TOGETHER_MAX:
                 message = self._outbox.get_nowait()
                 if message is None or not message.HasField("outcome"):
                     break

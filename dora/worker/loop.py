@@ -31,7 +31,7 @@ from dora.weights.holds import held
 from dora.worker.copying import Copying
 from dora.worker.engine import RolloutEngine
 from dora.worker.failure import fail
-from dora.worker.orders import REASON_MOST, Orders, check_asked_for, peer_of, waiting
+from dora.worker.orders import REASON_MAX, Orders, check_asked_for, peer_of, waiting
 from dora.worker.prefixes import SentPrefixes
 from dora.worker.reporting import IDLE_S, Reporting
 from dora.worker.responses import Responses
@@ -68,8 +68,8 @@ class EngineLoop:
         self._orders = orders
         self._plane = plane
         self._clock = clock
-        self.outlives_s = welcome.outlives_s
-        self._responses = Responses() if welcome.outlives_s else None  # None: nobody will ask for them again
+        self.orphan_timeout_s = welcome.orphan_timeout_s
+        self._responses = Responses() if welcome.orphan_timeout_s else None  # None: nobody will ask for them again
         self._name = ""  # of the manifest of the version loaded
         self._reserved: set[str] = set()
         self._versions = versions or of_store(Path(welcome.weights_folder), "worker")
@@ -223,7 +223,7 @@ class EngineLoop:
             copy.outcome.tokens = copy.copying.tokens
             copy.outcome.snapshot_bytes = sum(sent.body_bytes for sent in copy.copying.ahead)
             for sent in copy.copying.ahead:
-                copy.outcome.kv_fallbacks.extend(reason[:REASON_MOST] for reason in sent.fallbacks)
+                copy.outcome.kv_fallbacks.extend(reason[:REASON_MAX] for reason in sent.fallbacks)
             if self._reporting.has_tokens:
                 self._reporting.report()
             # Without the copy, whose snapshot would hold itself by way of this; and to the service that asked, even
@@ -277,7 +277,7 @@ class EngineLoop:
     ) -> None:
         """A service is there again: goes on with the requests that it names, and reports what it lacks of them."""
         assert self._responses is not None
-        self._orders, self._plane, self.outlives_s = orders, plane, welcome.outlives_s
+        self._orders, self._plane, self.orphan_timeout_s = orders, plane, welcome.orphan_timeout_s
         self._reporting = Reporting(self._engine, orders, welcome.report_period_ms / 1000, self._clock)
         self._versions = versions or of_store(Path(welcome.weights_folder), "worker")
         over, rounds = self._responses.come_back({each.request_id: each.tokens for each in welcome.goes_on})
@@ -326,7 +326,7 @@ def _copied(done: "Future[Sent]", outcome: pb.WorkerOutcome, reporting: Reportin
         outcome.locator = sent.key
         outcome.snapshot_bytes += sent.body_bytes
         outcome.kv_transport = sent.transport
-        outcome.kv_fallbacks.extend(reason[:REASON_MOST] for reason in sent.fallbacks)
+        outcome.kv_fallbacks.extend(reason[:REASON_MAX] for reason in sent.fallbacks)
     else:
         assert isinstance(error, DoraError), error
         fail("copy_out", outcome, error)

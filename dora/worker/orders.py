@@ -8,7 +8,7 @@ from dora.errors import SnapshotRefused
 from dora.kvtransfer.peer import Peer
 from dora.rpc import dora_pb2 as pb
 
-REASON_MOST: Final = 500  # characters of why a KV transport failed, or a snapshot was dropped
+REASON_MAX: Final = 500  # characters of why a KV transport failed, or a snapshot was dropped
 
 
 class Orders(Protocol):

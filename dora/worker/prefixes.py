@@ -21,7 +21,7 @@ from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.snapshot import NO_PREFIX, Prefix, Stay
 from dora.kvtransfer.transfer import Sent
 
-NOTES_MOST: Final = 4096  # requests at a source of which it is known what they share; then the oldest moves whole
+NOTES_MAX: Final = 4096  # requests at a source of which it is known what they share; then the oldest moves whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SentPrefixes:
         for request_id, (stay, blocks) in siblings.items():
             self._notes.pop(request_id, None)
             self._notes[request_id] = _Note((peer.worker_id, peer.epoch), stay, blocks, done)
-        while len(self._notes) > NOTES_MOST:
+        while len(self._notes) > NOTES_MAX:
             self._notes.popitem(last=False)
 
     def find(self, peer: Peer, request_id: str, stay: Stay) -> Prefix | None:

@@ -13,7 +13,7 @@ from typing import Final
 from dora.data.types import FinishReason, RequestSpec, TokenDelta
 from dora.rpc import dora_pb2 as pb
 
-KEPT_BYTES_MOST: Final = 256 << 20
+KEPT_BYTES_MAX: Final = 256 << 20
 PIECE_BYTES: Final = 4 << 20  # of one response in one report
 TOKEN_BYTES: Final = 8  # of a token's id and logprob
 
@@ -63,7 +63,7 @@ class Responses:
     full the worker stops stepping. What else runs is bounded by the engine.
     """
 
-    def __init__(self, most_bytes: int = KEPT_BYTES_MOST) -> None:
+    def __init__(self, most_bytes: int = KEPT_BYTES_MAX) -> None:
         self._most_bytes = most_bytes
         self._kept: dict[str, _Response] = {}
         self._ended_bytes = 0

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from dora.data.types import KvEndpoint
-from dora.kvtransfer.door import Door
+from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.plane import installed, local_host
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
@@ -35,26 +35,28 @@ class Address:
 def serve(address: Address, engine: RolloutEngine, stop: threading.Event) -> None:
     """Serves until told to stop. Raises what ends it: the service's refusal, or ServiceUnavailable where it is away and
     is not to be outlived, or for too long."""
-    door = _door(address)
+    listener = _listener(address)
     with contextlib.ExitStack() as held:
-        held.callback(door.close)
-        link = _link(address, engine, door, pb.WorkerHello())
+        held.callback(listener.close)
+        link = _link(address, engine, listener, pb.WorkerHello())
         held.callback(link.close)
         welcome = at_host(link.open(), address.host_folder)
-        plane = plane_of(door, address.worker_id, engine.capability.fingerprint, welcome)
+        plane = plane_of(listener, address.worker_id, engine.capability.fingerprint, welcome)
         held.callback(plane.close)
         loop = EngineLoop(engine, link, welcome, plane, versions=_versions(address, welcome))
         while not _serves(loop, link, stop):
             loop.leave()
             held.close()
-            door = _door(address)
-            held.callback(door.close)
-            found = await_service(partial(_again, address, engine, door, loop), loop.step_alone, stop, loop.outlives_s)
+            listener = _listener(address)
+            held.callback(listener.close)
+            found = await_service(
+                partial(_again, address, engine, listener, loop), loop.step_alone, stop, loop.orphan_timeout_s
+            )
             if found is None:
                 return
             link, welcome = found[0], at_host(found[1], address.host_folder)
             held.callback(link.close)
-            plane = plane_of(door, address.worker_id, engine.capability.fingerprint, welcome)
+            plane = plane_of(listener, address.worker_id, engine.capability.fingerprint, welcome)
             held.callback(plane.close)
             loop.come_back(link, welcome, plane, _versions(address, welcome))
 
@@ -64,25 +66,25 @@ def _serves(loop: EngineLoop, link: Link, stop: threading.Event) -> bool:
     try:
         loop.run(stop)
     except ServiceUnavailable as error:
-        if not loop.outlives_s or not link.is_lost:
+        if not loop.orphan_timeout_s or not link.is_lost:
             raise
-        log.warning("the service is away, and is awaited for %g s: %s", loop.outlives_s, error)
+        log.warning("the service is away, and is awaited for %g s: %s", loop.orphan_timeout_s, error)
         return False
     return True
 
 
-def _again(address: Address, engine: RolloutEngine, door: Door, loop: EngineLoop) -> Link:
-    return _link(address, engine, door, loop.held())
+def _again(address: Address, engine: RolloutEngine, listener: Listener, loop: EngineLoop) -> Link:
+    return _link(address, engine, listener, loop.held())
 
 
 def _versions(address: Address, welcome: pb.Welcome) -> Versions:
     return of_store(Path(welcome.weights_folder), address.worker_id)
 
 
-def _door(address: Address) -> Door:
-    return Door(address.kv_host or local_host(address.orchestrator))
+def _listener(address: Address) -> Listener:
+    return Listener(address.kv_host or local_host(address.orchestrator))
 
 
-def _link(address: Address, engine: RolloutEngine, door: Door, held: pb.WorkerHello) -> Link:
-    kv = KvEndpoint(door.address, installed())
+def _link(address: Address, engine: RolloutEngine, listener: Listener, held: pb.WorkerHello) -> Link:
+    kv = KvEndpoint(listener.address, installed())
     return Link(address.orchestrator, address.token, address.worker_id, engine.capability, kv, held, address.host)

@@ -15,7 +15,7 @@ from dora.data.types import RequestSpec
 from dora.errors import InvalidValue
 
 _UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"  # what the bytes of half a character are decoded to
-_PENDING_MOST: Final = 8  # tokens that one character may take; beyond them the bytes are no character
+_PENDING_MAX: Final = 8  # tokens that one character may take; beyond them the bytes are no character
 
 
 class StopStrings:
@@ -66,7 +66,7 @@ class StopWatch:
         fresh = text[len(self._before) :]
         known = fresh.rstrip(_UNFINISHED)
         found = self._found(known)
-        if (fresh and known == fresh) or len(self._ids) - self._decoded >= _PENDING_MOST:
+        if (fresh and known == fresh) or len(self._ids) - self._decoded >= _PENDING_MAX:
             self._tail = (self._tail + fresh)[-self._reach :] if self._reach else ""
             self._ids = self._ids[self._decoded :]
             self._decoded, self._before, self._looked_at = len(self._ids), self._decode(self._ids), 0

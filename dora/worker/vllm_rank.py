@@ -17,7 +17,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from dora.data.types import RoutingShape
 from dora.engine_patches import registry
 from dora.engine_patches.patch import PatchFailed
-from dora.system.descendants import die_with
+from dora.system.process_tree import die_with
 from dora.worker import vllm_environment, vllm_groups, vllm_routing
 from dora.worker.vllm_blocks import LayerBlocks, shard_of, span_of
 from dora.worker.vllm_connector import SnapshotConnector

@@ -21,7 +21,7 @@ from dora.worker.reservation import Store
 TIER_BYTES: Final = 256 << 20  # on the way to the tier, and again on the way back
 KEEP_STEP_BYTES: Final = 32 << 20  # copied between two steps: some milliseconds
 SEARCH_S: Final = 2.0  # a request waits no longer for the tier
-KNOWN_MOST: Final = 1 << 16  # digests of chunks that are in the tier; all are forgotten when there are more
+KNOWN_MAX: Final = 1 << 16  # digests of chunks that are in the tier; all are forgotten when there are more
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class TierPrefixes:
         self._shape.write(shown, room)
         self._tier.keep(self._passage(state, request, end), first, room)
         request.kept = end
-        if len(self._known) > KNOWN_MOST:
+        if len(self._known) > KNOWN_MAX:
             self._known.clear()
         self._known.update(digests[first:end])
         return end - first

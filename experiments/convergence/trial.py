@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from dora.data.record import STEPS_FILE
+from dora.data.run_record import STEPS_FILE
 from dora.demo.audit import Row as Trajectory
 from dora.demo.audit import read_record
 from dora.demo.folder import OutFolder

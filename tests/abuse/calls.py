@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from dora.host.launcher import LOCAL, WORKERS_MOST
+from dora.host.launcher import LOCAL, WORKERS_MAX
 from dora.orchestrator.main import ServiceHandle
 from dora.orchestrator.services.trainer import TrainerService
 from dora.release import __version__
@@ -41,7 +41,7 @@ class Rpc:
 
 RPCS: Final = (
     Rpc("Trainer/Attach", pb.AttachRequest),
-    Rpc("Trainer/Stay", pb.StayRequest, waits=True),
+    Rpc("Trainer/Stay", pb.KeepAliveRequest, waits=True),
     Rpc("Trainer/StreamStep", pb.StreamStepRequest, waits=True),
     Rpc("Trainer/UploadWeights", pb.WeightChunk, streams=True),
     Rpc("Trainer/CommitStep", pb.CommitStepRequest),
@@ -191,6 +191,6 @@ def _as_many_workers(content: bytes) -> bytes:
         request = pb.ScaleRequest.FromString(content)
     except DecodeError:
         return content
-    if request.workers <= WORKERS_MOST:
+    if request.workers <= WORKERS_MAX:
         request.workers = WORKERS
     return request.SerializeToString()

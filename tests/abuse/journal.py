@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from dora.errors import InvalidValue
-from dora.journal import facts, frames
+from dora.journal import frames, records
 from dora.journal.finding import LEDGER_FILE, Found, find
 from dora.journal.ledger import OPEN
 from dora.journal.log import LOG_FOLDER
-from tests.unit.journal.lives import GROUP_SIZE, SMALL, Known, Life, opened
+from tests.unit.journal.incarnations import GROUP_SIZE, SMALL, Incarnation, Known, opened
 
 RECORDED = 6
-FLIPS_MOST = 3
+FLIPS_MAX = 3
 LEDGERS = ("its ledger", "an older ledger", "no ledger")
 
 Stands = tuple[Any, ...]  # step and place in the source, and the step of each group
@@ -63,16 +63,18 @@ async def recorded(folder: Path, seed: int) -> Recorded:
     made = Recorded(folder, folder.with_name(f"{folder.name}.older"))
     known = Known()
     sizes = replace(SMALL, compacts=bool(seed % 2), segment_bytes=4000)
-    for life in range(2):
+    for incarnation in range(2):
         _, log = opened(folder, sizes)
-        told = Life(lambda fact, log=log: tell(fact, log.append, known, made), known, 100 * seed + life)
+        told = Incarnation(
+            lambda record, log=log: tell(record, log.append, known, made), known, 100 * seed + incarnation
+        )
         for _ in range(chosen.randint(2, 4)):
             told.step(groups=chosen.randint(1, 3), reports=chosen.randint(1, 4))
             await log.settled()
         told.admit()
         told.report()
         await log.settled()
-        if life == 0:
+        if incarnation == 0:
             await log.checkpoint()
             copy_ledger(folder, made.older)
         made.acknowledged = len(made.stood)
@@ -87,12 +89,12 @@ async def recorded(folder: Path, seed: int) -> Recorded:
     return made
 
 
-def tell(fact: facts.Fact, append: Any, known: Known, made: Recorded) -> None:
+def tell(record: records.LogRecord, append: Any, known: Known, made: Recorded) -> None:
     """The life keeps count after it has told; so what stood before is noted then."""
     made.stood.append(stands(known))
     for number, tokens in known.tokens.items():
         made.tokens[number] = list(tokens)
-    append(fact)
+    append(record)
 
 
 def copy_ledger(source: Path, target: Path) -> None:
@@ -128,7 +130,7 @@ def trial(made: Recorded, scratch: Path, seed: int, outcome: Outcome) -> None:
         at = chosen.randint(made.last_write if chosen.random() < 0.3 and hurt == made.segments[-1] else 0, len(content))
         del content[at:]
     else:
-        ats = [chosen.randrange(len(content)) for _ in range(chosen.randint(1, FLIPS_MOST))]
+        ats = [chosen.randrange(len(content)) for _ in range(chosen.randint(1, FLIPS_MAX))]
         for at in ats:
             content[at] ^= 1 << chosen.randrange(8)
         at = min(ats)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import dora
 from dora.cli.app import app
 from dora.client import Operator
-from dora.data.record import STEPS_FILE, TRAJECTORIES_FILE
+from dora.data.run_record import STEPS_FILE, TRAJECTORIES_FILE
 from dora.data.trajectory import TrajectoryGroup
 from dora.errors import Conflict, InvalidValue
 from dora.rpc.errors import LimitExceeded, ServiceUnavailable

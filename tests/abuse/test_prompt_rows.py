@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from dora.config import ColumnsConfig, PromptsConfig, RolloutConfig
-from dora.data.stretches import Stretch, TokenColumns
+from dora.data.token_spans import TokenColumns, TokenSpan
 from dora.data.types import FinishReason, Prompt
 from dora.errors import InvalidValue
-from dora.orchestrator.rollout.book import Book
-from dora.orchestrator.rollout.entry import BookError
-from dora.orchestrator.rollout.worker_checks import check_against_book
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.response_state import ReportError
+from dora.orchestrator.rollout.worker_checks import check_against_buffer
 from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.prompts.dataset import dataset_files
-from dora.prompts.row import OWN_NAMES, Columns, Place, prompt_of_row
+from dora.prompts.row import OWN_NAMES, Columns, RowLocation, prompt_of_row
 from dora.rpc.columns import columns_from_wire, columns_to_wire
 
 NAMES = [*(name for names in OWN_NAMES.values() for name in names), "other", "", "\ud800", "promtp"]
@@ -44,10 +44,12 @@ def test_ten_thousand_rows_are_prompts_or_refused_with_their_place(tokenizer: Ch
             row = {draw.choice(["prompt", "text"]): "EARLY", **row}
         given = {draw.choice(list(ColumnsConfig.model_fields)): draw.choice(["other", "text", "a"])}
         columns = Columns(given if draw.random() < 0.2 else {}, draw.choice(["refuse", "ignore", "verifier"]))
-        place = Place(Path("rows.jsonl"), number)
+        place = RowLocation(Path("rows.jsonl"), number)
         try:
             used = columns.used(row, place)
-            prompt = prompt_of_row(row, Place(place.path, number, used), columns.others, tokenizer, "rows", number)
+            prompt = prompt_of_row(
+                row, RowLocation(place.path, number, used), columns.others, tokenizer, "rows", number
+            )
         except InvalidValue as error:
             assert error.field.startswith(f"rows.jsonl:{number}: ") and len(str(error)) < 2000
             continue
@@ -129,7 +131,7 @@ def test_a_folder_that_only_looks_like_a_dataset_is_refused(
 
 
 def test_a_dataset_of_too_many_files_is_no_walk_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dora.prompts.dataset.ENTRIES_MOST", 10)
+    monkeypatch.setattr("dora.prompts.dataset.ENTRIES_MAX", 10)
     for number in range(11):
         (tmp_path / f"{number}.jsonl").write_text("")
     with pytest.raises(InvalidValue, match="at most 10 files"):
@@ -137,15 +139,15 @@ def test_a_dataset_of_too_many_files_is_no_walk_without_end(tmp_path: Path, monk
 
 
 def test_a_worker_cannot_name_a_stop_that_was_not_asked_for() -> None:
-    book = Book(RolloutConfig())
+    buffer = ResponseBuffer(RolloutConfig())
     prompt = Prompt("p", "", (1,), group_size=1, sampling={"stop": ("END",)})
-    book.admit("g", prompt, 0, {"r": 0}, 0.0)
-    assert book["r"].sampling.stop == ("END",)
+    buffer.admit("g", prompt, 0, {"r": 0}, 0.0)
+    assert buffer["r"].sampling.stop == ("END",)
 
     def told(reason: FinishReason | None, stop: str) -> TokenColumns:
-        return columns_from_wire(columns_to_wire([Stretch(0, 0, (5,), (-1.0,), reason, stop)]))
+        return columns_from_wire(columns_to_wire([TokenSpan(0, 0, (5,), (-1.0,), reason, stop)]))
 
-    check_against_book(book, told("stop", "END"))
+    check_against_buffer(buffer, told("stop", "END"))
     wrong: tuple[tuple[FinishReason | None, str], ...] = (
         ("stop", "OTHER"),
         ("length", "END"),
@@ -153,5 +155,5 @@ def test_a_worker_cannot_name_a_stop_that_was_not_asked_for() -> None:
         ("stop", "x" * 10_000),
     )
     for reason, stop in wrong:
-        with pytest.raises(BookError, match="stop"):
-            check_against_book(book, told(reason, stop))
+        with pytest.raises(ReportError, match="stop"):
+            check_against_buffer(buffer, told(reason, stop))

@@ -16,9 +16,9 @@ from dora.data.sampling import DOMAINS, PARAMETERS, check_sampling
 from dora.data.strict_json import read_json
 from dora.data.types import Prompt
 from dora.errors import InvalidValue
-from dora.orchestrator.rollout.book import sampling_of
-from dora.orchestrator.rollout.feed import QUEUED_BYTES_MOST, PromptFeed
+from dora.orchestrator.rollout.feed import QUEUED_BYTES_MAX, PromptFeed
 from dora.orchestrator.rollout.prompt_check import PromptCheck
+from dora.orchestrator.rollout.response_buffer import sampling_of
 from dora.prompts import ChatTokenizer, PromptSource
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
@@ -165,7 +165,7 @@ async def test_a_source_is_held_to_the_same(prompt: Any) -> None:
 async def test_the_queue_is_bounded_in_bytes_too() -> None:
     feed = PromptFeed(validated({"prompts": "none", "service": {"prompts_queued_max": 1 << 20}}), None, CHECK)
     text = "x" * (4 << 20)
-    fit = QUEUED_BYTES_MOST // (4 * len(text) + 1000)
+    fit = QUEUED_BYTES_MAX // (4 * len(text) + 1000)
     feed.submit([Prompt(f"p{number}", "", (1,), text=text) for number in range(fit)])
     with pytest.raises(LimitExceeded, match="prompts: bytes in memory"):
         feed.submit([Prompt(f"q{number}", "", (1,), text=text) for number in range(2)])

@@ -512,7 +512,7 @@ async def test_generated_messages_of_a_trainer_end_nothing(shell: Shell) -> None
         lambda: shell.trainer.CommitStep(hostile(pb.CommitStepRequest, chance, known), None),
         lambda: shell.trainer.UploadWeights(chunks(), None),
         lambda: of_stream(shell.trainer.StreamStep(hostile(pb.StreamStepRequest, chance, known), None)),
-        lambda: of_stream(shell.trainer.Stay(hostile(pb.StayRequest, chance, known), None)),
+        lambda: of_stream(shell.trainer.KeepAlive(hostile(pb.KeepAliveRequest, chance, known), None)),
     )
     for _ in range(3000):
         known["trainer_epoch"] = (shell.trainer._epoch,)

@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from dora.data.record import CANCELLED_FILE, STEPS_FILE, TRAJECTORIES_FILE, CommittedStep, Recorder
+from dora.data.run_record import CANCELLED_FILE, STEPS_FILE, TRAJECTORIES_FILE, CommittedStep, Recorder
 from dora.verify.check import read_trajectories
 from dora.verify.committed import missing
 from tests.contract.trainer_service import make_group

@@ -21,11 +21,11 @@ import dora
 from dora.data.types import Reward
 from dora.errors import InvalidValue
 from dora.rewards import FilterRunner, RewardRunner, frames
-from dora.rewards.keeper import CALLS_A_LOOK
 from dora.rewards.running_time import SLICE_S, RunningTime
+from dora.rewards.supervisor import CALLS_A_LOOK
 from dora.rewards.verdict import LOG_MAX_BYTES, reward_of, verdict
 from dora.rpc import dora_pb2 as pb
-from dora.system.descendants import descendants
+from dora.system.process_tree import descendants
 from tests.abuse import hostile_rewards
 from tests.service import check_promises, configured, running, train
 

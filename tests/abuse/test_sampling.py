@@ -8,8 +8,8 @@ from dora.config import RolloutConfig, load_config, validated
 from dora.data.sampling import DOMAINS, check_sampling, effective
 from dora.data.types import Prompt, RequestSpec, SamplingParams
 from dora.errors import InvalidValue
-from dora.orchestrator.rollout.book import sampling_of
 from dora.orchestrator.rollout.prompt_check import PromptCheck
+from dora.orchestrator.rollout.response_buffer import sampling_of
 
 CHECK = PromptCheck(validated({"prompts": "none"}), vocab_size=64)
 

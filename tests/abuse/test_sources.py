@@ -16,7 +16,7 @@ from dora.config import validated
 from dora.data.types import Prompt
 from dora.errors import Conflict
 from dora.orchestrator import main
-from dora.orchestrator.rollout.feed import FAILURE_CHARACTERS_MOST, PromptFeed
+from dora.orchestrator.rollout.feed import FAILURE_CHARACTERS_MAX, PromptFeed
 from dora.prompts import PromptSource, resolve_prompts
 from dora.system.log_limit import LogLimit
 from tests.service import check_promises, configured, running, until
@@ -58,7 +58,7 @@ async def test_what_a_source_gave_before_it_failed_is_kept(how: Callable[[], Non
     while not feed.failure:
         await asyncio.to_thread(lambda: None)
     assert not feed.closed and feed.sources_failed == 1
-    assert "\n" not in feed.failure and len(feed.failure) <= FAILURE_CHARACTERS_MOST
+    assert "\n" not in feed.failure and len(feed.failure) <= FAILURE_CHARACTERS_MAX
     feed.submit([Prompt("submitted", "task", (1, 2))])
     assert [prompt.prompt_id for prompt in (await waiting)[0]] == ["submitted"]
     waiting = asyncio.ensure_future(feed.take(2))

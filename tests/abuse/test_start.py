@@ -11,7 +11,7 @@ import pytest
 
 from dora.cli.token import left_token, token_file
 from dora.config import WorkersConfig
-from dora.data.record import CancelledGroup, CommittedStep, Recorder
+from dora.data.run_record import CancelledGroup, CommittedStep, Recorder
 from dora.demo.folder import OutFolder
 from dora.errors import InvalidValue
 from dora.host.processes import Processes

@@ -10,7 +10,7 @@ from dora.config import Config, validated
 from dora.core import events as on
 from dora.data.types import Prompt
 from dora.errors import InvalidValue
-from dora.journal import facts
+from dora.journal import records
 from dora.journal.log import DEFAULT_SIZES
 from dora.orchestrator.main import journal_of
 from dora.orchestrator.recording.storage import Storage
@@ -31,7 +31,7 @@ async def begun(folder: Path) -> None:
         state.check_settings(config)
         state.remember(address="127.0.0.1:4711", token="correct-horse")
         journal = journal_of(config, state, Storage())
-        journal.note(facts.Begun(0, 1.0, 2.0, config.model_dump_json(exclude={"service": {"token"}})))
+        journal.note(records.Begun(0, 1.0, 2.0, config.model_dump_json(exclude={"service": {"token"}})))
         await journal.close()
 
 

@@ -14,7 +14,7 @@ import pytest
 import dora
 from dora.client import Operator
 from dora.core import events as on
-from dora.data.record import STEPS_FILE, TRAJECTORIES_FILE, Recorder
+from dora.data.run_record import STEPS_FILE, TRAJECTORIES_FILE, Recorder
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt, TokenDelta
 from dora.errors import InvalidValue

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from dora.errors import InvalidValue
 from dora.prompts import ChatTokenizer
-from dora.prompts.export import KEPT_MOST, _without_transformers
+from dora.prompts.export import KEPT_MAX, _without_transformers
 from tests.abuse.templates import CHATS, TEMPLATES
 
 CORPUS = [chat["content"] for chats in CHATS for chat in chats] * 3 + ["<|im_start|>user assistant model [INST] first"]
@@ -136,7 +136,7 @@ def test_a_template_may_stand_in_any_of_the_places_that_transformers_reads(tmp_p
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     argv = [sys.executable, "-c", script, str(folders["é file"]), str(cache)]
     assert subprocess.run(argv, env=environment, capture_output=True, check=True).stdout.decode() == "é file"
-    assert len(list((cache / "tokenizers").iterdir())) <= KEPT_MOST
+    assert len(list((cache / "tokenizers").iterdir())) <= KEPT_MAX
 
 
 def test_a_tokenizer_that_transformers_refuses_is_refused_with_its_reason(tmp_path: Path, cache: Path) -> None:

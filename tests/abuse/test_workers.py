@@ -103,7 +103,7 @@ def of_tokens(change: Callable[[pb.TokenColumns], None]) -> Tamper:
     return tamper
 
 
-def with_stretches(**changes: Any) -> Tamper:
+def with_spans(**changes: Any) -> Tamper:
     """Changes every request's part of a report."""
 
     def change(tokens: pb.TokenColumns) -> None:
@@ -138,24 +138,24 @@ def canary_of_nan(message: pb.WorkerMessage) -> None:
 
 
 LIES: dict[str, tuple[Tamper, str]] = {
-    "NaN logprobs": (with_stretches(logprobs=(math.nan,), token_ids=(3,)), "logprobs = nan"),
-    "infinite logprobs": (with_stretches(logprobs=(-math.inf,), token_ids=(3,)), "logprobs = -inf"),
-    "positive logprobs": (with_stretches(logprobs=(0.5,), token_ids=(3,)), r"logprobs = 0\.5"),
-    "foreign token": (with_stretches(token_ids=(VOCABULARY,), logprobs=(-1.0,)), "token_ids = 64"),
-    "negative token": (with_stretches(token_ids=(-1,), logprobs=(-1.0,)), "token_ids = -1"),
+    "NaN logprobs": (with_spans(logprobs=(math.nan,), token_ids=(3,)), "logprobs = nan"),
+    "infinite logprobs": (with_spans(logprobs=(-math.inf,), token_ids=(3,)), "logprobs = -inf"),
+    "positive logprobs": (with_spans(logprobs=(0.5,), token_ids=(3,)), r"logprobs = 0\.5"),
+    "foreign token": (with_spans(token_ids=(VOCABULARY,), logprobs=(-1.0,)), "token_ids = 64"),
+    "negative token": (with_spans(token_ids=(-1,), logprobs=(-1.0,)), "token_ids = -1"),
     "too many tokens": (
-        with_stretches(token_ids=(3,) * 100_000, logprobs=(-1.0,) * 100_000),
+        with_spans(token_ids=(3,) * 100_000, logprobs=(-1.0,) * 100_000),
         "at most max_tokens, 48",
     ),
-    "a gap": (with_stretches(first_token=1 << 31), "first token = 2147483648"),
+    "a gap": (with_spans(first_token=1 << 31), "first token = 2147483648"),
     "no logprobs": (of_tokens(lambda tokens: tokens.ClearField("logprobs")), "as many as the stretches have"),
     "an end of nothing": (
-        with_stretches(token_ids=(), logprobs=(), finish_reason="stop"),
+        with_spans(token_ids=(), logprobs=(), finish_reason="stop"),
         "at least one where it has ended",
     ),
     "an unknown end": (of_tokens(lambda tokens: setattr(tokens, "ends", b"\3" * (len(tokens.rows) // 4))), "ends = 3"),
     "half a row": (of_tokens(lambda tokens: setattr(tokens, "rows", b"\0\0")), "rows: bytes = 2"),
-    "a row of nobody": (with_stretches(row=(1 << 32) - 1), "rows = 4294967295"),
+    "a row of nobody": (with_spans(row=(1 << 32) - 1), "rows = 4294967295"),
     "a row twice": (of_tokens(twice), "each row once"),
     "no counts": (of_tokens(without_counts), "as many as the stretches have"),
     "counts without end": (
@@ -256,20 +256,20 @@ async def test_tokens_after_an_end_and_tokens_that_were_others_are_refused(shell
     more = TokenDelta(first, 0, 2, (5,), (-0.5,))
     with pytest.raises(InvalidValue, match="each row once"):
         shell.report(ended(first), more)
-    assert not len(shell.runtime.book[first])
+    assert not len(shell.runtime.buffer[first])
     shell.report(TokenDelta(second, 0, 0, (3, 4), (-0.5, -0.5)))
     with pytest.raises(InvalidValue, match="those held"):
         shell.report(TokenDelta(second, 0, 0, (3, 9, 7), (-0.5, -0.5, -0.5)))
     shell.report(TokenDelta(second, 0, 1, (4, 7), (-0.5, -0.5)))
-    assert shell.runtime.book[second].tokens.tolist() == [3, 4, 7]
+    assert shell.runtime.buffer[second].tokens.tolist() == [3, 4, 7]
 
 
 async def test_a_report_that_mixes_versions_ends_nothing(shell: Shell) -> None:
     """The core hears of the violation; the book takes nothing of the report, else the two would not agree."""
     first, second = await shell.admit(2)
-    shell.runtime.book._columns["version"][shell.row(first)] = 3  # as if it had been admitted under another version
+    shell.runtime.buffer._columns["version"][shell.row(first)] = 3  # as if it had been admitted under another version
     shell.report(ended(second), ended(first))
-    assert not len(shell.runtime.book[second]) and not shell.runtime.failed.done()
+    assert not len(shell.runtime.buffer[second]) and not shell.runtime.failed.done()
 
 
 async def test_a_worker_cannot_answer_for_another(shell: Shell, tiny_dense: Path) -> None:
@@ -320,7 +320,7 @@ async def test_generated_messages_of_a_worker_end_nothing(shell: Shell) -> None:
             str(refused).encode()  # it has to travel
         assert not shell.runtime.failed.done(), message
     assert 1000 < taken < 19_000
-    for _, entries in shell.runtime.book.groups():
+    for _, entries in shell.runtime.buffer.groups():
         for entry in entries:
             assert len(entry.tokens) == len(entry.logprobs) <= MAX_TOKENS + 16
             assert all(0 <= token_id < VOCABULARY for token_id in entry.tokens)

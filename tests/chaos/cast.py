@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from tests.e2e.agents import joining
 
-LINE_BYTES_MOST: Final = 1 << 20
+LINE_BYTES_MAX: Final = 1 << 20
 
 
-class Keeping:
+class Orphaned:
     """A process that is started again as often as it is killed, as whoever runs it would."""
 
     def __init__(self, name: str, log: Path) -> None:
@@ -62,7 +62,7 @@ class Keeping:
         await process.wait()
 
 
-class TrainerProcess(Keeping):
+class TrainerProcess(Orphaned):
     """``tests.chaos.trainer``. ``trained``: what it has said after its commits."""
 
     def __init__(self, argv: list[str], token: str, log: Path) -> None:
@@ -85,7 +85,7 @@ class TrainerProcess(Keeping):
                 env=self._environment,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                limit=LINE_BYTES_MOST,
+                limit=LINE_BYTES_MAX,
                 start_new_session=True,  # Ctrl-C is for the run alone
             )
 
@@ -104,7 +104,7 @@ class TrainerProcess(Keeping):
         self._awaited = [each for each in self._awaited if not each[1].done()]
 
 
-class AgentProcess(Keeping):
+class AgentProcess(Orphaned):
     """A host that joins, and joins again. ``inside``: the beginning of its command line, before Python."""
 
     def __init__(self, name: str, address: str, token: str, log: Path, inside: Sequence[str]) -> None:

@@ -5,11 +5,11 @@ import contextlib
 import psutil
 
 
-def keeper(service: int) -> int:
+def supervisor(service: int) -> int:
     """Of the service's reward function."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(service).children():
-            if "dora.rewards.keeper" in child.cmdline():
+            if "dora.rewards.supervisor" in child.cmdline():
                 return child.pid
     return 0
 
@@ -17,7 +17,7 @@ def keeper(service: int) -> int:
 def verifier(service: int) -> int:
     """The process that runs the service's reward function."""
     with contextlib.suppress(psutil.Error):
-        parent = keeper(service)
+        parent = supervisor(service)
         for child in psutil.Process(parent).children() if parent else ():
             return child.pid
     return 0

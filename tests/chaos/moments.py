@@ -42,7 +42,7 @@ async def victim_of(world: World, fault: Fault) -> int:
         "from host": lambda: world.agent.pid,
         "to host": lambda: world.agent.pid,
         "verifier": lambda: family.verifier(world.service.pid),
-        "keeper": lambda: family.keeper(world.service.pid),
+        "keeper": lambda: family.supervisor(world.service.pid),
         "orchestrator": lambda: world.service.pid,
         "state": lambda: world.service.pid,
     }

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dora.data.record import TRAJECTORIES_FILE, VERSIONS_FOLDER
+from dora.data.run_record import TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.data.trajectory import Trajectory
 from dora.data.types import RequestSpec
 from dora.rpc import dora_pb2 as pb
@@ -53,7 +53,7 @@ def report_of(world: World, struck: Struck, status: pb.Status | None, stuck: str
         "phases_held": dict(world.phases),
         "trajectories": found.trajectories,
         "steps": len({step for step, _ in world.trainer.trained}),
-        "lives": world.lives,
+        "lives": world.incarnations,
         "struck": dict(sorted(Counter([*struck.kills, *struck.faults]).items())),
         "counters": {name: value for name, value in counters.items() if value},
     }
@@ -109,10 +109,10 @@ def _growth(weighed: Iterable[tuple[float, str, int, int]]) -> Iterator[tuple[st
     for name, looks in sorted(of_role.items()):
         quarter = max(len(looks) // 4, 1)
         first, last = (median(each[2] for each in part) / 1e6 for part in (looks[:quarter], looks[-quarter:]))
-        lives: dict[int, list[tuple[float, int]]] = defaultdict(list)
+        incarnations: dict[int, list[tuple[float, int]]] = defaultdict(list)
         for at_s, pid, resident in looks:
-            lives[pid].append((at_s, resident))
-        longest = max(lives.values(), key=lambda life: life[-1][0] - life[0][0])
+            incarnations[pid].append((at_s, resident))
+        longest = max(incarnations.values(), key=lambda incarnation: incarnation[-1][0] - incarnation[0][0])
         yield (
             name,
             {

@@ -26,7 +26,7 @@ from tests.chaos.prompts import Submitting
 from tests.chaos.setting import HOST, HOST_WORKER, STATE_BYTES, Setting, settings_in
 from tests.e2e.restarts import Killed
 
-QUEUED_LEAST: Final = 48  # prompts
+QUEUED_MIN: Final = 48  # prompts
 POLL_S: Final = 0.02
 
 Condition = Callable[[pb.Status], bool]
@@ -53,7 +53,7 @@ class World:
         shared = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-", dir=_memory())))
         settings = settings_in(setting, folder / "disk" / "state") | {"service.run_folder": str(shared)}
         self.service = Killed(folder, settings, inside, self.link.address if self.link else "127.0.0.1")
-        self.lives = 0
+        self.incarnations = 0
         self.phases: Counter[str] = Counter()  # in which handoffs were made to stand still; empty: they were over
         self.processes: list[tuple[float, str, int, int]] = []  # when, whose, its id, resident bytes
 
@@ -81,13 +81,13 @@ class World:
         """Starts the service, again where it was killed; the seconds that took."""
         began_s = time.monotonic()
         await self.service.start()
-        self.lives += 1
+        self.incarnations += 1
         self.operator = await self._stack.enter_async_context(Operator(self.service.address, self.service.token))
         return time.monotonic() - began_s
 
     async def status(self) -> pb.Status | None:
         """None: there is none now."""
-        if not self.lives:
+        if not self.incarnations:
             return None
         try:
             return await self.operator.status()
@@ -138,7 +138,7 @@ class World:
         found = {f"worker {worker.worker_id}": worker.pid for worker in status.workers if worker.pid}
         found |= {f"pool {pool.pool_id}": pool.pid for pool in status.pools if pool.pid}
         found |= {"orchestrator": self.service.pid}
-        found |= {"keeper": family.keeper(self.service.pid), "verifier": family.verifier(self.service.pid)}
+        found |= {"keeper": family.supervisor(self.service.pid), "verifier": family.verifier(self.service.pid)}
         found |= {each.name: each.pid for each in self.cast}
         now_s = time.monotonic()
         for name, pid in found.items():
@@ -163,7 +163,7 @@ class World:
     async def _feed(self) -> None:
         while True:
             status = await self.status()
-            if status is not None and status.prompts_queued < QUEUED_LEAST:
+            if status is not None and status.prompts_queued < QUEUED_MIN:
                 await self.submitting.submit()
             await asyncio.sleep(10 * POLL_S)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dora.kvtransfer.door import Door
+from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
 from dora.kvtransfer.transport import is_installed
@@ -45,11 +45,11 @@ def a_plane(
     **settings: Any,
 ) -> Iterator[End]:
     """A plane in its own epoch. ``host``: another name makes it another host; ``arena_bytes``: it is a pool's."""
-    door = Door("127.0.0.1")
+    listener = Listener("127.0.0.1")
     identity = Identity(f"w{epoch}", epoch, fingerprint, host or this_host())
-    plane = DataPlane(door, identity, PlaneSettings(secret, folder, transports, **settings), arena_bytes)
+    plane = DataPlane(listener, identity, PlaneSettings(secret, folder, transports, **settings), arena_bytes)
     try:
-        yield End(plane, identity, door.address, transports)
+        yield End(plane, identity, listener.address, transports)
     finally:
         plane.close()
 

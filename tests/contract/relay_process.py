@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from blake3 import blake3
 
-from dora.kvtransfer.door import Door
+from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity
 from dora.orchestrator.hosts.broadcast import Broadcast, Command, Drop, Fetch, GaveUp, Gone, Ready
 from dora.relay.holding import Reader
@@ -100,7 +100,7 @@ def run(
         tell("outcome", found)
 
     relay = Relay(
-        store, Door(address), Identity(name, epoch, "", name), RelaySettings(SECRET, timeout_s=TIMEOUT_S), outcome
+        store, Listener(address), Identity(name, epoch, "", name), RelaySettings(SECRET, timeout_s=TIMEOUT_S), outcome
     )
     tell("joined", relay.address, [store.name(version) for version in store.versions()])
     while (word := told.recv())[0] != "end":

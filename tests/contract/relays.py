@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from dora.client.publication import place_weights
 from dora.data.types import Canary
-from dora.kvtransfer.door import Door
+from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity
 from dora.relay.orders import Arrived, Failed, Order, Outcome, Upstream
 from dora.relay.relay import Relay, RelaySettings
@@ -60,7 +60,7 @@ def a_host(
     """``machine``: hosts of one machine share a kernel; by default each is a machine of its own."""
     outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
     identity = Identity(name, epoch, "", machine or name)
-    relay = Relay(store, Door("127.0.0.1"), identity, RelaySettings(secret, **settings), outcomes.put)
+    relay = Relay(store, Listener("127.0.0.1"), identity, RelaySettings(secret, **settings), outcomes.put)
     try:
         yield Host(identity, store, relay, outcomes)
     finally:

@@ -10,7 +10,7 @@ from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import NotFound, TransferFailed
 from dora.kvtransfer.transfer import Sent
 from dora.models.tiny import make_tiny
-from dora.worker.copying import LEFT_BLOCKS, ROUNDS_MOST, Copying
+from dora.worker.copying import LEFT_BLOCKS, ROUNDS_MAX, Copying
 from dora.worker.failure import NotMovable
 from dora.worker.fake_engine import FakeEngine
 from dora.worker.prefixes import SentPrefixes
@@ -110,7 +110,7 @@ def test_the_rounds_have_an_end(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> 
     ends.start()
     copying = ends.copying()
     counts = [36, 32, 28, 20, 12, 8, 4, 0]
-    assert len(counts) == ROUNDS_MOST
+    assert len(counts) == ROUNDS_MAX
     rounds_until_frozen(ends, copying, counts)
 
 

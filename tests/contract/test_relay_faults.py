@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dora.errors import TransferFailed
-from dora.kvtransfer.door import Door
+from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, answer, greet
 from dora.kvtransfer.wire import Kind, Stream
 from dora.models.tiny import make_tiny
@@ -103,12 +103,12 @@ IDENTITY = Identity("bad", 1, "", "bad")
 
 @contextmanager
 def scripted(source: Host, act: Callable[[Scripted], None]) -> Iterator[Upstream]:
-    door = Door("127.0.0.1")
-    door.open(Scripted(source, act).serve, 5.0)
+    listener = Listener("127.0.0.1")
+    listener.open(Scripted(source, act).serve, 5.0)
     try:
-        yield Upstream("bad", 1, door.address)
+        yield Upstream("bad", 1, listener.address)
     finally:
-        door.close()
+        listener.close()
 
 
 def after_chunks(share: float) -> Callable[[Scripted], None]:

@@ -17,10 +17,10 @@ from tests.contract.driver import SLOTS, Driver, mixed_requests, run
 from tests.contract.planes import HERE, WAIT_S, End, a_plane, until
 
 SEEDS = 3
-MOVES_LEAST = 10  # of each seed
+MOVES_MIN = 10  # of each seed
 MOST_BYTES = 1 << 30
 GIVEN_UP_SHARE = 0.25
-STEPS_MOST = 6  # between one thing and the next
+STEPS_MAX = 6  # between one thing and the next
 
 
 @dataclass
@@ -66,7 +66,7 @@ def test_no_timing_costs_a_token(engine: RolloutEngine, driver: Driver, ends: En
         for name in list(leaving):
             if due[name] <= step:
                 _go_on(engine, ends, name, leaving, away)
-                due[name] = step + chance.randint(1, STEPS_MOST)
+                due[name] = step + chance.randint(1, STEPS_MAX)
         for name in [name for name in away if due[name] <= step]:
             engine.take_in(_sent_back(ends, name, away.pop(name)))
             moved += 1
@@ -83,7 +83,7 @@ def test_no_timing_costs_a_token(engine: RolloutEngine, driver: Driver, ends: En
         ends.other.plane.forget(name)
     leaving.clear()
     assert driver.responses == untouched
-    assert moved >= MOVES_LEAST
+    assert moved >= MOVES_MIN
     load = engine.load()
     assert (load.running, load.waiting, load.kv_used_tokens, engine.reserved) == (0, 0, 0, 0)
     assert load.reprefilled_tokens == before

@@ -19,7 +19,6 @@ from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import server_options
 from dora.rpc.convert import canary_from_wire
-from dora.rpc.door import server_interceptors
 from dora.rpc.dora_pb2_grpc import (
     PromptsServicer,
     TrainerServicer,
@@ -27,6 +26,7 @@ from dora.rpc.dora_pb2_grpc import (
     add_TrainerServicer_to_server,
 )
 from dora.rpc.errors import ServiceUnavailable
+from dora.rpc.interceptor import server_interceptors
 from dora.rpc.packed import pack, packed_batches
 from dora.rpc.roles import Tokens
 from dora.weights.files import WeightFile

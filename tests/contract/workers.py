@@ -17,7 +17,7 @@ from dora.worker.fake_engine import FakeEngine
 from dora.worker.loop import EngineLoop, Versions
 from tests.contract.planes import WAIT_S, End
 
-TURNS_MOST = 20_000
+TURNS_MAX = 20_000
 
 
 def anywhere(name: str) -> AbstractContextManager[Path]:
@@ -52,7 +52,7 @@ class Worker:
         model: Path,
         clock: Callable[[], float] | None = None,
         engine: RolloutEngine | None = None,
-        outlives_s: float = 0.0,
+        orphan_timeout_s: float = 0.0,
         versions: Versions = anywhere,
     ) -> None:
         self.end = end
@@ -70,7 +70,7 @@ class Worker:
         self._number = 0
         self._names: list[str] = []  # of requests, by row
         clock = clock or iter(range(1 << 40)).__next__  # every turn reports
-        welcome = pb.Welcome(epoch=1, report_period_ms=1, outlives_s=outlives_s)
+        welcome = pb.Welcome(epoch=1, report_period_ms=1, orphan_timeout_s=orphan_timeout_s)
         self._plane = None if end is None else _Plane(end.plane)
         self.loop = EngineLoop(self.engine, self, welcome, cast(DataPlane | None, self._plane), clock, versions)
 
@@ -100,7 +100,7 @@ class Worker:
         return self.outcome(self.order(**kind))
 
     def outcome(self, number: int) -> pb.WorkerOutcome:
-        for _ in range(TURNS_MOST):
+        for _ in range(TURNS_MAX):
             self.turn()
             if number in self.outcomes:
                 return self.outcomes.pop(number)
@@ -130,7 +130,7 @@ class Worker:
             self.ends.pop(request_id, None)
             goes_on.append(pb.GoesOn(request_id=request_id, row=len(self._names), tokens=count))
             self._names.append(request_id)
-        welcome = pb.Welcome(epoch=2, report_period_ms=1, outlives_s=60.0, goes_on=goes_on)
+        welcome = pb.Welcome(epoch=2, report_period_ms=1, orphan_timeout_s=60.0, goes_on=goes_on)
         self._plane = None if end is None else _Plane(end.plane)
         self.loop.come_back(self, welcome, cast(DataPlane | None, self._plane))
         while not self._said.empty():
@@ -158,14 +158,14 @@ class Worker:
         if message.HasField("copy_began"):
             assert message.copy_began.command_id not in self.outcomes, "told before its outcome"
             self.began.add(message.copy_began.command_id)
-        for stretch in unpacked(message.report):
-            request_id = self._names[stretch.row]
+        for span in unpacked(message.report):
+            request_id = self._names[span.row]
             known = self.tokens.setdefault(request_id, [])
-            assert stretch.first_token == len(known), "each token is told once"
-            known.extend(stretch.token_ids)
-            self.logprobs.setdefault(request_id, []).extend(stretch.logprobs)
-            self.routed[request_id] = self.routed.get(request_id, b"") + stretch.routed_experts
-            self.ends[request_id] = stretch.finish_reason
+            assert span.first_token == len(known), "each token is told once"
+            known.extend(span.token_ids)
+            self.logprobs.setdefault(request_id, []).extend(span.logprobs)
+            self.routed[request_id] = self.routed.get(request_id, b"") + span.routed_experts
+            self.ends[request_id] = span.finish_reason
 
 
 def peer_of(end: End) -> pb.KvPeer:

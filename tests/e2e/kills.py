@@ -30,7 +30,7 @@ from tests.e2e.restarts import Killed, settings_of
 from tests.service import ask_move, check_promises
 
 GROUPS = 3
-LOOKS_MOST = 60  # at a status, for a moment to come; then the service is killed all the same
+LOOKS_MAX = 60  # at a status, for a moment to come; then the service is killed all the same
 MOMENTS = ("admission", "handoff", "scoring", "delivery", "before commit", "commit", "after commit", "loading")
 SETTINGS = {
     "workers.engine": "vllm",
@@ -108,7 +108,7 @@ class Run:
                 looks += 1
                 if await self._is_at(moment, operator, status, first):
                     break
-                if looks == LOOKS_MOST:
+                if looks == LOOKS_MAX:
                     self.missed += 1
                     break
         await self._service.restart()

@@ -59,7 +59,7 @@ def service() -> None:
 
 
 def agent() -> None:
-    from dora.host import stay
+    from dora.host import runtime
     from dora.weights.host_store import HostStore
     from dora.weights.receiving import Receiving
 
@@ -67,7 +67,7 @@ def agent() -> None:
     around(Receiving, "placed", after="chunk", at=is_half_here)
     around(HostStore, "_sealed", before="seal", after="sealed")
     relay()
-    mortal_workers(stay)
+    mortal_workers(runtime)
 
 
 def is_half_here(receiving: Any, *_: Any) -> bool:

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from dora.data.record import TRAJECTORIES_FILE, VERSIONS_FOLDER
+from dora.data.run_record import TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.data.types import RequestSpec
 from dora.models.tiny import make_tiny
 from dora.verify.check import read_trajectories
@@ -41,7 +41,7 @@ MOMENTS: Final = (
 )
 SETTINGS: Final = {
     "workers.count": 1,
-    "workers.roll_call_s": 0.5,
+    "workers.reattach_timeout_s": 0.5,
     "workers.restarts": 100,
     "rollout.max_tokens": 60,
     "rollout.ignore_eos": True,

@@ -23,7 +23,7 @@ from dora.rpc.errors import ServiceUnavailable
 from tests.e2e.mortal import passes
 from tests.service import until
 
-STEPS_MOST: Final = 60
+STEPS_MAX: Final = 60
 PATIENCE_S: Final = 120.0
 FOLDER: Final = Path(os.environ["MORTAL"])
 
@@ -39,7 +39,7 @@ async def main(address: str, model: str, groups: int, hosts: Sequence[str], mome
             await settled(operator, hosts, step.number)
             if not arm(moments):
                 return
-            assert step.number < STEPS_MOST, f"{moments} have not all come"
+            assert step.number < STEPS_MAX, f"{moments} have not all come"
             passes("before")
             await step.commit(weights=weights_of(tensors, step.number + 1), wait=True)
             passes("committed")

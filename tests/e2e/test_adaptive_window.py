@@ -5,7 +5,7 @@ from pathlib import Path
 import dora
 from dora.client import Operator
 from dora.core import commands as do
-from dora.data.record import TRAJECTORIES_FILE
+from dora.data.run_record import TRAJECTORIES_FILE
 from dora.orchestrator.recording.eventlog import read_log
 from dora.orchestrator.recovery.replay import Replay
 from dora.verify.check import read_trajectories

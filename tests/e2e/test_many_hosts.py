@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dora.data.record import TRAJECTORIES_FILE
+from dora.data.run_record import TRAJECTORIES_FILE
 from dora.verify import verify
 from dora.verify.check import read_trajectories
 from dora.verify.committed import missing

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 import dora
 from dora.client import Operator
 from dora.config import Config
-from dora.data.record import CANCELLED_FILE
+from dora.data.run_record import CANCELLED_FILE
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt
 from dora.errors import Conflict, InvalidValue

@@ -10,7 +10,7 @@ import pytest
 
 import dora
 from dora.client import Operator
-from dora.data.record import STEPS_FILE, TRAJECTORIES_FILE
+from dora.data.run_record import STEPS_FILE, TRAJECTORIES_FILE
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt
 from dora.errors import Conflict

@@ -18,7 +18,7 @@ from dora.core.rules.restoring import durable
 from dora.journal.finding import find
 from dora.orchestrator import main
 from dora.orchestrator.recovery import resume
-from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.runtime import Runtime
 from tests.e2e.test_service_fake import GROUPS, LONG
 from tests.service import configured, during, move_one, running
@@ -83,9 +83,9 @@ def check(runtime: Runtime, state: Path, copy: Path) -> on.Restored:
     shutil.copytree(state / "log", copy / "log")
     found = find(copy)
     assert found.said == [] and found.requests.damaged == []
-    book = Book(runtime.config.rollout, None, runtime.config.window.least)
+    book = ResponseBuffer(runtime.config.rollout, None, runtime.config.window.least)
     groups = found.groups
-    leased = resume.restore_book(book, groups, found.requests, found.ledger.values["next_number"])
+    leased = resume.restore_buffer(book, groups, found.requests, found.ledger.values["next_number"])
     told = resume.restored(book, found, groups, runtime.config.window.least, time.time(), runtime.life)
     found.ledger.close()
     machine = Machine(runtime.config)

@@ -21,7 +21,7 @@ from tests.service import ask_move, check_promises, configured, during, running
 GROUPS = 4
 WINDOW = 2
 ARRIVALS = {"migrated", "parked", "re-prefilled"}
-KILLS_MOST = 3  # each costs a restart of a worker
+KILLS_MAX = 3  # each costs a restart of a worker
 LONG = {
     "workers__engine": "fake",
     "workers__router_replay": True,
@@ -61,7 +61,7 @@ async def unsettle(operator: Operator) -> None:
         unsettled = counters["migrations_kv"] and counters["requests_resumed"]
         settled = all(worker.state == "ready" and worker.pid not in killed for worker in status.workers)
         busiest = max(status.workers, key=lambda worker: worker.running)
-        if unsettled and settled and busiest.running and len(killed) < KILLS_MOST:
+        if unsettled and settled and busiest.running and len(killed) < KILLS_MAX:
             os.kill(busiest.pid, signal.SIGKILL)
             killed.add(busiest.pid)
         await ask_move(operator, status)

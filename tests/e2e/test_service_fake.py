@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import dora
 from dora.client import Operator
-from dora.data.record import CANCELLED_FILE
+from dora.data.run_record import CANCELLED_FILE
 from dora.data.types import Prompt
 from dora.errors import Conflict, DoraError, InvalidValue, NotFound
 from dora.orchestrator.main import ServiceHandle

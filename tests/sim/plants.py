@@ -16,17 +16,17 @@ from dora.core.fleet.hosting import Hosting
 from dora.core.fleet.pool import Pool
 from dora.core.fleet.worker import Worker
 from dora.core.groups.evaluations import Evaluations
-from dora.core.groups.line import Line
+from dora.core.groups.queues import Line
 from dora.core.groups.window import Window
-from dora.core.handoff import handoff_table
-from dora.core.handoff.handoff_table import Action, Phase, Signal
+from dora.core.handoff import table
+from dora.core.handoff.table import Action, Phase, Signal
 from dora.core.policies.base import BasePolicy
 from dora.core.rules import (
     admission,
     evaluation,
-    fleet,
     handoff,
     lifecycle,
+    membership,
     parking,
     placement,
     rejection,
@@ -34,11 +34,11 @@ from dora.core.rules import (
     selection,
 )
 from dora.core.state import LEASED, State
-from dora.data.stretches import TokenColumns
-from dora.orchestrator.recovery import recollection
+from dora.data.token_spans import TokenColumns
+from dora.orchestrator.recovery import recovery_state
 from dora.orchestrator.rollout import journal
-from dora.orchestrator.rollout.book import Book
-from dora.orchestrator.rollout.entry import TOKEN
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.response_state import TOKEN
 from dora.sim import crash
 from dora.sim.service import Facts
 
@@ -50,14 +50,14 @@ Patch = pytest.MonkeyPatch
 
 def leased_groups_are_open_again(patch: Patch) -> None:
     """What the open step had taken waits for a step once more."""
-    restored = recollection.restored
+    restored = recovery_state.restored
 
     def forgotten(*arguments: Any) -> on.Restored:
         event = restored(*arguments)
         left = event.left if event.step > event.newest else event.left + len(event.leased)
         return replace(event, leased=(), finished=(*event.finished, *event.leased), left=left)
 
-    patch.setattr(recollection, "restored", forgotten)
+    patch.setattr(recovery_state, "restored", forgotten)
 
 
 def returned_request_is_taken_twice(patch: Patch) -> None:
@@ -67,12 +67,12 @@ def returned_request_is_taken_twice(patch: Patch) -> None:
         rows = [state.request_row[name] for name in requests if name in state.request_row]
         return [row for row in rows if state.requests["version"][row] == version]
 
-    patch.setattr(fleet, "adoptable", all_of_them)
+    patch.setattr(membership, "adoptable", all_of_them)
     patch.setattr(crash, "without_doubles", list)
 
 
 def ids_begin_anew(patch: Patch) -> None:
-    patch.setattr(recollection, "_next_name", lambda named, unsaid: 0)
+    patch.setattr(recovery_state, "_next_name", lambda named, unsaid: 0)
 
 
 def restored_requests_stand_in_no_line(patch: Patch) -> None:
@@ -90,7 +90,7 @@ def deadlines_follow_the_window_of_now(patch: Patch) -> None:
 
 
 def verdicts_that_are_due_count_as_given(patch: Patch) -> None:
-    patch.setattr(recollection, "FINISHED", recollection.SCORED)
+    patch.setattr(recovery_state, "FINISHED", recovery_state.SCORED)
 
 
 def lost_verdicts_are_not_asked_for_again(patch: Patch) -> None:
@@ -113,12 +113,12 @@ def trainer_is_told_before_the_journal(patch: Patch) -> None:
 
 def repeated_tokens_are_taken_twice(patch: Patch) -> None:
     """A worker that repeats some of what the book holds adds them to it once more."""
-    append = Book.append
+    append = ResponseBuffer.append
 
-    def all_of_them(self: Book, worker_id: str, columns: TokenColumns, at: float) -> Any:
+    def all_of_them(self: ResponseBuffer, worker_id: str, columns: TokenColumns, at: float) -> Any:
         return append(self, worker_id, replace(columns, first_tokens=self.column("held", columns.rows)), at)
 
-    patch.setattr(Book, "append", all_of_them)
+    patch.setattr(ResponseBuffer, "append", all_of_them)
 
 
 def journal_mixes_up_tokens(patch: Patch) -> None:
@@ -133,14 +133,14 @@ def journal_mixes_up_tokens(patch: Patch) -> None:
 
 
 def restored_book_lacks_its_last_tokens(patch: Patch) -> None:
-    restore = Book.restore
+    restore = ResponseBuffer.restore
 
-    def shortened(self: Book, group: Any, first: int, found: Any) -> None:
+    def shortened(self: ResponseBuffer, group: Any, first: int, found: Any) -> None:
         restore(self, group, first, found)
         for row in group.rows:
             del self.at(row).delivered[-TOKEN.itemsize :]
 
-    patch.setattr(Book, "restore", shortened)
+    patch.setattr(ResponseBuffer, "restore", shortened)
 
 
 # ---------------------------------------------------------------------------------------------------- window, admission
@@ -288,14 +288,14 @@ def version_stamped_at_completion(patch: Patch) -> None:
 
 
 def load_under_live_requests(patch: Patch) -> None:
-    settle = fleet.settle
+    settle = membership.settle
 
     def settle_blindly(state: State, indexes: Iterable[int]) -> None:
         with patch.context() as blind:
             blind.setattr(Worker, "held", property(lambda self: 0))
             settle(state, indexes)
 
-    patch.setattr(fleet, "settle", settle_blindly)
+    patch.setattr(membership, "settle", settle_blindly)
 
 
 def failed_load_serves(patch: Patch) -> None:
@@ -304,13 +304,13 @@ def failed_load_serves(patch: Patch) -> None:
         worker.loaded, worker.loading = worker.loading, -1
         state.rehosted(worker)
 
-    patch.setattr(fleet, "load_done", load_done)
+    patch.setattr(membership, "load_done", load_done)
 
 
 def failed_load_is_never_tried_again(patch: Patch) -> None:
-    load_done = fleet.load_done
+    load_done = membership.load_done
     patch.setattr(
-        fleet, "load_done", lambda state, pending, event: load_done(state, pending, event) if event.ok else None
+        membership, "load_done", lambda state, pending, event: load_done(state, pending, event) if event.ok else None
     )
 
 
@@ -348,15 +348,15 @@ def stream_goes_on_under_a_rejection(patch: Patch) -> None:
 
 
 def doubted_version_is_tried_by_nobody(patch: Patch) -> None:
-    patch.setattr(rejection, "_ask_another", lambda state, version, doubt, working: None)
+    patch.setattr(rejection, "_ask_another", lambda state, version, suspect, working: None)
 
 
 def rejected_version_is_retired(patch: Patch) -> None:
     """Its weights are no good, so they are let go; what is bound to it waits for ever."""
     reject = rejection._reject
 
-    def retired(state: State, version: int, doubt: Any) -> None:
-        reject(state, version, doubt)
+    def retired(state: State, version: int, suspect: Any) -> None:
+        reject(state, version, suspect)
         state.out.append(do.RetireVersion(version))
 
     patch.setattr(rejection, "_reject", retired)
@@ -418,7 +418,7 @@ def staying_is_counted_again(patch: Patch) -> None:
 
 
 def dead_worker_keeps_its_requests(patch: Patch) -> None:
-    patch.setattr(fleet, "orphan", lambda state, row: None)
+    patch.setattr(membership, "orphan", lambda state, row: None)
 
 
 def dead_worker_is_picked_again(patch: Patch) -> None:
@@ -436,7 +436,7 @@ def progress_reset_on_retry(patch: Patch) -> None:
         orphan(state, row)
         state.requests["tokens"][row] = 0
 
-    patch.setattr(fleet, "orphan", reset)
+    patch.setattr(membership, "orphan", reset)
 
 
 def claims_never_given_back(patch: Patch) -> None:
@@ -464,7 +464,7 @@ def aborted_request_is_left_on_its_worker(patch: Patch) -> None:
 def drain_is_noted_before_it_is_refused(patch: Patch) -> None:
     def drain(state: State, event: on.DrainAsked) -> None:
         state.counters.rebalances += 1
-        fleet.drain(state, event)
+        membership.drain(state, event)
 
     patch.setitem(machine._HANDLERS, on.DrainAsked, drain)
 
@@ -475,13 +475,13 @@ def drain_is_noted_before_it_is_refused(patch: Patch) -> None:
 def source_freed_before_commit(patch: Patch) -> None:
     for phase in (Phase.RESERVED, Phase.COPYING):
         key = (phase, Signal.FROZEN)
-        patch.setitem(handoff_table.TABLE, key, (Phase.FROZEN, (Action.FREE_SOURCE, Action.COPY_IN)))
+        patch.setitem(table.TABLE, key, (Phase.FROZEN, (Action.FREE_SOURCE, Action.COPY_IN)))
 
 
 def failed_handoff_stays_frozen(patch: Patch) -> None:
-    for key, (phase, actions) in list(handoff_table.TABLE.items()):
+    for key, (phase, actions) in list(table.TABLE.items()):
         kept = tuple(action for action in actions if action is not Action.THAW_SOURCE)
-        patch.setitem(handoff_table.TABLE, key, (phase, kept))
+        patch.setitem(table.TABLE, key, (phase, kept))
 
 
 def lost_workers_handoffs_go_on(patch: Patch) -> None:
@@ -502,9 +502,9 @@ def later_life_ends_a_stranded_handoff(patch: Patch) -> None:
 
 
 def stranded_request_is_forgotten(patch: Patch) -> None:
-    for key, (phase, actions) in list(handoff_table.TABLE.items()):
+    for key, (phase, actions) in list(table.TABLE.items()):
         if key[0] is Phase.STRANDED:
-            patch.setitem(handoff_table.TABLE, key, (phase, tuple(a for a in actions if a is not Action.ORPHAN)))
+            patch.setitem(table.TABLE, key, (phase, tuple(a for a in actions if a is not Action.ORPHAN)))
 
 
 def snapshot_is_never_released(patch: Patch) -> None:

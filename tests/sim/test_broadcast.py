@@ -165,8 +165,8 @@ class World:
         kept = {name for _, name, _ in self.past if self.chance.random() < 0.2}
         kept = {name for name in kept if sum(parsed_name(each)[0] == parsed_name(name)[0] for each in kept) == 1}
         self.hosts[host] = SimHost(self.epochs[host], whole=kept)
-        place = self.chance.choice(PLACES)
-        self.obeyed(self.broadcast.joined(host, self.epochs[host], f"{host}:1", place, kept))
+        zone = self.chance.choice(PLACES)
+        self.obeyed(self.broadcast.joined(host, self.epochs[host], f"{host}:1", zone, kept))
 
     def remind(self) -> None:
         self.obeyed(self.broadcast.remind())
@@ -195,7 +195,7 @@ class World:
         self.chance.shuffle(under_way)
         for host, name in under_way:
             own = self.hosts[host]
-            asked = [each for each in own.fetching[name].upstreams if self.lives(each)]
+            asked = [each for each in own.fetching[name].upstreams if self.incarnations(each)]
             having = [each for each in asked if name in self.hosts[each.host].whole]
             fails = not self.is_calm and self.chance.random() < self.fault_share
             if having and not fails:
@@ -230,7 +230,7 @@ class World:
 
     # What follows.
 
-    def lives(self, upstream: Upstream) -> bool:
+    def incarnations(self, upstream: Upstream) -> bool:
         own = self.hosts.get(upstream.host)
         return own is not None and own.epoch == upstream.epoch
 
@@ -246,7 +246,7 @@ class World:
                     if isinstance(command, Fetch):
                         version, _ = parsed_name(command.name)
                         assert self.names.get(version) == command.name, "a version that is not live is fetched"
-                        assert all(self.lives(each) and each.host != command.host for each in command.upstreams)
+                        assert all(self.incarnations(each) and each.host != command.host for each in command.upstreams)
                     self.hosts[command.host].orders.append(command)
                 case Ready():
                     assert command.version in self.names and self.broadcast.has(command.host, command.version)

@@ -9,7 +9,7 @@ import pytest
 from dora.core import commands as do
 from dora.core import events as on
 from dora.core.dispatcher import Dispatcher
-from dora.core.handoff.handoff_table import TABLE, Action, Handoff, Kind, Phase, Signal
+from dora.core.handoff.table import TABLE, Action, Handoff, Kind, Phase, Signal
 from dora.core.policies import POLICIES, allows_any
 from dora.core.policies.dora import DoraPolicy
 from dora.sim.fault_kinds import KINDS

@@ -6,31 +6,31 @@ import pytest
 
 from dora.core import Machine
 from dora.core import events as on
-from dora.journal import facts
+from dora.journal import records
 from dora.journal.content import Content
 from dora.journal.ledger import Ledger
-from dora.orchestrator.recovery import recollection
+from dora.orchestrator.recovery import recovery_state
 from dora.sim.trial import Trial, conduct
 from dora.sim.unreliable import UnreliableWorld
 
 LAST = 60  # beginnings of each log, up to its end, where the prompts run out
 
 
-def beginnings(world: UnreliableWorld) -> Iterator[tuple[facts.Fact, on.Restored]]:
+def beginnings(world: UnreliableWorld) -> Iterator[tuple[records.LogRecord, on.Restored]]:
     """What a later life would tell its core, after each fact but those of tokens and verdicts."""
-    told = world.facts.told
+    told = world.logged.told
     ledger, tokens, verdicts = Ledger(None), [], []
-    for count, fact in enumerate(told, start=1):
-        ledger.apply([fact], count)
-        if isinstance(fact, facts.Tokens):
-            tokens.append(fact)
-        elif isinstance(fact, facts.Verdict):
-            verdicts.append(fact)
+    for count, record in enumerate(told, start=1):
+        ledger.apply([record], count)
+        if isinstance(record, records.Tokens):
+            tokens.append(record)
+        elif isinstance(record, records.Verdict):
+            verdicts.append(record)
         elif ledger.values["life"] >= 0 and count > len(told) - LAST:
             groups = ledger.groups()
             requests = Content(groups).of(tokens, verdicts)
             offered, size = world.service._offered, world.config.window.least
-            yield fact, recollection.restored(ledger, groups, requests, offered, size, world.now_s, 1)
+            yield record, recovery_state.restored(ledger, groups, requests, offered, size, world.now_s, 1)
 
 
 @pytest.mark.parametrize("seed", [4, 7])
@@ -39,9 +39,9 @@ def test_each_can_be_carried_on_with(seed: int) -> None:
     world = UnreliableWorld(trial.cluster(), seed)
     conduct(world, trial.faults, trial.steps_after)
     tried = 0
-    for fact, restored in beginnings(world):
+    for record, restored in beginnings(world):
         machine = Machine(world.config)
         machine.handle(restored, 0.0)
-        assert machine.state.window.newest == restored.newest, fact
+        assert machine.state.window.newest == restored.newest, record
         tried += 1
     assert tried > 10

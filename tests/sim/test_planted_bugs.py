@@ -173,9 +173,9 @@ BUGS = [
     Bug("a verdict that is due counts as given", "C2|journal", plants.verdicts_that_are_due_count_as_given, "crash"),
     Bug("nobody asks for a lost verdict again", "not done", plants.lost_verdicts_are_not_asked_for_again, "crash"),
     Bug("a trainer is told before it is durable", "C2|newest", plants.trainer_is_told_before_the_journal, "crash"),
-    Bug("tokens that are held are taken once more", "C1|BookError", plants.repeated_tokens_are_taken_twice),
-    Bug("the journal mixes up a report's tokens", "C1|BookError", plants.journal_mixes_up_tokens, "crash"),
-    Bug("a restored response lacks tokens", "C1|BookError", plants.restored_book_lacks_its_last_tokens, "crash"),
+    Bug("tokens that are held are taken once more", "C1|ReportError", plants.repeated_tokens_are_taken_twice),
+    Bug("the journal mixes up a report's tokens", "C1|ReportError", plants.journal_mixes_up_tokens, "crash"),
+    Bug("a restored response lacks tokens", "C1|ReportError", plants.restored_book_lacks_its_last_tokens, "crash"),
 ]
 
 

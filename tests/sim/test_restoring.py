@@ -75,7 +75,7 @@ def check_restored(world: World) -> None:
     window, before = machine.state.window, state.window
     assert window.open_by_deadline == before.open_by_deadline
     for version in range(state.retired, before.newest + 1):
-        if not before.closed and version not in before.withheld - before.rejected:
+        if not before.closed and version not in before.quarantined - before.rejected:
             assert window.admissible(version) == before.admissible(version)
     sent_back = {
         command.request_id for command in commands if isinstance(command, do.RemoveRequest)

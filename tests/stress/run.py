@@ -32,7 +32,7 @@ CONTEXT_TOKENS: Final = 448
 WATCH_PERIOD_MS: Final = 250
 MOVES_ASKED: Final = 8  # by hand, with each forced re-balance
 IDLE_TIMEOUT_S: Final = 60.0
-LINE_BYTES_MOST: Final = 1 << 20
+LINE_BYTES_MAX: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class _Trainer:
     async def _run_one(self) -> int:
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *self._argv, env=self._environment, stdout=asyncio.subprocess.PIPE, stderr=log, limit=LINE_BYTES_MOST
+                *self._argv, env=self._environment, stdout=asyncio.subprocess.PIPE, stderr=log, limit=LINE_BYTES_MAX
             )
         assert self._process.stdout is not None
         said: list[tuple[int, list[str]]] = []

@@ -6,7 +6,7 @@ from dora.config import validated
 from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.groups.line import Backlog
+from dora.core.groups.queues import Backlog
 from dora.core.rules.admission import BACKLOG_STEPS, DRAWN_STEP
 
 GROUPS = 32  # a step

@@ -76,7 +76,7 @@ def test_what_a_worker_does_not_find_on_its_host_has_to_arrive_there_again() -> 
     assert [load.worker_id for load in bench.loads(1)] == ["near"]
     bench.answer(near, ok=False, error="not there", error_kind="missing")
     bench.post(on.Tick())
-    assert not bench.loads(1) and not bench.state.doubts and not bench.given(do.EvictWorker)
+    assert not bench.loads(1) and not bench.state.suspects and not bench.given(do.EvictWorker)
     bench.post(on.VersionArrived("elsewhere", 1))
     assert not bench.loads(1)
     bench.post(on.VersionArrived("", 1))

@@ -8,7 +8,7 @@ from dora.config import validated
 from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.groups.line import Backlog, Entry
+from dora.core.groups.queues import Backlog, QueuedPrompt
 from dora.errors import NotFound
 
 
@@ -19,7 +19,7 @@ def offered(number: int, priority: int = 0) -> on.OfferedPrompt:
 def test_it_shows_what_a_plain_list_would() -> None:
     """Whatever comes and goes: those of the highest priority to whoever looks for one, all to whoever counts."""
     draw = random.Random(3)
-    backlog, plain = Backlog(), list[Entry]()
+    backlog, plain = Backlog(), list[QueuedPrompt]()
     for number in range(2000):
         if plain and draw.random() < 0.49:
             backlog.remove(plain.pop(draw.randrange(len(plain))))

@@ -16,10 +16,10 @@ def name_of(version: int, edition: int = 0) -> str:
     return version_name(version, f"{edition:032x}")
 
 
-def of_hosts(count: int, place: str = "") -> Broadcast:
+def of_hosts(count: int, zone: str = "") -> Broadcast:
     broadcast = Broadcast()
     for at in range(count):
-        assert broadcast.joined(f"h{at}", 1, f"h{at}:1", place) == []
+        assert broadcast.joined(f"h{at}", 1, f"h{at}:1", zone) == []
     return broadcast
 
 

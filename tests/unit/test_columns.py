@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dora.data.stretches import Stretch
+from dora.data.token_spans import TokenSpan
 from dora.data.types import EngineCapability, RequestSpec, SamplingParams, TokenDelta
 from dora.errors import InvalidValue
 from dora.orchestrator.rollout.streams import Sessions
@@ -22,7 +22,7 @@ from tests.contract.workers import anywhere
 CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
 
 
-def stretches(seed: int) -> list[Stretch]:
+def spans(seed: int) -> list[TokenSpan]:
     chance = random.Random(seed)
     made = []
     for row in chance.sample(range(1 << 32), chance.randrange(6)):
@@ -32,18 +32,18 @@ def stretches(seed: int) -> list[Stretch]:
         stop = chance.choice(("", "</answer> é")) if finish == "stop" else ""
         token_ids = tuple(chance.randrange(1 << 31) for _ in range(count))
         routed = chance.randbytes(6 * count * (seed % 2))
-        made.append(Stretch(row, chance.randrange(1 << 32), token_ids, tuple(logprobs), finish, stop, routed))
+        made.append(TokenSpan(row, chance.randrange(1 << 32), token_ids, tuple(logprobs), finish, stop, routed))
     return made
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_columns_unpack_to_what_was_packed(seed: int) -> None:
-    packed = pb.WorkerReport(tokens=columns_to_wire(stretches(seed)))
-    assert unpacked(pb.WorkerReport.FromString(packed.SerializeToString())) == stretches(seed)
+    packed = pb.WorkerReport(tokens=columns_to_wire(spans(seed)))
+    assert unpacked(pb.WorkerReport.FromString(packed.SerializeToString())) == spans(seed)
 
 
 def test_columns_are_little_endian_arrays_that_show_the_message() -> None:
-    message = columns_to_wire([Stretch(258, 1, (7,), (-0.5,)), Stretch(3, 0, (8, 9), (-1.0, -2.0), "length")])
+    message = columns_to_wire([TokenSpan(258, 1, (7,), (-0.5,)), TokenSpan(3, 0, (8, 9), (-1.0, -2.0), "length")])
     assert message.rows == b"\2\1\0\0\3\0\0\0" and message.counts == b"\1\0\0\0\2\0\0\0" and message.ends == b"\0\2"
     columns = columns_from_wire(message)
     assert columns.begins.tolist() == [0, 1] and columns.token_ids.tolist() == [7, 8, 9]
@@ -78,8 +78,8 @@ def test_tokens_of_one_request_are_gathered_into_one_stretch() -> None:
     assert gathering.has_ends and "a" in gathering
     (taken,) = gathering.take()
     assert list(columns_from_wire(taken)) == [
-        Stretch(5, 0, (1, 3), (-1.0, -2.0), "stop", "x"),
-        Stretch(9, 4, (2,), (-1.0,)),
+        TokenSpan(5, 0, (1, 3), (-1.0, -2.0), "stop", "x"),
+        TokenSpan(9, 4, (2,), (-1.0,)),
     ]
     assert not gathering and not gathering.take()
 
@@ -90,7 +90,7 @@ def test_what_is_too_much_for_one_message_is_reported_in_several() -> None:
         gathering.name(f"r{row}", row)
         gathering.add([TokenDelta(f"r{row}", 0, 0, (1,), (-1.0,), routed_experts=bytes(200 << 10))])
     taken = gathering.take()
-    assert [[stretch.row for stretch in columns_from_wire(each)] for each in taken] == [[0, 1], [2, 3], [4]]
+    assert [[span.row for span in columns_from_wire(each)] for each in taken] == [[0, 1], [2, 3], [4]]
 
 
 class Line:
@@ -120,7 +120,7 @@ class Line:
         order.row = row
         self.obey(start_request=order)
 
-    def turns(self, count: int, turn_s: float) -> list[list[Stretch]]:
+    def turns(self, count: int, turn_s: float) -> list[list[TokenSpan]]:
         """The reports of tokens that so many turns make, each ``turn_s`` after the one before."""
         self.said.clear()
         for _ in range(count):
@@ -135,7 +135,7 @@ def test_tokens_are_reported_once_a_period_and_an_end_within_a_twentieth_of_a_se
     line.start(3, 200)
     line.start(4, 10)
     (ended,) = line.turns(99, 0.01)
-    assert [(stretch.row, stretch.finish_reason, len(stretch.token_ids)) for stretch in ended] == [(4, "length", 10)]
+    assert [(span.row, span.finish_reason, len(span.token_ids)) for span in ended] == [(4, "length", 10)]
     line.start(5, 200)
     ((running, begun),) = line.turns(2, 0.01)
     assert (running.row, running.first_token, len(running.token_ids)) == (3, 0, 101), "what still runs has its period"

@@ -6,7 +6,7 @@ import pytest
 
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.rules.evaluation import EVALUATIONS_MOST, UNHOSTED_S
+from dora.core.rules.evaluation import EVALUATIONS_MAX, UNHOSTED_S
 from dora.errors import Conflict, InvalidValue, NotFound
 from tests.unit.test_machine import Bench
 
@@ -177,7 +177,7 @@ def test_an_evaluation_of_an_old_version_ends_where_nobody_hosts_it_any_more() -
 def test_what_cannot_be_is_refused() -> None:
     bench = Evaluating()
     bench.start("w0")
-    for number in range(EVALUATIONS_MOST):
+    for number in range(EVALUATIONS_MAX):
         bench.ask(f"e{number}", share=0.05)
     with pytest.raises(Conflict, match="one of 8 at once"):
         bench.ask("e9")
@@ -191,6 +191,6 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(NotFound, match="does not run"):
         bench.post(on.EvaluationCancelled("e0", "enough"))
     bench.post(on.AdmissionEnded())
-    assert len(bench.given(do.EndEvaluation)) == EVALUATIONS_MOST
+    assert len(bench.given(do.EndEvaluation)) == EVALUATIONS_MAX
     with pytest.raises(Conflict, match="drains"):
         bench.ask("e9")

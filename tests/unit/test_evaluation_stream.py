@@ -9,9 +9,9 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt, Reward
 from dora.errors import Conflict
 from dora.orchestrator.rollout import evaluations as module
-from dora.orchestrator.rollout.book import Book
-from dora.orchestrator.rollout.entry import TOKEN, Stay
 from dora.orchestrator.rollout.evaluations import UNREAD, Evaluations
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.response_state import TOKEN, Stay
 from dora.rpc.errors import LimitExceeded
 
 PROMPTS = [Prompt(f"p{number}", "task", (1, 2), group_size=2) for number in range(3)]
@@ -21,17 +21,17 @@ class Service:
     """Evaluations on a book, and what the core was asked to end."""
 
     def __init__(self) -> None:
-        self.book = Book(RolloutConfig())
+        self.buffer = ResponseBuffer(RolloutConfig())
         self.rows = {f"e1.{group}.{sample}": 2 * group + sample for group in range(3) for sample in range(2)}
         self.asked_to_end: list[tuple[str, str]] = []
-        self.evaluations = Evaluations(self.book, self.rows, lambda *which: self.asked_to_end.append(which))
+        self.evaluations = Evaluations(self.buffer, self.rows, lambda *which: self.asked_to_end.append(which))
 
     def finish(self, group: int, tokens: int = 4) -> None:
         """Both responses of a group end with so many tokens, and are scored."""
         names = tuple(name for name in self.rows if name.startswith(f"e1.{group}."))
         self.evaluations.begin_group(do.BeginEvaluationGroup("e1", f"e1.{group}", f"p{group}", 5, names))
         for name in names:
-            entry = self.book[name]
+            entry = self.buffer[name]
             entry.stays.append(Stay("w0", 0, "new"))
             entry.delivered += np.zeros(tokens, TOKEN).tobytes()
             entry.finish_reason, entry.reward = "stop", Reward(0.5)
@@ -45,17 +45,17 @@ async def test_results_are_streamed_and_then_why_it_ends() -> None:
     service.evaluations.begin_group(do.BeginEvaluationGroup("e1", "e1.1", "p1", 5, ("e1.1.0", "e1.1.1")))
     service.evaluations.end_group(do.EndEvaluationGroup("e1", "e1.1", "it is too long"))
     service.evaluations.begin_group(do.BeginEvaluationGroup("e1", "e1.2", "p2", 5, ("e1.2.0", "e1.2.1")))
-    assert service.book.get("e1.2.0") is not None and not list(service.book.groups()), "no group of a step"
+    assert service.buffer.get("e1.2.0") is not None and not list(service.buffer.groups()), "no group of a step"
     service.evaluations.end(do.EndEvaluation("e1", "asked for"))
     group, refused = [result async for result in stream.results()]
     assert isinstance(group, TrajectoryGroup) and refused == ("p1", "it is too long")
     assert {(each.behaviour_version, each.trained_step, each.staleness) for each in group.trajectories} == {(5, 5, 0)}
     assert stream.reason == "asked for" and not stream.unread_bytes and not service.evaluations.running
-    assert all(service.book.get(name) is None for name in service.rows)
+    assert all(service.buffer.get(name) is None for name in service.rows)
 
 
 async def test_results_that_nobody_reads_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "UNREAD_BYTES_MOST", 1000)
+    monkeypatch.setattr(module, "UNREAD_BYTES_MAX", 1000)
     service = Service()
     stream = service.evaluations.open("", PROMPTS)
     service.finish(0)
@@ -70,7 +70,7 @@ def test_what_has_no_room_or_an_id_twice_is_refused(monkeypatch: pytest.MonkeyPa
     service = Service()
     with pytest.raises(Conflict, match="'p0' is given twice"):
         service.evaluations.open("", [PROMPTS[0], PROMPTS[0]])
-    monkeypatch.setattr(module, "PROMPT_BYTES_MOST", 300)
+    monkeypatch.setattr(module, "PROMPT_BYTES_MAX", 300)
     first = service.evaluations.open("", PROMPTS)
     with pytest.raises(LimitExceeded, match=r"bytes in memory = 246 .*at most 54 now"):
         service.evaluations.open("", PROMPTS)

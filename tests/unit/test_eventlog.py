@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dora.config import upgraded, validated
 from dora.core import events as on
 from dora.errors import InvalidValue
-from dora.journal import facts, frames
+from dora.journal import frames, records
 from dora.orchestrator.recording.event_fields import EVENT_KINDS, event_from_fields, event_to_fields
 from dora.orchestrator.recording.eventlog import read_log
 from tests.eventlogs import FileWriter, FolderWriter, framed
@@ -267,7 +267,7 @@ def test_a_state_folder_without_events_is_none(tmp_path: Path) -> None:
 def test_each_life_begins_with_its_configuration(tmp_path: Path) -> None:
     writer = FolderWriter(tmp_path, CONFIG)
     writer.append(on.Tick(), 1.0)
-    writer.write(facts.Begun(1, 1.8e9, 50.0, '{"window": {"size": 4}}'))
+    writer.write(records.Begun(1, 1.8e9, 50.0, '{"window": {"size": 4}}'))
     writer.append(on.Tick(), 51.0)
     log = read_log(tmp_path)
     assert log.config.window.size == 3
@@ -278,7 +278,7 @@ def test_events_of_a_life_whose_beginning_is_gone_are_passed_over(tmp_path: Path
     """A later life that kept less has let its segment go."""
     kept(tmp_path, *EVENTS)
     end = segment(tmp_path).stat().st_size
-    body = facts.encoded(facts.Event(1.0, *event_to_fields(on.Tick())))
+    body = records.encoded(records.Event(1.0, *event_to_fields(on.Tick())))
     following = segment(tmp_path).with_name("00000003.seg")
     following.write_bytes(frames.header(3, end + 1000) + frames.framed(body, 0) + body)
     assert [record.event for record in read_log(tmp_path)] == list(EVENTS)

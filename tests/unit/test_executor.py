@@ -11,16 +11,16 @@ import pytest
 from dora.config import RolloutConfig
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.handoff.handoff_table import Handoff
-from dora.data.record import CANCELLED_FILE, TRAJECTORIES_FILE, Recorder
-from dora.data.stretches import Stretch
+from dora.core.handoff.table import Handoff
+from dora.data.run_record import CANCELLED_FILE, TRAJECTORIES_FILE, Recorder
+from dora.data.token_spans import TokenSpan
 from dora.data.types import Canary, EngineCapability, KvEndpoint, Prompt, Reward
 from dora.errors import NotFound
 from dora.orchestrator.executor import Executor
 from dora.orchestrator.recording.storage import Storage
-from dora.orchestrator.rollout.book import Book
 from dora.orchestrator.rollout.evaluations import Evaluations
 from dora.orchestrator.rollout.record_queue import RecordQueue
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.orchestrator.rollout.streams import Sessions, StepStream, WorkerSession
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.prompts.traits import features_of, key_of
@@ -98,7 +98,7 @@ class Parts:
     """An executor, one worker "w0" of epoch 1, and the trainer's stream of step 0."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.book = Book(RolloutConfig())
+        self.buffer = ResponseBuffer(RolloutConfig())
         self.feed, self.store, self.processes, self.hosts = Feed(), Store(), Processes(), Hosts()
         self.handoffs: dict[int, Handoff] = {}  # by the command of theirs
         self.lost: list[str] = []
@@ -109,9 +109,9 @@ class Parts:
         self.tasks: list[asyncio.Task[None]] = []
         self.storage = Storage()
         self.recorder = RecordQueue(None if folder is None else Recorder(folder), self.storage, self.spawn)
-        self.evaluations = Evaluations(self.book, {}, lambda evaluation_id, reason: None)
+        self.evaluations = Evaluations(self.buffer, {}, lambda evaluation_id, reason: None)
         self.executor = Executor(
-            book=self.book,
+            buffer=self.buffer,
             feed=self.feed,
             verifier=Verifier(),
             group_filter=None,
@@ -147,8 +147,8 @@ class Parts:
     async def finish(self) -> None:
         await self.admit()
         for row, request_id in enumerate(("g0.0", "g0.1")):
-            columns = columns_from_wire(columns_to_wire([Stretch(row, 0, (3, 2), (-0.5, -0.25), "stop")]))
-            self.book.append("w0", columns, 1.0)
+            columns = columns_from_wire(columns_to_wire([TokenSpan(row, 0, (3, 2), (-0.5, -0.25), "stop")]))
+            self.buffer.append("w0", columns, 1.0)
             await self.carry_out(do.ScoreRequest(request_id))
 
     async def orders(self) -> list[Any]:
@@ -163,14 +163,14 @@ async def test_drawn_prompts_are_offered_and_become_entries_once_admitted() -> N
     offered = on.OfferedPrompt("p0", "task", 2, 2, most, key_of(PROMPT), features_of(PROMPT))
     assert await parts.carry_out(do.DrawPrompts(1)) == [on.PromptsOffered((offered,), False)]
     assert await parts.carry_out(do.AdmitGroup("g0", "p0", 3, ("g0.0", "g0.1"))) == []
-    assert [parts.book[f"g0.{index}"].version for index in range(2)] == [3, 3]
+    assert [parts.buffer[f"g0.{index}"].version for index in range(2)] == [3, 3]
 
 
 async def test_a_response_is_scored() -> None:
     parts = Parts()
     await parts.admit()
     assert await parts.carry_out(do.ScoreRequest("g0.1")) == [on.RequestScored("g0.1")]
-    assert parts.book["g0.1"].reward == Reward(0.5)
+    assert parts.buffer["g0.1"].reward == Reward(0.5)
 
 
 async def test_a_delivered_group_reaches_the_stream_and_the_record(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ async def test_a_group_that_ends_leaves_the_book_and_frees_its_prompt(command: d
     parts = Parts(tmp_path)
     await parts.admit()
     await parts.carry_out(command)
-    assert parts.book.get("g0.0") is None and parts.feed.released == ["p0"]
+    assert parts.buffer.get("g0.0") is None and parts.feed.released == ["p0"]
     reasons = [json.loads(line)["reason"] for line in (tmp_path / CANCELLED_FILE).read_text().splitlines()]
     assert reasons == (["asked for"] if isinstance(command, do.DropGroup) else [])
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.core.handoff.handoff_table import LIVE, TABLE, Action, Handoff, Phase, Signal
+from dora.core.handoff.table import LIVE, TABLE, Action, Handoff, Phase, Signal
 from dora.errors import IllegalTransition
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora.core.forecast.cost import CostModel
-from dora.core.forecast.rhythm import LengthMix
+from dora.core.forecast.rates import LengthMix
 from dora.core.policies.laxity.reserved import Haste
 
 COST = CostModel(kv_token_s=4e-8, weights_s=6e-3, request_s=4e-5, step_s=15e-3)
@@ -43,7 +43,7 @@ def test_a_length_that_came_once_is_forgotten() -> None:
 
 def test_a_wide_window_needs_no_more_than_kv_that_is_always_full() -> None:
     mix = mix_of([2000.0] * 15 + [20_000.0])
-    haste = Haste(mix, COST, (SLOTS, KV_TOKENS), workers=4, groups=200, life_steps=100.0)
+    haste = Haste(mix, COST, (SLOTS, KV_TOKENS), workers=4, groups=200, lifetime_steps=100.0)
     full_s = COST.decode_step_s(int(KV_TOKENS / mix.context_tokens()), KV_TOKENS)
     bound_s = 200 * mix.work.sum() / (4 * KV_TOKENS) * full_s
     assert haste.step_s == pytest.approx(bound_s, rel=1e-4)
@@ -53,7 +53,7 @@ def test_a_wide_window_needs_no_more_than_kv_that_is_always_full() -> None:
 def test_a_narrow_window_keeps_workers_below_full_for_the_longest() -> None:
     mix = mix_of([500.0] * 15 + [20_000.0])
     wide, narrow = (
-        Haste(mix, COST, (SLOTS, KV_TOKENS), workers=4, groups=64, life_steps=steps) for steps in (20.0, 1.5)
+        Haste(mix, COST, (SLOTS, KV_TOKENS), workers=4, groups=64, lifetime_steps=steps) for steps in (20.0, 1.5)
     )
     assert narrow.step_s > wide.step_s
     hurried, fill, pace_s = narrow.at(narrow.step_s, KV_TOKENS)
@@ -64,7 +64,7 @@ def test_a_narrow_window_keeps_workers_below_full_for_the_longest() -> None:
 
 def test_slots_that_run_out_before_kv_set_what_a_dp_group_holds() -> None:
     mix = mix_of([1000.0] * 16)
-    haste = Haste(mix, COST, (100, KV_TOKENS), workers=4, groups=64, life_steps=10.0)
+    haste = Haste(mix, COST, (100, KV_TOKENS), workers=4, groups=64, lifetime_steps=10.0)
     hurried, fill, _ = haste.at(haste.step_s, KV_TOKENS)
     assert not hurried and fill * KV_TOKENS == pytest.approx(100 * mix.context_tokens())
 
@@ -73,17 +73,17 @@ def test_slots_that_run_out_before_kv_set_what_a_dp_group_holds() -> None:
     lengths=st.lists(st.floats(1.0, 60_000.0), min_size=1, max_size=16),
     workers=st.integers(1, 64),
     groups=st.integers(1, 2000),
-    life_steps=st.floats(0.5, 8.0),
+    lifetime_steps=st.floats(0.5, 8.0),
 )
 def test_the_shortest_step_leaves_time_for_the_longest_and_for_all(
-    lengths: list[float], workers: int, groups: int, life_steps: float
+    lengths: list[float], workers: int, groups: int, lifetime_steps: float
 ) -> None:
     mix = mix_of(lengths)
-    haste = Haste(mix, COST, (SLOTS, KV_TOKENS), workers, groups, life_steps)
+    haste = Haste(mix, COST, (SLOTS, KV_TOKENS), workers, groups, lifetime_steps)
     _, fill, pace_s = haste.at(haste.step_s, KV_TOKENS)
     longest = mix.tokens[mix.classes()[-1]] / mix.responses[mix.classes()[-1]]
     assert np.isfinite(haste.step_s)
-    assert longest * pace_s <= life_steps * haste.step_s * (1 + 1e-6)
+    assert longest * pace_s <= lifetime_steps * haste.step_s * (1 + 1e-6)
     assert 0 < fill <= 1
     always_full_s = groups * mix.work.sum() / (workers * KV_TOKENS) * COST.decode_step_s(1, KV_TOKENS)
     assert haste.step_s >= always_full_s * (1 - 1e-6)

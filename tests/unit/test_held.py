@@ -60,6 +60,6 @@ def test_a_worker_holds_no_more_than_its_context_and_only_of_a_version() -> None
 
 
 def test_it_holds_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_checks, "HELD_MOST", 1)
+    monkeypatch.setattr(worker_checks, "HELD_MAX", 1)
     with pytest.raises(InvalidValue, match="at most 1"):
         checked_pool_hello(pool_hello(held("a"), held("b")))

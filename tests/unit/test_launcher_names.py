@@ -4,8 +4,8 @@ import pytest
 
 from dora.errors import InvalidValue
 from dora.host.command import pool_id_of
-from dora.host.launcher import LOCAL, WORKERS_MOST, check_host_name, number_of, prefix_of, scaled, worker_name
-from dora.orchestrator.hosts.staffing import spread
+from dora.host.launcher import LOCAL, WORKERS_MAX, check_host_name, number_of, prefix_of, scaled, worker_name
+from dora.orchestrator.hosts.worker_counts import distributor
 
 
 def test_ids_begin_with_their_host_but_for_the_services_own() -> None:
@@ -25,15 +25,15 @@ def test_the_lowest_free_numbers_begin_and_the_highest_leave() -> None:
     assert scaled("h-", present, 5).started == ("h-w1", "h-w3")
     assert scaled("h-", present, 1).surplus == ("h-w2", "h-w10")
     assert scaled("h-", present, 3) == scaled("h-", sorted(present), 3)
-    assert len(scaled("h-", [], WORKERS_MOST).started) == WORKERS_MOST
-    for wrong in (-1, WORKERS_MOST + 1):
+    assert len(scaled("h-", [], WORKERS_MAX).started) == WORKERS_MAX
+    for wrong in (-1, WORKERS_MAX + 1):
         with pytest.raises(InvalidValue, match="0 to 256 on one host"):
             scaled("h-", present, wrong)
 
 
 def test_hosts_are_filled_evenly_and_emptied_from_the_fullest() -> None:
-    assert spread({"a": 1, "b": 4, "c": 2}, 9) == {"a": 3, "b": 4, "c": 2}
-    assert spread({"a": 1, "b": 4, "c": 2}, 5) == {"a": 1, "b": 2, "c": 2}
-    assert spread({"a": 1}, 0) == {"a": 0}
+    assert distributor({"a": 1, "b": 4, "c": 2}, 9) == {"a": 3, "b": 4, "c": 2}
+    assert distributor({"a": 1, "b": 4, "c": 2}, 5) == {"a": 1, "b": 2, "c": 2}
+    assert distributor({"a": 1}, 0) == {"a": 0}
     with pytest.raises(InvalidValue, match="there is none"):
-        spread({}, 1)
+        distributor({}, 1)

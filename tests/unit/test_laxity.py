@@ -36,8 +36,8 @@ def machine_of(groups: int, lengths: list[int], window: int = 2, exhausted: bool
     machine = Machine(config)
     machine.handle(on.TrainerAttached(1, groups), 0.0)
     machine.handle(on.StepRequested(1, 0), 0.0)
-    rhythm = machine.state.rhythm
-    rhythm.step_s, rhythm.pace_s = 100.0, 0.01
+    rates = machine.state.rates
+    rates.step_s, rates.pace_s = 100.0, 0.01
     machine.handle(on.PromptsOffered(prompts_of(lengths), exhausted), 0.0)
     return machine
 

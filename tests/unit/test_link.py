@@ -8,7 +8,7 @@ from dora.data.types import EngineCapability
 from dora.orchestrator.rollout.streams import WorkerSession
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
-from dora.worker.link import OUTCOMES_TOGETHER_MOST, Link, one_by_one
+from dora.worker.link import OUTCOMES_TOGETHER_MAX, Link, one_by_one
 
 CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
 
@@ -48,7 +48,7 @@ async def test_requests_that_start_at_once_come_in_one_command_and_in_order(take
 
 async def test_outcomes_that_are_ready_at_once_go_in_one_message_and_in_order() -> None:
     link = Link("nowhere:1", "token", "w0", CAPABILITY)
-    outcomes = [pb.WorkerOutcome(command_id=number) for number in range(OUTCOMES_TOGETHER_MOST + 2)]
+    outcomes = [pb.WorkerOutcome(command_id=number) for number in range(OUTCOMES_TOGETHER_MAX + 2)]
     report = pb.WorkerMessage(report=pb.WorkerReport())
     for message in (*(pb.WorkerMessage(outcome=each) for each in outcomes), report, None):
         link._put(message)

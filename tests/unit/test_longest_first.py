@@ -10,7 +10,7 @@ from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
 from dora.core.dispatcher import Dispatcher
-from dora.core.groups.line import Backlog
+from dora.core.groups.queues import Backlog
 from dora.core.policies.laxity.reservations import Reservations, longest_first_tokens
 from dora.core.policies.laxity.tuning import TUNING
 from tests.unit.test_laxity import machine_of, prompts_of, started

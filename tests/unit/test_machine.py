@@ -9,8 +9,8 @@ from dora.config import WindowSize, validated
 from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.handoff.handoff_table import Phase
-from dora.data.limits import GROUPS_MOST
+from dora.core.handoff.table import Phase
+from dora.data.limits import GROUPS_MAX
 from dora.errors import InvalidValue, NotFound
 from dora.sim.invariants import check_state
 
@@ -373,7 +373,7 @@ def test_an_evicted_worker_counts_as_lost_and_a_drained_one_does_not() -> None:
     assert bench.state.counters.workers_lost == 1
 
 
-@pytest.mark.parametrize("groups", [0, GROUPS_MOST + 1, 4_000_000_000])
+@pytest.mark.parametrize("groups", [0, GROUPS_MAX + 1, 4_000_000_000])
 def test_a_trainer_with_an_impossible_batch_is_refused(groups: int) -> None:
     """Two steps' worth of prompts are drawn at once."""
     bench = Bench(window=2, groups=1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dora.errors import InvalidValue
-from dora.sim.panels import ARROW_GAP, ARROWS_MOST, BESIDE_MOST, ROWS_MOST, bundled
+from dora.sim.panels import ARROW_GAP, ARROWS_MAX, BESIDE_MAX, ROWS_MAX, bundled
 from dora.sim.plot import draw
 from dora.sim.report import Arrow, Report, Span, StepSpan, Timeline
 
@@ -98,8 +98,8 @@ def test_of_many_workers_and_moves_some_are_shown_and_the_caption_says_so(tmp_pa
     timeline.arrows.extend(Arrow(100.0 + index, 0, 100, 0) for index in range(600))
     draw(timeline, replace(REPORT, engines=200), file)
     text = file.read_text()
-    assert f"{ROWS_MOST} of 200 workers shown" in text
-    assert re.search(rf"{ARROWS_MOST} arrows at most: \d+ of 630 moves, bundled over 0\.85 minutes", text)
+    assert f"{ROWS_MAX} of 200 workers shown" in text
+    assert re.search(rf"{ARROWS_MAX} arrows at most: \d+ of 630 moves, bundled over 0\.85 minutes", text)
 
 
 def test_moves_of_about_the_same_time_are_one_arrow() -> None:
@@ -119,15 +119,15 @@ def test_where_much_moves_the_largest_bundles_are_drawn_a_few_of_one_time_and_no
     steps = [StepSpan(0, 0.0, 4000.0, (), (8,))]
     at_once = [Arrow(50.0, 0, target, 0) for target in range(1, 20) for _ in range(target)]
     bundles = bundled(Timeline(steps=steps, arrows=at_once), range(20))
-    assert sorted(bundle.moves for bundle in bundles) == list(range(20 - BESIDE_MOST, 20))
+    assert sorted(bundle.moves for bundle in bundles) == list(range(20 - BESIDE_MAX, 20))
     everywhere = [Arrow(at_s, 0, target, 0) for at_s in range(0, 4000, 50) for target in range(1, 6)]
     timeline = Timeline(steps=steps, arrows=[*everywhere, *(Arrow(3950.0, 5, 4, 0) for _ in range(7))])
     bundles = bundled(timeline, range(6))
-    assert len(bundles) == ARROWS_MOST
+    assert len(bundles) == ARROWS_MAX
     assert max(bundles, key=lambda bundle: bundle.moves) == bundles[-1]
     draw(timeline, REPORT, tmp_path / "run.svg")
     text = (tmp_path / "run.svg").read_text()
-    assert f"{ARROWS_MOST} arrows at most: {sum(bundle.moves for bundle in bundles)} of 407 moves" in text
+    assert f"{ARROWS_MAX} arrows at most: {sum(bundle.moves for bundle in bundles)} of 407 moves" in text
     assert ">moves<" in text and ">10<" in text and ">17<" in text  # in all, by time
 
 

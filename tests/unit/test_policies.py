@@ -154,7 +154,7 @@ def test_an_older_version_begins_nothing_while_it_shrinks_and_then_only_what_end
     offered = (on.OfferedPrompt(f"q{n}", "task", 5, 1, 60, known_tokens=(n,)) for n in (50, 20, 30))
     bench.post(on.PromptsOffered(tuple(offered)))
     state, policy, dispatcher = bench.state, bench.machine.policy, Dispatcher(bench.state)
-    state.rhythm.step_s, state.rhythm.pace_s, state.rhythm.tail_s = 30.0, 1.0, 2.0
+    state.rates.step_s, state.rates.pace_s, state.rates.tail_s = 30.0, 1.0, 2.0
 
     def chosen(version: int) -> str | None:
         entry = policy.choose(dispatcher, version)

@@ -13,7 +13,7 @@ from dora.errors import SnapshotRefused
 from dora.kvtransfer.peer import Peer
 from dora.kvtransfer.snapshot import NO_PREFIX, Prefix
 from dora.kvtransfer.transfer import Sent
-from dora.worker.prefixes import NOTES_MOST, Prefixes, SentPrefixes
+from dora.worker.prefixes import NOTES_MAX, Prefixes, SentPrefixes
 
 PEER = Peer("w2", 2, "", ("shm",))
 STAY = (1, 0)
@@ -57,9 +57,9 @@ def test_a_round_that_failed_or_is_kept_in_memory_is_never_named() -> None:
 
 def test_notes_have_an_end() -> None:
     sent = SentPrefixes()
-    sent.note(PEER, a_round(), {f"r{index}": (STAY, 1) for index in range(NOTES_MOST + 1)})
+    sent.note(PEER, a_round(), {f"r{index}": (STAY, 1) for index in range(NOTES_MAX + 1)})
     assert sent.find(PEER, "r0", STAY) == NO_PREFIX
-    assert sent.find(PEER, f"r{NOTES_MOST}", STAY) == Prefix("K", 1)
+    assert sent.find(PEER, f"r{NOTES_MAX}", STAY) == Prefix("K", 1)
 
 
 # At the target.

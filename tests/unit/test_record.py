@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dora.data.record import CommittedStep, Recorder
+from dora.data.run_record import CommittedStep, Recorder
 from dora.errors import InvalidValue
 from dora.models.tiny import make_tiny
 from dora.verify.check import read_trajectories

@@ -10,9 +10,9 @@ import pytest
 
 from dora.config import Config, validated
 from dora.core import events as on
-from dora.data.record import CANCELLED_FILE, CancelledGroup, Recorder
+from dora.data.run_record import CANCELLED_FILE, CancelledGroup, Recorder
 from dora.data.types import Prompt
-from dora.journal import facts
+from dora.journal import records
 from dora.journal.log import DEFAULT_SIZES
 from dora.journal.versions import KeptVersions
 from dora.kvtransfer.peer import this_host
@@ -30,7 +30,7 @@ from dora.rpc.roles import CALLER, Caller, Role, Tokens
 from dora.weights.store import WeightStore
 from dora.worker.fake_engine import FakeEngine
 from tests.abuse.full import files_up_to
-from tests.unit.journal.lives import opened
+from tests.unit.journal.incarnations import opened
 from tests.unit.test_runtime import Praise, Shell
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -41,35 +41,35 @@ def configured(state: Path) -> Config:
         {
             "prompts": "none",
             "rollout": {"group_size": 1, "max_tokens": 64},
-            "workers": {"max_model_len_tokens": 256, "roll_call_s": 0.01},
+            "workers": {"max_model_len_tokens": 256, "reattach_timeout_s": 0.01},
             "service": {"state": str(state), "tick_s": 0.01},
         }
     )
 
 
-def begun(config: Config) -> list[facts.Fact]:
+def begun(config: Config) -> list[records.LogRecord]:
     """A service with a trainer of epoch 7 whose steps take 4 groups; one is leased, one is generated."""
     first, second = (
-        facts.Admitted(
-            number, f"g{number}", facts.prompt_values(Prompt(f"p{number}", "task", (1, 2), "t", 1)),
+        records.Admitted(
+            number, f"g{number}", records.prompt_values(Prompt(f"p{number}", "task", (1, 2), "t", 1)),
             0, 1, 2, 1.0, [number], -1, number + 1,
         )
         for number in (0, 1)
     )  # fmt: skip
     ended = np.array([1], np.uint8)
-    tokens = facts.Tokens(
+    tokens = records.Tokens(
         2.0, np.array([0]), np.array([0]), np.array([2]), ended, np.array([1, 2]), np.zeros(2), [[0, "w0", 0, "new"]]
     )
     tree = config.model_dump_json(exclude={"service": {"token"}})
     return [
-        facts.Begun(0, 1.0, 1.0, tree),
-        facts.WindowStands(2, 0, -1),
-        facts.Attached(7, 4),
+        records.Begun(0, 1.0, 1.0, tree),
+        records.WindowStands(2, 0, -1),
+        records.Attached(7, 4),
         first,
         second,
         tokens,
-        facts.Verdict(0, 2.0, 1.0, True, "", {}),
-        facts.Leased(0, 0),
+        records.Verdict(0, 2.0, 1.0, True, "", {}),
+        records.Leased(0, 0),
     ]
 
 
@@ -81,8 +81,8 @@ async def test_storage_at_fault_from_the_start_is_told_to_the_core_once_it_is_re
     with state_folder_of(config, DEFAULT_SIZES) as state:
         assert state is not None
         journal = journal_of(config, state, Storage())
-        for fact in begun(config):
-            journal.note(fact)
+        for record in begun(config):
+            journal.note(record)
         await journal.close()
     storage.failed(RECORD, FULL)
     with state_folder_of(config, DEFAULT_SIZES) as state:
@@ -128,7 +128,7 @@ async def test_a_life_whose_first_write_fails_begins_once_it_can_be_repeated(she
     often = runtime.config.service.model_copy(update={"tick_s": 0.01})
     runtime.config = runtime.config.model_copy(update={"service": often})
     with files_up_to(0):
-        runtime.journal.note(facts.Begun(0, 1.0, 2.0, "{}"))
+        runtime.journal.note(records.Begun(0, 1.0, 2.0, "{}"))
         beginning = asyncio.create_task(runtime.restore(None))
         await shell.until(lambda: bool(faults))
         assert not beginning.done()
@@ -148,7 +148,7 @@ async def test_the_end_of_a_service_does_not_wait_for_a_log_that_cannot_be_writt
     queue = RecordQueue(recorder, Storage(), asyncio.create_task, journal)  # type: ignore[arg-type]
 
     def cancel(number: int) -> None:
-        journal.note(facts.Dropped(number, [f"g{number}"], "{}"))
+        journal.note(records.Dropped(number, [f"g{number}"], "{}"))
         queue.cancelled(CancelledGroup(f"g{number}", "p0", "sum", 0, "asked for", (1,), (None,), 1.0))
 
     cancel(0)
@@ -169,7 +169,7 @@ async def test_a_service_that_ends_once_there_is_room_again_records_all(tmp_path
     journal, recorder = Journal(log), Recorder(tmp_path / "record")
     queue = RecordQueue(recorder, Storage(), asyncio.create_task, journal)  # type: ignore[arg-type]
     with files_up_to(0):
-        journal.note(facts.Dropped(0, ["g0"], "{}"))
+        journal.note(records.Dropped(0, ["g0"], "{}"))
         queue.cancelled(CancelledGroup("g0", "p0", "sum", 0, "asked for", (1,), (None,), 1.0))
         await log.flush()
         assert faults

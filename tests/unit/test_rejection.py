@@ -8,7 +8,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.dispatcher import Dispatcher
 from dora.core.rules import rejection
-from dora.core.state import Doubt, Refusal
+from dora.core.state import Refusal, SuspectVersion
 from dora.errors import Conflict, VersionRejected
 from tests.unit.test_machine import Bench
 
@@ -58,7 +58,9 @@ class Publications(Bench):
                 self.refuse(loads[0])
             else:
                 self.go_back()
-                second = self.state.doubts[version].second if version in self.state.doubts else self.targeting(version)
+                second = (
+                    self.state.suspects[version].second if version in self.state.suspects else self.targeting(version)
+                )
                 self.empty(second)
 
     def targeting(self, version: int) -> str:
@@ -87,12 +89,12 @@ def test_while_a_version_is_in_doubt_one_other_worker_tries_it() -> None:
     first, *others = bench.loads(1) or [None]
     assert first is not None
     bench.refuse(first)
-    doubt = bench.state.doubts[1]
-    assert doubt.second not in ("", first.worker_id)
+    suspect = bench.state.suspects[1]
+    assert suspect.second not in ("", first.worker_id)
     bench.go_back()
     bench.post(on.RebalanceAsked())
-    assert {load.worker_id for load in bench.loads(1)} <= {doubt.second, *(load.worker_id for load in others)}
-    assert bench.state.workers[doubt.second].target == 1, "a plan does not take it off"
+    assert {load.worker_id for load in bench.loads(1)} <= {suspect.second, *(load.worker_id for load in others)}
+    assert bench.state.workers[suspect.second].target == 1, "a plan does not take it off"
     assert bench.state.window.admissible(1) == 0
 
 
@@ -104,10 +106,10 @@ def test_a_second_worker_that_loads_it_well_clears_the_version() -> None:
     liar = bench.loads(1)[0].worker_id
     bench.refuse(bench.loads(1)[0])
     bench.go_back()
-    second = bench.state.doubts[1].second
+    second = bench.state.suspects[1].second
     bench.empty(second)
     bench.answer(next(load for load in bench.loads(1) if load.worker_id == second))
-    assert not bench.state.doubts and 1 in bench.state.proven and not bench.state.window.withheld
+    assert not bench.state.suspects and 1 in bench.state.proven and not bench.state.window.quarantined
     worker = bench.state.workers[liar]
     for _ in range(3):
         bench.state.workers[liar].target = 1
@@ -145,11 +147,11 @@ def test_all_die_in_doubt_and_the_version_is_tried_again() -> None:
     for load in (first, second):
         bench.state.workers[load.worker_id].draining = load is first  # else its loss would leave one that has refused
         bench.post(on.WorkerLost(load.worker_id, load.epoch, "killed"))
-    assert 1 in bench.state.doubts and not bench.state.rejected
+    assert 1 in bench.state.suspects and not bench.state.rejected
     bench.join(first.worker_id)
     (again,) = bench.loads(1)
     bench.answer(again)
-    assert not bench.state.doubts and bench.state.workers[first.worker_id].hosts == 1
+    assert not bench.state.suspects and bench.state.workers[first.worker_id].hosts == 1
 
 
 def test_a_fault_of_the_workers_own_speaks_against_the_worker_alone() -> None:
@@ -157,7 +159,7 @@ def test_a_fault_of_the_workers_own_speaks_against_the_worker_alone() -> None:
     load = bench.loads(1)[0]
     for _ in range(3):
         bench.answer(next(each for each in bench.loads(1) if each.worker_id == load.worker_id), ok=False, error="disk")
-    assert not bench.state.doubts and [evict.worker_id for evict in bench.given(do.EvictWorker)] == [load.worker_id]
+    assert not bench.state.suspects and [evict.worker_id for evict in bench.given(do.EvictWorker)] == [load.worker_id]
 
 
 def test_the_model_itself_cannot_be_published_anew() -> None:
@@ -165,7 +167,7 @@ def test_the_model_itself_cannot_be_published_anew() -> None:
     bench.join("w0")
     for _ in range(3):
         bench.answer(bench.given(do.LoadVersion)[-1], ok=False, error="unfit", error_kind="weights")
-    assert bench.given(do.EvictWorker) and not bench.state.doubts
+    assert bench.given(do.EvictWorker) and not bench.state.suspects
 
 
 def test_what_is_refused_until_it_is_published_anew_and_what_goes_on_then() -> None:
@@ -263,12 +265,12 @@ def test_who_tried_a_version_that_is_rejected_tries_the_other_one_in_doubt_at_on
     bench.post(on.StepCommitted(1, 1))
     state = bench.state
     refusals = {name: Refusal(state.workers[name].epoch, "the canary differs", 2.0) for name in ("w0", "w1")}
-    state.doubts[1] = Doubt({"w0": refusals["w0"]})
-    state.doubts[2] = Doubt(refusals, second="w1")
-    for version in state.doubts:
-        state.window.withhold(version)
+    state.suspects[1] = SuspectVersion({"w0": refusals["w0"]})
+    state.suspects[2] = SuspectVersion(refusals, second="w1")
+    for version in state.suspects:
+        state.window.quarantine(version)
     rejection.judge(state)
-    assert list(state.rejected) == [2] and state.doubts[1].second == "w1" and state.workers["w1"].target == 1
+    assert list(state.rejected) == [2] and state.suspects[1].second == "w1" and state.workers["w1"].target == 1
 
 
 def test_a_load_without_an_end_is_ended() -> None:
@@ -295,6 +297,6 @@ def test_a_version_that_was_let_go_while_it_was_loaded_is_in_no_doubt() -> None:
     state.window.newest = state.window.step = 6  # the refusal of version 2 comes late
     outcome = on.CommandDone("w0", 1, 1, ok=False, error="the canary differs", error_kind="weights")
     rejection.refused(state, state.workers["w0"], 2, outcome)
-    assert not state.doubts and state.replan
+    assert not state.suspects and state.replan
     rejection.refused(state, state.workers["w0"], 6, outcome)
-    assert set(state.doubts) == {6}
+    assert set(state.suspects) == {6}

@@ -15,7 +15,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.weights.store import WeightStore
 from tests.contract.relays import publish
 from tests.service import configured
-from tests.unit.test_hosts_awaited import DIGEST, Life
+from tests.unit.test_expected_hosts import DIGEST, Life
 
 
 @pytest.mark.parametrize("has_model", [False, True])
@@ -47,7 +47,7 @@ class Refused:
     def __init__(self, *attempts: str) -> None:
         self.attempts, self.joined = list(attempts), False
 
-    async def stay(self) -> str | None:
+    async def runtime(self) -> str | None:
         attempt = self.attempts.pop(0)
         self.joined = attempt == "lost"
         if attempt == "refused":

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.relay.chain import Chain, Site, planned, ranked
-from dora.relay.link import ASSUMED, PIECE_BYTES_MOST, Link, broadcast_s, chain_s, least_broadcast_s, piece_chunks
+from dora.relay.link import ASSUMED, PIECE_BYTES_MAX, Link, broadcast_s, chain_s, least_broadcast_s, piece_chunks
 
 PLACES = ("", "east", "west")
 
 
-def sites(count: int, place: str = "", first: int = 0) -> list[Site]:
-    return [Site(f"h{number}", place) for number in range(first, first + count)]
+def sites(count: int, zone: str = "", first: int = 0) -> list[Site]:
+    return [Site(f"h{number}", zone) for number in range(first, first + count)]
 
 
 def check(chain: Chain) -> None:
@@ -27,8 +27,8 @@ def check(chain: Chain) -> None:
         assert host == chain.head or (upstreams[0] == chain.upstream(host) and upstreams[-1] == chain.head)
 
 
-def crossings(chain: Chain, places: dict[str, str]) -> list[str]:
-    return [host for host in chain.hosts[1:] if places[host] != places[chain.upstream(host)]]
+def crossings(chain: Chain, zones: dict[str, str]) -> list[str]:
+    return [host for host in chain.hosts[1:] if zones[host] != zones[chain.upstream(host)]]
 
 
 def test_hosts_follow_one_another() -> None:
@@ -49,9 +49,9 @@ def test_one_stream_crosses_to_each_place_and_leaves_from_no_slow_host() -> None
     here = [Site("h1", "here", 1e9), Site("h2", "here", 1e9), Site("slow", "here", 1e6)]
     there = [Site("e1", "east", 1e8), Site("e2", "east", 1e8), Site("w1", "west", 1e8), Site("w2", "west", 1e7)]
     chain = planned(Site("head", "here", 1e9), [*here, *there])
-    places = {"head": "here", **{site.host: site.place for site in [*here, *there]}}
+    zones = {"head": "here", **{site.host: site.zone for site in [*here, *there]}}
     check(chain)
-    assert crossings(chain, places) == ["e1", "w1"] or crossings(chain, places) == ["w1", "e1"]
+    assert crossings(chain, zones) == ["e1", "w1"] or crossings(chain, zones) == ["w1", "e1"]
     assert {chain.upstream("e1"), chain.upstream("w1")} == {"h1", "h2"}
     assert chain.upstream("e2") == "e1" and chain.upstream("w2") == "w1" and chain.upstream("slow") == "h2"
 
@@ -99,8 +99,8 @@ def test_any_order_of_losses_and_returns_leaves_one_tree_and_changes_little(data
     chain = planned(everyone[0], everyone[1:])
     check(chain)
     if len(set(PLACES)) > 1:
-        places = {site.host: site.place for site in everyone}
-        assert len(crossings(chain, places)) == len({site.place for site in everyone}) - 1
+        zones = {site.host: site.zone for site in everyone}
+        assert len(crossings(chain, zones)) == len({site.zone for site in everyone}) - 1
     for _ in range(data.draw(st.integers(1, 12))):
         host = data.draw(st.sampled_from(sorted(by_name)))
         before = {each: chain.upstream(each) for each in chain.hosts}
@@ -148,7 +148,7 @@ def test_the_size_of_pieces_is_the_best_of_all(rate: float, start_s: float, host
         return simulated_s(link, hosts, [min(size, body - at) for at in range(0, body, size)])
 
     chosen = piece_chunks(link, hosts, body, chunk)
-    best_s = min(took_s(each) for each in range(1, min(chunks, PIECE_BYTES_MOST // chunk) + 1))
+    best_s = min(took_s(each) for each in range(1, min(chunks, PIECE_BYTES_MAX // chunk) + 1))
     assert took_s(chosen) == pytest.approx(best_s)
     assert chain_s(link, hosts, body, chosen * chunk) == pytest.approx(best_s)
     assert best_s >= least_broadcast_s(link, hosts, body) * 0.999999

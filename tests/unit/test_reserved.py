@@ -163,9 +163,9 @@ def machine_of(window: int, longest: int, groups: int = 4) -> Machine:
     machine.handle(on.StepRequested(1, 0), 0.0)
     for index in range(6):
         machine.handle(on.WorkerJoined(f"w{index}", 1, SLOTS, KV_TOKENS), 0.0)
-    rhythm = machine.state.rhythm
-    rhythm.step_s, rhythm.pace_s = 300.0, 0.05
-    rhythm.mix.add([float(longest)], 0)
+    rates = machine.state.rates
+    rates.step_s, rates.pace_s = 300.0, 0.05
+    rates.mix.add([float(longest)], 0)
     return machine
 
 
@@ -176,10 +176,10 @@ def outlook(machine: Machine, now_s: float = 0.0) -> Schedule:
 
 def test_there_is_a_hurry_where_the_longest_response_outlasts_the_window_on_a_full_dp_group() -> None:
     full_s = COST.decode_step_s(SLOTS // 2, TUNING.fill * KV_TOKENS)
-    life_s = 300.0 * 0.8 * 1.92  # two steps, but for the margin, as short as they may be expected
-    assert not outlook(machine_of(2, int(0.98 * life_s / full_s))).hurried
-    assert outlook(machine_of(2, int(1.02 * life_s / full_s))).hurried
-    assert not outlook(machine_of(4, int(1.02 * life_s / full_s))).hurried
+    lifetime_s = 300.0 * 0.8 * 1.92  # two steps, but for the margin, as short as they may be expected
+    assert not outlook(machine_of(2, int(0.98 * lifetime_s / full_s))).hurried
+    assert outlook(machine_of(2, int(1.02 * lifetime_s / full_s))).hurried
+    assert not outlook(machine_of(4, int(1.02 * lifetime_s / full_s))).hurried
 
 
 def test_there_is_no_hurry_where_a_half_empty_dp_group_is_no_faster() -> None:
@@ -200,7 +200,7 @@ def test_steps_are_never_reckoned_shorter_than_the_longest_response_allows() -> 
 
 def test_a_step_whose_groups_are_all_there_ends_as_soon_as_the_trainer_can() -> None:
     machine = machine_of(2, 100)
-    machine.state.rhythm.took_s.extend([300.0, 120.0, 310.0])
+    machine.state.rates.took_s.extend([300.0, 120.0, 310.0])
     assert outlook(machine, 10.0).next_s == pytest.approx(10.0 + 1.0 + 240.0)  # it lacks all of its groups
     machine.state.window.left = 0
     assert outlook(machine, 10.0).next_s == pytest.approx(120.0)
@@ -209,15 +209,15 @@ def test_a_step_whose_groups_are_all_there_ends_as_soon_as_the_trainer_can() -> 
 
 def test_a_step_is_published_when_what_came_last_is_trained_on() -> None:
     machine = machine_of(2, 100)
-    rhythm, window = machine.state.rhythm, machine.state.window
-    rhythm.took_s.append(120.0)
-    rhythm.tail_s = 20.0
+    rates, window = machine.state.rates, machine.state.window
+    rates.took_s.append(120.0)
+    rates.tail_s = 20.0
     window.left = 0
     assert outlook(machine, 150.0).next_s == pytest.approx(150.0 + 1.0 + 20.0)
-    rhythm.tail_s = 200.0  # a trainer that was behind: its last groups waited for it
+    rates.tail_s = 200.0  # a trainer that was behind: its last groups waited for it
     assert outlook(machine, 150.0).next_s == pytest.approx(150.0 + 1.0 + TUNING.tail_step * 240.0)
     window.step += 1  # it is full
-    rhythm.filled(140.0)
+    rates.filled(140.0)
     assert outlook(machine, 150.0).next_s == pytest.approx(140.0 + 200.0)
     assert outlook(machine, 350.0).next_s == pytest.approx(351.0)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dora.data.record import CommittedStep, Recorder
+from dora.data.run_record import CommittedStep, Recorder
 from dora.data.trajectory import Trajectory
 from dora.data.types import Segment
 from dora.models.routers import has_routers, watched

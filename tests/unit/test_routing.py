@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 
 from dora.config import RolloutConfig, validated
-from dora.data.record import Recorder
-from dora.data.stretches import Stretch, TokenColumns
+from dora.data.run_record import Recorder
+from dora.data.token_spans import TokenColumns, TokenSpan
 from dora.data.trajectory import Trajectory
 from dora.data.types import Prompt, RequestSpec, Reward, RoutingShape, SamplingParams
 from dora.errors import InvalidValue
 from dora.models import routing
 from dora.models.experts import routing_of
-from dora.orchestrator.rollout.book import Book
-from dora.orchestrator.rollout.entry import BookError, Entry
 from dora.orchestrator.rollout.prompt_check import PromptCheck
-from dora.orchestrator.rollout.worker_checks import check_against_book
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.response_state import ReportError, ResponseState
+from dora.orchestrator.rollout.worker_checks import check_against_buffer
 from dora.orchestrator.setup import routing_wanted
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import BATCH_BYTES
@@ -45,20 +45,20 @@ def delta(first: int, *token_ids: int, routed: bytes | None = None, end: bool = 
     """Tokens with the rows of what was fed to sample them."""
     begin = 0 if first == 0 else 4 + first - 1
     found = rows(begin, 4 + first + len(token_ids) - 1) if routed is None else routed
-    stretch = Stretch(0, first, token_ids, (-0.5,) * len(token_ids), "stop" if end else None, "", found)
+    stretch = TokenSpan(0, first, token_ids, (-0.5,) * len(token_ids), "stop" if end else None, "", found)
     return columns_from_wire(columns_to_wire([stretch]))
 
 
 @pytest.fixture
-def book() -> Book:
-    made = Book(RolloutConfig(), SHAPE)
+def buffer() -> ResponseBuffer:
+    made = ResponseBuffer(RolloutConfig(), SHAPE)
     made.admit("g", PROMPT, 0, {"r": 0}, 0.0)
     return made
 
 
 @pytest.fixture
-def entry(book: Book) -> Entry:
-    return book["r"]
+def entry(buffer: ResponseBuffer) -> ResponseState:
+    return buffer["r"]
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_router_replay_is_refused_of_a_dense_model_and_off_by_default(tiny_dense
             refused()
 
 
-def test_the_book_keeps_rows_as_they_were_first_told(book: Book, entry: Entry) -> None:
+def test_the_book_keeps_rows_as_they_were_first_told(buffer: ResponseBuffer, entry: ResponseState) -> None:
     """What is told again after a re-prefill is skipped, with whatever other experts it names."""
     for told in (delta(0, 10, 11), delta(2, 12), delta(1, 11, 12, 13)):
-        check_against_book(book, told)
-        book.append("w0", told, 1.0)
+        check_against_buffer(buffer, told)
+        buffer.append("w0", told, 1.0)
     again = delta(0, 10, 11, 12, 13, 14, routed=rows(1, 8) + rows(7, 8), end=True)
-    book.append("w1", again, 1.0)
+    buffer.append("w1", again, 1.0)
     entry.reward = Reward(1.0)
     trajectory = entry.trajectory(0, 0)
     assert trajectory.response_token_ids.tolist() == [10, 11, 12, 13, 14]
@@ -121,16 +121,16 @@ def test_the_book_keeps_rows_as_they_were_first_told(book: Book, entry: Entry) -
         (delta(0, 10, routed=bytes(24)), "an expert twice"),
     ],
 )
-def test_rows_that_cannot_be_are_refused(book: Book, told: TokenColumns, reason: str) -> None:
-    with pytest.raises(BookError, match=reason):
-        check_against_book(book, told)
+def test_rows_that_cannot_be_are_refused(buffer: ResponseBuffer, told: TokenColumns, reason: str) -> None:
+    with pytest.raises(ReportError, match=reason):
+        check_against_buffer(buffer, told)
 
 
 def test_rows_that_nobody_asked_for_are_refused() -> None:
-    book = Book(RolloutConfig())
-    book.admit("g", PROMPT, 0, {"r": 0}, 0.0)
-    with pytest.raises(BookError, match="routed_experts bytes = 24"):
-        check_against_book(book, delta(0, 10))
+    buffer = ResponseBuffer(RolloutConfig())
+    buffer.admit("g", PROMPT, 0, {"r": 0}, 0.0)
+    with pytest.raises(ReportError, match="routed_experts bytes = 24"):
+        check_against_buffer(buffer, delta(0, 10))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])

@@ -13,14 +13,14 @@ import pytest
 
 from dora.config import validated
 from dora.core import events as on
-from dora.data.record import CANCELLED_FILE, Recorder
-from dora.data.stretches import Stretch
+from dora.data.run_record import CANCELLED_FILE, Recorder
+from dora.data.token_spans import TokenSpan
 from dora.data.trajectory import Int32Array
 from dora.data.types import EngineCapability, Prompt, Reward, TokenDelta
 from dora.errors import InvalidValue
 from dora.kvtransfer.segments import SegmentPool
-from dora.orchestrator.rollout.entry import BookError
 from dora.orchestrator.rollout.feed import PromptFeed
+from dora.orchestrator.rollout.response_state import ReportError
 from dora.orchestrator.rollout.streams import LOST_KEPT, WorkerSession
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.orchestrator.runtime import Runtime
@@ -31,7 +31,7 @@ from dora.rpc.columns import columns_to_wire
 from dora.weights.files import WeightFile, hash_file
 from dora.weights.store import WeightStore
 
-STRETCH = ("first_token", "token_ids", "logprobs", "finish_reason", "stop", "routed_experts")
+SPAN = ("first_token", "token_ids", "logprobs", "finish_reason", "stop", "routed_experts")
 CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
 
 
@@ -156,8 +156,8 @@ class Shell:
 
     def report(self, *deltas: TokenDelta, version: int = 0) -> None:
         """Raises what the service refuses."""
-        stretches = [Stretch(self.row(each.request_id), *(getattr(each, name) for name in STRETCH)) for each in deltas]
-        message = pb.WorkerReport(tokens=columns_to_wire(stretches), version=version)
+        spans = [TokenSpan(self.row(each.request_id), *(getattr(each, name) for name in SPAN)) for each in deltas]
+        message = pb.WorkerReport(tokens=columns_to_wire(spans), version=version)
         self.runtime.reports.report(self.session, message)
 
     def row(self, request_id: str) -> int:
@@ -209,9 +209,9 @@ def ended(request_id: str, version: int = 0, first: int = 0) -> TokenDelta:
 async def test_nothing_of_a_report_with_a_bad_delta_counts(shell: Shell) -> None:
     """A worker that is wrong about one request is believed about none; all of them run again elsewhere."""
     good, bad = await shell.admit(2)
-    with pytest.raises(BookError, match="first token = 5"):
+    with pytest.raises(ReportError, match="first token = 5"):
         shell.report(ended(good), ended(bad, first=5))
-    assert not len(shell.runtime.book[good])
+    assert not len(shell.runtime.buffer[good])
     shell.runtime.sessions.replace(shell.session, "a gap")
     await shell.until(lambda: not shell.state.workers)
     shell.join(2)
@@ -222,7 +222,7 @@ async def test_tokens_of_another_version_are_counted_and_never_taken(shell: Shel
     (request_id,) = await shell.admit(1)
     shell.report(ended(request_id, version=3), version=3)
     assert shell.runtime.machine.counters.c1_violations == 1
-    assert not len(shell.runtime.book[request_id])
+    assert not len(shell.runtime.buffer[request_id])
     assert shell.kills.killed == ["w0"]
 
 
@@ -242,7 +242,7 @@ async def test_a_worker_is_lost_at_once_and_its_late_reports_are_ignored(shell: 
     await shell.until(lambda: True)
     assert shell.runtime.sessions.workers == {"w0": new} and list(shell.state.workers) == ["w0"]
     assert shell.kills.killed == ["w0"], "the new process lives"
-    assert not len(shell.runtime.book[request_id])
+    assert not len(shell.runtime.buffer[request_id])
 
 
 async def test_a_commit_goes_on_when_its_caller_hangs_up(shell: Shell) -> None:
@@ -342,11 +342,13 @@ async def test_a_commit_that_waited_for_no_time_there_is_is_refused(shell: Shell
 
 async def test_siblings_differ_where_their_prompt_names_a_seed(shell: Shell) -> None:
     prompt = Prompt("p0", "task", (1, 2), sampling={"seed": 7}, group_size=3)
-    shell.runtime.book.admit("g0", prompt, 0, {"g0.0": 0, "g0.1": 1, "g0.2": 2}, 0.0)
-    seeds = [shell.runtime.book[f"g0.{index}"].sampling.seed for index in range(3)]
+    shell.runtime.buffer.admit("g0", prompt, 0, {"g0.0": 0, "g0.1": 1, "g0.2": 2}, 0.0)
+    seeds = [shell.runtime.buffer[f"g0.{index}"].sampling.seed for index in range(3)]
     assert seeds[0] == 7 and len(set(seeds)) == 3
-    shell.runtime.book.admit("g1", replace(prompt, prompt_id="p1"), 0, {"g1.0": 3, "g1.1": 4, "g1.2": 5}, 0.0)
-    assert seeds == [shell.runtime.book[f"g1.{index}"].sampling.seed for index in range(3)], "they follow from it alone"
+    shell.runtime.buffer.admit("g1", replace(prompt, prompt_id="p1"), 0, {"g1.0": 3, "g1.1": 4, "g1.2": 5}, 0.0)
+    assert seeds == [shell.runtime.buffer[f"g1.{index}"].sampling.seed for index in range(3)], (
+        "they follow from it alone"
+    )
 
 
 async def test_the_reasons_of_lost_workers_are_kept_for_the_last_ones(shell: Shell) -> None:

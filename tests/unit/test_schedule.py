@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.core.policies.laxity.schedule import Schedule, leading, life_of, stride_of
+from dora.core.policies.laxity.schedule import Schedule, leading, lifetime_of, stride_of
 from dora.core.policies.laxity.tuning import TUNING
 
 STEP_S = 100.0
@@ -20,7 +20,7 @@ def schedule_of(workers: int, window: int, stride: int = 1, passed_over: int = 0
 def schedules(draw: st.DrawFn) -> Schedule:
     workers, window = draw(st.integers(2, 200)), draw(st.integers(1, 7))
     stride = stride_of(workers, window)
-    return schedule_of(workers, life_of(workers, window), stride, draw(st.integers(0, stride - 1)))
+    return schedule_of(workers, lifetime_of(workers, window), stride, draw(st.integers(0, stride - 1)))
 
 
 @given(schedule=schedules(), part=st.floats(0.0, 2.999))
@@ -65,10 +65,10 @@ def test_the_examples_of_the_docstring() -> None:
 def test_every_second_version_is_taken_up_where_workers_are_few_and_the_window_allows(
     workers: int, window: int
 ) -> None:
-    stride, life = stride_of(workers, window), life_of(workers, window)
-    assert (life - 1) % stride == 0  # as one comes another one is due
-    assert 1 + (life - 1) // stride <= workers  # each has a worker
-    assert life <= window
+    stride, lifetime = stride_of(workers, window), lifetime_of(workers, window)
+    assert (lifetime - 1) % stride == 0  # as one comes another one is due
+    assert 1 + (lifetime - 1) // stride <= workers  # each has a worker
+    assert lifetime <= window
     assert stride == (2 if 1 < workers < TUNING.least_workers * (window - 1) and window in (3, 5, 7, 9) else 1)
 
 
@@ -87,7 +87,7 @@ def test_what_the_due_version_held_to_its_end_is_the_newests_until_the_publish()
 
 
 def test_with_fewer_workers_than_versions_those_end_earlier() -> None:
-    schedule = schedule_of(2, life_of(2, 4))
+    schedule = schedule_of(2, lifetime_of(2, 4))
     assert [float(schedule.share(version, 1050.0)) for version in (9, 8, 7, 6)] == [1, 1, 0, 0]
     assert schedule.due(8)
     assert schedule.end_s(8) < 1000.0 + STEP_S

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dora.errors import DoraError, InvalidValue
-from dora.orchestrator.services.trainer import METRICS_MOST, checked_metrics
+from dora.orchestrator.services.trainer import METRICS_MAX, checked_metrics
 from dora.trainers.grpo import main
 from dora.trainers.learner import LearnerConfig, StepMetrics
 from dora.trainers.objectives.batch import TokenBatch
@@ -19,7 +19,7 @@ from dora.trainers.options import parse_arguments
 from dora.trainers.report import StepReport, alarm_lines, step_line
 from dora.trainers.signals import (
     LOG_RATIO_BIN,
-    STALENESS_MOST,
+    STALENESS_MAX,
     ByStaleness,
     added,
     alarm,
@@ -129,9 +129,9 @@ def test_a_commit_has_room_for_the_signals_of_any_window() -> None:
         token_sums(tokens, clipped, range(64)),
         response_sums([make_trajectory(0, 0, 0, staleness=staleness) for staleness in range(64)], 3.0),
     )
-    assert sums[STALENESS_MOST].signals().tokens_trained == 64 - STALENESS_MOST
+    assert sums[STALENESS_MAX].signals().tokens_trained == 64 - STALENESS_MAX
     numbers = metrics_of(sums, bound=-1.0).numbers()
-    assert len(checked_metrics(numbers)) < METRICS_MOST
+    assert len(checked_metrics(numbers)) < METRICS_MAX
     assert {"clip_fraction", "staleness_0/clip_fraction", "staleness_5+/clip_fraction"} <= numbers.keys()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dora.data.record import CommittedStep, Recorder
+from dora.data.run_record import CommittedStep, Recorder
 from dora.data.trajectory import Trajectory
 from dora.data.types import Segment
 from tests.contract.trainer_service import make_trajectory

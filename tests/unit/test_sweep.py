@@ -14,7 +14,7 @@ from dora.cli.exits import DoraGroup, ExitCode
 from dora.cli.simulate.sweep import sweep as sweep_command
 from dora.core.groups.window import Window
 from dora.core.policies import POLICIES
-from dora.core.rules import fleet
+from dora.core.rules import membership
 from dora.errors import InvalidValue
 from dora.sim.fault_kinds import KINDS, draw_faults, kinds_of
 from dora.sim.shrinking import ddmin, shrunk
@@ -42,7 +42,7 @@ def place_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 def requests_die(patch: pytest.MonkeyPatch) -> None:
     """A bug that needs a worker's death."""
-    patch.setattr(fleet, "orphan", lambda state, row: None)
+    patch.setattr(membership, "orphan", lambda state, row: None)
 
 
 # ----------------------------------------------------------------------------------------------------------- schedules

@@ -55,8 +55,8 @@ def test_what_cannot_work_between_two_hosts_is_no_news() -> None:
 
 def test_a_doubt_of_the_other_end_is_told_once() -> None:
     choice = measured()
-    choice.doubt("tcp", "no room")
-    choice.doubt("gloo", "the peer has gone")
-    assert choice.take_doubt("tcp") == "no room" and choice.take_doubt("tcp") == ""
-    assert choice.take_doubts() == {"gloo": "the peer has gone"} and choice.take_doubts() == {}
+    choice.suspect("tcp", "no room")
+    choice.suspect("gloo", "the peer has gone")
+    assert choice.take_suspect("tcp") == "no room" and choice.take_suspect("tcp") == ""
+    assert choice.take_suspects() == {"gloo": "the peer has gone"} and choice.take_suspects() == {}
     assert choice.order() == ["shm", "tcp", "gloo"], "the thread that sends leaves it, when it closes its half"

@@ -50,7 +50,7 @@ def test_a_transport_that_failed_at_the_target_is_doubted_and_the_snapshot_sent_
     one = told.sending("1")
     told.hear(Kind.REFUSED, key="1", reason="it was not written", transport=True)
     assert told.again == [one] and not one.done.done()
-    assert told.choice.take_doubts() == {"shm": "it was not written"}
+    assert told.choice.take_suspects() == {"shm": "it was not written"}
 
 
 def test_a_refusal_is_heard_while_chunks_are_still_sent() -> None:

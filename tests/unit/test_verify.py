@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from dora.cli.app import app
-from dora.data.record import CommittedStep, Recorder
+from dora.data.run_record import CommittedStep, Recorder
 from dora.data.trajectory import Trajectory
 from dora.data.types import Segment
 from dora.errors import InvalidValue

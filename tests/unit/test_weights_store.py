@@ -15,7 +15,7 @@ from dora.client.publication import canary_of, place_weights
 from dora.data.types import Canary
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.models.tiny import make_tiny
-from dora.system.outfile import link_or_copy
+from dora.system.files import link_or_copy
 from dora.weights.canary import canary_token_ids, check_canary, compute_canary
 from dora.weights.files import WeightFile, check_file_name, hash_file, header_of, write_weights
 from dora.weights.reference import TensorHeader, read_header, read_reference

@@ -85,7 +85,7 @@ def test_always_feasible_and_never_stale(size: int, groups: int, choices: list[t
         assert min(window.slack()) >= 0
         for version in range(window.oldest_live, window.newest + 1):
             most = min(window.slack()[max(0, window.deadline(version) - window.step) :])
-            admits = version >= window.oldest_admitting and version not in window.withheld
+            admits = version >= window.oldest_admitting and version not in window.quarantined
             assert window.admissible(version) == (most if admits else 0)
         assert window.open_groups == len(is_open)
         assert all(group.deadline >= window.step for group in is_open)
@@ -93,9 +93,9 @@ def test_always_feasible_and_never_stale(size: int, groups: int, choices: list[t
         assert window.oldest_live >= retired, "a version that was let go is back"
         live, retired = max(live, window.newest - window.oldest_live + 1), window.oldest_kept
         assert window.newest in (window.step - 1, window.step)
-        assert window.rejected <= window.withheld <= set(range(1, window.newest + 1))
+        assert window.rejected <= window.quarantined <= set(range(1, window.newest + 1))
         assert all(version >= window.oldest_kept for version in window.rejected)
-        assert window.newest_sound == max(set(range(window.newest + 1)) - window.withheld)
+        assert window.newest_sound == max(set(range(window.newest + 1)) - window.quarantined)
     assert live <= MOST
 
 
@@ -109,7 +109,7 @@ def test_never_stuck(size: int, groups: int, choices: list[tuple[str, int]]) -> 
     window, is_open = Window(size, groups), []
     for what, pick in choices:
         apply(window, is_open, what, pick)
-    for version in list(window.withheld):
+    for version in list(window.quarantined):
         window.release(version)
     goal = window.step + 3
     for _ in range(20 * groups * (size + MOST + 3)):
@@ -190,7 +190,7 @@ def test_a_rejection_is_as_if_it_had_not_been(
     window, is_open = Window(size, groups), []
     for what, pick in choices:
         apply(window, is_open, what, pick)
-    for version in list(window.withheld):
+    for version in list(window.quarantined):
         window.release(version)
     version = window.newest
     if not version:

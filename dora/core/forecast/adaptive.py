@@ -4,8 +4,8 @@ A window is changed by one version at a time, between two steps. Groups of the s
 so the first ``max(size, size before)`` steps are passed over. Then ``window.look_steps`` or more are looked at, in this
 order:
 
-1. *Too far off-policy*: the clipped fraction is above ``window.clip_fraction_most``, or the effective sample size is
-   below ``window.effective_sample_least``. The window gets narrower.
+1. *Too far off-policy*: the clipped fraction is above ``window.clip_fraction_max``, or the effective sample size is
+   below ``window.effective_sample_min``. The window gets narrower.
 2. *A trial*: each change but such a one is a trial. A wider window stays if its steps are shorter than those before by
    half of ``window.wait_share``, a narrower one if they are not longer by as much; else the window goes back. Where
    steps differ so much among themselves that this is not clear, more of them are looked at, ``PATIENCE`` times as
@@ -33,9 +33,9 @@ from dora.config import WindowConfig
 PATIENCE: Final = 4
 CLEAR: Final = 2.0  # standard errors, if they are known well
 STEPS_KEPT: Final = 64  # of one size, the latest
-REST_MOST: Final = 1024  # steps
+REST_MAX: Final = 1024  # steps
 ROOM: Final = 0.7  # of what a signal may reach, up to which a wider window is tried
-TRAINED_LEAST: Final = 1e-3  # of a step's time: less is no training
+TRAINED_MIN: Final = 1e-3  # of a step's time: less is no training
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class AdaptiveSize:
     def _note(self, signals: StepSignals) -> None:
         took_s = signals.took_s
         if signals.waited_s is not None:
-            self._times.append((took_s, max(took_s - signals.waited_s, TRAINED_LEAST * took_s)))
+            self._times.append((took_s, max(took_s - signals.waited_s, TRAINED_MIN * took_s)))
         if signals.clip_fraction is not None:
             self._clips.append(signals.clip_fraction)
         if signals.effective_sample is not None:
@@ -217,17 +217,17 @@ class AdaptiveSize:
         """Which signal has passed its limit; empty: none."""
         config = self._config
         clip, sample = self._clip(), self._sample()
-        if clip > config.clip_fraction_most:
-            return f"clipped fraction {clip:.1%} is above {config.clip_fraction_most:.1%}"
-        if sample < config.effective_sample_least:
-            return f"effective sample size {sample:.1%} is below {config.effective_sample_least:.1%}"
+        if clip > config.clip_fraction_max:
+            return f"clipped fraction {clip:.1%} is above {config.clip_fraction_max:.1%}"
+        if sample < config.effective_sample_min:
+            return f"effective sample size {sample:.1%} is below {config.effective_sample_min:.1%}"
         return ""
 
     def _has_room(self) -> bool:
         """Whether no signal is near its limit."""
         config = self._config
-        lost, lost_most = 1.0 - self._sample(), 1.0 - config.effective_sample_least
-        return self._clip() <= ROOM * config.clip_fraction_most and lost <= ROOM * lost_most
+        lost, lost_most = 1.0 - self._sample(), 1.0 - config.effective_sample_min
+        return self._clip() <= ROOM * config.clip_fraction_max and lost <= ROOM * lost_most
 
     def _clip(self) -> float:
         return median(self._clips) if self._clips else 0.0
@@ -241,7 +241,7 @@ class AdaptiveSize:
     def _rest(self, size: int) -> None:
         steps = self._rest_steps.get(size, self._config.rest_steps)
         self._rest_until[size] = self._steps + steps
-        self._rest_steps[size] = min(2 * steps, REST_MOST)
+        self._rest_steps[size] = min(2 * steps, REST_MAX)
 
 
 def _clear(steps: int) -> float:

@@ -20,7 +20,7 @@ from dora.errors import InvalidValue
 _LOWEST, _HIGHEST, _CELLS = -12.0, 32.0, 64  # the table's domain in standard deviations, and cells for each of them
 _NEVER = -8.0  # further below the mean a bound excludes nothing
 _SURELY = 30.0  # a response that outlives its belief by more shows that the belief was too narrow: it is widened
-_SD_LEAST, _SD_MOST = 1e-6, 3.9  # _NEVER - _SD_MOST must lie in the table
+_SD_MIN, _SD_MAX = 1e-6, 3.9  # _NEVER - _SD_MAX must lie in the table
 _BLOCK = 8192  # rows: a kernel's dozen temporaries stay in the cache
 _LOG_ROOT_2PI = 0.5 * math.log(2.0 * math.pi)
 _NORMAL = NormalDist()
@@ -150,7 +150,7 @@ def _blockwise(kernel: Callable[[Column, Column, Column, Column], Column], *colu
 def _standardised(mean: Column, sd: Column, tokens: Column) -> tuple[Column, Column]:
     """The deviation to use, and ``tokens`` in standard scores, both such that the table holds them."""
     log_tokens = np.log(np.maximum(tokens, 1.0))
-    sd = np.clip(np.maximum(sd, (log_tokens - mean) / _SURELY), _SD_LEAST, _SD_MOST)
+    sd = np.clip(np.maximum(sd, (log_tokens - mean) / _SURELY), _SD_MIN, _SD_MAX)
     return sd, np.clip((log_tokens - mean) / sd, _NEVER, _SURELY)
 
 

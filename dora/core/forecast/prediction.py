@@ -25,7 +25,7 @@ BLOCK = 64  # responses between two fits of the regression
 PROMPTS_MAX = 131_072  # the prompt first seen is forgotten beyond that
 TASKS_MAX = 65_536  # likewise
 LEARNT_TASKS = 1024  # of which what was learnt outlives a crash
-HISTORY_MOST = 128  # responses that count of one prompt or task: later ones push earlier ones out
+HISTORY_MAX = 128  # responses that count of one prompt or task: later ones push earlier ones out
 PRIOR_VARIANCE = 0.5  # of the prompt effect and of the noise each, worth PRIOR_COUNT responses
 PRIOR_COUNT = 32.0
 
@@ -97,7 +97,7 @@ class _Means:
         count, mean = self._values.get(name, (0.0, 0.0))
         if not count and len(self._values) >= self._most:
             del self._values[next(iter(self._values))]
-        count = min(count + 1.0, HISTORY_MOST)
+        count = min(count + 1.0, HISTORY_MAX)
         self._values[name] = (count, mean + (value - mean) / count)
 
     def learnt(self) -> dict[str, tuple[float, float]]:

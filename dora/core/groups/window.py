@@ -38,7 +38,7 @@ class Window:
         self._open: dict[int, int] = {}  # deadline -> open groups, where there are any
         self._open_of: dict[int, int] = {}  # version -> the same groups
         self._left_behind = 0  # versions below it have left the window
-        self._withheld: set[int] = set()  # versions that admit nothing for now
+        self._quarantined: set[int] = set()  # versions that admit nothing for now
         self._rejected: set[int] = set()  # of these, those that are to be published anew
 
     def set_groups_per_step(self, groups: int) -> None:
@@ -102,14 +102,14 @@ class Window:
     def newest_sound(self) -> int:
         """The newest version that is not withheld. Version 0 never is."""
         version = self.newest
-        while version in self._withheld:
+        while version in self._quarantined:
             version -= 1
         return version
 
     @property
-    def withheld(self) -> Set[int]:
+    def quarantined(self) -> Set[int]:
         """Versions that admit nothing for now."""
-        return self._withheld
+        return self._quarantined
 
     @property
     def rejected(self) -> Set[int]:
@@ -165,7 +165,7 @@ class Window:
         """How many more groups of ``version`` may be admitted now."""
         if not self.oldest_admitting <= version <= self.newest or not self.groups_per_step:
             return 0
-        if self.closed or version in self._withheld:
+        if self.closed or version in self._quarantined:
             return 0
         return self.least_slack(self.deadline(version), self.horizon)
 
@@ -234,21 +234,21 @@ class Window:
         self.newest += 1
         return self.newest
 
-    def withhold(self, version: int) -> None:
+    def quarantine(self, version: int) -> None:
         """The version admits nothing until it is released. Raises IllegalTransition for one that a trainer has not
         published, or whose weights are let go."""
         if not max(1, self.oldest_kept) <= version <= self.newest:
             raise IllegalTransition(f"version {version} cannot be withheld: {self.told()}")
-        self._withheld.add(version)
+        self._quarantined.add(version)
 
     def reject(self, version: int) -> None:
         """The version is to be published anew; until then the window stands still. Raises as ``withhold``."""
-        self.withhold(version)
+        self.quarantine(version)
         self._rejected.add(version)
 
     def release(self, version: int) -> None:
         """The version is as any other again: its weights have proven good, or it was published anew."""
-        self._withheld.discard(version)
+        self._quarantined.discard(version)
         self._rejected.discard(version)
 
     def _holds(self, version: int, deadline: int) -> bool:

@@ -26,10 +26,10 @@ register("dora", DoraPolicy)
 register("laxity", LaxityPolicy)
 register("laminar", LaminarPolicy)
 register("staleflow", StaleFlowPolicy)
-register("streamrl", Strategy(StreamRlPolicy, windows=(1, 2), by_need=False))
-register("sync", Strategy(SyncPolicy, windows=(1, 1), by_need=False))
+register("streamrl", Strategy(StreamRlPolicy, windows=(1, 2), by_freshness=False))
+register("sync", Strategy(SyncPolicy, windows=(1, 1), by_freshness=False))
 for alias in ("one_step", "stream"):  # they differ in the trainer alone, which streams or does not
-    register(alias, Strategy(OneStepPolicy, windows=(2, 2), by_need=False))
+    register(alias, Strategy(OneStepPolicy, windows=(2, 2), by_freshness=False))
 
 __all__ = [
     "POLICIES",

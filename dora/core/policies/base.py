@@ -8,7 +8,7 @@ from math import ceil, inf
 from dora.config import BalanceConfig
 from dora.core.dispatcher import Dispatcher
 from dora.core.fleet.worker import Worker
-from dora.core.groups.line import Entry
+from dora.core.groups.queues import QueuedPrompt
 from dora.core.plan import Move, Plan, Trigger
 from dora.core.view import View
 
@@ -35,7 +35,7 @@ class BasePolicy(ABC):
     def relieve(self, view: View) -> tuple[Move, ...]:
         return ()
 
-    def rank(self, entry: Entry, expected_tokens: float) -> float:
+    def rank(self, entry: QueuedPrompt, expected_tokens: float) -> float:
         return 0.0
 
     def versions(self, dispatcher: Dispatcher) -> Iterable[int]:
@@ -57,7 +57,9 @@ class BasePolicy(ABC):
             return None
         hosts, first = dispatcher.workers_of(version), dispatcher.backlog.first()
         groups = max(0, min(len(dispatcher.backlog), dispatcher.admissible(version)))
-        supply = len(dispatcher.line(version)) + groups * (first.prompt.group_size if first is not None else 0)
+        supply = len(dispatcher.waiting_requests(version)) + groups * (
+            first.prompt.group_size if first is not None else 0
+        )
         held = sum([len(worker.rows) + worker.inbound for worker in hosts])
         return ceil((supply + held) / (len(hosts) + loading))
 
@@ -66,13 +68,13 @@ class BasePolicy(ABC):
         need = dispatcher.context_tokens(row)
         return not worker.held or worker.kv_claimed + need <= worker.kv_tokens
 
-    def choose(self, dispatcher: Dispatcher, version: int) -> Entry | None:
+    def choose(self, dispatcher: Dispatcher, version: int) -> QueuedPrompt | None:
         """The prompt to make the next group of ``version`` from; None: none that should."""
         return dispatcher.backlog.first()
 
     def dispatch(self, dispatcher: Dispatcher) -> None:
         for version in self.versions(dispatcher):
-            if dispatcher.line(version) or (dispatcher.backlog and dispatcher.admissible(version) > 0):
+            if dispatcher.waiting_requests(version) or (dispatcher.backlog and dispatcher.admissible(version) > 0):
                 self._fill(dispatcher, version)
 
     def _fill(self, dispatcher: Dispatcher, version: int) -> None:
@@ -90,7 +92,7 @@ class BasePolicy(ABC):
         aside: list[tuple[float, int, Worker]] = []  # what did not fit a request of ``aside_tokens`` of context
         aside_tokens = 0
         while heap and self._supply(dispatcher, version):
-            row = dispatcher.line(version).peek()
+            row = dispatcher.waiting_requests(version).peek()
             tokens = dispatcher.context_tokens(row)
             if aside and tokens < aside_tokens:
                 while aside:
@@ -103,7 +105,7 @@ class BasePolicy(ABC):
 
     def _supply(self, dispatcher: Dispatcher, version: int) -> bool:
         """Whether a request of this version waits, if need be one of a new group."""
-        if dispatcher.line(version):
+        if dispatcher.waiting_requests(version):
             return True
         if not dispatcher.backlog or dispatcher.admissible(version) < 1:
             return False

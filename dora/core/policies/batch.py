@@ -2,7 +2,7 @@
 
 from dora.core.dispatcher import Dispatcher
 from dora.core.fleet.worker import Worker
-from dora.core.groups.line import Entry
+from dora.core.groups.queues import QueuedPrompt
 from dora.core.plan import Plan, Trigger
 from dora.core.policies.base import BasePolicy
 from dora.core.policies.targets import plannable
@@ -41,7 +41,7 @@ class SyncPolicy(BasePolicy):
         """Slots alone count: what exceeds the KV waits inside the engine, as in the systems that the papers compare."""
         return True
 
-    def choose(self, dispatcher: Dispatcher, version: int) -> Entry | None:
+    def choose(self, dispatcher: Dispatcher, version: int) -> QueuedPrompt | None:
         """Only the newest version, only for the step that trains on it fresh."""
         fresh = version == dispatcher.newest == dispatcher.window.step
         return dispatcher.backlog.first() if fresh and batch_open(dispatcher) else None
@@ -62,7 +62,7 @@ class OneStepPolicy(SyncPolicy):
     def version_of(self, step: int, newest: int, window: int) -> int:
         return max(0, step - 1)
 
-    def choose(self, dispatcher: Dispatcher, version: int) -> Entry | None:
+    def choose(self, dispatcher: Dispatcher, version: int) -> QueuedPrompt | None:
         due = version == self.version_of(dispatcher.window.step, dispatcher.newest, dispatcher.window.size)
         return dispatcher.backlog.first() if due and batch_open(dispatcher) else None
 

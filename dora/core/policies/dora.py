@@ -15,7 +15,7 @@ from dora.config import BalanceConfig
 from dora.core.dispatcher import Dispatcher
 from dora.core.fleet.partition import Candidate, assign, keeping_full, proportional, settled
 from dora.core.fleet.worker import Worker
-from dora.core.groups.line import Entry
+from dora.core.groups.queues import QueuedPrompt
 from dora.core.plan import Move, Plan, Trigger
 from dora.core.policies.base import BasePolicy
 from dora.core.policies.levelling import plan_moves
@@ -69,9 +69,9 @@ class DoraPolicy(BasePolicy):
         kv_tokens = worker.kv_expected + dispatcher.context_tokens(row)
         return not worker.held or kv_tokens <= self.config.pressure * worker.kv_tokens
 
-    def choose(self, dispatcher: Dispatcher, version: int) -> Entry | None:
+    def choose(self, dispatcher: Dispatcher, version: int) -> QueuedPrompt | None:
         """In order of arrival; for an older version what ends before its deadline, and nothing while it shrinks."""
-        if version == dispatcher.newest or not dispatcher.rhythm.step_s:
+        if version == dispatcher.newest or not dispatcher.rates.step_s:
             return dispatcher.backlog.first()
         if version in self._shrinking:
             return None
@@ -96,10 +96,10 @@ class DoraPolicy(BasePolicy):
 
 def tokens_left(dispatcher: Dispatcher, version: int) -> float:
     """Tokens that a response could have until the last step that may take this version is full, as steps go of late."""
-    rhythm = dispatcher.rhythm
+    rates = dispatcher.rates
     steps = dispatcher.window.deadline(version) - dispatcher.newest + 1
-    ends_s = rhythm.published_s + steps * rhythm.step_s - rhythm.tail_s
-    return (ends_s - dispatcher.now_s) / rhythm.pace_s
+    ends_s = rates.published_s + steps * rates.step_s - rates.tail_s
+    return (ends_s - dispatcher.now_s) / rates.pace_s
 
 
 def remaining_work(view: View) -> dict[int, float]:

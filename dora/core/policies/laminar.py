@@ -93,7 +93,7 @@ class LaminarPolicy(BasePolicy):
 
     def dispatch(self, dispatcher: Dispatcher) -> None:
         for version in dispatcher.versions():
-            if dispatcher.line(version):
+            if dispatcher.waiting_requests(version):
                 self._deal(dispatcher, version, dispatcher.candidates(version), admits=False)
         if dispatcher.backlog and dispatcher.admissible(dispatcher.newest) > 0:
             begins = [worker for worker in dispatcher.candidates(dispatcher.newest) if self._begins(worker)]
@@ -115,12 +115,12 @@ class LaminarPolicy(BasePolicy):
                 heappop(heap)
                 dispatcher.full(worker)
                 continue
-            if not dispatcher.line(version):
+            if not dispatcher.waiting_requests(version):
                 entry = dispatcher.backlog.first() if admits and dispatcher.admissible(version) > 0 else None
                 if entry is None:
                     break
                 dispatcher.admit(entry, version, self.rank)
-            dispatcher.place(dispatcher.line(version).peek(), worker)
+            dispatcher.place(dispatcher.waiting_requests(version).peek(), worker)
             heapreplace(heap, (free + 1, index, worker))
         if admits:
             self._taken.update((worker.index, version) for worker in workers if worker.held >= worker.slots)

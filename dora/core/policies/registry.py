@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from dora.config import BalanceConfig, WindowConfig, WindowSize
 from dora.core.policy import Policy
-from dora.data.limits import WINDOW_MOST
+from dora.data.limits import WINDOW_MAX
 from dora.errors import Conflict, InvalidValue, NotFound, one_of
 
 
@@ -14,18 +14,18 @@ class Strategy:
     """``make`` builds it from its configuration: a class over ``BasePolicy``, say.
 
     ``windows``: the fewest and the most versions that may be live, where the strategy's definition says so: in a
-    narrower window it would stall, in a wider one run as in its widest. ``by_need``: what it may begin is held back
-    until a step will want it (need.py); not where it begins whole batches by definition.
+    narrower window it would stall, in a wider one run as in its widest. ``by_freshness``: the core holds admission
+    back until a step needs the groups (freshness.py); False for strategies that begin whole batches by definition.
     """
 
     make: Callable[[BalanceConfig], Policy]
-    windows: tuple[int, int] = (1, WINDOW_MOST)
-    by_need: bool = True
+    windows: tuple[int, int] = (1, WINDOW_MAX)
+    by_freshness: bool = True
 
     def __post_init__(self) -> None:
         least, most = self.windows
-        if not 1 <= least <= most <= WINDOW_MOST:
-            raise InvalidValue("windows", self.windows, f"the fewest and the most, of 1 to {WINDOW_MOST}")
+        if not 1 <= least <= most <= WINDOW_MAX:
+            raise InvalidValue("windows", self.windows, f"the fewest and the most, of 1 to {WINDOW_MAX}")
 
 
 POLICIES: dict[str, Strategy] = {}
@@ -67,7 +67,7 @@ def nearest_window(policy: str, window: int, strategies: Mapping[str, Strategy] 
 
 def allows_any(policy: str, strategies: Mapping[str, Strategy] = POLICIES) -> bool:
     """Whether the strategy is defined for every window, so that one may change."""
-    return policy not in strategies or strategies[policy].windows == (1, WINDOW_MOST)
+    return policy not in strategies or strategies[policy].windows == (1, WINDOW_MAX)
 
 
 def check_window(

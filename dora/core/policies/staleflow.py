@@ -33,9 +33,13 @@ class StaleFlowPolicy(BasePolicy):
 
     def room(self, dispatcher: Dispatcher, worker: Worker) -> float:
         """How far the gain of what comes next is above the threshold."""
-        line, first = dispatcher.line(worker.hosts), dispatcher.backlog.first()
+        waiting_requests, first = dispatcher.waiting_requests(worker.hosts), dispatcher.backlog.first()
         tokens = (
-            dispatcher.context_tokens(line.peek()) if line else first.prompt.prompt_tokens if first is not None else 0
+            dispatcher.context_tokens(waiting_requests.peek())
+            if waiting_requests
+            else first.prompt.prompt_tokens
+            if first is not None
+            else 0
         )
         return relative_gain(load_of(worker), tokens, dispatcher.cost) - MU
 

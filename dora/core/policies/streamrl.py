@@ -11,7 +11,7 @@ from dora.config import BalanceConfig
 from dora.core.dispatcher import Dispatcher
 from dora.core.fleet.worker import Worker
 from dora.core.forecast.cost import CostModel
-from dora.core.groups.line import Entry
+from dora.core.groups.queues import QueuedPrompt
 from dora.core.policies.batch import OneStepPolicy
 
 ALPHA = 0.2  # share of the samples that are the long tail
@@ -65,7 +65,7 @@ class StreamRlPolicy(OneStepPolicy):
     def version_of(self, step: int, newest: int, window: int) -> int:
         return newest if window == 1 else super().version_of(step, newest, window)
 
-    def rank(self, entry: Entry, expected_tokens: float) -> float:
+    def rank(self, entry: QueuedPrompt, expected_tokens: float) -> float:
         return -expected_tokens
 
     def dispatch(self, dispatcher: Dispatcher) -> None:
@@ -82,7 +82,7 @@ class StreamRlPolicy(OneStepPolicy):
             if entry is None:
                 break
             dispatcher.admit(entry, version, self.rank)
-        if not dispatcher.line(version):
+        if not dispatcher.waiting_requests(version):
             return
         self._split(dispatcher, version, hosts)
         self._sort(dispatcher, version)
@@ -91,7 +91,7 @@ class StreamRlPolicy(OneStepPolicy):
             self._start(
                 dispatcher, rows, [worker for worker in candidates if (worker.index in self._dedicated) == long]
             )
-        self._sorted = (version, dispatcher.line(version).changes)
+        self._sorted = (version, dispatcher.waiting_requests(version).changes)
 
     def _split(self, dispatcher: Dispatcher, version: int, hosts: Sequence[Worker]) -> None:
         """Algorithm 2, once for each batch, and again where a host came or went."""
@@ -99,7 +99,7 @@ class StreamRlPolicy(OneStepPolicy):
         if of == self._of:
             return
         self._of = of
-        rows = list(dispatcher.line(version))
+        rows = list(dispatcher.waiting_requests(version))
         lengths = np.maximum(1, dispatcher.requests["expected"][rows])
         prompt_tokens = float(dispatcher.requests["prompt_tokens"][rows].mean())
 
@@ -113,11 +113,11 @@ class StreamRlPolicy(OneStepPolicy):
 
     def _sort(self, dispatcher: Dispatcher, version: int) -> None:
         """Brings the two queues up to date with the line, where it has changed by another hand."""
-        line = dispatcher.line(version)
-        if self._sorted == (version, line.changes):
+        waiting_requests = dispatcher.waiting_requests(version)
+        if self._sorted == (version, waiting_requests.changes):
             return
         expected = dispatcher.requests["expected"]
-        rows = sorted(line, key=lambda row: (-int(expected[row]), row))
+        rows = sorted(waiting_requests, key=lambda row: (-int(expected[row]), row))
         self._long = deque(row for row in rows if expected[row] >= self._threshold)
         self._regular = deque(row for row in rows if expected[row] < self._threshold)
 

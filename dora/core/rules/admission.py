@@ -12,8 +12,8 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.forecast.lognormal import Estimate, longest_quantile
 from dora.core.forecast.prediction import PromptTraits
-from dora.core.groups.line import Entry, Line
-from dora.core.groups.need import LOSS
+from dora.core.groups.freshness import LOSS
+from dora.core.groups.queues import QueuedPrompt, WaitingRequests
 from dora.core.state import GroupStatus, RequestStatus, State, unfinished
 from dora.errors import InvalidValue, NotFound
 
@@ -38,7 +38,7 @@ def offered(state: State, event: on.PromptsOffered) -> None:
         entry = state.backlog.add(prompt, longest, siblings(estimate, prompt))
         if estimate.known_tokens or state.predictor.seen >= state.window.groups_per_step * prompt.group_size:
             # before, beliefs are a guess far too long
-            state.rhythm.mix.add(entry.lengths, prompt.prompt_tokens)
+            state.rates.mix.add(entry.lengths, prompt.prompt_tokens)
     state.exhausted = event.exhausted
 
 
@@ -101,23 +101,25 @@ def draw(state: State) -> None:
 
 def admissible(state: State, version: int) -> int:
     """How many groups of ``version`` should begin now: what the window allows, as far as a step will want them."""
-    most, window, need = state.window.admissible(version), state.window, state.need
-    if most < 1 or window.size == 1 or not need.acts:
+    most, window, freshness = state.window.admissible(version), state.window, state.freshness
+    if most < 1 or window.size == 1 or not freshness.acts:
         return most
-    if need.is_old(state.now_s, window):
+    if freshness.is_old(state.now_s, window):
         rows = np.flatnonzero(unfinished(state.requests))
-        need.look(state.now_s, window, state.rhythm, state.requests, rows, _steps_per_s(state))
-    return max(0, min(most, need.wanted(newest=version == window.newest_sound)))
+        freshness.look(state.now_s, window, state.rates, state.requests, rows, _steps_per_s(state))
+    return max(0, min(most, freshness.wanted(newest=version == window.newest_sound)))
 
 
 def _steps_per_s(state: State) -> float:
     """What all workers that are to stay generate, were their KV or slots always in use; 0: not known yet."""
     slots = sum(worker.slots for worker in state.workers.values() if not worker.draining)
-    step_s = state.rhythm.full_step_s(state.window.groups_per_step, slots, state.hosting.staying()[1])
+    step_s = state.rates.full_step_s(state.window.groups_per_step, slots, state.hosting.staying()[1])
     return 1.0 / (LOSS * step_s) if step_s else 0.0
 
 
-def admit(state: State, entry: Entry, version: int, rank: Callable[[Entry, float], float] | None = None) -> None:
+def admit(
+    state: State, entry: QueuedPrompt, version: int, rank: Callable[[QueuedPrompt, float], float] | None = None
+) -> None:
     """A prompt on offer becomes a group of ``version``, which the window has counted; its requests stand in line.
 
     ``rank`` of the entry and a request's expected tokens orders the line (``Line.push``).
@@ -126,10 +128,10 @@ def admit(state: State, entry: Entry, version: int, rank: Callable[[Entry, float
     group_id = f"g{state.groups_named}"
     state.groups_named += 1
     expected = enter(state, [group_id], [prompt], [version], [state.window.deadline(version)], rows)
-    state.need.admitted()
-    line = state.waiting.setdefault(version, Line())
+    state.freshness.admitted()
+    waiting_requests = state.waiting.setdefault(version, WaitingRequests())
     for row, tokens in zip(rows, expected, strict=True):
-        line.push(row, rank(entry, float(tokens)) if rank is not None else 0.0)
+        waiting_requests.push(row, rank(entry, float(tokens)) if rank is not None else 0.0)
     state.counters.groups_admitted += 1
     state.out.append(do.AdmitGroup(group_id, prompt.prompt_id, version, tuple(request_ids(group_id, len(rows)))))
 

@@ -26,14 +26,14 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.fleet.worker import Worker
 from dora.core.groups.evaluations import EvalRequest, Evaluation, Evaluations
-from dora.core.rules import fleet
+from dora.core.rules import membership
 from dora.core.state import State
 from dora.data.types import Arrival
 from dora.errors import Conflict, InvalidValue, NotFound
 
-EVALUATIONS_MOST: Final = 8  # that run at once
-RESPONSES_MOST: Final = 1 << 16  # of one
-SHARE_MOST: Final = 0.5  # of a worker's slots, of all that run together
+EVALUATIONS_MAX: Final = 8  # that run at once
+RESPONSES_MAX: Final = 1 << 16  # of one
+SHARE_MAX: Final = 0.5  # of a worker's slots, of all that run together
 START_FILL: Final = 0.75  # of a worker's KV in use: above that no further request begins in an idle slot
 LEFT_WINDOW: Final = "version {} has left the window: no step may train on it any more, and its weights are let go"
 UNHOSTED_S: Final = 30.0
@@ -52,15 +52,15 @@ def asked(state: State, event: on.EvaluationAsked) -> None:
         raise Conflict("evaluation_id", event.evaluation_id, "a new one", why="is in use")
     if state.evaluations.closed:
         raise Conflict("evaluation", event.evaluation_id, "asked for before the service drains", why="comes too late")
-    if len(running) >= EVALUATIONS_MOST:
-        allowed = f"one of {EVALUATIONS_MOST} at once: ask again when one has ended"
+    if len(running) >= EVALUATIONS_MAX:
+        allowed = f"one of {EVALUATIONS_MAX} at once: ask again when one has ended"
         raise Conflict("evaluation", event.evaluation_id, allowed, why="is one too many")
     responses = sum(prompt.group_size for prompt in event.prompts)
-    if not 0 < responses <= RESPONSES_MOST:
-        raise InvalidValue("prompts", f"{responses:,} responses", f"1 to {RESPONSES_MOST:,} in all")
-    left = SHARE_MOST - sum(each.share for each in running.values())
+    if not 0 < responses <= RESPONSES_MAX:
+        raise InvalidValue("prompts", f"{responses:,} responses", f"1 to {RESPONSES_MAX:,} in all")
+    left = SHARE_MAX - sum(each.share for each in running.values())
     if not 0.0 <= event.share <= left:
-        raise InvalidValue("share", event.share, f"0 to {left:g}: of {SHARE_MOST:g}, what others have left")
+        raise InvalidValue("share", event.share, f"0 to {left:g}: of {SHARE_MAX:g}, what others have left")
     if not window.oldest_kept <= version <= window.newest:
         allowed = f"a live version, {window.oldest_kept} to {window.newest}"
         raise NotFound("version", version, allowed, why="is not live")
@@ -88,7 +88,7 @@ def progress(state: State, worker: Worker, event: on.TokensReported) -> None:
     for request in requests:
         if evaluations.running[request.evaluation_id].version != event.version:  # C1
             state.counters.c1_violations += 1
-            fleet.evict(state, worker, f"it sampled {request.request_id} under version {event.version}")
+            membership.evict(state, worker, f"it sampled {request.request_id} under version {event.version}")
             return
     for place, request in zip(places, requests, strict=True):
         evaluations.grows(request, int(event.tokens[place]))
@@ -128,7 +128,9 @@ def started(state: State, command: do.StartRequest, event: on.CommandDone) -> No
         state.out.append(do.EndEvaluationGroup(evaluation.evaluation_id, request.group_id, event.error))
         _end_if_done(state, evaluation)
     else:
-        fleet.evict(state, state.workers[command.worker_id], f"{command.request_id} could not start: {event.error}")
+        membership.evict(
+            state, state.workers[command.worker_id], f"{command.request_id} could not start: {event.error}"
+        )
 
 
 def version_ends(state: State, version: int) -> None:

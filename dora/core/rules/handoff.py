@@ -6,7 +6,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.fleet.pool import Pool
 from dora.core.fleet.worker import Worker, one_of_workers
-from dora.core.handoff.handoff_table import LIVE, Action, Handoff, Kind, Phase, Signal
+from dora.core.handoff.table import LIVE, Action, Handoff, Kind, Phase, Signal
 from dora.core.rules.placement import orphan, start
 from dora.core.state import RUNNING, Pending, State
 from dora.errors import Conflict, NotFound

@@ -16,8 +16,8 @@ def learnt(state: State) -> str:
     """A JSON text of some kilobytes."""
     parts: dict[str, Any] = {
         "version": VERSION,
-        "need": state.need.learnt(state.now_s),
-        "rhythm": state.rhythm.learnt(state.now_s),
+        "need": state.freshness.learnt(state.now_s),
+        "rhythm": state.rates.learnt(state.now_s),
         "lengths": state.predictor.learnt(),
     }
     if state.adaptive is not None:
@@ -30,8 +30,8 @@ def learn_again(state: State, text: str) -> None:
     parts = json.loads(text)
     if parts["version"] != VERSION:
         return
-    state.need.learn_again(parts["need"], state.now_s)
-    state.rhythm.learn_again(parts["rhythm"], state.now_s)
+    state.freshness.learn_again(parts["need"], state.now_s)
+    state.rates.learn_again(parts["rhythm"], state.now_s)
     state.predictor.learn_again(parts["lengths"])
     if state.adaptive is not None and "adaptive" in parts:
         state.adaptive.learn_again(parts["adaptive"])

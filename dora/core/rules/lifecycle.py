@@ -10,10 +10,10 @@ import numpy as np
 from dora.core import commands as do
 from dora.core import events as on
 from dora.core.forecast.adaptive import StepSignals
-from dora.core.handoff.handoff_table import Signal
-from dora.core.rules import arrival, evaluation, fleet, handoff, parking, rejection
+from dora.core.handoff.table import Signal
+from dora.core.rules import arrival, evaluation, handoff, membership, parking, rejection
 from dora.core.state import FINISHED, GROUP_FINISHED, LEASED, RUNNING, SCORED, WAITING, State
-from dora.data.limits import GROUPS_MOST
+from dora.data.limits import GROUPS_MAX
 from dora.errors import Conflict, InvalidValue, NotFound
 
 # ----------------------------------------------------------------------------------------------------------- progress
@@ -43,7 +43,9 @@ def tokens_reported(state: State, event: on.TokensReported) -> None:
     if wrong.any():  # C1: never take such a token over
         first = int(wrong.argmax())
         state.counters.c1_violations += 1
-        fleet.evict(state, worker, f"it sampled {state.request_id[int(rows[first])]} under version {event.version}")
+        membership.evict(
+            state, worker, f"it sampled {state.request_id[int(rows[first])]} under version {event.version}"
+        )
         return
     response_tokens[rows] = tokens
     claim = np.maximum(claimed[rows], prompt_tokens[rows] + tokens)
@@ -60,7 +62,7 @@ def _finish(state: State, row: int) -> None:
     requests = state.requests
     group, tokens = int(requests["group"][row]), int(requests["tokens"][row])
     requests["status"][row] = FINISHED
-    state.rhythm.generated(tokens - int(requests["placed_tokens"][row]), state.now_s - float(requests["placed_s"][row]))
+    state.rates.generated(tokens - int(requests["placed_tokens"][row]), state.now_s - float(requests["placed_s"][row]))
     state.predictor.observe(state.traits[group], tokens)
     state.groups["unfinished"][group] -= 1
     state.out.append(do.ScoreRequest(state.request_id[row]))
@@ -80,7 +82,7 @@ def scored(state: State, event: on.RequestScored) -> None:
     if not unscored[group]:
         state.groups["status"][group] = GROUP_FINISHED
         state.finished.setdefault(int(state.groups["deadline"][group]), deque()).append(group)
-        state.need.finished(state.now_s - float(state.groups["admitted_s"][group]))
+        state.freshness.finished(state.now_s - float(state.groups["admitted_s"][group]))
         deliver(state)
 
 
@@ -93,8 +95,8 @@ def attached(state: State, event: on.TrainerAttached) -> None:
         raise Conflict("trainer_epoch", event.trainer_epoch, f"above {state.trainer_epoch}", why="is not new")
     if not event.groups_per_step and not window.groups_per_step:
         raise InvalidValue("groups_per_step", 0, "at least 1, here or as window.groups_per_step")
-    if event.groups_per_step > GROUPS_MOST:
-        raise InvalidValue("groups_per_step", event.groups_per_step, f"at most {GROUPS_MOST}")
+    if event.groups_per_step > GROUPS_MAX:
+        raise InvalidValue("groups_per_step", event.groups_per_step, f"at most {GROUPS_MAX}")
     another = event.groups_per_step and window.groups_per_step not in (0, event.groups_per_step)
     if another and (window.newest or state.config.window.groups_per_step):
         how = "configured" if state.config.window.groups_per_step else "set by the steps that were trained"
@@ -142,7 +144,7 @@ def step_requested(state: State, event: on.StepRequested) -> None:
         state.out.append(do.CloseStep(event.step, state.trainer_epoch, exhausted=event.step == state.short_step))
         return
     state.stream_step = event.step
-    state.need.opened(state.now_s)
+    state.freshness.opened(state.now_s)
     deliver(state)
 
 
@@ -200,8 +202,8 @@ def end_if_exhausted(state: State) -> None:
 def _close(state: State, step: int, *, exhausted: bool = False) -> None:
     state.out.append(do.CloseStep(step, state.trainer_epoch, exhausted))
     state.stream_step = None
-    state.rhythm.filled(state.now_s)
-    state.need.filled(state.now_s)
+    state.rates.filled(state.now_s)
+    state.freshness.filled(state.now_s)
     state.worklist.wake()  # the window has moved on
 
 
@@ -230,8 +232,8 @@ def commit(state: State, event: on.StepCommitted) -> None:
     state.leased.clear()
     state.asked.clear()  # whoever commits has seen to all that was rejected
     state.window.publish()
-    state.need.published(state.now_s, event.waited_s)
-    _adapt(state, event, state.rhythm.published(state.now_s))
+    state.freshness.published(state.now_s, event.waited_s)
+    _adapt(state, event, state.rates.published(state.now_s))
 
 
 def _adapt(state: State, event: on.StepCommitted, took_s: float | None) -> None:
@@ -311,7 +313,7 @@ def cancel(state: State, event: on.GroupCancelled) -> None:
                 parking.forget(state, row)
     if state.groups["status"][group] == GROUP_FINISHED:
         _no_longer_finished(state, group, deadline)
-        state.need.cancelled()
+        state.freshness.cancelled()
     state.window.give_back(version, deadline)
     _drop(state, group, event.reason)
     state.worklist.wake()

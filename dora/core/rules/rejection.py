@@ -20,7 +20,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.fleet.worker import Worker
 from dora.core.rules import arrival
-from dora.core.state import Doubt, Refusal, State
+from dora.core.state import Refusal, State, SuspectVersion
 from dora.errors import VersionRejected
 
 WITNESSES: Final = 2  # distinct workers whose refusal rejects a version
@@ -33,12 +33,12 @@ def is_unproven(state: State, version: int) -> bool:
 
 def may_load(state: State, worker: Worker) -> bool:
     """Whether the worker may load its target now: of one in doubt, only the worker that is to try it."""
-    return worker.target not in state.window.withheld or tries(state, worker)
+    return worker.target not in state.window.quarantined or tries(state, worker)
 
 
 def tries(state: State, worker: Worker) -> bool:
     """Whether this worker is the one that is to try a version in doubt."""
-    return any(doubt.second == worker.worker_id for doubt in state.doubts.values())
+    return any(suspect.second == worker.worker_id for suspect in state.suspects.values())
 
 
 def check_none(state: State) -> None:
@@ -51,7 +51,7 @@ def check_none(state: State) -> None:
 def proves(state: State, version: int) -> None:
     """A worker has loaded the version well."""
     state.proven.add(version)
-    if state.doubts.pop(version, None) is not None:
+    if state.suspects.pop(version, None) is not None:
         _release(state, version)
 
 
@@ -61,35 +61,35 @@ def refused(state: State, worker: Worker, version: int, event: on.CommandDone) -
     A version that was let go while the worker loaded it is in no doubt: the worker gets another one.
     """
     if version >= state.window.oldest_kept:
-        doubt = state.doubts.setdefault(version, Doubt())
-        doubt.refusals[worker.worker_id] = Refusal(worker.epoch, event.error, event.canary_difference)
-        state.window.withhold(version)
+        suspect = state.suspects.setdefault(version, SuspectVersion())
+        suspect.refusals[worker.worker_id] = Refusal(worker.epoch, event.error, event.canary_difference)
+        state.window.quarantine(version)
     state.replan = True
 
 
 def judge(state: State) -> None:
     """Rejects what has been refused by enough workers, and sees to it that another one tries the rest."""
     working = sorted((w for w in state.workers.values() if not w.draining), key=lambda w: w.index)
-    for version, doubt in sorted(state.doubts.items()):
+    for version, suspect in sorted(state.suspects.items()):
         if version < state.window.oldest_kept:  # later versions have carried the window past it
-            del state.doubts[version]
+            del state.suspects[version]
             _release(state, version)
-        elif len(doubt.refusals) >= WITNESSES or (working and all(_has_refused(doubt, w) for w in working)):
-            _reject(state, version, doubt)
-    for version, doubt in sorted(state.doubts.items()):  # who tried one that is settled now may try another
-        _ask_another(state, version, doubt, working)
+        elif len(suspect.refusals) >= WITNESSES or (working and all(_has_refused(suspect, w) for w in working)):
+            _reject(state, version, suspect)
+    for version, suspect in sorted(state.suspects.items()):  # who tried one that is settled now may try another
+        _ask_another(state, version, suspect, working)
 
 
-def gone(state: State, event: on.VersionGone) -> bool:
+def gone(state: State, event: on.VersionUnavailable) -> bool:
     """Nobody can load a version any more. Returns whether that is news."""
     version, window = event.version, state.window
     if version in state.rejected or version in state.gone:
         return False
     if not max(1, window.oldest_kept) <= version <= window.newest:
         return False
-    state.doubts.pop(version, None)
+    state.suspects.pop(version, None)
     state.gone[version] = event.reason
-    window.withhold(version)
+    window.quarantine(version)
     arrival.vanished(state, version)
     state.replan = True
     return True
@@ -112,7 +112,7 @@ def found(state: State, version: int) -> None:
     _release(state, version)
 
 
-def ask_for_gone(state: State) -> None:
+def ask_for_unavailable(state: State) -> None:
     """Rejects the versions that are gone and needed, so that they are published anew; no longer those that are not."""
     for version, reason in sorted(state.gone.items()):
         if version < state.window.oldest_kept:
@@ -122,7 +122,7 @@ def ask_for_gone(state: State) -> None:
         elif version in state.rejected and not _is_needed(state, version):
             del state.rejected[version]
             _release(state, version)
-            state.window.withhold(version)
+            state.window.quarantine(version)
 
 
 def _is_needed(state: State, version: int) -> bool:
@@ -147,11 +147,11 @@ def _release(state: State, version: int) -> None:
     state.replan = True
 
 
-def _reject(state: State, version: int, doubt: Doubt) -> None:
-    refusals = list(doubt.refusals.values())
+def _reject(state: State, version: int, suspect: SuspectVersion) -> None:
+    refusals = list(suspect.refusals.values())
     difference = max(refusal.canary_difference for refusal in refusals)
-    del state.doubts[version]
-    _rejected(state, do.RejectVersion(version, tuple(sorted(doubt.refusals)), refusals[0].reason, difference))
+    del state.suspects[version]
+    _rejected(state, do.RejectVersion(version, tuple(sorted(suspect.refusals)), refusals[0].reason, difference))
 
 
 def _rejected(state: State, told: do.RejectVersion) -> None:
@@ -164,26 +164,26 @@ def _rejected(state: State, told: do.RejectVersion) -> None:
     state.out.append(told)
 
 
-def _ask_another(state: State, version: int, doubt: Doubt, working: Sequence[Worker]) -> None:
+def _ask_another(state: State, version: int, suspect: SuspectVersion, working: Sequence[Worker]) -> None:
     """Chooses who tries the version next, if nobody does: who is at it already, else who has the least to leave."""
-    if any(worker.worker_id == doubt.second and not _has_refused(doubt, worker) for worker in working):
+    if any(worker.worker_id == suspect.second and not _has_refused(suspect, worker) for worker in working):
         return
-    taken = {other.second for other in state.doubts.values() if other is not doubt}
-    able = [worker for worker in working if not _has_refused(doubt, worker) and worker.worker_id not in taken]
-    doubt.second = ""
+    taken = {other.second for other in state.suspects.values() if other is not suspect}
+    able = [worker for worker in working if not _has_refused(suspect, worker) and worker.worker_id not in taken]
+    suspect.second = ""
     if able:
         second = min(
             able,
             key=lambda w: (
-                w.worker_id in doubt.refusals, w.loading != version, w.target != version, w.held, w.index
+                w.worker_id in suspect.refusals, w.loading != version, w.target != version, w.held, w.index
             ),
         )  # fmt: skip
-        doubt.second, second.target = second.worker_id, version
+        suspect.second, second.target = second.worker_id, version
         state.rehosted(second)
         state.replan = True
 
 
-def _has_refused(doubt: Doubt, worker: Worker) -> bool:
+def _has_refused(suspect: SuspectVersion, worker: Worker) -> bool:
     """In its present life."""
-    refusal = doubt.refusals.get(worker.worker_id)
+    refusal = suspect.refusals.get(worker.worker_id)
     return refusal is not None and refusal.epoch == worker.epoch

@@ -13,9 +13,9 @@ import numpy as np
 
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.groups.line import Line
+from dora.core.groups.queues import WaitingRequests
 from dora.core.groups.window import Window
-from dora.core.rules import arrival, fleet, learning, parking
+from dora.core.rules import arrival, learning, membership, parking
 from dora.core.rules.admission import enter
 from dora.core.state import FINISHED, GROUP_FINISHED, LEASED, SCORED, WAITING, Counters, State
 from dora.core.table import Column
@@ -48,7 +48,7 @@ def restored(state: State, event: on.Restored) -> None:
     for host in event.hosts:  # before their workers, which could load anything else
         arrival.joined(state, host)
     for worker in event.workers:
-        fleet.joined(state, worker)
+        membership.joined(state, worker)
     waiting = rows[state.requests["status"][rows] == WAITING]
     _line_up(state, waiting)
     for pool in event.pools:
@@ -143,8 +143,10 @@ def _line_up(state: State, rows: Column) -> None:
     """These requests wait: those that have begun before the others, of each as they were admitted."""
     of_version, begun = state.requests["version"][rows], state.requests["tokens"][rows] > 0
     for version in np.unique(of_version).tolist():
-        line = state.waiting.setdefault(version, Line())
-        line.extend(rows[(of_version == version) & begun].tolist(), rows[(of_version == version) & ~begun].tolist())
+        waiting_requests = state.waiting.setdefault(version, WaitingRequests())
+        waiting_requests.extend(
+            rows[(of_version == version) & begun].tolist(), rows[(of_version == version) & ~begun].tolist()
+        )
 
 
 def durable(state: State) -> on.Restored:

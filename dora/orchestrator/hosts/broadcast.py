@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dora.errors import Conflict
-from dora.relay.chain import UPSTREAMS_MOST, Chain, Site, planned, ranked
+from dora.relay.chain import UPSTREAMS_MAX, Chain, Site, planned, ranked
 from dora.relay.link import ASSUMED, Link, piece_chunks
 from dora.relay.orders import Arrived, Failed, Upstream
 from dora.weights.files import CHUNK_BYTES
@@ -79,12 +79,12 @@ Command = Fetch | Drop | Ready | GaveUp | Gone
 class _Host:
     epoch: int
     address: str
-    place: str
+    zone: str
     link: Link | None = None
     whole: dict[int, str] = field(default_factory=dict)  # names of versions that it has sealed
 
     def site(self, host: str) -> Site:
-        return Site(host, self.place, self.link.bytes_per_s if self.link else 0.0)
+        return Site(host, self.zone, self.link.bytes_per_s if self.link else 0.0)
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class Broadcast:
 
     # --------------------------------------------------------------------------------------------------------- events
 
-    def joined(self, host: str, epoch: int, address: str, place: str = "", held: Iterable[str] = ()) -> list[Command]:
+    def joined(self, host: str, epoch: int, address: str, zone: str = "", held: Iterable[str] = ()) -> list[Command]:
         """A host is there. ``address``: of its relay; ``held``: names of the versions that it has whole.
 
         It gets what it lacks, the newest version first. What it has that is not live is dropped, so a service that
@@ -149,7 +149,7 @@ class Broadcast:
         if known is not None and known.epoch >= epoch:
             return []
         out = self.lost(host, known.epoch) if known is not None else []
-        self._hosts[host] = added = _Host(epoch, address, place)
+        self._hosts[host] = added = _Host(epoch, address, zone)
         for name in sorted(held):
             version, _ = parsed_name(name)
             live = self._versions.get(version)
@@ -341,7 +341,7 @@ class Broadcast:
             return []
         if host != chain.head:
             return self._pointed(chain.cut(host), version, live)
-        heirs = [each for each in self.holders(version) if each != host and not self._is_doubted(each, live)]
+        heirs = [each for each in self.holders(version) if each != host and not self._is_suspect(each, live)]
         if not heirs:
             live.chain = None
             return [Gone(version, live.name)]
@@ -360,7 +360,7 @@ class Broadcast:
 
     def _suspected(self, culprit: str, version: int, live: _Version) -> list[Command]:
         """Hosts have complained of wrong bytes: after some, nobody takes the version from this one."""
-        if not self._is_doubted(culprit, live):
+        if not self._is_suspect(culprit, live):
             return []
         known, out = self._hosts.get(culprit), self._left(culprit, version, live)
         if known is not None and known.whole.get(version) == live.name and live.chain is not None:
@@ -369,14 +369,14 @@ class Broadcast:
             out.append(Drop(culprit, known.epoch, live.name))
         return out
 
-    def _is_doubted(self, host: str, live: _Version) -> bool:
+    def _is_suspect(self, host: str, live: _Version) -> bool:
         return sum(host in avoided for avoided in live.avoided.values()) >= COMPLAINTS
 
     def _upstreams(self, host: str, version: int, live: _Version, holders_first: bool = False) -> tuple[Upstream, ...]:
         assert live.chain is not None
         near = live.chain.upstreams(host)
         holders = [each for each in self.holders(version) if each != host]
-        names = ranked(holders[:2], near, UPSTREAMS_MOST + 2) if holders_first else ranked(near, holders, len(near) + 2)
+        names = ranked(holders[:2], near, UPSTREAMS_MAX + 2) if holders_first else ranked(near, holders, len(near) + 2)
         avoided = live.avoided.get(host, set())
         fit = [each for each in names if each in self._hosts and each not in avoided]
         return tuple(Upstream(each, self._hosts[each].epoch, self._hosts[each].address) for each in fit)

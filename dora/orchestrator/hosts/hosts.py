@@ -26,12 +26,12 @@ from dora.data.types import Canary
 from dora.errors import Conflict
 from dora.host.capacity import capacity_to_wire
 from dora.host.command import pool_id_of
-from dora.host.launcher import LOCAL, Launcher, check_host_name, check_place
-from dora.journal import facts
-from dora.orchestrator.hosts.awaited import AwaitedHosts
+from dora.host.launcher import LOCAL, Launcher, check_host_name, check_zone
+from dora.journal import records
+from dora.orchestrator.hosts.expected_hosts import ExpectedHosts
 from dora.orchestrator.hosts.remote import HostSession, RemoteLauncher
-from dora.orchestrator.hosts.spread import Spread
-from dora.orchestrator.hosts.staffing import Host, Staffing
+from dora.orchestrator.hosts.weight_distributor import WeightDistributor
+from dora.orchestrator.hosts.worker_counts import Host, WorkerCounts
 from dora.orchestrator.rollout.streams import DRAINED, Session, Sessions
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
@@ -41,7 +41,7 @@ from dora.weights.host_store import HostStore
 
 log = logging.getLogger("dora.service")
 
-HOSTS_MOST: Final = 1024
+HOSTS_MAX: Final = 1024
 LOST_KEPT: Final = 64
 LEFT_BY_ITSELF: Final = "its agent was told to end"
 NOT_BACK: Final = "its agent has not come back"
@@ -58,7 +58,7 @@ class Hosts:
         sessions: Sessions,
         state: State,
         post: Callable[[on.Event], None],
-        note: Callable[[facts.Fact], None] = lambda fact: None,
+        note: Callable[[records.LogRecord], None] = lambda record: None,
     ) -> None:
         """``note``: tells the journal which hosts stand."""
         self._config = config
@@ -68,15 +68,15 @@ class Hosts:
         self._post = post
         self._note = note
         self._hosts: dict[str, Host] = {}
-        self.staffing = Staffing(self._hosts, state, post)
-        self._awaited: AwaitedHosts | None = None
-        self._awaited_s: float | None = None  # since when agents are let in
+        self.worker_counts = WorkerCounts(self._hosts, state, post)
+        self._expected: ExpectedHosts | None = None
+        self._expected_s: float | None = None  # since when agents are let in
         self._unlike: Mapping[str, int] = {}
         self._is_suspended = False
         self._lost: dict[str, pb.HostStatus] = {}
         self._epochs = 0
         self._tokens: Tokens | None = None
-        self._spread = Spread(store, self._within_reach, self._lost_version, self._order)
+        self._distributor = WeightDistributor(store, self._within_reach, self._lost_version, self._order)
         self._opened = asyncio.Event()
         self.folder: Path = Path("/")
 
@@ -91,12 +91,12 @@ class Hosts:
         has_pools = bool(self._config.kv.pool_mb)
         alike = {name: stand for name, stand in stands.items() if (pool_id_of(name) in stand[1]) == has_pools}
         self._unlike = {name: stands[name][0] for name in stands.keys() - alike.keys()}  # a pool too many, or none
-        self._awaited = AwaitedHosts(alike, tokens)
-        return self._awaited.members()
+        self._expected = ExpectedHosts(alike, tokens)
+        return self._expected.members()
 
     def stood(self) -> tuple[on.HostJoined, ...]:
         """The hosts that are awaited, as the core is to know them: the model is all that they surely have."""
-        return tuple(on.HostJoined(name, (0,)) for name in (self._awaited.names() if self._awaited else ()))
+        return tuple(on.HostJoined(name, (0,)) for name in (self._expected.names() if self._expected else ()))
 
     def suspend(self) -> None:
         """The service ends, and a later life carries on: what is lost from now on is not over."""
@@ -105,7 +105,7 @@ class Hosts:
     def begin(self, launcher: Launcher, folder: Path, tokens: Tokens) -> None:
         """The service's own host, with its run folder."""
         for name, epoch in self._unlike.items():
-            self._note(facts.HostStands(name, epoch, None))
+            self._note(records.HostStands(name, epoch, None))
         self._hosts[LOCAL] = Host(LOCAL, launcher)
         self._tokens = tokens
         self.folder = folder
@@ -115,7 +115,7 @@ class Hosts:
 
         ``oldest``: versions in the store below it are not live; the one that trainers refer to may be kept there.
         """
-        self._spread.begin(listen_host, oldest)
+        self._distributor.begin(listen_host, oldest)
         self._opened.set()
 
     async def opened(self) -> None:
@@ -124,12 +124,12 @@ class Hosts:
 
     def close_relay(self) -> None:
         """May be called where it was not opened."""
-        self._spread.close()
+        self._distributor.close()
 
     def check(self, hello: pb.HostHello, digest: str) -> None:
         """Raises InvalidValue, Conflict or LimitExceeded for a host that cannot serve here. ``digest``: the model's."""
         name = check_host_name(hello.name)
-        check_place(hello.place)
+        check_zone(hello.zone)
         if hello.dora_version != __version__:
             raise Conflict("dora_version", hello.dora_version[:64], f"{__version__}, the service's", why="is another")
         if hello.model_digest and hello.model_digest != digest:
@@ -137,9 +137,9 @@ class Hosts:
         if name in self._hosts:
             allowed = "a name that no host has which is there: dora host --name"
             raise Conflict("name", name, allowed, why="is in use")
-        if len(self._hosts) > HOSTS_MOST:
-            raise Conflict("name", name, f"one of at most {HOSTS_MOST} hosts", why="is one too many")
-        if self._outlived(hello):
+        if len(self._hosts) > HOSTS_MAX:
+            raise Conflict("name", name, f"one of at most {HOSTS_MAX} hosts", why="is one too many")
+        if self._orphaned(hello):
             return  # what it holds has its room already
         models = self._config.window.most + 1 + (not hello.model_digest)
         needed_bytes = models * self._store.reference.content_bytes
@@ -153,7 +153,7 @@ class Hosts:
         """Begins a new epoch of a host. Raises as ``check``."""
         self.check(hello, digest)
         assert self._tokens is not None
-        goes_on = self._outlived(hello)
+        goes_on = self._orphaned(hello)
         if not goes_on:
             self._give_up(hello.name, ANOTHER_CAME)
         self._epochs += 1
@@ -169,30 +169,30 @@ class Hosts:
         self._stands(hello.name)
         return session
 
-    def _outlived(self, hello: pb.HostHello) -> bool:
-        return self._awaited is not None and self._awaited.outlived(hello)
+    def _orphaned(self, hello: pb.HostHello) -> bool:
+        return self._expected is not None and self._expected.orphaned(hello)
 
     def _adopt(self, session: HostSession, launcher: RemoteLauncher, kept: set[str]) -> None:
         """Its workers go on, with the orders that did not reach it, and those that it should have had."""
-        assert self._awaited is not None
-        awaited, pool_id = self._awaited.take(session.name), pool_id_of(session.name)
-        workers = awaited.workers_of(session.name)
+        assert self._expected is not None
+        expected, pool_id = self._expected.take(session.name), pool_id_of(session.name)
+        workers = expected.workers_of(session.name)
         launcher.adopt(sorted(workers & kept))
         for worker_id in sorted(workers - kept):
             launcher.start(worker_id)
-        for name in sorted(awaited.distrusted & (kept | {pool_id})):
+        for name in sorted(expected.distrusted & (kept | {pool_id})):
             launcher.stop(name, again=True)
         for worker_id in sorted(kept - workers):
             session.send(pb.HostOrder(stop_worker=pb.StopWorker(worker_id=worker_id)))
 
     def _give_up(self, name: str, reason: str) -> None:
         """A host is awaited no more: its epoch is over. Nothing happens where it is not awaited."""
-        if self._awaited is None or name not in self._awaited:
+        if self._expected is None or name not in self._expected:
             return
-        awaited = self._awaited.take(name)
-        log.error("host %s has gone (epoch %d): %s", name, awaited.epoch, reason)
-        self._keep_lost(pb.HostStatus(name=name, state="lost", epoch=awaited.epoch, reason=reason))
-        self._end(name, awaited.epoch, awaited.names, reason)
+        expected = self._expected.take(name)
+        log.error("host %s has gone (epoch %d): %s", name, expected.epoch, reason)
+        self._keep_lost(pb.HostStatus(name=name, state="lost", epoch=expected.epoch, reason=reason))
+        self._end(name, expected.epoch, expected.names, reason)
 
     def _stands(self, name: str) -> None:
         """Tells the journal who of a host may come back to a later life, and by which token."""
@@ -201,10 +201,10 @@ class Hosts:
             return
         names = [*host.launcher.workers, *([pool_id_of(name)] if self._config.kv.pool_mb else [])]
         marks = {each: mark for each in names if (mark := self._tokens.mark_of(each))}
-        self._note(facts.HostStands(name, host.session.epoch, marks))
+        self._note(records.HostStands(name, host.session.epoch, marks))
 
-    def welcome(self, session: HostSession, digest: str, outlives_s: float = 0.0) -> pb.HostWelcome:
-        """What a new host is to know first. ``outlives_s``: for how long its processes live on without this service."""
+    def welcome(self, session: HostSession, digest: str, orphan_timeout_s: float = 0.0) -> pb.HostWelcome:
+        """The first message to a new host. ``orphan_timeout_s``: how long its processes live without this service."""
         assert self._tokens is not None
         config = self._config
         settings = config.model_dump_json(include={"workers", "kv"})
@@ -218,9 +218,9 @@ class Hosts:
             model_digest=digest,
             pool_token=pool_token,
             versions_most=config.window.most + 1,
-            relay_secret=self._spread.secret,
+            relay_secret=self._distributor.secret,
             goes_on=session.goes_on,
-            outlives_s=outlives_s,
+            orphan_timeout_s=orphan_timeout_s,
         )
 
     def welcomed(self, session: HostSession, workers: int) -> None:
@@ -253,12 +253,12 @@ class Hosts:
         assert isinstance(host.launcher, RemoteLauncher)
         host.launcher.lost()
         self._end(session.name, session.epoch, names, reason)
-        self._spread.lost(session.name, session.epoch)
+        self._distributor.lost(session.name, session.epoch)
 
     def _end(self, host: str, epoch: int, names: Collection[str], reason: str) -> None:
         """The epoch of a host is over, and so are those of these workers and this pool, to a later life too."""
         assert self._tokens is not None
-        self._note(facts.HostStands(host, epoch, None))
+        self._note(records.HostStands(host, epoch, None))
         for name in names:
             self._tokens.ended(name)
             ended = self._sessions.end(name)
@@ -273,11 +273,11 @@ class Hosts:
 
     def look(self, limit_s: float) -> None:
         """Hosts that have said nothing for so long are lost; versions that did not get everywhere are tried again."""
-        self._spread.remind()
-        if self._awaited_s is None:
-            self._awaited_s = time.monotonic()
-        elif self._awaited is not None and time.monotonic() - self._awaited_s > limit_s:
-            for name in self._awaited.names():
+        self._distributor.remind()
+        if self._expected_s is None:
+            self._expected_s = time.monotonic()
+        elif self._expected is not None and time.monotonic() - self._expected_s > limit_s:
+            for name in self._expected.names():
                 self._give_up(name, f"{NOT_BACK} in {limit_s:g} s")
         for host in list(self._hosts.values()):
             if host.session is not None and time.monotonic() - host.session.heard_s > limit_s:
@@ -294,7 +294,7 @@ class Hosts:
         for host in self._hosts.values():
             if name in host.launcher.workers or name == pool_id_of(host.name):
                 return host.name
-        return None if self._awaited is None else self._awaited.host_of(name)
+        return None if self._expected is None else self._expected.host_of(name)
 
     def has(self, name: str) -> bool:
         """Whether a host of this name is there."""
@@ -308,15 +308,15 @@ class Hosts:
 
     def ready(self, session: HostSession, message: pb.HostReady) -> None:
         """Its relay listens. Raises InvalidValue for names that are none."""
-        self._spread.joined(session.name, session.epoch, message.relay_address, message.held, session.place)
+        self._distributor.joined(session.name, session.epoch, message.relay_address, message.held, session.zone)
 
     def arrived(self, session: HostSession, message: pb.VersionArrived) -> None:
         """Raises InvalidValue for a name that is none, and for measures that are not finite."""
-        self._spread.arrived(session.name, session.epoch, message)
+        self._distributor.arrived(session.name, session.epoch, message)
 
     def failed(self, session: HostSession, message: pb.VersionFailed) -> None:
         """Raises InvalidValue for a name that is none."""
-        self._spread.failed(session.name, session.epoch, message)
+        self._distributor.failed(session.name, session.epoch, message)
 
     def reported(self, session: HostSession, report: pb.HostReport) -> None:
         session.capacity = report.capacity
@@ -329,7 +329,7 @@ class Hosts:
     def leaves(self, session: HostSession) -> None:
         """Its agent was told to end. Where the host cannot be emptied it goes as it is."""
         try:
-            self.staffing.drain(session.name)
+            self.worker_counts.drain(session.name)
         except Conflict as error:
             log.warning("host %s leaves with its requests: %s", session.name, error)
             session.leave(LEFT_BY_ITSELF)
@@ -338,16 +338,16 @@ class Hosts:
 
     def published(self, version: int, *, anew: bool = False) -> None:
         """The version is in the service's own store: the other hosts are to get it."""
-        self._spread.published(version, anew=anew)
+        self._distributor.published(version, anew=anew)
 
     def publishing(self, version: int) -> contextlib.AbstractContextManager[None]:
         """While a version is published anew: the core hears of no host that has it, so that it is asked for until that
         has succeeded or failed. Afterwards it hears of all that have it."""
-        return self._spread.publishing(version)
+        return self._distributor.publishing(version)
 
     def name_of(self, version: int) -> str:
         """What a live version was published as, whether it is still there or not; empty where it is none."""
-        return self._spread.name_of(version)
+        return self._distributor.name_of(version)
 
     def name(self, version: int) -> str:
         """What workers are told to load, each from its own host, whether the service's own has it or not. Raises
@@ -356,14 +356,14 @@ class Hosts:
 
     def canary(self, version: int) -> Canary | None:
         """What workers have to reproduce of it; None where that is not known. Raises as ``name``."""
-        return self._spread.canary(version)
+        return self._distributor.canary(version)
 
     def retired(self, version: int) -> None:
         """Nobody loads it any more."""
         for host in self._remote():
             assert host.session is not None
             host.session.versions.discard(version)
-        self._spread.retired(version)
+        self._distributor.retired(version)
 
     def _within_reach(self, name: str, version: int) -> None:
         """A host has a version whole, and its workers may load it."""
@@ -389,7 +389,7 @@ class Hosts:
         host = self._hosts.get(self._state.workers[worker_id].host)
         if host is not None and host.session is not None:
             host.session.versions.discard(version)
-            self._spread.missed(host.name, host.session.epoch, version)
+            self._distributor.missed(host.name, host.session.epoch, version)
 
     async def lacks(self, worker_id: str, version: int) -> bool:
         """Whether the host of a worker that could not load a version has no more what was published.
@@ -398,16 +398,16 @@ class Hosts:
         what is there is checked as it comes, and nothing is lost by getting it once more.
         """
         if self.shares_store(worker_id):
-            return await self._spread.is_damaged(version)
-        return self._spread.has_elsewhere(self._state.workers[worker_id].host, version)
+            return await self._distributor.is_damaged(version)
+        return self._distributor.has_elsewhere(self._state.workers[worker_id].host, version)
 
     def look_at_store(self, version: int) -> None:
         """The service's own store seems to have a version no longer."""
-        self._spread.missed_here(version)
+        self._distributor.missed_here(version)
 
     def _lost_version(self, version: int, reason: str) -> None:
         """No host has a version any more, and the store neither. Within an event: it is told afterwards."""
-        asyncio.get_running_loop().call_soon(self._post, on.VersionGone(version, reason))
+        asyncio.get_running_loop().call_soon(self._post, on.VersionUnavailable(version, reason))
 
     def _order(self, name: str, epoch: int, order: pb.HostOrder) -> None:
         host = self._hosts.get(name)
@@ -420,17 +420,17 @@ class Hosts:
         for host in self._hosts.values():
             if worker_id in host.launcher.workers or worker_id == pool_id_of(host.name):
                 host.launcher.stop(worker_id, again=True)
-        if self._awaited is not None and (name := self._awaited.distrust(worker_id)) is not None:
-            self._note(facts.HostStands(name, *self._awaited.stand(name)))
+        if self._expected is not None and (name := self._expected.distrust(worker_id)) is not None:
+            self._note(records.HostStands(name, *self._expected.stand(name)))
 
     def let_go(self, worker_id: str) -> None:
-        if self._awaited is not None and (name := self._awaited.let_go(worker_id)) is not None:
-            self._note(facts.HostStands(name, *self._awaited.stand(name)))
-        self.staffing.let_go(worker_id)
+        if self._expected is not None and (name := self._expected.let_go(worker_id)) is not None:
+            self._note(records.HostStands(name, *self._expected.stand(name)))
+        self.worker_counts.let_go(worker_id)
 
     def worker_lost(self, session: Session) -> None:
         """One that was to leave has left."""
-        if self.staffing.is_leaving(session.worker_id):
+        if self.worker_counts.is_leaving(session.worker_id):
             self._sessions.keep_reason(session.worker_id, DRAINED)
             self.let_go(session.worker_id)
 
@@ -439,8 +439,8 @@ class Hosts:
     def statuses(self) -> list[pb.HostStatus]:
         """Those that are there, the service's own first, then those that are awaited, and those that are gone."""
         there = sorted(self._hosts.values(), key=lambda host: (host.session is not None, host.name))
-        awaited = self._awaited.statuses() if self._awaited is not None else ()
-        return [*map(self._status, there), *awaited, *self._lost.values()]
+        expected = self._expected.statuses() if self._expected is not None else ()
+        return [*map(self._status, there), *expected, *self._lost.values()]
 
     def _status(self, host: Host) -> pb.HostStatus:
         session, workers = host.session, self._state.workers.values()
@@ -462,7 +462,7 @@ class Hosts:
             shown.seen_at = time.time()
             return shown
         shown.epoch, shown.pid, shown.device = session.epoch, session.pid, session.device
-        shown.place = session.place
+        shown.zone = session.zone
         shown.capacity.CopyFrom(session.capacity)
         shown.versions.extend(sorted(session.versions))
         shown.seen_at = session.seen_at

@@ -20,7 +20,7 @@ class HostSession:
         self.epoch = epoch
         self.pid = hello.pid
         self.device = hello.device
-        self.place = hello.place
+        self.zone = hello.zone
         self.capacity: pb.HostCapacity = hello.capacity
         self.troubles: dict[str, str] = {}
         self.versions: set[int] = set()

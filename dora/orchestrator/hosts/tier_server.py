@@ -52,7 +52,7 @@ async def check_tier(config: Config) -> str:
 
 def check_socket(run_folder: Path) -> None:
     """Raises InvalidValue where the path of the tier's socket is longer than Unix allows."""
-    over = len(os.fsencode(server.socket_of(run_folder))) - server.SOCKET_PATH_MOST
+    over = len(os.fsencode(server.socket_of(run_folder))) - server.SOCKET_PATH_MAX
     if over > 0:
         allowed = f"shorter by {over} bytes, for the socket of the KV tier in it"
         raise InvalidValue("service.run_folder", str(run_folder), allowed)
@@ -131,7 +131,7 @@ class TierServer:
         pause_s = PAUSE_S
         while not self._closing.is_set():
             began_s = loop.time()
-            self._reason = await self._life()
+            self._reason = await self._incarnation()
             self._held = None
             if self._closing.is_set():
                 return
@@ -141,7 +141,7 @@ class TierServer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), pause_s)
 
-    async def _life(self) -> str:
+    async def _incarnation(self) -> str:
         """One process, from start to end. Returns why it ended."""
         try:
             with self._sink() as sink:

@@ -15,6 +15,7 @@ from dora.core import events as on
 from dora.errors import MISSING, InvalidValue
 
 EVENT_KINDS: Final[dict[str, type]] = {kind.__name__: kind for kind in get_args(on.Event)}
+RENAMED: Final = {"VersionUnavailable": "VersionUnavailable"}  # kinds by the names that older logs have
 
 
 def event_to_fields(event: on.Event) -> tuple[str, dict[str, Any]]:
@@ -24,6 +25,7 @@ def event_to_fields(event: on.Event) -> tuple[str, dict[str, Any]]:
 
 def event_from_fields(kind: str, values: dict[str, Any]) -> on.Event:
     """The event that was written so. Raises InvalidValue for a kind, field or type that this DORA does not know."""
+    kind = RENAMED.get(kind, kind)
     if kind not in EVENT_KINDS:
         raise InvalidValue("kind", kind, f"one of {', '.join(EVENT_KINDS)}; a newer DORA may have written it")
     event: on.Event = typed(EVENT_KINDS[kind], values, kind)

@@ -32,7 +32,7 @@ import msgpack
 from dora.config import Config, upgraded, validated
 from dora.core import events as on
 from dora.errors import InvalidValue
-from dora.journal import facts, frames
+from dora.journal import frames, records
 from dora.journal.log import LOG_FOLDER
 from dora.orchestrator.recording.event_fields import event_from_fields, typed
 
@@ -130,29 +130,29 @@ class FolderLog(EventLog):
     def __iter__(self) -> Iterator[Record]:
         config: Config | None = None
         number = 0
-        for where, fact in self._facts():
-            if fact is None:
+        for where, record in self._logged():
+            if record is None:
                 config = None
-            elif isinstance(fact, facts.Begun):
-                config = self._config(fact)
-            elif isinstance(fact, facts.Event) and config is not None:
+            elif isinstance(record, records.Begun):
+                config = self._config(record)
+            elif isinstance(record, records.Event) and config is not None:
                 number += 1
                 try:
-                    event = event_from_fields(fact.kind, fact.values)
+                    event = event_from_fields(record.kind, record.values)
                 except InvalidValue as error:
                     raise error.within(where) from error
-                yield Record(number, fact.now_s, event, config)
+                yield Record(number, record.now_s, event, config)
 
-    def _begun(self) -> Iterator[facts.Begun]:
+    def _begun(self) -> Iterator[records.Begun]:
         """The first life whose events are kept from its beginning on."""
-        begun: facts.Begun | None = None
-        for _, fact in self._facts():
-            if fact is None or isinstance(fact, facts.Begun):
-                begun = fact
+        begun: records.Begun | None = None
+        for _, record in self._logged():
+            if record is None or isinstance(record, records.Begun):
+                begun = record
             elif begun is not None:
                 yield begun
 
-    def _facts(self) -> Iterator[tuple[str, facts.Begun | facts.Event | None]]:
+    def _logged(self) -> Iterator[tuple[str, records.Begun | records.Event | None]]:
         """The beginnings of lives and the events, each behind words for where it stands. None: here something is gone,
         as a life of the service that kept less has let it go."""
         try:
@@ -168,17 +168,17 @@ class FolderLog(EventLog):
             for offset, body in frames.records(segment, following.base if following is not None else None):
                 if segment.holes:
                     break
-                if facts.kind_of(body) in (facts.Begun, facts.Event):
-                    fact = facts.decoded(body, segment.schema)
-                    assert isinstance(fact, facts.Begun | facts.Event)
-                    yield f"{segment.path}: byte {offset}", fact
+                if records.kind_of(body) in (records.Begun, records.Event):
+                    record = records.decoded(body, segment.schema)
+                    assert isinstance(record, records.Begun | records.Event)
+                    yield f"{segment.path}: byte {offset}", record
             for hole in segment.holes[:1]:
                 if following is not None or hole.offset < segment.last_write:
                     raise InvalidValue(str(hole.path), f"byte {hole.offset}", "whole: the file was damaged")
                 self.torn_bytes = segment.size_bytes - hole.offset
             end = segment.end
 
-    def _config(self, begun: facts.Begun) -> Config:
+    def _config(self, begun: records.Begun) -> Config:
         try:
             return validated(upgraded(json.loads(begun.config)))
         except InvalidValue as error:

@@ -7,35 +7,35 @@ from dataclasses import replace
 from functools import partial
 
 from dora.core import events as on
-from dora.data.record import CancelledGroup
+from dora.data.run_record import CancelledGroup
 from dora.data.trajectory import TrajectoryGroup
-from dora.journal import facts
+from dora.journal import records
 from dora.journal.content import Requests
 from dora.journal.finding import Found
 from dora.journal.ledger import OPEN, LiveGroup
 from dora.orchestrator.executor import offer
-from dora.orchestrator.recovery import recollection
-from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.recovery import recovery_state
 from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.journal import Journal
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 
 log = logging.getLogger("dora.service")
 
 
-def begin_life(journal: Journal, found: Found, config: str, life: int) -> list[LiveGroup]:
+def begin_incarnation(journal: Journal, found: Found, config: str, incarnation: int) -> list[LiveGroup]:
     """Says in the journal that another life begins, of this number. Returns the groups that it begins with.
 
     Those of which tokens are lost begin anew.
     """
     values, groups = found.ledger.values, list(found.groups)
-    journal.note(facts.Begun(life, time.time(), time.monotonic(), config))
+    journal.note(records.Begun(incarnation, time.time(), time.monotonic(), config))
     number, first = values["next_number"], 0
     damaged = set(found.requests.damaged)
     for index, group in enumerate(groups):
         size = len(group.rows)
         if index in damaged:
             log.error("%s is generated anew: tokens of it were lost", group.group_id)
-            journal.note(facts.Renumbered(group.number, number))
+            journal.note(records.Renumbered(group.number, number))
             _begin_anew(found.requests, range(first, first + size))
             groups[index] = replace(group, number=number, step=OPEN, taken=0)
             number += size
@@ -43,42 +43,50 @@ def begin_life(journal: Journal, found: Found, config: str, life: int) -> list[L
     return groups
 
 
-def _begin_anew(requests: Requests, places: range) -> None:
+def _begin_anew(requests: Requests, positions: range) -> None:
     """Nothing of these requests was generated."""
-    stretch = slice(places.start, places.stop)
-    requests.counts[stretch], requests.ends[stretch], requests.heard_at[stretch] = 0, 0, 0
-    for by_place in (requests.stops, requests.stays, requests.routed, requests.verdicts):
-        for place in places:
-            by_place.pop(place, None)
+    span = slice(positions.start, positions.stop)
+    requests.counts[span], requests.ends[span], requests.heard_at[span] = 0, 0, 0
+    for by_place in (requests.stops, requests.segment_starts, requests.routed, requests.verdicts):
+        for position in positions:
+            by_place.pop(position, None)
 
 
-def restore_book(book: Book, groups: list[LiveGroup], requests: Requests, next_number: int) -> list[TrajectoryGroup]:
+def restore_buffer(
+    buffer: ResponseBuffer, groups: list[LiveGroup], requests: Requests, next_number: int
+) -> list[TrajectoryGroup]:
     """Returns the groups that a step has taken, as they were delivered."""
     first = 0
     for group in groups:
-        book.restore(group, first, requests)
+        buffer.restore(group, first, requests)
         first += len(group.rows)
-    book.next_number = max(book.next_number, next_number)
+    buffer.next_number = max(buffer.next_number, next_number)
     leased = sorted((group for group in groups if group.step != OPEN), key=lambda group: group.taken)
-    return [book.deliver(group.group_id, group.step)[0] for group in leased]
+    return [buffer.deliver(group.group_id, group.step)[0] for group in leased]
 
 
 def restore_feed(feed: PromptFeed, found: Found, groups: list[LiveGroup]) -> None:
     values, ledger = found.ledger.values, found.ledger
-    feed.restore(ledger.queued(), values["next_arrival"], values["place"], ledger.places(), values["prompts_ended"])
+    feed.restore(ledger.queued(), values["next_arrival"], values["place"], ledger.positions(), values["prompts_ended"])
     feed.restore_live((group.prompt.prompt_id for group in groups), ledger.cancelled())
 
 
 def restored(
-    book: Book, found: Found, groups: list[LiveGroup], window_least: int, now: float, life: int
+    buffer: ResponseBuffer, found: Found, groups: list[LiveGroup], window_least: int, now: float, incarnation: int
 ) -> on.Restored:
     """What the core is told. ``now``: seconds since the Unix epoch. ``life``: the number of the one that begins."""
-    return recollection.restored(found.ledger, groups, found.requests, partial(offer, book), window_least, now, life)
+    return recovery_state.restored(
+        found.ledger, groups, found.requests, partial(offer, buffer), window_least, now, incarnation
+    )
 
 
 def ran_on(requests: Requests) -> set[str]:
     """The workers that had unfinished requests, as far as tokens of theirs say it."""
-    return {stays[-1][0] for place, stays in requests.stays.items() if stays and not requests.ends[place]}
+    return {
+        segment_starts[-1][0]
+        for position, segment_starts in requests.segment_starts.items()
+        if segment_starts and not requests.ends[position]
+    }
 
 
 def cancelled_of(lines: list[str]) -> list[CancelledGroup]:

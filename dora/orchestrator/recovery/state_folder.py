@@ -21,7 +21,7 @@ from dora.errors import MISSING, InvalidValue
 from dora.journal.finding import Found, find
 from dora.journal.log import Sizes
 from dora.journal.versions import KeptVersions
-from dora.system.outfile import sync_folder, try_folder
+from dora.system.files import sync_folder, try_folder
 from dora.system.ownership import hold, is_abandoned
 from dora.weights.whole import is_sound
 

@@ -7,13 +7,13 @@ import numpy as np
 
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Reward
-from dora.orchestrator.rollout.entry import Entry
+from dora.orchestrator.rollout.response_state import ResponseState
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.packed import PackedGroup, components_to_wire, stop_reasons_to_wire, texts_to_wire
 
 
-def delivered(entries: Sequence[Entry], step: int, reference_version: int) -> TrajectoryGroup:
+def delivered(entries: Sequence[ResponseState], step: int, reference_version: int) -> TrajectoryGroup:
     """The finished responses of one prompt as the trainer gets them for ``step``."""
     first = entries[0]
     if first.routing is not None:  # rows of experts come in no columns
@@ -42,27 +42,27 @@ def delivered(entries: Sequence[Entry], step: int, reference_version: int) -> Tr
         stop_reasons=stop_reasons_to_wire([entry.stop_reason() for entry in entries]),
         started_at=[entry.started_at for entry in entries],
         finished_at=[entry.finished_at for entry in entries],
-        segments=[len(entry.stays) for entry in entries],
+        segments=[len(entry.segment_starts) for entry in entries],
         worker_history=[segment for entry in entries for segment in _segments(entry)],
     )
     return PackedGroup(message, [entry.delivered for entry in entries])
 
 
-def _segments(entry: Entry) -> list[pb.Segment]:
+def _segments(entry: ResponseState) -> list[pb.Segment]:
     """As ``Entry.worker_history`` has them."""
-    ends = [*(stay.first_token for stay in entry.stays[1:]), len(entry)]
+    ends = [*(segment_start.first_token for segment_start in entry.segment_starts[1:]), len(entry)]
     return [
         pb.Segment(
-            worker=stay.worker_id,
-            first_token=stay.first_token,
+            worker=segment_start.worker_id,
+            first_token=segment_start.first_token,
             last_token=end - 1,
-            arrival=stay.arrival,
+            arrival=segment_start.arrival,
             version=entry.version,
         )
-        for stay, end in zip(entry.stays, ends, strict=True)
+        for segment_start, end in zip(entry.segment_starts, ends, strict=True)
     ]
 
 
-def _reward(entry: Entry) -> Reward:
+def _reward(entry: ResponseState) -> Reward:
     assert entry.reward is not None and entry.finish_reason is not None, f"{entry.request_id} is not finished"
     return entry.reward

@@ -13,15 +13,15 @@ from dora.core import commands as do
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Prompt
 from dora.errors import Conflict
-from dora.orchestrator.rollout.book import Book
-from dora.orchestrator.rollout.entry import Entry
 from dora.orchestrator.rollout.feed import memory_bytes
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.response_state import ResponseState
 from dora.rpc.errors import LimitExceeded
 
-PROMPT_BYTES_MOST: Final = 256 << 20  # of the prompts of all evaluations that run, in memory
-UNREAD_BYTES_MOST: Final = 64 << 20  # of one evaluation's results
+PROMPT_BYTES_MAX: Final = 256 << 20  # of the prompts of all evaluations that run, in memory
+UNREAD_BYTES_MAX: Final = 64 << 20  # of one evaluation's results
 TOKEN_BYTES: Final = 16  # of a token of a result, with its logprob and what comes with it
-UNREAD: Final = f"its results are not read: over {UNREAD_BYTES_MOST >> 20} MiB of them wait"
+UNREAD: Final = f"its results are not read: over {UNREAD_BYTES_MAX >> 20} MiB of them wait"
 
 Refused = tuple[str, str]  # a prompt's id, and why no engine can take it
 
@@ -35,7 +35,7 @@ class EvaluationStream:
         self.todo = prompts  # by id, not begun
         self.prompt_bytes = sum(map(memory_bytes, prompts.values()))
         self.asked_at = time.time()
-        self.entries: dict[str, tuple[Entry, ...]] = {}  # of the groups that are begun and not ended
+        self.entries: dict[str, tuple[ResponseState, ...]] = {}  # of the groups that are begun and not ended
         self.unread_bytes = 0
         self.reason = ""  # known at the end: why it comes early
         self._queue: asyncio.Queue[TrajectoryGroup | Refused | None] = asyncio.Queue()
@@ -61,8 +61,8 @@ class Evaluations:
     ``row_of``: the core's rows of their requests. ``end`` asks the core to end one, after what is being handled now.
     """
 
-    def __init__(self, book: Book, row_of: Mapping[str, int], end: Callable[[str, str], None]) -> None:
-        self._book = book
+    def __init__(self, buffer: ResponseBuffer, row_of: Mapping[str, int], end: Callable[[str, str], None]) -> None:
+        self._buffer = buffer
         self._row_of = row_of
         self._end = end
         self._asked = 0
@@ -77,7 +77,7 @@ class Evaluations:
             by_id[prompt.prompt_id] = prompt
         self._asked += 1
         stream = EvaluationStream(f"e{self._asked}", name, by_id)
-        left_bytes = PROMPT_BYTES_MOST - sum(each.prompt_bytes for each in self.running.values())
+        left_bytes = PROMPT_BYTES_MAX - sum(each.prompt_bytes for each in self.running.values())
         if stream.prompt_bytes > left_bytes:
             raise LimitExceeded("prompts: bytes in memory", stream.prompt_bytes, f"at most {left_bytes} now")
         self.running[stream.evaluation_id] = stream
@@ -91,25 +91,25 @@ class Evaluations:
         stream = self.running[command.evaluation_id]
         prompt = stream.todo.pop(command.prompt_id)
         rows = {request_id: self._row_of[request_id] for request_id in command.request_ids}
-        stream.entries[command.group_id] = self._book.begin(
+        stream.entries[command.group_id] = self._buffer.begin(
             command.group_id, prompt, command.version, rows, time.time()
         )
 
     def end_group(self, command: do.EndEvaluationGroup) -> None:
         stream = self.running[command.evaluation_id]
         entries = stream.entries.pop(command.group_id)
-        self._book.end(entries)
+        self._buffer.end(entries)
         if command.reason:
             stream.put((entries[0].prompt.prompt_id, command.reason))
         else:
-            stream.put(self._book.group_of(entries, entries[0].version))
-        if stream.unread_bytes > UNREAD_BYTES_MOST:
+            stream.put(self._buffer.group_of(entries, entries[0].version))
+        if stream.unread_bytes > UNREAD_BYTES_MAX:
             self._end(command.evaluation_id, UNREAD)
 
     def end(self, command: do.EndEvaluation) -> None:
         stream = self.running.pop(command.evaluation_id)
         for entries in stream.entries.values():
-            self._book.end(entries)
+            self._buffer.end(entries)
         stream.close(command.reason)
 
 

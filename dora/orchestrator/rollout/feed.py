@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 from dora.config import Config
 from dora.data.types import Prompt
 from dora.errors import Conflict, DoraError, InvalidValue, told
-from dora.journal import facts
+from dora.journal import records
 from dora.orchestrator.rollout.journal import Journal, Origin
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.prompts import Position, PromptSource
@@ -17,13 +17,13 @@ from dora.rpc.errors import LimitExceeded
 
 log = logging.getLogger("dora.prompts")
 
-DRAWN_MOST = 256  # prompts read from the source, and offered to the core, at once: the event loop stands still for them
-REFUSED_MOST = 4096  # in a row: a source may have no end
-QUEUED_BYTES_MOST = 512 << 20  # of what was submitted and waits
-FAILURE_CHARACTERS_MOST = 400
+DRAWN_MAX = 256  # prompts read from the source, and offered to the core, at once: the event loop stands still for them
+REFUSED_MAX = 4096  # in a row: a source may have no end
+QUEUED_BYTES_MAX = 512 << 20  # of what was submitted and waits
+FAILURE_CHARACTERS_MAX = 400
 TOKEN_BYTES = 40  # of a token id, as Python holds it in a tuple
 SUBMITTED = -1  # in place of a place in the source
-CANCELLED_KEPT_MOST = 65536  # ids of prompts and groups that were cancelled, the last ones: cancelling may be repeated
+CANCELLED_KEPT_MAX = 65536  # ids of prompts and groups that were cancelled, the last ones: cancelling may be repeated
 
 
 class PromptFeed:
@@ -82,8 +82,8 @@ class PromptFeed:
                 )
             names.add(prompt.prompt_id)
         more_bytes = sum(map(memory_bytes, possible))
-        if self._queue.bytes + more_bytes > QUEUED_BYTES_MOST:
-            allowed = f"at most {QUEUED_BYTES_MOST - self._queue.bytes} now (queue of {QUEUED_BYTES_MOST})"
+        if self._queue.bytes + more_bytes > QUEUED_BYTES_MAX:
+            allowed = f"at most {QUEUED_BYTES_MAX - self._queue.bytes} now (queue of {QUEUED_BYTES_MAX})"
             raise LimitExceeded("prompts: bytes in memory", more_bytes, allowed)
         self._live.update(names)
         arrivals = []
@@ -129,7 +129,7 @@ class PromptFeed:
     def end(self) -> int:
         """Nothing more will be submitted. Returns how many are queued, which will still be taken. May be repeated."""
         if not self._ended:
-            self._journal.note(facts.PromptsEnded())
+            self._journal.note(records.PromptsEnded())
         self._ended = True
         self._arrived.set()
         return len(self._queue)
@@ -160,21 +160,21 @@ class PromptFeed:
         """``name``: of a prompt, or of a group."""
         self._cancelled[name] = None
         self._cancelled.move_to_end(name)
-        if len(self._cancelled) > CANCELLED_KEPT_MOST:
+        if len(self._cancelled) > CANCELLED_KEPT_MAX:
             self._cancelled.popitem(last=False)
 
     def was_cancelled(self, name: str) -> bool:
         return name in self._cancelled
 
     def restore(
-        self, queued: Iterable[tuple[int, Prompt]], next_arrival: int, place: int, passed: Iterable[int], ended: bool
+        self, queued: Iterable[tuple[int, Prompt]], next_arrival: int, position: int, passed: Iterable[int], ended: bool
     ) -> None:
         """Goes on as the journal has it: with the source's prompt at ``place``, but for those that are ``passed``."""
         for arrival, prompt in queued:
             self._queue.push(prompt, arrival)
             self._live.add(prompt.prompt_id)
         self._queue.arrivals = next_arrival - 1
-        self._next, self._passed, self._ended = place, set(passed), ended
+        self._next, self._passed, self._ended = position, set(passed), ended
 
     def restore_live(self, prompt_ids: Iterable[str], cancelled: Iterable[str]) -> None:
         """Prompts of groups that are open; and names that were cancelled."""
@@ -192,12 +192,12 @@ class PromptFeed:
 
     async def _from_source(self, count: int) -> list[Prompt]:
         """Bad prompts are refused one by one, with their reason. A source that ends or fails is not asked again."""
-        drawn, failure = await asyncio.to_thread(self._read, min(count, DRAWN_MOST))
+        drawn, failure = await asyncio.to_thread(self._read, min(count, DRAWN_MAX))
         if failure:
             self._fail(failure)
         good: list[Prompt] = []
         refused: list[Origin] = []
-        for place, possible in drawn:
+        for position, possible in drawn:
             try:
                 if isinstance(possible, InvalidValue):
                     raise possible
@@ -211,14 +211,14 @@ class PromptFeed:
             except DoraError as error:
                 log.error("prompt refused: %s", error)
                 self.refused += 1
-                refused.append((place, 0))
+                refused.append((position, 0))
                 self._refused_in_a_row += 1
-                if self._refused_in_a_row == REFUSED_MOST:
-                    self._fail(f"{REFUSED_MOST} prompts in a row were refused, the last as {error}")
+                if self._refused_in_a_row == REFUSED_MAX:
+                    self._fail(f"{REFUSED_MAX} prompts in a row were refused, the last as {error}")
                 continue
             self._refused_in_a_row = 0
             self._live.add(possible.prompt_id)
-            self._origins[possible.prompt_id] = (place, 0)
+            self._origins[possible.prompt_id] = (position, 0)
             good.append(possible)
         self._journal.let_go(refused)
         return good
@@ -241,7 +241,7 @@ class PromptFeed:
             except InvalidValue as error:
                 drawn.append((self._next, error))
             except (Exception, SystemExit) as error:
-                return drawn, " ".join(told(error).split())[:FAILURE_CHARACTERS_MOST]
+                return drawn, " ".join(told(error).split())[:FAILURE_CHARACTERS_MAX]
             self._next += 1
         return drawn, ""
 
@@ -260,7 +260,7 @@ class _Queue:
         self._heap: list[tuple[int, int, str]] = []  # -priority, arrival, id; stale where ``_prompts`` says otherwise
         self._prompts: dict[str, tuple[int, Prompt]] = {}  # by id, each with its arrival
         self.arrivals = 0
-        self.bytes = 0  # at most QUEUED_BYTES_MOST
+        self.bytes = 0  # at most QUEUED_BYTES_MAX
 
     def __len__(self) -> int:
         return len(self._prompts)

@@ -6,13 +6,13 @@ import numpy as np
 
 from dora.core import events as on
 from dora.core.state import State
-from dora.data.stretches import Column, TokenColumns
+from dora.data.token_spans import Column, TokenColumns
 from dora.data.types import Prompt
-from dora.journal import facts
+from dora.journal import records
 from dora.journal.log import Log
 from dora.orchestrator.recording.event_fields import event_to_fields
-from dora.orchestrator.rollout.book import Book
-from dora.orchestrator.rollout.entry import Entry, Stay
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.response_state import ResponseState, SegmentStart
 
 Origin = tuple[int, int]  # of a prompt: its place in the source, or -1 and its arrival
 
@@ -27,9 +27,9 @@ class Journal:
         self._window: tuple[int, ...] = ()  # as it was told last
         self._trainer: tuple[int, ...] = ()
 
-    def note(self, fact: facts.Fact) -> None:
+    def note(self, record: records.LogRecord) -> None:
         if self.log is not None:
-            self.log.append(fact)
+            self.log.append(record)
 
     @property
     def told(self) -> int:
@@ -59,46 +59,46 @@ class Journal:
     def event(self, event: on.Event, now_s: float) -> None:
         """The core is about to be told this."""
         if self.keeps_events:
-            self.note(facts.Event(now_s, *event_to_fields(event)))
+            self.note(records.Event(now_s, *event_to_fields(event)))
 
     def window(self, state: State) -> None:
         """What of the window has changed that no other fact says: behind what the event did to the groups of a step."""
         stands = (state.window.size, state.window.left_behind, state.short_step)
         if self.writes and stands != self._window:
-            self.note(facts.WindowStands(*stands))
+            self.note(records.WindowStands(*stands))
             self._window = stands
 
     def trainer(self, state: State) -> None:
         """Likewise of the trainer: behind what its coming has made the core drop."""
         stands = (state.trainer_epoch, state.window.groups_per_step)
         if self.writes and stands != self._trainer:
-            self.note(facts.Attached(*stands))
+            self.note(records.Attached(*stands))
             self._trainer = stands
 
     # --------------------------------------------------------------------------------------------- prompts and groups
 
     def submitted(self, arrivals: Sequence[int], prompts: Iterable[Prompt]) -> None:
         if self.writes and arrivals:
-            self.note(facts.Submitted(list(arrivals), [facts.prompt_values(prompt) for prompt in prompts]))
+            self.note(records.Submitted(list(arrivals), [records.prompt_values(prompt) for prompt in prompts]))
 
     def let_go(self, origins: Iterable[Origin], names: Sequence[str] = ()) -> None:
         """These prompts will have no group. ``names``: what they were cancelled by."""
         if not self.writes:
             return
-        places: list[int] = []
+        positions: list[int] = []
         arrivals: list[int] = []
-        for place, arrival in origins:
-            (places if place >= 0 else arrivals).append(place if place >= 0 else arrival)
-        if places or arrivals or names:
-            self.note(facts.LetGo(arrivals, places, list(names)))
+        for position, arrival in origins:
+            (positions if position >= 0 else arrivals).append(position if position >= 0 else arrival)
+        if positions or arrivals or names:
+            self.note(records.LetGo(arrivals, positions, list(names)))
 
-    def admitted(self, entries: Sequence[Entry], origin: Origin, deadline: int) -> None:
+    def admitted(self, entries: Sequence[ResponseState], origin: Origin, deadline: int) -> None:
         if self.writes:
             first = entries[0]
-            prompt, rows = facts.prompt_values(first.prompt), [entry.row for entry in entries]
+            prompt, rows = records.prompt_values(first.prompt), [entry.row for entry in entries]
             window_versions = first.window_versions
             self.note(
-                facts.Admitted(
+                records.Admitted(
                     first.number,
                     first.group_id,
                     prompt,
@@ -111,35 +111,37 @@ class Journal:
                 )
             )
 
-    def report(self, book: Book, columns: TokenColumns, held: Column, at: float) -> None:
+    def report(self, buffer: ResponseBuffer, columns: TokenColumns, held: Column, at: float) -> None:
         """What a worker has reported and the book has just taken over. ``held``: tokens of its requests before that."""
-        stays, book.stays_begun = book.stays_begun, {}
+        segment_starts, buffer.segments_begun = buffer.segments_begun, {}
         if self.writes:
-            tokens = _tokens_of(book, columns, held, stays, at)
+            tokens = _tokens_of(buffer, columns, held, segment_starts, at)
             if len(tokens.numbers):
                 self.note(tokens)
 
-    def verdict(self, entry: Entry, at: float) -> None:
+    def verdict(self, entry: ResponseState, at: float) -> None:
         reward = entry.reward
         if self.writes and reward is not None and entry.number >= 0:
             components = {name: float(value) for name, value in reward.components.items()}
-            self.note(facts.Verdict(entry.number, at, float(reward.value), reward.valid, reward.log, components))
+            self.note(records.Verdict(entry.number, at, float(reward.value), reward.valid, reward.log, components))
 
 
-def _tokens_of(book: Book, columns: TokenColumns, held: Column, stays: Mapping[int, Stay], at: float) -> facts.Tokens:
+def _tokens_of(
+    buffer: ResponseBuffer, columns: TokenColumns, held: Column, segment_starts: Mapping[int, SegmentStart], at: float
+) -> records.Tokens:
     """The tokens that are new, of requests of groups: evaluations end with the service."""
-    numbers, counts, firsts = book.column("number", columns.rows), columns.counts, columns.first_tokens
+    numbers, counts, firsts = buffer.column("number", columns.rows), columns.counts, columns.first_tokens
     repeated = np.clip(held - firsts, 0, counts)
     routed_bytes, routed = columns.routed_bytes[:0], b""
-    if book.routing is not None and len(columns.routed_experts):
-        routed_bytes, routed = _new_routed(book, columns, firsts + repeated)
+    if buffer.routing is not None and len(columns.routed_experts):
+        routed_bytes, routed = _new_routed(buffer, columns, firsts + repeated)
     begins, counts = columns.begins + repeated, counts - repeated
     token_ids, logprobs = columns.token_ids, columns.logprobs
     if int(counts.sum()) < len(token_ids):  # of others, or held already
         cells = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
         token_ids, logprobs = token_ids[cells], logprobs[cells]
-    places = {row: index for index, row in enumerate(columns.rows.tolist())} if stays else {}
-    tokens = facts.Tokens(
+    positions = {row: index for index, row in enumerate(columns.rows.tolist())} if segment_starts else {}
+    tokens = records.Tokens(
         at,
         numbers,
         np.where(counts > 0, firsts + repeated, held),
@@ -147,20 +149,23 @@ def _tokens_of(book: Book, columns: TokenColumns, held: Column, stays: Mapping[i
         columns.ends if columns.ends.any() else columns.ends[:0],
         token_ids,
         logprobs,
-        [[places[row], stay.worker_id, stay.first_token, stay.arrival] for row, stay in stays.items()],
+        [
+            [positions[row], segment_start.worker_id, segment_start.first_token, segment_start.arrival]
+            for row, segment_start in segment_starts.items()
+        ],
         [[index, stop] for index, stop in columns.stops.items()],
         routed_bytes,
         routed,
     )
     new = (numbers >= 0) & ((counts > 0) | (columns.ends > 0))
-    return tokens if new.all() else facts.only(tokens, new)
+    return tokens if new.all() else records.only(tokens, new)
 
 
-def _new_routed(book: Book, columns: TokenColumns, reached: Column) -> tuple[Column, bytes]:
+def _new_routed(buffer: ResponseBuffer, columns: TokenColumns, reached: Column) -> tuple[Column, bytes]:
     """Of the routed experts that came, those of tokens that are new: which are from ``reached`` on."""
-    assert book.routing is not None
-    prompts = book.column("prompt_tokens", columns.rows) - 1
+    assert buffer.routing is not None
+    prompts = buffer.column("prompt_tokens", columns.rows) - 1
     rows = [np.where(tokens > 0, prompts + tokens, 0) for tokens in (columns.first_tokens, reached)]
-    skipped = np.minimum((rows[1] - rows[0]) * book.routing.token_bytes, columns.routed_bytes)
+    skipped = np.minimum((rows[1] - rows[0]) * buffer.routing.token_bytes, columns.routed_bytes)
     parts = [bytes(columns.routed(index, skip)) for index, skip in enumerate(skipped.tolist())]
     return columns.routed_bytes - skipped, b"".join(parts)

@@ -4,7 +4,7 @@ from typing import Final, Protocol
 
 from dora.core import commands as do
 from dora.data.types import Canary, EngineCapability, KvEndpoint, PoolCapability
-from dora.orchestrator.rollout.book import Book
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 
@@ -31,7 +31,7 @@ class Reached(Protocol):
 
 def worker_message(
     command: do.WorkerCommand,
-    book: Book,
+    buffer: ResponseBuffer,
     store: PublishedVersions,
     source: Reached | None = None,
     target: Reached | None = None,
@@ -51,7 +51,7 @@ def worker_message(
             wire = convert.canary_to_wire(canary) if canary else pb.Canary()
             message.load_version.CopyFrom(pb.LoadVersion(version=version, name=store.name(version), canary=wire))
         case do.StartRequest(request_id=request_id, arrival=arrival):
-            entry = book.arrives(request_id, command.worker_id, arrival)
+            entry = buffer.arrives(request_id, command.worker_id, arrival)
             message.start_request.CopyFrom(convert.request_to_wire(entry.spec()))
             message.start_request.row = entry.row
         case do.RemoveRequest(request_id=request_id):
@@ -68,7 +68,7 @@ def worker_message(
             peer = pb.KvPeer() if target is None else _peer(target)
             message.copy_out.CopyFrom(pb.CopyOut(request_id=request_id, target=peer))
         case do.CopyIn(request_id=request_id, version=version, locator=locator):
-            entry = book.arrives(request_id, command.worker_id, "parked" if was_parked else "migrated")
+            entry = buffer.arrives(request_id, command.worker_id, "parked" if was_parked else "migrated")
             copy_in = pb.CopyIn(request_id=request_id, version=version, locator=locator, row=entry.row)
             message.copy_in.CopyFrom(copy_in)
         case do.Thaw(request_id=request_id):

@@ -46,7 +46,7 @@ class TrainerPresence:
         """``holds``: it has a stream or leased groups, which say nothing of one whose call has ended."""
         return self._stays is not None or (not self._left and (holds or self._heard_lately()))
 
-    def is_awaited(self, holds: bool) -> bool:
+    def is_expected(self, holds: bool) -> bool:
         """Whether it is at work, was so a moment ago, or may be back in a moment: its connection may have broken."""
         if holds and not self._left:
             self.seen()

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dora.config import Config
-from dora.data.limits import GROUP_SIZE_MOST, SAMPLING_BYTES_MOST, TEXT_BYTES_MOST
+from dora.data.limits import GROUP_SIZE_MAX, SAMPLING_BYTES_MAX, TEXT_BYTES_MAX
 from dora.data.sampling import check_sampling, checked_overrides
 from dora.data.strict_json import read_json
 from dora.data.types import Prompt, RoutingShape, SamplingParams
 from dora.errors import MISSING, InvalidValue
-from dora.orchestrator.rollout.book import sampling_of
+from dora.orchestrator.rollout.response_buffer import sampling_of
 from dora.prompts.check import check_name, check_priority, check_size, check_verifier, checked_messages
 from dora.prompts.tokenizer import ChatTokenizer
 from dora.rpc import dora_pb2 as pb
@@ -46,10 +46,10 @@ class PromptCheck:
         Raises InvalidValue, with the field and the reason.
         """
         check_name(message.prompt_id, "prompt_id")
-        place = f"prompt {message.prompt_id}"
+        position = f"prompt {message.prompt_id}"
         sampling_json = message.sampling_json or "{}"
-        overrides = read_json(sampling_json, f"{place}: sampling_json", SAMPLING_BYTES_MOST)
-        text, token_ids = self._tokens(message, place)
+        overrides = read_json(sampling_json, f"{position}: sampling_json", SAMPLING_BYTES_MAX)
+        text, token_ids = self._tokens(message, position)
         return self.checked(
             Prompt(
                 prompt_id=message.prompt_id,
@@ -78,55 +78,59 @@ class PromptCheck:
         if not isinstance(prompt, Prompt):
             raise InvalidValue("prompt", prompt, "a dora.Prompt")
         check_name(prompt.prompt_id, "prompt_id")
-        place = f"prompt {prompt.prompt_id}"
+        position = f"prompt {prompt.prompt_id}"
         if prompt.task_id != "":
-            check_name(prompt.task_id, f"{place}: task_id")
-        check_size(prompt.text, f"{place}: text", TEXT_BYTES_MOST)
-        check_verifier(prompt.verifier_json, place)
-        check_priority(prompt.priority, f"{place}: priority")
+            check_name(prompt.task_id, f"{position}: task_id")
+        check_size(prompt.text, f"{position}: text", TEXT_BYTES_MAX)
+        check_verifier(prompt.verifier_json, position)
+        check_priority(prompt.priority, f"{position}: priority")
         group_size = prompt.group_size or self._config.rollout.group_size
-        if type(group_size) is not int or not 1 <= group_size <= GROUP_SIZE_MOST:
-            raise InvalidValue(f"{place}: group_size", group_size, f"a whole number from 1 to {GROUP_SIZE_MOST}")
-        overrides = checked_overrides(prompt.sampling, f"{place}: sampling")
+        if type(group_size) is not int or not 1 <= group_size <= GROUP_SIZE_MAX:
+            raise InvalidValue(f"{position}: group_size", group_size, f"a whole number from 1 to {GROUP_SIZE_MAX}")
+        overrides = checked_overrides(prompt.sampling, f"{position}: sampling")
         sampling = sampling_of(self._config.rollout, replace(prompt, sampling=overrides))
-        check_sampling(sampling, f"{place}: sampling", self._vocab_size)
+        check_sampling(sampling, f"{position}: sampling", self._vocab_size)
         if not whatever_length:  # before each of its ids is looked at
-            self._check_length(prompt.token_ids, sampling, place)
-        token_ids = self._checked_ids(prompt.token_ids, place)
+            self._check_length(prompt.token_ids, sampling, position)
+        token_ids = self._checked_ids(prompt.token_ids, position)
         return replace(prompt, token_ids=token_ids, group_size=group_size, sampling=overrides)
 
-    def _tokens(self, message: pb.Prompt, place: str) -> tuple[str, tuple[int, ...]]:
+    def _tokens(self, message: pb.Prompt, position: str) -> tuple[str, tuple[int, ...]]:
         """The text and the token ids of a message: as they are given, or of its text or chat."""
         forms = [name for name in ("token_ids", "messages_json") if getattr(message, name)]
         if len(forms) == 2:
-            raise InvalidValue(f"{place}: token_ids, messages_json", "both", "one of token_ids, messages_json or text")
+            raise InvalidValue(
+                f"{position}: token_ids, messages_json", "both", "one of token_ids, messages_json or text"
+            )
         if forms == ["token_ids"]:
             limit = self._config.workers.context_tokens
             if len(message.token_ids) // TOKEN_ID_BYTES >= limit:  # before they are decoded, to nine times the memory
                 raise InvalidValue(
-                    f"{place}: tokens",
+                    f"{position}: tokens",
                     len(message.token_ids) // TOKEN_ID_BYTES,
                     f"below workers.max_model_len_tokens {limit}",
                 )
-            return message.text, token_ids_from_wire(message.token_ids, f"{place}: token_ids")
+            return message.text, token_ids_from_wire(message.token_ids, f"{position}: token_ids")
         if not message.text and not message.messages_json:
-            raise InvalidValue(f"{place}: token_ids", MISSING, "at least one token, or text or messages_json instead")
+            raise InvalidValue(
+                f"{position}: token_ids", MISSING, "at least one token, or text or messages_json instead"
+            )
         if self._tokenizer is None:
-            raise InvalidValue(f"{place}: token_ids", MISSING, "at least one token: this service has no tokenizer")
+            raise InvalidValue(f"{position}: token_ids", MISSING, "at least one token: this service has no tokenizer")
         if message.messages_json:
-            messages = read_json(message.messages_json, f"{place}: messages_json", TEXT_BYTES_MOST)
-            return self._tokenizer.encode_chat(checked_messages(messages, f"{place}: messages_json"))
-        check_size(message.text, f"{place}: text", TEXT_BYTES_MOST)
+            messages = read_json(message.messages_json, f"{position}: messages_json", TEXT_BYTES_MAX)
+            return self._tokenizer.encode_chat(checked_messages(messages, f"{position}: messages_json"))
+        check_size(message.text, f"{position}: text", TEXT_BYTES_MAX)
         return message.text, self._tokenizer.encode(message.text)
 
-    def _check_length(self, token_ids: Sequence[int], sampling: SamplingParams, place: str) -> None:
+    def _check_length(self, token_ids: Sequence[int], sampling: SamplingParams, position: str) -> None:
         length, limit = len(token_ids), self._config.workers.context_tokens
         if sampling.max_tokens >= limit:  # no prompt would be short enough
             allowed = f"at most {limit - 1}, below workers.max_model_len_tokens {limit}"
-            raise InvalidValue(f"{place}: sampling.max_tokens", sampling.max_tokens, allowed)
+            raise InvalidValue(f"{position}: sampling.max_tokens", sampling.max_tokens, allowed)
         if length + sampling.max_tokens > limit:
             raise InvalidValue(
-                f"{place}: tokens",
+                f"{position}: tokens",
                 length,
                 f"at most {limit - sampling.max_tokens}: workers.max_model_len_tokens {limit} "
                 f"less max_tokens {sampling.max_tokens}",
@@ -135,14 +139,14 @@ class PromptCheck:
         limit_bytes = self._config.service.max_message_bytes
         if most > limit_bytes:  # it could be generated, and never be delivered
             allowed = f"such that a trajectory fits into service.max_message_bytes {limit_bytes}: it may take {most}"
-            raise InvalidValue(f"{place}: sampling.max_tokens", sampling.max_tokens, allowed)
+            raise InvalidValue(f"{position}: sampling.max_tokens", sampling.max_tokens, allowed)
 
-    def _checked_ids(self, token_ids: Sequence[int], place: str) -> tuple[int, ...]:
+    def _checked_ids(self, token_ids: Sequence[int], position: str) -> tuple[int, ...]:
         """Plain integers within the vocabulary. Raises InvalidValue for the first that is not."""
         end = self._vocab_size or 1 << 31
         if not token_ids:
-            raise InvalidValue(f"{place}: token_ids", MISSING, "at least one token")
+            raise InvalidValue(f"{position}: token_ids", MISSING, "at least one token")
         if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= end:  # quick for a long prompt
             wrong = next(each for each in token_ids if type(each) is not int or not 0 <= each < end)
-            raise InvalidValue(f"{place}: token_ids", wrong, f"whole numbers from 0 to {end - 1}")
+            raise InvalidValue(f"{position}: token_ids", wrong, f"whole numbers from 0 to {end - 1}")
         return tuple(token_ids)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from dora.data.record import CancelledGroup, CommittedStep, Recorder
+from dora.data.run_record import CancelledGroup, CommittedStep, Recorder
 from dora.data.trajectory import TrajectoryGroup
 from dora.orchestrator.recording.storage import RECORD, STATE, Storage
 from dora.orchestrator.rollout.journal import Journal

@@ -134,11 +134,11 @@ class Telemetry:
     def _forget_metrics(self) -> None:
         """Of the oldest steps, where all together have more than are kept."""
         kept = 0
-        for place in range(len(self.steps) - 1, -1, -1):
-            step = self.steps[place]
+        for position in range(len(self.steps) - 1, -1, -1):
+            step = self.steps[position]
             kept += len(step.metrics)
             if kept > METRICS_KEPT and step.metrics:
-                self.steps[place] = replace(step, metrics={})
+                self.steps[position] = replace(step, metrics={})
 
     def groups_to_add(self, workers: int) -> int | None:
         """workers that would let generation keep up with training, from the latest steps; None: not known yet.

@@ -10,25 +10,25 @@ from typing import Final
 import numpy as np
 
 from dora.config import Config
-from dora.data.limits import COUNT_MOST, KV_TOKENS_MOST, TOKENS_MOST
-from dora.data.stretches import STOP, TokenColumns
+from dora.data.limits import COUNT_MAX, KV_TOKENS_MAX, TOKENS_MAX
+from dora.data.token_spans import STOP, TokenColumns
 from dora.data.types import EngineCapability, PoolCapability, RoutingShape
 from dora.errors import MISSING, InvalidValue
 from dora.kvtransfer.transport import NAMES
-from dora.orchestrator.rollout.book import Book
-from dora.orchestrator.rollout.entry import BookError, Entry
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.response_state import ReportError, ResponseState
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.columns import columns_from_wire
-from dora.weights.canary import LOGPROB_MOST
+from dora.weights.canary import LOGPROB_MAX
 
 WORKER_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ERROR_KINDS: Final = ("", "refused", "not_movable", "unknown_request", "invalid", "weights", "missing")
-_REASON_MOST: Final = 2000  # characters of why a KV transport failed
-_TEXT_MOST: Final = 256  # characters of a host's name, a fingerprint, a dtype
-HELD_MOST: Final = 1 << 17  # requests of one worker or pool
-KV_TOKEN_BYTES_MOST: Final = 1 << 40
-_TOTAL_MOST: Final = 1 << 53  # of counters over a worker's life: beyond it a double is not exact
+_REASON_MAX: Final = 2000  # characters of why a KV transport failed
+_TEXT_MAX: Final = 256  # characters of a host's name, a fingerprint, a dtype
+HELD_MAX: Final = 1 << 17  # requests of one worker or pool
+KV_TOKEN_BYTES_MAX: Final = 1 << 40
+_TOTAL_MAX: Final = 1 << 53  # of counters over a worker's life: beyond it a double is not exact
 
 
 def checked_hello(hello: pb.WorkerHello, config: Config, vocab_size: int) -> EngineCapability:
@@ -39,14 +39,14 @@ def checked_hello(hello: pb.WorkerHello, config: Config, vocab_size: int) -> Eng
         _check_text(name, getattr(hello, name))
     least_tokens = config.workers.context_tokens
     for name, least, most in (
-        ("slots", 1, COUNT_MOST),
-        ("kv_tokens", 1, KV_TOKENS_MOST),
-        ("block_tokens", 1, COUNT_MOST),
-        ("max_model_len_tokens", least_tokens, TOKENS_MOST),
-        ("vocab_size", vocab_size or 2, vocab_size or COUNT_MOST),
-        ("tensor_parallel", 1, COUNT_MOST),
-        ("pipeline_parallel", 1, COUNT_MOST),
-        ("kv_token_bytes", 0, KV_TOKEN_BYTES_MOST),
+        ("slots", 1, COUNT_MAX),
+        ("kv_tokens", 1, KV_TOKENS_MAX),
+        ("block_tokens", 1, COUNT_MAX),
+        ("max_model_len_tokens", least_tokens, TOKENS_MAX),
+        ("vocab_size", vocab_size or 2, vocab_size or COUNT_MAX),
+        ("tensor_parallel", 1, COUNT_MAX),
+        ("pipeline_parallel", 1, COUNT_MAX),
+        ("kv_token_bytes", 0, KV_TOKEN_BYTES_MAX),
     ):
         if not least <= getattr(hello, name) <= most:
             raise InvalidValue(name, getattr(hello, name), f"{least} to {most}" if least < most else f"{most}")
@@ -66,17 +66,17 @@ def checked_pool_hello(hello: pb.PoolHello) -> PoolCapability:
     for name in ("host", "kv_address"):
         _check_text(name, getattr(hello, name))
     _check_transports(hello.kv_transports)
-    _check_held(hello.held, TOKENS_MOST)
+    _check_held(hello.held, TOKENS_MAX)
     for name, least in (("memory_bytes", 1), ("spill_bytes", 0)):
-        if not least <= getattr(hello, name) <= _TOTAL_MOST:
-            raise InvalidValue(name, getattr(hello, name), f"{least} to {_TOTAL_MOST}")
+        if not least <= getattr(hello, name) <= _TOTAL_MAX:
+            raise InvalidValue(name, getattr(hello, name), f"{least} to {_TOTAL_MAX}")
     return PoolCapability(hello.memory_bytes, hello.spill_bytes)
 
 
 def _check_held(held: Sequence[pb.HeldRequest], tokens_most: int) -> None:
     """What a worker or a pool that has outlived the service says of its requests; ids are as they come."""
-    if len(held) > HELD_MOST:
-        raise InvalidValue("held", f"{len(held)} requests", f"at most {HELD_MOST}")
+    if len(held) > HELD_MAX:
+        raise InvalidValue("held", f"{len(held)} requests", f"at most {HELD_MAX}")
     if len({each.request_id for each in held}) < len(held):
         raise InvalidValue("held", "a request twice", "each request once")
     for each in held:
@@ -89,12 +89,12 @@ def _check_held(held: Sequence[pb.HeldRequest], tokens_most: int) -> None:
 def checked_pool_report(report: pb.PoolReport) -> None:
     """What a pool holds, and what it has dropped."""
     for name in ("memory_bytes", "spill_bytes", "pinned_bytes", "spilled"):
-        if getattr(report, name) > _TOTAL_MOST:
-            raise InvalidValue(name, getattr(report, name), f"at most {_TOTAL_MOST}")
-    _check_text("reason", report.reason, _REASON_MOST)
+        if getattr(report, name) > _TOTAL_MAX:
+            raise InvalidValue(name, getattr(report, name), f"at most {_TOTAL_MAX}")
+    _check_text("reason", report.reason, _REASON_MAX)
 
 
-def _check_text(name: str, text: str, most: int = _TEXT_MOST) -> None:
+def _check_text(name: str, text: str, most: int = _TEXT_MAX) -> None:
     if not text.isprintable() or len(text) > most:
         raise InvalidValue(name, text, f"printable, of at most {most} characters")
 
@@ -111,14 +111,14 @@ def checked_tokens(report: pb.WorkerReport, kv_tokens: int, vocab_size: int, row
     """
     for name, most in (
         ("kv_used_tokens", kv_tokens),
-        ("generated_tokens", _TOTAL_MOST),
-        ("reprefilled_tokens", _TOTAL_MOST),
+        ("generated_tokens", _TOTAL_MAX),
+        ("reprefilled_tokens", _TOTAL_MAX),
     ):
         if getattr(report, name) > most:
             raise InvalidValue(name, getattr(report, name), f"at most {most}")
     for name in ("found_tokens", "kept_tokens", "damaged_chunks", "losses") if report.HasField("kv_tier") else ():
-        if getattr(report.kv_tier, name) > _TOTAL_MOST:
-            raise InvalidValue(f"kv_tier.{name}", getattr(report.kv_tier, name), f"at most {_TOTAL_MOST}")
+        if getattr(report.kv_tier, name) > _TOTAL_MAX:
+            raise InvalidValue(f"kv_tier.{name}", getattr(report.kv_tier, name), f"at most {_TOTAL_MAX}")
     columns = columns_from_wire(report.tokens)
     token_ids, logprobs = columns.token_ids, columns.logprobs
     if not len(columns):
@@ -128,17 +128,17 @@ def checked_tokens(report: pb.WorkerReport, kv_tokens: int, vocab_size: int, row
         # as unsigned numbers negative ones are large
         ("token_ids", token_ids, token_ids.view("<u4") >= vocab_size, f"0 to {vocab_size - 1}, the vocabulary"),
         # a comparison with NaN is false
-        ("logprobs", logprobs, ~((logprobs > -np.inf) & (logprobs <= LOGPROB_MOST)), "finite and not above 0"),
+        ("logprobs", logprobs, ~((logprobs > -np.inf) & (logprobs <= LOGPROB_MAX)), "finite and not above 0"),
     ):
         if wrong.any():
             raise InvalidValue(name, column[wrong][0].item(), allowed)
     return columns
 
 
-def check_against_book(book: Book, columns: TokenColumns) -> None:
-    """Raises BookError unless the stretches, all of requests that the worker owns, can join the book."""
+def check_against_buffer(buffer: ResponseBuffer, columns: TokenColumns) -> None:
+    """Raises ReportError unless the stretches, all of requests that the worker owns, can join the book."""
     rows, firsts, counts = columns.rows, columns.first_tokens, columns.counts
-    held, max_tokens = book.column("held", rows), book.column("max_tokens", rows)
+    held, max_tokens = buffer.column("held", rows), buffer.column("max_tokens", rows)
     reached = np.maximum(held, firsts + counts)
     for field, wrong, value, allowed in (
         ("first token", firsts > held, firsts, "{} or before"),
@@ -148,55 +148,55 @@ def check_against_book(book: Book, columns: TokenColumns) -> None:
         if wrong.any():
             index = int(wrong.argmax())
             limit = held if field == "first token" else max_tokens
-            name = book.at(int(rows[index])).request_id
-            raise BookError(f"{name}: {field}", int(value[index]), allowed.format(int(limit[index])))
+            name = buffer.at(int(rows[index])).request_id
+            raise ReportError(f"{name}: {field}", int(value[index]), allowed.format(int(limit[index])))
     for index in np.flatnonzero((firsts < held) & (counts > 0)).tolist():
-        _check_repeated(book.at(int(rows[index])), columns, index)
+        _check_repeated(buffer.at(int(rows[index])), columns, index)
     for index, stop in columns.stops.items():
-        entry = book.at(int(rows[index]))
+        entry = buffer.at(int(rows[index]))
         if stop and (columns.ends[index] != STOP or stop not in entry.sampling.stop):
-            raise BookError(f"{entry.request_id}: stop", stop[:80], "one of its stop strings, at its end")
-    if book.routing is not None or len(columns.routed_experts):
-        _check_routing(book, columns)
+            raise ReportError(f"{entry.request_id}: stop", stop[:80], "one of its stop strings, at its end")
+    if buffer.routing is not None or len(columns.routed_experts):
+        _check_routing(buffer, columns)
 
 
-def _check_repeated(entry: Entry, columns: TokenColumns, index: int) -> None:
+def _check_repeated(entry: ResponseState, columns: TokenColumns, index: int) -> None:
     """Tokens that are held already must be the same ones."""
     first, begin, count = (int(column[index]) for column in (columns.first_tokens, columns.begins, columns.counts))
     held = entry.tokens[first : first + count]
     repeated = columns.token_ids[begin : begin + len(held)]
     if not np.array_equal(repeated, held):
-        raise BookError(f"{entry.request_id}: tokens from {first} on", repeated[:8].tolist(), "those held")
+        raise ReportError(f"{entry.request_id}: tokens from {first} on", repeated[:8].tolist(), "those held")
 
 
-def _check_routing(book: Book, columns: TokenColumns) -> None:
+def _check_routing(buffer: ResponseBuffer, columns: TokenColumns) -> None:
     """There must be a row for each token that was fed to sample the stretch's tokens; none where none is kept."""
     counts, given = columns.counts, columns.routed_bytes
-    if book.routing is None:
+    if buffer.routing is None:
         expected = np.zeros(len(columns), np.int64)
     else:
-        prompts = book.column("prompt_tokens", columns.rows) - 1
+        prompts = buffer.column("prompt_tokens", columns.rows) - 1
         fed = counts + np.where((columns.first_tokens == 0) & (counts > 0), prompts, 0)
-        expected = fed * book.routing.token_bytes
+        expected = fed * buffer.routing.token_bytes
     wrong = given != expected
     if wrong.any():
         index = int(wrong.argmax())
-        name = book.at(int(columns.rows[index])).request_id
-        raise BookError(f"{name}: routed_experts bytes", int(given[index]), str(int(expected[index])))
-    if book.routing is not None:
-        _check_experts(b"".join(columns.routed(index) for index in range(len(columns))), book.routing)
+        name = buffer.at(int(columns.rows[index])).request_id
+        raise ReportError(f"{name}: routed_experts bytes", int(given[index]), str(int(expected[index])))
+    if buffer.routing is not None:
+        _check_experts(b"".join(columns.routed(index) for index in range(len(columns))), buffer.routing)
 
 
 def _check_experts(raw: bytes, routing: RoutingShape) -> None:
-    """Raises BookError where rows name experts that there are not, or the first two of a layer are the same one.
+    """Raises ReportError where rows name experts that there are not, or the first two of a layer are the same one.
 
     So would rows be that a kernel has left empty.
     """
     ids = np.frombuffer(raw, f"<u{routing.id_bytes}").reshape(-1, routing.top_k)
     if ids.size and ids.max() >= routing.experts:
-        raise BookError("routed_experts", int(ids.max()), f"0 to {routing.experts - 1}, the experts of a layer")
+        raise ReportError("routed_experts", int(ids.max()), f"0 to {routing.experts - 1}, the experts of a layer")
     if routing.top_k > 1 and (ids[:, 0] == ids[:, 1]).any():
-        raise BookError("routed_experts", "an expert twice", f"{routing.top_k} experts of a layer")
+        raise ReportError("routed_experts", "an expert twice", f"{routing.top_k} experts of a layer")
 
 
 def checked_outcome(outcome: pb.WorkerOutcome) -> None:
@@ -205,10 +205,10 @@ def checked_outcome(outcome: pb.WorkerOutcome) -> None:
         raise InvalidValue("error_kind", outcome.error_kind, f"one of {', '.join(filter(None, ERROR_KINDS))}")
     if not outcome.canary_difference >= 0.0:  # a comparison with NaN is false
         raise InvalidValue("canary_difference", outcome.canary_difference, "0 or above")
-    if outcome.snapshot_bytes > _TOTAL_MOST:
-        raise InvalidValue("snapshot_bytes", outcome.snapshot_bytes, f"at most {_TOTAL_MOST}")
+    if outcome.snapshot_bytes > _TOTAL_MAX:
+        raise InvalidValue("snapshot_bytes", outcome.snapshot_bytes, f"at most {_TOTAL_MAX}")
     if outcome.kv_transport and outcome.kv_transport not in NAMES:
         raise InvalidValue("kv_transport", outcome.kv_transport, f"one of {', '.join(NAMES)}")
-    if len(outcome.kv_fallbacks) > len(NAMES) or any(len(each) > _REASON_MOST for each in outcome.kv_fallbacks):
-        allowed = f"at most {len(NAMES)} reasons of at most {_REASON_MOST} characters"
+    if len(outcome.kv_fallbacks) > len(NAMES) or any(len(each) > _REASON_MAX for each in outcome.kv_fallbacks):
+        allowed = f"at most {len(NAMES)} reasons of at most {_REASON_MAX} characters"
         raise InvalidValue("kv_fallbacks", len(outcome.kv_fallbacks), allowed)

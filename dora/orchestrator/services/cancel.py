@@ -10,8 +10,8 @@ from dora.orchestrator.executor import ON_REQUEST
 from dora.orchestrator.runtime import Runtime
 from dora.rpc import dora_pb2 as pb
 
-IDS_MOST: Final = 4096  # of one call
-REASON_CHARACTERS_MOST: Final = 200
+IDS_MAX: Final = 4096  # of one call
+REASON_CHARACTERS_MAX: Final = 200
 
 
 def cancelled(runtime: Runtime, ids: Sequence[str], reason: str) -> list[pb.CancelOutcome]:
@@ -19,12 +19,12 @@ def cancelled(runtime: Runtime, ids: Sequence[str], reason: str) -> list[pb.Canc
 
     Raises InvalidValue, and changes nothing, for too many ids or a reason that no line of a record could hold.
     """
-    if len(ids) > IDS_MOST:
-        raise InvalidValue("ids", f"{len(ids)} ids", f"at most {IDS_MOST}")
-    if not reason.isprintable() or len(reason) > REASON_CHARACTERS_MOST:
-        raise InvalidValue("reason", reason, f"printable, of at most {REASON_CHARACTERS_MOST} characters")
+    if len(ids) > IDS_MAX:
+        raise InvalidValue("ids", f"{len(ids)} ids", f"at most {IDS_MAX}")
+    if not reason.isprintable() or len(reason) > REASON_CHARACTERS_MAX:
+        raise InvalidValue("reason", reason, f"printable, of at most {REASON_CHARACTERS_MAX} characters")
     why = f"{ON_REQUEST}: {reason}" if reason else ON_REQUEST
-    group_of = {entries[0].prompt.prompt_id: group_id for group_id, entries in runtime.book.groups()}
+    group_of = {entries[0].prompt.prompt_id: group_id for group_id, entries in runtime.buffer.groups()}
     return [_cancelled(runtime, name, group_of.get(name, name), why) for name in ids]
 
 

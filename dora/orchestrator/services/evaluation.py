@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from dora.core import events as on
-from dora.core.rules.evaluation import RESPONSES_MOST
+from dora.core.rules.evaluation import RESPONSES_MAX
 from dora.data.trajectory import TrajectoryGroup
 from dora.errors import DoraError, InvalidValue
 from dora.orchestrator.rollout.evaluations import EvaluationStream
@@ -16,7 +16,7 @@ from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServicerContext
 
-NAME_MOST: Final = 128  # characters
+NAME_MAX: Final = 128  # characters
 CALLER_LEFT: Final = "its caller has left"
 
 
@@ -45,10 +45,10 @@ async def evaluating(
 
 
 async def _begun(runtime: Runtime, request: pb.EvaluateRequest, reading: asyncio.Lock) -> EvaluationStream:
-    if not request.name.isprintable() or len(request.name) > NAME_MOST:
-        raise InvalidValue("name", request.name, f"printable, of at most {NAME_MOST} characters")
-    if not 1 <= len(request.prompts) <= RESPONSES_MOST:
-        raise InvalidValue("prompts", len(request.prompts), f"1 to {RESPONSES_MOST:,}")
+    if not request.name.isprintable() or len(request.name) > NAME_MAX:
+        raise InvalidValue("name", request.name, f"printable, of at most {NAME_MAX} characters")
+    if not 1 <= len(request.prompts) <= RESPONSES_MAX:
+        raise InvalidValue("prompts", len(request.prompts), f"1 to {RESPONSES_MAX:,}")
     if not math.isfinite(request.share):
         raise InvalidValue("share", request.share, "a finite number")
     check = runtime.feed.check
@@ -61,7 +61,7 @@ async def _begun(runtime: Runtime, request: pb.EvaluateRequest, reading: asyncio
             prompt.task_id,
             len(prompt.token_ids),
             prompt.group_size,
-            runtime.book.sampling(prompt).max_tokens,
+            runtime.buffer.sampling(prompt).max_tokens,
             key_of(prompt),
             features_of(prompt),
         )

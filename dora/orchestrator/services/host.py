@@ -17,7 +17,7 @@ from dora.weights.files import WeightFile
 log = logging.getLogger("dora.service")
 
 HELLO_S: Final = 60.0
-TROUBLE_MOST: Final = 4000  # characters of one worker's trouble
+TROUBLE_MAX: Final = 4000  # characters of one worker's trouble
 
 
 class HostService(stubs.HostServicer):
@@ -39,7 +39,7 @@ class HostService(stubs.HostServicer):
         reading = asyncio.create_task(self._read(session, request_iterator))
         reading.add_done_callback(lambda _: session.give_up())
         try:
-            welcome = hosts.welcome(session, digest, self._runtime.outlives_s)
+            welcome = hosts.welcome(session, digest, self._runtime.orphan_timeout_s)
             await self._runtime.journal.settled()  # no later life may give this epoch again, or take it for another one
             yield pb.HostOrder(welcome=welcome)
             how = "came back" if session.goes_on else "joined"
@@ -71,8 +71,8 @@ class HostService(stubs.HostServicer):
             session.heard()
             if message.HasField("report"):
                 report = message.report
-                if any(len(text) > TROUBLE_MOST for text in (*report.troubles.values(), report.failed)):
-                    raise InvalidValue("troubles", "a longer text", f"texts of at most {TROUBLE_MOST} characters")
+                if any(len(text) > TROUBLE_MAX for text in (*report.troubles.values(), report.failed)):
+                    raise InvalidValue("troubles", "a longer text", f"texts of at most {TROUBLE_MAX} characters")
                 hosts.reported(session, report)
             elif message.HasField("ready"):
                 hosts.ready(session, message.ready)

@@ -13,11 +13,11 @@ from dora.orchestrator.services.cancel import cancelled
 from dora.orchestrator.services.evaluation import evaluating
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
-from dora.rpc.door import Counter
 from dora.rpc.errors import ServicerContext
+from dora.rpc.interceptor import Counter
 
 WATCH_PERIOD_MIN_MS = 50
-WATCHES_MOST = 32  # open at once
+WATCHES_MAX = 32  # open at once
 
 
 class PromptService(stubs.PromptsServicer):
@@ -57,7 +57,7 @@ class OperatorService(stubs.OperatorServicer):
     def __init__(self, runtime: Runtime, model: Path) -> None:
         self._runtime = runtime
         self._model = str(model)
-        self._watches = Counter("watches", WATCHES_MOST)
+        self._watches = Counter("watches", WATCHES_MAX)
 
     async def GetStatus(self, request: pb.StatusRequest, context: ServicerContext) -> pb.Status:
         return status.of_service(self._runtime, self._model)
@@ -83,17 +83,17 @@ class OperatorService(stubs.OperatorServicer):
         name, hosts = request.worker_id, self._runtime.hosts
         if hosts.has(name) and name not in self._runtime.machine.state.workers:
             with self._changing() as reply:
-                count = hosts.staffing.drain(name)
+                count = hosts.worker_counts.drain(name)
                 reply.message = f"{name} is being emptied: its workers ({count}) leave, and then it does"
             return reply
         with self._changing() as reply:
-            hosts.staffing.drain_worker(name)
+            hosts.worker_counts.drain_worker(name)
             reply.message = f"{name} is being emptied and will leave"
         return reply
 
     async def Scale(self, request: pb.ScaleRequest, context: ServicerContext) -> pb.OperatorReply:
         with self._changing() as reply:
-            started, emptied = self._runtime.hosts.staffing.scale(request.workers, request.host)
+            started, emptied = self._runtime.hosts.worker_counts.scale(request.workers, request.host)
             words = [f"started: {', '.join(started)}"] if started else []
             words += [f"being emptied, to leave: {', '.join(emptied)}"] if emptied else []
             reply.message = "; ".join(words) or "there are so many already"
@@ -113,7 +113,7 @@ class OperatorService(stubs.OperatorServicer):
         size, state = await runtime.journal.log.checkpoint(), runtime.machine.state
         return pb.CheckpointReply(
             folder=runtime.config.service.state,
-            life=runtime.life,
+            incarnation=runtime.incarnation,
             step=state.window.newest,
             groups=len(state.group_row),
             groups_leased=len(state.leased),

@@ -16,7 +16,7 @@ from dora.orchestrator.services.waking import WakingInterceptor
 from dora.orchestrator.services.worker import WorkerService
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import server_options
-from dora.rpc.door import server_interceptors
+from dora.rpc.interceptor import server_interceptors
 from dora.rpc.roles import Tokens
 
 STREAM_END_S = 1.0  # open streams have so long to end by themselves

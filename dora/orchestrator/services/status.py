@@ -122,7 +122,7 @@ def _version_state(state: State, version: int) -> str:
         return "rejected"
     if version in state.gone:
         return "gone"
-    return "in doubt" if version in state.doubts else "published"
+    return "in doubt" if version in state.suspects else "published"
 
 
 def _reason(state: State, version: int) -> str:
@@ -132,8 +132,8 @@ def _reason(state: State, version: int) -> str:
     if version in state.rejected:
         rejected = state.rejected[version]
         return f"{', '.join(rejected.worker_ids)}: {rejected.reason}"
-    if version in state.doubts:
-        return "; ".join(f"{name}: {refusal.reason}" for name, refusal in state.doubts[version].refusals.items())
+    if version in state.suspects:
+        return "; ".join(f"{name}: {refusal.reason}" for name, refusal in state.suspects[version].refusals.items())
     return ""
 
 
@@ -205,7 +205,7 @@ def trajectories(runtime: Runtime, wanted: str, limit: int) -> pb.TrajectoriesRe
     found: list[pb.TrajectoryStatus] = []
     total = 0
     now = time.time()
-    for _, entries in runtime.book.groups():
+    for _, entries in runtime.buffer.groups():
         for entry in entries:
             row = state.request_row[entry.request_id]
             word = _request_state(state, row)

@@ -13,9 +13,9 @@ from typing import Any, Final, TypeVar
 from dora.core import events as on
 from dora.core.rules import learning
 from dora.core.rules.lifecycle import check_epoch
-from dora.data.record import CommittedStep
+from dora.data.run_record import CommittedStep
 from dora.errors import MISSING, Conflict, DoraError, InvalidValue
-from dora.journal import facts
+from dora.journal import records
 from dora.orchestrator.recording.storage import RUN_FOLDER
 from dora.orchestrator.rollout.streams import StepStream
 from dora.orchestrator.rollout.telemetry import staleness_groups
@@ -30,9 +30,9 @@ from dora.rpc.packed import packed_batches
 log = logging.getLogger("dora.service")
 
 UPLOAD_SILENCE_S: Final = 60.0  # an upload of which nothing has come for so long is given up
-METRICS_MOST: Final = 128  # of one commit
-METRIC_NAME_MOST: Final = 128  # characters
-CLIENT_NAME_MOST: Final = 128  # characters
+METRICS_MAX: Final = 128  # of one commit
+METRIC_NAME_MAX: Final = 128  # characters
+CLIENT_NAME_MAX: Final = 128  # characters
 SHARES: Final = ("clip_fraction", "effective_sample")  # of a commit's metrics, those that an adaptive window goes by
 
 Reply = TypeVar("Reply")
@@ -77,8 +77,8 @@ class TrainerService(stubs.TrainerServicer):
     async def _attach(self, request: pb.AttachRequest) -> pb.AttachReply:
         runtime = self._runtime
         name = request.client_name
-        if not name.isprintable() or len(name) > CLIENT_NAME_MOST:
-            raise InvalidValue("client_name", name, f"printable, of at most {CLIENT_NAME_MOST} characters")
+        if not name.isprintable() or len(name) > CLIENT_NAME_MAX:
+            raise InvalidValue("client_name", name, f"printable, of at most {CLIENT_NAME_MAX} characters")
         runtime.config.check_groups_per_step(request.groups_per_step, "groups_per_step")
         async with self._changing:
             runtime.post(on.TrainerAttached(self._epoch + 1, request.groups_per_step))
@@ -109,10 +109,12 @@ class TrainerService(stubs.TrainerServicer):
             ],
         )
 
-    async def Stay(self, request: pb.StayRequest, context: ServicerContext) -> AsyncIterator[pb.StayReply]:
+    async def KeepAlive(
+        self, request: pb.KeepAliveRequest, context: ServicerContext
+    ) -> AsyncIterator[pb.KeepAliveReply]:
         self._check_epoch(request.trainer_epoch)
         with self._runtime.trainer.staying() as superseded:
-            yield pb.StayReply()
+            yield pb.KeepAliveReply()
             await superseded.wait()
 
     async def StreamStep(
@@ -203,7 +205,7 @@ class TrainerService(stubs.TrainerServicer):
             if waited_s is not None and not 0.0 <= waited_s < math.inf:
                 raise InvalidValue("waited_s", waited_s, "a finite number of seconds, 0 or above")
             folder = await self._publishing.store(request, anew=False)
-            leased = runtime.book.leased()
+            leased = runtime.buffer.leased()
             groups = {group.group_id: len(group) for group in leased}
             ages = staleness_groups(leased)
             step = CommittedStep(request.step, request.version, groups, time.time(), ages, waited_s)
@@ -214,20 +216,20 @@ class TrainerService(stubs.TrainerServicer):
                 await self._publishing.withdraw(request.version)
                 raise
             stepped_s = time.monotonic()
-            runtime.telemetry.step(request.step, runtime.book.leased(), metrics, time.time(), stepped_s, waited_s)
+            runtime.telemetry.step(request.step, runtime.buffer.leased(), metrics, time.time(), stepped_s, waited_s)
             told = (-1.0 if waited_s is None else waited_s, *(_share(metrics, name) for name in SHARES))
             committed = on.StepCommitted(request.trainer_epoch, request.step, *told)
             runtime.hosts.published(request.version)
-            runtime.post(committed, lambda: self._committed_fact(request.step, digest))
+            runtime.post(committed, lambda: self._committed_record(request.step, digest))
             self._last_commit = (request.step, digest)
         runtime.trainer.seen()
         reply = await self._committed()
         log.info("step %d is trained; version %d is published", request.step, request.version)
         return reply
 
-    def _committed_fact(self, step: int, digest: bytes) -> facts.Committed:
+    def _committed_record(self, step: int, digest: bytes) -> records.Committed:
         machine = self._runtime.machine
-        return facts.Committed(step, digest, time.time(), asdict(machine.counters), learning.learnt(machine.state))
+        return records.Committed(step, digest, time.time(), asdict(machine.counters), learning.learnt(machine.state))
 
     async def _republish(self, request: pb.RepublishVersionRequest) -> pb.RepublishVersionReply:
         runtime, version = self._runtime, request.version
@@ -255,7 +257,7 @@ class TrainerService(stubs.TrainerServicer):
                 return
             runtime.hosts.published(version, anew=True)  # first: workers are told its name
             republished = on.VersionRepublished(request.trainer_epoch, version)
-            runtime.post(republished, lambda: facts.Republished(version, digest))
+            runtime.post(republished, lambda: records.Republished(version, digest))
         self._last_republish = (version, digest)
         log.info("version %d is published anew", version)
 
@@ -275,11 +277,11 @@ class TrainerService(stubs.TrainerServicer):
 
 def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """What operators are shown of a step. Raises InvalidValue for more of it than the status could carry."""
-    if len(metrics) > METRICS_MOST:
-        raise InvalidValue("metrics", f"{len(metrics)} metrics", f"at most {METRICS_MOST}")
+    if len(metrics) > METRICS_MAX:
+        raise InvalidValue("metrics", f"{len(metrics)} metrics", f"at most {METRICS_MAX}")
     for name in metrics:
-        if not (name.isprintable() and 0 < len(name) <= METRIC_NAME_MOST):
-            allowed = f"a printable name of 1 to {METRIC_NAME_MOST} characters"
+        if not (name.isprintable() and 0 < len(name) <= METRIC_NAME_MAX):
+            allowed = f"a printable name of 1 to {METRIC_NAME_MAX} characters"
             raise InvalidValue("metrics: name", name, allowed)
     return dict(metrics)
 

@@ -29,14 +29,14 @@ class WakingInterceptor(ServerInterceptor):
 
     def _one(self, behaviour: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
         async def call(request: Any, context: Any) -> Any:
-            await self._runtime.roll_call.over()
+            await self._runtime.reattachment.over()
             return await behaviour(request, context)
 
         return call
 
     def _stream(self, behaviour: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            await self._runtime.roll_call.over()
+            await self._runtime.reattachment.over()
             async for message in behaviour(request, context):
                 yield message
 

@@ -10,7 +10,7 @@ from typing import Final
 from dora.config import KvConfig
 from dora.core import events as on
 from dora.errors import MISSING, Conflict, InvalidValue
-from dora.journal import facts
+from dora.journal import records
 from dora.kvtransfer.peer import SECRET_BYTES
 from dora.orchestrator.rollout.streams import PoolSession, WorkerSession
 from dora.orchestrator.rollout.turns import Turns
@@ -25,8 +25,8 @@ from dora.rpc.roles import CALLER, Tokens
 log = logging.getLogger("dora.service")
 
 HELLO_S: Final = 60.0  # a stream on which no worker has said hello by then is closed
-WORKERS_MOST: Final = 4096  # connected at once
-POOLS_MOST: Final = 256
+WORKERS_MAX: Final = 4096  # connected at once
+POOLS_MAX: Final = 256
 KINDS: Final = {WorkerSession: "report, outcome or copy_began", PoolSession: "pool_report or outcome"}
 
 
@@ -46,7 +46,7 @@ class WorkerService(stubs.WorkerServicer):
     ) -> AsyncIterator[pb.WorkerCommand]:
         runtime = self._runtime
         session = self._open(await self._first(request_iterator))
-        runtime.journal.note(facts.WorkerBegan(session.epoch))
+        runtime.journal.note(records.WorkerBegan(session.epoch))
         reading = asyncio.create_task(self._read(session, request_iterator))
         reading.add_done_callback(lambda _: session.give_up())
         try:
@@ -59,7 +59,7 @@ class WorkerService(stubs.WorkerServicer):
                     weights_folder=str(runtime.store.root),
                     report_period_ms=runtime.sessions.report_period_ms,
                     kv=self._kv,
-                    outlives_s=runtime.outlives_s,
+                    orphan_timeout_s=runtime.orphan_timeout_s,
                     goes_on=self._goes_on(session),
                 )
             )
@@ -74,8 +74,8 @@ class WorkerService(stubs.WorkerServicer):
 
     async def _join(self, session: WorkerSession | PoolSession) -> None:
         """Tells the core who is there: at once, or with its first event, where it is about to be restored."""
-        runtime, roll_call = self._runtime, self._runtime.roll_call
-        if not roll_call.is_over and await roll_call.came(session.worker_id, lambda: self._joined(session)):
+        runtime, reattachment = self._runtime, self._runtime.reattachment
+        if not reattachment.is_over and await reattachment.came(session.worker_id, lambda: self._joined(session)):
             return
         if isinstance(session, WorkerSession) and (event := self._joined(session)) is not None:
             runtime.post(event)
@@ -112,7 +112,7 @@ class WorkerService(stubs.WorkerServicer):
         rows = [state.request_row[name] for name in session.held if name in state.request_row]
         owned = [row for row in rows if row in worker.rows and not state.requests["starting"][row]]
         for row in owned:
-            self._runtime.book.goes_on(row, session.worker_id)
+            self._runtime.buffer.goes_on(row, session.worker_id)
         return [
             pb.GoesOn(request_id=state.request_id[row], row=row, tokens=int(state.requests["tokens"][row]))
             for row in owned
@@ -136,7 +136,7 @@ class WorkerService(stubs.WorkerServicer):
         if message is not None and message.HasField("pool_hello"):
             pool, sessions = message.pool_hello, self._runtime.sessions
             held = checked_pool_hello(pool)
-            self._check_name("pool_id", pool.pool_id, len(sessions.pools), POOLS_MOST)
+            self._check_name("pool_id", pool.pool_id, len(sessions.pools), POOLS_MAX)
             host, kv = self._runtime.hosts.host_of(pool.pool_id) or pool.host, convert.kv_endpoint_from_wire(pool)
             opened = sessions.open_pool(pool.pool_id, pool.pid, host, held, kv)
             opened.held = {each.request_id: each.tokens for each in pool.held}
@@ -146,7 +146,7 @@ class WorkerService(stubs.WorkerServicer):
         hello, runtime = message.hello, self._runtime
         capability = checked_hello(hello, runtime.config, runtime.store.reference.vocab_size)
         workers = runtime.sessions.workers
-        self._check_name("worker_id", hello.worker_id, len(workers), WORKERS_MOST)
+        self._check_name("worker_id", hello.worker_id, len(workers), WORKERS_MAX)
         if any(other.capability.fingerprint != capability.fingerprint for other in workers.values()):
             allowed = "that of the other workers: of the same model, engine, KV layout and dtype"  # it is not told
             raise Conflict("fingerprint", "(not shown)", allowed, why="is another")
@@ -166,7 +166,7 @@ class WorkerService(stubs.WorkerServicer):
             return
         session.hosted = version
         for each in hello.held:
-            entry = self._runtime.book.get(each.request_id)
+            entry = self._runtime.buffer.get(each.request_id)
             if entry is not None and entry.version == version and each.first_token <= len(entry) <= each.tokens:
                 session.held[each.request_id] = each.tokens
 

@@ -61,9 +61,9 @@ class Plan:
 class Middle:
     """Others reach a worker's door by ``address``. A connection whose frames were changed ends once nothing passes."""
 
-    def __init__(self, door: str, sees: Callable[[Passing], None] = lambda _frame: None) -> None:
+    def __init__(self, listener: str, sees: Callable[[Passing], None] = lambda _frame: None) -> None:
         """``sees``: is shown each frame from the sending half."""
-        self._door = door
+        self._listener = listener
         self._sees = sees
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
@@ -118,14 +118,14 @@ class Middle:
             except OSError:
                 return
             self._relays = {relay for relay in self._relays if relay.is_alive()}
-            self._relays.add(_Relay(self, connected, self._door))
+            self._relays.add(_Relay(self, connected, self._listener))
 
 
 class _Relay:
     """One connection: a thread for each way."""
 
-    def __init__(self, middle: Middle, near: socket.socket, door: str) -> None:
-        host, _, port = door.rpartition(":")
+    def __init__(self, middle: Middle, near: socket.socket, listener: str) -> None:
+        host, _, port = listener.rpartition(":")
         self._middle = middle
         self._sockets = (near, socket.create_connection((host, int(port))))
         self._is_changed = False

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-FAULTS_MOST = 50  # that are told
+FAULTS_MAX = 50  # that are told
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Room:
 
     def goes_on(self, count: int) -> bool:
         """Whether fewer than so many were tried, and few enough went wrong to go on."""
-        return self.mutations < count and max(len(self.accepted), len(self.wrong)) < FAULTS_MOST
+        return self.mutations < count and max(len(self.accepted), len(self.wrong)) < FAULTS_MAX
 
     def refuse(self, what: str) -> None:
         self.mutations += 1
@@ -33,13 +33,13 @@ class Room:
 
     def accept(self, what: str) -> None:
         self.mutations += 1
-        if len(self.accepted) < FAULTS_MOST:
+        if len(self.accepted) < FAULTS_MAX:
             self.accepted.append(what)
 
     def failures(self) -> list[str]:
         return [
             *(f"{self.name}: accepted: {what}" for what in self.accepted),
-            *(f"{self.name}: {what}" for what in self.wrong[:FAULTS_MOST]),
+            *(f"{self.name}: {what}" for what in self.wrong[:FAULTS_MAX]),
             *([f"{self.name}: {self.blocks_leaked} blocks leaked"] if self.blocks_leaked else []),
             *([f"{self.name}: nothing untouched was taken in"] if self.mutations and not self.controls else []),
         ]

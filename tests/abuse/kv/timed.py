@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from dora.core.handoff.handoff_table import LIVE, Action, Handoff, Phase, Signal
+from dora.core.handoff.table import LIVE, Action, Handoff, Phase, Signal
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.worker.fake_engine import FakeEngine
@@ -23,7 +23,7 @@ SLOTS: Final = 5
 KV_TOKENS: Final = 640  # less than the four longest want at their ends, and what is reserved
 RUNNING: Final = 4
 AT_ONCE: Final = 4
-DELAY_MOST: Final = 6  # steps before a command is given
+DELAY_MAX: Final = 6  # steps before a command is given
 UNDONE_SHARE: Final = 0.3
 UNDONE_WITHIN: Final = 30  # steps
 AWAITED_SHARE: Final = 0.3  # of steps after which what travels is waited for
@@ -147,7 +147,7 @@ class Timed(Mill):
             self.outcomes["moved" if live.handoff.phase is Phase.RELEASED else f"{signal.name} in {phase.name}"] += 1
 
     def _soon(self, live: Live, then: Callable[[Live], None]) -> None:
-        live.next, live.due = then, self._step + self._chance.randint(0, DELAY_MOST)
+        live.next, live.due = then, self._step + self._chance.randint(0, DELAY_MAX)
 
     def _order(self, live: Live, index: int, **kind: object) -> None:
         """Gives a command whose outcome the handoff waits for."""

@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from dora.rpc.channel import server_options
-from dora.rpc.door import server_interceptors
 from dora.rpc.dora_pb2_grpc import add_OperatorServicer_to_server, add_PromptsServicer_to_server
+from dora.rpc.interceptor import server_interceptors
 from dora.rpc.roles import Tokens
 from tests.unit.cli.service import TOKEN, CannedOperator, CannedPrompts
 

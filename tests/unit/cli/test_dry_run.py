@@ -14,7 +14,7 @@ from dora.config import Config, load_config
 from dora.errors import InvalidValue
 from dora.orchestrator import setup
 from dora.orchestrator.main import serve
-from dora.orchestrator.rehearsal import rehearse
+from dora.orchestrator.preflight import run_preflight
 from dora.system.ownership import hold
 from tests.service import configured
 from tests.unit.cli.service import dora
@@ -52,9 +52,9 @@ async def words_of_a_start(config: Config) -> str:
     return str(refused.value)
 
 
-async def words_of_a_rehearsal(config: Config) -> str:
+async def words_of_a_preflight(config: Config) -> str:
     with pytest.raises(InvalidValue) as refused:
-        await rehearse(config, lambda what, found: None)
+        await run_preflight(config, lambda what, found: None)
     return str(refused.value)
 
 
@@ -106,17 +106,17 @@ async def test_what_a_start_refuses_a_dry_run_refuses_in_the_same_words(
     (here / "foreign" / "weights").mkdir(parents=True)
     before = files(here)
     config = fake(fields.pop("model", tiny_dense), **fields)
-    rehearsed = await words_of_a_rehearsal(config)
-    assert words in rehearsed
+    preflighted = await words_of_a_preflight(config)
+    assert words in preflighted
     assert files(here) == before, "a dry run leaves nothing"
-    assert await words_of_a_start(config) == rehearsed
+    assert await words_of_a_start(config) == preflighted
 
 
 async def test_an_address_that_is_taken_is_refused_in_the_same_words(here: Path, tiny_dense: Path, taken: str) -> None:
     config = fake(tiny_dense, service__listen=taken)
-    rehearsed = await words_of_a_rehearsal(config)
-    assert "a free address of this host" in rehearsed
-    assert await words_of_a_start(config) == rehearsed
+    preflighted = await words_of_a_preflight(config)
+    assert "a free address of this host" in preflighted
+    assert await words_of_a_start(config) == preflighted
 
 
 async def test_a_run_folder_of_a_running_service_is_refused(here: Path, tiny_dense: Path) -> None:
@@ -125,9 +125,9 @@ async def test_a_run_folder_of_a_running_service_is_refused(here: Path, tiny_den
     held = hold(folder / setup.LOCK_FILE)
     assert held is not None
     config = fake(tiny_dense, service__run_folder=str(folder))
-    rehearsed = await words_of_a_rehearsal(config)
-    assert "a folder that no running service has" in rehearsed
-    assert await words_of_a_start(config) == rehearsed
+    preflighted = await words_of_a_preflight(config)
+    assert "a folder that no running service has" in preflighted
+    assert await words_of_a_start(config) == preflighted
 
 
 async def test_an_engine_that_is_not_installed_is_refused(
@@ -135,17 +135,17 @@ async def test_an_engine_that_is_not_installed_is_refused(
 ) -> None:
     monkeypatch.setattr(setup, "find_spec", lambda name: None)
     config = configured(tiny_dense)
-    rehearsed = await words_of_a_rehearsal(config)
-    assert "pip install" in rehearsed
-    assert await words_of_a_start(config) == rehearsed
-    await rehearse(fake(tiny_dense), lambda what, found: None)
+    preflighted = await words_of_a_preflight(config)
+    assert "pip install" in preflighted
+    assert await words_of_a_start(config) == preflighted
+    await run_preflight(fake(tiny_dense), lambda what, found: None)
 
 
 async def test_a_context_that_the_model_has_not_is_refused(here: Path, tiny_dense: Path) -> None:
     config = configured(tiny_dense, workers__max_model_len_tokens=4096)
-    rehearsed = await words_of_a_rehearsal(config)
-    assert "at most 512" in rehearsed
-    assert await words_of_a_start(config) == rehearsed
+    preflighted = await words_of_a_preflight(config)
+    assert "at most 512" in preflighted
+    assert await words_of_a_start(config) == preflighted
 
 
 def test_a_good_configuration_is_printed_and_what_was_checked_is_said(here: Path, tiny_dense: Path) -> None:

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from dora.data.types import Prompt
-from dora.journal import compaction, facts, frames
+from dora.journal import compaction, frames, records
 from dora.journal import log as journal_log
 from dora.journal.content import Content
 from dora.journal.finding import find
 from dora.journal.ledger import Ledger
 from dora.journal.log import LOG_FOLDER, Log
-from tests.unit.journal.lives import SMALL, Known, Life, check, flip, forget_ledger, opened, until
+from tests.unit.journal.incarnations import SMALL, Incarnation, Known, check, flip, forget_ledger, opened, until
 
 SIZES = replace(SMALL, segment_bytes=3000)
 NEVER = 1000  # a step that is not trained here
@@ -31,7 +31,7 @@ def the_ledger_follows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_log, "LEDGER_S", 0.0)
 
 
-async def with_slow_groups(log: Log, told: Life, steps: int = 16) -> None:
+async def with_slow_groups(log: Log, told: Incarnation, steps: int = 16) -> None:
     """Steps, and groups between them that a later step has taken: segments with little in them that is alive."""
     slow: dict[int, list[int]] = {}
     for step in range(steps):
@@ -40,7 +40,7 @@ async def with_slow_groups(log: Log, told: Life, steps: int = 16) -> None:
             kept = told.admit()
             for ends in (False, False, True):
                 told.report(ends)
-            log.append(facts.Leased(kept, NEVER))
+            log.append(records.Leased(kept, NEVER))
             told.known.steps[kept] = NEVER
             slow |= {number: told.known.tokens.pop(number) for number in (kept, kept + 1)}
         settled = log.settled()
@@ -71,7 +71,7 @@ async def test_a_crash_before_the_old_segment_goes_leaves_nothing_twice(
         real(path)
 
     _, log = opened(folder, SIZES)
-    told = Life(log.append, Known())
+    told = Incarnation(log.append, Known())
     with monkeypatch.context() as patched:
         patched.setattr(compaction.os, "unlink", unlink)
         await with_slow_groups(log, told)
@@ -91,12 +91,14 @@ async def test_a_write_that_fails_in_the_midst_leaves_nothing_twice(
     """Of a segment in several parts the first is on disk anew, the second is not; then all of it is written again."""
     monkeypatch.setattr(compaction, "PART_BYTES", 60)
     _, log = opened(tmp_path, SIZES)
-    told = Life(log.append, Known())
+    told = Incarnation(log.append, Known())
     real, written, failed = log._append, -1, 0
 
     def append(chunk: list[Any]) -> None:
         nonlocal written, failed
-        if any(isinstance(fact, facts.Tokens) and len(fact.ats) for _, fact in chunk):  # as what is written anew
+        if any(
+            isinstance(record, records.Tokens) and len(record.ats) for _, record in chunk
+        ):  # as what is written anew
             chosen = log._compaction._chosen
             if chosen == written and failed < 4:
                 failed, written = failed + 1, -1
@@ -115,17 +117,17 @@ async def test_a_write_that_fails_in_the_midst_leaves_nothing_twice(
 async def test_a_renumbered_group_is_found_from_the_log_alone(tmp_path: Path) -> None:
     """Whatever has gone since: the log says what was asked for under the number that the group has now."""
     _, log = opened(tmp_path, SIZES)
-    told = Life(log.append, Known())
+    told = Incarnation(log.append, Known())
     old = told.admit()
     told.report(ends=True)
-    log.append(facts.Leased(old, NEVER))
+    log.append(records.Leased(old, NEVER))
     await log.close()
     found, log = opened(tmp_path, SIZES)
     new = found.ledger.values["next_number"]
-    log.append(facts.Renumbered(old, new))
+    log.append(records.Renumbered(old, new))
     known = told.known
     known.tokens, known.scored, known.steps, known.next_number = {}, set(), {}, new + 2
-    told = Life(log.append, known)
+    told = Incarnation(log.append, known)
     await with_slow_groups(log, told)
     known.tokens |= {new: [], new + 1: []}
     known.steps[new] = -1
@@ -145,11 +147,11 @@ def segment_paths(folder: Path) -> list[Path]:
 async def test_what_was_cancelled_is_known_from_the_log_alone(tmp_path: Path) -> None:
     """Whatever has gone since: cancelling may be repeated, and a record may lack the groups."""
     _, log = opened(tmp_path, SIZES)
-    told = Life(log.append, Known())
+    told = Incarnation(log.append, Known())
     gone = told.admit()
     del told.known.steps[gone], told.known.tokens[gone], told.known.tokens[gone + 1]
-    log.append(facts.Dropped(gone, ["g0"], '{"group": "g0"}'))
-    log.append(facts.LetGo([], [], ["z", "a"]))
+    log.append(records.Dropped(gone, ["g0"], '{"group": "g0"}'))
+    log.append(records.LetGo([], [], ["z", "a"]))
     await with_slow_groups(log, told)
     await log.checkpoint()
     await log.close()
@@ -169,14 +171,14 @@ async def test_a_segment_that_cannot_be_read_once_stays(
     monkeypatch.setattr(compaction, "PART_BYTES", part_bytes)
     faults: list[OSError | None] = []
     _, log = opened(tmp_path, SIZES, faults)
-    told = Life(log.append, Known())
+    told = Incarnation(log.append, Known())
     real, failed = frames.records, 0
 
     def records(segment: frames.Segment, end: int | None = None) -> Iterator[tuple[int, memoryview]]:
         nonlocal failed
         failed += 1
-        for place, record in enumerate(real(segment, end)):
-            if failed % 2 and place >= (4 if part_bytes == 60 else 0):
+        for position, record in enumerate(real(segment, end)):
+            if failed % 2 and position >= (4 if part_bytes == 60 else 0):
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             yield record
 
@@ -209,10 +211,10 @@ async def test_a_segment_that_is_damaged_stays_and_a_start_tells_it(
     """The disk has lost something of it since it was written: what is still alive in it does not go unsaid."""
     faults: list[OSError | None] = []
     _, log = opened(tmp_path, SIZES, faults)
-    told = Life(log.append, Known())
+    told = Incarnation(log.append, Known())
     kept = told.admit()
     told.report(ends=True)
-    log.append(facts.Leased(kept, NEVER))
+    log.append(records.Leased(kept, NEVER))
     for number in (kept, kept + 1):
         told.known.tokens.pop(number)
     told.known.steps.pop(kept)
@@ -233,12 +235,12 @@ async def test_that_storage_is_well_again_is_told_after_a_write(
     """A compaction could not write, and nothing else waits to be written: trying again tries to write."""
     faults: list[OSError | None] = []
     _, log = opened(tmp_path, SIZES, faults)
-    told = Life(log.append, Known())
+    told = Incarnation(log.append, Known())
     append, write, is_full, tries = log._append, journal_log._write, False, 0
 
     def appended(chunk: list[Any]) -> None:
         nonlocal is_full
-        is_full |= any(isinstance(fact, facts.Tokens) and len(fact.ats) for _, fact in chunk)  # in a compaction
+        is_full |= any(isinstance(record, records.Tokens) and len(record.ats) for _, record in chunk)  # in a compaction
         append(chunk)
 
     def written(descriptor: int, parts: Sequence[bytes]) -> None:
@@ -274,7 +276,7 @@ async def test_that_the_ledger_can_be_written_again_is_told_after_a_write(
     _, log = opened(tmp_path, SIZES, faults)
     tries = 0
 
-    def apply(following: list[facts.Fact], position: int) -> None:
+    def apply(following: list[records.LogRecord], position: int) -> None:
         nonlocal tries
         tries += 1
         error = sqlite3.OperationalError("database or disk is full")
@@ -284,7 +286,7 @@ async def test_that_the_ledger_can_be_written_again_is_told_after_a_write(
     with monkeypatch.context() as patched:
         await log.checkpoint()
         patched.setattr(log._ledger, "apply", apply)
-        log.append(facts.WorkerBegan(7))
+        log.append(records.WorkerBegan(7))
         await log.checkpoint()
         for before in (1, 2):
             log.try_again()
@@ -298,11 +300,11 @@ async def test_that_the_ledger_can_be_written_again_is_told_after_a_write(
 async def test_a_segment_without_its_header_goes_once_it_was_passed_over(tmp_path: Path) -> None:
     """The ledger has all that it said. What of that is alive is in the log again before it goes."""
     _, log = opened(tmp_path, SIZES)
-    told = Life(log.append, Known())
+    told = Incarnation(log.append, Known())
     waiting = Prompt("waits", "sum", (1, 2))
-    log.append(facts.Submitted([1], [facts.prompt_values(waiting)]))
+    log.append(records.Submitted([1], [records.prompt_values(waiting)]))
     kept = told.admit()
-    log.append(facts.Leased(kept, NEVER))
+    log.append(records.Leased(kept, NEVER))
     told.known.steps[kept] = NEVER
     del told.known.tokens[kept], told.known.tokens[kept + 1]  # nothing is reported of them
     for step in range(3):
@@ -313,7 +315,7 @@ async def test_a_segment_without_its_header_goes_once_it_was_passed_over(tmp_pat
     flip(first, at=20)
     found, log = opened(tmp_path, SIZES)
     assert "header is damaged" in found.said[0]
-    log.append(facts.WorkerBegan(7))
+    log.append(records.WorkerBegan(7))
     await log.checkpoint()
     await log.close()
     assert first not in segment_paths(tmp_path)
@@ -327,19 +329,23 @@ async def test_a_segment_without_its_header_goes_once_it_was_passed_over(tmp_pat
 
 def test_stretches_that_are_there_twice_count_once() -> None:
     """With all that came with them, whether they were written anew beside others or alone."""
-    prompt = facts.prompt_values(Prompt("p0", "sum", (1, 2), "what", 2))
+    prompt = records.prompt_values(Prompt("p0", "sum", (1, 2), "what", 2))
     ledger = Ledger(None)
-    ledger.apply([facts.Admitted(0, "g0", prompt, 0, 1, 2, 1.0, [0, 1], 0, 0)], 1)
-    begin = tokens([0, 1], [0, 0], [2, 1], stays=[[0, "w0", 0, "new"], [1, "w0", 0, "new"]])
+    ledger.apply([records.Admitted(0, "g0", prompt, 0, 1, 2, 1.0, [0, 1], 0, 0)], 1)
+    begin = tokens([0, 1], [0, 0], [2, 1], segment_starts=[[0, "w0", 0, "new"], [1, "w0", 0, "new"]])
     middle = tokens([0, 1], [2, 1], [1, 2])
-    end = tokens([0, 1], [3, 3], [1, 0], ends=[1, 2], stops=[[0, "stop"]], stays=[[0, "w1", 3, "migrated"]])
+    end = tokens([0, 1], [3, 3], [1, 0], ends=[1, 2], stops=[[0, "stop"]], segment_starts=[[0, "w1", 3, "migrated"]])
     once = Content(ledger.groups()).of([begin, middle, end], [])
-    anew = [facts.joined([begin, middle]), facts.only(end, np.array([True, False])), facts.joined([end])]
+    anew = [records.joined([begin, middle]), records.only(end, np.array([True, False])), records.joined([end])]
     twice = Content(ledger.groups()).of([begin, *anew, middle, end], [])
     assert once.damaged == twice.damaged == []
     assert (twice.begins.tolist(), twice.counts.tolist()) == ([0, 4], [4, 3])
     assert twice.tokens.tobytes() == once.tokens.tobytes() and twice.ends.tolist() == once.ends.tolist() == [1, 2]
-    assert twice.stays == once.stays == {0: [("w0", 0, "new"), ("w1", 3, "migrated")], 1: [("w0", 0, "new")]}
+    assert (
+        twice.segment_starts
+        == once.segment_starts
+        == {0: [("w0", 0, "new"), ("w1", 3, "migrated")], 1: [("w0", 0, "new")]}
+    )
     assert twice.stops == once.stops and twice.routed == once.routed == {0: b"00010203", 1: b"101112"}
     lost = Content(ledger.groups()).of([begin, begin, end], [])
     assert lost.damaged == [0], "what is twice does not stand for what is lost"
@@ -350,10 +356,10 @@ def tokens(numbers: list[int], firsts: list[int], counts: list[int], ends: list[
     named = [
         (number, first + k) for number, first, count in zip(numbers, firsts, counts, strict=True) for k in range(count)
     ]
-    ids = np.array([10 * number + place for number, place in named])
-    routed = "".join(f"{number}{place}" for number, place in named)
+    ids = np.array([10 * number + position for number, position in named])
+    routed = "".join(f"{number}{position}" for number, position in named)
     sizes = 2 * np.array(counts)
-    return facts.Tokens(
+    return records.Tokens(
         9.0,
         np.array(numbers),
         np.array(firsts),

@@ -3,18 +3,18 @@
 import pytest
 
 from dora.core import events as on
-from dora.journal import facts
+from dora.journal import records
 from dora.journal.content import Content
 from dora.journal.ledger import Ledger
-from dora.orchestrator.recovery import recollection
+from dora.orchestrator.recovery import recovery_state
 
 HEARD = 4 * 4096  # groups that workers have heard of, and the disk has not
 
 
-def begun(ledger: Ledger, life: int) -> on.Restored:
+def begun(ledger: Ledger, incarnation: int) -> on.Restored:
     """Life ``life`` begins with what there is."""
-    restored = recollection.restored(ledger, [], Content([]).of([], []), lambda prompt: None, 1, 0.0, life)  # type: ignore[arg-type, return-value]
-    ledger.apply([facts.Begun(life, 0.0, 0.0, "")], 0)
+    restored = recovery_state.restored(ledger, [], Content([]).of([], []), lambda prompt: None, 1, 0.0, incarnation)  # type: ignore[arg-type, return-value]
+    ledger.apply([records.Begun(incarnation, 0.0, 0.0, "")], 0)
     return restored
 
 
@@ -22,12 +22,12 @@ def begun(ledger: Ledger, life: int) -> on.Restored:
 def test_each_life_goes_on_behind_all_that_earlier_ones_have_said(kept: int) -> None:
     """The second life admits as much as a window can hold, and ends before any of it is on disk; so does the third."""
     ledger = Ledger(None)
-    ledger.apply([facts.Begun(0, 0.0, 0.0, "")], 0)
+    ledger.apply([records.Begun(0, 0.0, 0.0, "")], 0)
     if kept:
         values = ("g" + str(kept - 1), ["p", "t", "", "", 1, "{}", "{}", 0], 0, 0, 1, 0.0, [0], 0, -1)
-        ledger.apply([facts.Admitted(0, *values)], 0)
+        ledger.apply([records.Admitted(0, *values)], 0)
     behind, commands = kept + HEARD, 1000
-    for life in (1, 2, 3):
-        restored = begun(ledger, life)
+    for incarnation in (1, 2, 3):
+        restored = begun(ledger, incarnation)
         assert restored.groups_named >= behind and restored.commands_sent >= commands
         behind, commands = restored.groups_named + HEARD, restored.commands_sent + 1000

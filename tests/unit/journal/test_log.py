@@ -14,14 +14,14 @@ import pytest
 
 from dora.data.types import Prompt
 from dora.errors import InvalidValue
-from dora.journal import content, facts, frames
+from dora.journal import content, frames, records
 from dora.journal import log as journal_log
 from dora.journal.content import Content
 from dora.journal.finding import LEDGER_FILE, find
 from dora.journal.log import LOG_FOLDER, Sizes
 from dora.journal.upgrades import upgraded
 from tests.abuse.full import files_up_to
-from tests.unit.journal.lives import SMALL, Known, Life, check, flip, forget_ledger, opened, until
+from tests.unit.journal.incarnations import SMALL, Incarnation, Known, check, flip, forget_ledger, opened, until
 
 
 def size_of(folder: Path) -> int:
@@ -37,12 +37,12 @@ async def test_a_new_folder_has_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ledger", [True, False], ids=["with its ledger", "from the log alone"])
 async def test_lives_follow_each_other(tmp_path: Path, ledger: bool) -> None:
     known = Known()
-    for life in range(4):
+    for incarnation in range(4):
         found, log = opened(tmp_path)
-        assert found.said == [] and found.ledger.values["life"] == life - 1
+        assert found.said == [] and found.ledger.values["life"] == incarnation - 1
         check(found, known)
-        log.append(facts.Begun(life, 1.0, 2.0, "{}"))
-        told = Life(log.append, known, life)
+        log.append(records.Begun(incarnation, 1.0, 2.0, "{}"))
+        told = Incarnation(log.append, known, incarnation)
         for _ in range(3):
             told.step()
         told.report()
@@ -56,7 +56,7 @@ async def test_lives_follow_each_other(tmp_path: Path, ledger: bool) -> None:
 
 async def test_what_is_waited_for_is_on_disk(tmp_path: Path) -> None:
     _, log = opened(tmp_path, Sizes(flush_s=1000.0))
-    told = Life(log.append, Known())
+    told = Incarnation(log.append, Known())
     told.step()
     assert log.durable < log.appended
     await log.settled()
@@ -71,7 +71,7 @@ async def test_what_is_waited_for_is_on_disk(tmp_path: Path) -> None:
 async def test_the_log_stays_small(tmp_path: Path) -> None:
     """However much is told: at most twice what is alive, and two segments; a write may go over a segment's end."""
     _, log = opened(tmp_path)
-    told = Life(log.append, Known())
+    told = Incarnation(log.append, Known())
     for step in range(60):
         told.step()
         if step % 10 == 9:
@@ -97,18 +97,18 @@ async def test_what_is_alive_in_old_segments_is_written_anew(
     monkeypatch.setattr(journal_log, "LEDGER_S", late_s)
     sizes = replace(SMALL, segment_bytes=1500)
     _, log = opened(tmp_path, sizes)
-    told = Life(log.append, Known())
+    told = Incarnation(log.append, Known())
     queued = [Prompt("waits", "sum", (1, 2), "text", 1, {"stop": ("a", "b")}), Prompt("goes", "sum", (3,))]
-    log.append(facts.Submitted([1, 2], [facts.prompt_values(prompt) for prompt in queued]))
+    log.append(records.Submitted([1, 2], [records.prompt_values(prompt) for prompt in queued]))
     kept = told.admit()
     told.report()
     slow = {number: told.known.tokens.pop(number) for number in (kept, kept + 1)}  # nothing more is reported of them
-    log.append(facts.LetGo([2], [], ["goes"]))
+    log.append(records.LetGo([2], [], ["goes"]))
     for step in range(40):
         told.step()
         if step % 10 == 0:
             queued.append(Prompt(f"waits{step}", "sum", (1, 2)))
-            log.append(facts.Submitted([3 + step], [facts.prompt_values(queued[-1])]))
+            log.append(records.Submitted([3 + step], [records.prompt_values(queued[-1])]))
         await log.settled()
     size = await log.checkpoint()
     assert size.log_bytes <= 2 * size.live_bytes + 2 * (sizes.segment_bytes + sizes.flush_bytes)
@@ -132,14 +132,14 @@ async def test_a_start_holds_no_more_than_what_is_alive(
     monkeypatch.setattr(content, "SIFT_BYTES", 100_000)
     sizes = replace(SMALL, segment_bytes=100_000, compacts=False)
     _, log = opened(tmp_path, sizes)
-    told = Life(log.append, Known())
+    told = Incarnation(log.append, Known())
     for number in range(0, 400, 2):
         told.admit()
         zeros = np.zeros(8192)
-        log.append(facts.Tokens(1.0, np.array([number]), np.array([0]), np.array([8192]), zeros[:0], zeros, zeros))
-        log.append(facts.Leased(number, number // 4))
+        log.append(records.Tokens(1.0, np.array([number]), np.array([0]), np.array([8192]), zeros[:0], zeros, zeros))
+        log.append(records.Leased(number, number // 4))
         if number % 4 == 2 and number > 6:
-            log.append(facts.Committed(number // 4 - 1, b"digest", 1.0, {}, ""))
+            log.append(records.Committed(number // 4 - 1, b"digest", 1.0, {}, ""))
         await log.settled()
     await log.close()
     assert size_of(tmp_path) > 13_000_000
@@ -160,7 +160,7 @@ async def test_a_start_holds_no_more_than_what_is_alive(
 async def test_without_room_nothing_is_lost_and_it_goes_on(tmp_path: Path) -> None:
     faults: list[OSError | None] = []
     _, log = opened(tmp_path, faults=faults)
-    told = Life(log.append, Known())
+    told = Incarnation(log.append, Known())
     told.step()
     await log.settled()
     with files_up_to(1000):
@@ -187,11 +187,11 @@ async def test_a_service_that_ends_without_room_keeps_what_was_acknowledged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, log = opened(tmp_path)
-    told = Life(log.append, Known())
+    told = Incarnation(log.append, Known())
     told.step()
     await log.settled()
     with files_up_to(100):
-        log.append(facts.WorkerBegan(7))
+        log.append(records.WorkerBegan(7))
         await log.close()
     assert "lacks its last 1 facts" in caplog.text
     found, log = opened(tmp_path)
@@ -202,7 +202,7 @@ async def test_a_service_that_ends_without_room_keeps_what_was_acknowledged(
 async def test_a_disk_that_is_too_slow_is_at_fault_until_it_has_caught_up(tmp_path: Path) -> None:
     faults: list[OSError | None] = []
     _, log = opened(tmp_path, Sizes(behind_bytes=2000, flush_s=1000.0), faults)
-    told = Life(log.append, Known())
+    told = Incarnation(log.append, Known())
     for _ in range(6):
         told.step()
     assert isinstance(faults[0], OSError) and "behind" in str(faults[0])
@@ -217,8 +217,8 @@ async def test_a_disk_that_is_too_slow_is_at_fault_until_it_has_caught_up(tmp_pa
 async def recorded(folder: Path, steps: int = 4) -> Known:
     """A folder with several segments, as a service leaves it that was stopped."""
     _, log = opened(folder, replace(SMALL, compacts=False))
-    log.append(facts.Begun(0, 1.0, 2.0, "{}"))
-    told = Life(log.append, Known())
+    log.append(records.Begun(0, 1.0, 2.0, "{}"))
+    told = Incarnation(log.append, Known())
     for _ in range(steps):
         told.step()
         told.admit()
@@ -265,8 +265,8 @@ async def test_damaged_tokens_cost_what_they_were_of(tmp_path: Path) -> None:
         (path, offset)
         for path in segments(tmp_path)
         for offset, body in frames.records(segment_of(path))
-        if isinstance(fact := facts.decoded(body, frames.SCHEMA_VERSION), facts.Tokens)
-        and live & set(fact.numbers.tolist())
+        if isinstance(record := records.decoded(body, frames.SCHEMA_VERSION), records.Tokens)
+        and live & set(record.numbers.tolist())
     )
     flip(first, at=offset + 40)
     found = find(tmp_path)
@@ -274,10 +274,10 @@ async def test_damaged_tokens_cost_what_they_were_of(tmp_path: Path) -> None:
     assert [group.number for group in found.groups] == sorted(known.steps)
     assert found.requests.damaged
     for index, group in enumerate(found.groups):
-        for place in (2 * index, 2 * index + 1):
-            begin, count = int(found.requests.begins[place]), int(found.requests.counts[place])
+        for position in (2 * index, 2 * index + 1):
+            begin, count = int(found.requests.begins[position]), int(found.requests.counts[position])
             tokens = found.requests.tokens["token_id"][begin : begin + count].tolist()
-            whole = known.tokens[group.number + place % 2]
+            whole = known.tokens[group.number + position % 2]
             assert index in found.requests.damaged or tokens == whole[: len(tokens)]
     found.ledger.close()
 
@@ -315,7 +315,7 @@ async def test_a_last_segment_without_its_header_is_refused_unless_the_ledger_ha
     found, log = opened(tmp_path, replace(SMALL, compacts=False))
     assert last.name in found.said[0] and "header is damaged" in found.said[0]
     assert {group.number: group.step for group in found.groups} == known.steps
-    log.append(facts.WorkerBegan(7))
+    log.append(records.WorkerBegan(7))
     await log.settled()
     await log.close()
     assert last.read_bytes() == content
@@ -380,9 +380,9 @@ async def test_a_log_of_an_older_schema_is_carried_on(tmp_path: Path, schema: in
     ``newer``: how many of its fields that schema does not have.
     """
     _, log = opened(tmp_path, replace(SMALL, segment_bytes=1 << 20))
-    told = Life(log.append, Known())
+    told = Incarnation(log.append, Known())
     told.step()
-    log.append(facts.LetGo([], [], ["a"]))
+    log.append(records.LetGo([], [], ["a"]))
     await log.close()
     (segment,) = segments(tmp_path)
     content = bytearray(frames.header(1, 0))
@@ -390,7 +390,7 @@ async def test_a_log_of_an_older_schema_is_carried_on(tmp_path: Path, schema: in
     content[-4:] = crc(content[:-4])
     for _, body in list(frames.records(segment_of(segment))):
         values = msgpack.unpackb(body, strict_map_key=False)
-        old = msgpack.packb(values[:-newer]) if facts.kind_of(body) is facts.Standing else bytes(body)
+        old = msgpack.packb(values[:-newer]) if records.kind_of(body) is records.Standing else bytes(body)
         content += frames.framed(old, 0) + old
     segment.write_bytes(content)
     forget_ledger(tmp_path)
@@ -421,45 +421,45 @@ async def test_what_a_ledger_keeps_is_read_under_the_schema_that_it_came_in(tmp_
 @pytest.mark.parametrize("body", [b"", b"\x91", b"\x91\xcc\xff", b"\x92\x00\x01", b"\xc0", b"\x93\x06\x01\x02"])
 def test_what_is_no_fact_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidValue):
-        facts.decoded(body, frames.SCHEMA_VERSION)
+        records.decoded(body, frames.SCHEMA_VERSION)
 
 
 def test_every_kind_of_fact_comes_back() -> None:
-    prompt = facts.prompt_values(Prompt("p", "t", (1, 2), "\udcff", 3, {"stop": ("x",), "seed": 1}, "{}", 2))
+    prompt = records.prompt_values(Prompt("p", "t", (1, 2), "\udcff", 3, {"stop": ("x",), "seed": 1}, "{}", 2))
     told = [
-        facts.Begun(1, 2.0, 3.0, "{}"),
-        facts.Event(1.0, "Tick", {}),
-        facts.Submitted([1], [prompt]),
-        facts.LetGo([1], [2], ["a"]),
-        facts.PromptsEnded(),
-        facts.Admitted(3, "g1", prompt, 4, 5, 2, 1.5, [7, 8], -1, 9),
-        facts.Verdict(1, 2.0, 0.5, False, "log", {"a": 1.0}),
-        facts.Leased(1, 2),
-        facts.Dropped(1, ["g1"], "{}"),
-        facts.Committed(1, b"d", 2.0, {"a": 1}, "l"),
-        facts.Republished(1, b"d"),
-        facts.Rejected(1, "why", ["w0"], 0.5),
-        facts.Retired(1, True),
-        facts.Attached(1, 2),
-        facts.WorkerBegan(1),
-        facts.WindowStands(1, 2, 3),
-        facts.Renumbered(1, 2),
-        facts.Standing({"a": 1}, [[1, "g", 2, -1, 0]], [1], [2], [[1, b"d", None]], [[3, "{}"]], ["a"], [[1, 64]]),
-        facts.Standing({}, [], [], [], [], None, None, []),
-        facts.HostStands("h1", 2, {"h1-w0": "ab"}),
-        facts.HostStands("h1", 2, None),
+        records.Begun(1, 2.0, 3.0, "{}"),
+        records.Event(1.0, "Tick", {}),
+        records.Submitted([1], [prompt]),
+        records.LetGo([1], [2], ["a"]),
+        records.PromptsEnded(),
+        records.Admitted(3, "g1", prompt, 4, 5, 2, 1.5, [7, 8], -1, 9),
+        records.Verdict(1, 2.0, 0.5, False, "log", {"a": 1.0}),
+        records.Leased(1, 2),
+        records.Dropped(1, ["g1"], "{}"),
+        records.Committed(1, b"d", 2.0, {"a": 1}, "l"),
+        records.Republished(1, b"d"),
+        records.Rejected(1, "why", ["w0"], 0.5),
+        records.Retired(1, True),
+        records.Attached(1, 2),
+        records.WorkerBegan(1),
+        records.WindowStands(1, 2, 3),
+        records.Renumbered(1, 2),
+        records.Standing({"a": 1}, [[1, "g", 2, -1, 0]], [1], [2], [[1, b"d", None]], [[3, "{}"]], ["a"], [[1, 64]]),
+        records.Standing({}, [], [], [], [], None, None, []),
+        records.HostStands("h1", 2, {"h1-w0": "ab"}),
+        records.HostStands("h1", 2, None),
     ]
-    assert {type(fact) for fact in told} | {facts.Tokens} == set(facts.KINDS)
-    for fact in told:
-        body = facts.encoded(fact)
-        assert facts.decoded(body, frames.SCHEMA_VERSION) == fact and facts.kind_of(body) is type(fact)
-    assert facts.prompt_of(prompt) == Prompt("p", "t", (1, 2), "\udcff", 3, {"stop": ("x",), "seed": 1}, "{}", 2)
+    assert {type(record) for record in told} | {records.Tokens} == set(records.KINDS)
+    for record in told:
+        body = records.encoded(record)
+        assert records.decoded(body, frames.SCHEMA_VERSION) == record and records.kind_of(body) is type(record)
+    assert records.prompt_of(prompt) == Prompt("p", "t", (1, 2), "\udcff", 3, {"stop": ("x",), "seed": 1}, "{}", 2)
 
 
 def test_tokens_are_cut_and_joined_column_by_column() -> None:
-    def tokens(first: int, routed: bool) -> facts.Tokens:
+    def tokens(first: int, routed: bool) -> records.Tokens:
         rows = np.array([2, 0, 4], "<u4") if routed else np.zeros(0, "<u4")
-        return facts.Tokens(
+        return records.Tokens(
             1.0 + first,
             np.array([first, first + 1, first + 2]),
             np.array([0, 5, 0]),
@@ -473,14 +473,14 @@ def test_tokens_are_cut_and_joined_column_by_column() -> None:
             b"abcdef" if routed else b"",
         )
 
-    some = facts.only(tokens(3, True), np.array([False, True, True]))
+    some = records.only(tokens(3, True), np.array([False, True, True]))
     assert (some.numbers.tolist(), some.token_ids.tolist()) == ([4, 5], [32, 33, 34, 35])
-    assert (some.stays, some.stops, some.routed) == ([[1, "w1", 0, "migrated"]], [[0, "stop"]], b"cdef")
-    both = facts.joined([tokens(0, False), some])
+    assert (some.segment_starts, some.stops, some.routed) == ([[1, "w1", 0, "migrated"]], [[0, "stop"]], b"cdef")
+    both = records.joined([tokens(0, False), some])
     assert both.numbers.tolist() == [0, 1, 2, 4, 5] and both.ats.tolist() == [1.0, 1.0, 1.0, 4.0, 4.0]
     assert both.routed_bytes.tolist() == [0, 0, 0, 0, 4] and both.ends.tolist() == [0, 1, 0, 1, 0]
-    assert both.stays == [[0, "w0", 0, "new"], [2, "w1", 0, "migrated"], [4, "w1", 0, "migrated"]]
-    back = facts.decoded(facts.encoded(both), frames.SCHEMA_VERSION)
-    assert isinstance(back, facts.Tokens)
+    assert both.segment_starts == [[0, "w0", 0, "new"], [2, "w1", 0, "migrated"], [4, "w1", 0, "migrated"]]
+    back = records.decoded(records.encoded(both), frames.SCHEMA_VERSION)
+    assert isinstance(back, records.Tokens)
     assert (4 * back.logprobs).tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
     assert len(Content([]).of([both], [])) == 0

@@ -133,9 +133,9 @@ class Allocation:
         """Version -> its unfinished requests, and their KV: now or at the horizon, whichever is more. In order."""
         of_version = self._view.requests.version[self._unfinished]
         first = int(of_version.min(initial=0))
-        places, later = of_version - first, self._look_ahead(TUNING.horizon_tokens, TUNING.level_tokens)
-        counts = np.bincount(places).tolist()
-        kv = np.maximum(np.bincount(places, weights=self._held), np.bincount(places, weights=later)).tolist()
+        indexes, later = of_version - first, self._look_ahead(TUNING.horizon_tokens, TUNING.level_tokens)
+        counts = np.bincount(indexes).tolist()
+        kv = np.maximum(np.bincount(indexes, weights=self._held), np.bincount(indexes, weights=later)).tolist()
         found = {first + place: each for place, each in enumerate(zip(counts, kv, strict=True)) if each[0]}
         return {version: found.get(version, (0, 0.0)) for version in sorted(versions | found.keys())}
 

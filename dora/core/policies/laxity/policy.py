@@ -8,7 +8,7 @@ import numpy as np
 from dora.config import BalanceConfig
 from dora.core.dispatcher import Dispatcher
 from dora.core.fleet.worker import Worker
-from dora.core.groups.line import Entry
+from dora.core.groups.queues import QueuedPrompt
 from dora.core.plan import Move, Plan, Trigger
 from dora.core.policies.base import BasePolicy
 from dora.core.policies.laxity.allocation import Allocation
@@ -71,7 +71,7 @@ class LaxityPolicy(BasePolicy):
         """An even share where KV is ample; where it is short, the first worker that has the version is filled."""
         return self.even_share(dispatcher, version) if self._reservations.last.ample else None
 
-    def choose(self, dispatcher: Dispatcher, version: int) -> Entry | None:
+    def choose(self, dispatcher: Dispatcher, version: int) -> QueuedPrompt | None:
         schedule = self._reservations.schedule
         if schedule is None:
             return dispatcher.backlog.first()
@@ -91,24 +91,24 @@ class LaxityPolicy(BasePolicy):
                 return dispatcher.backlog.first()  # whatever the forecasts say: there is nothing to wait for
         return entry
 
-    def _late(self, dispatcher: Dispatcher, version: int, arrivals: int) -> Entry | None:
+    def _late(self, dispatcher: Dispatcher, version: int, arrivals: int) -> QueuedPrompt | None:
         """Right after a publish, the longest of the first so many prompts where it will be late in any case.
 
         One that has come since would hold the version's last step up for as much longer: it lets others begin first.
         """
-        rhythm, reservations = dispatcher.rhythm, self._reservations
-        if version != dispatcher.newest or dispatcher.now_s - rhythm.published_s >= TUNING.early_step * rhythm.step_s:
+        rates, reservations = dispatcher.rates, self._reservations
+        if version != dispatcher.newest or dispatcher.now_s - rates.published_s >= TUNING.early_step * rates.step_s:
             return None
         entry = dispatcher.backlog.longest_beyond(reservations.reach_tokens(dispatcher, version), arrivals)
         return entry if entry is not None and reservations.reserve(version, entry, late=True) else None
 
-    def _first(self, dispatcher: Dispatcher, version: int, limit: float) -> Entry | None:
+    def _first(self, dispatcher: Dispatcher, version: int, limit: float) -> QueuedPrompt | None:
         """The one that waits longest of those that fit."""
         short = (entry for entry in dispatcher.backlog if entry.longest_tokens <= limit)
         tried = islice(short, TUNING.tries)
         return next((entry for entry in tried if self._reservations.reserve(version, entry)), None)
 
-    def _longest(self, dispatcher: Dispatcher, version: int, limit: float) -> Entry | None:
+    def _longest(self, dispatcher: Dispatcher, version: int, limit: float) -> QueuedPrompt | None:
         """The longest that fits of the first TUNING.reach prompts; of all, where none of these does."""
         near = [entry for entry in islice(dispatcher.backlog, TUNING.reach) if entry.longest_tokens <= limit]
         for entry in sorted(near, key=lambda entry: -entry.longest_tokens):

@@ -10,7 +10,7 @@ import numpy as np
 
 from dora.core.dispatcher import Dispatcher
 from dora.core.forecast.lognormal import running_chance
-from dora.core.groups.line import Backlog, Entry
+from dora.core.groups.queues import Backlog, QueuedPrompt
 from dora.core.policies.laxity.allocation import Last
 from dora.core.policies.laxity.schedule import Schedule, schedule_of
 from dora.core.policies.laxity.tuning import TUNING
@@ -61,8 +61,8 @@ class Reservations:
 
     def observe(self, dispatcher: Dispatcher) -> None:
         """Makes the schedule anew where it is old, and nothing else: the forecast takes many times as long."""
-        if dispatcher.rhythm.step_s and dispatcher.rhythm.pace_s and self._stale(dispatcher):
-            self.token_s = TUNING.safety * dispatcher.rhythm.pace_s
+        if dispatcher.rates.step_s and dispatcher.rates.pace_s and self._stale(dispatcher):
+            self.token_s = TUNING.safety * dispatcher.rates.pace_s
             self.schedule = schedule_of(dispatcher)
 
     def _stale(self, dispatcher: Dispatcher) -> bool:
@@ -96,7 +96,7 @@ class Reservations:
         assert self.schedule is not None
         return (self.schedule.end_s(version) - dispatcher.now_s) / self.token_s
 
-    def reserve(self, version: int, entry: Entry, late: bool = False) -> bool:
+    def reserve(self, version: int, entry: QueuedPrompt, late: bool = False) -> bool:
         """Counts the group of a prompt in where its KV fits from now to its end, and says whether it did.
 
         ``late``: it will end after the deadline whatever is done; its KV need only fit as far as the version goes.

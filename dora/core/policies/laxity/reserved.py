@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dora.core.forecast.cost import CostModel
-from dora.core.forecast.rhythm import LengthMix
+from dora.core.forecast.rates import LengthMix
 from dora.core.policies.board import context_tokens
 from dora.core.policies.laxity.tuning import TUNING
 from dora.core.table import Column
@@ -26,7 +26,7 @@ class Haste:
     """
 
     def __init__(
-        self, mix: LengthMix, cost: CostModel, most: tuple[int, float], workers: int, groups: int, life_steps: float
+        self, mix: LengthMix, cost: CostModel, most: tuple[int, float], workers: int, groups: int, lifetime_steps: float
     ) -> None:
         """``mix``: not empty. ``most``: requests and KV that a worker is to hold."""
         slots, kv_tokens = most
@@ -38,7 +38,7 @@ class Haste:
         classes = mix.classes()
         self._lengths, self._work = mix.tokens[classes] / mix.responses[classes], groups * mix.work[classes]
         self._share_s = self._pace_s / self._kv / workers  # of all workers' time, for one context-token
-        self._life_steps = life_steps
+        self._lifetime_steps = lifetime_steps
         self.step_s = self._shortest_s()
 
     def at(self, step_s: float, kv_tokens: float) -> tuple[bool, float, float]:
@@ -50,7 +50,7 @@ class Haste:
         return bool(level < TUNING.fills - 1) and pace_s < TUNING.worth * float(self._pace_s[-1]), fill, pace_s
 
     def _shortest_s(self) -> float:
-        short = float(self._pace_s[0] * self._lengths[-1] / self._life_steps)
+        short = float(self._pace_s[0] * self._lengths[-1] / self._lifetime_steps)
         long = max(short * float(self._pace_s[-1] / self._pace_s[0]), self._needed_s(short))
         for _ in range(TUNING.halvings):
             middle = (short + long) / 2
@@ -66,7 +66,7 @@ class Haste:
 
     def _levels(self, step_s: float) -> Column:
         """The fullest level that is fast enough, by class of length; the emptiest where none is."""
-        needed_s = self._life_steps * step_s / self._lengths
+        needed_s = self._lifetime_steps * step_s / self._lengths
         levels: Column = np.maximum(0, np.searchsorted(self._pace_s, needed_s, side="right") - 1)
         return levels
 

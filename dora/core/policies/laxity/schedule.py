@@ -90,7 +90,7 @@ def stride_of(workers: int, window: int) -> int:
     return TUNING.longest_stride
 
 
-def life_of(workers: int, window: int) -> int:
+def lifetime_of(workers: int, window: int) -> int:
     """Steps that a version is hosted for: the window, or fewer where its versions are more than workers."""
     return max(1, min(window, stride_of(workers, window) * (workers - 1) + 1))
 
@@ -109,28 +109,28 @@ def schedule_of(dispatcher: Dispatcher) -> Schedule:
     Steps are as short as the KV allows, so that stragglers do not set their length; but not much shorter than of late,
     nor, where the cost of an engine is known, so short that the longest responses could not end in time (reserved.py).
     """
-    rhythm, window, workers = dispatcher.rhythm, dispatcher.window, dispatcher.groups()
+    rates, window, workers = dispatcher.rates, dispatcher.window, dispatcher.groups()
     haste = _haste(dispatcher, workers)
     step_s = max(
-        TUNING.loss * rhythm.kv_step_s(window.groups_per_step, dispatcher.kv_tokens()),
-        TUNING.shortest_step * rhythm.step_s,
+        TUNING.loss * rates.kv_step_s(window.groups_per_step, dispatcher.kv_tokens()),
+        TUNING.shortest_step * rates.step_s,
         TUNING.loss * haste.step_s if haste is not None else 0.0,
     )
-    hurried, fill, pace_s = False, TUNING.reserved_fill, rhythm.pace_s
+    hurried, fill, pace_s = False, TUNING.reserved_fill, rates.pace_s
     if haste is not None:
         hurried, fill, pace_s = haste.at(step_s, dispatcher.kv_tokens() / workers)
     longest = _longest_remaining(dispatcher)
     least_end_s = {version: dispatcher.now_s + TUNING.safety * pace_s * tokens for version, tokens in longest.items()}
     due = dispatcher.newest - window.size + 1
-    tail_s = min(rhythm.tail_s, TUNING.tail_step * step_s)  # training goes on for so long after a step's last group
+    tail_s = min(rates.tail_s, TUNING.tail_step * step_s)  # training goes on for so long after a step's last group
     next_s = _next_s(dispatcher, step_s, tail_s, longest.get(due, 0.0))
     if due in least_end_s:
         next_s = max(next_s, least_end_s[due] + tail_s)
     targets = [worker.target for worker in dispatcher.workers() if not worker.draining]
     leader = leading(dispatcher.newest, targets, window.size, lambda version: window.admissible(version) >= 1)
-    life, stride = life_of(workers, window.size), stride_of(workers, window.size)
-    times = (rhythm.published_s, next_s, step_s)
-    return Schedule(workers, life, dispatcher.newest, leader, stride, *times, hurried, fill, least_end_s)
+    lifetime, stride = lifetime_of(workers, window.size), stride_of(workers, window.size)
+    times = (rates.published_s, next_s, step_s)
+    return Schedule(workers, lifetime, dispatcher.newest, leader, stride, *times, hurried, fill, least_end_s)
 
 
 def _next_s(dispatcher: Dispatcher, step_s: float, tail_s: float, due_tokens: float) -> float:
@@ -139,26 +139,26 @@ def _next_s(dispatcher: Dispatcher, step_s: float, tail_s: float, due_tokens: fl
     The groups that a step lacks finish at the rate of a step's in a step; then the last are trained on, for ``tail_s``.
     No step is shorter than one that the trainer had in full. ``due_tokens``: to come of the longest due response.
     """
-    rhythm = dispatcher.rhythm
+    rates = dispatcher.rates
     if dispatcher.window.step > dispatcher.newest:  # the step is full
-        return max(rhythm.filled_s + rhythm.tail_s, dispatcher.now_s + 1.0)
+        return max(rates.filled_s + rates.tail_s, dispatcher.now_s + 1.0)
     lacking_s = dispatcher.lacking() * step_s
-    full_s = dispatcher.now_s + max(lacking_s, TUNING.safety * rhythm.pace_s * due_tokens)
-    trained_s = rhythm.published_s + min(rhythm.took_s, default=step_s)
-    next_s = min(rhythm.published_s + step_s, max(full_s + tail_s, trained_s))
+    full_s = dispatcher.now_s + max(lacking_s, TUNING.safety * rates.pace_s * due_tokens)
+    trained_s = rates.published_s + min(rates.took_s, default=step_s)
+    next_s = min(rates.published_s + step_s, max(full_s + tail_s, trained_s))
     return max(next_s, dispatcher.now_s + 1.0 + lacking_s + tail_s)
 
 
 def _haste(dispatcher: Dispatcher, workers: int) -> Haste | None:
     """None where the cost of an engine or what prompts ask for is not known."""
-    worker, mix = next(iter(dispatcher.workers()), None), dispatcher.rhythm.mix
+    worker, mix = next(iter(dispatcher.workers()), None), dispatcher.rates.mix
     if dispatcher.cost is None or worker is None or not workers or not len(mix.classes()):
         return None
-    most, life_steps = (
+    most, lifetime_steps = (
         (worker.slots, TUNING.fill * dispatcher.kv_tokens() / workers),
         dispatcher.window.size - TUNING.margin_step,
     )
-    return Haste(mix, dispatcher.cost, most, workers, dispatcher.window.groups_per_step, life_steps)
+    return Haste(mix, dispatcher.cost, most, workers, dispatcher.window.groups_per_step, lifetime_steps)
 
 
 def _longest_remaining(dispatcher: Dispatcher) -> dict[int, float]:

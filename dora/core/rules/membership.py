@@ -1,0 +1,162 @@
+"""Workers come, load versions, leave and die. A death costs time, never a sample."""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.fleet.worker import Worker, one_of_workers
+from dora.core.rules import arrival, handoff, rejection
+from dora.core.rules.placement import orphan
+from dora.core.state import WAITING, Pending, State
+from dora.errors import Conflict, NotFound
+
+LOAD_ATTEMPTS = 3
+
+
+def joined(state: State, event: on.WorkerJoined) -> None:
+    """A new epoch of a worker. Raises Conflict while the earlier epoch still lives, or a pool has the id."""
+    if event.worker_id in state.workers or event.worker_id in state.pools:
+        raise Conflict("worker_id", event.worker_id, "an id that no living worker has", why="is taken")
+    index = state.free_index()
+    worker = Worker(event.worker_id, event.epoch, index, event.slots, event.kv_tokens, event.host)
+    window = state.window
+    is_another = event.version in window.rejected  # what it has may be published otherwise now
+    is_another |= event.version in state.gone and rejection.is_unproven(state, event.version)
+    if event.version in range(state.retired, window.newest + 1) and not is_another:
+        worker.loaded = worker.target = event.version
+        rejection.proves(state, event.version)
+    state.add_worker(worker)
+    if event.requests:
+        _adopt(state, worker, event)
+
+
+def _adopt(state: State, worker: Worker, event: on.WorkerJoined) -> None:
+    """A worker that has outlived the service goes on with its requests, as far as nobody else has them."""
+    rows = adoptable(state, worker.loaded, event.requests)
+    names = [state.request_id[row] for row in rows]
+    if (waiting_requests := state.waiting.get(worker.loaded)) is not None:
+        for row in rows:
+            if row in waiting_requests:
+                waiting_requests.remove(row)
+    state.give_all(rows, worker, [event.requests[name] for name in names])
+    for name in event.requests.keys() - set(names):
+        state.send(do.RemoveRequest(worker.worker_id, worker.epoch, state.command_id(), name))
+
+
+def adoptable(state: State, version: int, requests: Mapping[str, int]) -> list[int]:
+    """Of these requests, by their ids, the rows of those that a worker which hosts ``version`` and comes back may go on
+    with: that wait, are of that version, and of which it has all that the service has. ``requests``: how many tokens
+    it has of each."""
+    known = [(state.request_row[name], held) for name, held in requests.items() if name in state.request_row]
+    if not known:
+        return []
+    rows, held = np.array(known, np.int64).T
+    status, of_version, tokens, pool, moving = state.requests.columns("status", "version", "tokens", "pool", "moving")
+    free = (status[rows] == WAITING) & (pool[rows] == 0) & ~moving[rows]
+    found: list[int] = rows[free & (of_version[rows] == version) & (held >= tokens[rows])].tolist()
+    return found
+
+
+def lost(state: State, event: on.WorkerLost) -> bool:
+    """Takes everything off a dead worker. Returns whether it was alive to the core until now."""
+    worker = state.worker_at(event.worker_id, event.epoch)
+    if worker is None:
+        return False
+    state.answers_no_more(event.worker_id, event.epoch)
+    handoff.lost(state, worker)
+    for row in sorted(worker.rows, reverse=True):  # appended left: the earliest ends up first in line
+        state.take_away(row)
+        if row not in state.handoffs:  # else its snapshot is on the way to another worker
+            orphan(state, row)
+    state.evaluations.lost(worker.worker_id)
+    state.remove_worker(worker)
+    state.counters.workers_lost += worker.evicted or not worker.stopping
+    return True
+
+
+def drain(state: State, event: on.DrainAsked) -> None:
+    """The worker is to be emptied and to leave."""
+    worker = state.workers.get(event.worker_id)
+    if worker is None:
+        raise NotFound("worker_id", event.worker_id, one_of_workers(state.workers, event.worker_id))
+    if worker.draining:
+        raise Conflict("worker_id", event.worker_id, "a worker that is not draining", why="is draining already")
+    if not any(not other.draining for other in state.workers.values() if other is not worker):
+        allowed = "one of several, so that its requests have somewhere to go"
+        raise Conflict("worker_id", event.worker_id, allowed, why="is the last working one")
+    worker.draining = True
+    state.rehosted(worker)
+
+
+def settle(state: State, indexes: Iterable[int]) -> None:
+    """Loads the target version into workers that are empty and ready for it; lets drained ones leave.
+
+    A target whose weights are no longer kept waits for the next plan, and one that has not arrived at the worker's host
+    for its arrival.
+    """
+    for index in indexes:
+        worker = state.worker_list[index]
+        if worker is None or worker.held or worker.loading >= 0 or worker.stopping:
+            continue
+        if worker.draining:
+            worker.stopping = True
+            state.hosting.moved(index, worker)
+            state.out.append(do.StopWorker(worker.worker_id, worker.epoch))
+        elif (
+            worker.target >= state.window.oldest_kept
+            and worker.target != worker.loaded
+            and arrival.is_within_reach(state, worker)
+            and rejection.may_load(state, worker)
+        ):
+            load(state, worker)
+
+
+def load(state: State, worker: Worker) -> None:
+    worker.loaded, worker.loading = -1, worker.target
+    worker.load_began_s = state.now_s
+    state.uses(worker, 0)
+    state.rehosted(worker)
+    state.send(do.LoadVersion(worker.worker_id, worker.epoch, state.command_id(), worker.target))
+
+
+def load_done(state: State, pending: Pending, event: on.CommandDone) -> None:
+    worker = state.workers[pending.command.worker_id]
+    version, worker.loading = worker.loading, -1
+    void, worker.load_is_void = worker.load_is_void, False
+    state.rehosted(worker)
+    if void or rejection.has_to_come(state, version):
+        return  # what it says is of weights that are this version's no more
+    if event.ok:
+        worker.loaded, worker.load_failures = version, 0
+        rejection.proves(state, version)
+        return
+    state.counters.loads_failed += 1
+    if event.error_kind == "weights" and rejection.is_unproven(state, version):
+        rejection.refused(state, worker, version, event)
+        return
+    if event.error_kind == "missing":
+        arrival.missed(state, worker.host, version)
+    worker.load_failures += 1
+    if worker.load_failures >= LOAD_ATTEMPTS:
+        reason = f"version {version} failed to load {LOAD_ATTEMPTS} times: {event.error}"
+        evict(state, worker, reason)
+
+
+def overdue(state: State) -> None:
+    """Replaces workers that take too long to load: a version whose load never ends would be kept for ever, and every
+    later one with it."""
+    limit_s = state.config.workers.load_timeout_s
+    for worker in state.workers.values():
+        if worker.loading >= 0 and not worker.stopping and state.now_s - worker.load_began_s >= limit_s:
+            state.counters.loads_failed += 1
+            evict(state, worker, f"version {worker.loading} was not loaded in {limit_s:g} s")
+
+
+def evict(state: State, worker: Worker, reason: str) -> None:
+    """Asks the shell to end the worker; its loss does the rest. Nothing new is given to it meanwhile."""
+    if not worker.stopping:
+        worker.stopping = worker.draining = worker.evicted = True
+        state.rehosted(worker)
+        state.out.append(do.EvictWorker(worker.worker_id, worker.epoch, reason))

@@ -1,0 +1,252 @@
+"""The record of a run: every delivered trajectory and every published version, so that anyone can recompute both.
+
+    DIR/trajectories.jsonl     one trajectory a line (keys: dora.data.trajectory.Trajectory), each trajectory once
+    DIR/cancelled.jsonl        one group a line that was ended and not trained on, and why (keys: CancelledGroup)
+    DIR/steps.jsonl            one committed step a line (keys: CommittedStep); of several for a step the last counts.
+                               Between them, which versions were withdrawn and published anew
+    DIR/versions/<version>/    a Hugging Face folder: config, tokenizer, safetensors; and rollout.json where the engines
+                               have quantised it, as that says: {"quantisation": "int8"}
+
+A step's line is written last: once it is there, all that it names is on disk. Synchronous and for one thread at a time;
+the shell calls it in a thread. A write that fails raises OSError, leaves nothing half written, and may be repeated.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from dora.data.trajectory import Trajectory
+from dora.errors import InvalidValue
+from dora.system.files import link_or_copy, sync_folder
+
+TRAJECTORIES_FILE: Final = "trajectories.jsonl"
+CANCELLED_FILE: Final = "cancelled.jsonl"
+STEPS_FILE: Final = "steps.jsonl"
+LINES_FILES: Final = (TRAJECTORIES_FILE, CANCELLED_FILE, STEPS_FILE)
+VERSIONS_FOLDER: Final = "versions"
+ROLLOUT_FILE: Final = "rollout.json"
+WITHDRAWN: Final = "withdrawn_version"  # the one key of a line: no worker could load this version
+REPUBLISHED: Final = "republished_version"  # the one key of a line: it is published anew
+_OWN_PREFIX: Final = "dora-"  # the store's own notes stay in the store
+# How a trajectory's line begins: a start reads the ids of all of them, and of nothing else, in gigabytes.
+_FIRST_ID: Final = re.compile(rb'\{"trajectory_id": "([^"\\]+)", ')
+
+
+@dataclass(frozen=True, slots=True)
+class CancelledGroup:
+    """A group that a filter, redundant rollout, a user or an engine that cannot take it has ended."""
+
+    group_id: str
+    prompt_id: str
+    task_id: str
+    version: int
+    reason: str
+    length_tokens: tuple[int, ...]  # of each response, as far as it came
+    rewards: tuple[float | None, ...]  # None: no verdict, or a failed one
+    cancelled_at: float  # seconds since the Unix epoch
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedStep:
+    """A step that a trainer has committed, and what the record holds of it."""
+
+    step: int
+    version: int  # that it published: step + 1
+    groups: Mapping[str, int]  # group id -> its trajectories
+    committed_at: float  # seconds since the Unix epoch
+    staleness_groups: tuple[int, ...] = ()  # groups by staleness, from 0 on
+    waited_s: float | None = None  # the trainer stood waiting for groups; None: it does not say
+
+
+def unwritable(folder: Path, error: OSError) -> InvalidValue:
+    """What refuses a folder that no record can be written to."""
+    return InvalidValue("record", str(folder), f"a folder that can be written ({error.strerror})")
+
+
+class Recorder:
+    """Appends to a record, or goes on with one that an earlier process left, even in the middle of a line."""
+
+    def __init__(self, folder: Path, quantisation: str = "") -> None:
+        """``quantisation``: of the engines that sample; empty: none.
+
+        Raises InvalidValue where ``folder`` cannot be written or holds something that is no record.
+        """
+        self._quantisation = quantisation
+        self._versions = folder / VERSIONS_FOLDER
+        try:
+            self._versions.mkdir(parents=True, exist_ok=True)
+            for unfinished in self._versions.glob(".*"):
+                shutil.rmtree(unfinished)
+            self._trajectories = _LineFile(folder / TRAJECTORIES_FILE)
+            self._cancelled = _LineFile(folder / CANCELLED_FILE)
+            self._steps = _LineFile(folder / STEPS_FILE)
+            sync_folder(folder)
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        self._written = self._read_ids()  # an id of some 50 bytes for a line of some thousands
+        for _ in self._steps.lines():
+            pass
+        self._ended = self._read_ended()
+        self._kept: dict[int, bytes] = {}  # version -> the identity that it was kept under
+
+    def append(self, trajectories: Iterable[Trajectory]) -> int:
+        """Writes those not yet recorded; how many they were."""
+        lines = {
+            each.trajectory_id: json.dumps(each.to_json_dict(), allow_nan=False).encode() + b"\n"
+            for each in trajectories
+            if each.trajectory_id not in self._written
+        }
+        self._trajectories.append(b"".join(lines.values()))
+        self._written.update(lines)
+        return len(lines)
+
+    def append_cancelled(self, group: CancelledGroup) -> None:
+        self._cancelled.append(json.dumps(asdict(group), allow_nan=False).encode() + b"\n")
+        self._ended.add(group.group_id)
+
+    def carry_on(self, newest: int, cancelled: Iterable[CancelledGroup]) -> None:
+        """Of a service that starts again: versions above ``newest`` were not committed and go; of the groups that were
+        ``cancelled`` those are written that are not there."""
+        for kept in self._versions.iterdir():
+            if kept.name.isdigit() and int(kept.name) > newest:
+                shutil.rmtree(kept)
+        for group in cancelled:
+            if group.group_id not in self._ended:
+                self.append_cancelled(group)
+
+    def republish(self, version: int, folder: Path, identity: bytes) -> None:
+        """Keeps a version that was withdrawn and has other weights now, and says so."""
+        self.keep_version(version, folder, identity, anew=True)
+        self._steps.append(json.dumps({REPUBLISHED: version}).encode() + b"\n")
+        self._steps.sync()
+
+    def commit(self, step: CommittedStep, folder: Path, identity: bytes = b"") -> None:
+        """Keeps the version that the step published, then brings all of the record to disk, and the step's line last.
+
+        ``identity``: of the version's weights; where another one was kept under its number, this one takes its place.
+        """
+        self.keep_version(step.version, folder, identity)
+        self._trajectories.sync()
+        self._cancelled.sync()
+        self._steps.append(json.dumps(asdict(step)).encode() + b"\n")
+        self._steps.sync()
+
+    def keep_version(self, version: int, folder: Path, identity: bytes = b"", *, anew: bool = False) -> Path:
+        """Copies a version's Hugging Face folder; a file on the same disk is hard-linked.
+
+        One that is kept already stays as it is, unless it has another identity, or is published ``anew``: an earlier
+        process may have kept other weights.
+        """
+        kept = self._versions / str(version)
+        if not anew and kept.is_dir() and self._kept.get(version, identity) == identity:
+            return kept
+        unfinished = self._versions / f".{version}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            unfinished.mkdir()
+            for file in sorted(folder.iterdir()):
+                if file.is_file() and not file.name.startswith((_OWN_PREFIX, ".")):
+                    link_or_copy(file.resolve(), unfinished / file.name)
+            if self._quantisation:
+                (unfinished / ROLLOUT_FILE).unlink(missing_ok=True)  # a link to the model's own file of that name
+                (unfinished / ROLLOUT_FILE).write_text(json.dumps({"quantisation": self._quantisation}) + "\n")
+            sync_folder(unfinished)
+            if kept.is_dir():
+                shutil.rmtree(kept)
+            os.rename(unfinished, kept)
+            sync_folder(self._versions)
+        except OSError:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        self._kept[version] = identity
+        return kept
+
+    def drop_version(self, version: int) -> None:
+        """Removes a version that no worker could load, and says so: nothing was sampled under it."""
+        self._steps.append(json.dumps({WITHDRAWN: version}).encode() + b"\n")
+        self._kept.pop(version, None)
+        kept, gone = self._versions / str(version), self._versions / f".{version}"
+        if kept.is_dir():
+            os.rename(kept, gone)  # a reader sees the whole folder or none
+            shutil.rmtree(gone)
+
+    def close(self) -> None:
+        for file in (self._trajectories, self._cancelled, self._steps):
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _read_ended(self) -> set[str]:
+        """The groups that were cancelled."""
+        ended = set()
+        for number, line in enumerate(self._cancelled.lines(), start=1):
+            try:
+                ended.add(str(json.loads(line)["group_id"]))
+            except (ValueError, KeyError, TypeError) as error:
+                raise InvalidValue(f"{CANCELLED_FILE} line {number}", line[:80], "a cancelled group") from error
+        return ended
+
+    def _read_ids(self) -> set[str]:
+        ids = set()
+        for number, line in enumerate(self._trajectories.lines(), start=1):
+            found = _FIRST_ID.match(line)
+            try:
+                ids.add(found[1].decode() if found else str(json.loads(line)["trajectory_id"]))
+            except (ValueError, KeyError, TypeError) as error:
+                raise InvalidValue(f"{TRAJECTORIES_FILE} line {number}", line[:80], "a trajectory record") from error
+        return ids
+
+
+class _LineFile:
+    """A file of lines, to which whole ones are appended or none. Its lines have to be read once before."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stream = path.open("ab", buffering=0)
+        self._whole_bytes = 0
+        self._torn = False  # there may be more in the file than whole lines
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines. One that a crash has torn, at the end, is cut off: what it said was never acknowledged."""
+        self._whole_bytes = 0
+        with self._path.open("rb") as stream:
+            for line in stream:
+                if not line.endswith(b"\n"):
+                    break
+                self._whole_bytes += len(line)
+                yield line
+        self._cut()
+
+    def append(self, lines: bytes) -> None:
+        if self._torn:
+            self._cut()
+        rest = memoryview(lines)
+        try:
+            while rest:
+                rest = rest[self._stream.write(rest) :]
+        except OSError:
+            self._torn = True
+            with suppress(OSError):  # else before the next line
+                self._cut()
+            raise
+        self._whole_bytes += len(lines)
+
+    def sync(self) -> None:
+        os.fsync(self._stream.fileno())
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _cut(self) -> None:
+        self._stream.truncate(self._whole_bytes)
+        self._torn = False

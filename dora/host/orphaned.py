@@ -1,0 +1,53 @@
+"""What a host keeps while no service is there: its processes go on for a stated time, then they end."""
+
+import asyncio
+from collections.abc import Callable
+
+from dora.host.runtime import HostRuntime
+from dora.rpc import dora_pb2 as pb
+
+
+class Orphaned:
+    """Of at most one stay. ``said`` is told when it is over."""
+
+    def __init__(self, said: Callable[[str], None]) -> None:
+        self._said = said
+        self._runtime: HostRuntime | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    def keep(self, runtime: HostRuntime, orphan_timeout_s: float) -> None:
+        """Ends it after so long, unless it is taken before."""
+        assert self._runtime is None
+        self._runtime = runtime
+        self._ending = asyncio.create_task(self._end_after(orphan_timeout_s))
+
+    def kept(self) -> pb.KeptHost | None:
+        """What a service is told of it; None: there is nothing."""
+        return None if self._runtime is None else self._runtime.kept()
+
+    @property
+    def model_digest(self) -> str:
+        """Of the model that it uses; empty where there is nothing."""
+        return "" if self._runtime is None else self._runtime.model_digest
+
+    def take(self) -> HostRuntime | None:
+        """It goes on, under a service. None: it has ended meanwhile."""
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None and self._ending is not None:
+            self._ending.cancel()
+        return runtime
+
+    async def end(self) -> None:
+        """Ends what is kept; returns once nothing of it is left."""
+        runtime = self.take()
+        if runtime is not None:
+            await runtime.close()
+        elif self._ending is not None:
+            await asyncio.wait([self._ending])
+
+    async def _end_after(self, orphan_timeout_s: float) -> None:
+        await asyncio.sleep(orphan_timeout_s)
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            self._said(f"no service within {orphan_timeout_s:g} s: the workers end")
+            await runtime.close()

@@ -1,0 +1,279 @@
+"""What a host runs and holds for a service, as its agent lives it: orders in, processes started and versions brought.
+
+It lasts for one epoch of the host; or for several, where the processes outlive a service that keeps its state: between
+two of them nobody gives orders, what runs goes on, and what ends is not started again.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import shutil
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from dora.config import KvConfig, WorkersConfig
+from dora.data.validation import validated_as
+from dora.errors import InvalidValue
+from dora.host.capacity import capacity_to_wire, gpus, visible_gpus
+from dora.host.command import LaunchContext, pool_argv, pool_id_of, worker_argv, worker_environment
+from dora.host.files import bring, digest_of, keep_only
+from dora.host.folder import DIGEST, LOGS, MODEL, SNAPSHOTS, WEIGHTS
+from dora.host.launcher import prefix_of
+from dora.host.processes import Processes
+from dora.kvtransfer.listener import Listener
+from dora.kvtransfer.peer import Identity, this_host
+from dora.kvtransfer.plane import local_host
+from dora.kvtransfer.segments import sweep
+from dora.relay.orders import Failed, Order, Outcome, Upstream
+from dora.relay.relay import Relay, RelaySettings
+from dora.rpc import dora_pb2 as pb
+from dora.rpc import dora_pb2_grpc as stubs
+from dora.rpc.channel import bearer
+from dora.rpc.errors import ServiceUnavailable, from_rpc_error
+from dora.weights.files import WeightFile
+from dora.weights.host_store import HostStore
+
+log = logging.getLogger("dora.host")
+
+HEADER_BYTES: Final = 16 << 20  # of a version's files, beside the tensors
+
+
+class Files:
+    """The model's files, as the service gives them out."""
+
+    def __init__(self, stub: stubs.HostStub, token: str) -> None:
+        self._stub = stub
+        self._metadata = bearer(token)
+
+    async def list(self) -> pb.ListFilesReply:
+        """Raises ServiceUnavailable."""
+        try:
+            return await self._stub.ListFiles(pb.ListFilesRequest(), metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def content(self, name: str) -> AsyncIterator[bytes]:
+        """Of one file, from its beginning."""
+        request = pb.FetchFileRequest(name=name)
+        try:
+            async for chunk in self._stub.FetchFile(request, metadata=self._metadata):
+                yield chunk.content
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+
+class HostRuntime:
+    """``run`` once; then any number of ``stand_still`` and ``go_on``; at last ``close``. ``send``: to the service.
+
+    Orders of one kind are obeyed in their order.
+    """
+
+    def __init__(
+        self, context: LaunchContext, device: str, send: Callable[[pb.HostMessage], None], has_model: bool = False
+    ) -> None:
+        """``has_model``: the machine has it already, as the service has found out; else it is fetched."""
+        self._context = context
+        self._folder = Path(context.folder)
+        self._device = device
+        self._send = send
+        self._has_model = has_model
+        self._tokens: dict[str, str] = {}  # by worker id, and the pool's
+        self._processes: Processes | None = None
+        self._store: HostStore | None = None
+        self._opening: asyncio.Future[HostStore] | None = None
+        self._is_closed = threading.Event()
+        self._relay: Relay | None = None
+        self._is_alone = False
+        self.model_digest = ""  # of the model that is used
+        self.epoch = 0  # the latest
+
+    async def run(self, welcome: pb.HostWelcome, orders: AsyncIterator[pb.HostOrder], service: Files) -> str | None:
+        """Obeys until the service lets the host go; returns its reason, None where the stream just ends."""
+        self.epoch = welcome.epoch
+        self._workers, self._kv = _settings(welcome.settings_json)
+        if not self._has_model:
+            await self._bring_model(welcome.model_digest, service)
+        self.model_digest = welcome.model_digest
+        self._opening = asyncio.get_running_loop().run_in_executor(None, self._checked_store)
+        self._store = await asyncio.shield(self._opening)
+        self._relay = self._open_relay(welcome, self._store)
+        self._processes = self._launch(welcome.pool_token)
+        return await self._obey(orders, self._processes, self._relay)
+
+    def stand_still(self) -> bool:
+        """The service is lost. False: nothing was begun yet that could go on without it."""
+        self._is_alone = True
+        if self._processes is None or self._relay is None:
+            return False
+        self._processes.stand_still()
+        return True
+
+    def kept(self) -> pb.KeptHost:
+        """What goes on, as the next service is told."""
+        assert self._processes is not None
+        return pb.KeptHost(epoch=self.epoch, worker_ids=self._processes.workers)
+
+    async def go_on(self, welcome: pb.HostWelcome, orders: AsyncIterator[pb.HostOrder]) -> str | None:
+        """As ``run``, under a service that has taken over what goes on. Its relay has another epoch and secret."""
+        assert self._processes is not None and self._relay is not None and self._store is not None
+        self.epoch = welcome.epoch
+        self._workers, self._kv = _settings(welcome.settings_json)
+        await asyncio.to_thread(self._relay.close)
+        self._is_alone = False
+        self._relay = self._open_relay(welcome, self._store)
+        self._processes.go_on()
+        return await self._obey(orders, self._processes, self._relay)
+
+    async def close(self) -> None:
+        """Ends all processes, at once: their epoch is over. Afterwards nothing of it is at work in the folder."""
+        self._is_closed.set()
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+        if self._processes is not None:
+            await self._processes.close(grace_s=0)
+            sweep(self._folder / SNAPSHOTS)
+        if self._relay is not None:
+            await asyncio.to_thread(self._relay.close)
+
+    def report(self) -> pb.HostReport:
+        """The heartbeat. Also tidies up after processes that are gone."""
+        processes = self._processes
+        report = pb.HostReport(capacity=capacity_to_wire(self._folder))
+        if processes is not None:
+            sweep(self._folder / SNAPSHOTS)
+            report.troubles.update(processes.statuses())
+            if processes.failed.done() and not processes.failed.cancelled():
+                report.failed = str(processes.failed.exception())
+        return report
+
+    async def _obey(self, orders: AsyncIterator[pb.HostOrder], processes: Processes, relay: Relay) -> str | None:
+        async for order in orders:
+            match order.WhichOneof("kind"):
+                case "start_worker":
+                    start = order.start_worker
+                    self._tokens[start.worker_id] = start.token
+                    processes.start(start.worker_id)
+                case "stop_worker":
+                    stop = order.stop_worker
+                    if stop.token:
+                        self._tokens[stop.worker_id] = stop.token
+                    processes.stop(stop.worker_id, again=stop.again)
+                case "fetch_version":
+                    relay.fetch(_order(order.fetch_version))
+                case "drop_version":
+                    await asyncio.to_thread(relay.drop, order.drop_version.name)
+                case "leave":
+                    await processes.close()
+                    return order.leave.reason
+                case kind:
+                    raise InvalidValue("order", kind, "one that this DORA knows")
+        return None
+
+    def _launch(self, pool_token: str) -> Processes:
+        """What is started later is started by the settings of then."""
+        pool_id, prefix, count = pool_id_of(self._context.host), prefix_of(self._context.host), len(gpus())
+        self._tokens[pool_id] = pool_token
+
+        def command(worker_id: str) -> list[str]:
+            if worker_id == pool_id:
+                return pool_argv(self._kv, pool_id, self._context)
+            return worker_argv(self._workers, worker_id, self._context)
+
+        def environment(worker_id: str) -> Mapping[str, str]:
+            workers = self._workers
+            environment = worker_environment(workers, self._tokens[worker_id])
+            if worker_id == pool_id:
+                return environment
+            ranks = workers.tensor_parallel * workers.pipeline_parallel
+            return {**environment, **visible_gpus(self._device, count, prefix, worker_id, ranks)}
+
+        processes = Processes(
+            self._workers,
+            command,
+            environment,
+            self._folder / LOGS,
+            lambda error: log.error("logs cannot be written: %s", error.strerror),
+            [pool_id] if pool_token else [],
+            prefix,
+            bound=True,
+        )
+        processes.open()
+        return processes
+
+    # -------------------------------------------------------------------------------------------------------- weights
+
+    async def _bring_model(self, digest: str, service: Files) -> None:
+        """The model's own files, of which those do not travel that are here already and whole."""
+        folder, whole = self._folder / MODEL, self._folder / DIGEST
+        if not whole.is_file() or whole.read_text() != digest:
+            whole.unlink(missing_ok=True)
+            shutil.rmtree(self._folder / WEIGHTS, ignore_errors=True)  # of another model
+        folder.mkdir(exist_ok=True)
+        reply = await service.list()
+        files = [WeightFile(each.name, each.file_bytes, each.blake3) for each in reply.files]
+        try:
+            keep_only(folder, files)
+            await bring(folder, files, service.content)
+        except (InvalidValue, OSError) as error:
+            raise ServiceUnavailable(f"the model cannot be brought: {error}") from error
+        if digest_of(files) != digest:
+            raise ServiceUnavailable("the model's files are not those that the service announced")
+        whole.write_text(digest)
+
+    def _checked_store(self) -> HostStore:
+        """The host's store. Of what an earlier agent has left there, no damaged version is told to be here."""
+        store = HostStore(self._folder / WEIGHTS, self._context.model)
+        for version in store.versions():
+            if self._is_closed.is_set():
+                break
+            if version and not store.is_sound(version):
+                log.warning("version %d in %s is damaged, and is brought anew if it is wanted", version, store.root)
+                store.retire(version)
+        return store
+
+    def _open_relay(self, welcome: pb.HostWelcome, store: HostStore) -> Relay:
+        """The host's relay, which brings versions into its store and gives them on."""
+        context = self._context
+        store.bound_bytes = welcome.versions_most * (store.reference.content_bytes + HEADER_BYTES)
+        loop = asyncio.get_running_loop()
+
+        def tell(outcome: Outcome) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the agent has ended
+                loop.call_soon_threadsafe(self._tell, outcome)
+
+        own = Identity(context.host, welcome.epoch, store.name(0), this_host())
+        listener = Listener(context.kv_host or local_host(context.address))
+        relay = Relay(store, listener, own, RelaySettings(welcome.relay_secret), tell)
+        held = [store.name(version) for version in store.versions() if version]
+        self._send(pb.HostMessage(ready=pb.HostReady(relay_address=relay.address, held=held)))
+        return relay
+
+    def _tell(self, outcome: Outcome) -> None:
+        """What has come of an order to fetch a version. Without a service it is among what the next one is told of."""
+        if self._is_alone:
+            return
+        if isinstance(outcome, Failed):
+            failed = pb.VersionFailed(name=outcome.name, reason=outcome.reason, culprits=outcome.culprits)
+            self._send(pb.HostMessage(failed=failed))
+            return
+        arrived = pb.VersionArrived(
+            name=outcome.name, upstream=outcome.upstream, came_bytes=outcome.came_bytes, took_s=outcome.took_s
+        )
+        if outcome.link is not None:
+            arrived.bytes_per_s, arrived.start_s = outcome.link.bytes_per_s, outcome.link.start_s
+        self._send(pb.HostMessage(arrived=arrived))
+
+
+def _settings(text: str) -> tuple[WorkersConfig, KvConfig]:
+    tree: dict[str, Any] = json.loads(text)
+    return validated_as(WorkersConfig, tree["workers"], "workers"), validated_as(KvConfig, tree["kv"], "kv")
+
+
+def _order(fetch: pb.FetchVersion) -> Order:
+    upstreams = tuple(Upstream(each.host, each.epoch, each.address) for each in fetch.upstreams)
+    return Order(fetch.name, upstreams, fetch.piece_bytes)

@@ -1,0 +1,77 @@
+"""The door of a worker: where other workers reach it.
+
+One thread listens; each connection has one of its own, which is where bytes are received and checked.
+"""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from dora.errors import InvalidValue
+from dora.kvtransfer.wire import Stream
+
+TICK_S: Final = 0.25  # how soon a thread sees that it is to end
+CONNECTIONS_MAX: Final = 4096
+
+
+class Listener:
+    """A listening socket, open from the start so that its address can be told; ``open`` lets others in."""
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        try:
+            self._socket = socket.create_server((host, port), family=_family(host))
+        except OSError as error:
+            raise InvalidValue("kv address", f"{host}:{port}", f"an address of this host ({error.strerror})") from error
+        self.address = _shown(host, self._socket.getsockname()[1])
+        self._stopping = threading.Event()
+        self._threads: dict[threading.Thread, Stream] = {}
+        self._listening: threading.Thread | None = None
+
+    def open(self, serve: Callable[[Stream, threading.Event], None], timeout_s: float) -> None:
+        """``serve`` is run for each connection, in a thread of its own, and ends when the event is set."""
+        self._listening = threading.Thread(target=self._listen, args=(serve, timeout_s), name="kv-door", daemon=True)
+        self._listening.start()
+
+    def close(self) -> None:
+        """May be repeated."""
+        self._stopping.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._listening is not None:
+            self._listening.join()
+        self._socket.close()
+        for thread, stream in list(self._threads.items()):
+            stream.stop()
+            thread.join()
+
+    def _listen(self, serve: Callable[[Stream, threading.Event], None], timeout_s: float) -> None:
+        while not self._stopping.is_set():
+            try:
+                connected, _ = self._socket.accept()
+            except OSError:  # closed, or no descriptor is free
+                self._stopping.wait(TICK_S)
+                continue
+            self._threads = {thread: stream for thread, stream in self._threads.items() if thread.is_alive()}
+            if len(self._threads) >= CONNECTIONS_MAX:
+                connected.close()
+                continue
+            stream = Stream(connected, timeout_s)
+            thread = threading.Thread(target=self._run, args=(serve, stream), name="kv-in", daemon=True)
+            self._threads[thread] = stream
+            thread.start()
+
+    def _run(self, serve: Callable[[Stream, threading.Event], None], stream: Stream) -> None:
+        try:
+            serve(stream, self._stopping)
+        finally:
+            stream.close()
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _shown(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

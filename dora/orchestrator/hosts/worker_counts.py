@@ -1,0 +1,143 @@
+"""Which workers each host is to run, as operators ask for it: hosts grow, shrink and are emptied."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from dora.core import events as on
+from dora.core.state import State
+from dora.errors import Conflict, InvalidValue, NotFound, one_of
+from dora.host.launcher import WORKERS_MAX, Launcher
+from dora.orchestrator.hosts.remote import HostSession
+from dora.orchestrator.rollout.streams import DRAINED
+
+
+@dataclass(slots=True)
+class Host:
+    """One machine. ``session`` None: it is the service's own."""
+
+    name: str
+    launcher: Launcher
+    session: HostSession | None = None
+    draining: bool = False
+    leaving: set[str] = field(default_factory=set)  # workers that are being emptied, to be stopped then
+
+    @property
+    def is_failed(self) -> bool:
+        return self.launcher.failed.done() and not self.launcher.failed.cancelled()
+
+    @property
+    def active(self) -> list[str]:
+        """Workers that are to stay."""
+        return [name for name in self.launcher.workers if name not in self.leaving]
+
+
+class WorkerCounts:
+    """``hosts``: those that are there, by name. ``post`` hands an event to the core, whose ``state`` is read."""
+
+    def __init__(self, hosts: Mapping[str, Host], state: State, post: Callable[[on.Event], None]) -> None:
+        self._hosts = hosts
+        self._state = state
+        self._post = post
+
+    def drain(self, name: str) -> int:
+        """Empties all workers of a host, which then leaves. Returns how many there are. Raises NotFound, Conflict."""
+        host = self._named(name)
+        if host.draining:
+            raise Conflict("host", name, "a host that is not draining", why="is draining already")
+        self._check_left_over(host.active)
+        host.draining = True
+        count = len(host.active)
+        for worker_id in host.active:
+            self._empty(host, worker_id)
+        self._end_if_drained(host)
+        return count
+
+    def drain_worker(self, worker_id: str) -> None:
+        """The same of one worker, which need not be one that a launcher started. Raises NotFound, Conflict."""
+        self._post(on.DrainAsked(worker_id))
+        for host in self._hosts.values():
+            if worker_id in host.launcher.workers:
+                host.leaving.add(worker_id)
+
+    def scale(self, workers: int, name: str) -> tuple[list[str], list[str]]:
+        """Takes a host, or all together, to so many workers. Returns those that start and those that are emptied."""
+        hosts = [self._named(name)] if name else [host for host in self._hosts.values() if not host.draining]
+        if hosts and not 0 <= workers <= WORKERS_MAX * len(hosts):  # before anything is dealt out, one by one
+            allowed = f"0 to {WORKERS_MAX} on one host, {WORKERS_MAX * len(hosts)} on {len(hosts)}"
+            raise InvalidValue("workers", workers, allowed)
+        counts = {host.name: len(host.active) for host in hosts}
+        wanted = {name: workers} if name else distributor(counts, workers)
+        changed = [host for host in hosts if wanted[host.name] != counts[host.name] or host.draining]
+        for host in changed:
+            if host.leaving:
+                why = f"changes already: {', '.join(sorted(host.leaving))} are being emptied"
+                raise Conflict("host", host.name, "a host whose workers have left that are to leave", why=why)
+        surplus = [each for host in changed for each in host.active[max(0, wanted[host.name]) :]]
+        if surplus:
+            self._check_left_over(surplus)
+        started: list[str] = []
+        emptied: list[str] = []
+        for host in changed:
+            change = host.launcher.scale(wanted[host.name])
+            host.draining = False
+            started.extend(change.started)
+            for worker_id in change.surplus:
+                emptied.append(worker_id)
+                self._empty(host, worker_id)
+        return started, emptied
+
+    def _empty(self, host: Host, worker_id: str) -> None:
+        """The worker is emptied, then stopped; one that has not joined is stopped."""
+        worker = self._state.workers.get(worker_id)
+        if worker is None:
+            host.launcher.stop(worker_id)
+            return
+        host.leaving.add(worker_id)
+        if not worker.draining:
+            self._post(on.DrainAsked(worker_id))
+
+    def _check_left_over(self, leaving: Collection[str]) -> None:
+        """Raises Conflict where nobody would be left to take over their requests."""
+        working = {name for name, worker in self._state.workers.items() if not worker.draining}
+        if working and not working - set(leaving):
+            allowed = "some of several, so that their requests have somewhere to go"
+            raise Conflict("workers", ", ".join(sorted(leaving)), allowed, why="are the last working ones")
+
+    def _named(self, name: str) -> Host:
+        if name not in self._hosts:
+            raise NotFound("host", name, one_of(name, list(self._hosts)))
+        return self._hosts[name]
+
+    def is_leaving(self, worker_id: str) -> bool:
+        """Whether it is being emptied, to be stopped then."""
+        return any(worker_id in host.leaving for host in self._hosts.values())
+
+    def let_go(self, worker_id: str) -> None:
+        """It is empty: its process ends, and with the last one a host that is drained leaves."""
+        for host in list(self._hosts.values()):
+            if worker_id in host.launcher.workers:
+                host.launcher.stop(worker_id)
+                host.leaving.discard(worker_id)
+                self._end_if_drained(host)
+
+    def _end_if_drained(self, host: Host) -> None:
+        if host.draining and not host.launcher.workers and host.session is not None:
+            host.session.leave(DRAINED)
+
+
+def distributor(counts: dict[str, int], total: int) -> dict[str, int]:
+    """``counts`` of workers by host, brought to ``total``: the host with the fewest gains, the one with the most loses.
+
+    Raises InvalidValue where there is no host.
+    """
+    if not counts:
+        raise InvalidValue("workers", total, "a number for hosts that are there and not draining: there is none")
+    found = dict(counts)
+    while (left := total - sum(found.values())) != 0:
+        name = (
+            min(found, key=lambda name: (found[name], name))
+            if left > 0
+            else max(found, key=lambda name: (found[name], name))
+        )
+        found[name] += 1 if left > 0 else -1
+    return found

@@ -1,0 +1,99 @@
+"""What the journal has kept, as the event that restores a core. The simulator folds its journal by the same code."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from dora.core import events as on
+from dora.core.commands import RejectVersion
+from dora.data.types import Prompt
+from dora.journal.content import Requests
+from dora.journal.ledger import OPEN, Ledger, LiveGroup
+
+COMMANDS_A_LIFE: Final = 1 << 32  # ids of commands that a life may give
+GROUPS_A_LIFE: Final = 1_000_000  # ids of groups go on so far on, at least: more than a window has places for
+UNFINISHED, FINISHED, SCORED = range(3)  # stages of a request, as the core names them
+
+
+def restored(
+    ledger: Ledger,
+    groups: Sequence[LiveGroup],
+    requests: Requests,
+    offer: Callable[[Prompt], on.OfferedPrompt],
+    window_least: int,
+    now: float,
+    incarnation: int,
+) -> on.Restored:
+    """What the core is told, but for who has come back. ``offer``: a prompt as the core knows it.
+
+    ``now``: in seconds, as the journal has times. ``life``: the one that begins, which no other was told of.
+    """
+    values = ledger.values
+    newest, groups_per_step = values["newest"], values["groups_per_step"]
+    window_versions, short_step = values["window_size"] or window_least, values["short_step"]
+    taken = sorted((group for group in groups if group.step != OPEN), key=lambda group: group.taken)
+    filled = len(taken) == groups_per_step > 0 or short_step == newest
+    stages = np.where(requests.ends > 0, FINISHED, UNFINISHED).astype(np.uint8)
+    stages[list(requests.verdicts)] = SCORED
+    return on.Restored(
+        newest=newest,
+        step=newest + filled,
+        left=groups_per_step if filled else groups_per_step - len(taken),
+        groups_per_step=groups_per_step,
+        window_versions=window_versions,
+        retired=values["retired"],
+        trainer_epoch=values["trainer_epoch"],
+        groups_named=_next_name(values["groups_named"], incarnation),
+        commands_sent=incarnation * COMMANDS_A_LIFE,
+        groups=tuple(
+            on.RestoredGroup(
+                group.group_id, offer(group.prompt), group.version, group.deadline, max(0.0, now - group.at)
+            )
+            for group in groups
+        ),
+        requests=on.RestoredRequests(
+            np.array([row for group in groups for row in group.rows], np.int32),
+            requests.counts.astype(np.int32),
+            stages,
+        ),
+        leased=tuple(group.group_id for group in taken),
+        finished=_finished(groups, requests),
+        left_behind=values["left_behind"],
+        short_step=short_step,
+        rejected=tuple(
+            RejectVersion(each.version, tuple(each.worker_ids), each.reason, each.canary_difference)
+            for each in ledger.rejected()
+        ),
+        learnt=values["learnt"],
+        counters=_counters(values["counters"], len(groups), len(taken)),
+    )
+
+
+def _counters(kept: Mapping[str, int], held: int, taken: int) -> dict[str, int]:
+    """As they were when a step was committed last; groups that were admitted and taken since are counted by what is
+    held of them."""
+    trained = kept.get("groups_trained", 0)
+    admitted = trained + kept.get("groups_cancelled", 0) + held
+    return {**kept, "groups_admitted": admitted, "groups_taken": max(kept.get("groups_taken", 0), trained + taken)}
+
+
+def _next_name(named: int, incarnation: int) -> int:
+    """The number in the next group's id. Workers may have heard of groups that were not on disk yet, from any earlier
+    life: at most as many from each as a window has places for, since what makes places waits for the disk."""
+    return (-(-named // GROUPS_A_LIFE) + incarnation) * GROUPS_A_LIFE
+
+
+def _finished(groups: Sequence[LiveGroup], requests: Requests) -> tuple[str, ...]:
+    """The groups that wait for a step, in the order of their last verdicts."""
+    scored: Counter[int] = Counter()
+    last: dict[int, float] = {}
+    starts = np.cumsum([0, *(len(group.rows) for group in groups)])
+    for position, verdict in requests.verdicts.items():
+        index = int(np.searchsorted(starts, position, "right")) - 1
+        scored[index] += 1
+        last[index] = max(last.get(index, 0.0), verdict.at)
+    whole = [index for index, count in scored.items() if count == len(groups[index].rows)]
+    waiting = [index for index in whole if groups[index].step == OPEN]
+    return tuple(groups[index].group_id for index in sorted(waiting, key=lambda index: (last[index], index)))

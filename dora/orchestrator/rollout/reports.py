@@ -1,0 +1,231 @@
+"""What workers say: their tokens go into the book, and what follows from them goes to the core as one event."""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from dora.core import Machine
+from dora.core import commands as do
+from dora.core import events as on
+from dora.data.token_spans import TokenColumns
+from dora.data.types import Canary
+from dora.errors import InvalidValue, NotFound
+from dora.kvtransfer.arrivals import check_key
+from dora.orchestrator.recording.storage import RUN_FOLDER, Storage
+from dora.orchestrator.rollout import worker_checks as checks
+from dora.orchestrator.rollout.journal import Journal
+from dora.orchestrator.rollout.response_buffer import ResponseBuffer
+from dora.orchestrator.rollout.streams import PoolSession, Session, WorkerSession
+from dora.orchestrator.rollout.telemetry import Telemetry
+from dora.rpc import convert
+from dora.rpc import dora_pb2 as pb
+from dora.weights.canary import check_canary
+from dora.weights.store import WeightStore
+
+log = logging.getLogger("dora.service")
+
+ERROR_CHARACTERS_MAX: Final = 2000  # of what a worker says about a command
+
+
+class WorkerReports:
+    """Takes reports and outcomes of commands. ``post`` hands an event to the core, which ``machine`` is."""
+
+    def __init__(
+        self,
+        *,
+        machine: Machine,
+        buffer: ResponseBuffer,
+        store: WeightStore,
+        telemetry: Telemetry,
+        storage: Storage,
+        journal: Journal,
+        post: Callable[[on.Event], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        missing: Callable[[str, int], None],
+        lacks: Callable[[str, int], Awaitable[bool]],
+        ended: Callable[[WorkerSession, list[str]], None] = lambda session, request_ids: None,
+    ) -> None:
+        """``missing`` is told which worker has not found which version on its host. ``lacks`` looks whether what was
+        published is no more on its host, and ``spawn`` runs what waits for that, in the background. ``ended`` is told
+        which requests a worker has reported to the end, once that is in book and journal."""
+        self._machine = machine
+        self._buffer = buffer
+        self._store = store
+        self._telemetry = telemetry
+        self._storage = storage
+        self._journal = journal
+        self._post = post
+        self._spawn = spawn
+        self._missing = missing
+        self._lacks = lacks
+        self._ended = ended
+
+    def report(self, session: WorkerSession, report: pb.WorkerReport) -> None:
+        """Takes over the tokens of requests that this worker owns; the rest belongs to an older handoff.
+
+        Raises InvalidValue (ReportError) for a report that is wrong anywhere: nothing of it is taken over.
+        """
+        now, at = time.monotonic(), time.time()
+        state = self._machine.state
+        kv_tokens, vocab_size = session.capability.kv_tokens, self._vocab_size(session)
+        columns = checks.checked_tokens(report, kv_tokens, vocab_size, state.requests.capacity)
+        columns = columns.only(self._machine.owned(session.worker_id, session.epoch, columns.rows))
+        # C1: the core counts such a token, and evicts the worker; nothing else of the report is taken over either
+        of_another_version = self._buffer.column("version", columns.rows) != report.version
+        is_mixed = bool(of_another_version.any())
+        if is_mixed:
+            columns = columns.only(of_another_version)
+        else:
+            checks.check_against_buffer(self._buffer, columns)
+        session.heard_s = now
+        session.rate.observe(now, report.generated_tokens)
+        self._telemetry.tokens_reprefilled += max(0, report.reprefilled_tokens - session.reprefilled_tokens)
+        session.reprefilled_tokens = report.reprefilled_tokens
+        if report.HasField("kv_tier"):
+            tier = convert.tier_from_wire(report.kv_tier)
+            self._telemetry.tier(session.tier, tier)
+            session.tier = tier
+        if not is_mixed:
+            self._append(session.worker_id, columns, at)
+            if columns.ends.any():
+                rows = columns.rows[columns.ends > 0].tolist()
+                self._ended(session, [self._buffer.at(row).request_id for row in rows])
+        self._post(
+            on.TokensReported(
+                session.worker_id,
+                session.epoch,
+                report.version,
+                columns.rows.astype(np.int32),
+                self._buffer.column("held", columns.rows).astype(np.int32),
+                columns.ends,
+                report.waiting,
+                report.kv_used_tokens,
+            )
+        )
+
+    def pool(self, session: PoolSession, report: pb.PoolReport) -> None:
+        """Takes note of what a pool holds, and tells the core what it has dropped. Raises InvalidValue."""
+        checks.checked_pool_report(report)
+        session.heard_s = time.monotonic()
+        self._telemetry.pool_spilled += max(0, report.spilled - session.report.spilled)
+        session.report.CopyFrom(report)
+        if report.dropped:
+            self._telemetry.pool_dropped += len(report.dropped)
+            log.warning("%s: dropped %d snapshots: %s", session.worker_id, len(report.dropped), report.reason)
+            dropped = on.PoolDropped(session.worker_id, session.epoch, tuple(report.dropped), report.reason)
+            self._post(dropped)
+
+    def outcome(self, session: WorkerSession | PoolSession, outcome: pb.WorkerOutcome) -> None:
+        """Tells the core how a command to this worker or pool went. Raises InvalidValue where that cannot be."""
+        pending = self._machine.state.pending.get(outcome.command_id)
+        if pending is None or (pending.command.worker_id, pending.command.epoch) != (session.worker_id, session.epoch):
+            command = None  # of an epoch that is over
+        else:
+            command = pending.command
+        canary = self._checked(session, outcome, command)
+        session.heard_s = time.monotonic()
+        error = outcome.error[:ERROR_CHARACTERS_MAX]
+        if not outcome.ok:  # an unknown request is one that finished a moment before: expected
+            level = logging.DEBUG if outcome.error_kind == "unknown_request" else logging.WARNING
+            log.log(level, "%s: %s: %s", session.worker_id, _named(command), error)
+        if isinstance(command, do.CopyOut):
+            self._note_copy(session, outcome)
+        if outcome.ok and isinstance(command, do.LoadVersion) and canary is not None:
+            self._keep_canary(session.worker_id, command.version, canary)
+        done = on.CommandDone(
+            session.worker_id,
+            session.epoch,
+            outcome.command_id,
+            outcome.ok,
+            error,
+            outcome.error_kind,
+            outcome.locator,
+            outcome.tokens,
+            outcome.canary_difference,
+        )
+        if isinstance(command, do.LoadVersion) and self._may_be_lacking(command.version, outcome):
+            self._spawn(self._load_failed(command, done))
+        else:
+            self._done(command, done)
+
+    def _done(self, command: do.WorkerCommand | None, done: on.CommandDone) -> None:
+        self._post(done)
+        if isinstance(command, do.LoadVersion) and done.error_kind == "missing":
+            self._missing(done.worker_id, command.version)
+
+    def _may_be_lacking(self, version: int, outcome: pb.WorkerOutcome) -> bool:
+        """Whether a load may have failed because the files are not what was published, as far as this is not what is
+        decided by other workers (core/rejection.py)."""
+        state = self._machine.state
+        if outcome.ok or not version or self._machine.has_to_come(version):
+            return False
+        return outcome.error_kind == "refused" or (outcome.error_kind == "weights" and version in state.proven)
+
+    async def _load_failed(self, command: do.LoadVersion, done: on.CommandDone) -> None:
+        """The core hears of it once it is known who is at fault; until then it takes the worker to be loading."""
+        if await self._lacks(done.worker_id, command.version):
+            done = replace(done, error_kind="missing")
+        self._done(command, done)
+
+    def copy_began(self, session: WorkerSession, message: pb.CopyBegan) -> None:
+        """Tells the core that a request is being copied while it decodes."""
+        session.heard_s = time.monotonic()
+        self._post(on.CopyBegan(session.worker_id, session.epoch, message.command_id))
+
+    def _checked(
+        self, session: WorkerSession | PoolSession, outcome: pb.WorkerOutcome, command: do.WorkerCommand | None
+    ) -> Canary | None:
+        """The canary in an outcome. Raises InvalidValue for what the engine of this worker cannot have answered."""
+        checks.checked_outcome(outcome)
+        if outcome.locator or (outcome.ok and isinstance(command, do.CopyOut)):
+            check_key(outcome.locator, session.epoch)
+        canary = convert.canary_from_wire(outcome.canary) if outcome.HasField("canary") else None
+        if canary is None:
+            return None
+        if isinstance(session, PoolSession):
+            raise InvalidValue("canary", f"{len(canary.token_ids)} tokens", "none, of a pool")
+        check_canary(canary, self._vocab_size(session))
+        return canary
+
+    def _vocab_size(self, session: WorkerSession) -> int:
+        """The model's; the engine's, where the model's config does not say."""
+        return self._store.reference.vocab_size or session.capability.vocab_size
+
+    def _append(self, worker_id: str, columns: TokenColumns, at: float) -> None:
+        before, held = self._buffer.tokens, self._buffer.column("held", columns.rows)
+        for arrival, without_token_s in self._buffer.append(worker_id, columns, at):
+            self._telemetry.arrived(arrival, without_token_s * 1000)
+        self._telemetry.tokens(self._buffer.tokens - before, at)
+        self._journal.report(self._buffer, columns, held, at)
+
+    def _note_copy(self, session: Session, outcome: pb.WorkerOutcome) -> None:
+        """One line for what did not go as it should have; numbers for the rest."""
+        for reason in outcome.kv_fallbacks:
+            log.warning("%s: a KV transport failed: %s", session.worker_id, reason)
+        self._telemetry.kv_fallbacks += len(outcome.kv_fallbacks)
+        if outcome.ok:
+            self._telemetry.kv_bytes += outcome.snapshot_bytes
+
+    def _keep_canary(self, worker_id: str, version: int, canary: Canary) -> None:
+        """A version that came without a canary is held to what its first worker made of it."""
+        if not self._machine.counts_load(worker_id, version):
+            return
+        with self._storage.tidying(RUN_FOLDER), suppress(NotFound):  # it may have vanished since
+            if self._store.canary(version) is None:
+                self._store.keep_canary(version, canary)
+
+
+def _named(command: do.WorkerCommand | None) -> str:
+    """What a worker was to do, and with what."""
+    match command:
+        case None:
+            return "a command of an epoch that is over"
+        case do.LoadVersion(version=version):
+            return f"LoadVersion {version}"
+        case _:
+            return f"{type(command).__name__} {getattr(command, 'request_id', '')}"

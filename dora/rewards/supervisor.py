@@ -1,0 +1,290 @@
+"""The supervisor of one user process: ``python -m dora.rewards.supervisor KIND MODULE:FUNCTION LOG_BYTES [FOLDER]``.
+
+    service ──stdin──▶ keeper ──calls────▶ user process
+            ◀──stdout─        ◀──verdicts─      │
+            ◀──stderr─ (bounded) ◀──────prints──┘
+
+No user code runs here. The keeper forks the user process, passes one call at a time, limits its time, passes on a
+bounded part of what it prints, and ends it with everything it has started: after a call that took too long, after
+anything but the verdict that was asked for, and when stdin ends, since the service has ended then.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final, cast
+
+from dora.rewards import frames
+from dora.rewards.frames import CALLS, ENDED, LASTED_S, START_TIMEOUT_S, TICKET
+from dora.rewards.function import Kind
+from dora.rewards.process import serve_calls
+from dora.rewards.running_time import RunningTime
+from dora.rewards.verdict import Message
+from dora.system.process_tree import adopt_orphans, descendants, die_with, end_descendants, reap
+
+READ_BYTES: Final = 64 << 10
+CALLS_A_LOOK: Final = 64  # between two counts of the processes there are: a look at all takes some milliseconds
+ANSWER_WAITS_S: Final = 0.02  # for those of the calls that came with its own, where they are short
+PROCESSES_MAX: Final = 256  # that a function may have started, and not waited for
+LOG_WRITE_BYTES: Final = 4096  # what a pipe that is ready takes without blocking, says poll(2)
+_OURS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # meant for the service, which drains, then ends stdin
+
+
+class Ended(Exception):
+    """The user process is of no more use: the end of a sentence says why."""
+
+
+class ServiceGone(Exception):
+    """Nobody is left to answer."""
+
+
+class Prints:
+    """What the user process prints: passed on to our stderr, the service's log, up to a limit; then counted."""
+
+    def __init__(self, spec: str, source: int, log_bytes: int) -> None:
+        self.source = source
+        self._spec = spec
+        self._left_bytes = log_bytes
+        self._dropped_bytes = 0
+        os.set_blocking(source, False)
+
+    def pass_on(self) -> int:
+        """Takes what there is now. Returns how many bytes: 0 where there is nothing, or nobody who prints any more."""
+        try:
+            printed = os.read(self.source, READ_BYTES)
+        except BlockingIOError:
+            return 0
+        shown = printed[: self._left_bytes]
+        for start in range(0, len(shown), LOG_WRITE_BYTES):
+            part = shown[start : start + LOG_WRITE_BYTES]
+            self._dropped_bytes += 0 if _log(part) else len(part)  # where nobody reads the log
+        if shown and len(shown) == self._left_bytes:
+            _log(f"\n{self._spec} prints too much: what follows is dropped\n".encode())
+        self._left_bytes -= len(shown)
+        self._dropped_bytes += len(printed) - len(shown)
+        return len(printed)
+
+    def close(self) -> None:
+        """Takes the rest, and says how much was dropped."""
+        while self.pass_on():
+            pass
+        if self._dropped_bytes:
+            _log(f"{self._spec} printed {self._dropped_bytes:,} bytes that were dropped\n".encode())
+
+
+class UserProcess:
+    """The user process, as the keeper sees it. ``service``: the descriptor that ends when the service does."""
+
+    def __init__(self, process_id: int, calls: int, verdicts: int, prints: Prints, service: int) -> None:
+        self._id = process_id
+        self._calls = calls
+        self._verdicts = verdicts
+        self._prints = prints
+        self._service = service
+        self._poll = select.poll()
+        self._poll.register(verdicts, select.POLLIN)
+        self._poll.register(prints.source, select.POLLIN)
+        self._exit_code: int | None = None
+        os.set_blocking(calls, False)
+
+    def ask(self, frame: bytes, ticket: bytes, limit_s: float, waits: Callable[[], None]) -> Message:
+        """Sends ``frame`` and returns the verdict of that ticket. Raises Ended and ServiceGone.
+
+        ``waits`` is called where it takes its time.
+        """
+        unsent, received, time_left = memoryview(frame), bytearray(), RunningTime(limit_s)
+        self._poll.register(self._service, 0)  # its end is told in any case
+        unsent = unsent[self._send(unsent) :]
+        if unsent:
+            self._poll.register(self._calls, select.POLLOUT)
+        while True:
+            left_s = time_left.next_slice_s()
+            ready = self._ready(left_s)
+            if not ready:
+                waits()
+            if self._calls in ready:
+                unsent = unsent[self._send(unsent) :]
+                if not unsent:
+                    self._poll.unregister(self._calls)
+            if self._verdicts in ready:
+                received += self._received()
+                try:
+                    message = frames.first(received, frames.ANSWER_MAX_BYTES)
+                    if message is not None:
+                        return _checked(message, ticket)
+                except ValueError as error:
+                    raise Ended(f"wrote into the answers of its process ({error})") from error
+            if left_s <= 0.0:  # nor was there anything at the last look
+                raise Ended(f"took longer than {limit_s:g} s and was stopped")
+            if self._service in ready:
+                raise ServiceGone
+
+    def wait_for_call(self) -> None:
+        """Returns once the service has written something. Raises Ended for a user process that ends, or writes."""
+        self._poll.register(self._service, select.POLLIN)
+        while self._service not in (ready := self._ready(None)):
+            self._check_quiet(ready)
+        self._exit_codes()
+
+    def look(self) -> None:
+        """Between two calls. Raises Ended for a user process that ends, or writes."""
+        self._check_quiet(self._ready(0.0))
+
+    def _check_quiet(self, ready: set[int]) -> None:
+        if self._verdicts in ready:
+            self._received()
+            raise Ended("answered without being asked")
+
+    def _ready(self, timeout_s: float | None) -> set[int]:
+        ready = {each for each, _ in self._poll.poll(None if timeout_s is None else 1e3 * timeout_s)}
+        if self._prints.source in ready and not self._prints.pass_on():
+            self._poll.unregister(self._prints.source)
+        return ready
+
+    def _send(self, unsent: memoryview) -> int:
+        try:
+            return os.write(self._calls, unsent)
+        except BlockingIOError:
+            return 0
+        except OSError:  # it has ended, which the missing verdict tells
+            return len(unsent)
+
+    def _received(self) -> bytes:
+        received = os.read(self._verdicts, READ_BYTES)
+        if not received:
+            # Where it is ending, a signal no longer changes its exit code; else it has closed its pipe, and is no use.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._id, signal.SIGKILL)
+            while self._exit_code is None:
+                self._exit_codes(wait=True)
+            raise Ended(f"ended its process (exit code {self._exit_code})")
+        return received
+
+    def _exit_codes(self, wait: bool = False) -> None:
+        """Lets go of what has ended: the user process, and orphans of its."""
+        self._exit_code = reap(wait).get(self._id, self._exit_code)
+
+
+def main(arguments: list[str]) -> None:
+    """Serves calls until the service ends, or the user process is of no more use."""
+    kind, spec, log_bytes, *folder = arguments
+    for number in _OURS:
+        signal.signal(number, signal.SIG_IGN)
+    adopt_orphans()
+    service_in, service_out = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    calls_out, calls_in = os.pipe()
+    verdicts_out, verdicts_in = os.pipe()
+    prints_out, prints_in = os.pipe()
+    supervisor_id = os.getpid()
+    process_id = os.fork()
+    if not process_id:
+        try:
+            ours = (service_in, service_out, calls_in, verdicts_out, prints_out, nothing)
+            _become_user_process(supervisor_id, ours, prints_in)
+            serve_calls(spec, cast(Kind, kind), Path(folder[0]) if folder else None, calls_out, verdicts_in)
+        finally:
+            _leave()
+    for theirs in (calls_out, verdicts_in, prints_in, nothing):
+        os.close(theirs)
+    prints = Prints(spec, prints_out, int(log_bytes))
+    try:
+        _pass_calls(UserProcess(process_id, calls_in, verdicts_out, prints, service_in), spec, service_in, service_out)
+    except (ServiceGone, BrokenPipeError):
+        pass
+    finally:
+        end_descendants()
+        prints.close()
+
+
+def _become_user_process(supervisor_id: int, ours: Iterable[int], prints_in: int) -> None:
+    """Lets go of what is the keeper's: its descriptors, its session, the signals it ignores, its place to print to."""
+    for number in _OURS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.setsid()
+    die_with(supervisor_id)
+    for output in (1, 2):
+        os.dup2(prints_in, output)
+    for descriptor in (*ours, prints_in):
+        os.close(descriptor)
+
+
+def _pass_calls(user: UserProcess, spec: str, service_in: int, service_out: int) -> None:
+    """Passes calls on, and answers those that came together together, unless one of them takes its time."""
+    asked = 0
+    with open(service_in, "rb", closefd=False) as calls, open(service_out, "wb", closefd=False) as answers:
+
+        def exchange(frame: bytes, ticket: bytes, limit_s: float) -> bool:
+            began_s = time.monotonic()
+            try:
+                message = user.ask(frame, ticket, limit_s, answers.flush)
+                if asked and asked % CALLS_A_LOOK == 0 and _too_many(spec):
+                    message[ENDED] = True
+            except Ended as error:
+                message = {"failure": str(error), TICKET: ticket, ENDED: True}
+            answers.write(frames.encode({**message, LASTED_S: time.monotonic() - began_s}))
+            return ENDED not in message
+
+        usable = exchange(b"", b"", START_TIMEOUT_S)
+        while usable:
+            answers.flush()
+            try:
+                user.wait_for_call()
+                batch = frames.read(calls)
+                if batch is None:
+                    raise ServiceGone
+                flushed_s = time.monotonic()
+                for ticket, frame in batch[CALLS]:
+                    user.look()
+                    if time.monotonic() - flushed_s > ANSWER_WAITS_S:
+                        answers.flush()
+                        flushed_s = time.monotonic()
+                    asked += 1
+                    if not exchange(frame, ticket, batch["timeout_s"]):
+                        return
+            except Ended:  # between two calls; the service starts another keeper for its next one
+                return
+
+
+def _too_many(spec: str) -> bool:
+    """Whether the function leaves processes behind that would become too many for the machine."""
+    count = len(descendants(ended_too=True)) - 1
+    if count > PROCESSES_MAX:
+        _log(f"{spec} has left {count} processes behind: they are ended, and it is started again\n".encode())
+    return count > PROCESSES_MAX
+
+
+def _checked(message: Message, ticket: bytes) -> Message:
+    if message.get(TICKET) != ticket:
+        raise ValueError("an answer to another call")
+    return message
+
+
+def _log(text: bytes) -> bool:
+    """Writes to the service's log, unless that would have to be waited for."""
+    poll = select.poll()
+    poll.register(2, select.POLLOUT)
+    ready = any(events & select.POLLOUT for _, events in poll.poll(0))
+    try:
+        return ready and os.write(2, text) == len(text)
+    except OSError:
+        return False
+
+
+def _leave() -> None:
+    """Ends the user process without what the interpreter does at its end; a bug of ours is shown."""
+    error = sys.exc_info()[1]
+    if error is not None:
+        sys.excepthook(type(error), error, error.__traceback__)
+    os._exit(0 if error is None else 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
