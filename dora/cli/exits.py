@@ -12,7 +12,6 @@ from typing import Any, TextIO, cast
 import typer
 from typer.core import TyperGroup
 
-from dora.cli.bash import bash_words
 from dora.errors import Conflict, DoraError, InvalidValue, NotFound
 
 
@@ -137,7 +136,7 @@ class DoraGroup(TyperGroup):
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         open_closed()
-        with checked_output(), bash_words():
+        with checked_output():
             return super().main(*arguments, **options)
 
     def invoke(self, ctx: Any) -> Any:

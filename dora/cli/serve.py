@@ -59,13 +59,15 @@ def serve(
     prompts: Annotated[
         str | None,
         typer.Option(
-            autocompletion=completion.prompts,
+            autocompletion=lambda: completion.PROMPTS,
             help="reasoning-gym:TASK,..., a file, a dataset's folder, counting, tiny, or none.",
         ),
     ] = None,
     reward: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:FUNCTION", autocompletion=completion.rewards, help="Verifier (reward.function)."),
+        typer.Option(
+            metavar="MODULE:FUNCTION", autocompletion=lambda: completion.REWARDS, help="Verifier (reward.function)."
+        ),
     ] = None,
     record: Annotated[str | None, typer.Option(metavar="DIR", help="Record trajectories and versions here.")] = None,
     state: Annotated[
@@ -74,7 +76,9 @@ def serve(
     ] = None,
     kv_tier: Annotated[
         str | None,
-        typer.Option(metavar="TIER", autocompletion=completion.kv_tiers, help="Shared KV: none or lmcache (kv.tier)."),
+        typer.Option(
+            metavar="TIER", autocompletion=lambda: completion.KV_TIERS, help="Shared KV: none or lmcache (kv.tier)."
+        ),
     ] = None,
     listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address (service.listen).")] = None,
     token: Annotated[

@@ -41,7 +41,7 @@ Preset = Annotated[
 Policy = Annotated[
     str,
     typer.Option(
-        autocompletion=completion.policies,
+        autocompletion=completion.simulated_policies,
         help=f"Strategy; by default the scenario's, which is {DEFAULT_POLICY} in presets.",
     ),
 ]

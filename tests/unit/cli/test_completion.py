@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from dora.cli.app import app
-from dora.cli.bash import _joined
 from dora.config import Config, load_config
 from dora.core.policies import POLICIES
 from tests.unit.cli.service import TOKEN, free_port
@@ -25,7 +24,7 @@ def completed(line: str, **environment: str) -> list[str]:
 
 
 def completed_in_bash(*words: str) -> list[str]:
-    """The same as bash asks it, which splits words at ``=`` and ``:``."""
+    """The values that bash is offered; it splits words at ``=`` and ``:``."""
     asked = {"_DORA_COMPLETE": "complete_bash", "COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1)}
     return CliRunner(env=asked).invoke(app, [], prog_name="dora").stdout.split()
 
@@ -59,6 +58,9 @@ def completed_in_bash(*words: str) -> list[str]:
         ("dora replay log --only LoadVersion,StepC", ["LoadVersion,StepCommitted"]),
         ("dora plan --model qwen2.5-3", ["qwen2.5-32b"]),
         ("dora plan --hardware h", ["h800", "h20"]),
+        ("dora serve --prompts rea", ["reasoning-gym:"]),
+        ("dora serve --reward dora.rewards.t", ["dora.rewards.tiny:score"]),
+        ("dora serve --kv-tier l", ["lmcache"]),
         ("dora trajectories --state r", ["running"]),
     ],
 )
@@ -80,42 +82,6 @@ def test_every_setting_is_completed_and_every_value_offered_is_allowed() -> None
     assert set(Config.model_fields) >= {name.partition(".")[0].rstrip("=") for name in names}
 
 
-def test_prompts_are_names_tasks_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "sets").mkdir()
-    for name in ("mine.jsonl", "notes.txt", "sets/a.jsonl", "sets/.hidden.jsonl"):
-        (tmp_path / name).write_text("")
-    assert completed("dora serve --prompts ") == ["counting", "tiny", "none", "reasoning-gym:", "mine.jsonl", "sets/"]
-    assert completed("dora serve --prompts sets/") == ["sets/a.jsonl"]
-    assert completed("dora serve --prompts reasoning-gym:chain") == ["reasoning-gym:chain_sum"]
-    two = completed("dora serve --prompts reasoning-gym:chain_sum:2,leg")
-    assert two == ["reasoning-gym:chain_sum:2,leg_counting"]
-    assert len(completed("dora serve --prompts rea")) > 90
-
-
-def test_the_tasks_are_those_of_the_package() -> None:
-    from reasoning_gym.factory import DATASETS
-
-    offered = {value.partition(":")[2] for value in completed("dora serve --prompts reasoning-gym:")}
-    assert offered == set(DATASETS) - {"composite"}
-
-
-def test_rewards_are_functions_that_fit_and_no_module_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(
-        "raise SystemExit('run')\n"
-        "def score(prompt, response, ids, verifier, scale=1.0): ...\n"
-        "async def judge(*given): ...\n"
-        "def helper(text): ...\n"
-        "def _score(a, b, c, d): ...\n"
-    )
-    (tmp_path / "broken.py").write_text("def (:\n")
-    (tmp_path / "odd.py").write_bytes(b"\xff\x00")
-    assert completed("dora serve --reward m") == ["mine:score", "mine:judge"]
-    assert completed("dora serve --reward dora.rewards.t") == ["dora.rewards.tiny:score"]
-    assert completed_in_bash("dora", "serve", "--reward", "mine", ":", "j") == ["judge"]
-
-
 def test_workers_and_requests_are_those_of_the_service(address: str) -> None:
     at = f"--address {address} --token {TOKEN}"
     assert completed(f"dora drain {at} ") == ["w0", "w1", "w2"]
@@ -133,27 +99,11 @@ def test_a_service_that_does_not_answer_completes_nothing_and_says_nothing(addre
     assert time.monotonic() - began_s < 10.0
 
 
-@pytest.mark.parametrize(
-    ("words", "values"),
-    [
-        (("dora", "serve", "--set", "balance.policy", "=", "la"), ["laxity", "laminar"]),
-        (("dora", "serve", "--set", "workers.engine", "="), ["vllm", "fake"]),
-        (("dora", "serve", "--set", "window.si"), ["window.size=", "window.size=2", "window.size=auto"]),
-        (("dora", "serve", "--prompts", "reasoning-gym", ":", "chain"), ["chain_sum"]),
-        (("dora", "serve", "--prompts", "reasoning-gym", ":", "chain_sum", ":", "2,leg"), ["2,leg_counting"]),
-        (("dora", "serve", "--listen", "127.0.0.1", ":", "0", "--model", "tiny-"), ["tiny-moe"]),
-        (("dora", "sta"), ["status"]),
-    ],
-)
-def test_bash_is_answered_with_the_part_that_it_asks_for(words: tuple[str, ...], values: list[str]) -> None:
-    assert completed_in_bash(*words) == values
-
-
-def test_words_that_bash_split_are_joined() -> None:
-    assert _joined(["dora", "--set", "a", "=", "b", ":", "c"]) == (["dora", "--set"], "a=b:c", 4)
-    assert _joined(["dora", "--set", "a", "="]) == (["dora", "--set"], "a=", 2)
-    assert _joined(["dora", "a", "=", "b", "c"]) == (["dora", "a=b"], "c", 0)
-    assert _joined(["dora", ""]) == (["dora"], "", 0)
+def test_bash_completes_names() -> None:
+    assert completed_in_bash("dora", "sta") == ["status"]
+    found = completed_in_bash("dora", "serve", "--set", "window.si")
+    assert found == ["window.size=", "window.size=2", "window.size=auto"]
+    assert completed_in_bash("dora", "serve", "--listen", "127.0.0.1", ":", "0", "--model", "tiny-") == ["tiny-moe"]
 
 
 def test_the_script_that_shells_load_is_shown() -> None:
